@@ -1,4 +1,4 @@
-"""`python -m benchmarks.paper NAME [--data DIR] [--out DIR]`: runs an experiment; writes its table and plot.
+"""`python -m benchmarks.paper NAME [--out DIR]`: runs an experiment; writes its table and plot.
 
 All experiments are simulated, by default on eight GPUs with service times from data sheets.
 """
@@ -10,22 +10,17 @@ from pathlib import Path
 
 from benchmarks.common.report import write
 from benchmarks.paper.figure1 import figure1
-from benchmarks.paper.planner import planner
-from benchmarks.paper.pool import Result, batching, placements, reserve
+from benchmarks.paper.pool import Result, batching
 
-EXPERIMENTS: dict[str, Callable[[argparse.Namespace], Result]] = {
-    run.__name__: run for run in (figure1, batching, placements, reserve, planner)
-}
+EXPERIMENTS: dict[str, Callable[[argparse.Namespace], Result]] = {run.__name__: run for run in (figure1, batching)}
 
 
 def main() -> None:
     """Run one experiment."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description=__doc__)
     parser.add_argument("name", choices=EXPERIMENTS)
-    parser.add_argument("--data", type=Path, help="directory of traces, as for benchmarks.policy")
     parser.add_argument("--times", type=Path, help="service times from `trinity calibrate`, for figure1")
     parser.add_argument("--out", type=Path, help="output directory for paper-NAME.json, .md and .png")
-    parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     run = EXPERIMENTS[options.name]
     results, lines, draw = run(options)

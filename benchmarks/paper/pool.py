@@ -1,7 +1,7 @@
-"""Experiments with the pool: continuous batching, placement of the index, adaptive reserve."""
+"""Experiment with the pool: continuous against static batches."""
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.report import plot, table
-from benchmarks.policy import bench
-from benchmarks.policy.records import SHIPPED
 from ipc import Stage
 from runtime.node.config import NodeConfig, PoolSection
 from runtime.simulator.times.service import ServiceTimes
@@ -70,68 +68,3 @@ def batching(options: Namespace) -> Result:
             panels[0].legend()
 
     return {"by_load": results, "in_use": use}, [*table(head, rows), "", summary], draw
-
-
-def _policy_bench(options: Namespace, **more: Any) -> bench.Bench:
-    if options.data is None:
-        raise SystemExit("--data is required: a directory of traces")
-    given = {"data": options.data, "traces": "azure", "requests": 1200, "windows": [0], "seed": 1}
-    return bench.Bench(Namespace(**given | more))
-
-
-def placements(options: Namespace) -> Result:
-    """The best split of eight GPUs for each placement of the pool: own GPUs, with prefill, with decode, with both."""
-    found = list(bench.placements(_policy_bench(options)))
-    rows = [
-        (
-            f"×{row.cost}",
-            *(f"{p.rate:.1f} ({p.prefill}+{p.decode}" + (f"+{p.pool})" if p.pool else ")") for p in row.best),
-        )
-        for row in found
-    ]
-    head = ("search cost", "separate pool, requests/s", "with prefill", "with decode", "coupled")
-
-    def draw(path: Path) -> None:
-        with plot(path, 1) as (axes,):
-            for number, name in enumerate(head[1:]):
-                axes.plot([row.cost for row in found], [row.best[number].rate for row in found], "o-", label=name)
-            axes.set_xscale("log")
-            axes.set_xlabel("search cost relative to an H100")
-            axes.set_ylabel("requests/s at 90% attainment")
-            axes.legend(fontsize=8)
-
-    return found, table(head, rows), draw
-
-
-def reserve(options: Namespace) -> Result:
-    """The adaptive reserve r against strict priority of prefill, or decode.
-
-    Three windows of Azure's conversations, with the pool as bottleneck.
-    """
-    names, loads = (SHIPPED, "prefill-first", "decode-first"), (0.9, 1.0, 1.1, 1.2)
-    made = _policy_bench(options, windows=[0, 2400, 4800])
-    results: list[dict[str, Any]] = []
-    for load in loads:
-        one: dict[str, Any] = {"load": load}
-        for name in names:
-            runs = [made.run(bench.Job("azure", window, 300e-6, load, name)) for window in made.options.windows]
-            one[name] = [
-                float(np.mean([getattr(run, what) for run in runs]))
-                for what in ("attainment", "ttft_attainment", "tpot_attainment")
-            ]
-        results.append(one)
-    rows = [
-        (f"{one['load']:.0%}", *(" ".join(f"{share:.3f}" for share in one[name]) for name in names)) for one in results
-    ]
-    head = ("load", "adaptive r: both, TTFT, TPOT", "always prefill", "always decode")
-    return results, table(head, rows), lambda path: _attained(path, results, names)
-
-
-def _attained(path: Path, results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    with plot(path, 1) as (axes,):
-        for name, label in zip(names, ("adaptive r", "always prefill", "always decode"), strict=True):
-            axes.plot([100 * one["load"] for one in results], [one[name][0] for one in results], "o-", label=label)
-        axes.set_xlabel("load (% of the pool's capacity)")
-        axes.set_ylabel("met TTFT and TPOT")
-        axes.set_ylim(0, 1.05)
-        axes.legend()

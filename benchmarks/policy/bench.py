@@ -5,15 +5,11 @@
 Everything is simulated: production's scheduler, router and control law on a virtual clock. Only the simulator itself is
 timed, and the same seed gives the same figures on any machine.
 
-1. Policies. A node of 3 prefill and 4 decode GPUs, with the vector pool as its scarcest resource: an extend costs
-   `--fixed` s (each of them: the number of slots depends on it) plus a cost per slot at which the pool is fully busy at
-   100% load, and the next resource at 80%. With an H100's own extend times the pool would have nothing to decide (see
-   the placements' "busiest" column); this is the case for which policies exist: searches that are hard for the pool.
-   The pool has the default settings, with the trace's SLOs: the control law sets r.
-2. Changing loads: the same with surges and mixes (`benchmarks.policy.changing_loads`).
-3. Placements. Eight GPUs with an H100's service times, and with searches that cost many times as much: the best split
-   of each placement, with the highest rate at which 90% of the sent requests meet both SLOs.
-4. A day. Azure's hour 24 times over at its own rate, to measure the simulator's time.
+A node of 3 prefill and 4 decode GPUs, with the vector pool as its scarcest resource: an extend costs `--fixed` s (each
+of them: the number of slots depends on it) plus a cost per slot at which the pool is fully busy at 100% load, and the
+next resource at 80%. With an H100's own extend times the pool would have nothing to decide; this is the case for which
+policies exist: searches that are hard for the pool. The pool has the default settings, with the trace's SLOs: the
+control law sets r.
 
 Goodput is over *sent* requests: the rate times the share that met TTFT and TPOT. Every policy gets the same requests at
 the same times, from several windows of each trace, each with its own seed. The traces' own rates are scaled (RAGPulse's
@@ -22,7 +18,6 @@ by far the most: it has 42 requests an hour).
 
 import argparse
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace as moved
@@ -32,17 +27,15 @@ from itertools import product
 import msgspec
 from msgspec.structs import replace
 
-from benchmarks.policy.records import FIXED, OTHERS, SHIPPED, Day, Planned, Row
+from benchmarks.policy.records import FIXED, OTHERS, SHIPPED, Row
 from runtime.node.config import DecodeSection, HttpSection, KvSection, NodeConfig, PrefillSection, SloSection
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import simulate
-from runtime.simulator.plan import PLACEMENTS, plans
 from runtime.simulator.plot import draw
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.result import Result
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.pool import slots_of
-from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival, at_rate, load_trace
 from runtime.simulator.workload import Slos, Workload
 
@@ -52,8 +45,6 @@ TRACES = {
     "ragpulse": ("ragpulse/0_trace.jsonl.gz", Slos(ttft_s=1.0, tpot_s=0.025)),
 }
 SPARE = 1.25  # a request's use of the pool relative to the next resource
-SEARCH_COSTS = (1, 30, 100, 300)
-HOURS = 24
 _ROUNDS = 4
 
 Window = list[Arrival]
@@ -136,9 +127,6 @@ def scarce_pool(setup: Setup, arrivals: Window, fixed_s: float) -> Setup:
     return replace(setup, times=times)
 
 
-# ---- the tables
-
-
 def policies(bench: Bench, pool: ProcessPoolExecutor, traces: Iterable[str], loads: Iterable[float]) -> Iterator[Row]:
     options = bench.options
     names = (SHIPPED, *OTHERS, *FIXED)
@@ -158,28 +146,3 @@ def policies(bench: Bench, pool: ProcessPoolExecutor, traces: Iterable[str], loa
                 shown = [runs[SHIPPED][0], runs["fifo"][0]]
                 draw(shown, options.out / f"policy-{trace}.png")
             yield row
-
-
-def placements(bench: Bench) -> Iterator[Planned]:
-    options = bench.options
-    for trace in options.traces.split(","):
-        slos, arrivals = TRACES[trace][1], bench.window(trace, options.windows[0])
-        for cost in SEARCH_COSTS:
-            times = ServiceTimes()
-            times = replace(times, extend_s=times.extend_s * cost, extend_slot_s=times.extend_slot_s * cost)
-            found = plans(
-                Setup(config=node(slos), times=times, slos=slos, seed=options.seed), arrivals, gpus=8, tried=1
-            )
-            best = [next(plan for plan in found if plan.placement == placement) for placement in PLACEMENTS]
-            print(trace, cost, [f"{plan.placement} {plan.rate:.1f}" for plan in best], file=sys.stderr, flush=True)
-            yield Planned(trace=trace, cost=cost, best=best)
-
-
-def day(bench: Bench) -> Day:
-    """Simulate Azure's hour 24 times over, on a node that it does not overload."""
-    hour = load_trace(bench.options.data / TRACES["azure"][0])
-    arrivals = [moved(arrival, at_s=arrival.at_s + 3600.0 * n) for n in range(HOURS) for arrival in hour]
-    slos = TRACES["azure"][1]
-    began = time.process_time()
-    result = simulate(Setup(config=node(slos), slos=slos, seed=bench.options.seed), arrivals)
-    return Day(requests=len(arrivals), attainment=result.attainment, took_s=time.process_time() - began)

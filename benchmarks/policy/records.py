@@ -4,7 +4,6 @@ import statistics
 
 import msgspec
 
-from runtime.simulator.plan import Plan
 from runtime.simulator.result import Result
 from runtime.simulator.workload import Slos
 
@@ -81,20 +80,6 @@ class Row(msgspec.Struct, kw_only=True):
         return f"{self.trace} {self.fixed_s * 1e6:.0f} µs {self.load:.0%}: {shown}; {self.standing}"
 
 
-class Planned(msgspec.Struct, kw_only=True):
-    """Best split of each placement, with searches that cost `cost` times an H100's."""
-
-    trace: str
-    cost: int
-    best: list[Plan]
-
-
-class Day(msgspec.Struct, kw_only=True):
-    requests: int
-    attainment: float
-    took_s: float
-
-
 class Report(msgspec.Struct, kw_only=True):
     machine: dict[str, str]
     versions: dict[str, str]
@@ -103,7 +88,4 @@ class Report(msgspec.Struct, kw_only=True):
     seed: int
     slos: dict[str, Slos]
     rows: list[Row]
-    changing: list[Row]
-    placements: list[Planned]
-    day: Day | None
     took_s: float

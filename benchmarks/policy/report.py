@@ -17,7 +17,7 @@ def markdown(report: Report) -> str:
     """Return the whole report."""
     machine = report.machine
     lines = [
-        "# Policies and placements, simulated",
+        "# Policies, simulated",
         "",
         f"`python -m benchmarks.policy`: windows of {report.requests} requests of each trace that begin at requests "
         f"{', '.join(map(str, report.windows))}, as far as the trace is long enough; {report.took_s:.0f} s on "
@@ -27,19 +27,6 @@ def markdown(report: Report) -> str:
         "",
         *_policies(report),
     ]
-    if report.changing:
-        lines += ["", *_changing(report)]
-    if report.placements:
-        lines += ["", *_placements(report)]
-    if report.day is not None:
-        day = report.day
-        lines += [
-            "",
-            "## A day",
-            "",
-            f"Azure's hour 24 times over, {day.requests:,} requests, took {day.took_s:.0f} s of one core's "
-            f"time; {day.attainment:.1%} of the requests met both SLOs.",
-        ]
     return "\n".join(lines)
 
 
@@ -57,20 +44,6 @@ def _policies(report: Report) -> Iterator[str]:
     yield from table(_HEAD, map(_cells, report.rows))
     yield ""
     yield _verdict(report.rows)
-
-
-def _changing(report: Report) -> Iterator[str]:
-    yield "## Loads that change"
-    yield ""
-    yield (
-        f"The same nodes; {report.requests // 2} requests a phase. Surge: a trace at 60, 120 and 60% of capacity. Mix: "
-        "Azure's chats, documents, chats again, each at 110% of capacity, with the documents' SLOs "
-        "(`benchmarks/policy/changing_loads.py`)."
-    )
-    yield ""
-    yield from table(_HEAD, map(_cells, report.changing))
-    yield ""
-    yield _verdict(report.changing)
 
 
 def _cells(row: Row) -> list[str]:
@@ -110,31 +83,6 @@ def _verdict(rows: list[Row]) -> str:
     )
 
 
-def _placements(report: Report) -> Iterator[str]:
-    yield "## Placements of the index on 8 GPUs"
-    yield ""
-    yield (
-        "The highest rate at which 90% of the sent requests met both SLOs, for the best split of each placement "
-        "(prefill + decode + pool GPUs, and the limiting resource by the roofline). `search` is the cost of an "
-        "extend relative to an H100's for 10 million vectors of 768 float16. With an H100's searches a dedicated pool "
-        "is idle nearly all the time, and takes a GPU that could run the model. The more expensive a search, the more "
-        "it slows down the model on a shared GPU, and the sooner a dedicated pool is better."
-    )
-    yield ""
-    rows = []
-    for row in report.placements:
-        cells = [
-            f"{plan.rate:.1f} ({plan.prefill}+{plan.decode}"
-            + (f"+{plan.pool}" if plan.pool else "")
-            + f", {plan.busiest})"
-            for plan in row.best
-        ]
-        others = max(plan.rate for plan in row.best[1:])
-        rows.append([row.trace, f"×{row.cost}", *cells, _ratio(row.best[0].rate, others)])
-    head = ("trace", "search", "pool of its own", "with prefill", "with decode", "coupled", "own / best other")
-    yield from table(head, rows)
-
-
 def _range(values: list[int]) -> str:
     return "–".join(map(str, dict.fromkeys((min(values), max(values)))))
 
@@ -167,19 +115,3 @@ def _goodput_panels(report: Report, cases: list[tuple[str, float]], panels: list
         axes.set_ylim(0, 1.05)
     panels[0].set_ylabel("met TTFT and TPOT")
     panels[0].legend(fontsize=8)
-
-
-def draw_plans(report: Report, path: Path) -> None:
-    """Plot the highest rate of each placement by the cost of a search."""
-    traces = list(dict.fromkeys(row.trace for row in report.placements))
-    with plot(path, len(traces)) as panels:
-        for axes, trace in zip(panels, traces, strict=True):
-            rows = [row for row in report.placements if row.trace == trace]
-            for i, name in enumerate(("pool of its own", "with prefill", "with decode", "coupled")):
-                at = [number + (i - 1.5) * 0.21 for number in range(len(rows))]
-                axes.bar(at, [row.best[i].rate for row in rows], 0.2, label=name)
-            axes.set_xticks(range(len(rows)), [f"×{row.cost}" for row in rows])
-            axes.set_title(trace)
-            axes.set_xlabel("cost of a search")
-        panels[0].set_ylabel("requests/s at 90% attainment")
-        panels[0].legend(fontsize=8)
