@@ -1,1 +1,1 @@
-"""Fault injection under load, and repeated starts and stops: `python -m benchmarks.faults`."""
+"""Kills under load with known answers: `python -m benchmarks.faults`."""

@@ -20,7 +20,6 @@ from benchmarks.serve.bench import Bench
 from benchmarks.serve.report import Section, about, markdown, write
 from benchmarks.serve.sections import (
     agreement,
-    changes,
     disaggregation,
     goodput,
     handover,
@@ -37,7 +36,6 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "goodput": goodput.run,
     "disaggregation": disaggregation.chats,
     "documents": disaggregation.documents,
-    "changes": changes.run,
     "agreement": agreement.run,
 }
 

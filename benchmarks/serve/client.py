@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -80,30 +80,21 @@ def _take(event: dict[str, Any], outcome: Outcome) -> None:
         outcome.code, outcome.timings = choice["finish_reason"], event["timings"]
 
 
-async def _open_loop(
-    url: str, timed: Sequence[tuple[float, Body]], timeout_s: float, stop: Callable[[], bool]
-) -> list[Outcome]:
+async def _open_loop(url: str, timed: Sequence[tuple[float, Body]], timeout_s: float) -> list[Outcome]:
     begin = time.monotonic()
     sent: list[asyncio.Task[Outcome]] = []
     for at_s, body in timed:
         await asyncio.sleep(max(0.0, begin + at_s - time.monotonic()))
-        if stop():
-            break
         sent.append(asyncio.create_task(send(url, body, timeout_s)))
     return await asyncio.gather(*sent)
 
 
-def open_loop(
-    url: str,
-    timed: Sequence[tuple[float, Body]],
-    timeout_s: float = 120.0,
-    stop: Callable[[], bool] = lambda: False,
-) -> list[Outcome]:
-    """Send each body at its time (seconds from now, ascending) until `stop` returns true; return outcomes in order.
+def open_loop(url: str, timed: Sequence[tuple[float, Body]], timeout_s: float = 120.0) -> list[Outcome]:
+    """Send each body at its time (seconds from now, ascending); return outcomes in order.
 
     A client disconnects `timeout_s` after sending, and the node cancels its request.
     """
-    return asyncio.run(_open_loop(url, timed, timeout_s, stop))
+    return asyncio.run(_open_loop(url, timed, timeout_s))
 
 
 def closed_loop(url: str, bodies: Sequence[Body], outstanding: int) -> list[Outcome]:

@@ -86,7 +86,7 @@ def test_with_the_planner_nine_tenths_of_both_meet_their_objectives(sent: list[R
 
 
 def test_under_constant_load_the_planner_converges() -> None:
-    chats = [Arrival(number / 50, 400, 600) for number in range(10_000)]
-    short, long = (simulate(node(4, "act"), chats[:count]) for count in (5_000, 10_000))
+    chats = [Arrival(number / 50, 400, 600) for number in range(5_000)]
+    short, long = (simulate(node(4, "act"), chats[:count]) for count in (2_500, 5_000))
     assert 0 < short.use["moves"] == long.use["moves"]
     assert long.attainment > 0.95
