@@ -23,7 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz-examples", type=int, default=budget.USUAL, help="examples that each test of tests/fuzz tries"
     )
-    parser.addoption("--kills", type=int, default=4, help="how often tests/live/test_kill.py kills a writer")
+    parser.addoption(
+        "--kills",
+        type=int,
+        default=4,
+        help="how often tests/live/test_kill.py and tests/e2e/test_live_collection.py kill",
+    )
     parser.addoption("--fleet-rounds", type=int, default=1, help="how often tests/e2e/test_fleet.py replaces two nodes")
 
 

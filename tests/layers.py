@@ -5,7 +5,6 @@ from pathlib import PurePosixPath
 ORDER = ("e2e", "process", "unit")
 
 PROCESS = {
-    "benchmarks": ("test_live_node",),
     "cuda": (
         "test_concurrent_blocks", "test_compiled_functions", "test_compiler", "test_kernels", "test_launches",
         "test_launch_bindings", "test_fault_injection", "test_resident", "test_stage_times",

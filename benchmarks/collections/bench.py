@@ -2,9 +2,6 @@
 
     python -m benchmarks.collections --data DIR [--set minilm-384-cosine] [--rows 20000] [--queries 100] [--seed 0]
         [--part replaced] [--out benchmarks/results/collections]
-    python -m benchmarks.collections --kills 200    kill processes of a node during writes, searches, seals and merges
-                                                    (--kills 40, and four times --kills 40 --seed N --add, in pieces)
-    python -m benchmarks.collections --beside       a node's searches alone, during 200 upserts/s, during a merge
     python -m benchmarks.collections --replacements a document is replaced while it is searched: none may miss it
                                                     (--replacements "two shards" "two replicas": only these nodes)
     python -m benchmarks.collections --filter-storm --home DIR
@@ -32,9 +29,6 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import numpy as np  # noqa: E402
 
-from benchmarks.collections.kills import kill  # noqa: E402
-from benchmarks.collections.kills import report as report_of_kills  # noqa: E402
-from benchmarks.collections.node import beside, report_beside  # noqa: E402
 from benchmarks.collections.peers import EXACT, peers, replaced_in_place, versions  # noqa: E402
 from benchmarks.collections.replacements import NODES, is_perfect, replacements  # noqa: E402
 from benchmarks.collections.replacements import report as report_of_replacements  # noqa: E402
@@ -237,9 +231,6 @@ def report(results: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--kills", type=int, default=0, help="only kill a node's processes this many times")
-    parser.add_argument("--add", action="store_true", help="add to the kills in --out; use another seed")
-    parser.add_argument("--beside", action="store_true", help="only measure a node's searches during writes")
     parser.add_argument(
         "--replacements", nargs="*", choices=tuple(NODES), metavar="NODE",
         help="only search for a document that is replaced, on these nodes; keep the others of --out",
@@ -270,21 +261,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         storms = filter_storm(options.home)
         found = {"machine": machine(), "load": machine_load(), **storms}
         write(found, report_storm(storms, found["load"]), options.out.with_name(f"{options.out.name}-filter-storm"))
-        return
-    if options.kills or options.beside:
-        with tempfile.TemporaryDirectory() as home:
-            if options.kills:
-                killed = kill(Path(home), options.kills, seed=options.seed, say=partial(print, flush=True))
-                if options.add:
-                    killed.add(json.loads(options.out.with_name(f"{options.out.name}-kills.json").read_text()))
-                found = {"machine": machine(), "load": machine_load(), "seed": options.seed, **killed.to_json()}
-                write(found, report_of_kills(killed), options.out.with_name(f"{options.out.name}-kills"))
-            else:
-                latencies = beside(Path(home))
-                found = {"machine": machine(), "load": machine_load(), "latencies": latencies}
-                write(
-                    found, report_beside(latencies, found["load"]), options.out.with_name(f"{options.out.name}-beside")
-                )
         return
     if options.data is None:
         parser.error("--data is missing")

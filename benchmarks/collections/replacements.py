@@ -20,13 +20,13 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.collections.node import DIM, DOCUMENTS, FLUSH
 from benchmarks.common.machine import machine_load
 from benchmarks.common.report import table
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.background import Background
+from runtime.testing.live_node import DIM, DOCUMENTS, FLUSH
 from runtime.testing.node import Node, running
 from runtime.testing.tiny_model import make_tiny_llama
 

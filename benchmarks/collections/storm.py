@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from benchmarks.collections.node import window
 from benchmarks.common.report import table
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.validation import UpsertDocument
@@ -219,7 +218,7 @@ class Others:
 
         def run(name: str) -> None:
             try:
-                found[name] = window(self.measurements[name], seconds, sleep=lambda _: time.sleep(_BETWEEN_S))
+                found[name] = _window(self.measurements[name], seconds)
             except BaseException as error:
                 failures.append(error)
 
@@ -303,6 +302,16 @@ def _percentiles(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
         name: {"n": len(took), "p50": round(float(np.median(took)), 2), "p99": round(float(np.percentile(took, 99)), 2)}
         for name, took in found.items()
     }
+
+
+def _window(request: Callable[[], None], seconds: float) -> list[float]:
+    """Send requests one at a time, with pauses; return the milliseconds of each."""
+    took, until = [], time.monotonic() + seconds
+    while (begin := time.monotonic()) < until:
+        request()
+        took.append((time.monotonic() - begin) * 1e3)
+        time.sleep(_BETWEEN_S)
+    return took
 
 
 def report_storm(found: dict[str, Any], load: str = "") -> str:

@@ -1,6 +1,5 @@
 """Tests of the measurements in the benchmark of live collections."""
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 
 from benchmarks.collections import bench as collections
 from benchmarks.collections import switch
-from benchmarks.collections.kills import KILLS, Killed
 from tests.gpu.datasets import clustered
 
 
@@ -43,12 +41,3 @@ def test_the_switch_to_scanning_is_measured_through_the_engine() -> None:
     assert [(one["part"], one["active"]) for one in found] == [(0.4, 1), (0.4, 8)], "fewer rows would be scanned"
     assert all(one["rows_a_step"] > 0 for one in found)
     assert "(`SCAN_ROWS_PER_ENTRY` is 5), 1 at a time: " in switch.report_of(found)
-
-
-def test_kills_of_several_runs_add_up() -> None:
-    kill = KILLS[1]
-    first = Killed(Counter({kill: 3}), acknowledged=5, unacknowledged=1, compared=7, wrong=["a"], seconds=60.0)
-    both = Killed(Counter({kill: 1, KILLS[0]: 2}), acknowledged=1, seconds=1.0)
-    both.add(first.to_json())
-    assert both.kills == {kill: 4, KILLS[0]: 2}
-    assert (both.acknowledged, both.unacknowledged, both.compared, both.wrong, both.seconds) == (6, 1, 7, ["a"], 61.0)

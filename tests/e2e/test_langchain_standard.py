@@ -15,10 +15,10 @@ pytest.importorskip("langchain_tests", reason="langchain-tests is not installed"
 from langchain_core.vectorstores import VectorStore
 from langchain_tests.integration_tests import RetrieversIntegrationTests, VectorStoreIntegrationTests
 
-from benchmarks.collections.node import DIM, DOCUMENTS, Live
 from runtime.integrations.langchain import TrinityRetriever, TrinityVectorStore
 from runtime.retrieval.attributes.schema import AttributeType
 from runtime.retrieval.live.collection import create
+from runtime.testing.live_node import DIM, DOCUMENTS, LiveNode
 
 ALL = {"type": "ne", "key": "unused", "value": ""}
 """A filter that all documents pass."""
@@ -29,7 +29,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a node with the live collection `notes`."""
     home = tmp_path_factory.mktemp("langchain")
     create(home / "notes", DIM, embedder=f"hashing-{DIM}", schema={"unused": AttributeType.STRING})
-    with Live(home) as live:
+    with LiveNode(home) as live:
         yield live.url
 
 

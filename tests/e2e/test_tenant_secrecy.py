@@ -5,8 +5,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.collections.node import DIM, DOCUMENTS
 from runtime.retrieval.live.collection import create
+from runtime.testing.live_node import DIM, DOCUMENTS
 from runtime.testing.node import Node
 from runtime.testing.waiting import until
 

@@ -10,8 +10,8 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.collections.node import DIM, DOCUMENTS, Live
 from runtime.serving.http.response_memory import MAX_UNSENT_BYTES
+from runtime.testing.live_node import DIM, DOCUMENTS, LiveNode
 from runtime.testing.waiting import eventually
 
 DOCUMENT_BYTES = 900_000
@@ -20,8 +20,8 @@ ALLOWED_BYTES = MAX_UNSENT_BYTES + (64 << 20)  # beside it, what the transports 
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with Live(tmp_path_factory.mktemp("unread"), more="[pool]\nmax_k = 128\n") as live:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveNode]:
+    with LiveNode(tmp_path_factory.mktemp("unread"), more="[pool]\nmax_k = 128\n") as live:
         with httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
             for number in range(40):  # more than a response may have
                 vector = [1.0] * (DIM - 1) + [1.0 + number / 128]
@@ -35,7 +35,7 @@ def search(url: str, k: int, sign: float = 1.0) -> httpx.Response:
     return httpx.post(f"{url}/v1/retrieval", json={"vector": [sign] * DIM, "k": k}, timeout=60, trust_env=False)
 
 
-def ask(live: Live, k: int) -> socket.socket:
+def ask(live: LiveNode, k: int) -> socket.socket:
     """Send a search and read nothing."""
     url = httpx.URL(live.url)
     connection = socket.create_connection((url.host, url.port), timeout=60)
@@ -46,7 +46,7 @@ def ask(live: Live, k: int) -> socket.socket:
 
 
 @pytest.mark.parametrize("k", [128, 32])
-def test_the_memory_of_silent_clients_is_bounded_and_others_are_served(live: Live, k: int) -> None:
+def test_the_memory_of_silent_clients_is_bounded_and_others_are_served(live: LiveNode, k: int) -> None:
     eventually(lambda: search(live.url, 32).status_code == 200, 60, "the documents to be served")
     frontend = psutil.Process(live.node.pid("frontend-0"))
     before, most = frontend.memory_info().rss, 0
@@ -71,7 +71,7 @@ def test_the_memory_of_silent_clients_is_bounded_and_others_are_served(live: Liv
     assert frontend.is_running()
 
 
-def test_more_than_a_response_may_have_is_refused_with_its_size_and_the_limit(live: Live) -> None:
+def test_more_than_a_response_may_have_is_refused_with_its_size_and_the_limit(live: LiveNode) -> None:
     refused = search(live.url, 128)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "response_too_large")
     assert "the 41 passages have 34,200," in refused.json()["error"]["message"]

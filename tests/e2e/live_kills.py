@@ -4,7 +4,7 @@ Two threads repeatedly write documents of their own, and a third flushes, so tha
 kill has a victim and a moment: any, during a seal (its directory exists, and no process builds it), or while a merge's
 process runs. After each kill, once the node is ready again, every document is compared with its acknowledged state.
 
-`python -m benchmarks.collections --kills N` runs this; the end-to-end test runs one kill of each distinct kind.
+`--kills` of pytest says how often; a few kills are of different kinds.
 """
 
 import itertools
@@ -14,15 +14,14 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import httpx
 
-from benchmarks.collections.node import DOCUMENTS, FLUSH, Live
-from benchmarks.common.report import table
+from runtime.testing.live_node import DOCUMENTS, FLUSH, LiveNode
 
 Moment = Literal["any", "seal", "merge"]
 Victim = Literal["frontend-0", "pool-0", "supervisor", "builder"]
@@ -64,25 +63,11 @@ class Killed:
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the results as JSON."""
-        return asdict(self) | {"kills": {f"{one.victim}, {one.moment}": count for one, count in self.kills.items()}}
-
-    def add(self, before: Mapping[str, Any]) -> None:
-        """Add the results of an earlier run."""
-        known = {f"{one.victim}, {one.moment}": one for one in KILLS}
-        self.kills.update({known[name]: count for name, count in before["kills"].items()})
-        self.acknowledged += before["acknowledged"]
-        self.unacknowledged += before["unacknowledged"]
-        self.compared += before["compared"]
-        self.wrong += before["wrong"]
-        self.seconds += before["seconds"]
-
 
 class Writer:
     """A thread that upserts and deletes documents of its own, and records acknowledged writes."""
 
-    def __init__(self, live: Live, number: int) -> None:
+    def __init__(self, live: LiveNode, number: int) -> None:
         self._live, self._number, self._stop = live, number, threading.Event()
         self.known: dict[str, str | None] = {}  # text by id, None: deleted
         self.doubtful: dict[str, set[str | None]] = {}  # unacknowledged writes since
@@ -133,7 +118,7 @@ class Writer:
 class Sealer:
     """A thread that flushes repeatedly: four such segments are merged into one."""
 
-    def __init__(self, live: Live, chance: random.Random) -> None:
+    def __init__(self, live: LiveNode, chance: random.Random) -> None:
         self._live, self._chance, self._stop = live, chance, threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -156,7 +141,7 @@ def kill(
 ) -> Killed:
     """Kill a process after every `writes` acknowledged writes, at the moment that the kill requires."""
     begin, results, chance = time.monotonic(), Killed(), random.Random(seed)
-    with Live(home) as live:
+    with LiveNode(home) as live:
         writers = [Writer(live, number) for number in range(2)]
         sealer = Sealer(live, random.Random(seed))
         try:
@@ -183,11 +168,11 @@ def _order(chance: random.Random) -> "itertools.chain[Kill]":
     return itertools.chain(KILLS, itertools.chain.from_iterable(chance.sample(KILLS, len(KILLS)) for _ in iter(int, 1)))
 
 
-def _until(live: Live, writers: list[Writer], acknowledged: int) -> None:
+def _until(live: LiveNode, writers: list[Writer], acknowledged: int) -> None:
     live.node.wait(lambda: sum(writer.acknowledged for writer in writers) >= acknowledged, what="writes")
 
 
-def _kill(live: Live, one: Kill, chance: random.Random) -> None:
+def _kill(live: LiveNode, one: Kill, chance: random.Random) -> None:
     """Wait for the moment and a random delay; kill if the moment has not passed."""
     while True:
         if one.moment == "any":
@@ -208,12 +193,12 @@ def _kill(live: Live, one: Kill, chance: random.Random) -> None:
         return
 
 
-def _seals(live: Live) -> bool:
+def _seals(live: LiveNode) -> bool:
     """Return whether the writer itself builds a segment."""
     return any((live.collection / "segments").glob(".building-*")) and not live.builders()
 
 
-def _compare(live: Live, writers: list[Writer], results: Killed) -> list[str]:
+def _compare(live: LiveNode, writers: list[Writer], results: Killed) -> list[str]:
     """Compare every document while no write is in progress. An acknowledged document may be found a moment later; a
     deleted one must never be found."""
     returned: dict[str, None] = {}
@@ -272,18 +257,3 @@ def _found(http: httpx.Client, text: str) -> dict[str, str]:
         except httpx.HTTPError:
             pass
         time.sleep(0.01)
-
-
-def report(results: Killed) -> str:
-    """Format the results as Markdown."""
-    victims = dict.fromkeys(one.victim for one in KILLS)
-    moments: tuple[Moment, ...] = ("any", "seal", "merge")
-    rows = [[victim, *(results.kills[Kill(victim, moment)] or "" for moment in moments)] for victim in victims]
-    lines = [
-        f"{results.kills.total()} times `kill -9` in {results.seconds / 60:.0f} minutes; {results.acknowledged:,} "
-        f"writes acknowledged, {results.unacknowledged:,} not; {results.compared:,} comparisons of a document with its "
-        f"acknowledged state: {len(results.wrong)} wrong.",
-        "",
-        *table(["killed", "at any moment", "during a seal", "during a merge"], rows),
-    ]
-    return "\n".join(lines + [f"- {line}" for line in results.wrong])

@@ -1,0 +1,72 @@
+"""A node that serves a live collection, for tests that write to it and kill its processes."""
+
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from runtime.retrieval.live import build
+from runtime.retrieval.live.collection import create
+from runtime.testing.node import Node
+
+DIM = 64
+DOCUMENTS, FLUSH = "/v1/collections/notes/documents", "/v1/collections/notes/flush"
+_CONFIG = """
+[node]
+name = "live"
+run_dir = "run"
+
+[http]
+port = 0
+
+[[collections]]
+name = "notes"
+path = "notes"
+"""
+
+_PLAIN = """
+[[collections]]
+name = "plain"
+path = "plain"
+"""
+
+
+class LiveNode:
+    """A node that serves the live collection `notes`, created if missing, and the collection `plain`, if it exists.
+
+    more: appended to the configuration.
+    """
+
+    def __init__(self, home: Path, dim: int = DIM, more: str = "") -> None:
+        self.collection, self._config = home / "notes", home / "node.toml"
+        if not self.collection.exists():
+            create(self.collection, dim, embedder=f"hashing-{dim}")
+        self._config.write_text(_CONFIG + more + (_PLAIN if (home / "plain").exists() else ""))
+        self.node = Node(self._config)
+        self.url = self.node.info.url
+
+    def kill_supervisor(self) -> None:
+        """Kill -9 the supervisor, with which its workers end, and start another node with the same files."""
+        pids = self.node.pids().values()
+        self.node.process.kill()
+        self.node.process.wait()
+        psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
+        self.node = Node(self._config)
+        self.url = self.node.info.url
+
+    def builders(self) -> list[int]:
+        """Return the pids of the writer's build processes."""
+        try:
+            children = psutil.Process(self.node.pid("frontend-0")).children()
+            return [child.pid for child in children if build.__name__ in child.cmdline()]
+        except psutil.Error:
+            return []
+
+    def wait_ready(self) -> None:
+        self.node.wait_ready()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.node.stop()
