@@ -258,7 +258,7 @@ def _storming(url: str, kind: str, clients: int) -> Iterator[Callable[[], dict[s
 
 
 def filter_storm(
-    home: Path, rows: int = ROWS, seconds: float = 6.0, kinds: Sequence[str] = tuple(KINDS)
+    home: Path, rows: int = ROWS, seconds: float = 6.0, clients: Sequence[int] = CLIENTS
 ) -> dict[str, Any]:
     """Measure others' requests alone and during each storm. Raises `RuntimeError` if one of them fails."""
     build(home, rows)
@@ -267,18 +267,17 @@ def filter_storm(
     node = Node(home / "node.toml")
     try:
         with closing(Others(node.info.url)) as others:
-            return _measured(node, others, rows, seconds, kinds)
+            return _measured(node, others, rows, seconds, clients)
     finally:
         node.stop()
 
 
-def _measured(node: Node, others: Others, rows: int, seconds: float, kinds: Sequence[str]) -> dict[str, Any]:
+def _measured(node: Node, others: Others, rows: int, seconds: float, sizes: Sequence[int]) -> dict[str, Any]:
     pids = node.pids()
     others.measure(_WARM_UP_S)
-    if "hybrid searches" in kinds:
-        _wait_for_keywords(node.info.url)
+    _wait_for_keywords(node.info.url)
     found: dict[str, Any] = {"rows": rows, "alone": _percentiles(others.measure(seconds)), "storms": []}
-    for kind, clients in itertools.product(kinds, CLIENTS):
+    for kind, clients in itertools.product(KINDS, sizes):
         with _storming(node.info.url, kind, clients) as end:
             time.sleep(_PAUSE_S)
             latencies = _percentiles(others.measure(seconds))

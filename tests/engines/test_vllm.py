@@ -20,7 +20,7 @@ from runtime.node.engine_config import VllmSection
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.run_dir import NodeInfo, find_node
-from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status, restart_node, stop_node
+from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status, stop_node
 from runtime.node.supervisor.supervised_worker import COMMAND
 from runtime.testing.tiny_node import serve
 from runtime.testing.waiting import eventually
@@ -108,6 +108,17 @@ class VllmNode:
 
 
 Start = Callable[..., VllmNode]
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmNode]:
+    """A ready node, which the last test of it stops."""
+    home = tmp_path_factory.mktemp("vllm")
+    fake_python(home)
+    node = VllmNode(home, CONFIG.format(environment='{ FAKE_PACE_S = "0.01" }'))
+    node.ready()
+    yield node
+    node.end()
 
 
 @pytest.fixture
@@ -198,11 +209,7 @@ def all_whole(askers: list[Asker]) -> None:
         assert asker.text == expected(asker.number, asker.tokens)
 
 
-def test_a_node_runs_its_instances_exports_their_metrics_and_leaves_no_process(
-    start: Start,
-) -> None:
-    node = start()
-    node.ready()
+def test_a_node_runs_its_instances_and_exports_their_metrics(node: VllmNode) -> None:
     answer = httpx.post(f"{node.info.url}/v1/chat/completions", json=body(1)).json()
     assert answer["choices"][0]["message"]["content"] == expected(1)
     metrics = f"{node.info.url}/metrics"
@@ -213,26 +220,26 @@ def test_a_node_runs_its_instances_exports_their_metrics_and_leaves_no_process(
     assert 'asked for ["--model", "fake", "--tensor-parallel-size", "1"' in node.log.read_text()
     assert '"--dtype", "float32"]' in (node.home / "run" / "logs" / "engine-0.log").read_text().replace('\\"', '"')
     assert node.worker("engine-0").resident_bytes > psutil.Process(node.server("engine-0")).memory_info().rss / 2
-    everything = node.everything()
-    assert {node.core("engine-0"), node.core("engine-1")} <= set(everything)
-    stop_node(node.info, timeout_s=60)
-    eventually(lambda: all(gone(pid) for pid in everything), 60, "every process to be gone")
-    assert not list((node.home / "run").glob("*.sock"))
+    assert {node.core("engine-0"), node.core("engine-1")} <= set(node.everything())
 
 
-@pytest.mark.parametrize("victim", ["server", "core", "worker"])
-def test_killing_any_process_of_an_instance_loses_no_request_and_leaves_no_process(start: Start, victim: str) -> None:
-    node = start(FAKE_PACE_S="0.01")
-    node.ready()
+def test_requests_of_a_killed_instance_are_retried_and_it_restarts(node: VllmNode) -> None:
     askers = asked(node)
-    server, core, worker = node.server("engine-0"), node.core("engine-0"), node.worker("engine-0").pid
-    os.kill({"server": server, "core": core, "worker": worker}[victim], signal.SIGKILL)
+    server, core = node.server("engine-0"), node.core("engine-0")
+    os.kill(core, signal.SIGKILL)
     all_whole(askers)
     assert "retried after" in node.log.read_text()
-    eventually(lambda: all(gone(pid) for pid in (server, core, worker)), 60, "the old processes to be gone")
+    eventually(lambda: gone(server) and gone(core), 60, "the old processes to be gone")
     node.ready()
     assert node.worker("engine-0").restarts == 1
     assert node.core("engine-0") != core
+
+
+def test_a_stopped_node_leaves_no_process(node: VllmNode) -> None:
+    everything = node.everything()
+    stop_node(node.info, timeout_s=60)
+    eventually(lambda: all(gone(pid) for pid in everything), 60, "every process to be gone")
+    assert not list((node.home / "run").glob("*.sock"))
 
 
 def test_when_the_supervisor_is_killed_no_process_is_left(start: Start) -> None:
@@ -243,19 +250,6 @@ def test_when_the_supervisor_is_killed_no_process_is_left(start: Start) -> None:
     assert node.process.pid is not None
     os.kill(node.process.pid, signal.SIGKILL)
     eventually(lambda: all(gone(pid) for pid in everything), 60, "every process to be gone")
-
-
-def test_a_rolling_restart_loses_no_request(start: Start) -> None:
-    node = start(FAKE_PACE_S="0.01")
-    node.ready()
-    cores = {node.core("engine-0"), node.core("engine-1")}
-    askers = asked(node)
-    for name in ("engine-0", "engine-1"):
-        restart_node(node.info, name, timeout_s=120)
-    all_whole(askers)
-    assert not cores & {node.core("engine-0"), node.core("engine-1")}
-    log = node.log.read_text()
-    assert "retried after" not in log  # a drained instance finishes what it has
 
 
 def test_a_vllm_that_cannot_start_ends_the_node_with_its_error(start: Start) -> None:

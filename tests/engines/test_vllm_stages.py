@@ -76,6 +76,7 @@ def test_a_rolling_restart_of_both_stages_loses_no_request(node: VllmNode) -> No
         restart_node(node.info, name, timeout_s=120)
     all_whole(askers)
     assert not cores & {node.core(name) for name in restarted}
+    assert "retried after" not in node.log.read_text()  # a drained instance finishes what it has
 
 
 def test_killing_any_process_of_either_stage_loses_no_request_and_leaves_no_process(node: VllmNode) -> None:
