@@ -1,6 +1,5 @@
 """User errors on the command line: a one-line message and a non-zero exit code, never a traceback."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -50,34 +49,9 @@ def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
     refused(trinity("serve", "--config", tmp_path / "none.toml"), "none.toml", "No such file")
 
 
-def test_an_unknown_key_is_named_with_the_nearest_known_one(config: Path) -> None:
-    config.write_text(config.read_text().replace("chunk_tokens", "chunk_tokenz"))
-    refused(trinity("serve", "--config", config), "prefill.chunk_tokenz", "'chunk_tokens'")
-
-
-def test_a_missing_index_is_named(config: Path, collection: Path) -> None:
-    config.write_text(config.read_text().replace(str(collection), "/no/such/index"))
-    refused(trinity("serve", "--config", config), "/no/such/index")
-
-
-def test_a_directory_that_is_not_an_index_is_named(config: Path, collection: Path, tmp_path: Path) -> None:
-    (tmp_path / "foreign").mkdir()
-    config.write_text(config.read_text().replace(str(collection), str(tmp_path / "foreign")))
-    refused(trinity("serve", "--config", config), "foreign")
-
-
 def test_a_missing_model_is_named(config: Path, model: Path) -> None:
     config.write_text(config.read_text().replace(str(model), "/no/such/model"))
     refused(trinity("serve", "--config", config), "/no/such/model")
-
-
-def test_a_taken_port_is_named(config: Path) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        config.write_text(config.read_text().replace("port = 0", f"port = {port}"))
-        refused(trinity("serve", "--config", config), f"http.port = {port}", "in use")
 
 
 def test_status_and_stop_of_a_stopped_node_are_errors(tmp_path: Path) -> None:

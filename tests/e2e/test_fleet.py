@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -92,12 +93,13 @@ def _write(node: Node, text: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", BALANCERS)
 def test_replacing_nodes_by_another_version_loses_no_request_and_kills_are_accounted_for(
-    name: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
-    """`--fleet-rounds` repeats the test; `-s` shows the outcomes."""
-    program(name)
+    """All balancers that are installed are in front of the same two nodes. `--fleet-rounds` repeats the test; `-s`
+    shows the outcomes."""
+    program("haproxy")
+    names = [name for name in BALANCERS if shutil.which(name)]
     with ThreadPoolExecutor() as both:
         first, second = both.map(start, (1, 2))
     assert [second.metric(asked) for asked in picker_metrics()] == [0, 0, 0]  # the names in our manifests
@@ -108,33 +110,46 @@ def test_replacing_nodes_by_another_version_loses_no_request_and_kills_are_accou
     monkeypatch.chdir(other)  # where a process that starts there finds the product
     monkeypatch.setenv("PYTHONPATH", str(other))
     urls = [first.info.url, second.info.url]
-    with balancing(name, urls, tmp_path) as url, load(url) as outcomes:
-        more(outcomes, 20)
+    with ExitStack() as clients:
+        fronts = [clients.enter_context(balancing(name, urls, tmp_path)) for name in names]
+        loads = [clients.enter_context(load(url)) for url in fronts]
+
+        def more_of_each(count: int) -> None:
+            for outcomes in loads:
+                more(outcomes, count)
+
+        def takes_part_in_all(node: Node) -> None:
+            for outcomes in loads:
+                takes_part(node, outcomes)
+
+        more_of_each(20)
         for again in range(pytestconfig.getoption("--fleet-rounds")):
             if again:  # it was killed
                 eventually(lambda: is_free(urls[1]), 60, "its frontend to end too")
                 second = start(2)
-                takes_part(second)
-            lost = len(outcomes.lost)
+                takes_part_in_all(second)
+            lost = [len(outcomes.lost) for outcomes in loads]
             second.stop()  # as `trinity stop` does: it drains
             second = start(2)
-            takes_part(second)
+            takes_part_in_all(second)
             _drained(first)
             first.stop()
             first = start(1)
-            takes_part(first)
-            more(outcomes, 20)
-            assert outcomes.lost[lost:] == []
+            takes_part_in_all(first)
+            more_of_each(20)
+            for name, outcomes, before_it in zip(names, loads, lost, strict=True):
+                assert outcomes.lost[before_it:] == [], name
             for node in (first, second):
                 assert _version(node) == "99.0" != before
                 query = {"query": "by the one before", "collection": "notes", "k": 1}
                 assert node.post("/v1/retrieval", query)[1]["passages"][0]["id"] == "written"
                 _write(node, "by the one after")
-            print(f"{name}: {outcomes.sent} sent, none lost since the last kill; now another one")
+            print("none lost since the last kill; now another one")
             os.kill(second.process.pid, signal.SIGKILL)
             second.process.wait(timeout=60)
-            more(outcomes, 40)
-    _accounted_for(outcomes, name)
+            more_of_each(40)
+    for name, outcomes in zip(names, loads, strict=True):
+        _accounted_for(outcomes, name)
 
 
 def _accounted_for(outcomes: Outcomes, name: str) -> None:

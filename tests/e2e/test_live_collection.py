@@ -1,5 +1,6 @@
 """A live collection in a node: written to, searched, sealed and merged while its processes are killed."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,12 @@ import pytest
 from runtime import SearchClient
 from runtime.testing.live_node import DIM, DOCUMENTS, FLUSH, LiveNode
 from tests.e2e.live_kills import KILLS, kill
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveNode]:
+    with LiveNode(tmp_path_factory.mktemp("live")) as live:
+        yield live
 
 
 def test_no_acknowledged_write_is_lost_and_no_deleted_document_returns_over_kills(
@@ -23,26 +30,28 @@ def test_no_acknowledged_write_is_lost_and_no_deleted_document_returns_over_kill
     assert told.acknowledged >= 30 * kills
 
 
-def test_a_search_client_writes_finds_and_deletes_documents(tmp_path: Path) -> None:
+def test_a_search_client_writes_finds_and_deletes_documents(live: LiveNode) -> None:
     vectors = np.eye(DIM, dtype=np.float32)
-    with LiveNode(tmp_path), SearchClient.connect(tmp_path / "run") as client:
+    with SearchClient.connect(live.node.run_dir) as client:
         documents = [{"id": str(n), "text": "t", "vector": vectors[n], "attributes": {"n": n}} for n in range(8)]
         assert client.upsert(documents) == 8
-        assert client.search(vectors[3], 1).ids.tolist() == [3]
+        first = int(client.search(vectors[0], 1).ids[0])
+        assert client.search(vectors[3], 1).ids.tolist() == [first + 3]
         assert client.delete(["3"]) == 1
-        assert 3 not in client.search(vectors[3], 8).ids
+        assert first + 3 not in client.search(vectors[3], 8).ids
         assert client.delete(filter={"type": "lt", "key": "n", "value": 3}) == 3
-        assert sorted(client.search(vectors[3], 8).ids) == [4, 5, 6, 7]
+        left = client.search(vectors[3], 8, filter={"type": "gte", "key": "n", "value": 0})
+        assert sorted(row - first for row in left.ids) == [4, 5, 6, 7]
 
 
-def test_a_search_after_the_response_to_a_write_finds_the_new_version(tmp_path: Path) -> None:
+def test_a_search_after_the_response_to_a_write_finds_the_new_version(live: LiveNode) -> None:
     searches: list[tuple[str, dict[str, Any]]] = [
         ("/v1/retrieval", {"query": "lunch", "k": 1}),
         ("/v1/retrieval", {"query": "lunch", "k": 1, "filter": {"type": "gte", "key": "version", "value": 0}}),
         ("/v1/retrieval", {"query": "lunch", "k": 1, "hybrid": True}),
         ("/v1/vector_stores/notes/search", {"query": "lunch", "max_num_results": 1}),
     ]
-    with LiveNode(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
+    with httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
         for version in range(24):
             document = {"id": "menu", "text": "lunch", "attributes": {"version": version}}
             stored = http.put(DOCUMENTS, json={"documents": [document]}).json()
@@ -55,8 +64,8 @@ def test_a_search_after_the_response_to_a_write_finds_the_new_version(tmp_path: 
                 http.post(FLUSH).raise_for_status()
 
 
-def test_a_new_attribute_can_be_filtered_by_at_once(tmp_path: Path) -> None:
-    with LiveNode(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
+def test_a_new_attribute_can_be_filtered_by_at_once(live: LiveNode) -> None:
+    with httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
         for name in ("first", "second", "third"):
             document = {"id": name, "text": name, "attributes": {name: "yes"}}
             http.put(DOCUMENTS, json={"documents": [document]}).raise_for_status()

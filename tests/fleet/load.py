@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from runtime.node.metrics.worker_metrics import FrontendMetrics
+import httpx
+
 from runtime.testing.background import Background
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually
@@ -32,6 +33,9 @@ class Outcome:
 
 @dataclass
 class Outcomes:
+    """The requests of a load; all of them have one id."""
+
+    request_id: str
     sent: int = 0
     ended: list[Outcome] = field(default_factory=list)
 
@@ -43,7 +47,7 @@ class Outcomes:
 @contextmanager
 def load(url: str, clients: int = 4) -> Iterator[Outcomes]:
     """Run clients that alternate streams, whole answers and searches until the block ends."""
-    outcomes = Outcomes()
+    outcomes = Outcomes(f"load-{urlsplit(url).port}")
 
     def ask() -> None:
         requests = [("stream", "/v1/completions", _STREAM), ("whole", "/v1/completions", _WHOLE),
@@ -51,7 +55,7 @@ def load(url: str, clients: int = 4) -> Iterator[Outcomes]:
         number = 0
         while not asking.ended.wait(0.1):
             outcomes.sent += 1
-            outcomes.ended.append(_ask(url, *requests[number % len(requests)]))
+            outcomes.ended.append(_ask(url, outcomes.request_id, *requests[number % len(requests)]))
             number += 1
 
     asking = Background([ask] * clients)
@@ -65,17 +69,17 @@ def more(outcomes: Outcomes, count: int) -> None:
     eventually(lambda: len(outcomes.ended) >= wanted, 120, f"{count} requests to end")
 
 
-def takes_part(node: Node) -> None:
-    """Wait until a balancer has sent the node a request."""
-    finished = str(FrontendMetrics.REQUESTS["finished"])
-    node.wait(lambda: node.metric(finished, outcome="finished") > 0, 60, "the balancer to send it something")
+def takes_part(node: Node, outcomes: Outcomes) -> None:
+    """Wait until the balancer of this load has sent the node a request: the node has its trace."""
+    trace = f"{node.info.url}/v1/traces/{outcomes.request_id}"
+    node.wait(lambda: httpx.get(trace, trust_env=False).status_code == 200, 60, "the balancer to send it something")
 
 
-def _ask(url: str, kind: str, path: str, body: dict[str, Any]) -> Outcome:
+def _ask(url: str, request_id: str, kind: str, path: str, body: dict[str, Any]) -> Outcome:
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_TIMEOUT_S)
-    begun = False
+    headers, begun = {"Content-Type": "application/json", "X-Request-Id": request_id}, False
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), headers)
         answer = connection.getresponse()
         begun = True
         text = answer.read().decode()
