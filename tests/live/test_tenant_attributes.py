@@ -172,6 +172,26 @@ def test_a_tenant_that_deletes_its_documents_does_not_keep_more_names_than_it_ma
             writer.upsert([document("2", tenant="acme", **names("n0-", 1))], ACME)
 
 
+@pytest.mark.parametrize("seal", [False, True])
+def test_a_name_counts_for_the_key_that_wrote_it_first_also_after_that_keys_documents_are_gone(
+    directory: Path, seal: bool
+) -> None:
+    own = names("n", MAX_INTRODUCED)
+    with writer_of(directory) as writer:
+        writer.upsert([document("1", tenant="acme", **own)], ACME)
+        writer.upsert([document("2", tenant="blue", **own)], BLUE)
+        writer.delete(["1"], ACME)
+        if seal:
+            writer.flush()
+    with writer_of(directory) as writer:  # as another process
+        writer.upsert([document("3", tenant="blue", **names("b", MAX_INTRODUCED))], BLUE)
+        with pytest.raises(InvalidDocument, match="introduced 9"):
+            writer.upsert([document("4", tenant="acme", more=1)], ACME)
+        writer.delete(["2"], BLUE)  # the last documents with acme's names
+        writer.upsert([document("5", **names("n", 4))])  # now the operator's
+        writer.upsert([document("4", tenant="acme", **names("a", MAX_INTRODUCED))], ACME)
+
+
 def test_errors_name_no_attribute_that_the_filter_does_not(directory: Path) -> None:
     with writer_of(directory) as writer:
         writer.upsert([document("1", secret_project=1)])

@@ -151,14 +151,12 @@ class Column:
         order = list(merge(*(sorted(chunk, key=words.__getitem__) for chunk in chunks), key=words.__getitem__))
         self._ascending, self._ascending_codes = [words[code] for code in order], np.array(order, np.int32)
 
-    def first(self, alive: Bits) -> int:
-        """Return the first row that has a value and is alive; -1 if there is none."""
-        for begin in range(0, self._count, _SEARCHED_ROWS):  # mostly the first part has one
-            rows = self._rows[begin : min(begin + _SEARCHED_ROWS, self._count)]
-            here = alive[rows]
-            if here.any():
-                return int(rows[here.argmax()])
-        return -1
+    def has_any(self, alive: Bits) -> bool:
+        """Return whether a row that has a value is alive."""
+        return any(  # mostly the first part has one
+            alive[self._rows[begin : min(begin + _SEARCHED_ROWS, self._count)]].any()
+            for begin in range(0, self._count, _SEARCHED_ROWS)
+        )
 
     def _code_of(self, string: str) -> int:
         """Return the code of a string, -1 for none. A stored dictionary is in order, without `_codes`."""
@@ -236,10 +234,9 @@ class Columns:
         """Drop the attributes that are not in a schema, or have another type there."""
         self._columns = {name: column for name, column in self._columns.items() if schema.get(name) is column.kind}
 
-    def oldest(self, alive: Bits) -> dict[str, int]:
-        """Return the first of the rows that are alive, bool [size], of each attribute that one of them has."""
-        firsts = {name: column.first(alive) for name, column in self._columns.items()}
-        return {name: row for name, row in firsts.items() if row >= 0}
+    def occurring(self, alive: Bits) -> list[str]:
+        """Return the attributes that one of the rows that are alive, bool [size], has."""
+        return [name for name, column in self._columns.items() if column.has_any(alive)]
 
     def encode(self) -> bytes:
         """Return the content for `decode`."""

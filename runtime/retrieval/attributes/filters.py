@@ -164,6 +164,11 @@ class AttributeBinding(NamedTuple):
     key: str
     value: str
 
+    @property
+    def text(self) -> str:
+        """The owner as a string."""
+        return f"{self.key}={self.value}"
+
     def filter(self) -> Comparison:
         """Return the filter for these documents."""
         return Comparison(self.key, "eq", (self.value,))

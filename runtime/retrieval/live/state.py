@@ -5,11 +5,12 @@ The writer and every reader hold a `State` each, and apply the same log records 
 
 import io
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, InvalidDocument
@@ -42,7 +43,8 @@ class State:
     """Segments, growing rows and schema. `lock` is held during changes. `sequence`: of the next record to apply.
 
     With a `shard`, it contains only the segments of that shard, and marks the growing rows of other shards as deleted.
-    With `replaced`, replaced rows stay readable for a while.
+    With `replaced`, replaced rows stay readable for a while. `introduced`: by attribute, the owner who was the first to
+    write it.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class State:
         self.segments: tuple[Segment, ...] = ()
         self.growing = GrowingSegment(manifest.next_row, description.dim, description.metric)
         self.schema: Schema = {}
+        self.introduced: dict[str, str] = {} if manifest.introduced is UNSET else dict(manifest.introduced)
         self.sequence = 0
         self.advance(manifest)
 
@@ -69,6 +72,7 @@ class State:
             for operation in operations:
                 if isinstance(operation, Upsert):
                     self.schema = self.extended_schema(self.schema, operation.attributes)
+                    self.introduced |= operation.introduced
                     self.growing.append(operation, self.schema)
                     self._hide_others(operation)
                     if self._replaced is not None:
@@ -109,19 +113,12 @@ class State:
             columns = [(segment.columns, segment.alive) for segment in self.segments]
             for one, alive in (*columns, (self.growing.columns, self.growing.alive)):
                 kinds = one.schema
-                found |= {name: kinds[name] for name in one.oldest(alive)}
+                found |= {name: kinds[name] for name in one.occurring(alive)}
             return found
 
-    def oldest_rows(self, names: Collection[str]) -> dict[str, int]:
-        """Return the row of the oldest document that has each of these attributes, if any has it."""
-        with self.lock:
-            growing = self.growing.columns.oldest(self.growing.alive)
-            rows = {name: position + self.growing.first for name, position in growing.items()}
-            for segment in self.segments:
-                for name, position in segment.columns.oldest(segment.alive).items():
-                    row = int(segment.rows[position])
-                    rows[name] = min(rows.get(name, row), row)
-        return {name: row for name, row in rows.items() if name in names}
+    def introduced_in(self, schema: Schema) -> dict[str, str]:
+        """Return the attributes of a schema that an owner was the first to write, and the owners."""
+        return {name: owner for name, owner in self.introduced.items() if owner and name in schema}
 
     def _keep_columns(self, schema: Schema) -> None:
         for segment in self.segments:

@@ -3,7 +3,7 @@ schema that all tenants of a collection share.
 
 A tenant must neither use up the names of attributes nor determine the types of those that others rely on. So the
 attribute that keys are bound to has the type that the configuration implies, whoever writes first, and the number of
-names that a tenant has introduced is limited. A name was introduced by the owner of the oldest document that has it.
+names that a tenant has introduced is limited: those that it was the first to write, as long as any document has them.
 """
 
 from collections.abc import Collection, Sequence
@@ -29,17 +29,28 @@ def with_bound_attribute(
     return [replace(document, attributes={**document.attributes, **bound}) for document in documents]
 
 
-def check_introduced(
-    state: State, owner: AttributeBinding, documents: Sequence[UpsertDocument], schema: Schema, bound: Collection[str]
-) -> None:
-    """Raise `InvalidDocument` if an owner may not introduce the attributes of its documents that no document has yet.
+def introduced_by(
+    owner: AttributeBinding | None,
+    state: State,
+    documents: Sequence[UpsertDocument],
+    schema: Schema,
+    bound: Collection[str],
+) -> dict[str, str]:
+    """Return the attributes of these documents that no document has yet, with the owner's text; "" without an owner.
 
-    schema: with these attributes. bound: the attributes that API keys are bound to.
+    schema: with these attributes. bound: the attributes that API keys are bound to. Raises `InvalidDocument` if the
+    owner may not introduce them.
     """
+    names = {name for document in documents for name in document.attributes}
+    if owner is None and names.isdisjoint(state.introduced):
+        return {}  # nobody is charged for them
     occurring = state.occurring_schema()
-    introduced = {name for document in documents for name in document.attributes} - occurring.keys() - {owner.key}
+    introduced = names - occurring.keys()
+    if owner is None:
+        return dict.fromkeys(introduced & state.introduced.keys(), "")
+    introduced.discard(owner.key)
     if not introduced:
-        return
+        return {}
     first, total = min(introduced), len(occurring.keys() | introduced)
     for name in introduced.intersection(bound):
         if schema[name] is not AttributeType.STRING:
@@ -53,11 +64,11 @@ def check_introduced(
             f"bound to {owner.key!r} may introduce some up to {MAX_SHARED} of {MAX_ATTRIBUTES}",
             "attributes",
         )
-    rows = list(state.oldest_rows(occurring.keys() - state.description.schema.keys() - {owner.key}).values())
-    own = sum(document is not None and owner.holds(document.attributes) for document in state.documents(rows))
-    if own + len(introduced) > MAX_INTRODUCED:
+    own = len(introduced) + sum(state.introduced.get(name) == owner.text for name in occurring)
+    if own > MAX_INTRODUCED:
         raise InvalidDocument(
             f"attribute {first!r} is new: with {len(introduced)} new ones, the documents of this API key would have "
-            f"introduced {own + len(introduced)} attributes; the limit is {MAX_INTRODUCED}",
+            f"introduced {own} attributes; the limit is {MAX_INTRODUCED}",
             "attributes",
         )
+    return dict.fromkeys(introduced, owner.text)

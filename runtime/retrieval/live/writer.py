@@ -33,7 +33,7 @@ from runtime.retrieval.live.storage.manifest import (
 from runtime.retrieval.live.storage.operations import Delete, Operation, PendingWrite, Upsert, WriteGroup, encode
 from runtime.retrieval.live.storage.reader_barrier import ReaderBarrier
 from runtime.retrieval.live.storage.resumable_merge import obsolete_files, resumable_segments
-from runtime.retrieval.live.tenant_attributes import check_introduced, with_bound_attribute
+from runtime.retrieval.live.tenant_attributes import introduced_by, with_bound_attribute
 from runtime.retrieval.live.validation import UpsertDocument, check_batch, check_owner, resolve_vectors, to_stored_value
 from runtime.retrieval.neighbors import Neighbors
 
@@ -335,8 +335,7 @@ class LiveWriter:
             documents = with_bound_attribute(documents, owner, group.schema)
         attributes = [document.attributes for document in documents]
         schema = self.state.extended_schema(group.schema, attributes, group.operations)
-        if owner is not None:
-            check_introduced(self.state, owner, documents, schema, self._bound_attributes)
+        introduced = introduced_by(owner, self.state, documents, schema, self._bound_attributes)
         ids = [document.id for document in documents]
         replaced = self._rows_of(group, ids)
         rows = np.array([*replaced.values()], np.int64)
@@ -353,6 +352,7 @@ class LiveWriter:
             vectors.tobytes(),
             [row for row, _ in pairs],
             [successor for _, successor in pairs],
+            introduced,
         )
         size = len(encode([operation]))
         if size > MAX_BATCH_BYTES:
@@ -455,13 +455,15 @@ class LiveWriter:
             self._check_directory()
             before = self._manifest  # other builds may have been installed since this job began
             self._generation += 1
+            schema = self.state.occurring_schema()
             manifest = Manifest(
                 generation=self._generation,
                 segments=[one for one in before.segments if one.number not in job.merged] + list(fresh),
                 sequence=max(before.sequence, job.until),
                 next_row=max(before.next_row, job.next_row),
                 next_segment=self._next_segment,
-                schema=self.state.occurring_schema(),
+                schema=schema,
+                introduced=self.state.introduced_in(schema) or msgspec.UNSET,
             )
             try:
                 dead = self.state.dead_rows_in(manifest, fresh)

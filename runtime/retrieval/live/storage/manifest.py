@@ -75,7 +75,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State of a collection's segments.
 
     sequence: the first log record that the segments do not contain, which begins a log file. next_row, next_segment:
-    the lowest numbers that were never used.
+    the lowest numbers that were never used. introduced: by attribute, the owner (`AttributeBinding.text`) who was
+    the first to write it; omitted without any, so that collections of earlier versions keep their checksums.
     """
 
     generation: int
@@ -88,6 +89,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: str = FORMAT
     version: int = VERSION
     sha256: str = ""
+    introduced: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
     def tombstones_path(self, directory: Path) -> Path:
         return directory / "tombstones" / f"{self.generation}.npy"

@@ -17,7 +17,7 @@ class Upsert(msgspec.Struct, frozen=True, array_like=True, tag="u"):
     """Documents under consecutive rows from `first` on; `replaced` are the rows of the documents that they replace.
 
     successors: the rows that replace these; empty in logs of older versions. vectors: float32 [documents, d] as bytes,
-    normalised for cosine.
+    normalised for cosine. introduced: the attributes that no document had before, and the owner who wrote them.
     """
 
     first: int
@@ -28,6 +28,7 @@ class Upsert(msgspec.Struct, frozen=True, array_like=True, tag="u"):
     vectors: bytes
     replaced: list[int]
     successors: list[int] = []
+    introduced: dict[str, str] = {}
 
 
 class Delete(msgspec.Struct, frozen=True, array_like=True, tag="d"):
