@@ -27,6 +27,8 @@ from runtime.node.metrics.worker_metrics import WorkerMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.node.startup import StartupTimer, process_age_s
 
+DRAIN_SIGNAL = signal.SIGRTMIN
+"""From the supervisor: drain, while the node keeps running. Nothing else sends it, as terminals and shells do SIGHUP."""
 _BEAT_S = 0.1  # interval of a standby worker's heartbeats
 
 LOOPS = {
@@ -190,8 +192,9 @@ def _run(worker: Worker) -> int:
 
     faulthandler.enable(worker.stack_fd)  # also on SIGABRT, which the supervisor sends to a hung worker
     signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGHUP, stop_when_released)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the supervisor drains the node
+    signal.signal(DRAIN_SIGNAL, stop_when_released)
+    for terminal in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C, or its end: the supervisor drains the node
+        signal.signal(terminal, signal.SIG_IGN)
     if worker.placement.cores:
         os.sched_setaffinity(0, worker.placement.cores)
     node = worker.placement.numa_node

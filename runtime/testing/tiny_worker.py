@@ -24,8 +24,8 @@ STATE, BEAT, EPOCH = 2, 3, 4  # words of the table
 READY = 1
 
 
-def live(life: str, name: str, ready: Callable[[], None], beat: Callable[[], None], stop: list[bool]) -> None:
-    """Run one behaviour until it ends or `stop` is not empty."""
+def live(life: str, name: str, ready: Callable[[], None], beat: Callable[[], None], stop: Callable[[], bool]) -> None:
+    """Run one behaviour until it ends or `stop` returns True."""
     if life == "crash":
         os._exit(3)
     if life == "with child":
@@ -39,7 +39,7 @@ def live(life: str, name: str, ready: Callable[[], None], beat: Callable[[], Non
         os.kill(os.getpid(), signal.SIGBUS)
     if life == "ignore stop":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while not stop or life == "busy":
+    while not stop() or life == "busy":
         if life != "hang":
             beat()
         time.sleep(0.005)
@@ -53,8 +53,10 @@ def tiny(life: str, spec: dict[str, Any]) -> None:
     if os.getppid() != spec["supervisor_pid"]:
         os._exit(1)
     stop: list[bool] = []
-    for kind in (signal.SIGTERM, signal.SIGHUP):
+    for kind in (signal.SIGTERM, signal.SIGRTMIN):  # `runtime.node.worker.DRAIN_SIGNAL`
         signal.signal(kind, lambda signum, frame: stop.append(True))
+    for kind in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(kind, signal.SIG_IGN)
     beat, ready = table_of(spec)
     if "-spare-" in spec["worker"] and life == "serve":
         ready()
@@ -63,7 +65,7 @@ def tiny(life: str, spec: dict[str, Any]) -> None:
         spec = json.loads(sys.stdin.buffer.readline())
         beat, ready = table_of(spec)
         life = life_of(spec)
-    live(life, spec["worker"], ready, beat, stop)
+    live(life, spec["worker"], ready, beat, lambda: bool(stop))
 
 
 def table_of(spec: dict[str, Any]) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -98,7 +100,7 @@ def real(life: str, line: bytes) -> int:
         if life == "refuse":
             raise ConfigError(f"{worker.name} cannot be")
         worker.await_assignment()
-        live(life, worker.name, worker.ready, lambda: worker.table.beat(), [])
+        live(life, worker.name, worker.ready, lambda: worker.table.beat(), lambda: worker.stopping)
 
     role = ModuleType("tiny_role")
     role.run = run  # type: ignore[attr-defined]

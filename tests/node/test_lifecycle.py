@@ -20,6 +20,7 @@ from runtime.node.supervisor.lifecycle import Lifecycle
 from runtime.node.supervisor.rolling_restart import RollingRestart
 from runtime.node.supervisor.standby import StandbyWorkers
 from runtime.node.supervisor.supervised_worker import Desired, Phase, SupervisedWorker
+from runtime.node.worker import DRAIN_SIGNAL
 
 
 @dataclass
@@ -218,5 +219,5 @@ def test_in_a_stopping_node_no_worker_waits_for_an_ended_frontend(node: Node, re
         first.phase = Phase.READY
         node.lifecycle.reconcile([first])
     node.lifecycle.stop([first], by=node.now_s + 30.0)
-    assert told.signals == [signal.SIGHUP] * restarts + [signal.SIGTERM]
+    assert told.signals == [DRAIN_SIGNAL] * restarts + [signal.SIGTERM]
     assert (first.phase, first.desired, first.due) == (Phase.DRAINING, Desired.STOP, node.now_s + 30.0)

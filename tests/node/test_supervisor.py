@@ -53,10 +53,12 @@ def test_a_killed_worker_is_restarted_with_the_next_epoch(start_tiny: StartTiny)
 def test_signals_that_nothing_uses_end_neither_the_node_nor_a_worker(start_tiny: StartTiny, life: str) -> None:
     node = start_tiny({"pool-0": [life]})
     before = worker(node.ready())
-    others = [signal.SIGPROF, signal.SIGIO, signal.SIGPWR, signal.SIGRTMIN, signal.SIGRTMAX]
+    others = [signal.SIGPROF, signal.SIGIO, signal.SIGPWR, signal.SIGRTMAX]
     for kind in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, *others):
         os.kill(before.pid, kind)
         node.signal(kind)
+    for kind in (signal.SIGHUP, signal.SIGINT):  # from a terminal: the supervisor's alone
+        os.kill(before.pid, kind)
     os.kill(worker(node.ready(), "frontend-0").pid, signal.SIGKILL)  # noticed after anything that ended before
     node.eventually(lambda status: status.ready and worker(status, "frontend-0").epoch == 2, "a new frontend")
     after = worker(node.ready())

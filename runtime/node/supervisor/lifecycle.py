@@ -1,7 +1,7 @@
 """Lifecycle of worker processes: a reconciler that moves each worker from its observed to its desired state.
 
 ```
-             start         reports ready        SIGHUP               process exit
+             start         reports ready     DRAIN_SIGNAL            process exit
 BACKOFF ────────────▶ STARTING ────▶ READY ────────────▶ DRAINING ──┬──────────▶ BACKOFF, due at once  (RESTART)
    ▲      when due        │            │  RESTART or STOP is desired └──────────▶ STOPPED               (STOP)
    │                      ▼            ▼
@@ -28,6 +28,7 @@ from runtime.node.supervisor.supervised_worker import (
     describe_exit,
     kill_group,
 )
+from runtime.node.worker import DRAIN_SIGNAL
 
 _SLOW_START_S = 15.0  # a start that takes longer is logged
 _ABORT_GRACE_S = 2.0  # time for a hung worker to write its stacks after SIGABRT, before SIGKILL
@@ -82,7 +83,7 @@ class Lifecycle:
         for worker in workers:
             worker.desired = Desired.STOP
             if worker.phase is Phase.DRAINING:
-                worker.drain(signal.SIGTERM, until=by)  # after SIGHUP it waits for a frontend, which has ended
+                worker.drain(signal.SIGTERM, until=by)  # after DRAIN_SIGNAL it waits for a frontend, which has ended
         self.reconcile(workers)
 
     def _advance(self, worker: SupervisedWorker) -> None:
@@ -106,7 +107,7 @@ class Lifecycle:
                 self._abort(worker, f"has no heartbeat for {node.heartbeat_s:g} s")
             case Phase.READY if worker.desired is not Desired.RUN:
                 if self._stops_by is None:
-                    worker.drain(signal.SIGHUP, until=now + self._drain_s(worker))
+                    worker.drain(DRAIN_SIGNAL, until=now + self._drain_s(worker))
                 else:
                     worker.drain(signal.SIGTERM, until=self._stops_by)
             case Phase.DRAINING if now > worker.due:

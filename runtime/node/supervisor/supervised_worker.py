@@ -111,7 +111,7 @@ class SupervisedWorker:
         self.phase, self.due = Phase.BACKOFF, until
 
     def drain(self, signum: signal.Signals, until: float) -> None:
-        """Drain its process until a deadline. SIGHUP: the node keeps running; SIGTERM: the node stops."""
+        """Drain its process until a deadline. DRAIN_SIGNAL: the node keeps running; SIGTERM: the node stops."""
         self.phase, self.due = Phase.DRAINING, until
         self.send_signal(signum)
 
