@@ -22,12 +22,11 @@ from gpu.cpu.rotation import rotate
 from gpu.cpu.simd import LANES, dot_f16, dot_f32, square_f64
 from gpu.errors import InvalidVector
 from gpu.index.data import ROUNDS, NeighborCodes
-from gpu.index.rows import Rows, padded
+from gpu.index.rows import LARGEST_SQUARE, Rows, padded
 from ipc.native.arrays import float32_at, int16_at
 
 SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP, SKETCH_BIAS, CODE_STEP, TABLE_STEP, TABLE_OFFSET = 0, 4, 8, 12, 16, 20, 24
 QUERY_SKETCH = 64
-LARGEST_SQUARE = float(np.finfo(np.float32).max / 8)
 
 
 class QueryEncoding:

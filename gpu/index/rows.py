@@ -25,6 +25,8 @@ Dtype = Literal["float32", "float16", "int8"]
 METRICS: tuple[str, ...] = get_args(Metric)
 DTYPES: tuple[str, ...] = get_args(Dtype)
 MAX_DIM = 16384
+LARGEST_SQUARE = float(np.finfo(np.float32).max / 8)
+"""Limit of a vector's squared norm, except under cosine: no squared distance overflows."""
 _LINE = 64
 _F16_MAX = 32768.0
 _BLOCK = 65536
@@ -102,7 +104,7 @@ def checked_vectors(vectors: npt.ArrayLike, metric: str) -> FloatArray:
         if metric == "cosine":
             block /= np.where(squares > 0, np.sqrt(np.where(good, squares, 1)), 1)[:, None]
         else:
-            good &= squares <= np.finfo(np.float32).max / 8  # so that no squared distance overflows
+            good &= squares <= LARGEST_SQUARE
         if not good.all():
             raise InvalidVector(_row_error(begin + int(np.argmin(good)), array))
         out[begin : begin + _BLOCK] = block

@@ -212,6 +212,16 @@ def test_an_invalid_query_is_rejected_at_once(
     assert client.poll() == []
 
 
+def test_a_vector_that_is_too_long_is_refused_with_its_norm_and_the_limit(
+    make_pool: MakePool, make_client: MakeClient, collection: Path
+) -> None:
+    plan = plan_of(collection)
+    make_pool(plan).start()
+    with pytest.raises(InvalidRequest, match=r"its squared norm is 1.44e\+78, the limit is 4.25e\+37") as refused:
+        attached(make_client(plan)).search([3e38] * 16, 3)
+    assert refused.value.param == "vector"
+
+
 def test_a_cancelled_query_is_not_retried_when_its_pool_dies(
     two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
 ) -> None:

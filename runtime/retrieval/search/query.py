@@ -20,7 +20,7 @@ from runtime.retrieval.attributes.evaluation import MAX_COMPARED
 from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
 from runtime.retrieval.neighbors import Neighbors, fuse_ranks, merge_neighbors
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.search.vectors import Vectors, check_finite, on_host
+from runtime.retrieval.search.vectors import Vectors, check_finite, check_length, on_host
 
 # ---- search parameters, validated before a pool is known; a pool has limits of its own
 
@@ -309,6 +309,7 @@ def status_error(status: str, query: Query) -> TrinityError:
         case "invalid_request":
             try:
                 check_finite(on_host(query.vector))
+                check_length(on_host(query.vector))
             except InvalidRequest as error:
                 return error
             if query.spec.filter:

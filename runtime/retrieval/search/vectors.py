@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu.index.rows import LARGEST_SQUARE
 from ipc import DeviceSpan
 from runtime.errors import InvalidRequest
 
@@ -115,6 +116,15 @@ def check_finite(vector: npt.NDArray[np.float32]) -> None:
     if not finite.all():
         place = int(np.argmin(finite))
         raise InvalidRequest(f"vector[{place}] is {vector[place]}: not finite", "vector")
+
+
+def check_length(vector: npt.NDArray[np.float32]) -> None:
+    """Raise `InvalidRequest` if the squared norm of `vector` [d] exceeds the engines' limit, which cosine has not."""
+    square = float(np.square(vector, dtype=np.float64).sum())
+    if square > LARGEST_SQUARE:
+        raise InvalidRequest(
+            f"vector is too long: its squared norm is {square:.3g}, the limit is {LARGEST_SQUARE:.3g}", "vector"
+        )
 
 
 # ---- arrays in GPU memory
