@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from gpu import DeviceError
 from ipc.memory.compiled import can_cache
@@ -26,6 +27,8 @@ from runtime.node.engine_config import OpenAiSection, VllmSection
 from runtime.node.placement.gpus import Gpu, Gpus
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
+from runtime.node.placement.plan import default_run_dir
+from runtime.node.run_dir import find_node
 from runtime.node.supervisor.listen import listen
 from runtime.retrieval.embedding.embedder import ServerSpec
 from runtime.retrieval.embedding.loading import embedder_location, load_embedder
@@ -266,9 +269,21 @@ def _port(config: NodeConfig) -> Iterator[Finding]:
     try:
         listen(config.http).close()
     except TrinityError as error:
+        if (pid := _own_node(config)) is not None:
+            yield Finding("ok", f"port {where}", f"in use by this node, which runs (pid {pid})")
+            return
         yield Finding("error", f"port {where}", error.message, "stop the process that listens there, or set http.port")
     else:
         yield Finding("ok", f"port {where}", "free")
+
+
+def _own_node(config: NodeConfig) -> int | None:
+    """Return the pid of the running node of this configuration, if it listens at the configured port."""
+    try:
+        info = find_node(Path(config.node.run_dir or default_run_dir(config.node.name)))
+    except TrinityError:
+        return None
+    return info.pid if urlsplit(info.url).port == config.http.port else None
 
 
 def _files(config: NodeConfig, machine: Machine) -> Finding:
