@@ -21,7 +21,7 @@ from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.attributes.filters import decode_filter, filter_bytes, filter_json
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.loading import read_key
-from runtime.retrieval.passages import MAX_PASSAGES_BYTES, PartialPassages, Passage
+from runtime.retrieval.passages import MAX_PASSAGES_BYTES, OnRead, PartialPassages, Passage, check_size, ignore_size
 from runtime.retrieval.search.query import PassageQuery
 
 PROBE_EVERY_S = 2.0
@@ -92,11 +92,25 @@ class RemoteCollection:
         """Probe the nodes that are down."""
         await asyncio.gather(*(self._probe_node(node) for node in self._nodes if node.summary is None))
 
-    async def search(self, body: Mapping[str, Any], timeout_s: float) -> list[Passage]:
-        """Return the nearest passages of all nodes; `PartialPassages` if some did not answer. Raises `TrinityError`.
+    async def search(self, body: Mapping[str, Any], timeout_s: float, on_read: OnRead = ignore_size) -> list[Passage]:
+        """Return the nearest passages of all nodes; `PartialPassages` if some did not answer.
 
-        body: of `POST /v1/retrieval`, with its `k`.
+        body: of `POST /v1/retrieval`, with its `k`. `on_read` is called with the bytes that all nodes have sent so far.
+        Raises `TrinityError`, also that of `on_read`.
         """
+        read = 0
+        refusal: TrinityError | None = None
+
+        def count(size: int) -> None:
+            nonlocal read, refusal
+            read += size
+            try:
+                check_size(read, body["k"])
+                on_read(read)
+            except TrinityError as error:
+                refusal = error
+                raise
+
         until = asyncio.get_running_loop().time() + min(timeout_s, _MAX_SEARCH_S)
         if any(node.summary is None and node.error == _Node.error for node in self._nodes):
             try:
@@ -110,7 +124,9 @@ class RemoteCollection:
         content = msgspec.json.encode({**body, "collection": self._section.collection or self._section.name})
         within_s = max(0.0, min(until - asyncio.get_running_loop().time(), self._section.timeout_s))
         used = [node for node in self._nodes if node.summary is not None]
-        answers = await asyncio.gather(*(self._search_node(node, content, within_s) for node in used))
+        answers = await asyncio.gather(*(self._search_node(node, content, within_s, count) for node in used))
+        if refusal is not None:
+            raise refusal
         found = [answer for answer in answers if not isinstance(answer, TrinityError)]
         failed = [answer for answer in answers if isinstance(answer, TrinityError)]
         refused = [error for error in failed if isinstance(error, InvalidRequest)]
@@ -122,11 +138,13 @@ class RemoteCollection:
         nearest = list(best.values())[: body["k"]]
         return nearest if len(found) == len(self._nodes) else PartialPassages(nearest)
 
-    async def _search_node(self, node: _Node, body: bytes, within_s: float) -> list[Passage] | TrinityError:
+    async def _search_node(
+        self, node: _Node, body: bytes, within_s: float, count: OnRead
+    ) -> list[Passage] | TrinityError:
         """Return the node's passages, nearest first; or the error that ended its search."""
         try:
             async with asyncio.timeout(within_s):
-                content = await self._request("POST", f"{node.url}/v1/retrieval", body)
+                content = await self._request("POST", f"{node.url}/v1/retrieval", body, count)
             return msgspec.json.decode(content, type=_Answer).passages
         except TimeoutError:
             error: TrinityError = DeadlineExceeded(f"node {node.url} did not answer within {within_s:g} s")
@@ -168,14 +186,18 @@ class RemoteCollection:
             log.warning("collection %s: node %s is down: %s", self._section.name, node.url, error)
         node.summary, node.error = None, error
 
-    async def _request(self, method: str, url: str, body: bytes | None) -> bytes:
-        """Return the body of a 200 response. Raises the node's `TrinityError`, and aiohttp's errors."""
+    async def _request(self, method: str, url: str, body: bytes | None, count: OnRead = ignore_size) -> bytes:
+        """Return the body of a 200 response. `count` is called with the size of each part.
+
+        Raises the node's `TrinityError`, aiohttp's errors, and that of `count`.
+        """
         async with self._session().request(method, url, data=body, headers=self._headers, allow_redirects=False) as got:
             content = bytearray()
             async for part in got.content.iter_any():
                 content += part
                 if len(content) > MAX_PASSAGES_BYTES:
                     raise ValueError(f"its response is longer than {MAX_PASSAGES_BYTES} bytes")
+                count(len(part))
             if got.status == 200:
                 return bytes(content)
             with suppress(msgspec.MsgspecError):
@@ -192,7 +214,7 @@ class RemoteCollections:
         self._client_session: aiohttp.ClientSession | None = None
         self.by_name = {section.name: RemoteCollection(section, self._session) for section in sections}
 
-    async def search(self, query: PassageQuery, timeout_s: float) -> list[Passage]:
+    async def search(self, query: PassageQuery, timeout_s: float, on_read: OnRead = ignore_size) -> list[Passage]:
         """Return the nearest passages over all nodes of the collection; the nodes embed a text. `PartialPassages` if
         some nodes are missing. Raises `TrinityError`."""
         if query.hybrid:  # ranks of different nodes are not comparable
@@ -202,7 +224,7 @@ class RemoteCollections:
         body |= {"query": query.query} if query.query is not None else {"vector": query.vector}
         if content := filter_bytes(query.filter):
             body["filter"] = filter_json(decode_filter(content))
-        return await self.by_name[query.collection].search(body, timeout_s)
+        return await self.by_name[query.collection].search(body, timeout_s, on_read)
 
     async def probe(self) -> None:
         """Probe the nodes that are down."""

@@ -10,11 +10,19 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.checks.remote import findings
-from runtime.errors import ConfigError, DeadlineExceeded, InvalidFilter, InvalidRequest, TrinityError, Unavailable
+from runtime.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidFilter,
+    InvalidRequest,
+    ResponseTooLarge,
+    TrinityError,
+    Unavailable,
+)
 from runtime.node.config import NodeConfig
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.collection_summary import CollectionSummary
-from runtime.retrieval.passages import PartialPassages, Passage, ignore_size
+from runtime.retrieval.passages import OnRead, PartialPassages, Passage, ignore_size
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.remote_collections import CollectionRouter
 from runtime.serving.http.service import NoCollections, Settings
@@ -37,11 +45,16 @@ async def remote(tmp_path: Path, *nodes: str, **options: Any) -> AsyncIterator[C
 
 
 def ask(
-    search: Any, query: str | None = "cats purr", *, timeout_s: float = 60.0, **changed: Any
+    search: Any,
+    query: str | None = "cats purr",
+    *,
+    timeout_s: float = 60.0,
+    on_read: OnRead = ignore_size,
+    **changed: Any,
 ) -> Awaitable[list[Passage]]:
     options: dict[str, Any] = {"collection": "all", "k": 10, "query": query} | changed
     found: Awaitable[list[Passage]] = search.search(
-        PassageQuery(**options), on_embedded=lambda: None, on_read=ignore_size, timeout_s=timeout_s
+        PassageQuery(**options), on_embedded=lambda: None, on_read=on_read, timeout_s=timeout_s
     )
     return found
 
@@ -204,6 +217,26 @@ def test_a_request_refused_by_a_node_is_the_callers_error_and_the_node_stays_up(
             with pytest.raises(InvalidFilter, match="no document has the attribute 'm'"):
                 await ask(found, filter={"type": "eq", "key": "m", "value": 1})
             assert len(await ask(found)) == 10
+
+    run(test())
+
+
+def test_what_all_nodes_send_together_is_bounded(
+    start_node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (_, even), (_, odd) = start_node(DOCUMENTS[::2]), start_node(DOCUMENTS[1::2])
+    sizes: list[int] = []
+
+    async def test() -> None:
+        async with remote(tmp_path, even, odd) as found:
+            assert len(await ask(found, on_read=sizes.append)) == 10
+            received = max(sizes)  # of both nodes
+            assert received > 1.5 * sizes[0]
+            monkeypatch.setattr("runtime.retrieval.passages.MAX_PASSAGES_BYTES", received - 1)
+            with pytest.raises(ResponseTooLarge, match=f"{received:,} bytes or more"):
+                await ask(found)
+            monkeypatch.undo()
+            assert len(await ask(found)) == 10  # both nodes are still up
 
     run(test())
 

@@ -32,7 +32,7 @@ class CollectionRouter:
         if query.collection not in self.dims:
             return await self._local.search(query, on_embedded=on_embedded, on_read=on_read, timeout_s=timeout_s)
         on_embedded()
-        found = await self.remote.search(query, timeout_s)
+        found = await self.remote.search(query, timeout_s, on_read)
         size = sum(size_of(one.id, one.title, one.text, one.attributes) for one in found)
         check_size(size, len(found))
         on_read(size)
