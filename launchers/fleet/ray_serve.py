@@ -27,7 +27,7 @@ from runtime.node.config_file import load_config
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import find_node
-from runtime.serving.http.middleware import bounded_body, error_response
+from runtime.serving.http.middleware import BodyMemory, bounded_body, error_response
 
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
 _NOT_FORWARDED = ("/drain", "/metrics")  # they concern one node
@@ -114,6 +114,7 @@ class _Node:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),  # below the node's 75 s
             cookie_jar=aiohttp.DummyCookieJar(),
         )
+        self._bodies = BodyMemory()
         self._url = await self._wait_ready(load_config(Path(config), name).node.run_dir or default_run_dir(name))
         self._healthy_at = time.monotonic()
         self._watch = asyncio.create_task(self._exit_with_node())
@@ -182,7 +183,7 @@ class _Node:
         headers.append(("x-forwarded-for", request.client.host if request.client else "unknown"))
         url = f"{self._url}{request.scope['path']}" + (f"?{request.url.query}" if request.url.query else "")
         try:
-            body = await bounded_body(request)
+            body = await bounded_body(request, self._bodies)
         except TrinityError as error:
             return error_response(error)
         try:

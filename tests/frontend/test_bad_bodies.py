@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message, Scope
 
-from runtime.serving.http.middleware import BodyTooLarge, bounded_body, error_response
+from runtime.serving.http.middleware import BodyMemory, BodyTooLarge, RequestTooSlow, bounded_body, error_response
 from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import WAIT
 from tests.frontend.request_errors import COMPLETION, SETTINGS, assert_error
@@ -61,7 +61,7 @@ def test_after_a_body_over_the_limit_only_its_rest_is_awaited(messages: list[tup
     async def ask() -> None:
         scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
         with pytest.raises(BodyTooLarge) as refusal:
-            await bounded_body(Request(scope, receive), 40)
+            await bounded_body(Request(scope, receive), BodyMemory(), 40)
         await error_response(refusal.value)(scope, receive, send)
 
     asyncio.run(ask())
@@ -104,6 +104,41 @@ def test_a_body_that_does_not_arrive_times_out() -> None:
     assert b" 408 " in answer
     assert b"the body did not arrive within 0.3 s; 1 bytes received" in answer
     assert b"connection: close" in answer.lower()
+
+
+def test_bodies_that_arrive_slowly_are_given_up_when_others_need_the_memory() -> None:
+    async def test() -> None:
+        memory = BodyMemory(100)
+        queues = [asyncio.Queue[Message]() for _ in range(4)]
+        scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+        bodies = [asyncio.create_task(bounded_body(Request(scope, queue.get), memory, 60)) for queue in queues]
+
+        async def arrive(number: int, size: int, more: bool = True) -> None:
+            await queues[number].put({"type": "http.request", "body": b"x" * size, "more_body": more})
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+        await arrive(0, 40)
+        await arrive(1, 40)
+        await arrive(2, 30)  # 110 bytes: the first body is the oldest
+        with pytest.raises(RequestTooSlow, match="others need the memory; 40 bytes received"):
+            await bodies[0]
+        await arrive(3, 30)
+        await arrive(1, 10, more=False)
+        assert await bodies[1] == b"x" * 50
+        await arrive(3, 30, more=False)
+        assert await bodies[3] == b"x" * 60
+        assert not bodies[2].done()
+        bodies[2].cancel()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("size", [b"ffffffffffffffff", b"a00000"])
+def test_a_chunk_over_the_limit_is_refused_before_it_arrives(cluster: Cluster, size: bytes) -> None:
+    answer = raw(cluster, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + size + b"\r\n")
+    assert b" 413 " in answer
+    assert b"request_too_large" in answer
 
 
 def test_a_client_that_disconnects_within_its_body_leaks_nothing(cluster: Cluster, http: httpx.Client) -> None:

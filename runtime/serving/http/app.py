@@ -38,6 +38,7 @@ from runtime.serving.http.middleware import (
     REQUEST_ID_HEADER,
     Access,
     AuthMiddleware,
+    BodyMemory,
     CompressedBody,
     RequestContextMiddleware,
     access_of,
@@ -141,6 +142,7 @@ class _Routes:
     def __init__(self, service: Service, settings: Settings, now: Callable[[], float], seeds: random.Random) -> None:
         self._service = service
         self._settings = settings
+        self._bodies = BodyMemory()
         self._now = now
         self._created = int(now())
         self._seeds = seeds
@@ -334,7 +336,7 @@ class _Routes:
     async def read_bytes(self, http: Request) -> bytes:
         """Return a request's body, within the limits. Raises `ClientDisconnected`."""
         try:
-            return await read_body(http, self._settings.max_body_bytes, self._settings.body_timeout_s)
+            return await read_body(http, self._bodies, self._settings.max_body_bytes, self._settings.body_timeout_s)
         except ClientDisconnect:
             raise ClientDisconnected("the client closed the connection before its body was complete") from None
 

@@ -25,13 +25,13 @@ from uvicorn.server import ServerState
 
 from runtime.errors import InvalidRequest, Overloaded, TrinityError
 from runtime.node.config import HttpSection
-from runtime.serving.http.middleware import REQUEST_ID_HEADER, RequestTooSlow
+from runtime.serving.http.middleware import DISCARD_BYTES, MAX_BODY_BYTES, REQUEST_ID_HEADER, RequestTooSlow
 from runtime.serving.http.responses import error_json, to_json
 
 log = logging.getLogger(__name__)
 
 _HEADER_BYTES = 16 << 10  # of an incomplete request head
-CODES = {431: "header_too_large", 501: "not_implemented", 505: "http_version_not_supported"}
+CODES = {413: "request_too_large", 431: "header_too_large", 501: "not_implemented", 505: "http_version_not_supported"}
 _ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?([^/?#@]+)(/[^?#]*)?(.*)", re.IGNORECASE | re.DOTALL)
 
 
@@ -196,8 +196,13 @@ class _Parser(h11.Connection):
     """h11's parser with stricter checks of request heads."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """Return the next event. Raises h11's RemoteProtocolError, also for heads that `_validate` rejects."""
+        """Return the next event. Raises h11's RemoteProtocolError, also as `_validate`, and for a huge chunk."""
         event = super().next_event()
+        size = getattr(self._reader, "_bytes_in_chunk", 0)  # declared, of which a part may never arrive
+        if size > MAX_BODY_BYTES + DISCARD_BYTES:  # of a smaller one the rest is discarded, and the client answered
+            raise h11.RemoteProtocolError(
+                f"a chunk of its body has {size} bytes, the limit is {MAX_BODY_BYTES}", error_status_hint=413
+            )
         return _validate(event) if isinstance(event, h11.Request) else event
 
 

@@ -191,10 +191,35 @@ class HostNotAllowed(InvalidRequest):
 
 MAX_BODY_BYTES = 1 << 20
 BODY_TIMEOUT_S = 30.0
+MAX_RECEIVING_BYTES = 64 << 20
 ReadBody = Callable[[Request], Awaitable[bytes]]  # reads a request's body, within the limits of the node
 
 
-async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+class BodyMemory:
+    """Memory of the bodies that are being received, over all connections: at most `limit_bytes`.
+
+    If a part of one finds no room, those that have been arriving for longest are given up: a client that sends its
+    request slowly, or half of it, cannot keep memory that others need.
+    """
+
+    def __init__(self, limit_bytes: int = MAX_RECEIVING_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._received: dict[asyncio.Timeout, int] = {}  # bytes by body, the oldest first
+
+    def count(self, body: asyncio.Timeout, size: int) -> None:
+        """Count `size` bytes received of a body, which is given up by expiring its timeout."""
+        self._received[body] = size
+        while sum(self._received.values()) > self._limit_bytes:
+            oldest = next(iter(self._received))
+            oldest.reschedule(0)
+            del self._received[oldest]
+
+    def release(self, body: asyncio.Timeout) -> None:
+        """Count nothing for a body. Idempotent."""
+        self._received.pop(body, None)
+
+
+async def read_body(request: Request, memory: BodyMemory, limit: int, timeout_s: float) -> bytes:
     """Return the body, at most `limit` bytes.
 
     Raises CompressedBody, NotJson, BodyTooLarge, RequestTooSlow or starlette's ClientDisconnect.
@@ -206,17 +231,20 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     if content_type.partition(";")[0].strip().lower() != "application/json":
         # Against CSRF: a web page may send other types across origins without a CORS preflight.
         raise NotJson(f"the body's type is {content_type[:64]!r}: send the header 'Content-Type: application/json'")
-    return await bounded_body(request, limit, timeout_s)
+    return await bounded_body(request, memory, limit, timeout_s)
 
 
-async def bounded_body(request: Request, limit: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
+async def bounded_body(
+    request: Request, memory: BodyMemory, limit: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S
+) -> bytes:
     """Return the body of any type. Raises BodyTooLarge, RequestTooSlow or starlette's ClientDisconnect."""
     declared = request.headers.get("content-length", "")
     size = int(declared[:20]) if declared.isdecimal() else 0  # as declared; received bytes are counted below
     parts: list[bytes] = []
     received, more = 0, True
+    timeout = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with timeout:
             while more and max(received, size) <= limit:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
@@ -224,8 +252,14 @@ async def bounded_body(request: Request, limit: int = MAX_BODY_BYTES, timeout_s:
                 parts.append(message.get("body", b""))
                 received += len(parts[-1])
                 more = message.get("more_body", False)
+                memory.count(timeout, received)
     except TimeoutError:
-        raise RequestTooSlow(f"the body did not arrive within {timeout_s:g} s; {received} bytes received") from None
+        slow = f"the body did not arrive within {timeout_s:g} s"
+        if timeout.when() == 0:
+            slow = "the body arrives slowly, and the bodies of others need the memory"
+        raise RequestTooSlow(f"{slow}; {received} bytes received") from None
+    finally:
+        memory.release(timeout)
     if max(received, size) > limit:
         refusal = BodyTooLarge(f"the body has {max(received, size)} bytes or more, the limit is {limit}")
         refusal.more = more
