@@ -420,10 +420,11 @@ def test_a_probe_outstanding_at_its_workers_death_is_retried_without_changing_a_
 @pytest.mark.usefixtures("tight_decode")
 @pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
 def test_two_hundred_ragged_prompts_equal_generate_through_all_paths_combined(
-    start: Start, reference: Reference, order: str, tmp_path: Path
+    start: Start, reference: Reference, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hundred in each order: chunked prefill, shared prefixes, joins mid-decode, preempted rows, a small host
     tier, a lost worker."""
+    monkeypatch.setattr("runtime.serving.decode.process.WAITING_SHARE", 0.9)
     random = np.random.default_rng(6)
     workers = start(
         decodes=2,
