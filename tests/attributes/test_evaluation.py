@@ -87,7 +87,7 @@ def test_rows_appended_later_do_not_change_the_result_for_the_first_rows() -> No
         {"type": "gte", "key": "year", "value": 7.5},
     ]})  # fmt: skip
     for count, document in enumerate(documents, 1):
-        growing.append(document, schema)
+        growing.append([document], schema)
         assert (
             growing.matching(wanted).tolist()
             == Columns.from_documents(documents[:count], schema).matching(wanted).tolist()

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from gpu.index.data import bitmap
 from runtime.errors import InvalidFilter
 from runtime.retrieval.attributes.filters import Comparison
-from runtime.retrieval.live.reader import LiveDocumentStore
+from runtime.retrieval.live.reader import LiveDocumentStore, LiveReader
 from runtime.retrieval.live.replaced_rows import KEPT_S, ReplacedRows
 from runtime.retrieval.live.storage.documents import StoredDocument
 from runtime.retrieval.live.storage.operations import Upsert, decode, encode
 from runtime.retrieval.live.writer import LiveWriter
-from tests.live.small_collections import DIM, document, documents, new_writer
+from tests.live.small_collections import DIM, contents, document, documents, new_writer
 
 
 def test_documents_of_segments_sealed_since_the_last_poll_are_found(tmp_path: Path) -> None:
@@ -35,6 +36,48 @@ def test_an_unwritten_row_has_no_document(tmp_path: Path) -> None:
         reading = LiveDocumentStore(tmp_path / "a")
         assert reading.get([7]) == [None]
         reading.close()
+
+
+def test_a_large_write_is_applied_in_parts_and_becomes_visible_as_a_whole(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "notes") as writer, LiveReader(tmp_path / "notes") as reader:
+        writer.upsert(documents(range(500), kind="old"))
+        writer.flush()
+        reader.poll()
+        writer.upsert([document(str(number), number, kind="new", n=number) for number in range(2000)])
+        writer.delete(["1"])
+        seen, changed = list[tuple[int, int, int]](), list[bool]()
+        while not changed or reader.applying:
+            changed.append(reader.poll(budget_ns=1))
+            old, new = (len(reader.state.rows_passing(Comparison("kind", "eq", (kind,)))) for kind in ("old", "new"))
+            seen.append((reader.state.count, old, new))
+        assert len(changed) > 20
+        assert set(seen[:-1]) <= {(500, 500, 0), (2000, 0, 2000)}
+        assert seen[-1] == (1999, 0, 1999)
+        assert changed[-1]
+        assert contents(reader) == contents(writer)
+
+
+def test_a_write_that_is_applied_in_part_is_completed_before_segments_are_replaced(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "notes") as writer, LiveReader(tmp_path / "notes") as reader:
+        writer.upsert(documents(range(2000)))
+        reader.poll(budget_ns=1)
+        assert reader.applying
+        writer.upsert(documents(range(1000, 3000)))
+        writer.flush()
+        while reader.poll(budget_ns=1) or reader.applying:
+            pass
+        assert contents(reader) == contents(writer)
+
+
+def test_a_segment_s_bitmap_follows_its_deletions(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "notes") as writer:
+        writer.upsert(documents(range(300)))
+        writer.flush()
+        (segment,) = writer.state.segments
+        for names in ([], ["7"], ["8", "64", "299", "0"]):
+            writer.delete(names)
+            assert segment.alive_bits().tolist() == bitmap(segment.alive, 300).tolist()
+            assert segment.count == int(segment.alive.sum()) == writer.state.count
 
 
 def test_filters_are_checked_against_the_documents_of_now(tmp_path: Path) -> None:
@@ -164,7 +207,7 @@ def test_a_log_of_an_older_version_does_not_name_the_rows_that_replace_others() 
     upsert = Upsert(3, ["a"], [""], ["t"], [{}], bytes(4 * DIM), [1], [3])
     content = encode([upsert])
     assert decode(content, DIM) == [upsert]
-    old = content.replace(b"\x99\xa1u", b"\x98\xa1u")[:-2]  # an array of one element less
+    old = content.replace(b"\x9a\xa1u", b"\x98\xa1u")[:-3]  # an array of two elements less
     (found,) = decode(old, DIM)
     assert isinstance(found, Upsert)
     assert (found.replaced, found.successors) == ([1], [])

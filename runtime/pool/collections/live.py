@@ -6,7 +6,8 @@ of the rows that are not deleted. A collection is updated between two extends: t
 new bitmaps where rows changed. A query finishes on the parts that it began with, so it finds a replaced document once,
 in its old version or the new one. Indexes that no query searches any more are unloaded from the engine.
 
-Updates follow the writers at once (`LogWatch`), but take at most a tenth of the pool's time.
+Updates follow the writers at once (`LogWatch`), but take at most a tenth of the pool's time. A large write is applied
+in parts, between which queries go on, and becomes visible as a whole.
 """
 
 import logging
@@ -34,6 +35,7 @@ from runtime.retrieval.live.storage.segment import Segment
 POLL_NS = 20_000_000
 """Interval of polling for writes that were not notified, and longest interval of updates."""
 _REST = 9  # times the duration of an update that passes before the next one
+_APPLY_NS = 2_000_000  # of a large write at once: the queries go on for as long before the next part
 PART_NS = 1_000_000
 """The interval while a new segment is copied to a device, a megabyte each time."""
 _NEVER_NS = 1 << 62
@@ -58,24 +60,28 @@ def sample_index(description: Description) -> GraphIndex:
     return GraphIndex.build(vectors, metric=metric, degree=degree, dtype=dtype)  # type: ignore[arg-type]
 
 
+def _padded(alive: Bits, rows: int) -> Bits:
+    """Return bool [rows], of which the first are `alive` and the rest False."""
+    found = np.zeros(rows, bool)
+    found[: len(alive)] = alive
+    return found
+
+
 class _LoadedIndex:
     """A segment's index in the engine, and the bitmap of its live rows."""
 
     def __init__(self, key: str, number: int, rows: int, source: object) -> None:
-        self.key, self.number, self.source = key, number, source
-        self.bits: npt.NDArray[np.uint64] = bitmap(np.zeros(rows, bool), rows)
-        self.alive = np.zeros(rows, bool)
+        self.key, self.number, self.rows, self.source = key, number, rows, source
+        self.bits: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
         self.count = 0
         self.deletions = -1
 
-    def set_alive(self, alive: Bits) -> None:
-        """Set the first rows of the index. Queries in the pool keep their bitmap."""
-        self.alive[: len(alive)] = alive
-        self.bits = bitmap(self.alive, len(self.alive))
-        self.count = int(np.count_nonzero(alive))
+    def set_alive(self, bits: npt.NDArray[np.uint64], count: int) -> None:
+        """Set the bitmap of the live rows. Queries in the pool keep theirs."""
+        self.bits, self.count = bits, count
 
     def part(self) -> Part:
-        return Part(self.number, None if self.count == len(self.alive) else self.bits, self.count)
+        return Part(self.number, None if self.count == self.rows else self.bits, self.count)
 
 
 class LiveIndexes:
@@ -111,7 +117,7 @@ class LiveIndexes:
         if self._position is None:  # before the log is read: writers only wait for readers with a position
             self._position = ReaderPosition(self.reader.directory)
         stale, self._stale = self._stale, True  # also after an error in the middle
-        self._stale = self.reader.poll() or stale
+        self._stale = self.reader.poll(_APPLY_NS) or stale
         if self._stale:
             self._scopes.replace_live(self._scope, self._update_parts())
             invalidate(self.filter_number, self._scopes.invalidate(self.filter_number))
@@ -204,9 +210,10 @@ class LiveIndexes:
             loaded = self._segments[segment.info.number]
             if loaded.deletions != segment.deletions:
                 loaded.deletions = segment.deletions
-                loaded.set_alive(segment.alive)
+                loaded.set_alive(segment.alive_bits(), segment.count)
         growing = self._load_growing(state.growing)
-        growing.set_alive(state.growing.alive)
+        alive = _padded(state.growing.alive, growing.rows)
+        growing.set_alive(bitmap(alive, growing.rows), int(np.count_nonzero(alive)))
         found = [loaded.part() for loaded in (*self._segments.values(), growing) if loaded.count]
         return Parts(found or [growing.part()])
 
@@ -243,10 +250,8 @@ class LiveIndexes:
             if None in loaded or index is None or index.source is not growing.rows.codes:
                 return None  # the engine has no room for them yet
             found = [part._replace(number=one.number) for part, one in zip(sealed, loaded, strict=True) if one]
-            passing = np.zeros(len(index.alive), bool)
-            passing[: len(grown)] = grown
-            found = [part for part in (*found, part_of(index.number, passing)) if part.passing]
-            return found or [part_of(index.number, np.zeros(len(index.alive), bool))]
+            grown_part = part_of(index.number, _padded(grown, index.rows))
+            return [part for part in (*found, grown_part) if part.passing] or [grown_part]
 
         return finish
 
@@ -319,9 +324,10 @@ class LiveCollections:
                 self._log.info("collection %s: the latest writes are served again", key)
             self._errors[key] = error
         loading = any(live.loading for live in self._served.values())
+        applying = any(live.reader.applying for live in self._served.values())
         took_ns = time.monotonic_ns() - begin_ns
         self._rested_ns = now_ns + min(took_ns * (1 + _REST), POLL_NS)
-        self._due_ns = now_ns + (PART_NS if loading else POLL_NS)
+        self._due_ns = now_ns + (2 * took_ns if applying else PART_NS if loading else POLL_NS)
 
     def close(self) -> None:
         """Release writers at the end of the process."""

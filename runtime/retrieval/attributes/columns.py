@@ -7,7 +7,7 @@ that a stored code is the string's rank. A column may end before the last row: l
 import operator
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import merge
 from itertools import islice
 from typing import Any
@@ -36,6 +36,7 @@ _STRINGS = (AttributeType.STRING, AttributeType.STRINGS)
 _FILTERS_KEPT = 64  # in a cache
 _SORTED_AT_ONCE = 8192  # strings: the interpreter's lock is held meanwhile, about 5 ms
 _SEARCHED_ROWS = 4096
+_APPENDED_AT_ONCE = 1024
 
 
 class _Stored(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -63,13 +64,14 @@ class Column:
         self._ordered: OrderedValues | None = None
         self._lock = threading.Lock()  # of the order
 
-    def append(self, row: int, value: Any) -> None:
-        """Append the value of a row, which must be greater than the last one."""
+    def append(self, rows: list[int], values: list[Any]) -> None:
+        """Append the values of rows, which ascend from behind the last one."""
         if self.kind is AttributeType.STRINGS:
-            for string in dict.fromkeys(value):
-                self._put(row, self._code(string))
-        else:
-            self._put(row, self._code(value) if self.kind is AttributeType.STRING else value)
+            pairs = [(row, string) for row, value in zip(rows, values, strict=True) for string in dict.fromkeys(value)]
+            rows, values = [row for row, _ in pairs], [string for _, string in pairs]
+        if self.kind in _STRINGS:
+            values = [self._code(string) for string in values]
+        self._put(rows, values)
 
     def ordered(self, size: int) -> OrderedValues:
         """Return the values of the first `size` rows in order; computed once for each size."""
@@ -171,12 +173,13 @@ class Column:
             self._strings.append(string)
         return code
 
-    def _put(self, row: int, value: Any) -> None:
-        if self._count == len(self._rows):
-            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
-            self._values = np.concatenate([self._values, np.empty_like(self._values)])
-        self._rows[self._count], self._values[self._count] = row, value
-        self._count += 1
+    def _put(self, rows: list[int], values: list[Any]) -> None:
+        end = self._count + len(rows)
+        if (more := max(end, 2 * len(self._rows)) - len(self._rows)) and end > len(self._rows):
+            self._rows = np.concatenate([self._rows, np.empty(more, np.int64)])
+            self._values = np.concatenate([self._values, np.empty(more, self._values.dtype)])
+        self._rows[self._count : end], self._values[self._count : end] = rows, values
+        self._count = end
 
 
 class Columns:
@@ -189,9 +192,9 @@ class Columns:
     @classmethod
     def from_documents(cls, documents: Iterable[Attributes], schema: Schema) -> "Columns":
         """Return the columns of documents, in order; `schema` has all of their attributes."""
-        columns = cls()
-        for attributes in documents:
-            columns.append(attributes, schema)
+        columns, remaining = cls(), iter(documents)
+        while part := list(islice(remaining, _APPENDED_AT_ONCE)):
+            columns.append(part, schema)
         return columns
 
     @property
@@ -199,17 +202,19 @@ class Columns:
         """The attributes that occur, and their types."""
         return {name: column.kind for name, column in self._columns.items()}
 
-    def append(self, attributes: Attributes, schema: Schema) -> None:
-        """Append a row. Attributes that are not in `schema`, or have another type there, are left out: a deleted
+    def append(self, documents: Sequence[Attributes], schema: Schema) -> None:
+        """Append rows. Attributes that are not in `schema`, or have another type there, are left out: a deleted
         document's may be."""
-        for name, value in attributes.items():
-            kind = schema.get(name)
-            if kind is not None and holds(kind, value):
-                column = self._columns.get(name)
-                if column is None:
-                    column = self._columns[name] = Column(kind)
-                column.append(self.size, value)
-        self.size += 1
+        found: dict[str, tuple[list[int], list[Any]]] = {}
+        for row, attributes in enumerate(documents, self.size):
+            for name, value in attributes.items():
+                if name in schema and holds(schema[name], value):
+                    rows, values = found.setdefault(name, ([], []))
+                    rows.append(row)
+                    values.append(value)
+        for name, (rows, values) in found.items():
+            self._columns.setdefault(name, Column(schema[name])).append(rows, values)
+        self.size += len(documents)
 
     def held_by(self, owner: AttributeBinding) -> Bits:
         """Return whether each row belongs to an owner, bool [size], as `AttributeBinding.holds`."""

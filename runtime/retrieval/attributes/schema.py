@@ -6,7 +6,7 @@ An attribute's type is fixed by the first document that has it; values of anothe
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 from runtime.errors import InvalidDocument
@@ -83,6 +83,30 @@ def holds(kind: AttributeType, value: object) -> bool:
         case AttributeType.INTEGER:
             return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_KINDS: Mapping[type, AttributeType] = {
+    bool: AttributeType.BOOLEAN,
+    int: AttributeType.INTEGER,
+    float: AttributeType.FLOAT,
+    str: AttributeType.STRING,
+    list: AttributeType.STRINGS,
+    tuple: AttributeType.STRINGS,
+}
+
+
+def by_shape(documents: Iterable[Attributes]) -> dict[object, Attributes]:
+    """Return one of the valid documents for each combination of names and types: they extend a schema as all do."""
+    return {tuple([(name, type(value)) for name, value in one.items()]): one for one in documents}
+
+
+def agrees(schema: Schema, documents: Iterable[Attributes]) -> bool:
+    """Return whether valid documents do not extend a schema."""
+    return all(
+        name in schema and (_KINDS.get(type(value)) is schema[name] or holds(schema[name], value))
+        for attributes in documents
+        for name, value in attributes.items()
+    )
 
 
 def extend_schema(schema: Schema, attributes: Attributes) -> dict[str, AttributeType]:

@@ -23,7 +23,7 @@ class AttributeCollector:
                     self._schema = extend_schema(self._schema, document.attributes)
                 except InvalidDocument as error:
                     raise CollectionError(f"document {number}, {document.id!r}: {error.message}") from error
-            self._columns.append(document.attributes, self._schema)
+            self._columns.append([document.attributes], self._schema)
             yield document
 
     def write(self, path: Path) -> None:

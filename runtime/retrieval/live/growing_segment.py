@@ -1,6 +1,7 @@
 """The growing segment: the rows of the log in memory, searched exactly (the memtable of an LSM tree)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from runtime.retrieval.live.storage.documents import StoredDocument
 from runtime.retrieval.live.storage.operations import Upsert, decode_vectors
 
 _INITIAL_ROWS = 8192  # untouched pages take no memory
+_PART = 64  # documents that are appended at once, with up to 256 strings in each list: some ms
 
 
 class GrowingSegment:
@@ -50,6 +52,12 @@ class GrowingSegment:
 
     def append(self, operation: Upsert, schema: Schema) -> None:
         """Append the rows of an upsert. Raises `CollectionError` if they are not the next rows."""
+        for _ in self.prepare(operation, schema):
+            pass
+        self.append_prepared(operation)
+
+    def prepare(self, operation: Upsert, schema: Schema) -> Iterator[None]:
+        """Do the work of `append` in parts; the rows are not there before `append_prepared`."""
         if operation.first != self.next_row:
             raise CollectionError(f"the log has row {operation.first} instead of row {self.next_row}")
         total = self.count + len(operation.ids)
@@ -61,10 +69,16 @@ class GrowingSegment:
             self._matrix, self._alive = matrix, alive  # running searches keep the old arrays
         self._matrix[self.count : total, : self._dim] = decode_vectors(operation, self._dim)
         parts = zip(operation.ids, operation.titles, operation.texts, operation.attributes, strict=True)
-        for position, (name, title, text, attributes) in enumerate(parts, self.count):
-            self.documents.append(StoredDocument(self.first + position, name, title, text, attributes))
-            self.columns.append(attributes, schema)
-            self._by_id[name] = position
+        documents = (StoredDocument(row, *one) for row, one in enumerate(parts, operation.first))
+        while part := list(islice(documents, _PART)):
+            self.documents += part
+            self.columns.append([one.attributes for one in part], schema)
+            yield
+
+    def append_prepared(self, operation: Upsert) -> None:
+        """Append the rows of an upsert after all of `prepare`."""
+        total = self.count + len(operation.ids)
+        self._by_id.update(zip(operation.ids, range(self.count, total), strict=True))
         self.count = total
 
     def document_lookup(self) -> Callable[[int], StoredDocument | None]:

@@ -2,7 +2,8 @@
 
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -22,7 +23,7 @@ from runtime.retrieval.live.state import Loaded, State
 from runtime.retrieval.live.storage.checksums import LiveChecksums
 from runtime.retrieval.live.storage.disk import storage_error
 from runtime.retrieval.live.storage.documents import StoredDocument
-from runtime.retrieval.live.storage.log import LogFollower
+from runtime.retrieval.live.storage.log import LogFollower, Record
 from runtime.retrieval.live.storage.manifest import (
     DESCRIPTION,
     MANIFEST,
@@ -37,6 +38,7 @@ from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.passages import Attributes
 
 _ATTEMPTS = 5
+_NO_END_NS = 1 << 62
 
 
 class LiveReader:
@@ -45,6 +47,7 @@ class LiveReader:
 
     checksums: of the open segments, for a thread of a long-running reader to verify.
     replaced: whether another collection replaced this one in the directory; `poll` raises then.
+    applying: whether a write is applied in part, so that `poll` should be called again soon.
     outdated: an error message if the collection must be reopened because an earlier state of it was restored from a
         backup, else ""; `poll` raises it too.
     segments_ready: called by `poll` with segments that were opened in the background; until it returns True, `poll`
@@ -68,6 +71,7 @@ class LiveReader:
         """
         self.directory, self.replaced, self.outdated = directory, False, ""
         self.segments_ready: Callable[[Sequence[Segment]], bool] = lambda segments: True
+        self._parts: Iterator[None] | None = None  # of the records that are applied
         self._loads_in_background, self._replaced = background, replaced
         self._loading: tuple[int, BackgroundTask[Loaded]] | None = None
         self.description = read_description(directory)
@@ -104,9 +108,10 @@ class LiveReader:
                 if not attempts or self._manifest_stat() == self._last_stat:
                     raise
 
-    def poll(self) -> bool:
+    def poll(self, budget_ns: int | None = None) -> bool:
         """Apply the writes since the last call; return whether there were any. Takes microseconds if there were none.
 
+        budget_ns: apply large writes in parts, for about so long in each call; none is visible before it is complete.
         Raises `CollectionError` for damaged files; the state so far stays usable.
         """
         stat = self._manifest_stat()
@@ -129,14 +134,28 @@ class LiveReader:
                 self._last_stat = stat
         if self._log_was_replaced():
             raise self._restored_error()
-        return self._apply_records() or changed
+        return self._apply_records(budget_ns) or changed
 
-    def _apply_records(self) -> bool:
-        """Apply the new records of the log; return whether there were any. Raises `CollectionError`."""
-        records = self._follower.poll()
+    @property
+    def applying(self) -> bool:
+        return self._parts is not None
+
+    def _apply_records(self, budget_ns: int | None = None) -> bool:
+        """Apply the new records of the log; return whether any was completed. Raises `CollectionError`."""
+        before, end_ns = self.state.sequence, time.monotonic_ns() + (budget_ns or _NO_END_NS)
+        while True:
+            resumed = self._parts is not None
+            self._parts = self._parts or self._apply_in_parts(self._follower.poll())
+            for _ in self._parts:
+                if time.monotonic_ns() > end_ns:
+                    return self.state.sequence != before
+            self._parts = None
+            if not resumed:
+                return self.state.sequence != before
+
+    def _apply_in_parts(self, records: Sequence[Record]) -> Iterator[None]:
         for record in records:
-            self.state.apply(decode(record.payload, self.description.dim))
-        return bool(records)
+            yield from self.state.apply_in_parts(decode(record.payload, self.description.dim))
 
     def _is_restored_copy(self) -> bool:
         try:

@@ -5,7 +5,7 @@ The writer and every reader hold a `State` each, and apply the same log records 
 
 import io
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from runtime.files import read_regular
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import BoundedWork, Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check_filter
-from runtime.retrieval.attributes.schema import AttributeType, Schema, extend_schema
+from runtime.retrieval.attributes.schema import AttributeType, Schema, agrees, by_shape, extend_schema
 from runtime.retrieval.collections.manifest import FileChecksum, checksum_of
 from runtime.retrieval.live.growing_segment import GrowingSegment
 from runtime.retrieval.live.replaced_rows import ReplacedRows
@@ -31,12 +31,13 @@ from runtime.retrieval.live.storage.manifest import (
     read_description,
     read_manifest,
 )
-from runtime.retrieval.live.storage.operations import Operation, Upsert, decode
+from runtime.retrieval.live.storage.operations import Delete, Operation, Upsert, decode
 from runtime.retrieval.live.storage.segment import Segment, locate_rows
 from runtime.retrieval.passages import Attributes
 
 Rows = NDArray[np.int64]
 Loaded = dict[SegmentInfo, Segment]
+_SHAPES_AT_ONCE = 512
 
 
 class State:
@@ -69,15 +70,32 @@ class State:
     def apply(self, operations: Sequence[Operation]) -> None:
         """Apply the operations of the next record. Raises `CollectionError` if they are inconsistent."""
         with self.lock:
-            for operation in operations:
-                if isinstance(operation, Upsert):
-                    self.schema = self.extended_schema(self.schema, operation.attributes)
-                    self.introduced |= operation.introduced
-                    self.growing.append(operation, self.schema)
-                    self._hide_others(operation)
-                    if self._replaced is not None:
-                        self._replaced.add(operation.replaced, operation.successors)
-                self.delete(np.array(operation.replaced if isinstance(operation, Upsert) else operation.rows, np.int64))
+            for _ in self.apply_in_parts(operations):
+                pass
+
+    def apply_in_parts(self, operations: Sequence[Operation]) -> Iterator[None]:
+        """As `apply`, in parts; others see each operation as a whole, and `sequence` counts the record at its end."""
+        for operation in operations:
+            if isinstance(operation, Delete):
+                with self.lock:
+                    self.delete(np.array(operation.rows, np.int64))
+                continue
+            shapes: dict[object, Attributes] = {}
+            for begin in range(0, len(operation.attributes), _SHAPES_AT_ONCE):
+                shapes |= by_shape(operation.attributes[begin : begin + _SHAPES_AT_ONCE])
+                yield
+            with self.lock:
+                if not agrees(self.schema, shapes.values()):
+                    self.schema = self.extended_schema(self.schema, list(shapes.values()))
+                self.introduced |= operation.introduced
+            yield from self.growing.prepare(operation, self.schema)
+            with self.lock:
+                self.growing.append_prepared(operation)
+                self._hide_others(operation)
+                if self._replaced is not None:
+                    self._replaced.add(operation.replaced, operation.successors)
+                self.delete(np.array(operation.replaced, np.int64))
+        with self.lock:
             self.sequence += 1
 
     def delete(self, rows: Rows) -> None:

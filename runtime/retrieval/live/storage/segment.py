@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from gpu import GpuError, GraphIndex
 from gpu.build.params import Checkpoint
+from gpu.index.data import bitmap
 from runtime.errors import CollectionError, NoRoom
 from runtime.files import read_regular, set_modes
 from runtime.retrieval.attributes.columns import Bits, Columns, FilterCache
@@ -72,7 +73,9 @@ class Segment:
         self.alive: Bits = np.ones(index.size, bool)
         self.deletions = 0
         """Number of changes of `alive`, so that data derived from it can be invalidated."""
-        self._counted = (0, index.size)  # at that number of changes
+        self.count = index.size
+        """Number of rows that are not deleted."""
+        self._bits: NDArray[np.uint64] | None = None  # `alive`, once it was asked for
         self._passing = FilterCache(columns)
         self.held_by: Callable[[AttributeBinding], Bits] = lru_cache(_OWNERS_KEPT)(columns.held_by)
         """Returns whether each row belongs to an owner; an LRU cache of the last owners."""
@@ -106,23 +109,26 @@ class Segment:
         """Return whether each row passes a filter, bool [size]; the last filters are cached. On any thread."""
         return self._passing.matching(filter, work)
 
-    @property
-    def count(self) -> int:
-        """Number of rows that are not deleted."""
-        if self._counted[0] != self.deletions:
-            self._counted = self.deletions, int(np.count_nonzero(self.alive))
-        return self._counted[1]
-
     def positions(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions of those rows that are in this segment."""
         return locate_rows(self.rows, rows)[1]
 
     def delete(self, rows: NDArray[np.int64]) -> None:
         """Mark those of the rows that are in this segment as deleted."""
-        positions = self.positions(rows)
+        positions = np.unique(self.positions(rows))
         if len(positions):
+            self.count -= int(np.count_nonzero(self.alive[positions]))
             self.alive[positions] = False
             self.deletions += 1
+            if self._bits is not None:
+                places, bits = np.divmod(positions.astype(np.uint64), np.uint64(64))
+                np.bitwise_and.at(self._bits, places, ~(np.uint64(1) << bits))
+
+    def alive_bits(self) -> NDArray[np.uint64]:
+        """Return a copy of `alive` as a bitmap (`gpu.index.data.bitmap`): much cheaper than to pack it again."""
+        if self._bits is None:
+            self._bits = bitmap(self.alive, self.size)
+        return self._bits.copy()
 
     def vectors(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the vectors at some positions, float32 [n, d], as upserted except for rounding under float16."""
