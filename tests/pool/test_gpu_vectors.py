@@ -15,14 +15,19 @@ import pytest
 from gpu import GraphIndex
 from ipc.memory.device import CudaReference, DeviceMemory
 from ipc.session.device_arena import DeviceArena, arena_bytes
-from runtime.errors import InvalidRequest
+from runtime.errors import DeadlineExceeded, InvalidRequest
 from runtime.node.worker import Worker
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
+from runtime.testing.waiting import until
+from tests.gpu.datasets import clustered
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.pool.client_helpers import Vectors, attached, collect
 from tests.pool.conftest import DIM, MakeClient, MakePool
+from tests.pool.test_filter_waits import Evaluations, number_is
 from tests.retrieval.gpu_arrays import CudaArray, DlpackArray, fake_cuda_runtime
 
 Start = Callable[..., tuple[SearchClient, list[InProcessPool]]]
@@ -78,9 +83,9 @@ def start(
     def open_memory(reference: CudaReference, device: str) -> DeviceMemory:
         return CudaMemory.open(from_elsewhere(reference), device, FakeCuda())
 
-    def begin(*slots: int, **pool: Any) -> tuple[SearchClient, list[InProcessPool]]:
+    def begin(*slots: int, at: Path = collection, **pool: Any) -> tuple[SearchClient, list[InProcessPool]]:
         places_of.update({f"pool-{number}": _CLIENTS * count for number, count in enumerate(slots)})
-        plan = plan_of(collection, workers=len(slots), **pool)
+        plan = plan_of(at, workers=len(slots), **pool)
         pools = [make_pool(plan, name, make_arena=arena).start() for name in places_of]
         return attached(make_client(plan)), pools
 
@@ -127,6 +132,35 @@ def test_the_loop_never_waits_for_the_gpus_copies(
         cuda.lazy = False
     assert names.count("to host") >= 2 * 12
     assert "synchronise" not in names
+    assert staged() == []
+
+
+def test_gpu_vectors_wait_for_their_filters_without_staging_and_each_ends_once(
+    start: Start, staged: Staged, tmp_path: Path
+) -> None:
+    vectors = clustered(np.random.default_rng(4), 64, DIM)
+    documents = [Document(f"d{row}", "", "text", {"number": row}) for row in range(64)]
+    Collection.build(documents, tmp_path / "docs", metric="l2", embedder=f"hashing-{DIM}", vectors=vectors)
+    client, (pool,) = start(16, at=tmp_path / "docs")
+    slow = Evaluations(pool, 0)
+    try:
+        tickets = {client.submit(CudaArray(vectors[n]), 1, filter=number_is(n)): n for n in range(6)}
+        until(lambda: len(pool.pool.loop.filtered) == 6)
+        assert client.search(CudaArray(vectors[9]), 1).ids.tolist() == [9]  # others go on
+        client.cancel(cancelled := next(iter(tickets)))
+        until(lambda: len(pool.pool.loop.filtered) == 5)
+        with pytest.raises(DeadlineExceeded):
+            client.search(CudaArray(vectors[7]), 1, filter=number_is(7), deadline_ms=50)
+    finally:
+        slow.release()
+    found = collect(client, 6)
+    assert isinstance(found.pop(cancelled).error, DeadlineExceeded)
+    assert {tickets[ticket]: one.checked().ids.tolist() for ticket, one in found.items()} == {
+        n: [n] for n in range(1, 6)
+    }
+    evaluated = slow.begun
+    assert client.search(CudaArray(vectors[3]), 1, filter=number_is(3)).ids.tolist() == [3]  # its scope is known
+    assert slow.begun == evaluated
     assert staged() == []
 
 
