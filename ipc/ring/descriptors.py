@@ -4,7 +4,7 @@
 request     q id | q deadline_ns | q enqueue_ns | 24 bytes parameters | 8 spare     payload: dim float32, or, for a
             vector in the pool's arena (`device_arena.py`), its slot handle: I slot | I generation
 parameters  I epoch | B kind | B stage | H collection | H k | H filter slot (0: none; `filters.py`) |
-            I top_m | H search_width | H patience (0: none) | I dim
+            I top_m | H search_width | H patience (0: none) | H dim | H flow
 result      q id | I epoch | B status | 3 spare | I count | I extends | q receive_ns | q begin_ns | q end_ns | 8 spare
             payload: count int64 ids, then, from byte 8·max_k on, count float32 distances
 ```
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 REQUEST_HEADER = struct.Struct("<qqq24s8x")
-PARAMETERS = struct.Struct("<IBBHHHIHHI")
+PARAMETERS = struct.Struct("<IBBHHHIHHHH")
 RESULT_HEADER = struct.Struct("<qIB3xIIqqq8x")
 assert REQUEST_HEADER.size == RESULT_HEADER.size == 56
 assert PARAMETERS.size == 24
@@ -49,7 +49,7 @@ class SearchSpec(msgspec.Struct, frozen=True):
 
     `k` neighbours in `collection`, for a `stage`, with `top_m` (None: the client's default), `search_width`, `patience`
     (None: the index's own stopping rule) and `deadline_ns`, monotonic (0: none). `filter`: an encoded filter, opaque
-    here; empty: none.
+    here; empty: none. `flow`: 0..65535; the server shares work fairly between the flows of its clients.
     """
 
     collection: str
@@ -60,6 +60,7 @@ class SearchSpec(msgspec.Struct, frozen=True):
     patience: int | None = None
     deadline_ns: int = 0
     filter: bytes = b""
+    flow: int = 0
 
 
 class Result(msgspec.Struct, frozen=True, eq=False):

@@ -62,7 +62,7 @@ from ipc.ring.filters import FILTER_SLOTS
 # The current request: its client's row, its fields, the address of its vector, and its slot in the ring.
 # COLLECTION: the server's number of the collection whose code in the session is COLLECTION_CODE. FILTER_SLOT: where the
 # client has written the filter, from 1 on, 0 without one; FILTER_NUMBER: the server's number for that filter, or -1.
-# KIND: whether its vector is in the arena (`descriptors`).
+# KIND: whether its vector is in the arena (`descriptors`). FLOW: see `SearchSpec`.
 (
     ROW,
     REQUEST_ID,
@@ -81,8 +81,9 @@ from ipc.ring.filters import FILTER_SLOTS
     FILTER_NUMBER,
     FILTER_SLOT,
     KIND,
-) = range(REQUEST, 27)
-TABLE_WORDS = 27
+    FLOW,
+) = range(REQUEST, 28)
+TABLE_WORDS = 28
 
 # A client row. RESULT_END: address of the result ring's end (`atomics.py`); OUTSTANDING, LAST_ID, RECEIVED: of its
 # requests; COLLECTIONS: address of int64 [CODES, 2], by collection code the server's number and the dimension;
@@ -222,7 +223,7 @@ def _read(clients: Any, slot: int) -> Any:
         return _refuse(clients, _STALE_EPOCH)
     stage, code = (first >> 40) & 0xFF, (first >> 48) & 0xFFFF
     k, filter_slot, top_m = second & 0xFFFF, (second >> 16) & 0xFFFF, (second >> 32) & 0xFFFFFFFF
-    width, patience, dim = third & 0xFFFF, (third >> 16) & 0xFFFF, (third >> 32) & 0xFFFFFFFF
+    width, patience, dim = third & 0xFFFF, (third >> 16) & 0xFFFF, (third >> 32) & 0xFFFF
     if (
         deadline < 0
         or stage >= _STAGE_COUNT
@@ -240,6 +241,7 @@ def _read(clients: Any, slot: int) -> Any:
     clients[K], clients[TOP_M], clients[WIDTH], clients[PATIENCE], clients[DIM] = k, top_m, width, patience, dim
     clients[VECTOR] = slot + _PAYLOAD
     clients[FILTER_SLOT], clients[FILTER_NUMBER], clients[KIND] = filter_slot, -1, kind
+    clients[FLOW] = (third >> 48) & 0xFFFF
     if filter_slot:
         cached = intrinsics.words(
             client[CACHED_FILTERS] + 8 * CACHED_FILTER_WORDS * (filter_slot - 1), CACHED_FILTER_WORDS

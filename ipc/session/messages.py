@@ -9,7 +9,7 @@ from ipc.ring.filters import FILTERS_BYTES
 from ipc.ring.ring import RingLayout
 from ipc.session.device_arena import Lease
 
-VERSION = 5
+VERSION = 6
 _PAGE = 4096
 MAX_MESSAGE_BYTES = 1 << 19
 

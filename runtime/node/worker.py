@@ -28,7 +28,7 @@ from runtime.node.placement.plan import NodePlan
 from runtime.node.startup import StartupTimer, process_age_s
 
 DRAIN_SIGNAL = signal.SIGRTMIN
-"""From the supervisor: drain, while the node keeps running. Nothing else sends it; terminals and shells send SIGHUP."""
+"""From the supervisor: drain, while the node keeps running. Nothing else sends it, as terminals send SIGHUP."""
 _BEAT_S = 0.1  # interval of a standby worker's heartbeats
 
 LOOPS = {

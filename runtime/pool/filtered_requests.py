@@ -22,9 +22,9 @@ from runtime.pool.collections.resolver import NEVER_NS, FilterResolver, Resoluti
 from runtime.pool.collections.scopes import InUse, Scopes
 
 MOST_WAITING = 1024
-"""Requests that may wait for filters. A client may have as many waiting as are free, so that one leaves room."""
+"""Requests that may wait for filters. A flow may have as many waiting as are free, so that one leaves room."""
 _MOST_ATTEMPTS = 8  # evaluations of a filter whose collection is sealed or merged each time
-_SHORT_BYTES = 512  # of a filter; longer ones of a client are a flow of their own
+_SHORT_BYTES = 512  # of a filter; longer ones of a flow are one of their own
 End = Callable[["WaitingRequest", str], None]
 
 
@@ -41,6 +41,11 @@ class WaitingRequest:
     def row(self) -> int:
         """The row of its client."""
         return self.aside.word(exchange.ROW)
+
+    @property
+    def flow(self) -> tuple[int, int]:
+        """Its client, and what the client shares fairly: API keys."""
+        return self.row, self.aside.word(exchange.FLOW)
 
     @property
     def request_id(self) -> int:
@@ -64,7 +69,7 @@ class FilteredRequests:
     ) -> None:
         self._server, self._scopes, self._resolver, self._end = server, scopes, resolver, end
         self._in_arena: dict[tuple[int, int], bytes] = {}  # filters of requests whose vectors are being copied
-        self._count: Counter[int] = Counter()  # of waiting requests, by row
+        self._count: Counter[tuple[int, int]] = Counter()  # of waiting requests, by flow
 
     def __len__(self) -> int:
         return self._count.total()
@@ -80,7 +85,7 @@ class FilteredRequests:
             self._server.cache_filter(number)
         elif self._scopes.collection(words[exchange.COLLECTION]) is None:
             self._server.refuse("invalid_request")
-        elif self._is_full(words[exchange.ROW]):
+        elif self._is_full((words[exchange.ROW], words[exchange.FLOW])):
             self._server.refuse("overloaded")
         elif words[exchange.KIND] == SEARCH_ARENA:
             self._accept_from_arena(encoded)
@@ -111,11 +116,11 @@ class FilteredRequests:
         self._wait(WaitingRequest(self._server.set_aside_copied(vector), encoded, now_ns))
         return True
 
-    def _is_full(self, row: int) -> bool:
-        return self._count[row] >= MOST_WAITING - len(self)
+    def _is_full(self, flow: tuple[int, int]) -> bool:
+        return self._count[flow] >= MOST_WAITING - len(self)
 
     def _wait(self, request: WaitingRequest) -> None:
-        self._count[request.row] += 1
+        self._count[request.flow] += 1
         self._resolve([request])
 
     def _resolve(self, requests: list[WaitingRequest]) -> None:
@@ -126,7 +131,7 @@ class FilteredRequests:
             for request in requests:
                 self._finish(request, "invalid_request")
             return
-        flow = first.row, len(first.encoded) > _SHORT_BYTES
+        flow = *first.flow, len(first.encoded) > _SHORT_BYTES
         latest_ns = max(request.deadline_ns for request in requests)
         self._resolver.wait_for(first.collection, first.encoded, filterable, flow, requests, latest_ns)
 
@@ -226,9 +231,9 @@ class FilteredRequests:
             self._end(request, status)
 
     def _forget(self, request: WaitingRequest) -> None:
-        self._count[request.row] -= 1
-        if not self._count[request.row]:
-            del self._count[request.row]
+        self._count[request.flow] -= 1
+        if not self._count[request.flow]:
+            del self._count[request.flow]
 
     def changed(self, collection: int) -> None:
         """A collection has changed: see `FilterResolver.changed`."""

@@ -1,7 +1,6 @@
 """Retrieval for asyncio: the frontend's searches and embeddings."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,15 +30,13 @@ from runtime.retrieval.search.query import (
 
 T = TypeVar("T")
 _ATTRIBUTE_POLL_S = 0.01
-_NEW_FILTERS = 2  # searches in progress with filters that the pools have not resolved before
-_KNOWN_FILTERS = 1024
 _DOCUMENT_THREADS = 4
 
 
 class AsyncRetriever:
     """Retrieval for the tasks of one event loop. Embedding, keyword search and reading documents run on threads.
 
-    Searches with filters that are new to the pools, and keyword searches, take turns by API key (`PassageQuery.flow`).
+    Keyword searches take turns by API key (`PassageQuery.flow`), as filters that are new to the pools do there.
     """
 
     def __init__(self, registry: CollectionRegistry, client: SearchClient) -> None:
@@ -48,8 +45,7 @@ class AsyncRetriever:
         self._embedding: dict[str, ThreadPoolExecutor] = {}
         self._keywords = ThreadPoolExecutor(1, thread_name_prefix="keywords")
         self._documents = ThreadPoolExecutor(_DOCUMENT_THREADS, thread_name_prefix="documents")
-        self._filter_turns, self._keyword_turns = FairGate(_NEW_FILTERS), FairGate(1)
-        self._known_filters: dict[tuple[str, bytes], None] = {}  # least recently used first
+        self._keyword_turns = FairGate(1)
 
     def missing(self) -> list[str]:
         """Return ["pool"] while no pool is attached."""
@@ -71,6 +67,7 @@ class AsyncRetriever:
         while True:
             try:
                 embedder, keywords = "", None
+                await self._follow(request.collection)
                 if request.query is None:
                     vector = np.asarray(request.vector, dtype=np.float32)
                 else:
@@ -110,20 +107,10 @@ class AsyncRetriever:
     async def _search_pools(
         self, request: PassageQuery, vector: Vectors, k: int, content: bytes, accept: AcceptBuild, deadline_ns: int
     ) -> SearchResult:
-        """Search the pools; with a filter that is new to them, when it is its key's turn."""
-        key = request.collection, content
-        known = not content or key in self._known_filters
-        async with contextlib.nullcontext() if known else self._filter_turns.place(request.flow):
-            result = await self.client.search(
-                vector, k, collection=request.collection, stage=request.stage, filter=content, accept=accept,
-                deadline_ms=max((deadline_ns - time.monotonic_ns()) / 1e6, 1e-3),
-            )  # fmt: skip
-        if content:
-            self._known_filters.pop(key, None)
-            self._known_filters[key] = None
-            if len(self._known_filters) > _KNOWN_FILTERS:
-                del self._known_filters[next(iter(self._known_filters))]
-        return result
+        return await self.client.search(
+            vector, k, collection=request.collection, stage=request.stage, filter=content, accept=accept,
+            flow=request.flow, deadline_ms=max((deadline_ns - time.monotonic_ns()) / 1e6, 1e-3),
+        )  # fmt: skip
 
     async def _search_keywords(self, keywords: KeywordQuery, vector: Vectors, flow: int) -> Neighbors:
         async with self._keyword_turns.place(flow):
@@ -133,9 +120,15 @@ class AsyncRetriever:
         """Read documents on a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._documents, read)
 
+    async def _follow(self, collection: str) -> None:
+        """Follow the builds that the pools serve, and wait for one that is being opened."""
+        self.registry.follow(collection, self.client.identities(collection))
+        while (opening := self.registry.opening(collection)) is not None:
+            await self._read(opening.join)
+            self.registry.follow(collection, self.client.identities(collection))
+
     async def _embed_query(self, collection: str, text: str) -> tuple[str, Vectors]:
         """Embed a text with the embedder of the build that is served now; return its name and the vector [dim]."""
-        self.registry.follow(collection, self.client.identities(collection))
         embedder = self.registry.embedder(collection)
         loop = asyncio.get_running_loop()
         return embedder.name, (await loop.run_in_executor(self._executor(embedder), embedder.embed, [text]))[0]

@@ -25,6 +25,7 @@ from runtime.node.config import Verify
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.collections.background_task import BackgroundTask
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name
 from runtime.retrieval.embedding.loading import EmbedderLocation, LazyEmbedder, embedder_location, load_embedder
@@ -46,10 +47,16 @@ class CollectionBuilds:
 
     Document checksums are verified in the background, as the pools verify the index; after an error they are verified
     before the documents are used again.
+
+    opening: a build that is being opened on a thread; None: none, or always if builds are not opened `in_background`.
     """
 
-    def __init__(self, name: str, directory: Path, verify: Verify, clock: Callable[[], int]) -> None:
+    def __init__(
+        self, name: str, directory: Path, verify: Verify, clock: Callable[[], int], in_background: bool = False
+    ) -> None:
         self._name, self.directory, self._verify, self._clock = name, directory, verify, clock
+        self._in_background = in_background
+        self.opening: BackgroundTask[OpenBuild] | None = None
         self.by_identity: dict[str, OpenBuild] = {}
         self.current: OpenBuild | None = None
         self.error = ""
@@ -59,26 +66,32 @@ class CollectionBuilds:
 
     def has(self, identity: str) -> bool:
         """Return whether this build's documents are usable; opens them if they are what the directory contains now."""
-        if identity in self.by_identity:
-            return self._usable(self.by_identity[identity])
-        now, (missing, retry_ns) = self._clock(), self._missing
-        if identity == missing and now < retry_ns:
-            return False
-        self._missing = identity, now + _RETRY_NS
-        if self._damaged and documents_stamp(self.directory) == self._damaged:
-            return False
-        try:
-            found = self.open()
-        except CollectionError as error:
-            self.set_error(error.message)
-            return False
-        if found.identity != identity:
+        self._finish_opening()
+        if identity not in self.by_identity and self.opening is None:
+            now, (missing, retry_ns) = self._clock(), self._missing
+            if identity == missing and now < retry_ns:
+                return False
+            self._missing = identity, now + _RETRY_NS
+            if self._damaged and documents_stamp(self.directory) == self._damaged:
+                return False
+            self.opening = BackgroundTask("documents", lambda _: self._read())
+            if not self._in_background:
+                self.opening.join()
+                self._finish_opening()
+        return identity in self.by_identity and self._usable(self.by_identity[identity])
+
+    def _finish_opening(self) -> None:
+        """Keep the build that was opened on the thread."""
+        if self.opening is None or not self.opening.done:
+            return
+        task, self.opening = self.opening, None
+        if task.result is None:
+            self.set_error(task.error_message)
+        elif self._keep(task.result).identity != self._missing[0]:
             self.set_error(
                 f"{self.directory} contains another build than the pools serve; "
                 "`trinity index reload` makes the pools load it"
             )
-            return False
-        return self._usable(found)
 
     def _usable(self, build: OpenBuild) -> bool:
         check = build.check
@@ -100,8 +113,12 @@ class CollectionBuilds:
 
     def open(self) -> OpenBuild:
         """Open the build that the directory contains now. Raises `CollectionError`."""
-        verify_first = self._verify == "start" or bool(self.error)
-        found = open_build(self.directory, self._verify, verify_first)
+        return self._keep(self._read())
+
+    def _read(self) -> OpenBuild:
+        return open_build(self.directory, self._verify, self._verify == "start" or bool(self.error))
+
+    def _keep(self, found: OpenBuild) -> OpenBuild:
         if found.identity in self.by_identity:
             found.close()
         return self.by_identity.setdefault(found.identity, found)
@@ -117,6 +134,7 @@ class CollectionBuilds:
 
     def follow(self, served: Sequence[str]) -> None:
         """Make the builds that the pools serve available, and close those that have not been served for long."""
+        self._finish_opening()
         for identity in set(served) - self._served:
             self._reopen_if_replaced(identity)
         self._served = frozenset(served)
@@ -208,11 +226,19 @@ class CollectionRegistry:
     Can be constructed whatever state the collections are in. `follow` keeps it in step with what the pools serve.
     """
 
-    def __init__(self, plan: NodePlan, threads: int = 1, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """Raises `ModelError` for an embedder that is missing."""
+    def __init__(
+        self,
+        plan: NodePlan,
+        threads: int = 1,
+        clock: Callable[[], int] = time.monotonic_ns,
+        *,
+        in_background: bool = False,
+    ) -> None:
+        """in_background: open later builds on a thread, see `opening`. Raises `ModelError` for a missing embedder."""
         self._threads, self._max_k = threads, plan.config.pool.max_k
         self._builds = {
-            c.name: CollectionBuilds(c.name, Path(c.path), c.verify, clock) for c in plan.config.collections
+            c.name: CollectionBuilds(c.name, Path(c.path), c.verify, clock, in_background)
+            for c in plan.config.collections
         }
         self._locations = {c.name: embedder_location(c) for c in plan.config.collections}
         self._embedders: dict[tuple[EmbedderSpec, EmbedderLocation], Embedder] = {}
@@ -258,6 +284,10 @@ class CollectionRegistry:
         if builds.current is not None:
             self._dims[collection] = builds.current.dim
 
+    def opening(self, collection: str) -> BackgroundTask[OpenBuild] | None:
+        """Return the task that opens a build that the pools serve, if any. Raises `UnknownCollection`."""
+        return self.builds_of(collection).opening
+
     def is_current(self, collection: str, served: Iterable[str]) -> bool:
         """Return whether the pools serve no build, or only the one in the directory and its documents are usable here.
 
@@ -272,7 +302,7 @@ class CollectionRegistry:
         `unavailable` has the reason. Raises `UnknownCollection`.
         """
         builds, identities = self.builds_of(collection), tuple(served)
-        if len(identities) != 1 or builds.has(identities[0]) or identities[0] in builds.by_identity:
+        if len(identities) != 1 or builds.has(identities[0]) or identities[0] in builds.by_identity or builds.opening:
             return False
         return directory_identity(builds.directory) in ("", identities[0])
 

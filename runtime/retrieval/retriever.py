@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +16,7 @@ from ipc import IpcError, SearchSpec, Stage
 from runtime.errors import (
     CollectionReplaced,
     DeadlineExceeded,
+    InternalError,
     InvalidFilter,
     InvalidRequest,
     ModelError,
@@ -25,6 +26,7 @@ from runtime.errors import (
 )
 from runtime.retrieval.collection_registry import CollectionRegistry, KeywordQuery
 from runtime.retrieval.embedding.embedder import Embedder, Vectors
+from runtime.retrieval.fair_queue import FairQueue
 from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.client import SearchClient
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
 
 # ---- embedding threads
 # All embedders that compute in this process share one thread, as they share the worker's cores; their libraries release
-# the GIL. An embedder that waits for a server has threads of its own, so it delays no other.
+# the GIL. An embedder that waits for a server has threads of its own, so it delays no other. Keyword searches, whose
+# filters may take long, have one, in turn by flow.
 
 
 MAX_WAITING = 1024
@@ -60,6 +63,7 @@ class _EmbeddingJob:
     embedder: Embedder
     text: str
     keywords: KeywordQuery | None
+    flow: int
     cancelled: bool = False
 
 
@@ -74,7 +78,7 @@ class _WorkerGroup:
 
 
 class EmbeddingThreads:
-    """Threads that embed texts: `submit` texts, `poll` vectors.
+    """Threads that embed texts, and then search for their words if requested: `submit` texts, `poll` vectors.
 
     An error ends only its own text. A text that hangs delays those behind it if the embedder computes in this process.
     `fileno` becomes readable when there is something to poll. At most `limit` texts wait for a thread; `close` waits
@@ -88,6 +92,9 @@ class EmbeddingThreads:
         self._clock = clock
         self._limit = limit
         self._groups: dict[str, _WorkerGroup] = {}
+        self._embedded: FairQueue[int, tuple[_EmbeddingJob, EmbeddingResult]] = FairQueue()  # to search for words
+        self._changed = threading.Condition()  # of that queue
+        self._keyword_thread: threading.Thread | None = None
         self._open: dict[int, _EmbeddingJob] = {}  # used by the submitting thread alone
         self._done: deque[EmbeddingResult] = deque()
         self._closed = False
@@ -96,9 +103,14 @@ class EmbeddingThreads:
     def fileno(self) -> int:
         return self._doorbell
 
-    def submit(self, ticket: int, embedder: Embedder, text: str, keywords: KeywordQuery | None = None) -> None:
+    def submit(
+        self, ticket: int, embedder: Embedder, text: str, keywords: KeywordQuery | None = None, flow: int = 0
+    ) -> None:
         """Queue a text for embedding, followed by its keyword search. Raises `Overloaded` if the queue is full."""
-        job = _EmbeddingJob(ticket, embedder, text, keywords)
+        job = _EmbeddingJob(ticket, embedder, text, keywords, flow)
+        if keywords is not None and self._keyword_thread is None:
+            self._keyword_thread = threading.Thread(target=self._search_keywords, name="keywords", daemon=True)
+            self._keyword_thread.start()
         try:
             self._group(embedder).waiting.put_nowait(job)
         except queue.Full:
@@ -134,6 +146,9 @@ class EmbeddingThreads:
             for _ in group.threads:
                 with suppress(queue.Full):  # then the thread checks `_closed` after its current text
                     group.waiting.put_nowait(None)
+        with self._changed:
+            self._changed.notify()
+        threads += [self._keyword_thread] if self._keyword_thread is not None else []
         until = time.monotonic() + self._end_s
         for thread in threads:
             thread.join(max(until - time.monotonic(), 0.0))
@@ -152,15 +167,46 @@ class EmbeddingThreads:
                 continue
             try:
                 vector = job.embedder.embed([job.text])[0]
-                at_ns = self._clock()
-                found = None if job.keywords is None else job.keywords.search(vector)
-                self._done.append(EmbeddingResult(job.ticket, at_ns, vector, keyword_results=found))
             except TrinityError as error:
-                self._done.append(EmbeddingResult(job.ticket, self._clock(), error=error))
+                self._end(EmbeddingResult(job.ticket, self._clock(), error=error))
             except Exception as error:  # of a library we do not know: the next text may be fine
                 failed = ModelError(f"the embedder {job.embedder.name} failed: {error}")
-                self._done.append(EmbeddingResult(job.ticket, self._clock(), error=failed))
-            os.eventfd_write(self._doorbell, 1)
+                self._end(EmbeddingResult(job.ticket, self._clock(), error=failed))
+            else:
+                embedded = EmbeddingResult(job.ticket, self._clock(), vector)
+                if job.keywords is None:
+                    self._end(embedded)
+                    continue
+                with self._changed:
+                    self._embedded.push(job.flow, (job, embedded))
+                    self._changed.notify()
+
+    def _search_keywords(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or len(self._embedded))
+                found = self._embedded.pop()
+            if self._closed or found is None:
+                return
+            flow, (job, embedded) = found
+            if job.cancelled or job.keywords is None or embedded.vector is None:
+                continue
+            begin_ns = time.monotonic_ns()
+            try:
+                results = job.keywords.search(embedded.vector)
+            except TrinityError as error:
+                self._end(EmbeddingResult(job.ticket, embedded.at_ns, error=error))
+            except Exception as error:  # the thread serves all others
+                failed = InternalError(f"the keyword search failed: {error!r}")
+                self._end(EmbeddingResult(job.ticket, embedded.at_ns, error=failed))
+            else:
+                self._end(replace(embedded, keyword_results=results))
+            with self._changed:
+                self._embedded.charge(flow, time.monotonic_ns() - begin_ns)
+
+    def _end(self, result: EmbeddingResult) -> None:
+        self._done.append(result)
+        os.eventfd_write(self._doorbell, 1)
 
 
 # ---- the retriever
@@ -199,6 +245,7 @@ class _Retrieval:
     build: str = ""
     filter: bytes = b""
     hybrid: float = 0.0
+    flow: int = 0
     embedder: str = ""
     attempts: int = 0
     embedded_ns: int = 0
@@ -256,16 +303,18 @@ class Retriever:
         build: str = "",
         filter: bytes = b"",
         hybrid: float = 0.0,
+        flow: int = 0,
     ) -> int:
         """Start a retrieval of the `k` passages nearest to a text; return its ticket.
 
         `build`: accept results of this build only. `filter`: passages must pass it (`filter_bytes`). `hybrid`: weight
-        of the keyword search, 0 for none. Raises `Overloaded` if too many texts wait to be embedded,
-        `UnknownCollection`, `Unavailable`, and `InvalidRequest` for a collection without texts.
+        of the keyword search, 0 for none. `flow`: of the API key, see `SearchSpec`. Raises `Overloaded` if too many
+        texts wait to be embedded, `UnknownCollection`, `Unavailable`, and `InvalidRequest` for a collection without
+        texts.
         """
         if collection not in self.client.remote:
             ticket = next(self.client.dispatcher.tickets)
-            self._embed(_Retrieval(ticket, collection, k, stage, deadline_ns, text, build, filter, hybrid))
+            self._embed(_Retrieval(ticket, collection, k, stage, deadline_ns, text, build, filter, hybrid, flow))
         elif hybrid:  # ranks of different nodes are not comparable
             raise InvalidRequest(f"collection {collection!r} is on other nodes, without hybrid search", "hybrid")
         else:
@@ -285,7 +334,7 @@ class Retriever:
             keywords = self.registry.keyword_query(
                 collection, retrieval.text, retrieval.k, retrieval.filter, retrieval.deadline_ns, retrieval.build
             )
-        self._embedding.submit(retrieval.ticket, embedder, retrieval.text, keywords)
+        self._embedding.submit(retrieval.ticket, embedder, retrieval.text, keywords, retrieval.flow)
         retrieval.embedder, retrieval.keywords = embedder.name, keywords
         retrieval.attempts += 1
         self._texts[retrieval.ticket] = retrieval
@@ -376,7 +425,7 @@ class Retriever:
         pools = self.client.dispatcher
         spec = SearchSpec(
             retrieval.collection, k, retrieval.stage, None, pools.settings.search_width, None, retrieval.deadline_ns,
-            retrieval.filter,
+            retrieval.filter, retrieval.flow,
         )  # fmt: skip
         accept = self.registry.accept(retrieval.collection, retrieval.embedder, build)
         pools.submit(Query(retrieval.ticket, vector, spec, accept=accept))

@@ -46,6 +46,7 @@ class Retrieval(msgspec.Struct, frozen=True):
     at most `probe_tokens` tokens of passages that the row does not have yet; 0: the node's limit. `filter`: the
     attribute filter in the pools' encoding, b"" for none. `hybrid`: the weight of the keyword search, 0 for none.
     `trigger` and its `threshold`: when to probe (`triggers.py`). `place`: the position of the passages in a chat.
+    `flow`: of the API key (`PassageQuery`).
     """
 
     collection: str
@@ -58,6 +59,7 @@ class Retrieval(msgspec.Struct, frozen=True):
     trigger: ProbeTrigger = "every"
     threshold: float = 0.0
     place: PassagePlace = "system"
+    flow: int = 0
 
 
 class Sampling(msgspec.Struct, frozen=True):

@@ -93,6 +93,21 @@ def search(
     return answer, filter_bytes(cluster.search.calls[-1].filter) if cluster.search.calls else b""
 
 
+@pytest.mark.parametrize("kind", ["chat", "completion", "retrieval"])
+def test_searches_and_chats_have_the_flow_of_their_key(cluster: Cluster, kind: str) -> None:
+    flows = []
+    for key in (ACME, BLUE, ACME):
+        answer, _ = search(cluster, kind, key, "notes")
+        assert answer.status_code == 200
+        if kind == "retrieval":
+            flows.append(cluster.search.calls[-1].flow)
+        else:
+            retrieval = cluster.players["prefill-0"].prefills[-1].generation.retrieval
+            flows.append(retrieval.flow if retrieval else 0)
+    assert flows[0] == flows[2] > 0
+    assert flows[1] not in (0, flows[0])
+
+
 @pytest.mark.parametrize("kind", SEARCHES)
 @pytest.mark.parametrize(
     ("asked", "given"),

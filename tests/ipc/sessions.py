@@ -55,7 +55,7 @@ def forge_requests(client: RingClient, ids: Any, **changes: int) -> None:
         "width": 1,
         "patience": 0,
     }
-    fields = {**fields, "dim": DIM, "deadline": 0, **changes}
+    fields = {**fields, "dim": DIM, "flow": 0, "deadline": 0, **changes}
     deadline = fields.pop("deadline")
     for request_id in ids:
         offset = ring.header_offsets[ring.loan()]

@@ -163,7 +163,7 @@ def _die_before_sending(address: str) -> None:
     ring = client.attachment.requests
     slot = ring.loan()
     ring.payload(np.float32, 0, DIM)[slot, :5] = 7
-    packed = PARAMETERS.pack(1, 0, 0, 0, 1, 8, 1, 0, DIM)
+    packed = PARAMETERS.pack(1, 0, 0, 0, 1, 0, 8, 1, 0, DIM, 0)
     REQUEST_HEADER.pack_into(ring.view, ring.header_offsets[slot], 2, 0, 0, packed)
     os._exit(1)
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,17 @@ import pytest
 
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.async_retriever import AsyncRetriever
+from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document, DocumentStore
 from runtime.retrieval.collections.keyword_search import KeywordSearch
+from runtime.retrieval.open_build import OpenBuild, open_build
+from runtime.retrieval.retriever import RetrievalResult, Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import PassageQuery
 from runtime.testing.pool import InProcessPool, plan_of
+from runtime.testing.waiting import until as eventually
 from tests.gpu.datasets import clustered
 from tests.pool.conftest import MakePool
 from tests.pool.test_filter_waits import Evaluations, number_is
@@ -89,29 +95,105 @@ def test_the_event_loop_goes_on_while_documents_are_read(
     run(search, body)
 
 
+def test_the_event_loop_goes_on_while_a_build_is_opened_and_the_search_waits_for_it(
+    plan: NodePlan, pool: InProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, opening = threading.Event(), threading.Event()
+
+    def held(*told: Any) -> OpenBuild:
+        opening.set()
+        assert released.wait(60)
+        return open_build(*told)
+
+    path = Path(plan.config.collections[0].path)
+    path.rename(path.with_name("away"))  # as if the frontend had started before the collection existed
+    client = SearchClient.of_plan(plan, "test")
+    search = AsyncRetriever(CollectionRegistry(plan, in_background=True), client)
+    path.with_name("away").rename(path)
+    monkeypatch.setattr("runtime.retrieval.collection_registry.open_build", held)
+
+    async def body() -> None:
+        await until(lambda: bool(client.identities("docs")))
+        asked = asyncio.create_task(found(search, filter=number_is(5)))
+        await until(opening.is_set)  # in the loop's thread: it would not come here before the end
+        assert not asked.done()
+        released.set()
+        assert await asked == ["d5"]
+
+    run(search, body)
+    client.close()
+
+
 def test_keys_take_turns_with_filters_that_are_new_to_the_pools(pool: InProcessPool, search: AsyncRetriever) -> None:
     slow = Evaluations(pool, 0)
-    ended: list[str] = []
-
-    async def one(flow: int, number: int) -> None:
-        ended.extend(await found(search, flow, filter=number_is(number)))
 
     async def body() -> None:
         try:
-            storm = [asyncio.create_task(one(1, number)) for number in range(6)]
-            await until(lambda: len(pool.pool.loop.filtered) == 2)
-            other = asyncio.create_task(one(2, 9))
-            await found(search)  # without a filter: it waits for nobody, and the others have had their turns
-            assert len(pool.pool.loop.filtered) == 2
+            storm = [asyncio.create_task(found(search, 1, filter=number_is(number))) for number in range(6)]
+            await until(lambda: len(pool.pool.loop.filtered) == 6)
+            other = asyncio.create_task(found(search, 2, filter=number_is(9)))
+            await found(search)  # without a filter: it waits for nobody
+            await until(lambda: len(pool.pool.loop.filtered) == 7)
         finally:
             slow.release()
-        await asyncio.gather(*storm, other)
-        assert ended.index("d9") <= 2
-        assert sorted(ended) == ["d0", "d1", "d2", "d3", "d4", "d5", "d9"]
-        again = await found(search, 1, filter=number_is(3))
-        assert again == ["d3"]
+        assert await asyncio.gather(*storm, other) == [[f"d{number}"] for number in (0, 1, 2, 3, 4, 5, 9)]
+        assert slow.order.index(9) == 1
 
     run(search, body)
+
+
+def test_chats_of_several_keys_take_turns_with_filters_too(
+    pool: InProcessPool, plan: NodePlan, search: AsyncRetriever
+) -> None:
+    slow = Evaluations(pool, 0)
+    with closing(Retriever(search.registry, SearchClient.of_plan(plan, "prefill-0"))) as chats:
+        deadline_ns, ended = time.monotonic_ns() + 60 * 10**9, list[RetrievalResult]()
+
+        def start(number: int, flow: int) -> int:
+            wanted = filter_bytes(number_is(number))
+            return chats.submit("text", "docs", 1, "prefill", deadline_ns, filter=wanted, flow=flow)
+
+        eventually(lambda: chats.client.live, chats.client.poll)
+        numbers = {start(number, 1): number for number in range(6)}
+        eventually(lambda: len(pool.pool.loop.filtered) == 6, lambda: ended.extend(chats.poll()))
+        numbers[start(9, 2)] = 9
+        eventually(lambda: len(pool.pool.loop.filtered) == 7, lambda: ended.extend(chats.poll()))
+        slow.release()
+        eventually(lambda: len(ended) == 7, lambda: ended.extend(chats.poll()))
+        assert {numbers[one.ticket]: one.passages[0].id for one in ended} == {n: f"d{n}" for n in numbers.values()}
+    assert slow.order.index(9) == 1
+
+
+def test_a_chat_s_keyword_search_delays_no_embedding_and_keys_take_turns(
+    pool: InProcessPool, plan: NodePlan, search: AsyncRetriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, order, real = threading.Event(), list[str](), KeywordSearch.search_keywords
+
+    def search_keywords(self: KeywordSearch, text: str, *options: Any) -> Any:
+        order.append(text)
+        assert released.wait(60)
+        return real(self, text, *options)
+
+    monkeypatch.setattr(KeywordSearch, "search_keywords", search_keywords)
+    with closing(Retriever(search.registry, SearchClient.of_plan(plan, "prefill-0"))) as chats:
+        deadline_ns, ended = time.monotonic_ns() + 60 * 10**9, list[int]()
+
+        def poll() -> None:
+            ended.extend(one.ticket for one in chats.poll() if one.error is None)
+
+        def start(text: str, flow: int, hybrid: float) -> int:
+            return chats.submit(text, "docs", 1, "prefill", deadline_ns, hybrid=hybrid, flow=flow)
+
+        eventually(lambda: chats.client.live, chats.client.poll)
+        storm = [start(f"storm n{number}", 1, 0.5) for number in range(5)]
+        eventually(lambda: bool(order), poll)
+        plain, other = start("no keywords", 1, 0.0), start("other n7", 2, 1.0)
+        eventually(lambda: bool(ended), poll)
+        assert ended == [plain]  # embedded after all others, of which none has ended
+        released.set()
+        eventually(lambda: len(ended) == 7, poll)
+        assert set(ended) == {*storm, plain, other}
+    assert order.index("other n7") == 1
 
 
 def test_keys_take_turns_with_keyword_searches(search: AsyncRetriever, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ class Evaluations:
     """Holds up the evaluations of filters of a pool's first collection, until `release`."""
 
     def __init__(self, pool: InProcessPool, number: int) -> None:
-        self.begun = 0
+        self.begun, self.order = 0, list[Any]()
         self._released = threading.Event()
         with pool.held():
             scopes = pool.pool.scopes
@@ -46,6 +46,7 @@ class Evaluations:
 
     def _passing(self, condition: Any, work: Any) -> Finish:
         self.begun += 1
+        self.order.append(condition.values[0])
         assert self._released.wait(60)
         work.check()
         return self._real.passing(condition, work)

@@ -2,9 +2,10 @@
 
 import itertools
 import shutil
+import threading
 from contextlib import closing
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
+from runtime.retrieval.open_build import OpenBuild, open_build
 from runtime.retrieval.search.query import SearchResult
 from runtime.testing.waiting import until
 
@@ -53,9 +55,10 @@ class Docs:
         shutil.copytree(self.path, self.kept)
         self.identity = read_manifest(self.path).identity
 
-    def registry(self, verify: Verify = "background") -> CollectionRegistry:
+    def registry(self, verify: Verify = "background", *, in_background: bool = False) -> CollectionRegistry:
         section = {"name": "docs", "path": str(self.path), "verify": verify}
-        return CollectionRegistry(lay_out(parse_config({"collections": [section]})), clock=self._clock)
+        plan = lay_out(parse_config({"collections": [section]}))
+        return CollectionRegistry(plan, clock=self._clock, in_background=in_background)
 
     def _clock(self) -> int:
         self.now_ns += 10**9
@@ -105,6 +108,32 @@ def test_modified_documents_are_detected_and_unused_until_restored(docs: Docs, v
     registry.follow("docs", [docs.identity])
     assert registry.unavailable == {}
     assert registry.embedder("docs").name == "hashing-64"
+
+
+def test_a_new_build_is_opened_on_a_thread_for_an_event_loop(docs: Docs, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, released = docs.registry("never", in_background=True), threading.Event()
+    Collection.build(
+        [Document(str(n), "", f"new {n}") for n in range(40)], docs.path, embedder="hashing-64", force=True
+    )
+    docs.identity = read_manifest(docs.path).identity
+
+    def held(*told: Any) -> OpenBuild:
+        assert released.wait(60)
+        return open_build(*told)
+
+    monkeypatch.setattr("runtime.retrieval.collection_registry.open_build", held)
+    registry.follow("docs", [docs.identity])  # does not wait for it
+    opening = registry.opening("docs")
+    assert opening is not None
+    assert docs.text(registry) == ""
+    assert not registry.is_current("docs", [docs.identity])
+    assert not registry.is_unusable("docs", [docs.identity])
+    released.set()
+    opening.join()
+    registry.follow("docs", [docs.identity])
+    assert registry.opening("docs") is None
+    assert docs.text(registry) == "new 7"
+    assert registry.is_current("docs", [docs.identity])
 
 
 def test_modified_documents_are_not_verified_repeatedly(docs: Docs, monkeypatch: pytest.MonkeyPatch) -> None:

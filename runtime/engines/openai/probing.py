@@ -97,6 +97,7 @@ class Probing:
                         stage="decode",
                         filter=retrieval.filter,
                         hybrid=retrieval.hybrid,
+                        flow=retrieval.flow,
                     ),
                     on_embedded=_ignore,
                     on_read=ignore_size,

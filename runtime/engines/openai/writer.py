@@ -116,7 +116,14 @@ class AnswerWriter:
         text = last_question(self._generation.messages) if self._chat else str(self._generation.prompt)
         left_s = max(1e-3, (self._generation.deadline_ns - self._deps.clock()) / 1e9)
         self._passages = await self._deps.search.search(
-            PassageQuery(retrieval.collection, retrieval.k, text, filter=retrieval.filter, hybrid=retrieval.hybrid),
+            PassageQuery(
+                retrieval.collection,
+                retrieval.k,
+                text,
+                filter=retrieval.filter,
+                hybrid=retrieval.hybrid,
+                flow=retrieval.flow,
+            ),
             on_embedded=on_embedded,
             on_read=ignore_size,
             timeout_s=left_s,

@@ -7,9 +7,9 @@
                                             ▲      between two passes                   │
                                             └─── a flow that has used less goes first ◀─┘
 ```
-A flow is a client's session, its long filters apart from its short ones. A filter that nobody waits for any more,
-because its queries were cancelled or have expired, is not evaluated, or its evaluation ends before the next pass. The
-thread evaluates over what does not change; `finish` (in the loop) applies what has changed since.
+A flow is a client's session and API key, its long filters apart from its short ones. A filter that nobody waits for any
+more, because its queries were cancelled or have expired, is not evaluated, or its evaluation ends before the next pass.
+The thread evaluates over what does not change; `finish` (in the loop) applies what has changed since.
 """
 
 import logging

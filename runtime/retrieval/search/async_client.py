@@ -60,6 +60,7 @@ class AsyncSearchClient:
         *,
         deadline_ms: float | None = None,
         accept: AcceptBuild | None = None,
+        flow: int = 0,
         text: str = "",
         hybrid: bool | float = False,
         **options: Unpack[SearchOptions],
@@ -69,7 +70,13 @@ class AsyncSearchClient:
         self._check_open()
         deadline_ns, fusion = deadline_after_ms(deadline_ms), self._client.hybrid.parse(text, hybrid, k, options)
         ticket = self._client.submit(
-            vector, fusion.depth if fusion else k, deadline_ns=deadline_ns, wait_for_room=True, accept=accept, **options
+            vector,
+            fusion.depth if fusion else k,
+            deadline_ns=deadline_ns,
+            wait_for_room=True,
+            accept=accept,
+            flow=flow,
+            **options,
         )
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = future

@@ -148,6 +148,7 @@ class SearchClient:
         filter: FilterLike = None,
         wait_for_room: bool = False,
         accept: AcceptBuild | None = None,
+        flow: int = 0,
     ) -> int:
         """Submit a query for the `k` nearest neighbors of `vector` [d]; return its ticket for `poll`.
 
@@ -160,9 +161,10 @@ class SearchClient:
         `filter`: results must pass it; in OpenAI's format (docs/collections.md), or parsed by `parse_filter`, which is
         cheaper to use repeatedly.
         `wait_for_room`: accept the query, within bounds, while the rings are full. `accept`: predicate on the identity
-        of a collection's build, default any; the result names the build it comes from. Raises `InvalidRequest` (wrong
-        size, a limit exceeded), `Overloaded`, or `Unavailable` (the client is closed, the collection cannot be served,
-        `CollectionReplaced` if no served build is accepted) if the query is not accepted.
+        of a collection's build, default any; the result names the build it comes from. `flow`: see `SearchSpec`.
+        Raises `InvalidRequest` (wrong size, a limit exceeded), `Overloaded`, or `Unavailable` (the client is closed,
+        the collection cannot be served, `CollectionReplaced` if no served build is accepted) if the query is not
+        accepted.
         """
         width = self.dispatcher.settings.search_width if search_width is None else search_width
         parameters = (k, collection, stage, top_m, width, patience)
@@ -172,8 +174,8 @@ class SearchClient:
             spec = make_spec(*parameters)
         if filter is not None and (content := filter_bytes(filter)):
             spec = replace(spec, filter=content)
-        if type(deadline_ns) is not int or deadline_ns:
-            spec = replace(spec, deadline_ns=check_deadline(deadline_ns))
+        if type(deadline_ns) is not int or deadline_ns or flow:
+            spec = replace(spec, deadline_ns=check_deadline(deadline_ns), flow=flow)
         text = vector if self.remote and isinstance(vector, str) else ""
         row = as_vectors(() if text else vector)
         if row.ndim != 1:

@@ -47,7 +47,7 @@ class Probes:
             row.ticket = self.retriever.submit(
                 window, retrieval.collection, retrieval.k, stage="decode",
                 deadline_ns=row.probe_sent_ns + _TIMEOUT_NS, build=row.build, filter=retrieval.filter,
-                hybrid=retrieval.hybrid,
+                hybrid=retrieval.hybrid, flow=retrieval.flow,
             )  # fmt: skip
         except (TrinityError, IpcError) as error:
             self._log.warning("probe not sent: %s", error, extra={"request": row.id})

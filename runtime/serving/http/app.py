@@ -358,7 +358,8 @@ class _Routes:
             raise InvalidRequest(
                 f"probe_tokens is {retrieval.probe_tokens}, the limit is {limit}", "retrieval.probe_tokens"
             )
-        return replace(retrieval, collection=collection, filter=access.restrict_bytes(collection, retrieval.filter))
+        wanted = access.restrict_bytes(collection, retrieval.filter)
+        return replace(retrieval, collection=collection, filter=wanted, flow=access.flow)
 
     def _collection(self, retrieval: Retrieval | RetrievalBody, access: Access, prefix: str = "") -> str:
         """Return the collection: the named one, or the only one that the key may access. Raises Forbidden."""

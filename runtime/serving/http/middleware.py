@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ipc.ring.descriptors import MAX_U16
 from runtime.errors import Forbidden, InternalError, InvalidRequest, TrinityError, Unauthorized, UnknownCollection
 from runtime.node.api_keys import ApiKey
 from runtime.retrieval.attributes.filters import (
@@ -284,7 +285,7 @@ class AuthMiddleware:
         self._app = app
         self._host = host.lower()
         self._open_paths = frozenset(open_paths)
-        flows = range(1, len(keys) + 1) if len(keys) > 1 else (0,)
+        flows = [1 + number % MAX_U16 for number in range(len(keys))] if len(keys) > 1 else [0]
         self._access = [
             replace(access.get(key, FULL_ACCESS), flow=flow) for flow, key in zip(flows, keys, strict=False)
         ]

@@ -99,7 +99,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     plan = worker.plan
     config = plan.config
     metrics = RequestMetrics(worker.table, config.slo)
-    registry = CollectionRegistry(plan)
+    registry = CollectionRegistry(plan, in_background=True)
     worker.startup.mark("embedder")
     search = AsyncRetriever(registry, SearchClient.of_plan(plan, worker.name)) if config.collections else None
     local = search or NoCollections()

@@ -176,7 +176,7 @@ class PrefillWorker:
         text = query_text(self._model.tokenizer, generation.messages, generation.prompt)
         job.ticket = self.retriever.submit(
             text, retrieval.collection, retrieval.k, stage="prefill", deadline_ns=generation.deadline_ns,
-            filter=retrieval.filter, hybrid=retrieval.hybrid,
+            filter=retrieval.filter, hybrid=retrieval.hybrid, flow=retrieval.flow,
         )  # fmt: skip
         self._retrieving[job.ticket] = job
 

@@ -1,0 +1,99 @@
+"""No filter is evaluated on the pool's loop, a worker's loop or the frontend's event loop, which serve everyone."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.retrieval.async_retriever import AsyncRetriever
+from runtime.retrieval.attributes import columns
+from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
+from runtime.retrieval.collection_registry import CollectionRegistry
+from runtime.retrieval.embedding.embedder import HashingEmbedder
+from runtime.retrieval.live.collection import create
+from runtime.retrieval.live.validation import UpsertDocument
+from runtime.retrieval.live.writer_service import WriterService
+from runtime.retrieval.retriever import RetrievalResult, Retriever
+from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.search.query import PassageQuery
+from runtime.testing.pool import plan_of
+from runtime.testing.waiting import until
+from tests.pool.client_helpers import attached
+from tests.pool.conftest import MakeClient, MakePool
+
+DIM = 16
+HASHING = HashingEmbedder(DIM)
+
+
+def above(number: int) -> dict[str, Any]:
+    return {"type": "gt", "key": "unique", "value": f"u{number:04}"}
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the threads that evaluate filters, one for each time."""
+    found, real = list[str](), columns.evaluate
+
+    def evaluate(*told: Any) -> Any:
+        found.append(threading.current_thread().name.partition("_")[0])
+        return real(*told)
+
+    monkeypatch.setattr(columns, "evaluate", evaluate)
+    yield found
+
+
+async def _embed(embedder: Any, texts: Any, kind: Any) -> Any:
+    return embedder.embed(texts, kind), 0
+
+
+def test_filters_of_searches_chats_hybrid_searches_and_deletes_are_evaluated_on_threads_of_their_own(
+    tmp_path: Path, make_pool: MakePool, make_client: MakeClient, threads: list[str]
+) -> None:
+    path = tmp_path / "docs"
+    create(path, DIM, metric="l2", embedder=HASHING.name)
+    plan, writes = plan_of(path), WriterService({"docs": path}, _embed, lambda name: HASHING)
+    documents = [
+        UpsertDocument(f"d{n}", f"text n{n}", attributes={"unique": f"u{n:04}"}, vector=np.full(DIM, n, np.float32))
+        for n in range(40)
+    ]
+
+    async def write() -> None:
+        await writes.upsert("docs", documents[:30])
+        await writes.flush("docs")
+        await writes.upsert("docs", documents[30:])
+
+    asyncio.run(write())
+    make_pool(plan).start()
+    registry = CollectionRegistry(plan)
+    client = attached(make_client(plan))
+
+    async def searches_and_deletes() -> None:
+        search = AsyncRetriever(registry, client)
+        serving = asyncio.create_task(search.run())
+        for number, hybrid in enumerate((0.0, 0.5, 0.0, 0.5)):
+            query = PassageQuery("docs", 3, "text n35", filter=parse_filter(above(number)), hybrid=hybrid)
+            found = await search.search(query, on_embedded=lambda: None, on_read=lambda size: None, timeout_s=60)
+            assert found
+        assert await writes.delete_where("docs", parse_filter(above(37))) == 2
+        serving.cancel()
+
+    chats = Retriever(registry, SearchClient.of_plan(plan, "prefill-0"))
+    with closing(writes), closing(chats):
+        until(lambda: registry.keyword_query("docs", "text", 1, b"", 1 << 62).search(np.zeros(DIM, np.float32)) or True)
+        asyncio.run(searches_and_deletes())
+        until(lambda: chats.client.live, chats.client.poll)
+        ended: list[RetrievalResult] = []
+        for number, hybrid in enumerate((0.0, 0.5), 10):
+            chats.submit(
+                "text n35", "docs", 3, "prefill", time.monotonic_ns() + 60 * 10**9,
+                filter=filter_bytes(above(number)), hybrid=hybrid,
+            )  # fmt: skip
+        until(lambda: len(ended) == 2, lambda: ended.extend(chats.poll()))
+        assert [one.error for one in ended] == [None, None]
+    assert set(threads) == {"filters", "keywords", "write"}
