@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ def above(number: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that evaluate filters, one for each time."""
     found, real = list[str](), columns.evaluate
 
@@ -45,7 +44,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return real(*told)
 
     monkeypatch.setattr(columns, "evaluate", evaluate)
-    yield found
+    return found
 
 
 async def _embed(embedder: Any, texts: Any, kind: Any) -> Any:
