@@ -44,6 +44,7 @@ run_dir = "run"
 
 [http]
 port = 0
+drain_notice_s = 0
 api_keys_file = "keys"
 
 [[collections]]

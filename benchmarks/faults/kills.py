@@ -54,6 +54,7 @@ run_dir = "{home}/run"
 
 [http]
 port = 0
+drain_notice_s = 0
 
 [model]
 name = "{home}/tiny"

@@ -26,7 +26,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, model: Path, collection: Pa
     for was, now in (
         ("smollm2-135m-instruct", str(model)),
         ('"my-docs"', f'"{collection}"'),
-        ("port = 8080", "port = 0"),
+        ("port = 8080", "port = 0\ndrain_notice_s = 0"),
         ('name = "node8"', f'name = "node8"\nrun_dir = "{home / "run"}"'),
     ):
         assert was in text

@@ -19,6 +19,7 @@ run_dir = "run"
 
 [http]
 port = 0
+drain_notice_s = 0
 
 [[collections]]
 name = "handbook"

@@ -40,6 +40,7 @@ drain_s = 5
 
 [http]
 port = 0
+drain_notice_s = 0
 
 [model]
 engine = "openai"

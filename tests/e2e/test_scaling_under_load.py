@@ -19,6 +19,7 @@ run_dir = "{run_dir}"
 
 [http]
 port = 0
+drain_notice_s = 0
 
 [pool]
 workers = 2

@@ -17,6 +17,7 @@ run_dir = "{home}/run"
 
 [http]
 port = 0
+drain_notice_s = 0
 
 [pool]
 workers = 2

@@ -46,6 +46,7 @@ name = "real-vllm"
 run_dir = "run"
 [http]
 port = 0
+drain_notice_s = 0
 restart_wait_s = {START_S}
 [model]
 engine = "vllm"

@@ -36,6 +36,7 @@ run_dir = "run"
 drain_s = 600
 [http]
 port = 0
+drain_notice_s = 0
 [model]
 engine = "vllm"
 name = "fake"
