@@ -45,6 +45,14 @@ def config(tmp_path: Path, model: Path, collection: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def without_model(config: Path) -> Path:
+    """The same node without a model, which starts sooner."""
+    text = config.read_text()
+    config.write_text(text.partition("[model]")[0] + "[[collections]]" + text.partition("[[collections]]")[2])
+    return config
+
+
 def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
     refused(trinity("serve", "--config", tmp_path / "none.toml"), "none.toml", "No such file")
 
@@ -66,16 +74,16 @@ def test_status_shows_every_worker(node: Node) -> None:
         assert worker in run.stdout
 
 
-def test_stop_returns_when_the_node_is_gone(config: Path, tmp_path: Path) -> None:
-    node = Node(config)
+def test_stop_returns_when_the_node_is_gone(without_model: Path, tmp_path: Path) -> None:
+    node = Node(without_model)
     run = trinity("stop", tmp_path / "run")
     assert run.returncode == 0
     assert node.process.wait(timeout=60) == 0
     assert not (tmp_path / "run").exists()
 
 
-def test_a_node_started_with_its_parent_drains_when_that_is_killed(config: Path, tmp_path: Path) -> None:
-    serve = [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), "--with-parent"]
+def test_a_node_started_with_its_parent_drains_when_that_is_killed(without_model: Path, tmp_path: Path) -> None:
+    serve = [sys.executable, "-m", "launchers.main", "serve", "--config", str(without_model), "--with-parent"]
     code = f"import os, subprocess, time; subprocess.Popen([*{serve!r}, str(os.getpid())]); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as parent:
         try:

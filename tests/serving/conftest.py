@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from runtime.serving.model.model_info import ModelInfo, read_config
 from runtime.testing.reference import Reference
 from runtime.testing.tiny_model import make_tiny_llama
 from tests.ipc.fake_cuda import FakeCuda
@@ -29,6 +30,14 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reference(tiny_directory: Path) -> Reference:
     return Reference(tiny_directory)
+
+
+@pytest.fixture
+def network(tiny_directory: Path) -> Any:
+    """The tiny model's network in float32, on CPU tensors."""
+    from runtime.serving.network.llama import Llama, WeightFiles
+
+    return Llama.load(read_config(tiny_directory), ModelInfo.read(tiny_directory), WeightFiles(tiny_directory), "cpu")
 
 
 @pytest.fixture

@@ -1,45 +1,20 @@
 """Tests of decode steps by captured graphs, over CPU tensors, where replaying a graph runs the pass again."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from runtime.serving.model.model_info import ModelInfo, read_config
+from runtime.serving.model.model_info import ModelInfo
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.network.decode_graphs import Captured, DecodeGraphs  # noqa: E402
-from runtime.serving.network.llama import Llama, WeightFiles  # noqa: E402
+from runtime.serving.network.decode_graphs import DecodeGraphs  # noqa: E402
+from runtime.serving.network.llama import Llama  # noqa: E402
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span  # noqa: E402
+from tests.serving.replays import Replays  # noqa: E402
 
 BLOCK, BLOCKS = 16, 96
-
-
-class Again:
-    """Fake CUDA graph capture: a replay runs the pass again into the same output tensor."""
-
-    def __init__(self) -> None:
-        self.captures = 0
-        self.replays = 0
-
-    def __call__(self, run: Callable[[], Any]) -> Captured:
-        self.captures += 1
-        output = run().clone()
-
-        def replay() -> None:
-            self.replays += 1
-            output.copy_(run())
-
-        return Captured(replay, output)
-
-
-@pytest.fixture
-def network(tiny_directory: Path) -> Llama:
-    info = ModelInfo.read(tiny_directory)
-    return Llama.load(read_config(tiny_directory), info, WeightFiles(tiny_directory), "cpu")
 
 
 @pytest.fixture
@@ -71,14 +46,14 @@ def test_a_graph_returns_the_logits_of_the_pass_and_writes_the_same_keys(
         expected = network.logits(PagedBatch(cache, spans, tokens))
         written = cache.kv.clone()
         cache.kv.copy_(before)
-        found = DecodeGraphs(network, cache, Again()).logits(spans, tokens)
+        found = DecodeGraphs(network, cache, Replays()).logits(spans, tokens)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(cache.kv, written, rtol=1e-5, atol=1e-5)
     assert (cache.kv != before).any()
 
 
 def test_a_graph_is_captured_once_per_bucket_and_replayed_every_step(network: Llama, cache: PagedCache) -> None:
-    capture = Again()
+    capture = Replays()
     graphs = DecodeGraphs(network, cache, capture)
     with torch.inference_mode():
         for step, (lengths, captures) in enumerate(

@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.serving.model.model_info import Kernels, ModelInfo, WeightsType, read_config
+from runtime.serving.model.model_info import Kernels, ModelInfo, WeightsType
 from tests.cuda.emulation import require_compiler
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from runtime.serving.model.language_model import LanguageModel  # noqa: E402
 from runtime.serving.network.decode_graphs import Captured, DecodeGraphs, supports_paged_attention  # noqa: E402
-from runtime.serving.network.llama import Llama, WeightFiles  # noqa: E402
+from runtime.serving.network.llama import Llama  # noqa: E402
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span, attend, store  # noqa: E402
+from tests.serving.replays import Replays  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in torch's compiler
 BLOCK, BLOCKS, STEPS = 16, 40, 40
@@ -27,20 +28,8 @@ def _compiler() -> None:
     require_compiler()
 
 
-@pytest.fixture
-def network(tiny_directory: Path) -> Llama:
-    info = ModelInfo.read(tiny_directory)
-    return Llama.load(read_config(tiny_directory), info, WeightFiles(tiny_directory), "cpu")
-
-
 def empty_kv(directory: Path, kind: WeightsType) -> Any:
     return torch.zeros(ModelInfo.read(directory).kv_shape(BLOCKS, BLOCK), dtype=getattr(torch, kind))
-
-
-def again(run: Any) -> Captured:
-    """Return a fake graph capture that runs the pass again into the same output tensor."""
-    output = run().clone()
-    return Captured(lambda: output.copy_(run()), output)
 
 
 def answers(network: Llama, cache: PagedCache, follow: list[list[int]] | None = None) -> list[list[int]]:
@@ -52,7 +41,7 @@ def answers(network: Llama, cache: PagedCache, follow: list[list[int]] | None = 
     prompts = [random.integers(0, 259, length).tolist() for length in LENGTHS]
     prompts[2][:BLOCK] = prompts[1][:BLOCK]
     tables[2][0] = tables[1][0]
-    graphs = DecodeGraphs(network, cache, again)
+    graphs = DecodeGraphs(network, cache, Replays())
     with torch.inference_mode():
         spans: list[Span] = [(table, 0, len(prompt)) for table, prompt in zip(tables, prompts, strict=True)]
         logits = network.logits(PagedBatch(cache, spans, [token for prompt in prompts for token in prompt]))
@@ -110,7 +99,7 @@ def test_gathered_attention_is_the_fallback_if_compilation_fails_or_is_wrong(
     kv = empty_kv(tiny_directory, "float32")
     assert supports_paged_attention(kv, 2 * BLOCKS, 2)
     assert not kv.any()
-    assert supports_paged_attention(kv, 2 * BLOCKS, 2, again)
+    assert supports_paged_attention(kv, 2 * BLOCKS, 2, Replays())
     assert not supports_paged_attention(kv, 2 * BLOCKS, 2, lambda run: Captured(lambda: None, run())), (
         "a replay reads nothing"
     )

@@ -1,54 +1,22 @@
 """Tests of passes with prompts by captured graphs, over CPU tensors, where replaying a graph runs its program again."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from runtime.serving.model.model_info import ModelInfo, read_config
+from runtime.serving.model.model_info import ModelInfo
 from runtime.testing.reference import Reference
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.network.decode_graphs import Captured  # noqa: E402
-from runtime.serving.network.llama import Llama, WeightFiles  # noqa: E402
+from runtime.serving.network.llama import Llama  # noqa: E402
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span  # noqa: E402
 from runtime.serving.network.prefill_graphs import MAX_TOKENS, PrefillGraphs, sizes_up_to  # noqa: E402
+from tests.serving.replays import Replays  # noqa: E402
 
 BLOCK, BLOCKS = 16, 160
-
-
-class Again:
-    """Fake CUDA graph capture: a replay runs the program again into the same output tensors."""
-
-    def __init__(self) -> None:
-        self.captures = self.replays = 0
-
-    def __call__(self, run: Callable[[], Any]) -> Captured:
-        self.captures += 1
-        output = run()
-
-        def replay() -> None:
-            self.replays += 1
-            for kept, new in zip(_tensors(output), _tensors(run()), strict=True):
-                kept.copy_(new)
-
-        return Captured(replay, output)
-
-
-def _tensors(value: Any) -> list[Any]:
-    if value is None or isinstance(value, torch.Tensor):
-        return [] if value is None else [value]
-    return [tensor for part in value for tensor in _tensors(part)]
-
-
-@pytest.fixture
-def network(tiny_directory: Path) -> Llama:
-    info = ModelInfo.read(tiny_directory)
-    return Llama.load(read_config(tiny_directory), info, WeightFiles(tiny_directory), "cpu")
 
 
 @pytest.fixture
@@ -84,7 +52,7 @@ def pass_of(seed: int, parts: list[tuple[int, int]]) -> tuple[list[Span], list[i
 def test_replays_return_the_logits_of_the_pass_and_write_the_same_keys(
     network: Llama, cache: PagedCache, parts: list[tuple[int, int]]
 ) -> None:
-    graphs, before = PrefillGraphs(network, cache, Again()), cache.kv.clone()
+    graphs, before = PrefillGraphs(network, cache, Replays()), cache.kv.clone()
     with torch.inference_mode():
         for seed in range(3):  # the first one captures
             spans, tokens = pass_of(seed, parts)
@@ -99,7 +67,7 @@ def test_replays_return_the_logits_of_the_pass_and_write_the_same_keys(
 
 
 def test_a_size_is_captured_once_a_layer_and_replayed_for_any_chunks(network: Llama, cache: PagedCache) -> None:
-    capture = Again()
+    capture = Replays()
     graphs, layers = PrefillGraphs(network, cache, capture), len(cache.layers)
     with torch.inference_mode():
         for step, (parts, sizes, replayed) in enumerate(
@@ -110,7 +78,7 @@ def test_a_size_is_captured_once_a_layer_and_replayed_for_any_chunks(network: Ll
 
 
 def test_greedy_tokens_equal_those_of_transformers(network: Llama, cache: PagedCache, reference: Reference) -> None:
-    graphs, random = PrefillGraphs(network, cache, Again()), np.random.default_rng(3)
+    graphs, random = PrefillGraphs(network, cache, Replays()), np.random.default_rng(3)
     with torch.inference_mode():
         for length in (2, 63, 100, 129, 130):
             prompt, table = random.integers(0, 259, length).tolist(), random.permutation(BLOCKS).tolist()
