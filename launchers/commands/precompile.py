@@ -37,17 +37,18 @@ def precompile(
     """
     if not can_cache():
         raise ConfigError("compiled code cannot be cached: set NUMBA_CACHE_DIR to a directory of this user")
+    has_cuda = importlib.util.find_spec("cuda") is not None
+    if arch and not has_cuda:
+        raise UsageError("--arch needs the extra [cuda]: pip install 'trinity-runtime[cuda]'")
     node = load_config(config) if config else None
     machine = Machine.read()
     _timed("search engine and pool", _pool)
     if importlib.util.find_spec("torch"):
         _timed("model on CPUs", lambda: importlib.import_module("runtime.serving.network.llama"))
-    if importlib.util.find_spec("cuda"):
+    if has_cuda:
         _timed("search engine on GPUs", _cuda_engine)
         for name in dict.fromkeys([*(arch or ()), *_architectures(machine)]):
             _timed(f"kernels for {name}", lambda name=name: _kernels(name))  # type: ignore[misc]
-    elif arch:
-        raise UsageError("--arch needs the extra [cuda]: pip install 'trinity-runtime[cuda]'")
     if node is not None:
         _models(node, machine)
 
