@@ -36,7 +36,7 @@ _READY = re.compile(r"\b((?:pool|prefill|decode|frontend)-\d+)\b.*ready after ([
 def started_and_killed(config: Path, times: dict[str, list[float]]) -> None:
     """Perform one run and add its seconds to `times`, by name."""
     begin = time.monotonic()
-    node = Node(config)
+    node = Node(config, look_s=0.02)
     try:
         times["node"].append(time.monotonic() - begin)
         for name in [worker.name for worker in node.status().workers]:
@@ -81,7 +81,7 @@ def cold_starts(config: Path, times: dict[str, list[float]]) -> None:
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
                 times["trinity precompile"].append(time.monotonic() - begin)
             begin = time.monotonic()
-            node = Node(config)
+            node = Node(config, look_s=0.02)
             times[f"node, {what}"].append(time.monotonic() - begin)
             node.stop()
             add_phases(node, times, f"{what}, ")

@@ -23,6 +23,7 @@ from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, 
 from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import NodeStatus, node_status
+from runtime.testing.waiting import pause_s
 
 _START_S = 600.0  # generous: it only ends tests that would hang
 _END_S = 120.0
@@ -31,10 +32,10 @@ _END_S = 120.0
 class Node:
     """A running node. `run_dir` is its run directory, `log` its output."""
 
-    def __init__(self, config: Path, *arguments: str, look_s: float = 0.02) -> None:
+    def __init__(self, config: Path, *arguments: str, look_s: float = 0.0) -> None:
         """Start the node and wait until every worker is ready; raises `RuntimeError` with its log if it ends before.
 
-        `arguments`: of `trinity serve`. `look_s`: polling interval of `wait`; shorter ones slow the start down.
+        `arguments`: of `trinity serve`. `look_s`: polling interval of `wait`, for measurements; else see `pause_s`.
         """
         self.config, self._look_s = config, look_s
         self.run_dir = self.run_dir_of(config)
@@ -95,7 +96,7 @@ class Node:
                 raise RuntimeError(f"the node ended:\n{self.log.read_text(errors='replace')[-4000:]}")
             if time.monotonic() - begin > within_s:
                 raise TimeoutError(f"waited {within_s:.0f} s for {what}; log:\n{self.log.read_text()[-4000:]}")
-            select.select([], [], [], self._look_s)
+            select.select([], [], [], self._look_s or pause_s(time.monotonic() - begin))
         return time.monotonic() - begin
 
     def wait_ready(self) -> None:

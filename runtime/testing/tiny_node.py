@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from runtime.node.placement.machine import Machine
 from runtime.node.run_dir import NodeInfo, RunDir, find_node
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status
 from runtime.node.supervisor.supervisor import Supervisor
+from runtime.testing.waiting import pause_s
 
 TINY_WORKER = (sys.executable, str(Path(__file__).with_name("tiny_worker.py")))
 
@@ -75,17 +77,15 @@ class TinyNode:
 
     def eventually(self, condition: Callable[[NodeStatus], bool], what: str) -> NodeStatus:
         """Return the first status for which `condition` holds. The timeout only ends a test that would hang."""
-        end = time.monotonic() + 60
+        begin = time.monotonic()
         while True:
-            assert time.monotonic() < end, f"waited for {what}; {self.log.read_text()}"
+            waited_s = time.monotonic() - begin
+            assert waited_s < 60, f"waited for {what}; {self.log.read_text()}"
             assert self.process.exitcode is None, f"the node ended, waited for {what}; {self.log.read_text()}"
-            try:
-                status = node_status(self.info)
-            except Unavailable:
-                continue
-            if condition(status):
-                return status
-            select.select([], [], [], 0.005)
+            with suppress(Unavailable):
+                if condition(status := node_status(self.info)):
+                    return status
+            select.select([], [], [], pause_s(waited_s))
 
     def ready(self) -> NodeStatus:
         return self.eventually(lambda status: status.ready, "every worker to be ready")
