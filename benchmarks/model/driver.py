@@ -1,6 +1,5 @@
 """Driver of the model for benchmarks, and alternating timing of functions."""
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,10 +22,6 @@ class Times:
     @property
     def best(self) -> float:
         return min(self.seconds)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
 
 
 def paired(runs: Sequence[Callable[[], object]], rounds: int, rest_s: float = 0.0) -> list[Times]:
@@ -56,11 +51,6 @@ class Ours:
             [Chunk(table, 0, prompt) for table, prompt in zip(self.tables, prompts, strict=False)]
         )
         return [int(token) for token in logits.argmax(-1)]
-
-    def prefill_chunked(self, prompt: Tokens, size: int) -> int:
-        for start in range(0, len(prompt), size):
-            logits = self.model.forward([Chunk(self.tables[0], start, prompt[start : start + size])])
-        return int(logits[0].argmax())
 
     def decode(self, prompts: Sequence[Tokens], first: Tokens, steps: int) -> list[Tokens]:
         answers = [[token] for token in first]
