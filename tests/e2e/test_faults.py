@@ -82,6 +82,9 @@ def test_a_killed_worker_loses_no_request_or_token_and_restarts(node: Node, work
         ends = [threads.submit(answer_of, node, body) for body in bodies]
         eventually(lambda: node.metric("trinity_requests_in_flight") >= 6, 60, "requests in flight")
         before = node.status()
+        for one in before.workers:
+            for kind in (signal.SIGINT, signal.SIGHUP):  # from a terminal: the supervisor's alone
+                os.kill(one.pid, kind)
         node.kill(worker)
         assert [end.result(timeout=60) for end in ends] == undisturbed
     node.wait_ready()

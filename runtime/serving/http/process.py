@@ -5,14 +5,12 @@ import asyncio
 import contextlib
 import logging
 import resource
-import signal
 import sys
 import time
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -75,20 +73,10 @@ class SupervisorLink:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn with the worker's signal handling: `_heartbeat` ends the server."""
-
-    def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
-        super().__init__(config)
-        self._worker = worker
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._worker.stop()
+    """uvicorn without its signal handlers: the worker has its own, and `_heartbeat` ends the server."""
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
-        # uvicorn would raise the signal again after its shutdown; this process exits by itself.
-        for kind in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(kind, self.handle_exit)
         yield
 
 
@@ -160,7 +148,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         metrics.record_response("", status, 0.0)
 
     http = HttpConfig(app, config.http, new_id, config.node.drain_s, on_refused)
-    server = _Server(http, worker)
+    server = _Server(http)
 
     async def serve() -> None:
         if answers is not None:
@@ -301,7 +289,6 @@ async def _heartbeat(
         if worker.stopping:
             if answers is not None:  # so that a successor may write
                 answers.close()
-            # Also covers a signal received before the server installed its handlers.
             server.should_exit = server.should_exit or readiness.notice_elapsed or not node_stops
             stopping_at = stopping_at or time.monotonic()
             if time.monotonic() > stopping_at + drain_s:  # the supervisor kills it soon: end the rest with an error
