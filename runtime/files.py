@@ -69,4 +69,4 @@ def set_modes(directory: Path, mode: int = 0o700) -> None:
 
 
 def _too_large(path: Path | str, size: str, limit: int) -> OSError:
-    return OSError(errno.EFBIG, f"it has {size} bytes, the limit is {limit:,}", str(path))
+    return OSError(errno.EINVAL, f"it has {size} bytes, the limit is {limit:,}", str(path))

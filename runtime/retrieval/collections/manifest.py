@@ -193,6 +193,6 @@ def _bytes(path: Path) -> bytes:
     try:
         return read_regular(path, _MAX_BYTES)
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EFBIG):
+        if error.errno == errno.EINVAL:
             raise CollectionError(f"{path.parent} is not a collection: {path}: {error.strerror}") from error
         raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
