@@ -196,7 +196,8 @@ class PoolSection(WorkerSection, frozen=True):
       which an extend wastes at most a tenth of its time, or whose rate is 95% of the best (few on a CPU, up to hundreds
       on a GPU). The engine has as many slots again for paused queries.
     - `policy`: which queries are active. "paper", "fifo" and "static" exist for comparison.
-    - `reserve`: share r of the slots that is reserved for prefill queries.
+    - `reserve`: share r of the slots that is reserved for prefill queries. On a GPU decode leaves them free while
+      prefill is present, used or not; elsewhere it uses those that prefill does not.
     - `prefill_target_s`: target latency L_pre,max of a prefill query; "auto" is a twentieth of `slo.ttft_s`.
     - `max_pauses`, `aging_s`: limits of how often one decode query is paused, and of how long in all.
     - `flush_s`: flush timeout τ, how long slots are held back while fewer queries wait than slots are free.

@@ -12,12 +12,13 @@ or ring: the caller passes the time. `schedule` applies these rules in order, fo
 - Yield: until its first query has waited for τ_pre, or while that one is missed, prefill gets what decode leaves free.
 - Reserve: otherwise ⌈rN⌉ slots, all N while it has credit (the share of r that it left to decode before). Without a
   free slot a decode query is paused: with credit at once, without credit only for a query without slack.
+- Keep: on a GPU decode leaves those ⌈rN⌉ slots free while prefill is present and does not yield, used or not.
 - Burst: with credit, where fewer active slots waste little, no decode query is active beside prefill's.
 - Virtual deadlines: a decode query's is its arrival plus `_STRETCH` times what one of its size class takes alone.
   Queries of a size class are FIFO; shorter ones pass longer ones, and preempt them.
 
-`paper` omits missed, credit, bursts and virtual deadlines. `fifo` is one queue by arrival, `static` the same in whole
-batches.
+`paper` omits missed, keep, credit, bursts and virtual deadlines. `fifo` is one queue by arrival, `static` the same in
+whole batches.
 """
 
 import math
@@ -121,10 +122,12 @@ def schedule(t: Any, now: int) -> None:
         t.entries[_start(t, tables.DECODE), tables.PAUSES] = w[tables.MAX_PAUSES]
     yields = _prefill_yields(t, now)
     quota, credit = math.ceil(t.floats[tables.RESERVE] * slots), t.floats[tables.CREDIT] > 0.0
+    keeps = w[tables.KEEP_RESERVE] and w[tables.RULES] == tables.TRINITY and not yields
     present = w[tables.QUEUED_PREFILL] + w[tables.ACTIVE_PREFILL]
     size = min(present, slots)
     cheap = tables.extend_ns(t, size) * slots <= _BURST_COST * tables.extend_ns(t, slots) * size
     w[tables.BURST] = not yields and credit and cheap and (present > quota or (w[tables.BURST] and present > 0))
+    decode_slots = max(slots - quota, 1) if keeps and present else slots
     if credit:
         quota = slots
     while not yields and _can_start(t, tables.PREFILL, hold) and w[tables.ACTIVE_PREFILL] < quota:
@@ -137,12 +140,12 @@ def schedule(t: Any, now: int) -> None:
         while _pause_one(t):
             pass
     else:
-        while _active(t) < slots and _can_start(t, tables.DECODE, hold):
+        while _has_decode_slot(t, decode_slots) and _can_start(t, tables.DECODE, hold):
             _start(t, tables.DECODE)
     while _active(t) < slots and _can_start(t, tables.PREFILL, hold):
         _start(t, tables.PREFILL)
     if w[tables.RULES] == tables.TRINITY and (yields or not w[tables.QUEUED_PREFILL]) and not hold:
-        _preempt_longer(t, slots)
+        _preempt_longer(t, decode_slots)
 
 
 @compiled
@@ -172,10 +175,10 @@ def _demote_missed(t: Any, now: int) -> None:
 
 
 @compiled
-def _preempt_longer(t: Any, slots: int) -> None:
+def _preempt_longer(t: Any, decode_slots: int) -> None:
     """Preempt decode queries for much shorter ones with an earlier virtual deadline."""
     w = t.words
-    while _active(t) >= slots and _can_admit(t, tables.DECODE):
+    while not _has_decode_slot(t, decode_slots) and _can_admit(t, tables.DECODE):
         longest, shorter = _longest_remaining(t), t.queues[tables.DECODE, 0]
         if longest < 0 or t.entries[longest, tables.START_BY] <= t.entries[shorter, tables.START_BY]:
             return
@@ -205,6 +208,12 @@ def held_until(t: Any, now: int) -> Any:
 @compiled
 def _active(t: Any) -> Any:
     return t.words[tables.ACTIVE_PREFILL] + t.words[tables.ACTIVE_DECODE]
+
+
+@compiled
+def _has_decode_slot(t: Any, decode_slots: int) -> Any:
+    """Return whether a slot is free for a decode query, of which `decode_slots` may be active."""
+    return _active(t) < t.words[tables.SLOTS] and t.words[tables.ACTIVE_DECODE] < decode_slots
 
 
 @compiled

@@ -92,7 +92,7 @@ class Pool:
                 if shard.live is not None:
                     self.live.add(shard.key, shard.live, shard.served.demanded)
         measured = self._measure(indexes | self.live.indexes, most)
-        policy = policy_of(config, slots_of(limits.slots, measured))
+        policy = policy_of(config, slots_of(limits.slots, measured), worker.placement.device)
         worker.startup.mark("first searches")
         self.arena = (make_arena or arena_of)(worker, catalogue.offer.max_dim)
         self.server = SessionServer(

@@ -21,7 +21,8 @@ class Policy:
     slots, up to the engine's limit. queue: maximum of waiting queries. reserve: r in [0, 1]. prefill_target_ns:
     L_pre,max. aging_ns: longest time without an active decode query while one waits. flush_prefill_ns, flush_ns: τ_pre
     and τ. max_pauses: of one decode query. missed_ns: wait after which a prefill query's request misses its TTFT.
-    The defaults are the configuration's.
+    keep_reserve: while prefill is present, decode leaves its ⌈rN⌉ slots free, used or not: on GPUs, where active
+    queries share the memory's bandwidth. The defaults are the configuration's.
     """
 
     slots: int
@@ -34,6 +35,7 @@ class Policy:
     flush_ns: int = _ns(_DEFAULTS.flush_s)
     max_pauses: int = _DEFAULTS.max_pauses
     missed_ns: int = _ns(SloSection().prefill_wait_s)
+    keep_reserve: bool = False
     rules: PoolPolicy = _DEFAULTS.policy
 
     @property
@@ -42,8 +44,8 @@ class Policy:
         return self.queue - self.queue // 4
 
 
-def policy_of(config: NodeConfig, slots: int) -> Policy:
-    """Return the policy's settings for a configuration and a number of slots."""
+def policy_of(config: NodeConfig, slots: int, device: str = "cpu") -> Policy:
+    """Return the policy's settings for a configuration, a number of slots and the pool's device."""
     limits = config.pool
     return Policy(
         slots=slots,
@@ -55,5 +57,6 @@ def policy_of(config: NodeConfig, slots: int) -> Policy:
         flush_ns=_ns(limits.flush_s),
         max_pauses=limits.max_pauses,
         missed_ns=_ns(config.slo.prefill_wait_s),
+        keep_reserve=device != "cpu",
         rules=limits.policy,
     )

@@ -60,6 +60,7 @@ FREE, WAITING, ACTIVE, PAUSED, BATCH_WAITING = range(5)  # the last one under `s
     FLUSH_NS,
     MAX_PAUSES,
     MISSED_NS,
+    KEEP_RESERVE,
     RULES,
     FREE_ENTRIES,
     SERIALS,
@@ -68,7 +69,7 @@ FREE, WAITING, ACTIVE, PAUSED, BATCH_WAITING = range(5)  # the last one under `s
     CLASS_COUNT,
     BURST,
     QUEUED,
-) = range(18)
+) = range(19)
 QUEUED_PREFILL, QUEUED_DECODE, LISTED = range(QUEUED, QUEUED + 3)
 ACTIVE_PREFILL, ACTIVE_DECODE, PAUSED_COUNT, CHANGED = range(LISTED, LISTED + 4)
 LAST_VIRTUAL_DEADLINE = CHANGED + 4  # of each size class: decode queries whose expected extends have so many bits
@@ -123,6 +124,7 @@ def new_tables(policy: Policy) -> Tables:
         policy.flush_ns,
         policy.max_pauses,
         policy.missed_ns,
+        policy.keep_reserve,
         RULE_NAMES.index(policy.rules),
     )
     made.words[FREE_ENTRIES] = entries

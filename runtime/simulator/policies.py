@@ -13,6 +13,12 @@ Kind = PoolPolicy | Literal["configured", "adaptive", "fixed", "prefill-first", 
 _KINDS: tuple[Kind, ...] = tuple(name for kinds in get_args(Kind) for name in get_args(kinds))
 
 
+def pool_device(config: NodeConfig) -> str:
+    """Return the device of the pool's first worker."""
+    beside = {"with-prefill": config.prefill, "with-decode": config.decode, "coupled": config.prefill}
+    return beside.get(config.pool.placement, config.pool).devices[0]
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
     """A policy. configured: as in the file; adaptive: with the control law; fixed: with r = `reserve`; prefill-first
@@ -48,7 +54,7 @@ class PolicyChoice:
 
     def rules(self, config: NodeConfig, slots: int) -> PoolRules:
         """Return the rules of a pool with `slots` slots."""
-        policy = policy_of(config, slots)
+        policy = policy_of(config, slots, pool_device(config))
         if self.kind == "prefill-first":
             return PoolRules(replace(policy, rules="fifo"), "prefill")
         if self.kind == "decode-first":

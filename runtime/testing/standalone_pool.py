@@ -44,7 +44,7 @@ def run_pool(queries: Sequence[Query], times: ServiceTimes, config: NodeConfig) 
     """Run `queries` (sorted by time) through the simulated pool with production's policy; returns their outcomes in
     order."""
     events, limits = Events(), config.pool
-    rules = PoolRules(policy_of(config, slots_of(limits, times)))
+    rules = PoolRules(policy_of(config, slots_of(limits, times), limits.devices[0]))
     pools = Pools(events, times, limits, [(rules, Gpu())], Random(0), capacity=len(queries) + 1)
     group = pools.group([0])
     statuses: dict[int, str] = {}

@@ -1,11 +1,13 @@
 """Tests of a pool with the CUDA engine on an emulated device: same answers as on the CPU, also of live collections."""
 
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from gpu.cuda.backend import LAUNCHES
 from gpu.cuda.engine import CudaEngine
 from gpu.cuda.graphs import LaunchForm
 from runtime.node.metrics.worker_metrics import PoolMetrics
-from runtime.pool import process
+from runtime.pool import process, tables
 from runtime.retrieval.live.validation import UpsertDocument
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
@@ -107,6 +109,52 @@ def test_a_single_search_on_a_shared_gpu_takes_one_or_two_launches(
             number = ask(client, query, "prefill", top_m=64, search_width=1)
             assert collect(pool, client, 1)[number].extends > 41
             assert int(engines[0].handle.words[LAUNCHES]) - before <= 2
+
+
+@pytest.mark.parametrize("form", ["auto", "launches"])
+def test_decode_leaves_a_share_of_the_device_free_while_prefill_is_present(
+    form: str,
+    new_driver: NewDriver,
+    make_pool: MakePool,
+    collection: Path,
+    queries: Vectors,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Samples what the device searches, by stage, whenever the engine looks for arrivals."""
+    driver, samples = new_driver(), list[tuple[int, int]]()
+
+    def open_emulated(device: str, collections: Any, **options: Any) -> CudaEngine:
+        return CudaEngine(driver, b"", collections, fault_poll_ns=LOOK_NS, **options)
+
+    monkeypatch.setattr("gpu.backends.check_device", lambda device: None)
+    monkeypatch.setattr(CudaEngine, "open", open_emulated)
+    plan = plan_of(collection, devices=["cuda:0"], form=form, slots=10, reserve=0.6, max_top_m=64, max_k=32, top_m=64)
+    plan = msgspec.structs.replace(
+        plan, workers=tuple(msgspec.structs.replace(one, exclusive_gpu=True) for one in plan.workers)
+    )
+    pool = make_pool(plan, make_arena=lambda worker, dim: None)
+    engine, words = pool.engine, pool.pool.loop.tables.words
+    assert isinstance(engine, CudaEngine)
+    assert engine.resident == (form == "auto")
+
+    def sampled() -> bool:
+        samples.append((int(words[tables.ACTIVE_PREFILL]), int(words[tables.ACTIVE_DECODE])))
+        assert engine.active_slots == sum(samples[-1])
+        return pool.server.has_requests()
+
+    engine.interrupt_when(sampled)
+    with pool.attach() as client:
+        for reserve in (0.6, 0.2):
+            pool.table.set_knob("reserve", reserve)
+            pool.step()
+            for number in range(44):  # prefill is present before decode's flood, and gone before its end
+                ask(client, queries[number], "prefill" if number < 4 else "decode", top_m=64, search_width=1)
+            found = collect(pool, client, 44)
+            assert {one.status for one in found.values()} == {"ok"}
+            beside = [decode for prefill, decode in samples if prefill]
+            assert 10 - math.ceil(reserve * 10) >= max(beside) >= (4 if reserve == 0.6 else 5)
+            assert max(decode for _, decode in samples) == 10, "decode gets every slot once prefill is gone"
+            samples.clear()
 
 
 LIVE: dict[str, Any] = {"devices": ["cuda:0"], "slots": 4, "max_top_m": 128, "max_k": 32, "top_m": 32}

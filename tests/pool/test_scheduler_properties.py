@@ -33,13 +33,14 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         lost=st.sampled_from([20, 10**9]),
         each=st.sampled_from([0.0, 0.0, 0.3]),
         rules=st.sampled_from(["trinity", "trinity", *RULE_NAMES]),
+        keep=st.booleans(),
     )
     def start(self, slots: int, spare: int, reserve: float, queue: int, due_in: int, max_pauses: int, aging: int,
-              flush: int, lost: int, each: float, rules: PoolPolicy) -> None:  # fmt: skip
+              flush: int, lost: int, each: float, rules: PoolPolicy, keep: bool) -> None:  # fmt: skip
         self.policy = Policy(
             slots=slots, engine_slots=slots + spare, reserve=reserve, queue=queue, prefill_target_ns=due_in,
             aging_ns=aging, max_pauses=max_pauses, flush_prefill_ns=flush, flush_ns=2 * flush,
-            missed_ns=10**9 if flush else lost, rules=rules,
+            missed_ns=10**9 if flush else lost, rules=rules, keep_reserve=keep,
         )  # fmt: skip
         self.reserve = reserve
         self.scheduler: Scheduler[int] = Scheduler(self.policy)
@@ -158,7 +159,8 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         self, credit: float, was_active: list[Entry[int]], was_paused: list[Entry[int]], started: list[Entry[int]]
     ) -> None:
         """Check that decode gets no slot, except for an overdue query, while prefill waits with less than its reserve,
-        and that no slot is idle while a query waits that the engine has room for."""
+        or beyond its own share where the reserve is kept; and that no slot is idle while a query waits that the engine
+        has room for and that may have it."""
         prefill = sum(one.stage == "prefill" for one in self.active)
         begun = [one for one in started if one.stage == "decode" and one in self.active]
         room = len(self.active) + len(self.paused) < self.policy.engine_slots
@@ -169,10 +171,15 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
             assert not begun or not any(one.stage == "decode" for one in was_active)
         if self.policy.rules == "static":
             assert not (was_active and started)
-        elif self.waiting and room:
-            assert len(self.active) >= self.policy.slots or (credit > 0 and prefill)
+        decode, share = len(self.active) - prefill, self.policy.slots - math.ceil(self.reserve * self.policy.slots)
+        keeps = self.policy.keep_reserve and self.policy.rules == "trinity" and not self.yields and (prefill or waits)
+        if keeps and begun:
+            assert decode <= max(share, 1)
+        full = len(self.active) >= self.policy.slots or (keeps and decode >= max(share, 1))
+        if self.policy.rules != "static" and self.waiting and room:
+            assert full or (credit > 0 and prefill)
         if not self.naive and credit == 0 and not was_paused and not self.waiting:
-            assert not self.paused or len(self.active) >= self.policy.slots
+            assert not self.paused or full
 
     @precondition(lambda self: self.active)
     @rule(data=st.data(), answered=st.booleans())
