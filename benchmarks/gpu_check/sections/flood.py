@@ -1,10 +1,10 @@
 """Latency of prefill queries through a pool, alone and under a flood of decode queries that exceeds its capacity.
 
 The pool is a node's production pool (sessions, rings, compiled loop, policy, number of slots) in this process, over
-this run's index: once in the form that the plan selects for an exclusive GPU, the resident kernel, and once with
-`pool.form = "launches"`. Prefill queries arrive at random times, at 15% of the pool's capacity; runs alone and under
-the flood alternate, with the same arrivals, and the medians of their p99s are compared. The flood is a decode client
-that always has as many queries outstanding as its ring has slots.
+this run's index, with the configuration's defaults, r among them: once in the form that the plan selects for an
+exclusive GPU, the resident kernel, and once with `pool.form = "launches"`. Prefill queries arrive at random times, at
+15% of the pool's capacity; runs alone and under the flood alternate, with the same arrivals, and the medians of their
+p99s are compared. The flood is a decode client that always has as many queries outstanding as its ring has slots.
 """
 
 import tempfile
@@ -43,8 +43,9 @@ def check(setup: Setup, outcome: Outcome) -> None:
         with pool_over(setup, form) as pool:
             resident = bool(getattr(pool.engine, "resident", False))
             slots = int(pool.metric(PoolMetrics.SLOTS))
-            outcome.add(f"{name}: slots", f"{slots}, {_blocks(resident, setup, pool)}")
-            outcome.data[form] = found = {"resident": resident, "slots": slots}
+            reserve = float(pool.metric(PoolMetrics.RESERVE))
+            outcome.add(f"{name}: slots", f"{slots}, {_blocks(resident, setup, pool)}, r = {reserve:g}")
+            outcome.data[form] = found = {"resident": resident, "slots": slots, "reserve": reserve}
             with closing(Clients(pool, setup.params, setup.data.queries)) as clients:
                 _measure(setup, outcome, clients, name, found)
 
@@ -71,7 +72,9 @@ def _measure(setup: Setup, outcome: Outcome, clients: Clients, name: str, found:
             text += f", {late} not answered in time"
         shown = f"{name}: prefill at {rate(offered)} alone" if what == "alone" else "… under decode's flood"
         outcome.add(shown, f"{text}, recall@10 {recall_of(setup, runs[0]):.4f}")
-    outcome.add("… decode queries answered meanwhile", rate(median(per_s for _, per_s in ran["flood"])))
+    decode = found["decode_per_s"] = median(per_s for _, per_s in ran["flood"])
+    share = decode / (capacity - offered)
+    outcome.add("… decode queries answered meanwhile", f"{rate(decode)}, {share:.0%} of the rate that prefill leaves")
 
 
 def p99_of(found: LoadResult) -> float:
