@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gpu import DeviceError, GraphIndex, NoFreeSlot, SearchParams
-from gpu.cuda.backend import NEXT_TICKET
+from gpu.compiled import c_function
+from gpu.cuda.backend import INTERRUPT, INTERRUPT_ARGUMENT, INTERRUPT_POLL_NS, NEXT_TICKET
 from gpu.cuda.engine import CudaEngine
+from gpu.intrinsics import load_acquire, store_release, words_at
 from tests.cuda.recorder import RecordingDriver
 from tests.cuda.scripted_device import ScriptedDevice
 from tests.gpu.datasets import clustered
@@ -198,6 +200,31 @@ def test_an_arrival_rings_a_running_launchs_doorbell_once_and_the_next_launch_cl
     setup.engine.interrupt_when(lambda: False)
     setup.engine.extend()
     assert setup.engine.extends(0) == 100
+
+
+@c_function("int64(int64)")
+def ends_at_the_limit(counted: int) -> Any:
+    """Count the calls; report the end of the launch at the limit. counted: calls, limit, address of progress."""
+    calls = words_at(counted, 3)
+    calls[0] += 1
+    if calls[0] == calls[1]:
+        store_release(calls[2], load_acquire(calls[2]) + 1)
+    return 0
+
+
+def test_the_host_looks_for_arrivals_every_2_us_at_most() -> None:
+    """Each look costs twenty looks at the device's words, and on a shared GPU a launch waits for milliseconds."""
+    looks = 1000
+    setup = Setup(length=100, extends_per_launch=50, fault_poll_ns=10**12)
+    setup.admit()
+    counted = np.array([0, looks, setup.engine.batch_memory().progress.ctypes.data], np.int64)
+    words = setup.engine.handle.words
+    words[INTERRUPT], words[INTERRUPT_ARGUMENT] = ends_at_the_limit.address, counted.ctypes.data
+    setup.device.silent = True
+    before = setup.engine.waited_ns
+    setup.engine.extend()
+    assert counted[0] == looks
+    assert setup.engine.waited_ns - before >= (looks - 1) * INTERRUPT_POLL_NS == (looks - 1) * 2000
 
 
 def faulty(make: Callable[[Setup], None], hangs: bool = False) -> str:

@@ -8,12 +8,14 @@ import pytest
 
 from benchmarks.gpu_check.sections import small_run
 from gpu import DeviceError, GraphIndex, SearchParams
+from gpu.compiled import c_function
 from gpu.cuda import compiler, cuda_driver
-from gpu.cuda.backend import LAUNCHES, STREAM
+from gpu.cuda.backend import INTERRUPT, INTERRUPT_ARGUMENT, INTERRUPT_POLL_NS, LAUNCHES, STREAM
 from gpu.cuda.engine import CudaEngine
 from gpu.cuda.layout import RECORD, SLOT_BITS
 from gpu.engine import PAUSE, RELEASE
 from gpu.index.rows import FloatArray
+from gpu.intrinsics import words_at
 from tests.cuda.conftest import NewDriver
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
 from tests.cuda.recorder import RecordingDriver
@@ -220,6 +222,25 @@ def test_extends_are_counted_once_over_several_reports(new_driver: NewDriver) ->
         if done:
             break
     assert made == engine.extends(slot) > 1
+    engine.close()
+
+
+@c_function("int64(int64)")
+def counts_calls(counted: int) -> Any:
+    words_at(counted, 1)[0] += 1
+    return 0
+
+
+def test_the_host_looks_for_arrivals_every_2_us_at_most(new_driver: NewDriver) -> None:
+    engine = opened(new_driver(), slots=1, fault_poll_ns=20_000_000)
+    counted, words, waits = np.zeros(1, np.int64), engine.handle.words, 0
+    words[INTERRUPT], words[INTERRUPT_ARGUMENT] = counts_calls.address, counted.ctypes.data
+    before = engine.waited_ns
+    engine.admit(queries(1)[0], LONG, "docs")
+    while engine.active_slots:
+        engine.extend()
+        waits += 1
+    assert 1 < counted[0] <= (engine.waited_ns - before) // INTERRUPT_POLL_NS + waits
     engine.close()
 
 
