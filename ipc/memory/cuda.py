@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ipc.errors import InvalidArgument, MemoryRefused
 from ipc.memory.device import HANDLE_BYTES, MAX_BYTES, CudaReference, DeviceSpan, Source
+from ipc.memory.driver_calls import DriverCalls
 
 try:
     from cuda.bindings import driver as _cuda
@@ -47,6 +48,7 @@ class CudaMemory:
         flag = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value
         self.stream = int(_call(cuda, "cuStreamCreate", flag))
         self._aside = int(_call(cuda, "cuStreamCreate", flag))
+        self._calls = DriverCalls(cuda, int(context), self.stream)
 
     @classmethod
     def create(cls, size: int, device: str, cuda: Any = _cuda) -> "CudaMemory":
@@ -103,6 +105,11 @@ class CudaMemory:
                 _call(cuda, "cuMemcpyDtoDAsync", target, source.address, source.nbytes, self.stream)
             else:
                 _call(cuda, "cuMemcpyHtoDAsync", target, source.ctypes.data, source.nbytes, self.stream)
+
+    def send(self, offset: int, source: Source, word: int, value: int) -> None:
+        on_device = isinstance(source, DeviceSpan)
+        address = source.address if isinstance(source, DeviceSpan) else source.ctypes.data
+        self._calls.copy_then_store(self._address + offset, address, source.nbytes, on_device, word, value)
 
     def read(self, offset: int, target: npt.NDArray[Any]) -> None:
         source = self._address + offset

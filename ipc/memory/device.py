@@ -67,11 +67,18 @@ class DeviceMemory(Protocol):
     size: int
 
     @property
+    def address(self) -> int:
+        """Address of the first byte in this process, for its device."""
+
+    @property
     def reference(self) -> Reference:
         """Reference for a process that is to open this. Raises MemoryRefused unless created here and not closed."""
 
     def write(self, offset: int, source: Source) -> None:
         """Queue a copy into the memory."""
+
+    def send(self, offset: int, source: Source, word: int, value: int) -> None:
+        """Queue a copy into the memory and, behind it, a store of the word at an address that its device reaches."""
 
     def read(self, offset: int, target: npt.NDArray[Any]) -> None:
         """Queue a copy out of the memory to host memory."""
@@ -117,12 +124,21 @@ class HostMemory:
         return cls(SharedMemory.open(reference, max_size=MAX_BYTES, writable=True))
 
     @property
+    def address(self) -> int:
+        return self._memory.address
+
+    @property
     def reference(self) -> Reference:
         return self._memory.reference
 
     def write(self, offset: int, source: Source) -> None:
         raw = _host(source)
         self._bytes[offset : offset + raw.nbytes] = raw
+
+    def send(self, offset: int, source: Source, word: int, value: int) -> None:
+        self.write(offset, source)
+        # SYNC POINT: arena word, see `store_word`.
+        atomics.store_release(word, value)
 
     def read(self, offset: int, target: npt.NDArray[Any]) -> None:
         raw = _host(target)

@@ -195,8 +195,8 @@ class LeasedSlots:
             raise InvalidArgument(f"a payload of {payload.nbytes} bytes; a slot has {self.payload_bytes}")
         slot = self._loan()
         generation = self._generations[slot] = _next_generation(self._generations[slot])
-        self.memory.write(self._offset + slot * self._stride, payload)
-        self.memory.store_word(_ready(slot), generation)
+        word = self.memory.address + _ready(slot)
+        self.memory.send(self._offset + slot * self._stride, payload, word, generation)
         handle = SlotHandle(slot, generation)
         self._used.append(handle)
         return handle

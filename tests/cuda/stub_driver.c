@@ -1,7 +1,7 @@
 /* A stub of libcuda.so.1: device memory is host memory, streams complete at once, and kernels do not run unless
  * `stub_device.cpp` is linked, which receives launches and emulates the kernels' effect.
  * Every call is logged to the file STUB_CUDA_LOG, if set, with its name and its integer arguments.
- * After `stub_fail` a function of that name, cuGraphLaunch or cuLaunchKernel, fails. */
+ * After `stub_fail` a function of that name, cuGraphLaunch, cuLaunchKernel or cuStreamWriteValue32, fails. */
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -32,6 +32,7 @@ static word next_handle(void) {
     return handle += 16;
 }
 #define LOG(...) (logs() ? fprintf(log_file(), __VA_ARGS__) : 0)
+void stub_note(const char *line) { LOG("%s\n", line); }
 #define MAKES(name)                                                                                                    \
     int name(word *out, word a, word b, word c, word d) {                                                              \
         *out = next_handle();                                                                                          \
@@ -185,7 +186,8 @@ int cuIpcOpenMemHandle_v2(word *address, struct ipc_handle handle, unsigned flag
 int cuIpcCloseMemHandle(word address) { return LOG("cuIpcCloseMemHandle\n"), 0; }
 int cuMemsetD8_v2(word address, unsigned char value, size_t count) { return memset((void *)address, value, count), 0; }
 int cuStreamWriteValue32_v2(word stream, word address, uint32_t value, unsigned flags) {
-    return *(uint32_t *)address = value, LOG("cuStreamWriteValue32 %u %u\n", value, flags), 0;
+    *(uint32_t *)address = value, LOG("cuStreamWriteValue32 %u %u\n", value, flags);
+    return fails("cuStreamWriteValue32");
 }
 int cuStreamWaitValue32_v2(word stream, word address, uint32_t value, unsigned flags) {
     LOG("cuStreamWaitValue32 %u %u %s\n", value, flags, *(uint32_t *)address == value ? "there" : "missing");

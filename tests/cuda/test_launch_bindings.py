@@ -214,3 +214,36 @@ arena.close()
     names = [call.split()[0] for call in calls]
     assert names[-2:] == ["cuMemFree", "cuCtxPopCurrent_v2"]
     assert names.count("cuCtxPushCurrent_v2") == names.count("cuCtxPopCurrent_v2")
+
+
+def test_a_copy_and_its_word_are_four_driver_calls_from_compiled_code(stub: Stub) -> None:
+    script = """
+import ctypes
+import numpy as np
+from ipc.errors import MemoryRefused
+from ipc.memory.cuda import CudaMemory
+from ipc.memory.device import DeviceSpan
+memory = CudaMemory.create(4096, "cuda:0")
+found = np.zeros(1024, np.uint32)
+library, word = ctypes.CDLL("libcuda.so.1"), memory.address + 64
+for source in (np.arange(16, dtype=np.float32), DeviceSpan(memory.address + 256, 64)):
+    library.stub_note(b"before")
+    memory.send(512 if isinstance(source, DeviceSpan) else 256, source, word, 3_000_000_000)
+    library.stub_note(b"after")
+memory.read(0, found)
+print(found[16], found[128:144].view(np.float32).tolist() == list(range(16)), memory.stream)
+library.stub_fail(b"cuStreamWriteValue32")
+try: memory.send(256, np.arange(16, dtype=np.float32), word, 1)
+except MemoryRefused as error: print(error)
+"""
+    out, calls = stub.run(script)
+    word, copied, stream = out[0].split()
+    assert (word, copied) == ("3000000000", "True")
+    first = calls.index("before")
+    for copy in (f"cuMemcpyHtoDAsync 64 {stream}", f"cuMemcpyDtoDAsync 64 {stream}"):
+        pushed, copied, stored, popped, end = calls[first + 1 : first + 6]
+        assert (copied, stored, end) == (copy, "cuStreamWriteValue32 3000000000 0", "after")
+        assert (pushed.split()[0], popped.split()[0]) == ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
+        first += 6
+    assert out[1] == "cuStreamWriteValue32 failed: <CUresult.CUDA_ERROR_LAUNCH_FAILED: 719>"
+    assert calls[-1].startswith("cuCtxPopCurrent_v2"), "a failed call leaves no context behind either"

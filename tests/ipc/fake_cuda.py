@@ -36,6 +36,7 @@ class FakeCuda:
         self._next = 100
         self.lazy, self.copies_per_query = lazy, copies_per_query
         self._queued: defaultdict[int, deque[Callable[[], Any]]] = defaultdict(deque)
+        self._entry_points: list[Any] = []  # callbacks
         self.calls: list[tuple[Any, ...]] = []
         self.contexts: list[int] = []  # contexts of the calling thread, the current one last
 
@@ -83,6 +84,18 @@ class FakeCuda:
 
     def cuCtxPopCurrent(self) -> tuple[Any, ...]:  # noqa: N802
         return self._done(self._real.CUcontext(self.contexts.pop()))
+
+    def cuGetProcAddress(self, name: bytes, version: int, flags: Any) -> tuple[Any, ...]:  # noqa: N802
+        """Return a C function that calls this object's function of that name."""
+        method = name.decode()
+        popped = (ctypes.c_uint64,) if method == "cuCtxPopCurrent" else ()
+        count = {"cuCtxPushCurrent": 1, "cuCtxPopCurrent": 0}.get(method, 4)
+
+        def called(*arguments: int) -> int:
+            return int(getattr(self, method)(*arguments[:count])[0])
+
+        self._entry_points.append(ctypes.CFUNCTYPE(ctypes.c_int, *popped, *[ctypes.c_uint64] * count)(called))
+        return self._done(ctypes.cast(self._entry_points[-1], ctypes.c_void_p).value, 0)
 
     def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:  # noqa: N802
         return self._done(self._real.CUstream(self._number()))

@@ -29,6 +29,7 @@ from ipc.memory.device import (
     DeviceMemory,
     DeviceSpan,
     HostMemory,
+    Source,
     reached,
 )
 from ipc.memory.shared import MemoryReference, SharedMemory
@@ -109,11 +110,22 @@ def test_the_pool_takes_a_clients_vectors_in_any_order(ends: Ends) -> None:
         assert taken(arena, lease, places[number]) == vector(number).tolist()
 
 
+def held_back(memory: DeviceMemory, stores: list[Callable[[], None]]) -> Callable[[int, Source, int, int], None]:
+    """Return a `send` of a device that copies and has not stored the word yet; `stores` do."""
+
+    def send(offset: int, source: Source, word: int, value: int) -> None:
+        memory.write(offset, source)
+        stores.append(lambda: memory.store_word(word - memory.address, value))
+
+    return send
+
+
 def test_a_vector_that_the_device_has_not_written_is_not_taken(ends: Ends) -> None:
     arena, client, lease = ends()
-    memory, stores = client.memory, []
+    memory = client.memory
+    stores: list[Callable[[], None]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "store_word", lambda *word: stores.append(word))
+        patch.setattr(memory, "send", held_back(memory, stores))
         place = client.write(vector(7))
     arena.claim(lease, place)
     for _ in range(2):
@@ -121,7 +133,7 @@ def test_a_vector_that_the_device_has_not_written_is_not_taken(ends: Ends) -> No
         arena.memory.flush()
         assert arena.copied(place) is None
     assert arena.memory.word(128) == 0, "its slot is not the client's again"
-    memory.store_word(*stores[0])
+    stores[0]()
     memory.flush()
     arena.copy_out(place)
     arena.memory.flush()

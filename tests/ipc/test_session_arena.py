@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,6 +18,7 @@ from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.ipc.processes import attach, child, endpoint
 from tests.ipc.ring_server import RingServer
 from tests.ipc.sessions import DIM, SLOTS, ask, forge_requests, vector
+from tests.ipc.test_device_arena import held_back
 
 
 @contextmanager
@@ -203,13 +204,13 @@ def test_a_request_waits_for_its_vector_without_delaying_others(
         ask(slow)
         assert len(server.receive()) == 1
         assert slow.arena.slots is not None
-        memory, stores = slow.arena.slots.memory, []
-        store = memory.store_word
-        monkeypatch.setattr(memory, "store_word", lambda *word: stores.append(word))  # its device is still writing
+        memory = slow.arena.slots.memory
+        stores: list[Callable[[], None]] = []
+        monkeypatch.setattr(memory, "send", held_back(memory, stores))  # its device is still writing
         late = ask(slow, seed=1)
         prompt = ask(other, seed=2)
         assert [request.request_id for request in (*server.receive(), *server.receive())] == [prompt]
-        store(*stores[0])
+        stores[0]()
         (request,) = server.receive()
         assert request.request_id == late
         assert np.array_equal(request.vector, vector(1))
