@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.cpu.queries import query_error, validate_queries
+from gpu.errors import InvalidVector
 from gpu.index.graph_index import GraphIndex
 from gpu.params import SearchParams
 from gpu.slots import Collections, Limits, SlotState, SlotTable
@@ -33,7 +34,8 @@ class Backend(NamedTuple):
             finished or on an interrupt, and report slots in the order in which they finished; one extend is counted
             for every [running slots] extends of single slots, so the count may be 0.
         read_result(handle, slot, ids, distances)
-            Write a finished slot's ids (int64) and distances (float32), nearest first. Returns their number.
+            Write a finished slot's ids (int64) and distances (float32), nearest first. Returns their number; INVALID
+            if the query was admitted in place and its vector is not finite or too large in norm.
         change_state(handle, slot, action)
             PAUSE, RESUME or RELEASE a slot; see `Engine`.
         set_filter(handle, slot, allowed, allowed_count)
@@ -42,6 +44,10 @@ class Backend(NamedTuple):
         prioritize(handle, slot)
             Start the query of a slot that was admitted since the last extend before queries without priority. 0 for
             engines that advance every slot in each extend.
+        admit_in_place(handle, vector, collection, k, top_m, width, patience)
+            As `admit`, for a vector in the engine's device memory, which is read there when the query starts: it must
+            stay valid until the slot is released. INVALID for a collection that is unknown or has no graph. The query
+            must not get a filter. 0 for engines on a CPU.
 
     A negative result other than INVALID means that the engine has failed; `Backend.check` then raises the error.
 
@@ -58,6 +64,7 @@ class Backend(NamedTuple):
     set_filter: int
     check: Callable[[], None] = lambda: None
     prioritize: int = 0
+    admit_in_place: int = 0
 
 
 def c_callable(address: int, arguments: int) -> Callable[..., int]:
@@ -178,12 +185,14 @@ class Engine(ABC):
     def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Return ids and distances (both [k], nearest first) of a finished slot; missing results are -1 and +inf.
 
-        Raises InvalidSlot for a slot in any other state.
+        Raises InvalidSlot for a slot in any other state, and InvalidVector for a query whose vector the device refused.
         """
         self._slots.expect(slot, SlotState.FINISHED)
         self._check_open()
         k = self._requested_k(slot)
         count = self._read_result(self._backend.handle, slot, *self._result_addresses)
+        if count == INVALID:
+            raise InvalidVector("the query's vector in device memory is not finite, or too long")
         ids, distances = self._ids[:k].copy(), self._distances[:k].copy()
         if count < k:
             ids[count:], distances[count:] = -1, np.inf

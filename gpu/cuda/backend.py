@@ -102,12 +102,16 @@ INTERRUPT_POLL_NS = 2_000
 _WORD = 0xFFFFFFFF
 _HEAD_WORDS = layout.SLOT.itemsize // 4
 _FREE, _ACTIVE, _PAUSED = layout.FREE, layout.ACTIVE, layout.PAUSED
-_TICKET_OFFSET, _EXTENDS_OFFSET, _NODES_OFFSET = 0, 4, layout.RESULT.itemsize
-_WRITE_THREADS = layout.WRITE_THREADS
+_TICKET_OFFSET, _EXTENDS_OFFSET, _INVALID_OFFSET, _NODES_OFFSET = 0, 4, 8, layout.RESULT.itemsize
+_WRITE_THREADS, _PREPARE_BYTES = layout.WRITE_THREADS, layout.PREPARE_BYTES
 assert layout.SLOT.names is not None
 assert layout.SLOT.names[: layout.VISITED_BITS + 1] == (
     "status", "ticket", "collection", "k", "top_m", "search_width", "patience", "visited_bits",
 )  # fmt: skip
+assert layout.SLOT.fields is not None
+assert layout.SLOT.fields["vector"][1] == 4 * layout.VECTOR
+assert layout.RESULT.names is not None
+assert layout.RESULT.names[:3] == ("ticket", "extends", "invalid")
 assert [layout.COMMAND.fields[name][1] for name in ("slot", "status", "line")] == [0, 4, 8]  # type: ignore[index]
 
 
@@ -174,11 +178,11 @@ def failed(words: Any, kind: int, code: int) -> Any:
 @compiled
 def _write_slots(words: Any) -> Any:
     """Launch `write_slots` for the pending commands. Returns whether it succeeded."""
-    one, count, none = np.uint32(1), words[PENDING], np.uint32(0)
+    one, count, shared_bytes = np.uint32(1), words[PENDING], np.uint32(_PREPARE_BYTES)
     grid, block = np.uint32(count), np.uint32(_WRITE_THREADS)
     code = call(
         words[LAUNCH],
-        (words[WRITE], grid, one, one, block, one, one, none, words[STREAM], words[ARGUMENTS], np.int64(0)),
+        (words[WRITE], grid, one, one, block, one, one, shared_bytes, words[STREAM], words[ARGUMENTS], np.int64(0)),
     )  # fmt: skip
     if code:
         return failed(words, LAUNCH_FAILED, code)
@@ -247,26 +251,51 @@ def _launch(words: Any, graph: int) -> Any:
 
 
 @compiled
+def _encoding(words: Any, collection: int) -> Any:
+    return words_at(words[ENCODINGS] + 8 * ENCODING_FIELDS * collection, ENCODING_FIELDS)
+
+
+@compiled
+def _is_loaded(words: Any, collection: int) -> Any:
+    return 0 <= collection < MAX_COLLECTIONS and _encoding(words, collection)[DIM] != 0
+
+
+@compiled
 def accept_query(words: Any, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
     """Assign a slot to a query and prepare it in the slot's staged line. Returns the slot, or INVALID."""
-    if not 0 <= collection < MAX_COLLECTIONS:
+    if not _is_loaded(words, collection):
         return INVALID
-    encoding = words_at(words[ENCODINGS] + 8 * ENCODING_FIELDS * collection, ENCODING_FIELDS)
-    if encoding[DIM] == 0:
-        return INVALID
-    table = table_of(words)
-    slot = slot_changes.next_free(table)
+    encoding = _encoding(words, collection)
+    slot = slot_changes.next_free(table_of(words))
     query = carray(pointer(vector), encoding[DIM], np.float32)
     line = carray(pointer(words[LINES] + slot * words[LINE_BYTES]), words[LINE_BYTES], np.uint8)
     if not write_query(query, encoding, line[4 * _HEAD_WORDS :]):
         return INVALID
+    _start_query(words, slot, collection, k, top_m, width, patience)
+    return slot
+
+
+@compiled
+def accept_in_place(words: Any, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
+    """Assign a slot to a query which the device prepares from a vector in its memory. Returns the slot, or INVALID."""
+    if not _is_loaded(words, collection) or scans_of(words).collections[collection, DEGREE] == 0:
+        return INVALID  # without a graph the host scans the rows
+    slot = slot_changes.next_free(table_of(words))
+    _start_query(words, slot, collection, k, top_m, width, patience)
+    head = _head(words, slot)
+    head[layout.VECTOR], head[layout.VECTOR + 1] = vector & _WORD, vector >> 32
+    return slot
+
+
+@compiled
+def _start_query(words: Any, slot: int, collection: int, k: int, top_m: int, width: int, patience: int) -> None:
+    """Write the head of a query's staged line and mark its slot as running."""
     scans = scans_of(words)
     degree = scans.collections[collection, DEGREE]
     filtered.start_query(scans.slots[slot], collection, k, degree == 0)
     layout.write_head(_head(words, slot), words[NEXT_TICKET], collection, degree, k, top_m, width, patience)
     words[NEXT_TICKET] = words[NEXT_TICKET] % _WORD + 1
-    slot_changes.acquire(table, active_of(words), slot)
-    return slot
+    slot_changes.acquire(table_of(words), active_of(words), slot)
 
 
 @c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
@@ -275,6 +304,16 @@ def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: 
     slot = accept_query(words, vector, collection, k, top_m, width, patience)
     if slot != INVALID and not scans_of(words).slots[slot, SCANNING]:
         _command(words, slot, _ACTIVE, words[DEVICE_LINES] + slot * words[LINE_BYTES])
+    return slot
+
+
+@c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
+def admit_in_place(handle: int, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
+    words = words_at(handle, HANDLE_WORDS)
+    slot = accept_in_place(words, vector, collection, k, top_m, width, patience)
+    if slot != INVALID:
+        line = words[DEVICE_LINES] + slot * words[LINE_BYTES]
+        _command(words, slot, _ACTIVE, line | layout.LINE_IN_PLACE)
     return slot
 
 
@@ -390,6 +429,8 @@ def extend(handle: int, report: int) -> Any:
 @c_function("int64(int64, int64, int64, int64)")
 def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
     words = words_at(handle, HANDLE_WORDS)
+    if not scans_of(words).slots[slot, SCANNING] and load_acquire(_result(words, slot) + _INVALID_OFFSET):
+        return INVALID
     scans, number = scans_of(words), np.int64(_head(words, slot)[layout.COLLECTION_NUMBER])
     search, collection = scans.slots[slot], scans.collections[number]
     factor = np.int64(collection[FACTOR]).view(np.float64)

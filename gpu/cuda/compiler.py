@@ -45,11 +45,13 @@ _CONSTANTS = (
     "PREFILL_RING",
     "DECODE_RING",
     "IS_NEW",
+    "IS_IN_PLACE",
     "IS_DONE",
     "LAP_SHIFT",
     "MAX_LAP",
     "EVERY_DECODE",
     "WRITE_THREADS",
+    "LINE_IN_PLACE",
     "CHUNK_BYTES",
     "MERGE_KEYS",
     "SCRATCH_BYTES",
@@ -59,7 +61,7 @@ _CONSTANTS = (
     "MAX_SEARCH_WIDTH",
 )
 """Names in gpu.cuda.layout; those of structs are upper case there."""
-_C_TYPES = {"u4": "uint32", "u8": "uint64"}
+_C_TYPES = {"u4": "uint32", "u8": "uint64", "f8": "double"}
 _INCLUDE = re.compile(r'^#include "([a-z_]+\.cuh)"$', re.MULTILINE)
 _ARCH = re.compile(r"sm_\d{2,3}[af]?\Z")
 _ERROR = re.compile(r"\b(error|fatal)\b")
@@ -104,6 +106,8 @@ def c_header() -> str:
     lines = ["// Written by gpu/cuda/compiler.py.", "#pragma once"]
     lines += ["using uint32 = unsigned int;", "using uint64 = unsigned long long;"]
     lines += [f"constexpr uint32 {name} = {getattr(layout, name)};" for name in _CONSTANTS]
+    for name, value in (("LARGEST_SQUARE", layout.LARGEST_SQUARE), ("LARGEST_DOUBLE", float(np.finfo(np.float64).max))):
+        lines.append(f"constexpr double {name} = {value!r};")
     for name in _STRUCTS:
         dtype: np.dtype[Any] = getattr(layout, name.upper())
         assert sum(part.itemsize for part, *_ in (dtype.fields or {}).values()) == dtype.itemsize, f"{name} is padded"

@@ -135,11 +135,12 @@ class CudaEngine(Engine):
             return Backend(
                 resident.admit.address, resident.extend.address, backend.read_result.address,
                 resident.change_state.address, handle.address, number, resident.set_filter.address, self._check,
-                resident.prioritize.address,
+                resident.prioritize.address, resident.admit_in_place.address,
             )  # fmt: skip
         return Backend(
             backend.admit.address, backend.extend.address, backend.read_result.address, backend.change_state.address,
             handle.address, number, backend.set_filter.address, self._check,
+            admit_in_place=backend.admit_in_place.address,
         )  # fmt: skip
 
     def load(self, collection: str, index: GraphIndex) -> None:

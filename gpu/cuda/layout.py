@@ -42,6 +42,7 @@ import numpy.typing as npt
 
 from gpu.compiled import compiled
 from gpu.cpu.queries import CODE_STEP as CODE_STEP  # exported to the kernels
+from gpu.cpu.queries import LARGEST_SQUARE as LARGEST_SQUARE  # also
 from gpu.cpu.queries import code_offset, full_offset, prepared_bytes
 from gpu.cpu.state import visited_bits as bits_for
 from gpu.cpu.tables import F16_DOT, F16_L2, F32_DOT, F32_L2, I8_DOT, I8_L2, kind_of  # noqa: F401
@@ -60,6 +61,7 @@ DISTANCE_THREADS = 256  # of compute_distances
 FUSED_THREADS = 512  # of extend_fused
 RESIDENT_THREADS = 256  # of extend_resident, at most; with fewer, more blocks are resident
 WRITE_THREADS = 256  # of write_slots: fetches a line of 4 KiB over the bus in one round trip
+PREPARE_BYTES = 8 * 32  # shared memory to prepare a query: a float64 for each of at most 32 warps
 MERGE_KEYS = 512  # maximum of new keys sorted and merged at once
 RING_PLACES = (8, 4)  # in-flight row chunks per thread, where a block serves a slot: the first that fits
 DISTANCE_PLACES = 8  # the same in compute_distances_8
@@ -72,15 +74,16 @@ _USUAL_DEGREE, _USUAL_LINE_BYTES = 64, 8192  # for an engine opened without inde
 RESIDENT_VISITED_BITS = 13
 """Maximum of `visited_bits` in the resident form, whose visited tables are in shared memory; larger searches evict."""
 
-# A ring entry, and the word `slot` of a RECORD: the slot in the lowest bits, one flag, and above it the lap, the number
+# A ring entry, and the word `slot` of a RECORD: the slot in the lowest bits, flags, and above them the lap, the number
 # of the current pass over the ring, from 1 to MAX_LAP, then wrapping to 1. A reader detects a new entry by the expected
 # lap.
 SLOT_BITS = 12
 RINGS = 2
 PREFILL_RING, DECODE_RING = range(RINGS)
 IS_NEW = 1 << SLOT_BITS  # flag of an entry: the device must fetch the slot's line from the host
+IS_IN_PLACE = IS_NEW << 1  # flag of a new entry: of the line only the head, which says where the vector lies
 IS_DONE = IS_NEW  # flag of a record: the query has a result
-LAP_SHIFT = SLOT_BITS + 1
+LAP_SHIFT = SLOT_BITS + 2
 MAX_LAP = (1 << (32 - LAP_SHIFT)) - 1
 EVERY_DECODE = 8  # one in this many entries taken is from the decode ring, if it has any
 
@@ -98,9 +101,15 @@ COLLECTION = np.dtype(
         ("kind", np.uint32),
         ("query_row", np.uint32),  # byte offsets into a prepared query: the encoding for rows,
         ("query_full", np.uint32),  # and for full rows
+        ("centre", np.uint64),  # how a query is prepared on the device: the rows' centre (int8 under L2 only), their
+        ("scale", np.float64),  # scale, the vector's length, the number of codes, and whether it is normalised
+        ("dim", np.uint32),
+        ("code_lanes", np.uint32),
+        ("normalised", np.uint32),
+        ("unused", np.uint32),
     ]
 )
-"""A collection, 64 bytes: rows and full [size, chunks], graph uint32 [size, degree], seeds uint32."""
+"""A collection, 96 bytes: rows and full [size, chunks], graph uint32 [size, degree], seeds uint32, centre float32."""
 
 SLOT = np.dtype(
     [
@@ -116,13 +125,15 @@ SLOT = np.dtype(
         ("unchanged", np.uint32),
         ("task_count", np.uint32),  # of the next extend; their parents are marked as expanded in top_m
         ("forgot", np.uint32),  # whether the visited table has evicted a node, so duplicates are possible
-        ("unused", np.uint32, 4),
+        ("vector", np.uint64),  # address in device memory from which the device prepares the query, written by the host
+        ("unused", np.uint32, 2),
     ]
 )
 """The head of a slot's line, 64 bytes; the prepared query (gpu.cpu.queries) follows."""
 
 STATUS, TICKET, COLLECTION_NUMBER, K, TOP_M, WIDTH, PATIENCE, VISITED_BITS = range(8)
-"""Indices of the words of a SLOT that the host writes."""
+VECTOR = 12
+"""Indices of the words of a SLOT that the host writes; `vector` has two."""
 
 COUNTERS = np.dtype(
     [
@@ -138,7 +149,8 @@ RESULT = np.dtype(
     [
         ("ticket", np.uint32),  # SYNC POINT: stored last, with release, after the rest of the result
         ("extends", np.uint32),  # that the query took
-        ("unused", np.uint32, 14),
+        ("invalid", np.uint32),  # 1: its vector is not finite or too long, and there is no result
+        ("unused", np.uint32, 13),
     ]
 )
 """The head of a slot's result line, 64 bytes, written when the query has finished; nodes int32 [max_k] and raw
@@ -174,7 +186,9 @@ QUEUE = np.dtype(
 
 COMMAND = np.dtype([("slot", np.uint32), ("status", np.uint32), ("line", np.uint64)])
 """A command of `write_slots`: copy the staged line (line_bytes at a device-visible address) unless 0, then set the
-status. A launch has at most one command per slot."""
+status. With LINE_IN_PLACE added to its address only the line's head is copied, and the query is prepared from the
+vector in device memory. A launch has at most one command per slot."""
+LINE_IN_PLACE = 1
 
 IN_PINNED_MEMORY = ("results", "progress", "doorbell", "lines", "rings", "goals", "records")
 """Arrays of the batch in pinned memory; the others are in device memory."""
@@ -223,8 +237,9 @@ class KernelSpec(NamedTuple):
 
 
 WRITE_SLOTS = KernelSpec("write_slots", WRITE_THREADS, (("commands", np.uint64),))
-"""Grid: the number of commands. `commands`: the address of COMMAND [grid], visible to the device. Reads collections,
-seeds; writes slots, due and, for new queries, keys, visited, nodes."""
+"""Grid: the number of commands. Shared: PREPARE_BYTES. `commands`: the device address of COMMAND [grid]. Reads
+collections, seeds, vectors in place; writes slots, due and, for new queries, keys, visited, nodes; for queries with
+invalid vectors, results and counters."""
 
 COMPUTE_DISTANCES = {
     team: KernelSpec(f"compute_distances_{team}", DISTANCE_THREADS, (("slots", np.uint32),)) for team in TEAMS
@@ -360,9 +375,9 @@ def without_sketch(rows: Rows) -> Rows:
 
 
 def collection_record(data: IndexData, addresses: dict[str, int]) -> npt.NDArray[Any]:
-    """Return the COLLECTION, [1], of an index with `rows`, `graph`, `seeds` and, for int8, `full` at these addresses.
+    """Return the COLLECTION, [1], of an index with these arrays, by their names in COLLECTION, at these addresses.
 
-    Arrays are as in `IndexData` (rows.codes, graph, seeds, rows.full), in C order, aligned to 16 bytes.
+    Arrays are those of `device_arrays`, in C order, aligned to 16 bytes.
     """
     rows = without_sketch(data.rows)
     record = np.zeros(1, COLLECTION)
@@ -375,6 +390,9 @@ def collection_record(data: IndexData, addresses: dict[str, int]) -> npt.NDArray
     record["kind"] = kind_of(rows)
     record["query_row"] = code_offset(rows) if rows.dtype == "int8" else full_offset(rows)
     record["query_full"] = full_offset(rows)
+    record["scale"] = rows.scale if rows.metric == "l2" else 1.0
+    record["dim"], record["normalised"] = rows.dim, rows.metric == "cosine"
+    record["code_lanes"] = rows.lanes if rows.dtype == "int8" else 0
     return record
 
 

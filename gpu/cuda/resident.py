@@ -17,8 +17,9 @@ rest of a query's work on the host. Of pinned memory, in lines of 64 bytes, a qu
     the device's reads    its line; a goal in every extend; rings and doorbell, polled for all blocks by one warp
     the device's writes   head, nodes and distances of its result; a record
 
-so 8 lines written at 96 dimensions and 50 at 768, and 2 to 3 read. The host has in its cache what it wrote last, unless
-the device has read it since.
+so 8 lines written at 96 dimensions and 50 at 768, and 2 to 3 read. Of a query whose vector lies in the device's memory
+only the head of the line is written and read: 2 lines at any dimension. The host has in its cache what it wrote last,
+unless the device has read it since.
 
 A launch ends after its lifetime. Slots are then recorded in their current state, entries may remain in the rings, and
 the next `extend` launches again if needed. `stop` ends a launch at once, before device memory is allocated or freed.
@@ -31,6 +32,7 @@ from gpu.compiled import c_function, compiled
 from gpu.cpu.tables import SCANNING
 from gpu.cuda import backend
 from gpu.cuda.backend import (
+    accept_in_place,
     accept_query,
     active_of,
     apply_filter,
@@ -42,7 +44,18 @@ from gpu.cuda.backend import (
     scans_of,
     table_of,
 )
-from gpu.cuda.layout import DECODE_RING, IS_DONE, IS_NEW, LAP_SHIFT, MAX_LAP, PREFILL_RING, PROGRESS, RECORD, SLOT_BITS
+from gpu.cuda.layout import (
+    DECODE_RING,
+    IS_DONE,
+    IS_IN_PLACE,
+    IS_NEW,
+    LAP_SHIFT,
+    MAX_LAP,
+    PREFILL_RING,
+    PROGRESS,
+    RECORD,
+    SLOT_BITS,
+)
 from gpu.engine import FAILED, INVALID, RELEASE, RESUME
 from gpu.intrinsics import call, load_acquire, monotonic_ns, store_release, words_at
 from gpu.slots import ACTIVE_COUNT, STATES, SlotState
@@ -72,9 +85,9 @@ from gpu.slots import ACTIVE_COUNT, STATES, SlotState
 ) = range(15)
 RESIDENT_WORDS = 15
 FINISHED_PER_SLOT = 3  # at most: collected before an extend, resumed with a result, and collected during it
-# Words of a slot's state, behind ON_DEVICE. NEW: the device has not fetched the slot's line yet. DONE: it has a result.
-# PRIORITIZED: it uses the prefill ring. REACHED: extends of its query so far. IN_QUEUE: it is among AT_QUEUE. PLACE:
-# its index among the active slots.
+# Words of a slot's state, behind ON_DEVICE. NEW: the flags of its entry until the device has the slot's line, then 0.
+# DONE: it has a result. PRIORITIZED: it uses the prefill ring. REACHED: extends of its query so far. IN_QUEUE: it is
+# among AT_QUEUE. PLACE: its index among the active slots.
 NEW, DONE, PRIORITIZED, REACHED, IN_QUEUE, PLACE = range(backend.ON_DEVICE + 1, backend.SLOT_STATE_WORDS - 1)
 
 _WORD = 0xFFFFFFFF
@@ -106,7 +119,7 @@ def _push(words: Any, resident: Any, slot: int) -> None:
     state = _slot_state(words, slot)
     ring = PREFILL_RING if state[PRIORITIZED] else DECODE_RING
     position = resident[PUSHED + ring]
-    entry = (position // resident[ENTRIES] % MAX_LAP + 1) << LAP_SHIFT | (IS_NEW if state[NEW] else 0) | slot
+    entry = (position // resident[ENTRIES] % MAX_LAP + 1) << LAP_SHIFT | state[NEW] | slot
     # SYNC POINT: a reader that loads the entry with acquire sees the slot's line and goal.
     store_release(resident[AT_RINGS] + 4 * (ring * resident[ENTRIES] + position % resident[ENTRIES]), entry)
     resident[PUSHED + ring] = (position + 1) & _WORD
@@ -122,6 +135,16 @@ def _enqueue(words: Any, resident: Any, slot: int) -> None:
         state[IN_QUEUE] = 1
         words_at(resident[AT_QUEUE], words[backend.SLOTS])[resident[QUEUED]] = slot
         resident[QUEUED] += 1
+
+
+@compiled
+def _begin(words: Any, slot: int, flags: int) -> None:
+    """Begin the query of a slot that was just assigned; `flags`: of its first entry."""
+    state = _slot_state(words, slot)
+    queued = state[IN_QUEUE]
+    state[:] = 0
+    state[NEW], state[IN_QUEUE], state[PLACE] = flags, queued, table_of(words)[ACTIVE_COUNT] - 1
+    _enqueue(words, _resident(words), slot)
 
 
 @compiled
@@ -299,11 +322,16 @@ def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: 
     words = words_at(handle, backend.HANDLE_WORDS)
     slot = accept_query(words, vector, collection, k, top_m, width, patience)
     if slot != INVALID:
-        state = _slot_state(words, slot)
-        queued = state[IN_QUEUE]
-        state[:] = 0
-        state[NEW], state[IN_QUEUE], state[PLACE] = 1, queued, table_of(words)[ACTIVE_COUNT] - 1
-        _enqueue(words, _resident(words), slot)
+        _begin(words, slot, IS_NEW)
+    return slot
+
+
+@c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
+def admit_in_place(handle: int, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
+    words = words_at(handle, backend.HANDLE_WORDS)
+    slot = accept_in_place(words, vector, collection, k, top_m, width, patience)
+    if slot != INVALID:
+        _begin(words, slot, IS_NEW | IS_IN_PLACE)
     return slot
 
 

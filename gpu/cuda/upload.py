@@ -26,6 +26,8 @@ def device_arrays(data: IndexData) -> dict[str, npt.NDArray[Any]]:
     arrays: dict[str, npt.NDArray[Any]] = {"rows": data.rows.codes, "graph": data.graph, "seeds": data.seeds}
     if data.rows.full is not None:
         arrays["full"] = data.rows.full
+    if data.rows.dtype == "int8" and data.rows.metric == "l2":
+        arrays["centre"] = np.ascontiguousarray(data.rows.centre, np.float32)
     return arrays
 
 

@@ -77,7 +77,10 @@ __device__ inline void publish(const Batch& batch, uint32 slot_number, const Slo
         nodes[i] = key == NO_KEY ? -1 : static_cast<int>(node_of(key));
         distances[i] = key == NO_KEY ? __uint_as_float(0x7F800000u) : distance_of(key);
     }
-    if (threadIdx.x == 0) result->extends = slot->extends;
+    if (threadIdx.x == 0) {
+        result->extends = slot->extends;
+        result->invalid = 0;
+    }
     __threadfence_system();
     __syncthreads();
     if (threadIdx.x == 0) store_release_system(&result->ticket, slot->ticket);

@@ -12,6 +12,7 @@
 //
 // A launch ends after its lifetime, even if the host process has died.
 #include "block.cuh"
+#include "query.cuh"
 
 constexpr uint32 NO_ENTRY = 0, LEAVE = 1;  // not entries: an entry's lap is not 0
 constexpr uint32 SLOT_MASK = (1u << SLOT_BITS) - 1;
@@ -115,12 +116,20 @@ __device__ inline void serve(const Batch& batch, Queue* queue, uint32 entry, uin
     if (threadIdx.x == 0) scratch->reasons = load_system(stop.goal);
     if (entry & IS_NEW) {
         const uint4* line = at<const uint4>(batch.lines + static_cast<uint64>(slot_number) * batch.line_bytes);
-        for (uint32 i = threadIdx.x; i < batch.line_bytes / CHUNK_BYTES; i += blockDim.x)
+        const uint32 bytes = entry & IS_IN_PLACE ? sizeof(Slot) : batch.line_bytes;
+        for (uint32 i = threadIdx.x; i < bytes / CHUNK_BYTES; i += blockDim.x)
             reinterpret_cast<uint4*>(slot)[i] = load_now(line + i);
     }
     __syncthreads();
     const uint32 goal = scratch->reasons;
     Slot head = load_whole(slot);
+    if ((entry & IS_IN_PLACE) &&
+        !prepare_query(slot, collection_at(batch, head.collection), head.vector, shared + SCRATCH_BYTES)) {
+        if (threadIdx.x != 0) return;
+        publish_invalid(batch, slot_number, slot);
+        record_slot(batch, queue, slot_number, 0, true, entries);
+        return;
+    }
     head.visited_bits = min(head.visited_bits, RESIDENT_VISITED_BITS);
     const uint32 table_words = min(batch.visited_stride, 1u << RESIDENT_VISITED_BITS);
     const uint32 limit = goal > head.extends ? ~0u : 0;

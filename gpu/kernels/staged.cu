@@ -5,23 +5,34 @@
 // merge kernel has a warp per slot, which also gathers the neighbours of the parents that it has selected. Inactive slots
 // have no tasks, so one captured graph serves any set of active slots.
 #include "finish.cuh"
+#include "query.cuh"
 #include "ring.cuh"
 
-// Execute one command per block: copy the staged line of a new query, set the status. A slot that has just finished stays
-// finished.
+// Execute one command per block: copy the staged line of a new query, or its head, and prepare the query from its vector in
+// device memory; set the status. A slot that has just finished stays finished.
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_slots(const Batch batch, uint64 commands) {
+    DYNAMIC_SHARED(shared);
     const Command command = at<const Command>(commands)[blockIdx.x];
+    const uint64 line = command.line & ~static_cast<uint64>(LINE_IN_PLACE);
+    const bool in_place = (command.line & LINE_IN_PLACE) != 0;
     Slot* slot = slot_at(batch, command.slot);
-    if (command.line != 0)
-        for (uint32 i = threadIdx.x; i < batch.line_bytes / CHUNK_BYTES; i += blockDim.x)
-            reinterpret_cast<uint4*>(slot)[i] = at<const uint4>(command.line)[i];
+    if (line != 0)
+        for (uint32 i = threadIdx.x; i < (in_place ? sizeof(Slot) : batch.line_bytes) / CHUNK_BYTES; i += blockDim.x)
+            reinterpret_cast<uint4*>(slot)[i] = at<const uint4>(line)[i];
     __syncthreads();
-    if (command.line != 0 && command.status != FREE) {
+    if (line != 0 && command.status != FREE) {
         const Slot head = load_whole(slot);
-        begin_query(slot, head, collection_at(batch, head.collection), keys_at(batch, command.slot),
-                    visited_at(batch, command.slot), nodes_at(batch, command.slot), &slot->task_count);
+        const Collection& collection = collection_at(batch, head.collection);
+        if (in_place && !prepare_query(slot, collection, head.vector, shared)) {
+            if (threadIdx.x != 0) return;
+            publish_invalid(batch, command.slot, slot);
+            atomicAdd(&at<Counters>(batch.counters)->stop, 1u);  // the launch that follows ends after an extend
+            return;
+        }
+        begin_query(slot, head, collection, keys_at(batch, command.slot), visited_at(batch, command.slot),
+                    nodes_at(batch, command.slot), &slot->task_count);
     }
-    if (threadIdx.x == 0 && (command.line != 0 || command.status == FREE || slot->status != FINISHED)) {
+    if (threadIdx.x == 0 && (line != 0 || command.status == FREE || slot->status != FINISHED)) {
         slot->status = command.status;
         set_due(batch, command.slot, slot->collection, command.status == ACTIVE ? slot->task_count : 0);
     }

@@ -19,8 +19,10 @@
 #include <cstring>
 #include <ctime>
 
+using std::fabs;
 using std::max;
 using std::min;
+using std::sqrt;
 
 #define __global__
 #define __device__

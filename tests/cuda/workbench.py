@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cpu.queries import QueryEncoding, prepare, prepared_bytes
+from gpu.cpu.queries import QueryEncoding, code_offset, full_offset, prepare, prepared_bytes
 from gpu.cuda import layout
 from gpu.cuda.driver import Argument, Dim, Driver, PinnedMemory
 from gpu.cuda.layout import BatchShape, KernelSpec
+from gpu.cuda.upload import device_arrays
 from gpu.index.data import IndexData
-from gpu.index.rows import aligned_empty, true_distances
+from gpu.index.rows import aligned_empty, padded, true_distances
 from gpu.params import SearchParams
 
 
@@ -55,10 +56,9 @@ class Workbench:
     doorbell: PinnedMemory
 
     def _collection(self, index: IndexData) -> npt.NDArray[Any]:
-        arrays = {"rows": index.rows.codes, "graph": index.graph, "seeds": index.seeds}
-        if index.rows.full is not None:
-            arrays["full"] = index.rows.full
-        return layout.collection_record(index, {name: self._upload(array) for name, array in arrays.items()})
+        return layout.collection_record(
+            index, {name: self._upload(array) for name, array in device_arrays(index).items()}
+        )
 
     def _upload(self, array: npt.NDArray[Any]) -> int:
         address = self.driver.allocate(array.nbytes)
@@ -69,14 +69,36 @@ class Workbench:
         kernel = self.driver.kernel(self._module, spec.name, shared_bytes)
         self.driver.launch(self.stream, kernel, Dim(blocks), Dim(spec.threads), [self.batch, *arguments], shared_bytes)
 
-    def command(self, slot: int, status: int, line: npt.NDArray[Any] | None = None) -> None:
-        staged = 0 if line is None else self._upload(line)
+    def command(self, slot: int, status: int, line: npt.NDArray[Any] | None = None, flag: int = 0) -> None:
+        staged = 0 if line is None else self._upload(line) | flag
         command = np.array([(slot, status, staged)], layout.COMMAND)
-        self.launch(layout.WRITE_SLOTS, 1, 0, *layout.WRITE_SLOTS.argument_values(commands=self._upload(command)))
+        self.launch(
+            layout.WRITE_SLOTS,
+            1,
+            layout.PREPARE_BYTES,
+            *layout.WRITE_SLOTS.argument_values(commands=self._upload(command)),
+        )
 
     def admit(self, slot: int, query: npt.NDArray[Any], params: SearchParams, collection: int = 0, **head: int) -> None:
         """Admit a query. `head` overrides fields of the slot's head."""
         self.command(slot, layout.ACTIVE, self.line(slot, query, params, collection, **head))
+
+    def admit_in_place(self, slot: int, query: npt.NDArray[Any], params: SearchParams) -> None:
+        """Admit a query of the first collection whose vector is in device memory."""
+        line = self.line(slot, query, params, vector=self._upload(query))
+        line[layout.SLOT.itemsize :] = 0xFF  # not to be read
+        self.command(slot, layout.ACTIVE, line, layout.LINE_IN_PLACE)
+
+    def query(self, slot: int, index: IndexData) -> dict[str, npt.NDArray[Any]]:
+        """Return what distances to rows of this index read of a slot's prepared query in device memory."""
+        line, rows = np.zeros(self.shape.line_bytes, np.uint8), layout.without_sketch(index.rows)
+        self.driver.copy_to_host(self.stream, line, self.addresses["slots"] + slot * self.shape.line_bytes)
+        prepared, full = line[layout.SLOT.itemsize :], full_offset(rows)
+        parts = {"full": prepared[full : full + 4 * padded(rows.dim)].view(np.float32)}
+        if rows.dtype == "int8":
+            parts["codes"] = prepared[code_offset(rows) : full].view(np.int16)
+            parts["step"] = prepared[layout.CODE_STEP : layout.CODE_STEP + 4].view(np.float32)
+        return parts
 
     def line(
         self, slot: int, query: npt.NDArray[Any], params: SearchParams, collection: int = 0, **head: int
