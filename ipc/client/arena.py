@@ -1,11 +1,12 @@
 """A client's leased slots of its pool's arena, opened by the first vector that can be written there."""
 
 import contextlib
+from collections.abc import Iterable
 
 import numpy as np
 
 from ipc.errors import IpcError, RingFull
-from ipc.memory.device import DeviceSpan, Source
+from ipc.memory.device import MAX_WORD, DeviceSpan, Source
 from ipc.ring.descriptors import Float32s
 from ipc.session.device_arena import LeasedSlots, open_memory
 from ipc.session.messages import Grant
@@ -18,10 +19,14 @@ class ClientArena:
     A failure to open it (a MIG device, memory of this process) disables the arena for the session.
     """
 
-    def __init__(self, grant: Grant) -> None:
-        self._grant = grant
+    def __init__(self, grant: Grant, requests: tuple[int, int]) -> None:
+        """requests: address and bytes of the request ring, in which the GPU stores that a vector is written."""
+        self._grant, self._requests = grant, requests
         self.slots: LeasedSlots | None = None
         self._device = ""
+        self._ring = 0  # address of the request ring for the device
+        self._generation = 0
+        self._held: dict[int, int] = {}  # slots by request id
         self.on_gpu = grant.gpu is not None
         """Whether the arena is in a GPU's memory; only vectors of the same kind of memory can be written to it."""
         self.error = ""
@@ -29,8 +34,11 @@ class ClientArena:
         self.disabled = False
         """Whether the arena has failed for this session."""
 
-    def write(self, row: Source) -> Float32s | None:
-        """Queue a copy of a vector into a free slot. Return its request's handle; None on failure, see `error`."""
+    def write(self, row: Source, request_id: int, word: int) -> Float32s | None:
+        """Queue a copy of a request's vector into a free slot. Return its payload; None on failure, see `error`.
+
+        word: offset in the request ring of the word that says that the vector is written.
+        """
         device = f"cuda:{row.device}" if isinstance(row, DeviceSpan) else "cpu"
         try:
             slots = self.slots or self._open_slots(device)
@@ -39,7 +47,10 @@ class ClientArena:
             if device != self._device:
                 self.error = f"the arena is open from {self._device}, the vector lies on {device}"
                 return None
-            return np.array(slots.write(row), np.uint32).view(np.float32)
+            generation = self._generation + 1 & MAX_WORD
+            slot = self._held[request_id] = slots.write(row, self._ring + word, generation)
+            self._generation = generation
+            return np.array((slot, generation), np.uint32).view(np.float32)
         except RingFull as error:
             self.error = str(error)
         except IpcError as error:
@@ -48,13 +59,27 @@ class ClientArena:
             self.close()
         return None
 
+    @property
+    def is_full(self) -> bool:
+        """Whether all slots are in use by requests that have not ended, as far as `end` was told."""
+        return self.slots is not None and not self.slots.free_slots
+
+    def end(self, request_ids: Iterable[int]) -> None:
+        """Free the slots of requests that have ended, or were not sent."""
+        for request_id in request_ids if self._held else ():
+            slot = self._held.pop(request_id, None)
+            if slot is not None and self.slots is not None:
+                self.slots.release(slot)
+
     def _open_slots(self, device: str) -> LeasedSlots | None:
         if self.disabled:
             return None
         memory = open_memory(self._grant.memory, device)
         try:
             self.slots = LeasedSlots(memory, self._grant.lease)
+            self._ring = memory.reach(*self._requests)
         except BaseException:
+            self.slots = None
             memory.close()
             raise
         self._device = device

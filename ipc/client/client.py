@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from ipc.client.arena import ClientArena
 from ipc.client.session import ClientSession
 from ipc.errors import (
     Draining,
@@ -24,6 +25,7 @@ from ipc.ring.descriptors import (
     RESULT_HEADER,
     STATUS_CODES,
     STATUSES,
+    WRITTEN,
     Float32s,
     Result,
     SearchSpec,
@@ -82,25 +84,41 @@ class RingClient(ClientSession):
         ring, outstanding, arena = self.attachment.requests, self.pending, self.arena
         if outstanding.unsent_cancels or len(outstanding) >= self.slots or ring.room() <= 0:
             self._wait_for_room(block_ms)
-        if arena is not None and arena.on_gpu is on_gpu and (handle := arena.write(row)) is not None:
-            packed = self._packed_in_arena[key]
-            words, row = packed.words, handle
+        request_id = outstanding.next_id
+        if arena is not None and arena.on_gpu is on_gpu and (handle := self._write(arena, row, spec)) is not None:
+            words, row = self._packed_in_arena[key].words, handle
         elif on_gpu:
             reason = "this client has none" if arena is None else arena.error or "it is in host memory"
             raise MemoryRefused(f"a vector in a GPU's memory needs a slot of the pool's arena: {reason}")
         if spec.filter:
             words = packed.with_filter(self._filter_slot(spec.filter, 1))
-        request_id, now = outstanding.next_id, time.monotonic_ns()
+        now = time.monotonic_ns()
         outstanding.next_id = request_id + 1
         outstanding[request_id] = now
         try:
             sent = ring.send_row(row, request_id, deadline_ns, now, *words)
         except BaseException:
-            outstanding.withdraw(range(request_id, request_id + 1))
+            self._withdraw(range(request_id, request_id + 1))
             raise
         if sent:
             self._check_sent(sent, range(request_id, request_id + 1))
         return request_id
+
+    def _write(self, arena: ClientArena, row: DeviceSpan | Float32s, spec: SearchSpec) -> Float32s | None:
+        """Write the next request's vector to the arena. Return the request's payload, or None, with `arena.error`."""
+        if spec.filter or spec.collection not in self.in_place:
+            arena.error = "the pool's host reads the vectors of filtered requests and of live collections"
+            return None
+        if arena.is_full and self._lost is None:
+            self._read_ring()  # ended requests free their slots
+        ring = self.attachment.requests
+        word = ring.header_offsets[ring.position % ring.layout.slots] + WRITTEN
+        return arena.write(row, self.pending.next_id, word)
+
+    def _withdraw(self, ids: range) -> None:
+        self.pending.withdraw(ids)
+        if self.arena is not None:
+            self.arena.end(ids)
 
     def submit_many(self, vectors: npt.ArrayLike, spec: SearchSpec) -> range:
         """Submit as many of `vectors` [n, dim] as fit, from the first on, in one publication. Return their request ids.
@@ -127,7 +145,7 @@ class RingClient(ClientSession):
         try:
             sent = ring.send_rows(rows[:count], first, spec.deadline_ns, now, *words)
         except BaseException:
-            self.pending.withdraw(ids)
+            self._withdraw(ids)
             raise
         if sent:
             self._check_sent(sent, ids)
@@ -142,7 +160,7 @@ class RingClient(ClientSession):
     def _check_sent(self, sent: int, ids: range) -> None:
         """Ring a doorbell that is not an eventfd, or raise the error if nothing was sent."""
         if sent < 0:
-            self.pending.withdraw(ids)
+            self._withdraw(ids)
             self._raise_send_error(sent)
         self.attachment.ringer.ring()
 
@@ -199,14 +217,19 @@ class RingClient(ClientSession):
 
     def _read_ring(self) -> None:
         """Move published results from the ring to `pending.results`."""
+        results = self.pending.results
+        known = len(results)
         try:
-            read_results(self.attachment.results, self.epoch, self.max_k, self.pending, self.pending.results)
+            read_results(self.attachment.results, self.epoch, self.max_k, self.pending, results)
         except StaleEpoch:
             self._counts["stale"] += 1
             raise
         except ProtocolViolation as error:
             self._end_session(str(error), read=False)
             raise
+        finally:
+            if self.arena is not None and self.arena.slots is not None:
+                self.arena.end(result.request_id for result in results[known:])
 
     def poll(self) -> list[Result]:
         """Return the available results in the order of their publication. Never blocks.

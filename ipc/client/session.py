@@ -21,7 +21,7 @@ from ipc.ring.descriptors import (
 )
 from ipc.ring.doorbell import SpinBudget
 from ipc.ring.ring import CLOSED, DRAINING, EVICTED, RingProducer
-from ipc.session.messages import DOORBELLS, EVENTFD, ClientStatistics
+from ipc.session.messages import DOORBELLS, EVENTFD, ClientStatistics, result_offset
 from ipc.session.parameters import Limits, Packed, pack, pack_cancel
 
 K = TypeVar("K")
@@ -137,8 +137,10 @@ class ClientSession:
             return Memo(lambda spec: pack(spec, answer.epoch, limits, top_m, kind))
 
         self._packed, self._packed_in_arena = packed(SEARCH), packed(SEARCH_ARENA)
-        fits = self.attachment.requests.layout.payload_bytes >= 8  # for a handle of an arena slot
-        self.arena = None if answer.arena is None or not fits else ClientArena(answer.arena)
+        self.in_place = {served.name for served in self.catalogue.served if served.in_place}
+        """Collections whose pool reads vectors in its arena."""
+        requests = (self.attachment.memory.address, result_offset(answer.requests))
+        self.arena = None if answer.arena is None else ClientArena(answer.arena, requests)
 
     def _read_ring(self) -> None:
         """Move published results from the ring to `pending.results`."""
@@ -228,6 +230,10 @@ class ClientSession:
     def has_arena(self) -> bool:
         """Whether the pool has granted slots of its arena, and they are reachable as far as known."""
         return self.arena is not None and not self.arena.disabled
+
+    def takes_in_place(self, spec: SearchSpec) -> bool:
+        """Whether vectors of such requests may go through the arena: the host reads those of filtered requests."""
+        return self.has_arena and not spec.filter and spec.collection in self.in_place
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ipc.errors import InvalidArgument, MemoryRefused
@@ -42,12 +41,11 @@ class CudaMemory:
         self._cuda, self._device, self._context = cuda, device, context
         self._address, self.size, self._exported = address, size, exported
         self._open = True
-        self._staged: list[int] = []
+        self._registered: list[int] = []  # addresses of host memory
         self._modules: list[Any] = []
         self._kernels: dict[str, Any] = {}
         flag = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value
         self.stream = int(_call(cuda, "cuStreamCreate", flag))
-        self._aside = int(_call(cuda, "cuStreamCreate", flag))
         self._calls = DriverCalls(cuda, int(context), self.stream)
 
     @classmethod
@@ -132,22 +130,13 @@ class CudaMemory:
             address = ctypes.addressof(pointers)
             _call(self._cuda, "cuLaunchKernel", self._kernels[name], *shape, self.stream, address, 0)
 
-    def store_word(self, offset: int, value: int) -> None:
-        # SYNC POINT: arena word. With the default flag it is a system-wide barrier for the stream's earlier writes.
-        flag = self._cuda.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value
+    def reach(self, address: int, nbytes: int) -> int:
+        cuda = self._cuda
+        flags = cuda.CU_MEMHOSTREGISTER_PORTABLE | cuda.CU_MEMHOSTREGISTER_DEVICEMAP
         with self._here():
-            _call(self._cuda, "cuStreamWriteValue32", self.stream, self._address + offset, value, flag)
-
-    def word(self, offset: int) -> int:
-        return self.words(offset, 1, 4)[0]
-
-    def words(self, offset: int, count: int, stride: int) -> list[int]:
-        """Copies the whole range on another stream and waits for it: some microseconds."""
-        found = np.zeros(((count - 1) * stride + 4) // 4, np.uint32)
-        with self._here():
-            _call(self._cuda, "cuMemcpyDtoHAsync", found.ctypes.data, self._address + offset, found.nbytes, self._aside)
-            _call(self._cuda, "cuStreamSynchronize", self._aside)
-        return [int(word) for word in found[:: stride // 4]]
+            _call(cuda, "cuMemHostRegister", address, nbytes, flags)
+            self._registered.append(address)
+            return int(_call(cuda, "cuMemHostGetDevicePointer", address, 0))
 
     def flush(self) -> None:
         with self._here():
@@ -162,15 +151,6 @@ class CudaMemory:
             raise MemoryRefused(f"cuStreamQuery failed: {code}")
         return bool(code == self._cuda.CUresult.CUDA_SUCCESS)
 
-    def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Allocates pinned memory: copies to pageable memory would block."""
-        with self._here():
-            address = int(_call(self._cuda, "cuMemHostAlloc", nbytes, 0))
-        self._staged.append(address)
-        array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-        array[:] = 0
-        return array
-
     def close(self) -> None:
         """Waits for the queue, then frees the memory."""
         if not self._open:
@@ -179,12 +159,11 @@ class CudaMemory:
         with self._here():
             with contextlib.suppress(MemoryRefused):  # a device fault must not keep the memory
                 _call(self._cuda, "cuStreamSynchronize", self.stream)
-            for stream in (self.stream, self._aside):
-                _call(self._cuda, "cuStreamDestroy", stream)
+            _call(self._cuda, "cuStreamDestroy", self.stream)
             for module in self._modules:
                 _call(self._cuda, "cuModuleUnload", module)
-            for address in self._staged:
-                _call(self._cuda, "cuMemFreeHost", address)
+            for address in self._registered:
+                _call(self._cuda, "cuMemHostUnregister", address)
             if self._exported:
                 _call(self._cuda, "cuMemFree", self._address)
             else:

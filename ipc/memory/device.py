@@ -62,7 +62,7 @@ class CudaArray(Protocol):
 
 
 class DeviceMemory(Protocol):
-    """`size` bytes that two processes share. Offsets of words are multiples of 64; words are 0..2³²-1."""
+    """`size` bytes that two processes share. Words are 0..2³²-1, at multiples of 8 bytes."""
 
     size: int
 
@@ -83,23 +83,17 @@ class DeviceMemory(Protocol):
     def read(self, offset: int, target: npt.NDArray[Any]) -> None:
         """Queue a copy out of the memory to host memory."""
 
-    def store_word(self, offset: int, value: int) -> None:
-        """Queue a store that becomes visible after everything queued before."""
+    def reach(self, address: int, nbytes: int) -> int:
+        """Let the memory's device store into host memory of this process, whole pages that stay mapped until `close`.
 
-    def word(self, offset: int) -> int:
-        """Read a word's current value, independent of the queue."""
-
-    def words(self, offset: int, count: int, stride: int) -> list[int]:
-        """Read `count` words, `stride` bytes apart, in one operation."""
+        Return the address for `send`. Raises MemoryRefused.
+        """
 
     def flush(self) -> None:
         """Wait until the queue is empty."""
 
     def idle(self) -> bool:
         """Return whether the queue is empty. Never blocks; raises MemoryRefused if an operation has failed."""
-
-    def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Allocate host memory for asynchronous `read`; it is freed with this memory."""
 
     def close(self) -> None:
         """Idempotent."""
@@ -137,23 +131,15 @@ class HostMemory:
 
     def send(self, offset: int, source: Source, word: int, value: int) -> None:
         self.write(offset, source)
-        # SYNC POINT: arena word, see `store_word`.
+        # SYNC POINT: the release orders the word after the copy.
         atomics.store_release(word, value)
 
     def read(self, offset: int, target: npt.NDArray[Any]) -> None:
         raw = _host(target)
         raw[:] = self._bytes[offset : offset + raw.nbytes]
 
-    def store_word(self, offset: int, value: int) -> None:
-        # SYNC POINT: arena word. The release orders it after the copy; `word` acquires.
-        atomics.store_release(self._memory.address + offset, value)
-
-    def word(self, offset: int) -> int:
-        # SYNC POINT: arena word, see `store_word`.
-        return atomics.load_acquire(self._memory.address + offset)
-
-    def words(self, offset: int, count: int, stride: int) -> list[int]:
-        return [self.word(offset + stride * number) for number in range(count)]
+    def reach(self, address: int, nbytes: int) -> int:
+        return address
 
     def flush(self) -> None:
         """No-op: operations are immediate."""
@@ -162,18 +148,10 @@ class HostMemory:
         """Return True: operations are immediate."""
         return True
 
-    def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        return np.zeros(nbytes, np.uint8)
-
     def close(self) -> None:
         del self._bytes
         self._bytes = np.empty(0, np.uint8)
         self._memory.close()
-
-
-def reached(word: int, value: int) -> bool:
-    """Return whether a word has reached a value, modulo 2³² (as the GPU's own comparison does)."""
-    return (word - value) & MAX_WORD < 1 << 31
 
 
 def _host(array: Source) -> npt.NDArray[np.uint8]:

@@ -1,8 +1,9 @@
 """Layout of a session's slots: the 56 header bytes of a request and of a result, and their codes.
 
 ```
-request     q id | q deadline_ns | q enqueue_ns | 24 bytes parameters | 8 spare     payload: dim float32, or, for a
-            vector in the pool's arena (`device_arena.py`), its slot handle: I slot | I generation
+request     q id | q deadline_ns | q enqueue_ns | 24 bytes parameters | I written | 4 spare     payload: dim float32, or
+            for a vector in the pool's arena (`device_arena.py`): I slot of the lease | I generation of its use, which
+            the client's device stores in `written` behind the vector
 parameters  I epoch | B kind | B stage | H collection | H k | H filter slot (0: none; `filters.py`) |
             I top_m | H search_width | H patience (0: none) | H dim | H flow
 result      q id | I epoch | B status | 3 spare | I count | I extends | q receive_ns | q begin_ns | q end_ns | 8 spare
@@ -25,6 +26,8 @@ assert REQUEST_HEADER.size == RESULT_HEADER.size == 56
 assert PARAMETERS.size == 24
 
 SEARCH, CANCEL, SEARCH_ARENA = 0, 1, 2  # kinds of request
+WRITTEN = 48
+"""Byte offset of `written` in a request's header."""
 
 Stage = Literal["prefill", "decode"]
 STAGES: tuple[Stage, ...] = ("prefill", "decode")

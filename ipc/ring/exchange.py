@@ -5,14 +5,17 @@ table*, int64 [TABLE_WORDS], is a server's view of its clients: limits, addresse
 *current request*, which `find_request` found last. A *client row*, int64 [CLIENT_WORDS], describes one client; row i
 is also row i of the watch table over the request rings (`atomics.py`). A row whose HANDLE is 0 is unused.
 
-    find_request → ACCEPTED: copy the vector at VECTOR, then `release`; one `answer` is due
-                   ARENA:    the vector is in the pool's arena: `accept` once it is copied, then as above
+    find_request → ACCEPTED: copy the vector at VECTOR, then `release`; one `answer` is due. Of a request of the KIND
+                             SEARCH_ARENA, VECTOR is an address in the arena, where it stays until the answer
                    FILTER:   the filter in FILTER_SLOT is not cached: cache it, or refuse or set aside the request, then
                              call again
                    CANCEL:   the client cancels REQUEST_ID, which may be outstanding or not
                    REFUSED:  the request was invalid or stale, and has been answered
                    EVICT:    the client at ROW violated the protocol
                    NONE:     there is no request
+
+A request whose vector the client's device has not written yet is not received, nor are its client's later ones; while
+there is one, `sleep` returns at once.
 
 Nothing in a ring is trusted: each word is read once and validated before use. A request is accepted only when a slot of
 its client's result ring is reserved for it, so an answer never waits; a client without a free slot is skipped until the
@@ -40,7 +43,7 @@ from ipc.memory.atomics import (
 )
 from ipc.memory.compiled import compiled, entry_point
 from ipc.ring.descriptors import CANCEL as CANCEL_KIND
-from ipc.ring.descriptors import MAX_REQUEST_ID, SEARCH, SEARCH_ARENA, STAGES, STATUS_CODES
+from ipc.ring.descriptors import MAX_REQUEST_ID, SEARCH, SEARCH_ARENA, STAGES, STATUS_CODES, WRITTEN
 from ipc.ring.filters import FILTER_SLOTS
 
 # A client table. EPOCH … MAX_TOP_M: limits; ROW_COUNT: rows in use; CLIENT_ROWS, WATCH: addresses of the client rows
@@ -88,20 +91,37 @@ TABLE_WORDS = 28
 # A client row. RESULT_END: address of the result ring's end (`atomics.py`); OUTSTANDING, LAST_ID, RECEIVED: of its
 # requests; COLLECTIONS: address of int64 [CODES, 2], by collection code the server's number and the dimension;
 # BELL_PENDING: its doorbell is to be rung from Python; CACHED_FILTERS: address of int64 [FILTER_SLOTS,
-# CACHED_FILTER_WORDS].
-(HANDLE, RESULT_END, OUTSTANDING, LAST_ID, RECEIVED, COLLECTIONS, CODES, BELL_PENDING, CACHED_FILTERS) = range(9)
-CLIENT_WORDS = 9
+# CACHED_FILTER_WORDS]; ARENA: address of the first of its ARENA_SLOTS slots of the arena, ARENA_STRIDE bytes apart;
+# AWAITED: address of the word that will be GENERATION once the vector of its next request is written, or 0.
+(
+    HANDLE,
+    RESULT_END,
+    OUTSTANDING,
+    LAST_ID,
+    RECEIVED,
+    COLLECTIONS,
+    CODES,
+    BELL_PENDING,
+    CACHED_FILTERS,
+    ARENA,
+    ARENA_SLOTS,
+    ARENA_STRIDE,
+    AWAITED,
+    GENERATION,
+) = range(14)
+CLIENT_WORDS = 14
 
 # A cached filter: the generation of its slot when it was read, the server's number for it, the code of its collection,
 # and the address of the slot's generation in the client's memory.
 (CACHED_GENERATION, CACHED_NUMBER, CACHED_CODE, GENERATION_ADDRESS) = range(4)
 CACHED_FILTER_WORDS = 4
 
-NONE, ACCEPTED, CANCEL, ARENA, REFUSED, EVICT, FILTER = range(7)
+NONE, ACCEPTED, CANCEL, REFUSED, EVICT, FILTER, _UNWRITTEN = range(7)
 
 _INVALID_REQUEST, _STALE_EPOCH = STATUS_CODES["invalid_request"], STATUS_CODES["stale_epoch"]
 _MAX_EXTENDS = (1 << 31) - 1
 _STAGE_COUNT = len(STAGES)
+_WORD = 0xFFFFFFFF
 _HEADER, _PAYLOAD = 8, 64  # bytes of a slot before its header, and before its payload
 
 
@@ -208,6 +228,7 @@ def _read(clients: Any, slot: int) -> Any:
     )
     kind = (first >> 32) & 0xFF
     client = client_at(clients, clients[ROW])
+    client[AWAITED] = 0
     stale = (first & 0xFFFFFFFF) != clients[EPOCH]
     if kind == CANCEL_KIND:
         release(clients)
@@ -232,6 +253,7 @@ def _read(clients: Any, slot: int) -> Any:
         or not 1 <= top_m <= clients[MAX_TOP_M]
         or width < 1
         or filter_slot > FILTER_SLOTS
+        or (kind == SEARCH_ARENA and filter_slot > 0)
     ):
         return _refuse(clients, _INVALID_REQUEST)
     collection = intrinsics.words(client[COLLECTIONS] + 16 * code, 2)
@@ -252,9 +274,23 @@ def _read(clients: Any, slot: int) -> Any:
             return FILTER
         clients[FILTER_NUMBER] = cached[CACHED_NUMBER]
     if kind == SEARCH_ARENA:
-        return ARENA
+        handle = intrinsics.load_acquire(slot + _PAYLOAD)
+        if handle & _WORD >= client[ARENA_SLOTS]:
+            return EVICT
+        client[AWAITED], client[GENERATION] = header + WRITTEN, (handle >> 32) & _WORD
+        if not _is_written(client):
+            return _UNWRITTEN
+        client[AWAITED] = 0
+        clients[VECTOR] = client[ARENA] + (handle & _WORD) * client[ARENA_STRIDE]
     accept(clients)
     return ACCEPTED
+
+
+@compiled
+def _is_written(client: Any) -> Any:
+    """Return whether the client's next request waits for no vector."""
+    # SYNC POINT: the client's device stores this word after the vector, with a system-wide barrier.
+    return client[AWAITED] == 0 or intrinsics.load_acquire(client[AWAITED]) & _WORD == client[GENERATION]
 
 
 @compiled
@@ -264,12 +300,14 @@ def find_request(clients: Any) -> Any:
     for i in range(rows):
         row = (clients[NEXT_ROW] + i) % rows
         watch_row = clients[WATCH] + row * 8 * WATCH_COLUMNS
-        if not atomics.has_message(watch_row):
+        if not atomics.has_message(watch_row) or not _is_written(client_at(clients, row)):
             continue
         watch = intrinsics.words(watch_row, WATCH_COLUMNS)
         slot = watch[WATCH_POSITION] % watch[WATCH_SLOTS]
         clients[ROW], clients[SLOT] = row, slot
         found = _read(clients, watch[WATCH_BASE] + slot * watch[WATCH_STRIDE])
+        if found == _UNWRITTEN:
+            continue
         if found != NONE:
             clients[NEXT_ROW] = row + 1
             return found
@@ -280,10 +318,16 @@ def find_request(clients: Any) -> Any:
 @compiled
 def any_request(clients: Any) -> Any:
     """Return whether `find_request` would find a request."""
-    for row in range(clients[ROW_COUNT]):  # noqa: SIM110  (numba has no generators in `any`)
-        if atomics.has_message(clients[WATCH] + row * 8 * WATCH_COLUMNS):
+    for row in range(clients[ROW_COUNT]):
+        if atomics.has_message(clients[WATCH] + row * 8 * WATCH_COLUMNS) and _is_written(client_at(clients, row)):
             return True
     return False
+
+
+@entry_point("int64(int64)")
+def has_request(clients: int) -> int:
+    """`any_request` as one call from Python."""
+    return int(any_request(intrinsics.words(clients, TABLE_WORDS)))
 
 
 @compiled
@@ -294,7 +338,7 @@ def sleep(clients: Any, descriptor: int, timeout_ms: int) -> Any:
 
 @entry_point("void(int64)")
 def accept_request(clients: int) -> None:
-    """Accept the current request, whose vector is in the arena, and release its slot."""
+    """Accept the current request, whose vector has been copied, and release its slot."""
     accept(intrinsics.words(clients, TABLE_WORDS))
     release(intrinsics.words(clients, TABLE_WORDS))
 

@@ -1,12 +1,12 @@
 """Server end of sessions: attaches, drains and evicts a pool's clients."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
 from ipc.endpoints import new_token
-from ipc.errors import InvalidArgument, IpcError, MemoryRefused, ProtocolViolation
+from ipc.errors import InvalidArgument, IpcError, ProtocolViolation
 from ipc.ring import exchange
 from ipc.ring.descriptors import STATUS_CODES, Float32s
 from ipc.ring.ring import CLOSED, DRAINING, EVICTED
@@ -90,27 +90,6 @@ class SessionServer:
         if client is not None:
             self._evict(client)
 
-    def accept_from_arena(self) -> None:
-        """Accept the current request, whose vector is in the arena; `copied_vectors` yields it once it is copied.
-
-        Evicts the client if the request names a slot outside of its lease.
-        """
-        client = self._requesting_client()
-        try:
-            self._arena.enqueue(client, self.client_table.words)
-        except IpcError:
-            self._evict(client)
-            return
-        exchange.accept_request(self.client_table.address)
-
-    def copied_vectors(self) -> Iterator[Float32s]:
-        """Yield the vectors copied out of the arena by now; each one's request is the current request meanwhile."""
-        try:
-            yield from self._arena.completed(self.client_table.words)
-        except MemoryRefused:  # the device failed, so the clients with vectors on it cannot be served
-            for client in set(self._arena.copying_clients):
-                self._evict(client)
-
     def request_filter(self) -> bytes | None:
         """Return the current request's filter, to be followed by `cache_filter` or `refuse`.
 
@@ -143,10 +122,6 @@ class SessionServer:
         exchange.accept_request(self.client_table.address)
         return aside
 
-    def set_aside_copied(self, vector: Float32s) -> SetAside:
-        """As `set_aside`, for the current request of `copied_vectors`, which is accepted already."""
-        return SetAside(tuple(self.client_table.words[exchange.REQUEST :]), vector.copy())
-
     def resume(self, aside: SetAside) -> None:
         """Make a request that was set aside the current request again."""
         for word, value in enumerate(aside.words, exchange.REQUEST):
@@ -165,11 +140,6 @@ class SessionServer:
         return client
 
     @property
-    def copying(self) -> bool:
-        """Whether vectors are being copied out of the arena: poll `copied_vectors`, and do not sleep."""
-        return self._arena.copying
-
-    @property
     def client_count(self) -> int:
         """Number of attached clients."""
         return len(self._clients)
@@ -182,8 +152,8 @@ class SessionServer:
     # ---- sessions
 
     def has_requests(self) -> bool:
-        """Whether a request is in any ring. Cheap; for code that is busy elsewhere."""
-        return self.client_table.watch.poll(0) >= 0
+        """Whether a request can be received from any ring. Cheap; for code that is busy elsewhere."""
+        return bool(exchange.has_request(self.client_table.address))
 
     def fileno(self) -> int:
         """Readable on a doorbell, a session message or a client's death; level-triggered."""

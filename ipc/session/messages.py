@@ -9,7 +9,7 @@ from ipc.ring.filters import FILTERS_BYTES
 from ipc.ring.ring import RingLayout
 from ipc.session.device_arena import Lease
 
-VERSION = 6
+VERSION = 7
 _PAGE = 4096
 MAX_MESSAGE_BYTES = 1 << 19
 
@@ -39,7 +39,8 @@ class Served(msgspec.Struct, frozen=True):
     """A collection that a pool serves: the dimension of its vectors, and which of its `shards` this pool has.
 
     `identity` identifies the build: ids in results refer to it. `attributes`: the names that filters may use, with
-    their types; `demanded`: the attribute that every filter must bind, or "". Raises `InvalidArgument`.
+    their types; `demanded`: the attribute that every filter must bind, or "". `in_place`: whether the pool reads
+    vectors of unfiltered requests in its arena; otherwise they must be in the ring. Raises `InvalidArgument`.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Served(msgspec.Struct, frozen=True):
     identity: str = ""
     attributes: dict[str, str] = {}
     demanded: str = ""
+    in_place: bool = True
 
     def __post_init__(self) -> None:
         if self.dim < 1:

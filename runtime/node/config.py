@@ -214,7 +214,8 @@ class PoolSection(WorkerSection, frozen=True):
     - `form`: "auto" uses a resident kernel on a GPU that no other worker of the node uses: one launch that fetches
       queries by itself (docs/gpu.md). "launches", as on other GPUs: launches that end when a query finishes or
       arrives; use it for a GPU on which other programs compute.
-    - `arena_slots`: query vectors that clients on GPUs may store in this GPU's memory, in equal shares.
+    - `arena_slots`: query vectors that clients on GPUs may have in this GPU's memory, in equal shares, each until its
+      query has ended.
     - `ring_slots`: slots of the request ring and of the result ring of each client.
     - `doorbell`: how the pool and its clients wake each other: "eventfd", or "zeromq", which is about 100 µs slower and
       needs no file descriptors passed between processes.

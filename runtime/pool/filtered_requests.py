@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from ipc import SessionServer
 from ipc.ring import exchange
-from ipc.ring.descriptors import SEARCH_ARENA, Float32s
 from ipc.server.server import SetAside
 from runtime.errors import DeadlineExceeded, Overloaded, TrinityError
 from runtime.pool.collections.resolver import NEVER_NS, FilterResolver, Resolution
@@ -68,7 +67,6 @@ class FilteredRequests:
         self, server: SessionServer, scopes: Scopes, resolver: FilterResolver[WaitingRequest], end: End
     ) -> None:
         self._server, self._scopes, self._resolver, self._end = server, scopes, resolver, end
-        self._in_arena: dict[tuple[int, int], bytes] = {}  # filters of requests whose vectors are being copied
         self._count: Counter[tuple[int, int]] = Counter()  # of waiting requests, by flow
 
     def __len__(self) -> int:
@@ -87,34 +85,8 @@ class FilteredRequests:
             self._server.refuse("invalid_request")
         elif self._is_full((words[exchange.ROW], words[exchange.FLOW])):
             self._server.refuse("overloaded")
-        elif words[exchange.KIND] == SEARCH_ARENA:
-            self._accept_from_arena(encoded)
         else:
             self._wait(WaitingRequest(self._server.set_aside(), encoded, now_ns))
-
-    def accept_from_arena(self) -> None:
-        """Accept the current request, whose vector is in the arena, with the filter that it has, if any."""
-        number = self._server.client_table.words[exchange.FILTER_NUMBER]
-        self._accept_from_arena(b"" if number < 0 else self._scopes.filter_of(number))
-
-    def _accept_from_arena(self, encoded: bytes) -> None:
-        words = self._server.client_table.words
-        if encoded:
-            self._in_arena[words[exchange.ROW], words[exchange.REQUEST_ID]] = encoded
-        self._server.accept_from_arena()
-
-    def hold_copied(self, vector: Float32s, now_ns: int) -> bool:
-        """Look up the filter of the current request, whose vector was copied. Return whether it must wait for it."""
-        words = self._server.client_table.words
-        encoded = self._in_arena.pop((words[exchange.ROW], words[exchange.REQUEST_ID]), b"")
-        if not encoded:
-            return False
-        number = self._scopes.number_of(words[exchange.COLLECTION], encoded)
-        if number is not None:
-            words[exchange.FILTER_NUMBER] = number
-            return False
-        self._wait(WaitingRequest(self._server.set_aside_copied(vector), encoded, now_ns))
-        return True
 
     def _is_full(self, flow: tuple[int, int]) -> bool:
         return self._count[flow] >= MOST_WAITING - len(self)
@@ -209,8 +181,6 @@ class FilteredRequests:
 
     def drop_client(self, row: int) -> int:
         """Drop the requests of a client that is gone. Return their number."""
-        for key in [key for key in self._in_arena if key[0] == row]:
-            del self._in_arena[key]
         return self._end_where(lambda request: request.row == row, None)
 
     def _end_where(self, ends: Callable[[WaitingRequest], bool], status: str | None) -> int:

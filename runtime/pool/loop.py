@@ -10,7 +10,8 @@ clients, applying knobs, writing gauges and the heartbeat. The loop works on pla
 - `loop`, int64 words: addresses of all of these, scratch space, and addresses of metrics in the worker's table.
 
 A query's vector is copied once, from the request ring into its entry's row of `VECTORS`, because the client may reuse
-the ring's slot; the engine reads it there. Results go from the engine directly into the client's result ring.
+the ring's slot; the engine reads it there. A vector in the pool's arena is read where it lies. Results go from the
+engine directly into the client's result ring.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from gpu.engine import INVALID, PAUSE, RELEASE, RESUME
 from ipc.memory import intrinsics
 from ipc.memory.intrinsics import call, floats, words
 from ipc.ring import exchange
-from ipc.ring.descriptors import STATUS_CODES
+from ipc.ring.descriptors import SEARCH_ARENA, STATUS_CODES
 from ipc.ring.exchange import TABLE_WORDS
 from runtime.pool import loop_layout as layout
 from runtime.pool import policy, scoped_search, tables
@@ -101,8 +102,6 @@ def receive(loop: Any, t: Any, clients: Any) -> Any:
             cancelled = _cancel(loop, t, clients, clients[exchange.ROW], clients[exchange.REQUEST_ID])
             if loop[layout.SET_ASIDE] and not cancelled:
                 return layout.CANCEL
-        elif found == exchange.ARENA:
-            return layout.ARENA_VECTOR
         elif found == exchange.EVICT:
             _evict(loop, clients[exchange.ROW])
             return layout.EVICTIONS
@@ -126,6 +125,8 @@ def enqueue(loop: Any, t: Any, clients: Any, vector: int, now: int) -> None:
     entry[layout.TOP_M], entry[layout.WIDTH] = clients[exchange.TOP_M], clients[exchange.WIDTH]
     entry[layout.PATIENCE] = clients[exchange.PATIENCE]
     entry[layout.PARTS] = entry[layout.PART_COUNT] = entry[layout.KEPT] = 0
+    in_place = clients[exchange.KIND] == SEARCH_ARENA
+    entry[layout.VECTOR] = vector if in_place else 0
     searched, scope = clients[exchange.COLLECTION], clients[exchange.FILTER_NUMBER]
     if scope < 0 and searched >= LIVE:
         scope = searched - LIVE
@@ -138,12 +139,16 @@ def enqueue(loop: Any, t: Any, clients: Any, vector: int, now: int) -> None:
         entry[layout.COLLECTION] < 0
         or entry[layout.K] > entry[layout.TOP_M]
         or entry[layout.WIDTH] > loop[layout.MAX_WIDTH]
+        or (in_place and scope >= 0)  # the host scans rows of scopes: its client was told
     ):
         _reject(loop, t, clients, number, _INVALID)
         return
     verdict = policy.add(t, number, now)
     if verdict == policy.ACCEPTED:
-        intrinsics.copy(loop[layout.VECTORS] + number * loop[layout.VECTOR_BYTES], vector, 4 * clients[exchange.DIM])
+        if not in_place:
+            intrinsics.copy(
+                loop[layout.VECTORS] + number * loop[layout.VECTOR_BYTES], vector, 4 * clients[exchange.DIM]
+            )
     else:
         _reject(loop, t, clients, number, _OVERLOADED if verdict == policy.OVERLOADED else _LATE)
 
@@ -294,9 +299,14 @@ def _publish(loop: Any, t: Any, clients: Any, number: int, extends: int, now: in
         _evict(loop, entry[layout.ROW])
     else:
         found = scoped_search.read_result(loop, entry, number, payload, clients[exchange.MAX_K])
-        if found < 0:
+        if found == INVALID:  # only of a vector that the device has read in place
+            count(loop, layout.REFUSED, 1.0)
+            count(loop, layout.INVALID, 1.0)
+            _send_result(loop, clients, entry, _INVALID, 0, 0)
+        elif found < 0:
             return False
-        _send_result(loop, clients, entry, _OK, found, extends)
+        else:
+            _send_result(loop, clients, entry, _OK, found, extends)
     call(loop[layout.CHANGE_STATE], (loop[layout.HANDLE], entry[layout.SLOT], RELEASE))
     stage = entry[tables.STAGE]
     limit = entry[tables.DEADLINE]

@@ -36,7 +36,6 @@ from runtime.pool.settings import Policy
 from runtime.pool.sizing import ExtendCost
 from runtime.pool.tables import handle_of, learn_cost, new_tables, tables_at
 
-_ARENA_POLL_NS = 50_000  # how often copies out of the arena are polled
 _CALIBRATION_WEIGHT = 8  # of a measurement at start, in extends
 _MAX_EVICTIONS = 4096  # clients that can be pending for eviction at once
 
@@ -88,6 +87,7 @@ class PoolLoop:
         self.words[layout.CLOCK], self.words[layout.MAX_WIDTH] = clock, max_width
         self.words[layout.SET_FILTER], self.words[layout.SCOPES] = backend.set_filter, self._scopes.address
         self.words[layout.PRIORITIZE] = backend.prioritize
+        self.words[layout.ADMIT_IN_PLACE] = backend.admit_in_place or backend.admit  # a CPU's arena is in host memory
         for word, array in zip(
             (layout.REPORT, layout.OWNERS, layout.EVICTED, layout.STATIC_DONE), scratch, strict=True
         ):
@@ -179,16 +179,11 @@ class PoolLoop:
         Raises the engine's error if the engine fails.
         """
         self.drop_gone_clients()
-        if self._server.copying:
-            self._enqueue_arrived()
-            until_ns = min(until_ns, time.monotonic_ns() + _ARENA_POLL_NS)
         return self._handle_exit(int(run_loop(self.words, self._handle, until_ns, spin_ns)), until_ns, spin_ns)
 
     def serve(self, until_ns: int) -> int:
         """As `run`, but sleep while there is nothing to do; see `serve_loop`. Return TIME_UP, IDLE or SERVER_EVENT."""
         self.drop_gone_clients()
-        if self._server.copying:
-            return self.run(until_ns, self._spin.ns)
         return self._handle_exit(
             int(serve_loop(self.words, self._handle, self._wait, until_ns)), until_ns, self._spin.ns
         )
@@ -196,12 +191,7 @@ class PoolLoop:
     def _handle_exit(self, stopped: int, until_ns: int, spin_ns: int) -> int:
         """Handle the loop's exits and resume it, until one is for the caller."""
         while True:
-            if stopped == layout.ARENA_VECTOR:
-                self.filtered.accept_from_arena()
-                self.drop_gone_clients()
-                until_ns = min(until_ns, time.monotonic_ns() + _ARENA_POLL_NS)  # other queries run meanwhile
-                spin_ns = 0
-            elif stopped == layout.EVICTIONS:
+            if stopped == layout.EVICTIONS:
                 self._evict()
             elif stopped == layout.UNKNOWN_FILTER:
                 self.filtered.receive(time.monotonic_ns())
@@ -214,7 +204,7 @@ class PoolLoop:
             elif stopped == layout.ENGINE_FAILED:
                 self._backend.check()
                 raise RuntimeError("the engine failed without an error")
-            elif not (self._server.copying and self._enqueue_arrived()):
+            else:
                 self._server.client_table.ring_bells()
                 return stopped
             stopped = int(run_loop(self.words, self._handle, until_ns, spin_ns))
@@ -264,17 +254,6 @@ class PoolLoop:
         """Return a predicate: whether queries in the pool search the parts at an address."""
         used = self.tables.entries[:, tables.STATE] != tables.FREE
         return set(self.tables.entries[used, layout.PARTS].tolist()).__contains__
-
-    def _enqueue_arrived(self) -> bool:
-        """Enqueue requests whose vectors have been copied out of the arena. Return whether there were any."""
-        any_arrived = False
-        for vector in self._server.copied_vectors():
-            now = time.monotonic_ns()
-            if not self.filtered.hold_copied(vector, now):
-                _enqueue(self.words, self._handle, vector, now)
-            any_arrived = True
-        self._after_set_aside()
-        return any_arrived
 
     def _evict(self) -> None:
         count = int(self.words[layout.EVICT])

@@ -6,7 +6,7 @@ from runtime.pool import tables
 # The loop's columns of an entry: the client's row and request id, times of enqueueing, receipt and admission, the
 # engine's slot, and the search parameters. PARTS: address of a scope's parts (`scopes.py`), of which there are
 # PART_COUNT and PART is being searched; 0: no scope. KEPT results of the parts before are kept, which took SPENT
-# extends.
+# extends. VECTOR: address of a vector in the arena; 0: it is in the entry's row of VECTORS.
 (
     ROW,
     REQUEST_ID,
@@ -24,12 +24,14 @@ from runtime.pool import tables
     PART,
     KEPT,
     SPENT,
-) = range(tables.CALLER, tables.CALLER + 16)
-assert tables.CALLER_WORDS >= 16
+    VECTOR,
+) = range(tables.CALLER, tables.CALLER + 17)
+assert tables.CALLER_WORDS >= 17
 
 # Words of the loop.
 # CLIENTS: address of the client table (`ipc.ring.exchange`).
-# ADMIT … HANDLE, SET_FILTER, PRIORITIZE: the engine's functions and handle (`gpu.engine`), 0 for one that it lacks.
+# ADMIT … HANDLE, SET_FILTER, PRIORITIZE, ADMIT_IN_PLACE: the engine's functions and handle (`gpu.engine`), 0 for one
+# that it lacks.
 # CLOCK: address of a word with the time in ns, 0 for the machine's clock. MAX_WIDTH: limit of a query's search_width.
 # VECTORS: address of a row of VECTOR_BYTES for each entry. REPORT: buffer for the report of `extend`.
 # OWNERS: the entry in each slot. EVICTED: rows of the EVICT clients to be evicted.
@@ -67,8 +69,9 @@ assert tables.CALLER_WORDS >= 16
     MERGE_BUFFER,
     SET_ASIDE,
     RESOLVED,
+    ADMIT_IN_PLACE,
     METRICS,
-) = range(28)
+) = range(29)
 # Addresses of counters in the worker's metrics table; a histogram has three words: the address of its first bucket, the
 # address of its edges, and the number of edges.
 COUNTERS = (
@@ -103,7 +106,6 @@ HISTOGRAMS = (*PoolMetrics.WAIT.values(), PoolMetrics.LATENCY, PoolMetrics.QUERY
 (WAIT, _, LATENCY, QUERY_EXTENDS) = range(METRICS + len(COUNTERS), METRICS + len(COUNTERS) + 3 * len(HISTOGRAMS), 3)
 LOOP_WORDS = METRICS + len(COUNTERS) + 3 * len(HISTOGRAMS)
 
-IDLE, TIME_UP, ARENA_VECTOR, EVICTIONS, ENGINE_FAILED, UNKNOWN_FILTER, FILTERS_RESOLVED, CANCEL = range(8)
-"""Exit reasons of `run_loop`: no query is active; `until` has passed; the current request's vector is in the arena;
-clients are to be evicted; the engine failed; the current request's filter has no number yet; RESOLVED is set; a request
-that may have been set aside is cancelled."""
+IDLE, TIME_UP, EVICTIONS, ENGINE_FAILED, UNKNOWN_FILTER, FILTERS_RESOLVED, CANCEL = range(7)
+"""Exit reasons of `run_loop`: no query is active; `until` has passed; clients are to be evicted; the engine failed; the
+current request's filter has no number yet; RESOLVED is set; a request that may have been set aside is cancelled."""

@@ -77,8 +77,9 @@ def _virtual_deadline(t: Any, e: Any) -> Any:
 
 @compiled
 def finish(t: Any, entry: int, extends: int) -> None:
-    """Free the slot of a query that has completed after `extends` extends."""
-    tables.learn_extends(t, t.entries[entry, tables.CLASS], extends)
+    """Free the slot of a query that has completed after `extends` extends; 0: its vector was refused."""
+    if extends > 0:
+        tables.learn_extends(t, t.entries[entry, tables.CLASS], extends)
     tables.release(t, entry)
 
 

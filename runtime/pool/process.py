@@ -149,7 +149,7 @@ class Pool:
     @property
     def busy(self) -> bool:
         """Whether any query is in the pool."""
-        return self.loop.busy or self.server.copying
+        return self.loop.busy
 
     def step(self) -> None:
         """Serve queries until control work is due, and do it."""

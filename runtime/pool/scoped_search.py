@@ -32,10 +32,12 @@ def bind_scope(loop: Any, entry: Any, number: int, now: int) -> None:
 @compiled
 def admit(loop: Any, entry: Any, number: int) -> Any:
     """Admit a query to a slot, with its collection or its scope's current part. Return the slot, below 0 on failure."""
-    vector = loop[layout.VECTORS] + number * loop[layout.VECTOR_BYTES]
+    admitted, vector = loop[layout.ADMIT_IN_PLACE], entry[layout.VECTOR]
+    if vector == 0:
+        admitted, vector = loop[layout.ADMIT], loop[layout.VECTORS] + number * loop[layout.VECTOR_BYTES]
     collection, k, top_m = entry[layout.COLLECTION], entry[layout.K], entry[layout.TOP_M]
     width, patience = entry[layout.WIDTH], entry[layout.PATIENCE]
-    slot = call(loop[layout.ADMIT], (loop[layout.HANDLE], vector, collection, k, top_m, width, patience))
+    slot = call(admitted, (loop[layout.HANDLE], vector, collection, k, top_m, width, patience))
     if slot < 0:
         return slot
     if entry[layout.PARTS]:

@@ -41,7 +41,7 @@ PREFILL, DECODE, PAUSED_LIST = 0, 1, 2  # stages, as `ipc` codes them; the list 
     LIST_INDEX,
     CALLER,
 ) = range(14)
-CALLER_WORDS = 16
+CALLER_WORDS = 17
 ENTRY_WORDS = CALLER + CALLER_WORDS
 FREE, WAITING, ACTIVE, PAUSED, BATCH_WAITING = range(5)  # the last one under `static` alone
 

@@ -89,10 +89,14 @@ class InProcessPool:
         if self._thread is not None:
             self._thread.join(timeout=60)
 
-    def attach(self, name: str = "test") -> RingClient:
+    def attach(self, name: str = "test", *, arena: bool = False) -> RingClient:
         """Return an attached client; the pool is stepped until it is."""
         made: list[RingClient] = []
-        thread = threading.Thread(target=lambda: made.append(RingClient(self.endpoint, name, timeout_ms=60_000.0)))
+
+        def connect() -> None:
+            made.append(RingClient(self.endpoint, name, timeout_ms=60_000.0, arena=arena))
+
+        thread = threading.Thread(target=connect)
         thread.start()
         while thread.is_alive():
             self.step()

@@ -92,6 +92,10 @@ int cuMemHostAlloc(void **out, size_t size, unsigned flags) {
     return 0;
 }
 int cuMemHostGetDevicePointer_v2(word *out, void *host, unsigned flags) { return *out = (word)host, 0; }
+int cuMemHostRegister_v2(void *host, size_t size, unsigned flags) {
+    return LOG("cuMemHostRegister %zu %u\n", size, flags), 0;
+}
+int cuMemHostUnregister(void *host) { return LOG("cuMemHostUnregister\n"), 0; }
 int cuMemFreeHost(void *host) { return free(host), LOG("cuMemFreeHost\n"), 0; }
 int cuMemcpyHtoDAsync_v2(word to, const void *from, size_t size, word stream) {
     return memcpy((void *)to, from, size), LOG("cuMemcpyHtoDAsync %zu %lu\n", size, (unsigned long)stream), 0;

@@ -187,12 +187,11 @@ number, lease = arena.lease(2)
 sent = owner.reference
 peer = CudaMemory.open(CudaReference(1, sent.device, sent.handle, sent.size), "cuda:0")
 client = LeasedSlots(peer, lease)
-place = client.write(np.arange(16, dtype=np.float32))
-arena.claim(number, place)
-arena.copy_out(place)
-owner.flush()
-out = arena.copied(place).view(np.float32)
-print(out.tolist() == list(range(16)), peer.word(64), peer.word(128), peer.idle())
+words, out = np.zeros(512, np.int64), np.zeros(16, np.float32)
+word = peer.reach(words.ctypes.data, words.nbytes) + 48
+slot = client.write(np.arange(16, dtype=np.float32), word, 9)
+owner.read(arena.address_of(slot) - owner.address, out)
+print(out.tolist() == list(range(16)), words[6], slot, peer.idle())
 named = CudaMemory.create(64, "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f")
 peer.load(b"image", "copy_blocks")
 copy = BlockCopy.of(peer.address, named.address, (9, 8), 64, 6, [7, 2], [1, 5])
@@ -203,11 +202,13 @@ client.close()
 arena.close()
 """
     out, calls = stub.run(script)
-    assert (out[0], out[2]) == ("True 1 1 True", "cuda:1 (64,)")
+    assert (out[0], out[2]) == ("True 9 0 True", "cuda:1 (64,)")
     (launched,) = [call for call in calls if call.startswith("cuLaunchKernel")]
     assert f"grid 1 1 1 block 512 1 1 shared 0 stream {out[1]} " in launched
     words = [call for call in calls if "Value32" in call]
-    assert words == ["cuStreamWriteValue32 1 0", "cuStreamWriteValue32 1 0"]
+    assert words == ["cuStreamWriteValue32 9 0"]
+    assert "cuMemHostRegister 4096 3" in calls  # portable, mapped
+    assert "cuMemHostUnregister" in calls
     allocated = [int(call.split()[1]) for call in calls if call.startswith("cuMemAlloc")]
     assert [nbytes % (2 << 20) for nbytes in allocated] == [0, 0], "a handle opens whole pages, which hold nothing else"
     assert "cuIpcOpenMemHandle 1" in calls  # lazy peer access

@@ -77,6 +77,7 @@ def test_a_client_that_writes_anything_into_its_rings_affects_no_other(
         st.sampled_from([DIM, DIM, 3, 0, 2**32 - 1]),
     ),
     place=st.tuples(st.integers(0, 40) | st.just(2**32 - 1), st.integers(0, 3) | st.just(2**32 - 1)),
+    written=st.integers(0, 3),
     arena=st.booleans(),
 )  # fmt: skip
 def test_any_descriptor_is_a_request_a_rejection_or_an_eviction(
@@ -86,12 +87,14 @@ def test_any_descriptor_is_a_request_a_rejection_or_an_eviction(
     deadline: int,
     fields: tuple[int, ...],
     place: tuple[int, int],
+    written: int,
     arena: bool,
 ) -> None:
     with attach(server, "hostile", arena=arena, timeout_ms=60_000.0) as hostile:
         ring = hostile.attachment.requests
         offset = ring.header_offsets[ring.loan()]
         ring.view[offset : offset + 48] = struct.pack("<qqqIBBHIIHHI", request_id, deadline, 0, *fields)
+        ring.view[offset + 48 : offset + 56] = struct.pack("<q", written)
         ring.view[offset + 56 : offset + 64] = struct.pack("<II", *place)
         hostile.pending[request_id] = 0
         ring.send()

@@ -1,9 +1,8 @@
 """Fake of `cuda.bindings.driver` for the calls of `ipc.memory.cuda`: device memory is host memory that any process can
 open by its handle, and every call is recorded. Enumerations and handles are those of the real package.
 
-Streams complete at once or, with `lazy`, on demand: by `run`, by a synchronisation, or `copies_per_query` copies per
-stream query. The image of a module is the path of a shared library, whose function `launch_<kernel>(blocks, threads,
-argument)` runs a kernel.
+Streams complete at once or, with `lazy`, on demand: by `run` or by a synchronisation. The image of a module is the path
+of a shared library, whose function `launch_<kernel>(blocks, threads, argument)` runs a kernel.
 """
 
 import ctypes
@@ -25,16 +24,15 @@ MAX_BYTES = 1 << 40
 class FakeCuda:
     """The devices of one process. `calls` holds each call's name and arguments; copies and words require a context."""
 
-    def __init__(self, *, lazy: bool = False, copies_per_query: int = 0) -> None:
+    def __init__(self, *, lazy: bool = False) -> None:
         from cuda.bindings import driver
 
         self._real = driver
         self._memory: dict[int, SharedMemory] = {}
-        self._pinned: dict[int, Any] = {}
         self._modules: dict[int, ctypes.CDLL] = {}
         self._kernels: dict[int, Any] = {}
         self._next = 100
-        self.lazy, self.copies_per_query = lazy, copies_per_query
+        self.lazy = lazy
         self._queued: defaultdict[int, deque[Callable[[], Any]]] = defaultdict(deque)
         self._entry_points: list[Any] = []  # callbacks
         self.calls: list[tuple[Any, ...]] = []
@@ -114,7 +112,6 @@ class FakeCuda:
         assert self.contexts == [1]
         self.calls.append(("query", stream))
         busy = bool(self._queued[stream])
-        self.run(self.copies_per_query)
         return (self._real.CUresult.CUDA_ERROR_NOT_READY,) if busy else self._done()
 
     def cuMemAlloc(self, size: int) -> tuple[Any, ...]:  # noqa: N802
@@ -210,19 +207,22 @@ class FakeCuda:
     def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
         assert self.contexts == [1]
         self.calls.append(("store", stream, address, value, flags))
-        ctypes.c_uint32.from_address(address).value = value
+
+        def store() -> None:
+            ctypes.c_uint32.from_address(address).value = value
+
+        return self._queue(stream, store)
+
+    def cuMemHostRegister(self, address: int, size: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
+        assert self.contexts == [1]
+        self.calls.append(("register", address, size, flags))
         return self._done()
 
-    def cuMemHostAlloc(self, size: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
-        assert self.contexts == [1]
-        self.calls.append(("pin", size, flags))
-        pinned = ctypes.create_string_buffer(size)
-        self._pinned[ctypes.addressof(pinned)] = pinned
-        return self._done(ctypes.addressof(pinned))
+    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
+        return self._done(self._real.CUdeviceptr(address))
 
-    def cuMemFreeHost(self, address: int) -> tuple[Any, ...]:  # noqa: N802
-        self.calls.append(("unpin", address))
-        del self._pinned[address]
+    def cuMemHostUnregister(self, address: int) -> tuple[Any, ...]:  # noqa: N802
+        self.calls.append(("unregister", address))
         return self._done()
 
 

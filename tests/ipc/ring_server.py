@@ -69,6 +69,12 @@ def release_request(clients: int) -> None:
     exchange.release(intrinsics.words(clients, exchange.TABLE_WORDS))
 
 
+@entry_point("void(int64, float32[::1])")
+def take_vector(address: int, vector: Any) -> None:
+    """Copy a request's vector, in its ring or in an arena in host memory."""
+    intrinsics.copy(vector.ctypes.data, address, 4 * len(vector))
+
+
 @entry_point("int64(int64, int64, int64, int64, int64[::1], float32[::1], int64, int64, int64)")
 def answer_with(
     clients: int,
@@ -119,7 +125,7 @@ class RingServer(SessionServer):
     def receive(self, limit: int = 256) -> list[Request]:
         """Return up to `limit` new requests, round robin over clients, in order within each. Never blocks.
 
-        Requests with vectors in the arena are returned once the vectors are copied, possibly after later ones. Invalid
+        A request whose vector its client's device is still writing to the arena is not returned yet. Invalid
         descriptors are answered here (status 'invalid_request' or 'stale_epoch') and not returned; a client whose
         descriptors no correct client writes is evicted.
         """
@@ -133,24 +139,19 @@ class RingServer(SessionServer):
             found = next_request(table.address)
             if found == exchange.CANCEL:
                 row, request_id = words[exchange.ROW], words[exchange.REQUEST_ID]
-                requests += [self._request(vector, now) for vector in self.copied_vectors()]  # it may be one of these
                 self._cancel(row, request_id)
             elif found == exchange.EVICT:
                 self.evict(words[exchange.ROW])
             elif found == exchange.ACCEPTED:
-                attached = table.clients[words[exchange.ROW]]
-                assert attached is not None
-                requests.append(self._request(attached.vectors[words[exchange.SLOT], : words[exchange.DIM]], now))
+                vector = np.zeros(words[exchange.DIM], np.float32)
+                take_vector(words[exchange.VECTOR], vector)
+                requests.append(self._request(vector, now))
                 release_request(table.address)
-                accepted += 1
-            elif found == exchange.ARENA:
-                self.accept_from_arena()
                 accepted += 1
             elif found == exchange.FILTER and (wanted := self.request_filter()) is not None:
                 number = words[exchange.ROW] * FILTER_SLOTS + words[exchange.FILTER_SLOT] - 1
                 self._filters[number] = wanted
                 self.cache_filter(number)
-        requests += [self._request(vector, now) for vector in self.copied_vectors()]
         table.ring_bells()
         # Requests have priority over housekeeping, up to a delay.
         if now >= self._next_housekeeping + (LATE_HOUSEKEEPING_NS if requests else 0):
@@ -158,7 +159,7 @@ class RingServer(SessionServer):
         return requests
 
     def _request(self, vector: Float32s, now: int) -> Request:
-        """Return the current request; the vector is copied."""
+        """Return the current request."""
         words = self.client_table.words
         attached = self.client_table.clients[words[exchange.ROW]]
         assert attached is not None
@@ -179,7 +180,7 @@ class RingServer(SessionServer):
             served.identity,
             words[exchange.ENQUEUE],
             now,
-            vector.copy(),
+            vector,
         )
 
     def _cancel(self, row: int, request_id: int) -> None:
@@ -203,7 +204,7 @@ class RingServer(SessionServer):
     def _ended(self) -> bool:
         """Whether there is work that is not in a ring."""
         self._cancel_gone_clients()
-        return bool(self._cancelled) or self.copying
+        return bool(self._cancelled)
 
     def housekeep(self, now: int) -> None:
         super().housekeep(now)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ipc import MemoryRefused, RingFull
+from ipc import MemoryRefused
 from ipc.memory.device import DeviceSpan
 from ipc.session.device_arena import DeviceArena, LeasedSlots, arena_bytes
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
@@ -18,58 +18,35 @@ def ends() -> tuple[FakeCuda, CudaMemory, CudaMemory]:
     return cuda, owner, CudaMemory.open(from_elsewhere(owner.reference), "cuda:0", cuda)
 
 
-def test_the_ready_word_and_the_ack_follow_their_copies_on_one_stream_each() -> None:
+def test_the_word_follows_its_vector_on_one_stream_and_nothing_waits() -> None:
     cuda, owner, peer = ends()
     arena = DeviceArena(owner, 2, 64, 1)
-    number, lease = arena.lease(2)
+    _, lease = arena.lease(2)
     client = LeasedSlots(peer, lease)
+    words = np.zeros(512, np.int64)
+    word = peer.reach(int(words.ctypes.data), words.nbytes) + 48
     query = np.arange(16, dtype=np.float32)
     cuda.calls.clear()
-    place = client.write(DeviceSpan(query.ctypes.data, query.nbytes))
-    arena.claim(number, place)
-    arena.copy_out(place)
-    found = arena.copied(place)
-    wrote, stored, word, payload, acked = cuda.calls  # no call waits
-    assert (wrote, stored[:2]) == (("on device", peer.stream, 64), ("store", peer.stream))
-    assert (word, payload) == (("to host", owner.stream, 4), ("to host", owner.stream, 64))
-    assert acked[:2] == ("store", owner.stream)
-    base, theirs = (memory.__cuda_array_interface__["data"][0] for memory in (owner, peer))
-    assert acked[2] - base == stored[2] - theirs + 64  # the words of one slot, each at its mapped address …
-    assert acked[3:] == stored[3:]  # … and its generation; flags 0: with a barrier
-    assert found is not None
-    assert found.view(np.float32).tolist() == query.tolist()
+    slot = client.write(DeviceSpan(query.ctypes.data, query.nbytes), word, 7)
+    wrote, stored = cuda.calls
+    assert (wrote, stored) == (("on device", peer.stream, 64), ("store", peer.stream, word, 7, 0))  # 0: with a barrier
+    assert words[6] == 7
+    found = np.zeros(16, np.float32)
+    owner.read(arena.address_of(slot) - owner.address, found)
+    assert found.tolist() == query.tolist()
 
 
-def test_a_full_lease_costs_one_read_of_all_its_slots() -> None:
-    cuda = FakeCuda()
-    owner = CudaMemory.create(arena_bytes(9, 64), "cuda:0", cuda)
-    arena = DeviceArena(owner, 9, 64, 1)
-    arena.lease(2)
-    number, lease = arena.lease(7)
-    client = LeasedSlots(CudaMemory.open(from_elsewhere(owner.reference), "cuda:0", cuda), lease)
-    row = np.arange(16, dtype=np.float32)
-    places = [client.write(row) for _ in range(7)]
-    for place in (places[6], places[2]):
-        arena.claim(number, place)
-        arena.copy_out(place)
-        assert arena.copied(place) is not None
-    cuda.calls.clear()
-    again = {client.write(row).slot for _ in range(2)}
-    assert again == {places[6].slot, places[2].slot}
-    assert [call[0] for call in cuda.calls].count("to host") == 1
-    with pytest.raises(RingFull, match="all 7 leased slots"):
-        client.write(row)
-    assert [call[0] for call in cuda.calls].count("to host") == 2
-
-
-def test_reading_a_word_does_not_queue_behind_the_streams_work() -> None:
-    cuda, owner, _ = ends()
-    owner.store_word(64, 7)
-    cuda.calls.clear()
-    assert owner.word(64) == 7
-    streams = {call[1] for call in cuda.calls}
-    assert len(streams) == 1
-    assert owner.stream not in streams
+def test_host_memory_that_a_device_reaches_is_registered_until_the_memory_is_closed() -> None:
+    cuda, owner, peer = ends()
+    words = np.zeros(512, np.int64)
+    address = int(words.ctypes.data)
+    assert peer.reach(address, words.nbytes) == address
+    assert cuda.calls[-1] == ("register", address, 4096, 3)  # portable, mapped
+    peer.close()
+    names = [call[0] for call in cuda.calls]
+    assert names.index("synchronise") < names.index("unregister"), "what is queued is stored before"
+    assert ("unregister", address) in cuda.calls
+    owner.close()
 
 
 def test_memory_is_exported_once_opened_on_demand_closed_by_the_client_and_freed_by_the_pool() -> None:
@@ -79,9 +56,8 @@ def test_memory_is_exported_once_opened_on_demand_closed_by_the_client_and_freed
     owner.close()
     names = [call[0] for call in cuda.calls]
     assert names.count("export") == names.count("open") == names.count("close") == names.count("free") == 1
-    assert names.count("destroy") == 4
+    assert names.count("destroy") == 2
     assert names.index("close") < names.index("free")
-    assert names.count("pin") == names.count("unpin")
     with pytest.raises(MemoryRefused, match="until it closes it"):
         _ = owner.reference
 
@@ -148,13 +124,14 @@ def test_the_threads_context_is_restored_after_every_call() -> None:
     cuda, owner, peer = ends()
     assert cuda.contexts == []
     owner.write(0, np.arange(4, dtype=np.float32))
-    owner.store_word(64, 1)
-    owner.read(64, owner.staging(4))
-    assert peer.word(64) == 1
+    owner.read(64, np.zeros(4, np.uint8))
+    owner.send(64, np.arange(4, dtype=np.float32), owner.address, 1)
     peer.flush()
     cuda.cuMemcpyHtoDAsync = lambda *_: (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)  # type: ignore[method-assign]
     with pytest.raises(MemoryRefused, match="cuMemcpyHtoDAsync failed"):
         owner.write(0, np.arange(4, dtype=np.float32))
+    with pytest.raises(MemoryRefused, match=r"cuMemcpyHtoDAsync failed: CUresult\.CUDA_ERROR_INVALID_VALUE"):
+        owner.send(64, np.arange(4, dtype=np.float32), owner.address, 1)
     peer.close()
     owner.close()
     assert cuda.contexts == []

@@ -2,23 +2,23 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ipc import InvalidArgument, MemoryRefused, PeerLost, RingClient, SearchSpec
+from ipc import Draining, InvalidArgument, MemoryRefused, PeerLost, RingClient, SearchSpec
 from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan, HostMemory
 from ipc.ring.descriptors import SEARCH_ARENA
-from ipc.session.device_arena import DeviceArena, Lease, SlotHandle, arena_bytes
-from ipc.session.messages import Grant
+from ipc.session.device_arena import DeviceArena, Lease, arena_bytes
+from ipc.session.messages import Catalogue, Grant, Served
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.ipc.processes import attach, child, endpoint
 from tests.ipc.ring_server import RingServer
-from tests.ipc.sessions import DIM, SLOTS, ask, forge_requests, vector
-from tests.ipc.test_device_arena import held_back
+from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, vector
 
 
 @contextmanager
@@ -121,23 +121,67 @@ def test_gpu_vectors_use_the_arena_and_host_vectors_the_ring(
     assert [call[0] for call in cuda.calls].count("close") == 1
 
 
-def test_a_gpu_vector_without_a_free_slot_is_rejected_and_later_ones_are_accepted(
+def test_a_gpu_vector_without_a_free_slot_is_rejected_until_a_request_ends(
     gpu_pool: tuple[RingServer, FakeCuda],
 ) -> None:
     server, _ = gpu_pool
     spec = SearchSpec("docs", 1)
-    vectors = [vector(seed) for seed in range(SLOTS + 1)]
+    vectors = [vector(seed) for seed in range(SLOTS)]
     with attach(server, arena=True) as client:
         assert client.arena is not None
-        client.arena.write(span(vectors[0]))  # its request is never sent, so this slot is not returned
-        for one in vectors[: SLOTS - 1]:
+        client.arena.write(span(vectors[0]), 1 << 40, 0)  # a slot that no request frees
+        for one in vectors[1:]:
             client.submit(span(one), spec)
         with pytest.raises(MemoryRefused, match=f"all {SLOTS} leased slots of the arena are in use"):
-            client.submit(span(vectors[-1]), spec)
+            client.submit(span(vectors[0]), spec)
         assert client.outstanding == SLOTS - 1
-        assert len(server.receive()) == SLOTS - 1
-        client.submit(span(vectors[-1]), spec)
-        assert np.array_equal(server.receive()[0].vector, vectors[-1])
+        assert answer(server) == SLOTS - 1
+        client.submit(span(vectors[0]), spec)
+        assert np.array_equal(server.receive()[0].vector, vectors[0])
+
+
+def test_a_slot_is_the_clients_again_once_its_request_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec, vectors = SearchSpec("docs", 1), [vector(seed) for seed in range(4)]
+    memory = HostMemory.create(arena_bytes(2, 4 * DIM))
+    with pool_with(memory, 2, 1) as (server, _), attach(server, arena=True) as client:
+        sent: list[bool] = []
+        write = client.arena.write if client.arena else None
+
+        def recorded(*arguments: Any) -> Any:
+            assert write is not None
+            payload = write(*arguments)
+            sent.append(payload is not None)
+            return payload
+
+        monkeypatch.setattr(client.arena, "write", recorded)
+        for one in vectors[:3]:
+            client.submit(one, spec)
+        assert sent == [True, True, False], "the third went through the ring"
+        first, second, third = server.receive()
+        assert [np.array_equal(r.vector, v) for r, v in zip((first, second, third), vectors, strict=False)] == [
+            True
+        ] * 3
+        server.publish(second.client, second.request_id, "cancelled")
+        client.submit(vectors[3], spec)  # reads the ring for ended requests
+        assert sent[-1]
+        assert np.array_equal(server.receive()[0].vector, vectors[3])
+        assert [result.status for result in client.poll()] == ["cancelled"]
+
+
+def test_a_request_that_was_not_sent_leaves_its_slot_free(pool: tuple[RingServer, DeviceArena]) -> None:
+    server, _ = pool
+    with attach(server, arena=True) as client:
+        ask(client)
+        answer(server)
+        client.poll()
+        assert client.arena is not None
+        assert client.arena.slots is not None
+        server.drain()
+        with pytest.raises(Draining):
+            ask(client)
+        assert client.arena.slots.free_slots == SLOTS
 
 
 def test_a_vector_on_a_second_gpu_is_rejected(gpu_pool: tuple[RingServer, FakeCuda]) -> None:
@@ -200,17 +244,22 @@ def test_a_request_waits_for_its_vector_without_delaying_others(
 ) -> None:
     server, _ = pool
     with attach(server, arena=True) as slow, attach(server) as other:
-        assert slow.arena is not None
         ask(slow)
-        assert len(server.receive()) == 1
+        assert answer(server) == 1
+        assert slow.arena is not None
         assert slow.arena.slots is not None
-        memory = slow.arena.slots.memory
-        stores: list[Callable[[], None]] = []
-        monkeypatch.setattr(memory, "send", held_back(memory, stores))  # its device is still writing
-        late = ask(slow, seed=1)
-        prompt = ask(other, seed=2)
+        memory, stores = slow.arena.slots.memory, []
+        send = memory.send
+
+        def write_later(*arguments: Any) -> None:  # its device is still writing
+            stores.append(arguments)
+
+        monkeypatch.setattr(memory, "send", write_later)
+        late, prompt = ask(slow, seed=1), ask(other, seed=2)
         assert [request.request_id for request in (*server.receive(), *server.receive())] == [prompt]
-        stores[0]()
+        assert not server.has_requests(), "a launch is not interrupted for it"
+        send(*stores[0])
+        assert server.has_requests()
         (request,) = server.receive()
         assert request.request_id == late
         assert np.array_equal(request.vector, vector(1))
@@ -222,10 +271,13 @@ def test_a_pool_serves_others_while_gpu_vectors_are_in_flight(
     server, cuda = gpu_pool
     vectors = [vector(seed) for seed in range(SLOTS)]
     with attach(server, arena=True) as there, attach(server) as other:
-        for one in vectors:
-            there.submit(span(one), SearchSpec("docs", 1))
+        there.submit(span(vectors[0]), SearchSpec("docs", 1))
+        assert answer(server) == 1
+        there.poll()
         cuda.lazy = True
         cuda.calls.clear()
+        for one in vectors:
+            there.submit(span(one), SearchSpec("docs", 1))
         for seed in range(SLOTS):
             late = ask(other, seed=50 + seed)
             (request,) = server.receive()
@@ -237,7 +289,7 @@ def test_a_pool_serves_others_while_gpu_vectors_are_in_flight(
         found = server.receive()
         assert len(found) == SLOTS
         assert all(np.array_equal(request.vector, one) for request, one in zip(found, vectors, strict=True))
-        assert "synchronise" not in {call[0] for call in cuda.calls}
+        assert {call[0] for call in cuda.calls} == {"on device", "store"}, "and the pool calls no driver"
         assert server.statistics().outstanding == SLOTS
         cuda.lazy = False
 
@@ -247,42 +299,54 @@ def test_vectors_in_flight_for_a_departed_client_are_dropped(gpu_pool: tuple[Rin
     one = vector(1)
     with attach(server, arena=True) as gone:
         gone.submit(span(one), SearchSpec("docs", 1))
+        assert answer(server) == 1
+        gone.poll()
         cuda.lazy = True
+        gone.submit(span(one), SearchSpec("docs", 1))
         assert server.receive() == []
+        cuda.lazy = False
     while server.client_count:
         server.wait(1)
     with attach(server, arena=True) as next_one:
-        cuda.run()
-        cuda.lazy = False
         next_one.submit(span(one), SearchSpec("docs", 1))
         (request,) = server.receive()
         assert request.client == 2
         assert np.array_equal(request.vector, one)
 
 
-def test_a_device_failure_ends_only_sessions_with_vectors_on_it(
-    gpu_pool: tuple[RingServer, FakeCuda], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, cuda = gpu_pool
-    one = vector(1)
-    with attach(server, arena=True) as there, attach(server) as other:
-        there.submit(span(one), SearchSpec("docs", 1))
-        code = cuda.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
-        monkeypatch.setattr(cuda, "cuStreamQuery", lambda stream: (code,), raising=False)
+def test_a_filtered_request_and_a_collection_that_the_host_reads_go_through_the_host() -> None:
+    memory = HostMemory.create(arena_bytes(SLOTS, 4 * DIM))
+    arena = DeviceArena(memory, SLOTS, 4 * DIM, epoch=5)
+    catalogue = Catalogue((Served("docs", DIM), Served("notes", DIM, in_place=False)))
+    server = RingServer(endpoint(), catalogue, epoch=5, ring_slots=SLOTS, max_k=6, max_clients=1, arena=arena)
+    with server, attach(server, arena=True) as client:
+        specs = [SearchSpec("docs", 1, filter=b"{}"), SearchSpec("notes", 1), SearchSpec("docs", 1)]
+        assert [client.takes_in_place(spec) for spec in specs] == [False, False, True]
+        for spec in specs:
+            client.submit(vector(3), spec)
+        assert client.arena is not None
+        assert client.arena.slots is not None
+        assert client.arena.slots.free_slots == SLOTS - 1
+        assert all(np.array_equal(request.vector, vector(3)) for request in server.receive())
+    arena.close()
+
+
+def test_a_forged_filtered_request_in_the_arena_is_invalid(pool: tuple[RingServer, DeviceArena]) -> None:
+    server, _ = pool
+    with attach(server, arena=True) as client:
+        forge_requests(client, [1], kind=SEARCH_ARENA, filter=1)
         assert server.receive() == []
-        assert server.statistics().evicted == 1
-        ask(other, seed=2)
-        assert np.array_equal(server.receive()[0].vector, vector(2))
+        assert [result.status for result in client.poll()] == ["invalid_request"]
 
 
-@pytest.mark.parametrize("handle", [SlotHandle(SLOTS - 1, 9), SlotHandle(1 << 30, 1), SlotHandle(0, 0)])
+@pytest.mark.parametrize("handle", [(SLOTS, 0), (1 << 31, 0), ((1 << 32) - 1, 0)])
 def test_a_client_that_names_a_slot_outside_its_lease_is_evicted(
-    pool: tuple[RingServer, DeviceArena], monkeypatch: pytest.MonkeyPatch, handle: SlotHandle
+    pool: tuple[RingServer, DeviceArena], monkeypatch: pytest.MonkeyPatch, handle: tuple[int, int]
 ) -> None:
     server, arena = pool
     with attach(server, arena=True) as client:
         assert client.arena is not None
-        monkeypatch.setattr(client.arena, "write", lambda row: np.array(handle, np.uint32).view(np.float32))
+        monkeypatch.setattr(client.arena, "write", lambda *_: np.array(handle, np.uint32).view(np.float32))
         ask(client)
         assert server.receive() == []
         assert server.statistics().evicted == 1
@@ -336,6 +400,6 @@ def test_the_lease_of_a_killed_client_is_reclaimed(pool: tuple[RingServer, Devic
 
 def test_a_grant_is_of_host_memory_or_of_a_gpus() -> None:
     with pytest.raises(InvalidArgument, match="either in host memory or"):
-        Grant(Lease(1, 0, (0,)))
+        Grant(Lease(1, 0, 1))
     reference = CudaReference(1, "cuda:0", bytes(64), 4096)
-    assert Grant(Lease(1, 0, (0,)), gpu=reference).memory == reference
+    assert Grant(Lease(1, 0, 1), gpu=reference).memory == reference

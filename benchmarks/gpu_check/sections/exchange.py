@@ -1,7 +1,8 @@
-"""Query vectors through an arena between processes: a client writes them, this process searches and answers.
+"""Query vectors through an arena between processes: a client writes them, this process searches them in place.
 
 On a GPU the arena is device memory, opened through CUDA IPC; in a dry run it is a memfd. Descriptors and answers go
-through a pipe: this section tests the arena, not the rings (see `benchmarks.ring`).
+through a pipe, and the words that say that a vector is written through shared memory: this section tests the arena, not
+the rings (see `benchmarks.ring`).
 """
 
 import multiprocessing
@@ -10,22 +11,28 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.gpu_check.load_driver import run_load
 from benchmarks.gpu_check.report import Outcome, micros
 from benchmarks.gpu_check.setup import Setup
 from benchmarks.gpu_check.time_limit import Skipped
+from gpu import Engine, SearchParams
+from gpu.engine import c_callable
 
 _SLOTS = 8
 _EPOCH = 1
 _JOIN_S = 30.0
+_PAGE = 4096
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
     """Compare answers with those of the same queries passed directly. Raises AssertionError if they differ."""
     try:
+        from ipc.memory import atomics
         from ipc.memory.device import DeviceMemory, HostMemory
-        from ipc.session.device_arena import DeviceArena, SlotHandle, arena_bytes
+        from ipc.memory.shared import SharedMemory
+        from ipc.session.device_arena import DeviceArena, arena_bytes
     except ImportError as error:
         raise Skipped(f"ipc needs {error.name}") from None
     queries = setup.data.queries[: 40 if setup.small else 1000]
@@ -40,27 +47,29 @@ def check(setup: Setup, outcome: Outcome) -> None:
     else:
         memory = HostMemory.create(size)
     arena = DeviceArena(memory, _SLOTS, queries.shape[1] * 4, _EPOCH)
-    number, lease = arena.lease(_SLOTS)
+    _, lease = arena.lease(_SLOTS)
+    words = SharedMemory.create("trinity-words", _PAGE)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    client = context.Process(target=_client, args=(theirs, setup.device, memory.reference, lease, queries), daemon=True)
+    references = (memory.reference, words.reference)
+    client = context.Process(target=_client, args=(theirs, setup.device, *references, lease, queries), daemon=True)
     client.start()
     theirs.close()
     try:
         found, took = [], []
-        for _ in range(len(queries)):
+        for number in range(1, len(queries) + 1):
             if not ours.poll(_JOIN_S):
                 raise AssertionError("the client did not write its next query in time")
-            place = SlotHandle(*ours.recv())
+            slot = ours.recv()
             begin = time.perf_counter()
-            arena.claim(number, place)
-            payload = None
-            while payload is None:
-                arena.copy_out(place)
-                memory.flush()
-                payload = arena.copied(place)
+            while atomics.load_acquire(words.address) != number:
+                assert time.perf_counter() < begin + _JOIN_S, "the client's device does not write its query"
+            search = _admit(engine, arena.address_of(slot), setup.params)
             took.append(time.perf_counter() - begin)
-            found.append(run_load(engine, payload.view(np.float32)[None], setup.params).ids[0])
+            while search not in engine.extend():
+                pass
+            found.append(engine.result(search)[0])
+            engine.release(search)
             ours.send_bytes(found[-1].tobytes())
         write_s = ours.recv() if ours.poll(_JOIN_S) else []
         client.join(_JOIN_S)
@@ -70,40 +79,54 @@ def check(setup: Setup, outcome: Outcome) -> None:
             client.kill()
             client.join(_JOIN_S)
         ours.close()
-        arena.close()
         engine.close()
+        arena.close()
+        words.close()
     same = float(np.mean(np.array(found) == direct))
     assert same == 1.0, f"only {same:.1%} of the ids are those of the queries handed over directly"
     outcome.data |= {"write_s": write_s, "take_s": took}
     for what, value in (
         ("queries from another process, same answers", f"{len(found)} of {len(queries)}"),
-        ("client: write vector and ready word, p50", micros(float(np.median(write_s)))),
-        ("pool: copy out until it is written, acknowledge, p50", micros(float(np.median(took)))),
+        ("client: write vector and word, p50", micros(float(np.median(write_s)))),
+        ("pool: wait until it is written, admit in place, p50", micros(float(np.median(took)))),
         ("through CUDA IPC", "yes" if setup.on_gpu else "skipped: no GPU (host memory instead)"),
     ):
         outcome.add(what, value)
 
 
-def _client(pipe: Connection, device: str, reference: Any, lease: Any, queries: np.ndarray) -> None:
-    """Write each query to the arena and send its place; wait for the answer before the next one.
+def _admit(engine: Engine, address: int, params: SearchParams) -> int:
+    """Admit a query whose vector is at this address in the arena. Return its slot."""
+    backend = engine.backend()
+    admit = c_callable(backend.admit_in_place or backend.admit, 7)
+    spec = (params.k, params.top_m, params.search_width, params.patience or 0)
+    return admit(backend.handle, address, 0, *spec)
+
+
+def _client(
+    pipe: Connection, device: str, reference: Any, words: Any, lease: Any, queries: npt.NDArray[np.float32]
+) -> None:
+    """Write each query to the arena and send its slot; wait for the answer before the next one.
 
     On a GPU the queries are in its memory already, like the output of an embedder on the device.
     """
     from ipc.memory.device import CudaReference, Source
+    from ipc.memory.shared import SharedMemory
     from ipc.session.device_arena import LeasedSlots, open_memory
 
-    memory = open_memory(reference, device)
-    slots = LeasedSlots(memory, lease)
+    memory, shared = open_memory(reference, device), SharedMemory.open(words, max_size=_PAGE, writable=True)
+    slots, word = LeasedSlots(memory, lease), memory.reach(shared.address, _PAGE)
     sources: list[Source] = list(np.ascontiguousarray(queries, np.float32))
     held = _on_gpu(device, sources) if isinstance(reference, CudaReference) else None
     times = []
-    for source in sources:
+    for number, source in enumerate(sources, 1):
         begin = time.perf_counter()
-        place = slots.write(source)
+        slot = slots.write(source, word, number)
         times.append(time.perf_counter() - begin)
-        pipe.send((place.slot, place.generation))
+        pipe.send(slot)
         pipe.recv_bytes()
+        slots.release(slot)
     slots.close()
+    shared.close()
     if held is not None:
         held.close()
     pipe.send(times)

@@ -111,7 +111,7 @@ def _open_live(section: CollectionSection, directory: Path, worker: int) -> Shar
     if section.demand:
         _check_demand(section, schema)
     demanded = section.demand or about.demanded or ""
-    served = Served(section.name, about.dim, shard, section.shards, about.identity, schema, demanded)
+    served = Served(section.name, about.dim, shard, section.shards, about.identity, schema, demanded, in_place=False)
     return Shard(served, None, reader.checksums, live=reader)
 
 

@@ -151,7 +151,7 @@ class PoolSession:
     @staticmethod
     def _submit_from_gpu(client: RingClient, vector: DeviceVectors, spec: SearchSpec) -> int:
         """Send a vector through the pool's arena, or else through the host."""
-        if client.has_arena:
+        if client.takes_in_place(spec):
             with suppress(MemoryRefused):  # the arena is out of reach, or all of its slots are in use
                 return client.submit(vector.span, spec)
         return client.submit(vector.on_host(), spec)
@@ -161,7 +161,7 @@ class PoolSession:
         session = self._session
         if session is None:
             raise PeerLost(f"no session with {self.endpoint}")
-        if isinstance(rows, DeviceVectors) and session.client.has_arena:
+        if isinstance(rows, DeviceVectors) and session.client.takes_in_place(queries[0].spec):
             return self._submit_each(queries)
         ids = session.client.submit_many(on_host(rows), queries[0].spec)
         for request_id, query in zip(ids, queries, strict=False):
