@@ -42,11 +42,11 @@ import numpy.typing as npt
 
 from gpu.compiled import compiled
 from gpu.cpu.queries import CODE_STEP as CODE_STEP  # exported to the kernels
-from gpu.cpu.queries import LARGEST_SQUARE as LARGEST_SQUARE  # also
 from gpu.cpu.queries import code_offset, full_offset, prepared_bytes
 from gpu.cpu.state import visited_bits as bits_for
 from gpu.cpu.tables import F16_DOT, F16_L2, F32_DOT, F32_L2, I8_DOT, I8_L2, kind_of  # noqa: F401
 from gpu.index.data import IndexData
+from gpu.index.rows import LARGEST_SQUARE as LARGEST_SQUARE
 from gpu.index.rows import Rows
 from gpu.params import MAX_SEARCH_WIDTH as MAX_SEARCH_WIDTH
 from gpu.slots import MAX_COLLECTIONS
