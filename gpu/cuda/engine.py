@@ -84,7 +84,7 @@ class CudaEngine(Engine):
             named = dict(zip(collections, data, strict=True))
             self._memory = memory = BatchMemory(driver, self._stream, named, shape)
             batch = layout.argument(memory.record)
-            self._kernels = kernels = Kernels(driver, image, shape, layout.team_of(data), batch)
+            self._kernels = kernels = Kernels(driver, image, shape, batch)
             buckets = buckets_of(slots)
             self._graphs = graphs = LaunchGraphs(
                 driver, self._stream, kernels, buckets, form, extends_per_launch, life_us

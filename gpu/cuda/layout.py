@@ -63,10 +63,10 @@ RESIDENT_THREADS = 256  # of extend_resident, at most; with fewer, more blocks a
 WRITE_THREADS = 256  # of write_slots: fetches a line of 4 KiB over the bus in one round trip
 PREPARE_BYTES = 8 * 32  # shared memory to prepare a query: a float64 for each of at most 32 warps
 MERGE_KEYS = 512  # maximum of new keys sorted and merged at once
+TEAM = 8  # threads per row
 RING_PLACES = (8, 4)  # in-flight row chunks per thread, where a block serves a slot: the first that fits
-DISTANCE_PLACES = 8  # the same in compute_distances_8
+DISTANCE_PLACES = 8  # the same in compute_distances
 SCRATCH_BYTES = 176  # shared memory in front of the arrays, for a block's counts and parents
-TEAMS = (8, 16, 32)  # threads per vector
 TASK_BITS = 22  # of a word of `due`: the task count of an active slot, with the collection's number above
 TASK_MASK = (1 << TASK_BITS) - 1
 assert MAX_COLLECTIONS <= 1 << (32 - TASK_BITS)
@@ -241,11 +241,9 @@ WRITE_SLOTS = KernelSpec("write_slots", WRITE_THREADS, (("commands", np.uint64),
 collections, seeds, vectors in place; writes slots, due and, for new queries, keys, visited, nodes; for queries with
 invalid vectors, results and counters."""
 
-COMPUTE_DISTANCES = {
-    team: KernelSpec(f"compute_distances_{team}", DISTANCE_THREADS, (("slots", np.uint32),)) for team in TEAMS
-}
+COMPUTE_DISTANCES = KernelSpec("compute_distances", DISTANCE_THREADS, (("slots", np.uint32),))
 """Grid: any fixed number of blocks (`distance_blocks`), which share the tasks of the first `slots` slots, the bucket.
-Distances do not depend on team and grid. Shared: `distance_shared_bytes`. Reads due, nodes, slots,
+Distances do not depend on the grid. Shared: `distance_shared_bytes`. Reads due, nodes, slots,
 collections, rows; writes distances."""
 
 MERGE_AND_GATHER = KernelSpec("merge_and_gather", MERGE_THREADS, (("limit", np.uint32), ("condition", np.uint64)))
@@ -274,7 +272,7 @@ of the records. `places`: as in EXTEND_FUSED. Blocks exit, and the launch ends, 
 doorbell rings; slots in progress are recorded in their current state."""
 
 KERNELS = (
-    WRITE_SLOTS, *COMPUTE_DISTANCES.values(), MERGE_AND_GATHER, EXTEND_FUSED, EXTEND_FUSED_NEAR, EXTEND_RESIDENT,
+    WRITE_SLOTS, COMPUTE_DISTANCES, MERGE_AND_GATHER, EXTEND_FUSED, EXTEND_FUSED_NEAR, EXTEND_RESIDENT,
 )  # fmt: skip
 
 
@@ -415,23 +413,16 @@ def visited_bits(top_m: int, degree: int) -> Any:
     return bits_for(2 * top_m, degree)
 
 
-def team_of(collections: Sequence[IndexData]) -> int:
-    """Return the threads per vector: each gets a few chunks of the longest row (cuVS switches at 128, 256 float32)."""
-    longest = max((data.rows.codes.shape[1] * data.rows.codes.itemsize for data in collections), default=0)
-    return next((team for team in TEAMS[:-1] if longest <= 4 * team * CHUNK_BYTES), TEAMS[-1])
-
-
-def distance_blocks(shape: BatchShape, bucket: int, team: int, multiprocessors: int) -> int:
+def distance_blocks(shape: BatchShape, bucket: int, multiprocessors: int) -> int:
     """Return the blocks of compute_distances: enough for all tasks of a bucket at once, or to fill the device."""
-    most = -(-bucket * shape.slot_tasks * team // DISTANCE_THREADS)
+    most = -(-bucket * shape.slot_tasks * TEAM // DISTANCE_THREADS)
     return max(1, min(most, 4 * multiprocessors))
 
 
-def distance_shared_bytes(bucket: int, team: int) -> int:
-    """Return the shared memory of compute_distances, in bytes: prefix sums of the slots' tasks, and for teams of 8 a
-    node and in-flight rows per thread."""
-    ring = DISTANCE_THREADS * (4 + DISTANCE_PLACES * CHUNK_BYTES) if team == TEAMS[0] else 0
-    return SCRATCH_BYTES + 4 * -(-bucket // 4) * 4 + ring
+def distance_shared_bytes(bucket: int) -> int:
+    """Return the shared memory of compute_distances, in bytes: prefix sums of the slots' tasks, and per thread a node
+    and chunks of rows in flight."""
+    return SCRATCH_BYTES + 4 * -(-bucket // 4) * 4 + DISTANCE_THREADS * (4 + DISTANCE_PLACES * CHUNK_BYTES)
 
 
 def argument(record: npt.NDArray[Any]) -> Any:

@@ -17,7 +17,7 @@ static_assert(sizeof(BlockScratch) <= SCRATCH_BYTES, "shared scratch of a block"
 
 // The full-precision key of an entry; every member of the team gets it.
 __device__ inline uint64 exact_key(const Slot* slot, const Collection& collection, uint64 key) {
-    return key_of(full_distance<SLOT_TEAM, 2>(collection, slot, node_of(key)), node_of(key));
+    return key_of(full_distance(collection, slot, node_of(key)), node_of(key));
 }
 
 // Sort the nearest entries by full-precision distance and drop the others (int8 rows only), as on the CPU
@@ -26,11 +26,11 @@ __device__ inline uint64 exact_key(const Slot* slot, const Collection& collectio
 __device__ inline void rescore(const Slot* slot, const Collection& collection, uint64* keys,
                                      MergeScratch* scratch) {
     const uint32 k = slot->k, count = min(slot->top_m, 2 * k + 16), first = min(count, max(k, RESCORED_AT_LEAST));
-    const uint32 team = threadIdx.x / SLOT_TEAM, teams = blockDim.x / SLOT_TEAM;
-    const bool leads = threadIdx.x % SLOT_TEAM == 0;
+    const uint32 team = threadIdx.x / TEAM, teams = blockDim.x / TEAM;
+    const bool leads = threadIdx.x % TEAM == 0;
     // Every member of a team reads a key before its leader replaces it: the exact distance depends on it, but racecheck
     // counts barriers only.
-    const uint32 together = team_mask<SLOT_TEAM>();
+    const uint32 together = team_mask();
     if (threadIdx.x == 0) {
         scratch->least = ~0u;
         scratch->most = scratch->worst = 0;

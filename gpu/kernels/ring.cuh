@@ -1,18 +1,16 @@
-// Distances of a slot's query to rows, by the block that serves the slot, or by one warp (compute_distances_8): rows are
+// Distances of a slot's query to rows, by the block that serves the slot, or by one warp (compute_distances): rows are
 // copied asynchronously into a ring in shared memory, far ahead of their use.
 //
-// Floor: the rows' bytes, and one memory latency. A memory of 4.8 TB/s with a latency of 0.65 µs is saturated by 3.1 MB in
-// flight, 24 KB for each of 132 multiprocessors. A team of 8 that loads up to four chunks per thread, adds them and then
-// loads more has 512 bytes in flight (192 for a row of 96 dims in float16), and none while it adds; the 16 teams of 128
-// threads process 60 such rows in four latencies. With eight places per thread all of these are in flight at once, and of
-// longer rows 16 KB per block, half of which stay in flight while the other half is added.
+// Floor: the rows' bytes, each read once (distances · d · itemsize), and one memory latency. A memory of 4.8 TB/s with a
+// latency of 0.65 µs is saturated by 3.1 MB in flight, 24 KB for each of 132 multiprocessors. A team that loads a row, or
+// four chunks per thread of it, adds them and then loads more has at most 512 bytes in flight, and none while it adds. With
+// eight places per thread a warp has 4 KB in flight, and while half of that is added still 2 KB.
 //
-// A thread adds only chunks that it has copied itself, so no barriers are needed. Sums are bit-identical to distance.cuh.
+// A thread adds only chunks that it has copied itself, so no barriers are needed. The order of summation is distance.cuh's.
 #pragma once
 #include "distance.cuh"
 
-constexpr uint32 LANES = WARP / SLOT_TEAM;  // of a sum, per thread
-constexpr uint32 PAIR = 2;                  // chunks that a thread adds together
+constexpr uint32 PAIR = 2;  // chunks that a thread adds together
 
 // Shared memory for in-flight chunks, `places` per thread: place p of lane l of warp w is chunks[(w · places + p) · 32 + l].
 struct Ring {
@@ -23,11 +21,11 @@ struct Ring {
 // The rows of a slot are shared by all warps of the block, or are those of one warp.
 template <bool ONE_WARP>
 __device__ inline uint32 first_row(uint32 thread) {
-    return ONE_WARP ? 0 : thread / WARP * (WARP / SLOT_TEAM);
+    return ONE_WARP ? 0 : thread / WARP * (WARP / TEAM);
 }
 template <bool ONE_WARP>
 __device__ inline uint32 rows_at_once() {
-    return ONE_WARP ? WARP / SLOT_TEAM : blockDim.x / SLOT_TEAM;
+    return ONE_WARP ? WARP / TEAM : blockDim.x / TEAM;
 }
 
 // A warp's position in the rows; each of its teams processes one row at a time: the first team's row, and the first chunk of
@@ -38,7 +36,7 @@ struct RowCursor {
 
     // Advance to the next piece. Returns whether the row is complete.
     __device__ bool step(uint32 chunks) {
-        piece += PIECE * SLOT_TEAM;
+        piece += PIECE * TEAM;
         if (PIECE == LANES && piece < chunks) return false;
         piece = 0;
         row += rows_at_once<ONE_WARP>();
@@ -54,9 +52,9 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
                                       float* distances, Ring ring) {
     using Sum = typename SumOf<KIND>::type;
     constexpr uint32 PIECE = LONG ? LANES : PAIR, QUERY_CHUNKS = KIND < F16_L2 ? 1 : 2;
-    const uint32 thread = computed_here(threadIdx.x), lane = thread % SLOT_TEAM, team = thread % WARP / SLOT_TEAM;
+    const uint32 thread = computed_here(threadIdx.x), lane = thread % TEAM, team = thread % WARP / TEAM;
     const uint32 chunks = collection.row_chunks;
-    const uint32 writer = KIND == I8_DOT ? (chunks - 1) % SLOT_TEAM : 0;  // has the trailing step and norm of an int8 row
+    const uint32 writer = KIND == I8_DOT ? (chunks - 1) % TEAM : 0;  // has the trailing step and norm of an int8 row
     RowCursor<PIECE, ONE_WARP> fetched = {first_row<ONE_WARP>(thread), 0}, added = fetched;
     if (added.row >= count) return;
     const unsigned char* rows = at<const unsigned char>(collection.rows) + lane * CHUNK_BYTES;
@@ -66,10 +64,10 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
     if (!LONG)
 #pragma unroll
         for (uint32 j = 0; j < PAIR * QUERY_CHUNKS; j++)
-            if (const uint32 chunk = j / QUERY_CHUNKS * SLOT_TEAM; chunk + lane < chunks)
+            if (const uint32 chunk = j / QUERY_CHUNKS * TEAM; chunk + lane < chunks)
                 kept[j] = query[chunk * QUERY_CHUNKS + j % QUERY_CHUNKS];
 
-    const uint32 stride = (LONG || chunks > SLOT_TEAM ? PIECE : 1) * WARP;
+    const uint32 stride = (LONG || chunks > TEAM ? PIECE : 1) * WARP;
     const uint32 half = LONG ? PIECE * WARP : ring.places / 2 * WARP;
     const bool two = !LONG || ring.places >= 2 * PIECE;  // halves
     // The half to fill next, and the other. Indices, since NVRTC 13.0 does not end on pointers that alternate.
@@ -83,7 +81,7 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
             const uint4* piece = reinterpret_cast<const uint4*>(row + fetched.piece * CHUNK_BYTES);
 #pragma unroll
             for (uint32 j = 0; j < PIECE; j++)
-                if (fetched.piece + j * SLOT_TEAM + lane < left) copy_row(ring.chunks + place + j * WARP, piece + j * SLOT_TEAM);
+                if (fetched.piece + j * TEAM + lane < left) copy_row(ring.chunks + place + j * WARP, piece + j * TEAM);
             fetched.step(chunks);
         }
         commit_copies();
@@ -107,9 +105,9 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
             for (uint32 n = 0; n < PIECE / PAIR; n++) {  // not unrolled: too few registers
 #pragma unroll
                 for (uint32 j = 0; j < PAIR; j++)
-                    if (number + j * SLOT_TEAM < left) {
+                    if (number + j * TEAM < left) {
                         chunk = ring.chunks[now + j * WARP];
-                        const uint4* part = LONG ? query + (number - lane + j * SLOT_TEAM) * QUERY_CHUNKS : kept + j * QUERY_CHUNKS;
+                        const uint4* part = LONG ? query + (number - lane + j * TEAM) * QUERY_CHUNKS : kept + j * QUERY_CHUNKS;
                         sums[0][j] = add_chunk<KIND>(sums[0][j], chunk, part);
                     }
                 if (!LONG) continue;
@@ -119,12 +117,12 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
                     sums[0][j] = sums[1][j];
                     sums[1][j] = sum;
                 }
-                number += PAIR * SLOT_TEAM;
+                number += PAIR * TEAM;
                 now += PAIR * WARP;
             }
             if (!added.step(chunks)) continue;
             const Sum lanes = (sums[0][0] + sums[1][0]) + (sums[0][1] + sums[1][1]);
-            const Sum sum = team_total<SLOT_TEAM>(lanes, WHOLE_WARP);
+            const Sum sum = team_total(lanes, WHOLE_WARP);
             if (lane == writer && i < count) {
                 if constexpr (KIND == I8_DOT)
                     distances[i] = code_distance(collection, sum, query_step, __uint_as_float(chunk.z),
@@ -140,13 +138,14 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
 template <uint32 KIND, bool ONE_WARP>
 __device__ inline void ring_distances(const Collection& collection, const Slot* slot, const uint32* nodes, uint32 count,
                                       float* distances, Ring ring) {
-    if (collection.row_chunks > PAIR * SLOT_TEAM)
+    if (collection.row_chunks > PAIR * TEAM)
         ring_distances<KIND, true, ONE_WARP>(collection, slot, nodes, count, distances, ring);
     else
         ring_distances<KIND, false, ONE_WARP>(collection, slot, nodes, count, distances, ring);
 }
 
-// Distances of the slot's query to the rows of `count` nodes, equal to row_distance. All threads of the block or the warp.
+// Distances of the slot's query to the rows of `count` nodes: squared L2, or minus the dot product; for int8 codes without
+// the constant |q - c|² or c · q (gpu/index/rows.py). All threads of the block or the warp.
 template <bool ONE_WARP = false>
 __device__ inline void row_distances(const Collection& collection, const Slot* slot, const uint32* nodes, uint32 count,
                                      float* distances, Ring ring) {

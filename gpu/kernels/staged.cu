@@ -38,17 +38,15 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_slots(const Ba
     }
 }
 
-// compute_distances_8, for rows of up to 512 bytes. Floor: the rows' bytes; to saturate the memory, 24 KB in flight per
-// multiprocessor (ring.cuh). A team that loads one row at a time waits for a chain of latencies per row (node, collection,
-// query, row), and has its row, 192 bytes at 96 dims in float16, in flight for one of them. Here a warp loads the nodes of up
-// to 32 tasks of a slot at once and then keeps four such rows per team in flight: 3 KB per warp, 96 KB for 1,024 threads.
+// compute_distances. Floor: the rows' bytes; to saturate the memory, 24 KB in flight per multiprocessor (ring.cuh). A warp
+// loads the nodes of up to 32 tasks of a slot at once, which hides all but the first chain of latencies (node, collection,
+// query, row), and then keeps 4 KB of their rows in flight, of any length: 128 KB for 1,024 threads.
 
-// Blocks per multiprocessor: with 64 registers per thread, all loads of a round are in flight before the first is used. On
-// sm_100 so few registers would spill.
+constexpr uint32 DISTANCE_BLOCKS = 4;  // per multiprocessor, with 64 registers per thread
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr uint32 DISTANCE_BLOCKS = 2, MERGE_BLOCKS = 16;
+constexpr uint32 MERGE_BLOCKS = 16;  // more would spill there
 #else
-constexpr uint32 DISTANCE_BLOCKS = 4, MERGE_BLOCKS = 20;
+constexpr uint32 MERGE_BLOCKS = 20;
 #endif
 constexpr uint32 MERGE_AT_ONCE = 4;  // neighbours per thread
 
@@ -94,32 +92,15 @@ __device__ inline Share share_of_warp(const uint32* due, uint32 slots, uint32* s
     return {begin, min(begin + share, total)};
 }
 
-template <uint32 TEAM>
-__device__ inline void compute_distances(const Batch& batch, uint32 slots, unsigned char* shared) {
-    constexpr uint32 TEAMS = WARP / TEAM;
-    const uint32 *due = at<const uint32>(batch.due), *nodes = at<const uint32>(batch.nodes);
-    uint32* sums = reinterpret_cast<uint32*>(shared + SCRATCH_BYTES);
-    const Share share = share_of_warp(due, slots, sums, shared);
-    uint32 slot = 0, next = NO_NODE;
-    const auto place_of = [&](uint32 task) { return slot * batch.slot_tasks + task - (slot > 0 ? sums[slot - 1] : 0); };
-    for (uint32 i = share.begin + threadIdx.x % WARP / TEAM; i < share.end; i += TEAMS) {
-        if (sums[slot] <= i) slot = slot_of(sums, slots, i);
-        const uint32 node = next != NO_NODE ? next : nodes[place_of(i)];
-        next = i + TEAMS < min(share.end, sums[slot]) ? nodes[place_of(i) + TEAMS] : NO_NODE;  // while the row is in flight
-        const Collection& collection = collection_at(batch, due[slot] >> TASK_BITS);
-        const float distance = row_distance<TEAM, 4>(collection, slot_at(batch, slot), node);
-        if (threadIdx.x % TEAM == 0) at<float>(batch.distances)[place_of(i)] = distance;
-    }
-}
-
 // Tasks of one slot that a warp processes together: the first one's place in `nodes` and `distances`, and their number.
 // The nodes of the next group are not loaded ahead: NVRTC 13.0 does not end on that for sm_90.
 struct Group {
     uint32 slot, place, count;
 };
 
-template <>
-__device__ inline void compute_distances<SLOT_TEAM>(const Batch& batch, uint32 slots, unsigned char* shared) {
+extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS, DISTANCE_BLOCKS)
+    compute_distances(const Batch batch, uint32 slots) {
+    DYNAMIC_SHARED(shared);
     const uint32 *due = at<const uint32>(batch.due), *nodes = at<const uint32>(batch.nodes);
     const uint32 lane = threadIdx.x % WARP;
     uint32* sums = reinterpret_cast<uint32*>(shared + SCRATCH_BYTES);
@@ -141,16 +122,6 @@ __device__ inline void compute_distances<SLOT_TEAM>(const Batch& batch, uint32 s
         task += group.count;
     }
 }
-
-#define COMPUTE_DISTANCES(TEAM)                                                       \
-    extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS, DISTANCE_BLOCKS)   \
-        compute_distances_##TEAM(const Batch batch, uint32 slots) {                   \
-        DYNAMIC_SHARED(shared);                                                       \
-        compute_distances<TEAM>(batch, slots, shared);                                \
-    }
-COMPUTE_DISTANCES(8)
-COMPUTE_DISTANCES(16)
-COMPUTE_DISTANCES(32)
 
 // Merge a slot's scored tasks and gather its next ones. Returns whether the query has finished.
 __device__ inline bool merge_and_gather_slot(const Batch& batch, Slot* slot, const Slot& head, unsigned char* shared) {

@@ -46,8 +46,10 @@ _FLAGS = (
     "-Wall",
     "-Wno-unknown-pragmas",
 )
-_ORDERS = "ALLOCATE FREE WRITE READ COPY FILL MAP UNMAP LAUNCH LOOP END_LOOP SYNCHRONISE WAITS STAY AWAY HOST".split()  # noqa: SIM905
-_KIND = {name: number for number, name in enumerate(_ORDERS)}
+_ORDERS = """
+ALLOCATE FREE WRITE READ COPY FILL MAP UNMAP LAUNCH LOOP END_LOOP SYNCHRONISE WAITS STAY AWAY HOST COPIES
+"""
+_KIND = {name: number for number, name in enumerate(_ORDERS.split())}
 _HEAD = struct.Struct("<IIQQQ")
 _PAUSE_S = 100e-6
 LOOK_NS = 20_000
@@ -227,6 +229,10 @@ class EmulatedDriver:
     def waits(self) -> int:
         """Return the number of barriers that blocks have passed so far."""
         return self._request(_command("WAITS"))
+
+    def most_copies(self) -> int:
+        """Return the most asynchronous copies that a thread had in flight at once since the last call."""
+        return self._request(_command("COPIES"))
 
     # ---- streams, events
 

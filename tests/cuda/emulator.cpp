@@ -29,7 +29,8 @@ enum Kind : uint32_t {
     WAITS,
     STAY,
     AWAY,
-    HOST
+    HOST,
+    COPIES
 };
 
 struct Order {
@@ -209,6 +210,7 @@ void carry_out(const Work& work, emulated::Block& block) {
             if (order.a) resident().join();
             return answer(0);
         case WAITS: return answer(block.waits());
+        case COPIES: return answer(block.take_most_copies());
         default: emulated::fault("an order that there is not");
     }
 }

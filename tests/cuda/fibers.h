@@ -6,6 +6,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include <sys/mman.h>
@@ -106,9 +107,11 @@ public:
         committed_ = 0;
     }
 
-    void add(void* target, const void* source, unsigned bytes) {
+    // Add a copy. Returns the number under way.
+    size_t add(void* target, const void* source, unsigned bytes) {
         std::memset(target, POISON, bytes);
         under_way_.push_back({target, source, bytes, committed_});
+        return under_way_.size();
     }
 
     void commit() { committed_++; }
@@ -210,6 +213,13 @@ public:
     Fences& fences() { return fibers_[current_]->fences; }
     Copies& copies() { return fibers_[current_]->copies; }
 
+    void copy_later(void* target, const void* source, unsigned bytes) {
+        most_copies_ = std::max<uint64_t>(most_copies_, copies().add(target, source, bytes));
+    }
+
+    // The most copies that a thread had under way at once since the last call.
+    uint64_t take_most_copies() { return std::exchange(most_copies_, 0); }
+
     // Yield now and then, so that atomic operations interleave.
     UNWATCHED void maybe_yield() {
         if (random_.below(8) == 0) wait(State::ready);
@@ -304,7 +314,7 @@ private:
     }
 
     Random random_;
-    uint64_t seed_, waits_ = 0;
+    uint64_t seed_, waits_ = 0, most_copies_ = 0;
     const std::function<void()>* kernel_ = nullptr;
     struct Freed {
         void operator()(unsigned char* memory) const { operator delete[](memory, std::align_val_t(16)); }
@@ -345,7 +355,7 @@ inline void maybe_yield() { running->maybe_yield(); }
 inline void before_atomic(void* address) { running->fences().before_atomic(address); }
 inline void after_atomic(const void* address) { running->fences().after_atomic(address); }
 inline void fence() { running->fences().fence(); }
-inline void copy_later(void* target, const void* source, unsigned bytes) { running->copies().add(target, source, bytes); }
+inline void copy_later(void* target, const void* source, unsigned bytes) { running->copy_later(target, source, bytes); }
 inline void commit_copies() { running->copies().commit(); }
 inline void wait_for_copies(unsigned later) { running->copies().wait(later); }
 

@@ -23,9 +23,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 # registers each fill, extend_resident two blocks of 256 threads, or four of 128.
 REGISTERS = {
     "write_slots": 40,
-    "compute_distances_8": 64,
-    "compute_distances_16": 64,
-    "compute_distances_32": 64,
+    "compute_distances": 64,
     "merge_and_gather": 96,
     "extend_fused": 128,
     "extend_fused_near": 128,

@@ -77,7 +77,7 @@ def search(driver: EmulatedDriver, seed: int) -> None:
         if number % 2:
             bench.extend_fused(LIMIT, near=number % 4 == 1)
         else:
-            bench.stages(SLOTS, 8, 3, LIMIT, 0)
+            bench.stages(SLOTS, 3, LIMIT, 0)
         number += 1
     for slot, query in enumerate(queries):
         ids, distances, extends = search_reference(data, query, wanted[slot])

@@ -19,9 +19,8 @@ from tests.gpu.reference import ReferenceSearch, fitted_query, search_reference
 
 Extend = Callable[[Workbench], None]
 WAYS: dict[str, Extend] = {
-    "teams of 8": lambda bench: bench.extend(team=8),
-    "teams of 16": lambda bench: bench.extend(team=16, blocks=1),
-    "teams of 32": lambda bench: bench.extend(team=32, blocks=5),
+    "staged": lambda bench: bench.extend(),
+    "staged, by one block": lambda bench: bench.extend(blocks=1),
     "fused": lambda bench: bench.extend_fused(),
     "fused, with few places for rows": lambda bench: bench.extend_fused(places=layout.RING_PLACES[-1]),
     "fused, with a visited table in shared memory": lambda bench: bench.extend_fused(near=True),
@@ -118,7 +117,7 @@ def test_sums_are_folded_in_the_documented_order(dtype: str, chunk: int, dim: in
     )
     bench = Workbench(new_driver(), [data], Limits(slots=1))
     bench.admit(0, query, SearchParams(k=5, top_m=5))
-    run_to_the_end(bench, [0], WAYS["teams of 16"])
+    run_to_the_end(bench, [0], WAYS["staged"])
     nodes, raw = bench.raw_result(0, 5)
     codes = data.rows.codes.astype(np.float32)
     padded = np.zeros(codes.shape[1], np.float32)
@@ -129,7 +128,7 @@ def test_sums_are_folded_in_the_documented_order(dtype: str, chunk: int, dim: in
     )  # numpy's order of summation rounds differently
 
 
-@pytest.mark.parametrize("way", ["teams of 8", "fused"])
+@pytest.mark.parametrize("way", ["staged", "fused"])
 def test_overflow_of_a_one_sector_visited_table_does_not_change_results(way: str, new_driver: NewDriver) -> None:
     random = np.random.default_rng(5)
     data = random_index(random, 300, "l2", "float32", 12, 10)
@@ -184,6 +183,21 @@ def test_a_block_synchronises_twice_to_distribute_tasks_and_never_to_merge_or_ga
         assert np.diff(waits).tolist() == [3 * 2, 0]
 
 
+@pytest.mark.parametrize("dim", [96, 768, 3000])
+def test_enough_bytes_of_rows_of_any_length_are_in_flight_to_saturate_a_memory(dim: int, new_driver: NewDriver) -> None:
+    """A multiprocessor of an H200 needs 24 KB, and half of what it has in flight is waited for."""
+    random = np.random.default_rng(12)
+    driver = new_driver(block_threads=64)
+    data = random_index(random, 64, "l2", "float16", 16, 64, dim)
+    bench = Workbench(driver, [data], Limits(slots=1))
+    bench.admit(0, exact_vectors(random, 1, dim)[0], SearchParams(search_width=4))
+    distances, _ = bench.stage_launches(bucket=1, blocks=1)
+    driver.most_copies()
+    distances()
+    threads = 65_536 // 64  # as many as have registers: see test_compiler.py
+    assert driver.most_copies() * layout.CHUNK_BYTES * threads // 2 >= 24 * 1024
+
+
 @pytest.mark.parametrize("blocks", [1, 7])
 def test_blocks_share_the_tasks_of_more_slots_than_a_warp_has_threads(blocks: int, new_driver: NewDriver) -> None:
     """Slots have different numbers of tasks, or none: some slots are free, some pause for a while."""
@@ -195,10 +209,10 @@ def test_blocks_share_the_tasks_of_more_slots_than_a_warp_has_threads(blocks: in
     for slot in taken:
         bench.admit(slot, queries[slot], wanted[slot], slot % 2)
     for status in (layout.PAUSED, layout.ACTIVE):
-        bench.extend(team=16, blocks=blocks)
+        bench.extend(blocks=blocks)
         for slot in (7, 32, 74):
             bench.command(slot, status)
-    run_to_the_end(bench, taken, lambda bench: bench.extend(team=16, blocks=blocks))
+    run_to_the_end(bench, taken, lambda bench: bench.extend(blocks=blocks))
     for slot in taken:
         ids, distances, extends = search_reference(data[slot % 2], queries[slot], wanted[slot])
         assert bench.result(slot, 2, slot % 2) == (ids.tolist(), distances.tolist())
@@ -224,7 +238,7 @@ def test_pausing_a_finished_query_leaves_it_finished(new_driver: NewDriver) -> N
     random = np.random.default_rng(9)
     bench = Workbench(new_driver(), [random_index(random, 20, "l2", "float32", 4, 4)], Limits(slots=1))
     bench.admit(0, exact_vectors(random, 1)[0], SearchParams())
-    run_to_the_end(bench, [0], WAYS["teams of 8"])
+    run_to_the_end(bench, [0], WAYS["staged"])
     extends = bench.extends(0)
     for status in (layout.PAUSED, layout.ACTIVE):
         bench.command(0, status)
@@ -250,6 +264,6 @@ def test_results_on_clustered_data_equal_the_reference_s(
     queries = clustered(random, 4, dim)
     for slot, query in enumerate(queries):
         bench.admit(slot, query, wanted)
-    run_to_the_end(bench, [0, 1, 2, 3], WAYS["teams of 8"])
+    run_to_the_end(bench, [0, 1, 2, 3], WAYS["staged"])
     for slot, query in enumerate(queries):
         assert bench.result(slot, 10)[0] == search_reference(bench.indexes[0], query, wanted)[0].tolist()

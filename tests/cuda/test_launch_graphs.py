@@ -41,11 +41,11 @@ def test_each_bucket_has_a_graph_of_the_two_kernels(index: GraphIndex) -> None:
     shape = layout.BatchShape.of([index.data], 40, 64, 64, 8)
     assert len(driver.graphs) == 4
     for bucket, (distances, merge) in zip((1, 8, 32, 40), graphs(driver), strict=True):
-        assert (distances.kernel, merge.kernel) == ("compute_distances_8", "merge_and_gather")
-        blocks = layout.distance_blocks(shape, bucket, 8, driver.multiprocessors)
+        assert (distances.kernel, merge.kernel) == ("compute_distances", "merge_and_gather")
+        blocks = layout.distance_blocks(shape, bucket, driver.multiprocessors)
         assert (distances.grid.x, merge.grid.x, distances.arguments[1].value) == (blocks, bucket, bucket)
         assert (distances.block.x, merge.block.x) == (layout.DISTANCE_THREADS, layout.MERGE_THREADS)
-        shared_bytes = (layout.distance_shared_bytes(bucket, 8), shape.merge_shared_bytes)
+        shared_bytes = (layout.distance_shared_bytes(bucket), shape.merge_shared_bytes)
         assert (distances.shared_bytes, merge.shared_bytes) == shared_bytes
         assert [argument.value for argument in merge.arguments[1:]] == [1, 0]
 
@@ -71,7 +71,7 @@ def test_a_conditional_loop_is_captured_around_the_two_kernels(index: GraphIndex
     engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=16, form="loop")
     assert (set(engine.forms.values()), engine.extends_per_launch) == ({"loop"}, 16)
     for graph in graphs(driver):
-        assert [launch.kernel for launch in graph] == ["compute_distances_8", "merge_and_gather"]
+        assert [launch.kernel for launch in graph] == ["compute_distances", "merge_and_gather"]
         assert {launch.handle for launch in graph} == {graph[1].arguments[2].value} != {0}
         assert graph[1].arguments[1].value == 16
 

@@ -26,7 +26,7 @@ def loop(bench: Workbench, limit: int) -> None:
     driver.begin_capture(bench.stream)
     node = driver.begin_while(bench.stream)
     outer, bench.stream = bench.stream, node.stream
-    bench.stages(bench.shape.slots, team=8, blocks=2, limit=limit, condition=node.handle)
+    bench.stages(bench.shape.slots, blocks=2, limit=limit, condition=node.handle)
     bench.stream = outer
     driver.end_while(node)
     graph = driver.end_capture(bench.stream)

@@ -10,7 +10,7 @@ from tests.cuda.recorder import RecordingDriver
 from tests.cuda.scripted_device import ScriptedDevice
 from tests.gpu.datasets import clustered
 
-STAGES = ["compute_distances_8", "merge_and_gather"]
+STAGES = ["compute_distances", "merge_and_gather"]
 PARAMS = SearchParams(5, 32, 2)
 
 

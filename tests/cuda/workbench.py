@@ -118,23 +118,23 @@ class Workbench:
         line[layout.SLOT.itemsize : layout.SLOT.itemsize + record.nbytes] = record[0]
         return line
 
-    def extend(self, team: int = 8, blocks: int = 3, bucket: int = 0) -> None:
+    def extend(self, blocks: int = 3, bucket: int = 0) -> None:
         """Run one extend of the slots before `bucket`, stage by stage."""
-        self.stages(bucket or self.shape.slots, team, blocks, 1, 0)
+        self.stages(bucket or self.shape.slots, blocks, 1, 0)
         self.driver.synchronise(self.stream)
 
-    def stages(self, bucket: int, team: int, blocks: int, limit: int, condition: int) -> None:
-        for launch in self.stage_launches(bucket, team, blocks, limit, condition):
+    def stages(self, bucket: int, blocks: int, limit: int, condition: int) -> None:
+        for launch in self.stage_launches(bucket, blocks, limit, condition):
             launch()
 
     def stage_launches(
-        self, bucket: int, team: int = 8, blocks: int = 3, limit: int = 1, condition: int = 0
+        self, bucket: int, blocks: int = 3, limit: int = 1, condition: int = 0
     ) -> list[Callable[[], None]]:
         """Return functions that launch the two stages of an extend."""
-        distances, merge = layout.COMPUTE_DISTANCES[team], layout.MERGE_AND_GATHER
+        distances, merge = layout.COMPUTE_DISTANCES, layout.MERGE_AND_GATHER
         slots, ends = distances.argument_values(slots=bucket), merge.argument_values(limit=limit, condition=condition)
         return [
-            partial(self.launch, distances, blocks, layout.distance_shared_bytes(bucket, team), *slots),
+            partial(self.launch, distances, blocks, layout.distance_shared_bytes(bucket), *slots),
             partial(self.launch, merge, bucket, self.shape.merge_shared_bytes, *ends),
         ]
 

@@ -21,10 +21,10 @@ def exact_vectors(random: np.random.Generator, count: int, dim: int = 20) -> Flo
 
 
 def random_index(
-    random: np.random.Generator, count: int, metric: Metric, dtype: Dtype, degree: int, seeds: int
+    random: np.random.Generator, count: int, metric: Metric, dtype: Dtype, degree: int, seeds: int, dim: int = 20
 ) -> IndexData:
     """Return exact vectors under a random graph with loops and duplicates: no search may rely on a good graph."""
-    vectors = checked_vectors(exact_vectors(random, count), metric)
+    vectors = checked_vectors(exact_vectors(random, count, dim), metric)
     graph = random.integers(count, size=(count, degree), dtype=np.uint32)
     first = random.permutation(count)[:seeds].astype(np.uint32)
     return IndexData(encode(vectors, metric, dtype), graph, first, None)
