@@ -13,6 +13,7 @@ from tests.cuda.emulation import require_compiler
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from runtime.serving.model.language_model import LanguageModel  # noqa: E402
+from runtime.serving.network.decode_attention import PagedAttention  # noqa: E402
 from runtime.serving.network.decode_graphs import Captured, DecodeGraphs, supports_paged_attention  # noqa: E402
 from runtime.serving.network.llama import Llama  # noqa: E402
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span, attend, store  # noqa: E402
@@ -91,6 +92,30 @@ def test_nan_in_freed_blocks_does_not_affect_their_next_sequence(tiny_directory:
         value = healthy[:, -heads:].repeat_interleave(2, dim=1)
         found = attended([5, 6, 7], 1, healthy)
         torch.testing.assert_close(found, value)  # a first token attends only to itself
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 32, 64])
+def test_thread_blocks_read_enough_pages_at_once_to_saturate_a_gpu_s_memory(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An H200: 132 multiprocessors of which each wants 24 KB in flight. A block waits for one page of keys or of values
+    two thirds of the time."""
+    kv_heads, head_dim, options, page = 8, 64, dict[str, int](), 32
+
+    def recorded(query: Any, *_: Any, kernel_options: dict[str, int], **__: Any) -> Any:
+        options.update(kernel_options)
+        return query
+
+    monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", recorded)
+    monkeypatch.setattr("runtime.serving.network.decode_attention._multiprocessors", lambda device: 132)
+    keys = torch.zeros(64, kv_heads, page, head_dim, dtype=torch.bfloat16)
+    paged = PagedAttention(torch.zeros(rows, 64, dtype=torch.long), torch.full((rows,), 2048), 64, kv_heads, page)
+    with torch.compiler.set_stance("force_eager"):
+        paged.attend(keys.new_zeros(rows, kv_heads, 4, head_dim), keys, keys, 1.0)
+    blocks = max(rows, 2) * kv_heads * options["SPLIT_KV"]
+    pages_of_a_block = 64 / options["SPLIT_KV"]
+    in_flight = blocks / 132 * page * head_dim * 2 * 2 / 3
+    assert in_flight >= 24 * 1024 or pages_of_a_block <= 2, "few rows: their few pages are read in two waits each"
 
 
 def test_gathered_attention_is_the_fallback_if_compilation_fails_or_is_wrong(

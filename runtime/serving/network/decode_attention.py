@@ -72,9 +72,18 @@ class GatheredAttention:
 # consecutive keys, in the cache's own order. Each KV head of a row is a sequence of its own; its queries are the heads
 # that share it. A block mask lists the pages that each of them reads, so the cache is not reordered and other pages are
 # not computed. Only the last page of a row is masked. All pages are declared as partly masked, because only then does
-# torch's kernel split a row's pages among many thread blocks.
+# torch's kernel split a row's pages among many thread blocks (from torch 2.11 on; before, one block reads them all).
+#
+# A thread block reads one page's keys, waits, reads its values, and waits: 1.5 µs a page of 16 tokens on an H200. So
+# there must be many: 16 for each multiprocessor have 43 KB in flight (pages of 32 tokens, head_dim 64,
+# bfloat16, two thirds of the time), where its memory wants 24 KB (`gpu/kernels/ring.cuh`). torch by itself takes one
+# block for each KV head of a row from 17 rows of 8 KV heads on.
 #
 # The kernel multiplies masked values by zero, so unwritten positions of the cache must be finite too (`attend`).
+
+
+_BLOCKS_PER_MULTIPROCESSOR = 16
+_MOST_SPLITS = 32
 
 
 class PagedAttention:
@@ -102,6 +111,7 @@ class PagedAttention:
         self._last = pages.gather(1, behind[:, None]).squeeze(1).int()
         self._tail = (visible.repeat_interleave(kv_heads, output_size=count * kv_heads) - behind * block_tokens).int()
         self._counts = (behind + 1).int().view(-1, 1, 1)
+        self._splits = splits_of(count * kv_heads, _multiprocessors(tables.device))
         self._pages = pages.int().view(-1, 1, 1, row_blocks)
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -112,7 +122,7 @@ class PagedAttention:
             padded.flatten(0, 1).unsqueeze(1),
             keys.view(1, 1, -1, keys.shape[-1]),
             values.view(1, 1, -1, keys.shape[-1]),
-            self._counts, self._pages, self._last, self._tail, scaling, self._size,
+            self._counts, self._pages, self._last, self._tail, scaling, self._size, self._splits,
         )  # fmt: skip
         return attended.view(padded.shape)[: self._rows]
 
@@ -122,9 +132,20 @@ def power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+def splits_of(sequences: int, multiprocessors: int) -> int:
+    """Return how many thread blocks share the pages of a sequence: beyond 32, adding their parts takes longer than it
+    saves."""
+    return min(max(_BLOCKS_PER_MULTIPROCESSOR * multiprocessors // sequences, 1), _MOST_SPLITS)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def _paged_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, counts: torch.Tensor, pages: torch.Tensor,
-    last: torch.Tensor, tail: torch.Tensor, scaling: float, size: int,
+    last: torch.Tensor, tail: torch.Tensor, scaling: float, size: int, splits: int,
 ) -> torch.Tensor:  # fmt: skip
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -135,7 +156,8 @@ def _paged_attention(
         counts, pages, BLOCK_SIZE=(128, size), mask_mod=seen, seq_lengths=(query.shape[2], keys.shape[2]),
         compute_q_blocks=False,
     )  # fmt: skip
-    attended: torch.Tensor = flex_attention(query, keys, values, block_mask=mask, scale=scaling)
+    options: Any = {"SPLIT_KV": splits}
+    attended: torch.Tensor = flex_attention(query, keys, values, block_mask=mask, scale=scaling, kernel_options=options)
     return attended
 
 
