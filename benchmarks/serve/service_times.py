@@ -84,7 +84,7 @@ def fit_service_times(bench: Bench, system: System, base: ServiceTimes) -> Servi
         chat_request(bench, random, tokens, answer, retrieval=False) for _ in range(repeats) for tokens in _SHORT_TOKENS
     ]
     shorter = [outcome for outcome in sequential(system.url, short) if outcome.completed]
-    times = _fit_prefill([*alone, *shorter], system.plan.config.prefill.expected_chunk_tokens, base)
+    times = _fit_prefill([*alone, *shorter], system.plan.config.prefill.pass_tokens, base)
     times = _fit_decode(bench, system, random, times)
     embed_s = _median(alone, "embed")
     times = replace(

@@ -18,7 +18,7 @@ def demands(setup: Setup, arrivals: Sequence[Arrival]) -> dict[str, float]:
     n = len(arrivals)
     prompt = sum(arrival.prompt_tokens for arrival in arrivals) / n
     output = sum(arrival.output_tokens for arrival in arrivals) / n
-    chunk, slots = config.prefill.expected_chunk_tokens, config.decode.slots
+    chunk, slots = config.prefill.pass_tokens, config.decode.slots
     prefill = sum(
         times.prefill_s(0, arrival.prompt_tokens) + times.prefill_pass_s * arrival.prompt_tokens / chunk
         for arrival in arrivals

@@ -2,7 +2,6 @@
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,25 +36,3 @@ def test_a_copy_stops_after_the_slice_in_which_its_time_runs_out() -> None:
     copy = Transfer(source, range(12), target, range(12))
     assert not copy.step(15, clock=lambda: next(times))  # the clock advances 10 ns per call: two slices
     assert [bool(np.array_equal(*layers)) for layers in zip(source, target, strict=True)] == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("fixed_s", "expected"),
-    [(0.0, 32), (0.001, 128), (1.0, 1024)],
-    ids=["every-size-is-as-fast", "a-pass-has-a-price", "the-longer-the-better"],
-)
-def test_the_measured_chunk_is_the_smallest_that_is_nearly_as_fast_as_any(fixed_s: float, expected: int) -> None:
-    pytest.importorskip("torch")
-    from runtime.serving.prefill.chunk_size import knee
-
-    assert knee(lambda tokens: fixed_s + tokens * 1e-4, 2048, clock=lambda: 0.0) == expected
-
-
-def test_measuring_the_chunk_stops_after_its_time_limit() -> None:
-    pytest.importorskip("torch")
-    from runtime.serving.prefill.chunk_size import knee
-
-    tried: list[int] = []
-    now = iter([0.0, 3.0, 6.0])
-    assert knee(lambda tokens: tried.append(tokens) or 1.0, 2048, clock=lambda: next(now)) == 64  # type: ignore[func-returns-value]
-    assert tried == [32, 32, 64, 64]

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from runtime.node.config import PrefillSection
 from runtime.serving.model.model_info import ModelInfo
 from runtime.testing.reference import Reference
 
@@ -88,6 +89,12 @@ def test_greedy_tokens_equal_those_of_transformers(network: Llama, cache: PagedC
             )
             logits = graphs.logits([(table, half, length - half)], prompt[half:])
             assert logits.argmax(-1).tolist() == reference.generate(prompt, 1)
+
+
+def test_passes_have_the_configured_tokens_by_default_few_on_cpus_and_what_is_captured_on_gpus() -> None:
+    assert PrefillSection(devices=("cuda:0",)).pass_tokens == MAX_TOKENS
+    assert PrefillSection().pass_tokens == 256
+    assert PrefillSection(devices=("cuda:0",), chunk_tokens=48).pass_tokens == 48
 
 
 def test_padding_is_at_most_half_and_every_size_is_warmed_up() -> None:

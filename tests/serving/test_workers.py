@@ -269,13 +269,6 @@ def test_the_shortest_of_simultaneous_prompts_is_prefilled_first(start: Start) -
     assert order == ["first", "r3", "r1", "r2", "r0"]
 
 
-def test_the_chunk_size_can_be_measured_at_startup(start: Start, reference: Reference) -> None:
-    workers = start(prefill={"chunk_tokens": "auto"})
-    assert 32 <= workers.prefill.chunk_tokens <= 512
-    prompts = ragged(4, seed=8)
-    assert answers(workers, prompts, 4) == [reference.generate(prompt, 4) for prompt in prompts]
-
-
 def test_a_max_tokens_of_one_gives_one_token(start: Start, reference: Reference) -> None:
     workers = start()
     assert answers(workers, [[7, 8, 9]], 1) == [reference.generate([7, 8, 9], 1)]

@@ -29,7 +29,6 @@ from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Retrieved, 
 from runtime.serving.model.language_model import Chunk, LanguageModel, SampledToken
 from runtime.serving.model.model_info import ModelInfo, kv_type, weights_type
 from runtime.serving.model.text import build_prompt, prompt_budget, query_text
-from runtime.serving.prefill.chunk_size import resolve_chunk_tokens
 from runtime.serving.prefill.job import Disaggregation, Job, virtual_deadline_ns
 
 
@@ -75,11 +74,9 @@ class PrefillWorker:
         )
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._tiers = Tiers.of_plan(worker.plan, self._blocks, self._model.kv_array)
-        self._model.warm_up(tokens=2)  # the first pass allocates
-        self.chunk_tokens = resolve_chunk_tokens(config.prefill.chunk_tokens, self._model)
+        self.chunk_tokens = config.prefill.pass_tokens
         self._model.warm_up(tokens=self.chunk_tokens)
         worker.startup.mark("first pass")
-        worker.log.info("chunks of %d tokens", self.chunk_tokens)
         registry = loading()
         worker.startup.mark("embedder")
         if worker.await_assignment():

@@ -62,7 +62,7 @@ class SimPrefill:
         self.waiting: list[SimRequest] = []  # by descending virtual deadline
         self._running: list[SimRequest] = []
         self._prompt_ns = ns(times.prompt_s) if submit is not None else 0
-        self._chunk_tokens = limits.expected_chunk_tokens
+        self._chunk_tokens = limits.pass_tokens
         self._overhead_ns = 0  # the loop's own work before the next pass
         self.slots = self.free = limits.slots
         self._busy = False

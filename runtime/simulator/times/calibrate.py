@@ -176,7 +176,7 @@ def _model_times(section: ModelSection, config: NodeConfig, times: ServiceTimes)
         weights=weights_type(section.weights, config.decode.devices[0]),
     )
     tables = [range(row * section.row_blocks, (row + 1) * section.row_blocks) for row in range(rows)]
-    longest = min(config.prefill.expected_chunk_tokens, section.context_tokens // 2)
+    longest = min(config.prefill.pass_tokens, section.context_tokens // 2)
 
     def seconds(chunks: list[Chunk]) -> float:
         best = float("inf")
