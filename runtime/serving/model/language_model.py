@@ -231,8 +231,8 @@ class LanguageModel:
         """Return the logits after each chunk's last token, on the device."""
         from runtime.serving.network.paged_cache import PagedBatch
 
-        self._check(chunks)
         tokens = [token for chunk in chunks for token in chunk.tokens]
+        self._check(chunks, tokens)
         spans = [(chunk.blocks, chunk.start, len(chunk.tokens)) for chunk in chunks]
         if self._graphs is not None:
             from runtime.serving.network.prefill_graphs import MAX_TOKENS
@@ -244,31 +244,31 @@ class LanguageModel:
                 return prompts.logits(spans, tokens)
         return self._network.logits(PagedBatch(self._cache, spans, tokens))
 
-    def _check(self, chunks: Sequence[Chunk]) -> None:
+    def _check(self, chunks: Sequence[Chunk], tokens: Sequence[int]) -> None:
+        """Check chunks and all their tokens. Before each step, so with little work for a row."""
         if not chunks:
             raise ValueError("a batch needs at least one chunk")
-        written: set[int] = set()
+        written: list[int] = []
         for chunk in chunks:
-            if chunk.start < 0 or not chunk.tokens:
-                raise ValueError(
-                    f"a chunk of {len(chunk.tokens)} tokens at {chunk.start}: needs a token, from position 0 on"
-                )
-            end = chunk.start + len(chunk.tokens)
+            blocks, start, count = chunk.blocks, chunk.start, len(chunk.tokens)
+            if start < 0 or not count:
+                raise ValueError(f"a chunk of {count} tokens at {start}: needs a token, from position 0 on")
+            end = start + count
             if end > self.context_tokens:
                 raise ContextLengthExceeded(f"{end} tokens in a context of {self.context_tokens}")
             needed = -(-end // self.block_tokens)
-            if len(chunk.blocks) < needed:
-                raise ValueError(f"{end} tokens need {needed} blocks of {self.block_tokens}, got {len(chunk.blocks)}")
-            if min(chunk.blocks) < 0 or max(chunk.blocks) >= self.blocks:
-                raise ValueError(f"blocks must be within 0..{self.blocks - 1}, got {sorted(chunk.blocks)}")
-            target = chunk.blocks[chunk.start // self.block_tokens : needed]
-            if len(set(target)) != len(target) or not written.isdisjoint(target):
-                raise ValueError(f"a block is written twice in one batch: {list(target)} at {chunk.start}")
-            written.update(target)
-            if min(chunk.tokens) < 0 or max(chunk.tokens) >= self.info.vocabulary:
-                raise InvalidRequest(
-                    f"token ids must be in 0..{self.info.vocabulary - 1}, got {min(chunk.tokens)}..{max(chunk.tokens)}"
-                )
+            if len(blocks) < needed:
+                raise ValueError(f"{end} tokens need {needed} blocks of {self.block_tokens}, got {len(blocks)}")
+            if min(blocks) < 0 or max(blocks) >= self.blocks:
+                raise ValueError(f"blocks must be within 0..{self.blocks - 1}, got {sorted(blocks)}")
+            written += blocks[start // self.block_tokens : needed]
+        if len(set(written)) != len(written):
+            twice = sorted({block for block in written if written.count(block) > 1})
+            raise ValueError(f"a block is written twice in one batch: {twice}")
+        if min(tokens) < 0 or max(tokens) >= self.info.vocabulary:
+            raise InvalidRequest(
+                f"token ids must be in 0..{self.info.vocabulary - 1}, got {min(tokens)}..{max(tokens)}"
+            )
 
 
 def _check_sizes(info: ModelInfo, blocks: int, block_tokens: int, context_tokens: int, threads: int) -> None:
