@@ -26,6 +26,7 @@ class Outcome:
     ended_s: float = 0.0
     timings: dict[str, float] = field(default_factory=dict)
     prompt: tuple[int, ...] = ()
+    passages: list[str] = field(default_factory=list)
     probe_hits: set[int] = field(default_factory=set)  # numbers of tokens at which probes inserted passages
     token_times_s: list[float] = field(default_factory=list)  # arrival of each token
 
@@ -75,6 +76,7 @@ def _take(event: dict[str, Any], outcome: Outcome) -> None:
         outcome.token_times_s += [time.monotonic()] * len(tokens)
     outcome.prompt = tuple(event.get("prompt_token_ids") or outcome.prompt)
     found = event.get("retrieval", {}).get("passages", ())
+    outcome.passages += [passage["id"] for passage in found]
     outcome.probe_hits |= {passage["at_token"] for passage in found} - {0}
     if choice["finish_reason"]:
         outcome.code, outcome.timings = choice["finish_reason"], event["timings"]
