@@ -1,8 +1,9 @@
 """Fake of `cuda.bindings.driver` for the calls of `ipc.memory.cuda`: device memory is host memory that any process can
 open by its handle, and every call is recorded. Enumerations and handles are those of the real package.
 
-Streams complete at once or, with `lazy`, on demand: by `run` or by a synchronisation. The image of a module is the path
-of a shared library, whose function `launch_<kernel>(blocks, threads, argument)` runs a kernel.
+Streams complete at once or, with `lazy`, on demand: by `run`, by a synchronisation, or `copies_per_query` copies per
+stream query. The image of a module is the path of a shared library, whose function `launch_<kernel>(blocks, threads,
+argument)` runs a kernel.
 """
 
 import ctypes
@@ -24,7 +25,7 @@ MAX_BYTES = 1 << 40
 class FakeCuda:
     """The devices of one process. `calls` holds each call's name and arguments; copies and words require a context."""
 
-    def __init__(self, *, lazy: bool = False) -> None:
+    def __init__(self, *, lazy: bool = False, copies_per_query: int = 0) -> None:
         from cuda.bindings import driver
 
         self._real = driver
@@ -32,7 +33,7 @@ class FakeCuda:
         self._modules: dict[int, ctypes.CDLL] = {}
         self._kernels: dict[int, Any] = {}
         self._next = 100
-        self.lazy = lazy
+        self.lazy, self.copies_per_query = lazy, copies_per_query
         self._queued: defaultdict[int, deque[Callable[[], Any]]] = defaultdict(deque)
         self._entry_points: list[Any] = []  # callbacks
         self.calls: list[tuple[Any, ...]] = []
@@ -112,6 +113,7 @@ class FakeCuda:
         assert self.contexts == [1]
         self.calls.append(("query", stream))
         busy = bool(self._queued[stream])
+        self.run(self.copies_per_query)
         return (self._real.CUresult.CUDA_ERROR_NOT_READY,) if busy else self._done()
 
     def cuMemAlloc(self, size: int) -> tuple[Any, ...]:  # noqa: N802
