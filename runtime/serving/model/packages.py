@@ -6,7 +6,7 @@ from pathlib import Path
 
 from runtime.errors import ModelError
 
-_REQUIREMENTS = {"torch": "torch>=2.6", "transformers": "transformers>=5,<6", "gguf": "gguf>=0.17"}
+_REQUIREMENTS = {"torch": "torch>=2.11", "transformers": "transformers>=5,<6", "gguf": "gguf>=0.17"}
 
 
 def require_packages(*names: str) -> None:

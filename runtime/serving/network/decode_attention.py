@@ -72,7 +72,7 @@ class GatheredAttention:
 # consecutive keys, in the cache's own order. Each KV head of a row is a sequence of its own; its queries are the heads
 # that share it. A block mask lists the pages that each of them reads, so the cache is not reordered and other pages are
 # not computed. Only the last page of a row is masked. All pages are declared as partly masked, because only then does
-# torch's kernel split a row's pages among many thread blocks (from torch 2.11 on; before, one block reads them all).
+# torch's kernel split a row's pages among many thread blocks.
 #
 # A thread block reads one page's keys, waits, reads its values, and waits: 1.5 µs a page of 16 tokens on an H200. So
 # there must be many: 16 for each multiprocessor have 43 KB in flight (pages of 32 tokens, head_dim 64,
