@@ -11,6 +11,7 @@ from runtime.errors import InvalidFilter, InvalidRequest
 from runtime.pool.collections.live import POLL_NS
 from runtime.pool.collections.scopes import Part, Parts, Scopes
 from runtime.pool.process import Timing
+from runtime.retrieval.live.reader import LiveReader
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.gpu.datasets import clustered
@@ -97,6 +98,29 @@ def test_a_write_is_applied_when_it_is_made_and_updates_leave_time_for_queries(
     assert not pool.server.has_events
     pool.live.step(pool.live.due_ns, pool.loop.parts_in_use, pool.loop.filters_changed)
     assert harness.writer.wait_visible()
+
+
+def test_queries_are_answered_between_the_parts_of_a_large_write(
+    harness: LiveHarness, serve: MakeServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.upsert("a")
+    served = serve(harness.path)
+    query = harness.held["a"][0]
+    assert served.find(query, 1) == ["a"]
+    parts: list[int] = []
+    real = LiveReader.poll
+
+    def poll(self: LiveReader, budget_ns: int | None = None) -> bool:
+        found = real(self, None if budget_ns is None else 1)
+        if self.applying:  # the loop goes on with queries before it polls again
+            parts.append(self.state.count)
+        return found
+
+    monkeypatch.setattr(LiveReader, "poll", poll)
+    harness.upsert(*(f"n{number}" for number in range(1000)))
+    until(lambda: len(served.client.search(query, 10).ids) == 10)
+    assert len(parts) > 10
+    assert set(parts) == {1}
 
 
 def test_parts_of_earlier_updates_are_kept_only_while_queries_use_them() -> None:
