@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from runtime.retrieval.async_retriever import AsyncRetriever
-from runtime.retrieval.attributes import columns
+from runtime.retrieval.attributes import evaluation
 from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.embedding.embedder import HashingEmbedder
@@ -37,13 +37,13 @@ def above(number: int) -> dict[str, Any]:
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that evaluate filters, one for each time."""
-    found, real = list[str](), columns.evaluate
+    found = list[str]()
 
     def evaluate(*told: Any) -> Any:
         found.append(threading.current_thread().name.partition("_")[0])
-        return real(*told)
+        return evaluation.evaluate(*told)
 
-    monkeypatch.setattr(columns, "evaluate", evaluate)
+    monkeypatch.setattr("runtime.retrieval.attributes.columns.evaluate", evaluate)
     return found
 
 
