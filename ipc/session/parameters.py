@@ -62,10 +62,11 @@ def pack(spec: SearchSpec, epoch: int, limits: Limits, default_top_m: int = 1, k
         ("top_m", top_m, limits.max_top_m),
         ("search_width", spec.search_width, MAX_U16),
         ("patience", 1 if spec.patience is None else spec.patience, MAX_U16),
-        ("flow + 1", spec.flow + 1, MAX_U16 + 1),
     ):
         if not 1 <= value <= most:
             raise InvalidArgument(f"{name} {value} must be within 1..{most}")
+    if not 0 <= spec.flow <= MAX_U16:
+        raise InvalidArgument(f"flow {spec.flow} must be within 0..{MAX_U16}")
     dim, stage = limits.catalogue.served[code].dim, STAGE_CODES[spec.stage]
     parameters = PARAMETERS.pack(
         epoch, kind, stage, code, k, 0, top_m, spec.search_width, spec.patience or 0, dim, spec.flow

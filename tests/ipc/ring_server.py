@@ -172,6 +172,7 @@ class RingServer(SessionServer):
             served.name, words[exchange.K], STAGES[words[exchange.STAGE]], words[exchange.TOP_M],
             words[exchange.WIDTH], words[exchange.PATIENCE] or None, words[exchange.DEADLINE],
             b"" if words[exchange.FILTER_NUMBER] < 0 else self._filters[words[exchange.FILTER_NUMBER]],
+            words[exchange.FLOW],
         )  # fmt: skip
         return Request(
             attached.handle,

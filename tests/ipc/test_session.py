@@ -16,7 +16,7 @@ from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, vector
 
 def test_a_request_arrives_unchanged(server: RingServer, client: RingClient) -> None:
     before = time.monotonic_ns()
-    spec = SearchSpec("docs", 3, "decode", top_m=77, search_width=4, patience=2, deadline_ns=99)
+    spec = SearchSpec("docs", 3, "decode", top_m=77, search_width=4, patience=2, deadline_ns=99, flow=65535)
     request_id = client.submit(vector(1), spec)
     (request,) = server.receive()
     assert request.request_id == request_id
@@ -209,6 +209,8 @@ def test_a_result_that_does_not_fit_is_rejected_and_the_request_stays_open(
         ({"search_width": 0}, "search_width 0"),
         ({"patience": 0}, "patience 0"),
         ({"patience": 1 << 16}, "patience 65536"),
+        ({"flow": -1}, r"flow -1 must be within 0\.\.65535"),
+        ({"flow": 1 << 16}, "flow 65536"),
         ({"deadline_ns": -1}, "got -1"),
         ({"deadline_ns": 2**63}, "within 0..9223372036854775807, got 9223372036854775808"),
         ({"deadline_ns": 1.5}, "an integer .* got 1.5"),
