@@ -16,21 +16,10 @@ from benchmarks.gpu_check.load_driver import LoadResult
 from gpu import SearchParams
 from ipc import SearchSpec
 from ipc.memory import atomics, intrinsics
-from ipc.memory.atomics import (
-    END_BASE,
-    END_COLUMNS,
-    END_POSITION,
-    END_SLOTS,
-    END_STRIDE,
-    WATCH_BASE,
-    WATCH_COLUMNS,
-    WATCH_POSITION,
-    WATCH_SLEEPING,
-    WATCH_SLOTS,
-    WATCH_STRIDE,
-)
+from ipc.memory.atomics import ProducerEnd, WatchRow
 from ipc.memory.compiled import PACKAGE, compiler_for
 from ipc.memory.intrinsics import words
+from ipc.native.records import address_of, array_at
 from ipc.ring.descriptors import STAGES
 from ipc.session.parameters import Limits, pack
 from runtime.testing.pool import InProcessPool
@@ -38,6 +27,7 @@ from runtime.testing.pool import InProcessPool
 _compiled = compiler_for(PACKAGE, Path(__file__).parent)
 _HEADER, _PAYLOAD = 8, 64  # bytes of a slot before its header, and before its payload
 _IDLE_PER_YIELD = 32
+_ends_at, _rows_at = array_at(ProducerEnd), array_at(WatchRow)
 
 # Words of a run's state. STOP: 1 ends it. Counts: PREFILL queries sent; DECODE_SENT; decode queries ANSWERED, and of
 # these IN_FLOOD, before the end of the flood; ERRORS: answers that are errors. REFUSAL: negative error code of a ring
@@ -59,8 +49,8 @@ class Clients:
             [pack(_spec(stage, *parameters), first.epoch, limits).words for stage in STAGES], np.int64
         )
         attached = [session.attachment for session in self._sessions]
-        self._ends = np.array([one.requests.end_address for one in attached], np.int64)
-        self._watches = np.array([one.watch.address for one in attached], np.int64)
+        self._ends = np.array([address_of(one.requests.end) for one in attached], np.int64)
+        self._watches = np.array([address_of(one.watch.table) for one in attached], np.int64)
         self._k, self._next_ids = params.k, np.ones(2, np.int64)
         self.run(np.zeros(0), 0, 0.0, 1.0)  # compiles
 
@@ -117,10 +107,10 @@ def _run_clients(
 ) -> None:  # fmt: skip
     """Send and receive; see `Clients.run`. limits: most, least_ns, limit_ns. Returns when all queries are answered,
     when stopped, or after twice `limit_ns`."""
-    prefill, decode = words(ends[0], END_COLUMNS), words(ends[1], END_COLUMNS)
-    prefill_results, decode_results = words(watches[0], WATCH_COLUMNS), words(watches[1], WATCH_COLUMNS)
+    prefill, decode = _ends_at(ends[0])[0], _ends_at(ends[1])[0]
+    prefill_results, decode_results = _rows_at(watches[0])[0], _rows_at(watches[1])[0]
     # Keep at most as many outstanding as the result ring holds: with a full ring the pool backs off from the client.
-    slots, most, least_ns, limit_ns = prefill_results[WATCH_SLOTS], limits[0], limits[1], limits[2]
+    slots, most, least_ns, limit_ns = prefill_results.slots, limits[0], limits[1], limits[2]
     count, size, sent_count, answered, idle = len(due), 4 * vectors.shape[1], 0, 0, 0
     begin = intrinsics.monotonic_ns()
     while intrinsics.load_acquire(state.ctypes.data + 8 * STOP) == 0:
@@ -176,12 +166,12 @@ def _run_clients(
 
 
 @_compiled
-def _send(end: Any, vector: int, size: int, request_id: int, arrival: int, packed: Any) -> Any:
+def _send(end: ProducerEnd, vector: int, size: int, request_id: int, arrival: int, packed: Any) -> int:
     """Publish a request to a ring. Returns a negative error code if that fails."""
     refusal = atomics.send_error(end, 1, size)
     if refusal < 0:
         return refusal
-    slot = end[END_BASE] + (end[END_POSITION] % end[END_SLOTS]) * end[END_STRIDE]
+    slot = atomics.next_slot(end)
     header = words(slot + _HEADER, 6)
     header[0], header[1], header[2] = request_id, 0, arrival
     header[3], header[4], header[5] = packed[0], packed[1], packed[2]
@@ -190,11 +180,11 @@ def _send(end: Any, vector: int, size: int, request_id: int, arrival: int, packe
 
 
 @_compiled
-def _result(watch: Any) -> Any:
+def _result(watch: WatchRow) -> int:
     """Return the address of the next result's slot, 0 if there is none yet."""
-    slot = watch[WATCH_BASE] + (watch[WATCH_POSITION] % watch[WATCH_SLOTS]) * watch[WATCH_STRIDE]
-    # SYNC POINT: slot sequence, see `atomics.publish_slots`.
-    return slot if intrinsics.load_acquire(slot) == watch[WATCH_POSITION] + 1 else 0
+    if not atomics.has_message(watch):
+        return 0
+    return watch.slot + (watch.position % watch.slots) * watch.stride
 
 
 @_compiled
@@ -203,9 +193,8 @@ def _is_error(header: Any) -> Any:
 
 
 @_compiled
-def _release(watch: Any) -> None:
+def _release(watch: WatchRow) -> None:
     """Release the slot to the pool."""
-    watch[WATCH_POSITION] += 1
+    watch.position += 1
     # SYNC POINT: reader position, see `RingProducer.free`.
-    words_at = watch[WATCH_SLEEPING] - atomics.SLEEPING
-    intrinsics.store_release(words_at + atomics.READER, watch[WATCH_POSITION])
+    watch.ring[0].reader = watch.position

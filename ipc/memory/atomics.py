@@ -1,40 +1,91 @@
 """Acquire loads, release stores and full fences on 64-bit words of shared memory, and ring operations built on them.
 
-Words are passed by address (int64): a call from Python costs about 0.1 µs, and boxing an array would cost more than the
-work. An address must stay mapped during the call, which `ring.py` and `exchange.py` ensure.
-
-Polling reads a *watch table*, int64 [rings, 5], one row per ring that a process consumes, in its private memory:
-address of slot 0, stride in bytes, slots, position (slots consumed so far), address of the sleeping word.
-A row whose `slots` is 0 is skipped.
-
-Sending uses a *producer's end*, int64 [8], also in private memory: address of slot 0, stride in bytes, slots, address
-of the ring, position (slots sent so far), the reader position read last, the eventfd that wakes the consumer (-1: it
-can be woken from Python only), and how often it was woken.
+Python passes addresses: a call costs about 0.1 µs, and boxing an array would cost more than the work. An address must
+stay mapped during the call, which `ring.py` and `exchange.py` ensure.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any
 
 from ipc.memory import intrinsics
 from ipc.memory.compiled import compiled, entry_point
+from ipc.native.records import (
+    Array,
+    Record,
+    Shared,
+    address,
+    array_at,
+    offset_of,
+    record,
+    record_at,
+    sizeof,
+)
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-WATCH_COLUMNS = 5
-WATCH_BASE, WATCH_STRIDE, WATCH_SLOTS, WATCH_POSITION, WATCH_SLEEPING = range(WATCH_COLUMNS)
-_ROW_BYTES = 8 * WATCH_COLUMNS
-
-READER, SLEEPING, CONSUMER_STATE = 128, 192, 256
-"""Byte offsets of these words in a ring, see `ring.py`."""
-
-END_COLUMNS = 8
-END_BASE, END_STRIDE, END_SLOTS, END_WORDS, END_POSITION, END_READER, END_BELL, END_RUNG = range(END_COLUMNS)
 FULL, NOT_OPEN, TOO_LARGE, IMPOSSIBLE_READER = -1, -2, -3, -4
 _POLLS_PER_YIELD = 32
 
 
-def _helper(function: F) -> F:
-    return cast(F, compiled(function))  # inlined into its callers
+@record
+class RingHeader(Record):
+    """The words in front of a ring's slots, see `ring.py`. Each side writes to cache lines of its own."""
+
+    magic: int
+    version: int
+    slots: int
+    stride: int
+    payload_bytes: int
+    epoch: int
+    _unused: Annotated[Array[int], 10]
+    reader: Shared  # slots that the consumer has released
+    _consumer: Annotated[Array[int], 7]
+    sleeping: Shared  # 1 while the consumer sleeps and waits for a doorbell
+    _sleeper: Annotated[Array[int], 7]
+    consumer_state: Shared
+    _state: Annotated[Array[int], 7]
+    producer_state: Shared
+    _producer: Annotated[Array[int], 7]
+    joined: Shared  # 1 once the consumer has opened its end
+    _last: Annotated[Array[int], 15]
+
+
+HEADER_BYTES = sizeof(RingHeader)
+SLOT_HEADER_BYTES = 64
+
+
+@record
+class Slot(Record):
+    """A slot's words before its payload."""
+
+    sequence: Shared  # position + 1 once the slot is published
+    header: Annotated[Array[int], 7]
+
+
+@record
+class WatchRow(Record):
+    """A ring that a process consumes, in its private memory. Rows of one table are polled together."""
+
+    slot: int  # address of slot 0
+    stride: int  # bytes from slot to slot
+    slots: Shared  # 0: the row is skipped
+    position: Shared  # slots released so far
+    ring: Array[RingHeader]
+
+
+@record
+class ProducerEnd(Record):
+    """A ring that a process sends through, in its private memory."""
+
+    slot: int  # address of slot 0
+    stride: int
+    slots: int
+    position: int  # slots sent so far
+    reader: int  # the reader position that was read last
+    bell: int  # the eventfd that wakes the consumer; -1: it can be woken from Python only
+    rung: int  # how often it was woken
+    ring: Array[RingHeader]
+
+
+_end_at, _slot_at, _rows_at = record_at(ProducerEnd), record_at(Slot), array_at(WatchRow)
+_SLEEPING = offset_of(RingHeader, "sleeping")
 
 
 @entry_point("int64(int64)")
@@ -55,90 +106,103 @@ def fence() -> None:
     intrinsics.fence()
 
 
-@_helper
-def publish_slots(end: Any, count: int) -> int:
+@compiled
+def next_slot(end: ProducerEnd) -> int:
+    """Return the address of the slot to fill next."""
+    return end.slot + (end.position % end.slots) * end.stride
+
+
+@compiled
+def publish_slots(end: ProducerEnd, count: int) -> int:
     """Publish the next `count` slots, and ring a sleeping consumer. Return 1 if the caller must ring it from Python.
 
     The sleeping word is cleared here, so only one of many sends rings.
     """
-    base, stride, slots, words, position = (
-        end[END_BASE], end[END_STRIDE], end[END_SLOTS], end[END_WORDS], end[END_POSITION],
-    )  # fmt: skip
-    end[END_POSITION] = position + count
-    for i in range(position, position + count):
+    for _ in range(count):
         # SYNC POINT: slot sequence. The release pairs with the acquire in `ready` and `has_message`.
-        intrinsics.store_release(base + (i % slots) * stride, i + 1)
+        _slot_at(next_slot(end)).sequence = end.position + 1
+        end.position += 1
     # SYNC POINT: sleeping. Publish, fence, read the flag; `arm` sets the flag, fences, reads the slot. Without both
     # fences each side may miss the other's store, and the consumer would sleep with a published slot.
     intrinsics.fence()
-    if intrinsics.load_acquire(words + SLEEPING) == 0 or intrinsics.exchange(words + SLEEPING, 0) == 0:
+    ring = end.ring[0]
+    if ring.sleeping == 0 or intrinsics.exchange(address(ring) + _SLEEPING, 0) == 0:
         return 0
-    end[END_RUNG] += 1
-    if end[END_BELL] < 0:
+    end.rung += 1
+    if end.bell < 0:
         return 1
-    intrinsics.write_word(end[END_BELL], 1)  # if the counter is full, the bell already rings
+    intrinsics.write_word(end.bell, 1)  # if the counter is full, the bell already rings
     return 0
 
 
-@entry_point("int64(int64[::1])")
-def room(end: Any) -> int:
+@entry_point("int64(int64)")
+def room(end: int) -> int:
     """Return a lower bound of free slots, by the reader position read last."""
-    return int(end[END_SLOTS] - end[END_POSITION] + end[END_READER])
+    own = _end_at(end)
+    return own.slots - own.position + own.reader
 
 
-@entry_point("int64(int64[::1], int64)")
-def publish(end: Any, count: int) -> int:
+@entry_point("int64(int64, int64)")
+def publish(end: int, count: int) -> int:
     """Publish the next `count` slots, filled by the caller. Return as `publish_slots`."""
-    return publish_slots(end, count)
+    return publish_slots(_end_at(end), count)
 
 
-@_helper
-def send_error(end: Any, count: int, payload_bytes: int) -> int:
+@compiled
+def send_error(end: ProducerEnd, count: int, payload_bytes: int) -> int:
     """Return why `count` slots with payloads of this size cannot be sent now, or 0."""
-    if 64 + payload_bytes > end[END_STRIDE]:
+    if SLOT_HEADER_BYTES + payload_bytes > end.stride:
         return TOO_LARGE
-    if intrinsics.load_acquire(end[END_WORDS] + CONSUMER_STATE) != 0:
+    if end.ring[0].consumer_state != 0:
         return NOT_OPEN
-    if end[END_POSITION] + count - end[END_READER] <= end[END_SLOTS]:
+    if end.position + count - end.reader <= end.slots:
         return 0
-    # SYNC POINT: reader position, see `RingProducer.free`.
-    reader = intrinsics.load_acquire(end[END_WORDS] + READER)
-    if reader < end[END_READER] or reader > end[END_POSITION]:
+    if not read_position(end):
         return IMPOSSIBLE_READER
-    end[END_READER] = reader
-    return 0 if end[END_POSITION] + count - reader <= end[END_SLOTS] else FULL
+    return 0 if end.position + count - end.reader <= end.slots else FULL
 
 
-@_helper
+@compiled
+def read_position(end: ProducerEnd) -> bool:
+    """Read the reader position. Return False if it is impossible: the consumer has corrupted the ring."""
+    # SYNC POINT: reader position, see `RingProducer.free`.
+    reader = end.ring[0].reader
+    if reader < end.reader or reader > end.position:
+        return False
+    end.reader = reader
+    return True
+
+
+@compiled
 def _fill(slot: int, a: int, b: int, c: int, d: int, e: int, f: int, source: int, count: int) -> None:
-    for i, word in enumerate((a, b, c, d, e, f)):
-        intrinsics.store(slot + 8 + 8 * i, word)
-    intrinsics.copy(slot + 64, source, count)
+    header = _slot_at(slot).header
+    header[0], header[1], header[2], header[3], header[4], header[5] = a, b, c, d, e, f
+    intrinsics.copy(slot + SLOT_HEADER_BYTES, source, count)
 
 
-@entry_point(f"int64(int64[::1], float32[::1], {'int64, ' * 5}int64)")
-def send_row(end: Any, row: Any, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
+@entry_point(f"int64(int64, float32[::1], {'int64, ' * 5}int64)")
+def send_row(end: int, row: Any, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
     """Fill the next slot with the header words a … f and the payload `row`, and publish it. Below 0: an error."""
-    error = send_error(end, 1, 4 * row.size)
+    own = _end_at(end)
+    error = send_error(own, 1, 4 * row.size)
     if error < 0:
         return error
-    base, stride, slots, position = end[END_BASE], end[END_STRIDE], end[END_SLOTS], end[END_POSITION]
-    _fill(base + (position % slots) * stride, a, b, c, d, e, f, row.ctypes.data, 4 * row.size)
-    return publish_slots(end, 1)
+    _fill(next_slot(own), a, b, c, d, e, f, row.ctypes.data, 4 * row.size)
+    return publish_slots(own, 1)
 
 
-@entry_point(f"int64(int64[::1], float32[:, ::1], {'int64, ' * 5}int64)")
-def send_rows(end: Any, rows: Any, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
+@entry_point(f"int64(int64, float32[:, ::1], {'int64, ' * 5}int64)")
+def send_rows(end: int, rows: Any, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
     """Send each of `rows`, published together; word a rises by one from slot to slot. Return as `send_row`."""
+    own = _end_at(end)
     count, row_bytes = rows.shape[0], 4 * rows.shape[1]
-    error = send_error(end, count, row_bytes)
+    error = send_error(own, count, row_bytes)
     if error < 0:
         return error
-    base, stride, slots, position = end[END_BASE], end[END_STRIDE], end[END_SLOTS], end[END_POSITION]
     for i in range(count):
-        slot = base + ((position + i) % slots) * stride
+        slot = own.slot + ((own.position + i) % own.slots) * own.stride
         _fill(slot, a + i, b, c, d, e, f, rows.ctypes.data + i * row_bytes, row_bytes)
-    return publish_slots(end, count)
+    return publish_slots(own, count)
 
 
 @entry_point("void(int64, int64, int64, int64, int64[::1], float32[::1])")
@@ -147,7 +211,7 @@ def take_pairs(base: int, stride: int, most: int, slot: int, ids: Any, values: A
 
     `ids` and `values` have equal lengths, up to `most`, and are filled.
     """
-    payload = base + slot * stride + 64
+    payload = base + slot * stride + SLOT_HEADER_BYTES
     intrinsics.copy(ids.ctypes.data, payload, 8 * len(ids))
     intrinsics.copy(values.ctypes.data, payload + 8 * most, 4 * len(ids))
 
@@ -164,30 +228,32 @@ def ready(base: int, stride: int, slots: int, position: int, limit: int) -> int:
     return count
 
 
-@_helper
-def has_message(row: int) -> bool:
-    slots = intrinsics.load_acquire(row + 16)
+@compiled
+def has_message(row: WatchRow) -> bool:
+    """Return whether a ring's next slot is published."""
+    slots = row.slots
     if slots == 0:
         return False
-    position = intrinsics.load_acquire(row + 24)
-    slot = intrinsics.load_acquire(row) + (position % slots) * intrinsics.load_acquire(row + 8)
-    # SYNC POINT: slot sequence, see `publish`.
-    return intrinsics.load_acquire(slot) == position + 1
+    position = row.position
+    # SYNC POINT: slot sequence, see `publish_slots`.
+    return _slot_at(row.slot + (position % slots) * row.stride).sequence == position + 1
 
 
-@_helper
-def _first_ready(table: int, rows: int, start: int) -> int:
-    for i in range(rows):
-        row = (start + i) % rows
-        if has_message(table + row * _ROW_BYTES):
+@compiled
+def first_ready(table: Array[WatchRow], rows: int, start: int) -> int:
+    """Return the first watched ring with a message, from row `start` on and around, or -1."""
+    row = start if start < rows else 0
+    for _ in range(rows):
+        if has_message(table[row]):
             return row
+        row = row + 1 if row + 1 < rows else 0
     return -1
 
 
 @entry_point("int64(int64, int64, int64)")
 def poll(table: int, rows: int, start: int) -> int:
-    """Return the first watched ring with a message, from row `start` on and around, or -1."""
-    return _first_ready(table, rows, start)
+    """`first_ready`, called from Python."""
+    return first_ready(_rows_at(table), rows, start)
 
 
 @entry_point("int64(int64, int64, int64)", nogil=True)
@@ -197,59 +263,56 @@ def spin(table: int, rows: int, spin_ns: int) -> int:
     The core is yielded every few polls: otherwise the ZeroMQ threads of both processes starve on few cores. (Yielding
     every 10 µs was measured: with producer and consumer on one core, round trips took 4 times as long.)
     """
-    start = intrinsics.monotonic_ns()
+    watched, start = _rows_at(table), intrinsics.monotonic_ns()
     while True:
         for _ in range(_POLLS_PER_YIELD):
-            for row in range(rows):
-                if has_message(table + row * _ROW_BYTES):
-                    return intrinsics.monotonic_ns() - start
+            if first_ready(watched, rows, 0) >= 0:
+                return intrinsics.monotonic_ns() - start
         if intrinsics.monotonic_ns() - start >= spin_ns:
             return -1
         intrinsics.sched_yield()
 
 
-@_helper
-def _arm(table: int, rows: int) -> int:
-    for row in range(rows):
-        if intrinsics.load_acquire(table + row * _ROW_BYTES + 16) != 0:
-            intrinsics.store_release(intrinsics.load_acquire(table + row * _ROW_BYTES + 32), 1)
-    # SYNC POINT: sleeping, see `publish`.
+@compiled
+def _arm(table: Array[WatchRow], rows: int) -> int:
+    _set_sleeping(table, rows, 1)
+    # SYNC POINT: sleeping, see `publish_slots`.
     intrinsics.fence()
-    return _first_ready(table, rows, 0)
+    return first_ready(table, rows, 0)
 
 
-@_helper
-def _disarm(table: int, rows: int) -> None:
+@compiled
+def _set_sleeping(table: Array[WatchRow], rows: int, sleeping: int) -> None:
     for row in range(rows):
-        if intrinsics.load_acquire(table + row * _ROW_BYTES + 16) != 0:
-            intrinsics.store_release(intrinsics.load_acquire(table + row * _ROW_BYTES + 32), 0)
+        if table[row].slots != 0:
+            table[row].ring[0].sleeping = sleeping
 
 
 @entry_point("int64(int64, int64)")
 def arm(table: int, rows: int) -> int:
     """Set the sleeping words of all watched rings, then poll. Return a row with a message, or -1: sleep is safe."""
-    return _arm(table, rows)
+    return _arm(_rows_at(table), rows)
 
 
 @entry_point("void(int64, int64)")
 def disarm(table: int, rows: int) -> None:
     """Clear the sleeping word of all watched rings."""
-    _disarm(table, rows)
+    _set_sleeping(_rows_at(table), rows, 0)
 
 
-@_helper
-def sleep_on(table: int, rows: int, descriptor: int, timeout_ms: int) -> int:
+@compiled
+def sleep_on(table: Array[WatchRow], rows: int, descriptor: int, timeout_ms: int) -> int:
     """Sleep until `descriptor`, which producers make readable, is readable, or until the timeout.
 
     Return the first ring with a message, or -1; also after a signal, which Python then handles.
     """
     if _arm(table, rows) < 0:
         intrinsics.wait_readable(descriptor, timeout_ms)
-    _disarm(table, rows)
-    return _first_ready(table, rows, 0)
+    _set_sleeping(table, rows, 0)
+    return first_ready(table, rows, 0)
 
 
 @entry_point("int64(int64, int64, int64, int64)", nogil=True)
 def sleep(table: int, rows: int, descriptor: int, timeout_ms: int) -> int:
     """`sleep_on` as one call from Python: no Python runs between the doorbell and the poll."""
-    return sleep_on(table, rows, descriptor, timeout_ms)
+    return sleep_on(_rows_at(table), rows, descriptor, timeout_ms)

@@ -8,15 +8,25 @@ functions changes. Here the code is bound to all sources of the folders that it 
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from ipc.native.dispatcher import Dispatcher
 from ipc.native.machine_code import MachineCode
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def compiler_for(*folders: Path) -> Callable[..., Any]:
+class Compiler(Protocol):
+    """A decorator that compiles a function, which keeps its types: see `compiler_for`."""
+
+    def __call__(
+        self, function: Callable[P, R], /, *, nogil: bool = True, returns_array: bool = False
+    ) -> Dispatcher[P, R]: ...
+
+
+def compiler_for(*folders: Path) -> Compiler:
     """Return a decorator that compiles a function at its first call, without the GIL.
 
     The code is cached on disk if possible, until a source in `folders` changes.
@@ -27,7 +37,7 @@ def compiler_for(*folders: Path) -> Callable[..., Any]:
     """
     stamp = stamp_of(*folders)
 
-    def compiled(function: Any, nogil: bool = True, returns_array: bool = False) -> Any:
+    def compiled(function: Callable[P, R], /, *, nogil: bool = True, returns_array: bool = False) -> Dispatcher[P, R]:
         return Dispatcher(function, {"nogil": nogil, "error_model": "numpy", "_nrt": returns_array}, stamp)
 
     return compiled
@@ -63,7 +73,7 @@ def entry_point(signature: str, *, nogil: bool = False) -> Callable[[F], F]:
     """
 
     def compile_(function: F) -> F:
-        dispatcher = compiled(function, nogil)
+        dispatcher = compiled(function, nogil=nogil)
         dispatcher.compile(signature)
         _dispatchers.append(dispatcher)
         (overload,) = dispatcher.overloads.values()

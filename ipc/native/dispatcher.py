@@ -4,8 +4,9 @@ numba gives every function wrappers for calls from Python and from C, and compil
 Here what compiled code calls has no wrappers, and one version for all values of an integer.
 """
 
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from numba import types
 from numba.core.compiler import Compiler
@@ -13,6 +14,8 @@ from numba.core.registry import CPUDispatcher
 
 from ipc.native.machine_code import machine_code
 
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
 _NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
@@ -37,16 +40,20 @@ class _Cached(CPUDispatcher):  # type: ignore[misc]
         return super().compile(signature)
 
 
-class Dispatcher(_Cached):
+class Dispatcher(_Cached, Generic[P, R]):
     """A function that is compiled at its first call, and cached on disk if possible until `stamp` changes.
 
     Calls from Python compile this object, calls from compiled code another one, because a call from Python into code
     without a wrapper would crash.
     """
 
-    def __init__(self, function: Any, options: dict[str, Any], stamp: str) -> None:
+    def __init__(self, function: Callable[P, R], options: dict[str, Any], stamp: str) -> None:
         super().__init__(function, options, stamp, "outer")
         self._options = options
+
+    if TYPE_CHECKING:  # a call that bypasses numba's would take longer
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
     @cached_property
     def _inner(self) -> _Cached:

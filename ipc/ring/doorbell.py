@@ -19,13 +19,12 @@ import struct
 import time
 from typing import Protocol
 
-import numpy as np
 import zmq
 
 from ipc.endpoints import bind, connect, new_token, receive_all, send_now
 from ipc.errors import AttachTimeout, InvalidArgument, PeerLost
 from ipc.memory.compiled import compiled
-from ipc.memory.intrinsics import words
+from ipc.native.records import Record, address_of, record, record_at
 
 _BELL_BYTES = 1024  # a bell's message is empty, but the limit also applies to the connection's handshake
 _MAILBOX_NAME_LIMIT = 100
@@ -164,21 +163,30 @@ def send_fds(mailbox: str, token: bytes, fds: list[int]) -> None:
 
 _MIN_SPIN_NS = 2_000
 _LONG_WAITS = 2  # in a row, after which the spin is shortened
-(_LIMIT_NS, _LONG, _NOW_NS) = range(3)  # words of a budget: limit, long waits in a row, spin of the next wait
+
+
+@record
+class _Budget(Record):
+    limit_ns: int
+    next_ns: int  # spin of the next wait
+    long_waits: int  # in a row
+
+
+_budget_at = record_at(_Budget)
 
 
 @compiled
 def spin_ns(budget: int) -> int:
     """Return how long the next wait may spin, by the budget at this address."""
-    return words(budget, 3)[_NOW_NS]  # type: ignore[no-any-return]
+    return _budget_at(budget).next_ns
 
 
 @compiled
 def learn_wait(budget: int, waited_ns: int) -> None:
     """`SpinBudget.learn` for compiled code, by the budget's address."""
-    own = words(budget, 3)
-    own[_LONG] = own[_LONG] + 1 if waited_ns > own[_LIMIT_NS] else 0
-    own[_NOW_NS] = min(_MIN_SPIN_NS, own[_LIMIT_NS]) if own[_LONG] >= _LONG_WAITS else own[_LIMIT_NS]
+    own = _budget_at(budget)
+    own.long_waits = own.long_waits + 1 if waited_ns > own.limit_ns else 0
+    own.next_ns = min(_MIN_SPIN_NS, own.limit_ns) if own.long_waits >= _LONG_WAITS else own.limit_ns
 
 
 class SpinBudget:
@@ -189,13 +197,12 @@ class SpinBudget:
     """
 
     def __init__(self, limit_ns: int) -> None:
-        budget = np.array([limit_ns, 0, limit_ns], np.int64)
-        self._words = budget.data
-        self.address = int(budget.ctypes.data)
+        self._budget = _Budget(limit_ns=limit_ns, next_ns=limit_ns)
+        self.address = address_of(self._budget)
 
     @property
     def ns(self) -> int:
-        return int(self._words[_NOW_NS])
+        return self._budget.next_ns
 
     def learn(self, waited_ns: int) -> None:
         """Record a wait that had to sleep and took `waited_ns` in all. (One that ends while spinning has no effect.)"""

@@ -29,16 +29,14 @@ import numpy.typing as npt
 
 from ipc.errors import Draining, InvalidArgument, IpcError, ProtocolViolation, RingFull
 from ipc.memory import atomics
+from ipc.memory.atomics import HEADER_BYTES, SLOT_HEADER_BYTES, ProducerEnd, RingHeader, WatchRow
+from ipc.native.records import Array, address_of, array_from, new_array, offset_of
 
 MAGIC = 0x31474E4952495254  # "TRIRING1"
 VERSION = 1
-HEADER_BYTES = 512
-SLOT_HEADER_BYTES = 64
 _PAIR_BYTES = 12  # an id and a value
 
 OPEN, DRAINING, CLOSED, EVICTED = range(4)
-
-_PRODUCER_STATE, _JOINED = 320, 384  # byte offsets of these words; the others: `atomics.py`
 
 MAX_SLOTS = 1 << 20
 MAX_PAYLOAD_BYTES = 1 << 24
@@ -90,14 +88,17 @@ class _End:
         self.layout = layout
         self.epoch = epoch
         self.view = view
-        self._words = view[:HEADER_BYTES].cast("q")
         self._array: npt.NDArray[np.uint8] = np.frombuffer(view, np.uint8)  # keeps the mapping alive for the addresses
         self._address = int(self._array.ctypes.data)
+        self._header = array_from(RingHeader, self._address)
         self._base = self._address + HEADER_BYTES
         self._stride = layout.stride
         self._slots = layout.slots
         self.header_offsets = [HEADER_BYTES + slot * layout.stride + 8 for slot in range(layout.slots)]
         """Offsets in `view` of each slot's 56 header bytes."""
+
+    def _address_of(self, word: str) -> int:
+        return self._address + offset_of(RingHeader, word)
 
     def payload(self, dtype: npt.DTypeLike, offset: int, count: int) -> npt.NDArray[Any]:
         """Return all payloads as one array [slots, count] of `dtype`, from byte `offset` of each payload on."""
@@ -112,21 +113,18 @@ class _End:
         )
         return array
 
-    def _word(self, offset: int) -> int:
-        return int(self._words[offset // 8])
-
     @property
     def consumer_state(self) -> int:
         """The consumer's state: OPEN, DRAINING, CLOSED or EVICTED. Raises `ProtocolViolation` for any other value."""
-        return self._state(atomics.CONSUMER_STATE, EVICTED)
+        return self._state("consumer_state", EVICTED)
 
     @property
     def producer_state(self) -> int:
         """The producer's state: OPEN or CLOSED. Raises `ProtocolViolation` for any other value."""
-        return self._state(_PRODUCER_STATE, CLOSED)
+        return self._state("producer_state", CLOSED)
 
-    def _state(self, offset: int, largest: int) -> int:
-        state = atomics.load_acquire(self._address + offset)
+    def _state(self, word: str, largest: int) -> int:
+        state = atomics.load_acquire(self._address_of(word))
         if not OPEN <= state <= largest:
             raise ProtocolViolation(f"ring state {state} is not within {OPEN}..{largest}")
         return state
@@ -140,13 +138,10 @@ class RingProducer(_End):
 
     def __init__(self, view: memoryview, layout: RingLayout, epoch: int) -> None:
         super().__init__(view, layout, epoch)
-        end = np.zeros(atomics.END_COLUMNS, np.int64)
-        self.end_address = int(end.ctypes.data)
-        """Address of the end's words for compiled functions (`atomics.py`)."""
-        self._end = end.data
-        for i, word in enumerate((self._base, self._stride, self._slots, self._address)):
-            self._end[i] = word
-        self.ring_with(-1)
+        self.end = ProducerEnd(slot=self._base, stride=self._stride, slots=self._slots, ring=self._header, bell=-1)
+        """For compiled functions."""
+        end = address_of(self.end)
+        self._reader_address = self._address_of("reader")
         # Bound once: attribute lookups would cost more than the calls.
         self._publish = partial(atomics.publish, end)
         self.room: Callable[[], int] = partial(atomics.room, end)
@@ -160,26 +155,26 @@ class RingProducer(_End):
 
     def ring_with(self, eventfd: int) -> None:
         """Ring the consumer with this eventfd from now on; -1: the caller rings its doorbell."""
-        self._end[atomics.END_BELL] = eventfd
+        self.end.bell = eventfd
 
     @property
     def position(self) -> int:
         """Number of slots sent so far."""
-        return self._end[atomics.END_POSITION]
+        return self.end.position
 
     @property
     def rung(self) -> int:
         """Number of times that the consumer was woken."""
-        return self._end[atomics.END_RUNG]
+        return self.end.rung
 
     def free(self) -> int:
         """Return the number of slots that can be loaned now."""
         # SYNC POINT: reader position. The acquire pairs with the release in `RingConsumer.release`: a slot must
         # not be overwritten before the consumer has read it.
-        reader = atomics.load_acquire(self._address + atomics.READER)
-        if not self._end[atomics.END_READER] <= reader <= self.position:
+        reader = atomics.load_acquire(self._reader_address)
+        if not self.end.reader <= reader <= self.position:
             raise self.send_error(atomics.IMPOSSIBLE_READER)
-        self._end[atomics.END_READER] = reader
+        self.end.reader = reader
         return self.room()
 
     def loan(self) -> int:
@@ -205,17 +200,17 @@ class RingProducer(_End):
             case atomics.TOO_LARGE:
                 return InvalidArgument(f"more than the {self.layout.payload_bytes} bytes of a payload")
             case _:
-                reader, seen = self._word(atomics.READER), self._end[atomics.END_READER]
-                return ProtocolViolation(f"reader position {reader} is not within {seen}..{self.position}")
+                reader = self._header[0].reader
+                return ProtocolViolation(f"reader position {reader} is not within {self.end.reader}..{self.position}")
 
     def close(self) -> None:
         """Set the producer's state to CLOSED. (Ring the consumer to make it read the state.)"""
-        atomics.store_release(self._address + _PRODUCER_STATE, CLOSED)
+        atomics.store_release(self._address_of("producer_state"), CLOSED)
 
     @property
     def joined(self) -> bool:
         """Whether the consumer has opened its end."""
-        return self._word(_JOINED) != 0
+        return self._header[0].joined != 0
 
 
 class RingConsumer(_End):
@@ -227,28 +222,26 @@ class RingConsumer(_End):
 
     def __init__(self, view: memoryview, layout: RingLayout, epoch: int) -> None:
         super().__init__(view, layout, epoch)
-        self._row = np.array(self._watch_words(0), np.int64).data  # replaced by a row of a `Watch`, see `watch_in`
+        self._row = WatchRow()  # replaced by a row of a `Watch`
+        self.watch_in(self._row)
         self._ready = partial(atomics.ready, self._base, self._stride, self._slots)
         self.take_pairs: Callable[[int, npt.NDArray[np.int64], npt.NDArray[np.float32]], None] = partial(
             atomics.take_pairs, self._base, self._stride, layout.payload_bytes // _PAIR_BYTES
         )
         """take_pairs(slot, ids, values): copy results out of a ready slot into C-contiguous arrays of equal length, at
         most a slot's capacity."""
-        self._publish_position = partial(atomics.store_release, self._address + atomics.READER)
+        self._publish_position = partial(atomics.store_release, self._address_of("reader"))
 
-    def _watch_words(self, position: int) -> tuple[int, ...]:
-        return self._base, self._stride, self._slots, position, self._address + atomics.SLEEPING
-
-    def watch_in(self, row: memoryview) -> None:
+    def watch_in(self, row: WatchRow) -> None:
         """Keep this ring's position in a row of a `Watch` from now on."""
-        for i, word in enumerate(self._watch_words(self.position)):
-            row[i] = word
+        row.slot, row.stride, row.slots, row.ring = self._base, self._stride, self._slots, self._header
+        row.position = self.position
         self._row = row
 
     @property
     def position(self) -> int:
         """Number of slots released so far."""
-        return int(self._row[atomics.WATCH_POSITION])
+        return self._row.position
 
     @property
     def first(self) -> int:
@@ -257,11 +250,11 @@ class RingConsumer(_End):
 
     def pause(self) -> None:
         """Hide this ring's messages from the `Watch` until `resume`."""
-        self._row[atomics.WATCH_SLOTS] = 0
+        self._row.slots = 0
 
     def resume(self) -> None:
         """Undo `pause`."""
-        self._row[atomics.WATCH_SLOTS] = self._slots
+        self._row.slots = self._slots
 
     def ready(self, limit: int) -> int:
         """Return how many published slots, at most `limit`, can be read from `first` on."""
@@ -269,34 +262,33 @@ class RingConsumer(_End):
 
     def release(self, count: int) -> None:
         """Release the first `count` ready slots to the producer; their views must not be read any more."""
-        self._row[atomics.WATCH_POSITION] = position = self.position + count
+        self._row.position = position = self.position + count
         # SYNC POINT: reader position, see `RingProducer.free`.
         self._publish_position(position)
 
     def set_state(self, state: int) -> None:
         """Set the consumer's state: OPEN, DRAINING, CLOSED or EVICTED. (The producer reads it when rung.)"""
-        atomics.store_release(self._address + atomics.CONSUMER_STATE, state)
+        atomics.store_release(self._address_of("consumer_state"), state)
 
     def join(self) -> None:
         """Report to the producer that this end is open."""
-        atomics.store_release(self._address + _JOINED, 1)
+        atomics.store_release(self._address_of("joined"), 1)
 
 
 class Watch:
     """Poll set of all rings that a process consumes. It replaces any earlier `Watch` over the same rings.
 
-    A ring is identified by its index in `rings`; None leaves an index unused. `address`: of the watch table.
+    A ring is identified by its index in `rings`; None leaves an index unused. `table`: for compiled functions.
     """
 
     def __init__(self, rings: Sequence[RingConsumer | None]) -> None:
         self._rings = list(rings)  # keeps the memory at the addresses mapped
         self._rows = len(self._rings)
-        table = np.zeros((max(self._rows, 1), atomics.WATCH_COLUMNS), np.int64)
-        self._table = table
-        self.address = self._address = int(table.ctypes.data)
+        self.table: Array[WatchRow] = new_array(WatchRow, max(self._rows, 1))
+        self._address = address_of(self.table)
         for i, ring in enumerate(self._rings):
             if ring is not None:
-                ring.watch_in(memoryview(table[i]))
+                ring.watch_in(self.table[i])
         self.spin: Callable[[int], int] = partial(atomics.spin, self._address, self._rows)
         """spin(ns): poll for up to `ns` without the GIL, yielding the core. Returns the ns until a message, or -1."""
         self.poll: Callable[[int], int] = partial(atomics.poll, self._address, self._rows)

@@ -2,7 +2,6 @@
 
 from ipc.errors import InvalidArgument, RingFull
 from ipc.memory.shared import MemoryReference
-from ipc.ring import exchange
 from ipc.server.client_table import AttachedClient
 from ipc.session.device_arena import DeviceArena
 from ipc.session.messages import Grant
@@ -25,8 +24,8 @@ class ArenaGrants:
             client.lease, lease = arena.lease(self._slots)
         except (RingFull, InvalidArgument):
             return None
-        client.words[exchange.ARENA], client.words[exchange.ARENA_STRIDE] = arena.address_of(lease.first), arena.stride
-        client.words[exchange.ARENA_SLOTS] = lease.count
+        fields = client.fields
+        fields.arena, fields.arena_stride, fields.arena_slots = arena.address_of(lease.first), arena.stride, lease.count
         if isinstance(reference, MemoryReference):
             return Grant(lease, host=reference)
         return Grant(lease, gpu=reference)

@@ -6,14 +6,16 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from ipc.errors import InvalidArgument
 from ipc.memory import atomics
+from ipc.memory.atomics import ProducerEnd
 from ipc.memory.shared import SharedMemory
+from ipc.native.records import address_of, array_from, new_array, numpy_view
 from ipc.ring import exchange
 from ipc.ring.descriptors import MAX_U16
 from ipc.ring.doorbell import EventfdBell
+from ipc.ring.exchange import CachedFilter, ClientRow, SessionCollection
 from ipc.ring.filters import FILTER_SLOT_BYTES, FILTER_SLOTS, read_filter
 from ipc.ring.ring import RingConsumer, RingLayout, RingProducer, Watch, format_ring
 from ipc.server.session_listener import SessionListener
@@ -32,27 +34,30 @@ from ipc.session.messages import (
 # ---- terms of a session: those of the server when it was opened
 
 
-Number = Callable[[Served], int]
-"""The loop's number for a collection: -1 for none, below -1 for one that only filtered requests may search."""
+Searches = Callable[[Served], SessionCollection]
+"""What requests to a collection search, in the loop's numbers."""
 
 
 class Terms:
     """Catalogue and limits of a session's requests, and the layouts of its request and result rings.
 
-    ring_slots: slots of each ring. `table`: int64 [codes, 2], the pool's number and the dimension of each collection.
+    ring_slots: slots of each ring. `collections`: by code, of which there are `codes`.
     Raises `InvalidArgument`.
     """
 
     def __init__(
-        self, catalogue: Catalogue, epoch: int, ring_slots: int, max_k: int, max_top_m: int, number: Number
+        self, catalogue: Catalogue, epoch: int, ring_slots: int, max_k: int, max_top_m: int, searches: Searches
     ) -> None:
         if not 1 <= max_k <= MAX_U16 or not 1 <= max_top_m <= MAX_U16:
             raise InvalidArgument(f"max_k {max_k} and max_top_m {max_top_m} must be within 1..{MAX_U16}")
         self.catalogue, self.max_k, self.max_top_m = catalogue, max_k, max_top_m
         self.epoch, self.max_dim = epoch, catalogue.max_dim
         self.layouts = (RingLayout(ring_slots, 4 * self.max_dim), RingLayout(ring_slots, 12 * max_k))
-        rows = [(number(served), served.dim) for served in catalogue.served]
-        self.table = np.array(rows, np.int64).reshape(-1, 2)
+        self.codes = len(catalogue.served)
+        self.collections = new_array(SessionCollection, self.codes)
+        for code, served in enumerate(catalogue.served):
+            self.collections[code] = searches(served)
+            self.collections[code].dim = served.dim
 
 
 class AttachedClient:
@@ -62,7 +67,7 @@ class AttachedClient:
         """All or nothing. Raises `OSError` if the client is gone, and the errors of `SessionListener.open_bell`."""
         self.handle, self.terms = handle, terms
         self.row = -1  # of the client table
-        self.words = np.zeros(exchange.CLIENT_WORDS, np.int64).data  # of its row
+        self.fields = ClientRow()  # of its row
         self.lease = 0  # number of its lease of the pool's arena; 0: none
         self.attached_ns = time.monotonic_ns()
         self._joined = False  # whether the client has opened the rings
@@ -84,8 +89,10 @@ class AttachedClient:
             self.vectors = self.requests.payload(np.float32, 0, terms.max_dim)
             self._filters = view[filter_offset(*layouts) :]
             first = int(np.frombuffer(self._filters, np.uint8).ctypes.data)
-            self._cached_filters = np.full((FILTER_SLOTS, exchange.CACHED_FILTER_WORDS), -1, np.int64)
-            self._cached_filters[:, exchange.GENERATION_ADDRESS] = first + FILTER_SLOT_BYTES * np.arange(FILTER_SLOTS)
+            self._cached_filters = new_array(CachedFilter, FILTER_SLOTS)
+            for slot in range(FILTER_SLOTS):
+                self._cached_filters[slot].generation_at = first + FILTER_SLOT_BYTES * slot
+                self._cached_filters[slot].code = -1
             if isinstance(self.bell, EventfdBell):
                 self.results.ring_with(self.bell.fileno())
             listener.watch(self.pidfd)
@@ -109,35 +116,33 @@ class AttachedClient:
             arena=arena,
         )
 
-    def bind_row(self, row: int, words: npt.NDArray[np.int64]) -> None:
+    def bind_row(self, row: int, fields: ClientRow) -> None:
         """Fill in this row of the client table for compiled code."""
-        words[exchange.RESULT_END] = self.results.end_address
-        words[exchange.COLLECTIONS], words[exchange.CODES] = self.terms.table.ctypes.data, len(self.terms.table)
-        words[exchange.CACHED_FILTERS] = self._cached_filters.ctypes.data
-        words[exchange.HANDLE] = self.handle
-        self.row, self.words = row, words.data
+        fields.results = array_from(ProducerEnd, address_of(self.results.end))
+        fields.collections, fields.codes = self.terms.collections, self.terms.codes
+        fields.cached_filters, fields.handle = self._cached_filters, self.handle
+        self.row, self.fields = row, fields
 
     def read_filter(self, number: int) -> tuple[int, bytes]:
         """Return the generation and a copy of the filter in a slot, from 1 on. Raises `ProtocolViolation`."""
         # SYNC POINT: a filter's generation, see `FilterWriter`.
-        generation = atomics.load_acquire(int(self._cached_filters[number - 1, exchange.GENERATION_ADDRESS]))
+        generation = atomics.load_acquire(self._cached_filters[number - 1].generation_at)
         return generation, read_filter(self._filters, number)
 
-    def cache_filter(self, slot: int, generation: int, code: int, number: int) -> None:
-        """Cache the pool's number for a slot's filter of this generation, for the collection of this code."""
+    def cache_filter(self, slot: int, generation: int, code: int, scope: int) -> None:
+        """Cache the scope of a slot's filter of this generation, for the collection of this code."""
         cached = self._cached_filters[slot - 1]
-        cached[exchange.CACHED_GENERATION], cached[exchange.CACHED_NUMBER] = generation, number
-        cached[exchange.CACHED_CODE] = code
+        cached.generation, cached.scope, cached.code = generation, scope, code
 
-    def invalidate_filter(self, number: int) -> None:
-        """Drop this number of the pool's from the cache."""
-        cached = self._cached_filters
-        cached[cached[:, exchange.CACHED_NUMBER] == number, exchange.CACHED_CODE] = -1
+    def invalidate_filter(self, scope: int) -> None:
+        """Drop this scope from the cache."""
+        cached = numpy_view(self._cached_filters, FILTER_SLOTS)
+        cached["code"][cached["scope"] == scope] = -1
 
     @property
     def outstanding(self) -> int:
         """Requests accepted and not yet answered."""
-        return int(self.words[exchange.OUTSTANDING])
+        return self.fields.outstanding
 
     def has_joined(self) -> bool:
         """Whether the client has opened the rings: one that timed out before the reply never does."""
@@ -147,7 +152,7 @@ class AttachedClient:
     def counters(self) -> dict[str, int]:
         """Requests received, results published and doorbells rung so far."""
         return {
-            "received": int(self.words[exchange.RECEIVED]),
+            "received": self.fields.received,
             "published": self.results.position,
             "rung": self.results.rung,
         }
@@ -164,18 +169,14 @@ class AttachedClient:
 class ClientTable:
     """A server's attached clients, each with a row of the table that `exchange.py` works on.
 
-    `address` and `words` are those of the client table, `clients` the clients by row. A client keeps its row while it
-    is attached. A vacated row is not reused before `take_vacated` has reported it to the owner of the row's requests.
+    `fields`: the table at `address`; `clients`: the clients by row. A client keeps its row while it is attached. A
+    vacated row is not reused before `take_vacated` has reported it to the owner of the row's requests.
     """
 
     def __init__(self, epoch: int, max_k: int, max_top_m: int, most: int) -> None:
-        words = np.zeros(exchange.TABLE_WORDS, np.int64)
-        self._array = words  # owns the memory at `address`
-        self._rows = np.zeros((most, exchange.CLIENT_WORDS), np.int64)
-        self.address = int(words.ctypes.data)
-        self.words = words.data
-        self.words[exchange.EPOCH], self.words[exchange.MAX_K], self.words[exchange.MAX_TOP_M] = epoch, max_k, max_top_m
-        self.words[exchange.CLIENT_ROWS] = int(self._rows.ctypes.data)
+        self._rows = new_array(ClientRow, most)
+        self.fields = exchange.ClientTable(epoch=epoch, max_k=max_k, max_top_m=max_top_m, rows=self._rows)
+        self.address = address_of(self.fields)
         self.clients: list[AttachedClient | None] = [None] * most
         self._vacated: set[int] = set()
         self._rebuild_watch()
@@ -193,7 +194,7 @@ class ClientTable:
     def remove(self, client: AttachedClient) -> None:
         """Vacate a client's row."""
         self.clients[client.row] = None
-        self._rows[client.row] = 0
+        self._rows[client.row] = ClientRow()
         self._vacated.add(client.row)
         self._rebuild_watch()
 
@@ -210,15 +211,15 @@ class ClientTable:
 
     def ring_bells(self) -> None:
         """Ring the doorbells that compiled code could not ring."""
-        if not self.words[exchange.PENDING_BELLS]:
+        if not self.fields.pending_bells:
             return
-        self.words[exchange.PENDING_BELLS] = 0
+        self.fields.pending_bells = 0
         for client in self.clients:
-            if client is not None and client.words[exchange.BELL_PENDING]:
-                client.words[exchange.BELL_PENDING] = 0
+            if client is not None and client.fields.bell_pending:
+                client.fields.bell_pending = False
                 client.bell.ring()
 
     def _rebuild_watch(self) -> None:
         used = max((row + 1 for row, client in enumerate(self.clients) if client is not None), default=0)
         self.watch = Watch([None if client is None else client.requests for client in self.clients[:used]])
-        self.words[exchange.ROW_COUNT], self.words[exchange.WATCH] = used, self.watch.address
+        self.fields.row_count, self.fields.watch = used, self.watch.table

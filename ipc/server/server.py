@@ -7,11 +7,13 @@ from typing import Self
 
 from ipc.endpoints import new_token
 from ipc.errors import InvalidArgument, IpcError, ProtocolViolation
+from ipc.native.records import copy_of
 from ipc.ring import exchange
 from ipc.ring.descriptors import STATUS_CODES, Float32s
+from ipc.ring.exchange import CurrentRequest, SessionCollection
 from ipc.ring.ring import CLOSED, DRAINING, EVICTED
 from ipc.server.arena_grants import ArenaGrants
-from ipc.server.client_table import AttachedClient, ClientTable, Number, Terms
+from ipc.server.client_table import AttachedClient, ClientTable, Searches, Terms
 from ipc.server.session_listener import ATTACH_PENDING, SessionListener
 from ipc.session.device_arena import DeviceArena
 from ipc.session.messages import VERSION, Attach, Attached, Catalogue, Refused, Served, ServerStatistics
@@ -23,14 +25,10 @@ _MAX_NAME = 100
 
 @dataclass(frozen=True, eq=False)
 class SetAside:
-    """A request that was set aside: the client table's words that describe it, and a copy of its vector."""
+    """A request that was set aside, and a copy of its vector."""
 
-    words: tuple[int, ...]
+    request: CurrentRequest
     vector: Float32s
-
-    def word(self, name: int) -> int:
-        """Return a word of the client table, for example `exchange.ROW`."""
-        return self.words[name - exchange.REQUEST]
 
 
 class SessionServer:
@@ -41,8 +39,8 @@ class SessionServer:
     0..2³²-1, a different one for each start of this process. `ring_slots`: requests that a client may have outstanding.
     `max_k`, `max_top_m`: limits of a request (beyond: status 'invalid_request'). `arena`: memory into which clients may
     write their vectors instead of their rings; a client that requests it is granted one `max_clients`-th of its slots,
-    at most `ring_slots`. `number`: the loop's number of each collection. Sessions that are being renewed do not count
-    towards `max_clients`; there may be as many again.
+    at most `ring_slots`. `searches`: what requests to each collection search. Sessions that are being renewed do not
+    count towards `max_clients`; there may be as many again.
     """
 
     def __init__(
@@ -56,14 +54,14 @@ class SessionServer:
         max_top_m: int = 1024,
         max_clients: int = 64,
         arena: DeviceArena | None = None,
-        number: Number = lambda served: 0,
+        searches: Searches = lambda served: SessionCollection(scope=-1),
     ) -> None:
         if max_clients < 1:
             raise InvalidArgument(f"max_clients must be at least 1, got {max_clients}")
         self.endpoint = endpoint
         self.epoch = epoch
         self._sizes = (ring_slots, max_k, max_top_m)
-        self._number = number
+        self._searches = searches
         self._terms = self._terms_of(collections)  # of new sessions
         self._generation = 0  # of the filter read last
         each = 0 if arena is None else min(ring_slots, max(1, arena.slots // max_clients))
@@ -80,9 +78,14 @@ class SessionServer:
     def _terms_of(self, collections: Catalogue | Mapping[str, int]) -> Terms:
         if not isinstance(collections, Catalogue):
             collections = Catalogue(tuple(Served(name, dim) for name, dim in collections.items()))
-        return Terms(collections, self.epoch, *self._sizes, self._number)
+        return Terms(collections, self.epoch, *self._sizes, self._searches)
 
     # ---- interface of the loop
+
+    @property
+    def request(self) -> CurrentRequest:
+        """The request that the loop found last."""
+        return self.client_table.fields.request
 
     def evict(self, row: int) -> None:
         """Evict the client in this row for a protocol violation."""
@@ -97,35 +100,33 @@ class SessionServer:
         """
         client = self._requesting_client()
         try:
-            self._generation, found = client.read_filter(self.client_table.words[exchange.FILTER_SLOT])
+            self._generation, found = client.read_filter(self.request.filter_slot)
         except ProtocolViolation:
             self._evict(client)
             return None
         return found
 
-    def cache_filter(self, number: int) -> None:
-        """Cache the number of the current request's filter: `find_request` reports it as FILTER_NUMBER from now on."""
-        words, client = self.client_table.words, self._requesting_client()
-        client.cache_filter(words[exchange.FILTER_SLOT], self._generation, words[exchange.COLLECTION_CODE], number)
+    def cache_filter(self, scope: int) -> None:
+        """Cache the scope of the current request's filter: `find_request` finds it from now on."""
+        request, client = self.request, self._requesting_client()
+        client.cache_filter(request.filter_slot, self._generation, request.collection_code, scope)
 
-    def invalidate_filter(self, number: int) -> None:
-        """Drop a filter's number from all clients' caches."""
+    def invalidate_filter(self, scope: int) -> None:
+        """Drop a filter's scope from all clients' caches."""
         for client in self.client_table.clients:
             if client is not None:
-                client.invalidate_filter(number)
+                client.invalidate_filter(scope)
 
     def set_aside(self) -> SetAside:
         """Accept the current request and return it, for `resume` or an answer later; later requests go on meanwhile."""
-        client, words = self._requesting_client(), self.client_table.words
-        vector = client.vectors[words[exchange.SLOT], : words[exchange.DIM]].copy()
-        aside = SetAside(tuple(words[exchange.REQUEST :]), vector)
+        client, request = self._requesting_client(), copy_of(self.request)
+        aside = SetAside(request, client.vectors[request.slot, : request.dim].copy())
         exchange.accept_request(self.client_table.address)
         return aside
 
     def resume(self, aside: SetAside) -> None:
         """Make a request that was set aside the current request again."""
-        for word, value in enumerate(aside.words, exchange.REQUEST):
-            self.client_table.words[word] = value
+        self.client_table.fields.request = aside.request
 
     def refuse(self, status: str) -> None:
         """End the current request, which was not accepted, with this status."""
@@ -135,7 +136,7 @@ class SessionServer:
         self.client_table.ring_bells()
 
     def _requesting_client(self) -> AttachedClient:
-        client = self.client_table.clients[self.client_table.words[exchange.ROW]]
+        client = self.client_table.clients[self.request.row]
         assert client is not None
         return client
 
@@ -289,10 +290,9 @@ class SessionServer:
 
     def statistics(self) -> ServerStatistics:
         """Return counters; cheap."""
-        words = self.client_table.words
         counts = self._counts | {
-            "invalid": words[exchange.INVALID],
-            "stale": words[exchange.STALE],
+            "invalid": self.client_table.fields.invalid,
+            "stale": self.client_table.fields.stale,
             "clients": len(self._clients),
         }
         for client in self._clients.values():

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ipc import SessionServer
-from ipc.ring import exchange
 from ipc.server.server import SetAside
 from runtime.errors import DeadlineExceeded, Overloaded, TrinityError
 from runtime.pool.collections.resolver import NEVER_NS, FilterResolver, Resolution
@@ -39,25 +38,25 @@ class WaitingRequest:
     @property
     def row(self) -> int:
         """The row of its client."""
-        return self.aside.word(exchange.ROW)
+        return self.aside.request.row
 
     @property
     def flow(self) -> tuple[int, int]:
         """Its client, and what the client shares fairly: API keys."""
-        return self.row, self.aside.word(exchange.FLOW)
+        return self.row, self.aside.request.flow
 
     @property
     def request_id(self) -> int:
-        return self.aside.word(exchange.REQUEST_ID)
+        return self.aside.request.request_id
 
     @property
     def collection(self) -> int:
         """The collection's number in the client table."""
-        return self.aside.word(exchange.COLLECTION)
+        return self.aside.request.collection
 
     @property
     def deadline_ns(self) -> int:
-        return self.aside.word(exchange.DEADLINE) or NEVER_NS
+        return self.aside.request.deadline_ns or NEVER_NS
 
 
 class FilteredRequests:
@@ -77,13 +76,13 @@ class FilteredRequests:
         encoded = self._server.request_filter()
         if encoded is None:
             return
-        words = self._server.client_table.words
-        number = self._scopes.number_of(words[exchange.COLLECTION], encoded)
+        request = self._server.request
+        number = self._scopes.number_of(request.collection, encoded)
         if number is not None:
             self._server.cache_filter(number)
-        elif self._scopes.collection(words[exchange.COLLECTION]) is None:
+        elif self._scopes.collection(request.collection) is None:
             self._server.refuse("invalid_request")
-        elif self._is_full((words[exchange.ROW], words[exchange.FLOW])):
+        elif self._is_full((request.row, request.flow)):
             self._server.refuse("overloaded")
         else:
             self._wait(WaitingRequest(self._server.set_aside(), encoded, now_ns))
@@ -125,7 +124,7 @@ class FilteredRequests:
             for request in resolution.waiting:
                 self._forget(request)
                 self._server.resume(request.aside)
-                self._server.client_table.words[exchange.FILTER_NUMBER] = number
+                self._server.request.scope = number
                 yield request
             if not resolution.shared:
                 self._scopes.retire(number)
@@ -175,8 +174,8 @@ class FilteredRequests:
 
     def cancel(self) -> None:
         """Cancel the current request's client's request of that id, if it waits."""
-        words = self._server.client_table.words
-        wanted = words[exchange.ROW], words[exchange.REQUEST_ID]
+        cancelled = self._server.request
+        wanted = cancelled.row, cancelled.request_id
         self._end_where(lambda request: (request.row, request.request_id) == wanted, "cancelled")
 
     def drop_client(self, row: int) -> int:

@@ -11,7 +11,6 @@ So a pool that queries wake, however often, enters Python no more often than a b
 import os
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,22 +18,31 @@ import numpy.typing as npt
 from gpu.engine import Backend
 from ipc import SessionServer
 from ipc.memory import intrinsics
-from ipc.memory.intrinsics import words
+from ipc.native.records import (
+    Record,
+    address_of,
+    array_from,
+    new_array,
+    numpy_view,
+    record,
+    record_at,
+)
 from ipc.ring import exchange
 from ipc.ring.descriptors import STATUS_CODES
 from ipc.ring.doorbell import SpinBudget, learn_wait, spin_ns
+from ipc.ring.exchange import ClientTable
 from runtime.node.metrics.table import WorkerTable
 from runtime.pool import loop_layout as layout
-from runtime.pool import tables
 from runtime.pool.collections.resolver import FilterResolver
 from runtime.pool.collections.scopes import InUse, Scopes
 from runtime.pool.compiled import compiled
 from runtime.pool.filtered_requests import FilteredRequests, WaitingRequest
 from runtime.pool.loop import drop_client, end_set_aside, enqueue, run_loop
+from runtime.pool.loop_layout import EngineFunctions, Finished, Loop, Report, Search, fill_metrics, loop_at
 from runtime.pool.policy import held_until
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import ExtendCost
-from runtime.pool.tables import handle_of, learn_cost, new_tables, tables_at
+from runtime.pool.tables import DECODE, FREE, PREFILL, Tables, learn_cost, new_tables
 
 _CALIBRATION_WEIGHT = 8  # of a measurement at start, in extends
 _MAX_EVICTIONS = 4096  # clients that can be pending for eviction at once
@@ -42,11 +50,20 @@ _MAX_EVICTIONS = 4096  # clients that can be pending for eviction at once
 SERVER_EVENT = layout.CANCEL + 1
 """Exit reason of `serve_loop` besides those of `run_loop`: the server's descriptor is readable, but not for a query."""
 
-# Words of `wait`. DESCRIPTOR: the server's, readable on any of its events. BELL: the eventfd that clients ring, one of
-# these events. BUDGET: address of the spin budget.
-(DESCRIPTOR, BELL, BUDGET) = range(3)
 _MS = 1_000_000
 _EVENTS_NS = _MS  # how often a busy loop looks for session messages, dead clients and writes to live collections
+
+
+@record
+class Wait(Record):
+    """What the loop sleeps on."""
+
+    descriptor: int  # the server's, readable on any of its events
+    bell: int  # the eventfd that clients ring, one of these events
+    budget: int  # address of the spin budget
+
+
+_wait_at = record_at(Wait)
 
 
 class PoolLoop:
@@ -71,40 +88,39 @@ class PoolLoop:
         scopes: Scopes | None = None,
         resolver: FilterResolver[WaitingRequest] | None = None,
     ) -> None:
-        self.tables = new_tables(policy)
         self._server, self._backend, self._scopes = server, backend, scopes or Scopes()
-        self._handle = handle_of(self.tables)
-        entries, slots = len(self.tables.entries), int(self.tables.words[tables.ENGINE_SLOTS])
-        edges = [np.array(table.edges(histogram)) for histogram in layout.HISTOGRAMS]
-        scratch = [np.zeros(count, np.int64) for count in (2 + 2 * slots, slots, _MAX_EVICTIONS, 2 * slots)]
-        self._edges, self._scratch = edges, scratch
+        tables = new_tables(policy)
+        self._entries, slots = tables.entry_count, tables.engine_slots
+        self.memory = Loop(
+            tables=tables,
+            searches=new_array(Search, self._entries),
+            clients=array_from(ClientTable, server.client_table.address),
+            engine=EngineFunctions.of(backend),
+            max_width=max_width,
+            report=array_from(Report, address_of(report := new_array(int, 2 + 2 * slots))),
+            owners=new_array(int, slots),
+            evicted=new_array(int, _MAX_EVICTIONS),
+            deferred=new_array(Finished, slots),
+            scopes=self._scopes.table,
+        )
+        self.tables: Tables = self.memory.tables
+        if clock:
+            self.memory.clock = array_from(int, clock)
+        self._report = report
+        fill_metrics(self.memory.metrics, table)
+        self._states = numpy_view(tables.entries, self._entries)["state"]
+        self._parts = numpy_view(self.memory.searches, self._entries)["parts"]
         self._vectors = np.zeros((0, 0), np.float32)
         self._spin = SpinBudget(spin_ns)
-        self._wait = np.array([server.fileno(), server.bell_fileno, self._spin.address], np.int64)
-        self.words = np.zeros(layout.LOOP_WORDS, np.int64)
-        self.words[layout.CLIENTS] = server.client_table.address
-        self.words[layout.ADMIT : layout.HANDLE + 1] = backend[:5]
-        self.words[layout.CLOCK], self.words[layout.MAX_WIDTH] = clock, max_width
-        self.words[layout.SET_FILTER], self.words[layout.SCOPES] = backend.set_filter, self._scopes.address
-        self.words[layout.PRIORITIZE] = backend.prioritize
-        self.words[layout.ADMIT_IN_PLACE] = backend.admit_in_place or backend.admit  # a CPU's arena is in host memory
-        for word, array in zip(
-            (layout.REPORT, layout.OWNERS, layout.EVICTED, layout.STATIC_DONE), scratch, strict=True
-        ):
-            self.words[word] = array.ctypes.data
-        for number, counter in enumerate(layout.COUNTERS):
-            self.words[layout.METRICS + number] = table.address(counter)
-        for number, (histogram, edge) in enumerate(zip(layout.HISTOGRAMS, edges, strict=True)):
-            first = layout.METRICS + len(layout.COUNTERS) + 3 * number
-            self.words[first : first + 3] = table.address(histogram), edge.ctypes.data, len(edge)
-        self._entries = entries
-        most_k = int(server.client_table.words[exchange.MAX_K])
+        self._wait = Wait(descriptor=server.fileno(), bell=server.bell_fileno, budget=self._spin.address)
+        self._at = address_of(self.memory)
+        most_k = server.client_table.fields.max_k
         # Sized for the largest results; only pages that queries over several parts touch use memory.
-        self._part_results = np.zeros((entries, most_k, 3), np.int32)
+        self._part_results = np.zeros((self._entries, most_k, 3), np.int32)
         self._merge_buffer = np.zeros((2, most_k, 3), np.int32)
-        self.words[layout.PART_RESULTS] = self._part_results.ctypes.data
-        self.words[layout.PART_RESULT_BYTES] = self._part_results.strides[0]
-        self.words[layout.MERGE_BUFFER] = self._merge_buffer.ctypes.data
+        self.memory.part_results = self._part_results.ctypes.data
+        self.memory.part_result_bytes = self._part_results.strides[0]
+        self.memory.merge_buffer = self._merge_buffer.ctypes.data
         self.filtered = FilteredRequests(
             server, self._scopes, resolver or FilterResolver(self.wake), self._end_set_aside
         )
@@ -119,39 +135,37 @@ class PoolLoop:
         if self._vectors.size:
             vectors[:, : self._vectors.shape[1]] = self._vectors
         self._vectors = vectors
-        self.words[layout.VECTORS], self.words[layout.VECTOR_BYTES] = vectors.ctypes.data, vectors.strides[0]
+        self.memory.vectors, self.memory.vector_bytes = vectors.ctypes.data, vectors.strides[0]
 
     # ---- state
 
     @property
     def waiting(self) -> tuple[int, int]:
         """Prefill and decode queries that wait for a slot."""
-        prefill, decode = self.tables.words[tables.QUEUED : tables.QUEUED + 2].tolist()
-        return prefill, decode
+        return self.tables.queues[PREFILL].count, self.tables.queues[DECODE].count
 
     @property
     def active(self) -> int:
         """Active queries."""
-        return int(self.tables.words[tables.LISTED : tables.LISTED + 2].sum())
+        return self.tables.active[PREFILL].count + self.tables.active[DECODE].count
 
     @property
     def paused(self) -> int:
-        return int(self.tables.words[tables.PAUSED_COUNT])
+        return self.tables.paused.count
 
     @property
     def busy(self) -> bool:
         """Whether any query is in the pool, or waits for its filter."""
-        return bool(self.tables.words[tables.FREE_ENTRIES] < self._entries) or bool(len(self.filtered))
+        return self.tables.free.count < self._entries or bool(len(self.filtered))
 
     @property
     def padded(self) -> int:
         """Slots beyond the active ones that the last extend covered."""
-        return int(self.words[layout.PADDED])
+        return self.memory.padded
 
     def set_knobs(self, reserve: float, flush_prefill_ns: int) -> None:
         """Set r and τ_pre."""
-        self.tables.floats[tables.RESERVE] = reserve
-        self.tables.words[tables.FLUSH_PREFILL_NS] = flush_prefill_ns
+        self.tables.reserve, self.tables.flush_prefill_ns = reserve, flush_prefill_ns
 
     def learn(self, measured: Sequence[ExtendCost]) -> None:
         """Initialise the cost model of an extend with measurements."""
@@ -161,15 +175,16 @@ class PoolLoop:
 
     def learn_extend(self, active: int, extend_ns: float) -> None:
         """Update the cost model with one extend."""
-        _learn_cost(self._handle, float(active), float(extend_ns))
+        _learn_cost(self._at, float(active), float(extend_ns))
 
     def compile(self) -> None:
         """Compile all functions at start, so that no query waits for it."""
         self.run(0, 0)
-        serve_loop(self.words, self._handle, np.array([-1, -1, self._spin.address], np.int64), 0)
-        drop_client(self.words, self._handle, -1)
-        _enqueue.compile("void(int64[::1], int64[:, ::1], float32[::1], int64)")
-        _end_set_aside.compile("void(int64[::1], int64, int64, int64, int64, int64)")
+        nothing = Wait(descriptor=-1, bell=-1, budget=self._spin.address)
+        serve_loop(self._at, address_of(nothing), 0)
+        drop_client(self._at, -1)
+        _enqueue.compile("void(int64, float32[::1], int64)")
+        _end_set_aside.compile("void(int64, int64, int64, int64, int64, int64)")
 
     # ---- running
 
@@ -179,14 +194,12 @@ class PoolLoop:
         Raises the engine's error if the engine fails.
         """
         self.drop_gone_clients()
-        return self._handle_exit(int(run_loop(self.words, self._handle, until_ns, spin_ns)), until_ns, spin_ns)
+        return self._handle_exit(run_loop(self._at, until_ns, spin_ns), until_ns, spin_ns)
 
     def serve(self, until_ns: int) -> int:
         """As `run`, but sleep while there is nothing to do; see `serve_loop`. Return TIME_UP, IDLE or SERVER_EVENT."""
         self.drop_gone_clients()
-        return self._handle_exit(
-            int(serve_loop(self.words, self._handle, self._wait, until_ns)), until_ns, self._spin.ns
-        )
+        return self._handle_exit(serve_loop(self._at, address_of(self._wait), until_ns), until_ns, self._spin.ns)
 
     def _handle_exit(self, stopped: int, until_ns: int, spin_ns: int) -> int:
         """Handle the loop's exits and resume it, until one is for the caller."""
@@ -207,20 +220,20 @@ class PoolLoop:
             else:
                 self._server.client_table.ring_bells()
                 return stopped
-            stopped = int(run_loop(self.words, self._handle, until_ns, spin_ns))
+            stopped = run_loop(self._at, until_ns, spin_ns)
 
     def wake(self) -> None:
         """Make the loop return to `FilteredRequests`. Called by the resolver's thread."""
-        self.words[layout.RESOLVED] = 1  # before the bell: the loop looks after each sleep
+        self.memory.resolved = 1  # before the bell: the loop looks after each sleep
         os.eventfd_write(self._server.bell_fileno, 1)
 
     def _enqueue_resolved(self) -> None:
         """Enqueue the requests whose filters have been resolved."""
-        self.words[layout.RESOLVED] = 0  # first: what is resolved from now on sets it again
+        self.memory.resolved = 0  # first: what is resolved from now on sets it again
         self.drop_gone_clients()
         now = time.monotonic_ns()
         for request in self.filtered.resolved(now, self.parts_in_use, self.invalidate_filters):
-            _enqueue(self.words, self._handle, request.aside.vector, now)
+            _enqueue(self._at, request.aside.vector, now)
         self._after_set_aside()
 
     def expire_filtered(self, now_ns: int) -> None:
@@ -230,13 +243,11 @@ class PoolLoop:
             self._after_set_aside()
 
     def _end_set_aside(self, request: WaitingRequest, status: str) -> None:
-        stage = request.aside.word(exchange.STAGE)
-        _end_set_aside(
-            self.words, request.row, request.request_id, stage, request.received_ns, STATUS_CODES[status]
-        )  # fmt: skip
+        stage = request.aside.request.stage
+        _end_set_aside(self._at, request.row, request.request_id, stage, request.received_ns, STATUS_CODES[status])
 
     def _after_set_aside(self) -> None:
-        self.words[layout.SET_ASIDE] = len(self.filtered)
+        self.memory.set_aside = len(self.filtered)
         self.drop_gone_clients()
         self._server.client_table.ring_bells()
 
@@ -252,13 +263,12 @@ class PoolLoop:
 
     def parts_in_use(self) -> InUse:
         """Return a predicate: whether queries in the pool search the parts at an address."""
-        used = self.tables.entries[:, tables.STATE] != tables.FREE
-        return set(self.tables.entries[used, layout.PARTS].tolist()).__contains__
+        return set(self._parts[self._states != FREE].tolist()).__contains__
 
     def _evict(self) -> None:
-        count = int(self.words[layout.EVICT])
-        self.words[layout.EVICT] = 0
-        for row in self._scratch[2][:count].tolist():
+        rows = [self.memory.evicted[i] for i in range(self.memory.evict_count)]
+        self.memory.evict_count = 0
+        for row in rows:
             self._server.evict(row)
         self.drop_gone_clients()
 
@@ -269,8 +279,8 @@ class PoolLoop:
             return 0
         rows = table.take_vacated()
         waiting = sum(map(self.filtered.drop_client, rows))
-        self.words[layout.SET_ASIDE] = len(self.filtered)
-        return waiting + sum(int(drop_client(self.words, self._handle, row)) for row in rows)
+        self.memory.set_aside = len(self.filtered)
+        return waiting + sum(drop_client(self._at, row) for row in rows)
 
     def close(self) -> None:
         """Stop the thread that resolves filters."""
@@ -278,51 +288,49 @@ class PoolLoop:
 
 
 @compiled
-def _enqueue(
-    loop: npt.NDArray[np.int64], handle: npt.NDArray[np.int64], vector: npt.NDArray[np.float32], now: int
-) -> None:
-    clients = words(loop[layout.CLIENTS], exchange.TABLE_WORDS)
-    enqueue(loop, tables_at(handle), clients, np.int64(vector.ctypes.data), now)
+def _enqueue(at: int, vector: npt.NDArray[np.float32], now: int) -> None:
+    loop = loop_at(at)
+    enqueue(loop, loop.clients[0], vector.ctypes.data, now)
 
 
 @compiled
-def _end_set_aside(
-    loop: npt.NDArray[np.int64], row: int, request_id: int, stage: int, received: int, status: int
-) -> None:
-    end_set_aside(loop, words(loop[layout.CLIENTS], exchange.TABLE_WORDS), row, request_id, stage, received, status)
+def _end_set_aside(at: int, row: int, request_id: int, stage: int, received: int, status: int) -> None:
+    loop = loop_at(at)
+    end_set_aside(loop, loop.clients[0], row, request_id, stage, received, status)
 
 
 @compiled
-def _learn_cost(handle: npt.NDArray[np.int64], active: float, took_ns: float) -> None:
-    learn_cost(tables_at(handle), active, took_ns)
+def _learn_cost(at: int, active: float, took_ns: float) -> None:
+    learn_cost(loop_at(at).tables.cost, active, took_ns)
 
 
 @compiled
-def serve_loop(loop: Any, handle: Any, wait: Any, until: int) -> Any:
+def serve_loop(at: int, wait_at: int, until: int) -> int:
     """Serve until `until`, or until an exit needs Python. Sleep at least once before returning IDLE.
 
     A query that ends a sleep is answered before the return, within 1 ms.
     """
-    t, clients = tables_at(handle), words(loop[layout.CLIENTS], exchange.TABLE_WORDS)
+    loop, wait = loop_at(at), _wait_at(wait_at)
+    clients = loop.clients[0]
     now, rounds_until, slept = intrinsics.monotonic_ns(), until, False
     while True:
-        stopped = run_loop(loop, handle, min(now + _EVENTS_NS, rounds_until), spin_ns(wait[BUDGET]))
+        stopped = run_loop(at, min(now + _EVENTS_NS, rounds_until), spin_ns(wait.budget))
         now = intrinsics.monotonic_ns()
-        if stopped == layout.TIME_UP and now < rounds_until and not clients[exchange.PENDING_BELLS]:
-            if intrinsics.wait_readable(wait[DESCRIPTOR], 0) > 0:
+        if stopped == layout.TIME_UP and now < rounds_until and not clients.pending_bells:
+            if intrinsics.wait_readable(wait.descriptor, 0) > 0:
                 return SERVER_EVENT
             continue
-        if stopped != layout.IDLE or clients[exchange.PENDING_BELLS] or (slept and now >= until):
+        if stopped != layout.IDLE or clients.pending_bells or (slept and now >= until):
             return stopped
-        held = held_until(t, now)
+        held = held_until(loop.tables, now)
         if held <= now:
             continue
         limit = min(max(until - now, _MS), held - now)
-        rung = exchange.sleep(clients, wait[DESCRIPTOR], -(-limit // _MS))
+        rung = exchange.sleep(clients, wait.descriptor, -(-limit // _MS))
         begin, now, slept = now, intrinsics.monotonic_ns(), True
-        learn_wait(wait[BUDGET], now - begin)
-        if rung or loop[layout.RESOLVED]:
-            intrinsics.read_word(wait[BELL])  # silence the bell; other events of the server are polled at `until`
+        learn_wait(wait.budget, now - begin)
+        if rung or loop.resolved:
+            intrinsics.read_word(wait.bell)  # silence the bell; other events of the server are polled at `until`
             rounds_until = max(until, now + _MS)
         elif now < held:
             return SERVER_EVENT if now < until else layout.TIME_UP

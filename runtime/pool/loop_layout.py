@@ -1,111 +1,162 @@
-"""Memory layout of the compiled loop: its own columns of a policy's entry, its words, and its exit reasons."""
+"""Memory of the compiled loop: its records, and its exit reasons."""
 
+from typing import Annotated
+
+import numpy as np
+
+from gpu.engine import Backend
+from ipc.native.records import Array, Record, Shared, array_from, array_over, record, record_at
+from ipc.ring.exchange import ClientTable
+from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import PoolMetrics
-from runtime.pool import tables
-
-# The loop's columns of an entry: the client's row and request id, times of enqueueing, receipt and admission, the
-# engine's slot, and the search parameters. PARTS: address of a scope's parts (`scopes.py`), of which there are
-# PART_COUNT and PART is being searched; 0: no scope. KEPT results of the parts before are kept, which took SPENT
-# extends. VECTOR: address of a vector in the arena; 0: it is in the entry's row of VECTORS.
-(
-    ROW,
-    REQUEST_ID,
-    ENQUEUED,
-    RECEIVED,
-    BEGUN,
-    SLOT,
-    COLLECTION,
-    K,
-    TOP_M,
-    WIDTH,
-    PATIENCE,
-    PARTS,
-    PART_COUNT,
-    PART,
-    KEPT,
-    SPENT,
-    VECTOR,
-) = range(tables.CALLER, tables.CALLER + 17)
-assert tables.CALLER_WORDS >= 17
-
-# Words of the loop.
-# CLIENTS: address of the client table (`ipc.ring.exchange`).
-# ADMIT … HANDLE, SET_FILTER, PRIORITIZE, ADMIT_IN_PLACE: the engine's functions and handle (`gpu.engine`), 0 for one
-# that it lacks.
-# CLOCK: address of a word with the time in ns, 0 for the machine's clock. MAX_WIDTH: limit of a query's search_width.
-# VECTORS: address of a row of VECTOR_BYTES for each entry. REPORT: buffer for the report of `extend`.
-# OWNERS: the entry in each slot. EVICTED: rows of the EVICT clients to be evicted.
-# STATIC_DONE: pairs (entry, extends) of the DONE_COUNT queries that wait for the rest of their batch under `static`.
-# LAST_END_NS: end of the last extend, 0 after a sleep. PADDED: slots beyond the active ones in the last extend.
-# UNREPORTED_NS: time spent since the engine last reported completed extends. SCOPES: address of their table.
-# PART_RESULTS: for each entry PART_RESULT_BYTES for the results of the parts searched so far.
-# MERGE_BUFFER: room for twice as many. SET_ASIDE: number of requests that wait for their filters in Python; RESOLVED:
-# set by another thread once a filter is resolved. METRICS: first word of the metrics, see below.
-(
-    CLIENTS,
-    ADMIT,
-    EXTEND,
-    READ_RESULT,
-    CHANGE_STATE,
-    HANDLE,
-    CLOCK,
-    MAX_WIDTH,
-    VECTORS,
-    VECTOR_BYTES,
-    REPORT,
-    OWNERS,
-    EVICTED,
-    EVICT,
-    STATIC_DONE,
-    DONE_COUNT,
-    LAST_END_NS,
-    PADDED,
-    SET_FILTER,
-    PRIORITIZE,
-    UNREPORTED_NS,
-    SCOPES,
-    PART_RESULTS,
-    PART_RESULT_BYTES,
-    MERGE_BUFFER,
-    SET_ASIDE,
-    RESOLVED,
-    ADMIT_IN_PLACE,
-    METRICS,
-) = range(29)
-# Addresses of counters in the worker's metrics table; a histogram has three words: the address of its first bucket, the
-# address of its edges, and the number of edges.
-COUNTERS = (
-    *PoolMetrics.QUERIES.values(),
-    *PoolMetrics.DEADLINE_MISSES.values(),
-    PoolMetrics.QUERIES_REFUSED,
-    *PoolMetrics.REFUSED.values(),
-    PoolMetrics.PREEMPTIONS,
-    PoolMetrics.LOOP_SECONDS,
-    PoolMetrics.EXTEND_SECONDS,
-    PoolMetrics.EXTENDS,
-    PoolMetrics.SLOT_STEPS,
-    PoolMetrics.PADDED_SLOT_STEPS,
-)
-(
-    QUERIES,
-    _,
-    DEADLINE_MISSES,
-    _,
-    REFUSED,
-    OVERLOADED,
-    LATE,
-    INVALID,
-    PREEMPTIONS,
-    LOOP_S,
-    EXTEND_S,
-    EXTENDS,
-    SLOT_STEPS,
-    PADDED_STEPS,
-) = range(METRICS, METRICS + len(COUNTERS))
-HISTOGRAMS = (*PoolMetrics.WAIT.values(), PoolMetrics.LATENCY, PoolMetrics.QUERY_EXTENDS)
-(WAIT, _, LATENCY, QUERY_EXTENDS) = range(METRICS + len(COUNTERS), METRICS + len(COUNTERS) + 3 * len(HISTOGRAMS), 3)
-LOOP_WORDS = METRICS + len(COUNTERS) + 3 * len(HISTOGRAMS)
+from runtime.pool.collections.scopes import Scope, ScopePart
+from runtime.pool.tables import Tables
 
 IDLE, TIME_UP, EVICTIONS, ENGINE_FAILED, UNKNOWN_FILTER, FILTERS_RESOLVED, CANCEL = range(7)
 """Exit reasons of `run_loop`: no query is active; `until` has passed; clients are to be evicted; the engine failed; the
-current request's filter has no number yet; RESOLVED is set; a request that may have been set aside is cancelled."""
+current request's filter has no number yet; `resolved` is set; a request that may have been set aside is cancelled."""
+OVERLOADED, LATE, INVALID = range(3)  # reasons to refuse a query
+
+
+@record
+class Search(Record):
+    """The search of a policy's entry of the same number: whose it is, and where it is in the engine."""
+
+    row: int  # its client's
+    request_id: int
+    enqueued_ns: int  # by the client
+    received_ns: int
+    begun_ns: int  # when it was admitted
+    slot: int
+    index: int  # the one that is being searched, by the engine's number
+    k: int
+    vector: int  # its address in the arena; 0: it is in the entry's row of `vectors`
+    parts: Array[ScopePart]  # of its scope; 0: no scope
+    part_count: int
+    part: int  # the one that is being searched
+    kept: int  # results of the parts before
+    spent: int  # extends that they took
+
+
+@record
+class EngineFunctions(Record):
+    """An engine's functions and handle (`gpu.engine.Backend`)."""
+
+    admit: int
+    extend: int
+    read_result: int
+    change_state: int
+    handle: int
+    set_filter: int
+    prioritize: int  # 0 for an engine that lacks it
+    admit_in_place: int  # `admit` where the arena is in host memory
+
+    @classmethod
+    def of(cls, backend: Backend) -> "EngineFunctions":
+        """Return the functions of a backend."""
+        made = cls(**{name: getattr(backend, name) for name in cls.dtype.names or ()})
+        made.admit_in_place = made.admit_in_place or made.admit
+        return made
+
+
+@record
+class Finished(Record):
+    """A slot that has finished, or an entry that has been answered."""
+
+    number: int
+    extends: int
+
+
+@record
+class Report(Record):
+    """What the engine's `extend` writes."""
+
+    extends: int
+    padded: int
+    finished: Annotated[Array[Finished], 0]
+
+
+@record
+class Histogram(Record):
+    """A histogram in the worker's metrics table."""
+
+    buckets: Array[float]  # and behind them the sum
+    edges: Array[float]
+    edge_count: int
+
+
+@record
+class Metrics(Record):
+    """Metrics in the worker's table; counters by address."""
+
+    queries: Annotated[Array[Array[float]], 2]  # by stage
+    deadline_misses: Annotated[Array[Array[float]], 2]
+    refused: Array[float]
+    refused_for: Annotated[Array[Array[float]], 3]  # OVERLOADED, LATE, INVALID
+    preemptions: Array[float]
+    loop_s: Array[float]
+    extend_s: Array[float]
+    extends: Array[float]
+    slot_steps: Array[float]
+    padded_steps: Array[float]
+    waits: Annotated[Array[Histogram], 2]
+    latency: Histogram
+    query_extends: Histogram
+
+
+@record
+class Loop(Record):
+    """All that the loop works on."""
+
+    tables: Tables
+    searches: Array[Search]  # by entry
+    clients: Array[ClientTable]  # one
+    engine: EngineFunctions
+    metrics: Metrics
+    clock: Array[int]  # the time in ns; 0: the machine's clock
+    max_width: int  # limit of a query's search_width
+    vectors: int  # address of a row of `vector_bytes` for each entry
+    vector_bytes: int
+    report: Array[Report]
+    owners: Array[int]  # the entry in each slot
+    evicted: Array[int]  # rows of clients that are to be evicted
+    evict_count: int
+    deferred: Array[Finished]  # entries that wait for the rest of their batch under `static`
+    deferred_count: int
+    last_end_ns: int  # of the last extend, 0 after a sleep
+    padded: int  # slots beyond the active ones in the last extend
+    unreported_ns: int  # time since the engine last reported completed extends
+    scopes: Array[Scope]
+    part_results: int  # address of `part_result_bytes` for each entry: results of the parts searched so far
+    part_result_bytes: int
+    merge_buffer: int  # address of twice as many
+    set_aside: int  # requests that wait for their filters in Python
+    resolved: Shared  # set by another thread once a filter is resolved
+
+
+loop_at = record_at(Loop)
+
+
+def fill_metrics(metrics: Metrics, table: WorkerTable) -> None:
+    """Store where the metrics are in a worker's table, which must be kept while they are used."""
+    by_index = (
+        (metrics.queries, PoolMetrics.QUERIES),
+        (metrics.deadline_misses, PoolMetrics.DEADLINE_MISSES),
+        (metrics.refused_for, PoolMetrics.REFUSED),
+    )
+    for counters, labelled in by_index:
+        for index, counter in enumerate(labelled.values()):
+            counters[index] = array_from(float, table.address(counter))
+    metrics.refused = array_from(float, table.address(PoolMetrics.QUERIES_REFUSED))
+    metrics.preemptions = array_from(float, table.address(PoolMetrics.PREEMPTIONS))
+    metrics.loop_s = array_from(float, table.address(PoolMetrics.LOOP_SECONDS))
+    metrics.extend_s = array_from(float, table.address(PoolMetrics.EXTEND_SECONDS))
+    metrics.extends = array_from(float, table.address(PoolMetrics.EXTENDS))
+    metrics.slot_steps = array_from(float, table.address(PoolMetrics.SLOT_STEPS))
+    metrics.padded_steps = array_from(float, table.address(PoolMetrics.PADDED_SLOT_STEPS))
+    histograms = (metrics.waits[0], metrics.waits[1], metrics.latency, metrics.query_extends)
+    measured = (*PoolMetrics.WAIT.values(), PoolMetrics.LATENCY, PoolMetrics.QUERY_EXTENDS)
+    for histogram, metric in zip(histograms, measured, strict=True):
+        edges = np.array(table.edges(metric))
+        histogram.buckets = array_from(float, table.address(metric))
+        histogram.edges, histogram.edge_count = array_over(float, edges), len(edges)

@@ -15,23 +15,23 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
 
-from numba import int64, typeof, types
+from numba import int64
 
 from gpu.cpu import running_batch
+from ipc.native.records import numba_type
+from ipc.ring.exchange import ClientTable
 from runtime.pool import loop, loop_driver, policy
-from runtime.pool.settings import Policy
-from runtime.pool.tables import handle_of, new_tables
+from runtime.pool.loop_layout import Loop
+from runtime.pool.tables import Tables
 
-_TABLES = new_tables(Policy(slots=1))
-_T, _HANDLE = typeof(_TABLES), typeof(handle_of(_TABLES))
-_WORDS = int64[::1]
+_LOOP, _CLIENTS = numba_type(Loop), numba_type(ClientTable)
 
 PARTS = {
     "search": (running_batch.extend_active, (int64[:, ::1], int64)),
-    "schedule": (policy.schedule, (_T, int64)),
-    "receive": (loop.receive, (_WORDS, _T, _WORDS)),
-    "admit": (loop.apply_schedule, (_WORDS, _T, _WORDS, int64)),
-    "extend": (loop.extend, (_WORDS, _T, _WORDS)),
+    "schedule": (policy.schedule, (numba_type(Tables), int64)),
+    "receive": (loop.receive, (_LOOP, _CLIENTS)),
+    "admit": (loop.apply_schedule, (_LOOP, _CLIENTS, int64)),
+    "extend": (loop.extend, (_LOOP, _CLIENTS)),
 }
 """Name → a function and the types with which compiled code calls it. `search` is of the CPU engine, which is compiled
 meanwhile, and reaches it last."""
@@ -46,7 +46,7 @@ def compile_parts(names: Sequence[str]) -> None:
 
 def is_cached() -> bool:
     """Whether the whole loop is in the cache."""
-    return bool(loop_driver.serve_loop.is_cached(_WORDS, _HANDLE, _WORDS, types.int64))
+    return bool(loop_driver.serve_loop.is_cached(int64, int64, int64))
 
 
 @contextlib.contextmanager

@@ -22,10 +22,34 @@ whole batches.
 """
 
 import math
-from typing import Any
 
-from runtime.pool import tables
 from runtime.pool.compiled import compiled
+from runtime.pool.tables import (
+    ACTIVE,
+    DECODE,
+    FIFO,
+    FREE,
+    NEVER_NS,
+    PAUSED,
+    PREFILL,
+    TRINITY,
+    WAITING,
+    Entry,
+    Tables,
+    active_count,
+    add_to_list,
+    append,
+    class_of,
+    extend_ns,
+    learn_cost,
+    learn_extends,
+    pop,
+    precedes,
+    push,
+    queue_of,
+    release,
+    remove_from_list,
+)
 
 ACCEPTED, OVERLOADED, TOO_LATE = range(3)
 _STRETCH = 6.0
@@ -37,264 +61,254 @@ _BURST_COST = 1.15  # largest cost of a query in a smaller batch, relative to it
 
 
 @compiled
-def add(t: Any, entry: int, now: int) -> Any:
+def add(t: Tables, number: int, now: int) -> int:
     """Enqueue a query. Return ACCEPTED; or OVERLOADED or TOO_LATE, and it is not enqueued.
 
     Decode queries may fill three quarters of the queue: a decode flood cannot exclude prefill queries.
     """
-    e, w = t.entries[entry], t.words
-    decode = e[tables.STAGE] == tables.DECODE
-    if w[tables.QUEUED_PREFILL] + w[tables.QUEUED_DECODE] >= w[tables.QUEUE] or (
-        decode and w[tables.QUEUED_DECODE] >= w[tables.DECODE_QUEUE]
+    entry = t.entries[number]
+    decode = entry.stage == DECODE
+    if t.queues[PREFILL].count + t.queues[DECODE].count >= t.queue or (
+        decode and t.queues[DECODE].count >= t.decode_queue
     ):
         return OVERLOADED
-    if e[tables.DEADLINE] <= now:
+    if entry.deadline_ns <= now:
         return TOO_LATE
-    e[tables.CLASS] = tables.class_row(t, e[tables.CLASS_A], e[tables.CLASS_B])
-    e[tables.EXTENDS] = max(1, round(t.means[e[tables.CLASS], 0]))
-    e[tables.PAUSES], e[tables.STATE] = 0, tables.WAITING
-    e[tables.SERIAL] = w[tables.SERIALS] = w[tables.SERIALS] + 1
-    e[tables.START_BY] = e[tables.ARRIVAL]
-    if not decode and w[tables.RULES] < tables.FIFO:
-        due = min(e[tables.DEADLINE], e[tables.ARRIVAL] + w[tables.TARGET_NS])
-        e[tables.START_BY] = due - int(e[tables.EXTENDS] * tables.extend_ns(t, w[tables.SLOTS]))
-    if decode and w[tables.RULES] == tables.TRINITY:
-        e[tables.START_BY] = _virtual_deadline(t, e)
-    tables.push(t, tables.queue_of(t, entry), entry)
+    entry.query_class = class_of(t, entry)
+    entry.extends = max(1, round(t.classes[entry.query_class].mean_extends))
+    entry.pauses, entry.state, entry.missed = 0, WAITING, False
+    t.last_serial += 1
+    entry.serial = t.last_serial
+    entry.start_by_ns = entry.arrival_ns
+    if not decode and t.rules < FIFO:
+        due = min(entry.deadline_ns, entry.arrival_ns + t.target_ns)
+        entry.start_by_ns = due - int(entry.extends * extend_ns(t.cost, t.slots))
+    if decode and t.rules == TRINITY:
+        entry.start_by_ns = _virtual_deadline(t, entry)
+    push(t, queue_of(t, entry), number)
     return ACCEPTED
 
 
 @compiled
-def _virtual_deadline(t: Any, e: Any) -> Any:
+def _virtual_deadline(t: Tables, entry: Entry) -> int:
     """Return a decode query's virtual deadline. It never decreases within a size class (bits of expected extends)."""
     bits = 0
-    while e[tables.EXTENDS] >> bits:
+    while entry.extends >> bits:
         bits += 1
-    due = e[tables.ARRIVAL] + int(_STRETCH * (1 << bits) * tables.extend_ns(t, 1))
-    due = t.words[tables.LAST_VIRTUAL_DEADLINE + bits] = max(due, t.words[tables.LAST_VIRTUAL_DEADLINE + bits])
-    return due
+    due = entry.arrival_ns + int(_STRETCH * (1 << bits) * extend_ns(t.cost, 1))
+    t.virtual_deadlines_ns[bits] = max(due, t.virtual_deadlines_ns[bits])
+    return t.virtual_deadlines_ns[bits]
 
 
 @compiled
-def finish(t: Any, entry: int, extends: int) -> None:
+def finish(t: Tables, number: int, extends: int) -> None:
     """Free the slot of a query that has completed after `extends` extends; 0: its vector was refused."""
     if extends > 0:
-        tables.learn_extends(t, t.entries[entry, tables.CLASS], extends)
-    tables.release(t, entry)
+        learn_extends(t.classes[t.entries[number].query_class], extends)
+    release(t, number)
 
 
 @compiled
-def advance(t: Any, prefill: int, active: int, extends: int, took_ns: int) -> None:
+def advance(t: Tables, prefill: int, active: int, extends: int, took_ns: int) -> None:
     """Account for `extends` extends of `active` queries, `prefill` of them prefill's, which took `took_ns` in all.
 
     `took_ns` includes the loop's own time.
     """
-    w, f = t.words, t.floats
-    w[tables.TOTAL_EXTENDS] += extends
-    tables.learn_cost(t, active, took_ns / extends)
-    if w[tables.RULES] == tables.TRINITY and (prefill < active or w[tables.QUEUED_DECODE] or w[tables.PAUSED_COUNT]):
-        earned = (f[tables.RESERVE] - prefill / active) * took_ns
-        f[tables.CREDIT] = min(max(f[tables.CREDIT] + earned, 0.0), float(w[tables.AGING_NS]))
+    t.total_extends += extends
+    learn_cost(t.cost, active, took_ns / extends)
+    if t.rules == TRINITY and (prefill < active or t.queues[DECODE].count or t.paused.count):
+        earned = (t.reserve - prefill / active) * took_ns
+        t.credit_ns = min(max(t.credit_ns + earned, 0.0), float(t.aging_ns))
 
 
 # ---- the next batch
 
 
 @compiled
-def schedule(t: Any, now: int) -> None:
-    """Assign the slots of the next extend; `changes` lists the queries admitted, preempted, resumed and rejected."""
-    w = t.words
-    w[tables.CHANGED : tables.CHANGED + 4] = 0
+def schedule(t: Tables, now: int) -> None:
+    """Assign the slots of the next extend, and list the queries `admitted`, `preempted`, `resumed` and `late`."""
+    t.admitted.count = t.preempted.count = t.resumed.count = t.late.count = 0
     _reject_late(t, now)
-    if w[tables.RULES] == tables.TRINITY:
+    if t.rules == TRINITY:
         _demote_missed(t, now)
-    slots = w[tables.SLOTS]
-    if w[tables.RULES] >= tables.FIFO:
-        if w[tables.RULES] == tables.FIFO or _active(t) == 0:
-            while _active(t) < slots and w[tables.QUEUED_DECODE]:
-                _start(t, tables.DECODE)
+    if t.rules >= FIFO:
+        if t.rules == FIFO or active_count(t) == 0:
+            while active_count(t) < t.slots and t.queues[DECODE].count:
+                _start(t, DECODE)
         return
-    pending = w[tables.QUEUED_DECODE] or w[tables.PAUSED_COUNT]
-    if w[tables.ACTIVE_DECODE] or not pending or w[tables.DECODE_RAN_NS] < 0:
-        w[tables.DECODE_RAN_NS] = now
+    pending = t.queues[DECODE].count or t.paused.count
+    if t.active[DECODE].count or not pending or t.decode_ran_ns < 0:
+        t.decode_ran_ns = now
     hold = held_until(t, now) > now
-    aged = now - w[tables.DECODE_RAN_NS] >= w[tables.AGING_NS]
-    if aged and _active(t) < slots and _can_start(t, tables.DECODE, hold):
-        t.entries[_start(t, tables.DECODE), tables.PAUSES] = w[tables.MAX_PAUSES]
+    aged = now - t.decode_ran_ns >= t.aging_ns
+    if aged and active_count(t) < t.slots and _can_start(t, DECODE, hold):
+        t.entries[_start(t, DECODE)].pauses = t.max_pauses
     yields = _prefill_yields(t, now)
-    quota, credit = math.ceil(t.floats[tables.RESERVE] * slots), t.floats[tables.CREDIT] > 0.0
-    keeps = w[tables.KEEP_RESERVE] and w[tables.RULES] == tables.TRINITY and not yields
-    present = w[tables.QUEUED_PREFILL] + w[tables.ACTIVE_PREFILL]
-    size = min(present, slots)
-    cheap = tables.extend_ns(t, size) * slots <= _BURST_COST * tables.extend_ns(t, slots) * size
-    w[tables.BURST] = not yields and credit and cheap and (present > quota or (w[tables.BURST] and present > 0))
-    decode_slots = max(slots - quota, 1) if keeps and present else slots
+    quota, credit = math.ceil(t.reserve * t.slots), t.credit_ns > 0.0
+    keeps = t.keep_reserve and t.rules == TRINITY and not yields
+    present = t.queues[PREFILL].count + t.active[PREFILL].count
+    size = min(present, t.slots)
+    cheap = extend_ns(t.cost, size) * t.slots <= _BURST_COST * extend_ns(t.cost, t.slots) * size
+    t.burst = not yields and credit and cheap and (present > quota or (t.burst and present > 0))
+    decode_slots = max(t.slots - quota, 1) if keeps and present else t.slots
     if credit:
-        quota = slots
-    while not yields and _can_start(t, tables.PREFILL, hold) and w[tables.ACTIVE_PREFILL] < quota:
-        if _active(t) >= slots:
-            urgent = credit or t.entries[t.queues[tables.PREFILL, 0], tables.START_BY] <= now
+        quota = t.slots
+    while not yields and _can_start(t, PREFILL, hold) and t.active[PREFILL].count < quota:
+        if active_count(t) >= t.slots:
+            urgent = credit or t.entries[t.queues[PREFILL].numbers[0]].start_by_ns <= now
             if not urgent or not _pause_one(t):
                 break
-        _start(t, tables.PREFILL)
-    if w[tables.BURST] and w[tables.ACTIVE_PREFILL]:
+        _start(t, PREFILL)
+    if t.burst and t.active[PREFILL].count:
         while _pause_one(t):
             pass
     else:
-        while _has_decode_slot(t, decode_slots) and _can_start(t, tables.DECODE, hold):
-            _start(t, tables.DECODE)
-    while _active(t) < slots and _can_start(t, tables.PREFILL, hold):
-        _start(t, tables.PREFILL)
-    if w[tables.RULES] == tables.TRINITY and (yields or not w[tables.QUEUED_PREFILL]) and not hold:
+        while _has_decode_slot(t, decode_slots) and _can_start(t, DECODE, hold):
+            _start(t, DECODE)
+    while active_count(t) < t.slots and _can_start(t, PREFILL, hold):
+        _start(t, PREFILL)
+    if t.rules == TRINITY and (yields or not t.queues[PREFILL].count) and not hold:
         _preempt_longer(t, decode_slots)
 
 
 @compiled
-def _prefill_yields(t: Any, now: int) -> Any:
+def _prefill_yields(t: Tables, now: int) -> bool:
     """Return whether prefill leaves the slots to decode queries: its first query has not waited for τ_pre yet and its
     caller's deadline is further away than τ_pre; or all of its queries are missed."""
-    w = t.words
-    if not w[tables.QUEUED_PREFILL] or not (w[tables.QUEUED_DECODE] or w[tables.PAUSED_COUNT]):
+    if not t.queues[PREFILL].count or not (t.queues[DECODE].count or t.paused.count):
         return False
-    first, flush = t.entries[t.queues[tables.PREFILL, 0]], w[tables.FLUSH_PREFILL_NS]
-    missed = first[tables.START_BY] == first[tables.ARRIVAL] + _MISSED_DELAY * w[tables.MISSED_NS] > now
-    return missed or now < min(first[tables.ARRIVAL] + flush, first[tables.DEADLINE] - flush)
+    first, flush = t.entries[t.queues[PREFILL].numbers[0]], t.flush_prefill_ns
+    missed = first.missed and first.start_by_ns > now
+    return missed or now < min(first.arrival_ns + flush, first.deadline_ns - flush)
 
 
 @compiled
-def _demote_missed(t: Any, now: int) -> None:
+def _demote_missed(t: Tables, now: int) -> None:
     """Move prefill queries whose requests miss their TTFT behind those that can still meet it."""
-    w = t.words
-    while w[tables.QUEUED_PREFILL]:
-        first = t.entries[t.queues[tables.PREFILL, 0]]
-        demoted = first[tables.ARRIVAL] + _MISSED_DELAY * w[tables.MISSED_NS]
-        if first[tables.START_BY] == demoted or now - first[tables.ARRIVAL] < w[tables.MISSED_NS]:
+    queue = t.queues[PREFILL]
+    while queue.count:
+        first = t.entries[queue.numbers[0]]
+        if first.missed or now - first.arrival_ns < t.missed_ns:
             return
-        entry = tables.pop(t, tables.PREFILL)
-        first[tables.START_BY] = demoted
-        tables.push(t, tables.PREFILL, entry)
+        number = pop(t, queue)
+        first.missed, first.start_by_ns = True, first.arrival_ns + _MISSED_DELAY * t.missed_ns
+        push(t, queue, number)
 
 
 @compiled
-def _preempt_longer(t: Any, decode_slots: int) -> None:
+def _preempt_longer(t: Tables, decode_slots: int) -> None:
     """Preempt decode queries for much shorter ones with an earlier virtual deadline."""
-    w = t.words
-    while not _has_decode_slot(t, decode_slots) and _can_admit(t, tables.DECODE):
-        longest, shorter = _longest_remaining(t), t.queues[tables.DECODE, 0]
-        if longest < 0 or t.entries[longest, tables.START_BY] <= t.entries[shorter, tables.START_BY]:
+    while not _has_decode_slot(t, decode_slots) and _can_admit(t, DECODE):
+        number = _longest_remaining(t)
+        if number < 0:
             return
-        left = t.entries[longest, tables.EXTENDS] + t.entries[longest, tables.BEGAN] - w[tables.TOTAL_EXTENDS]
-        if left < 2 * t.entries[shorter, tables.EXTENDS]:
+        longest, shorter = t.entries[number], t.entries[t.queues[DECODE].numbers[0]]
+        left = longest.extends + longest.began - t.total_extends
+        if longest.start_by_ns <= shorter.start_by_ns or left < 2 * shorter.extends:
             return
         _pause_one(t)
-        _start(t, tables.DECODE)
+        _start(t, DECODE)
 
 
 @compiled
-def held_until(t: Any, now: int) -> Any:
+def held_until(t: Tables, now: int) -> int:
     """Return until when waiting queries are held back; NEVER_NS if none waits, `now` or earlier if none is held."""
-    w, until = t.words, tables.NEVER_NS
-    waiting = w[tables.QUEUED_PREFILL] + w[tables.QUEUED_DECODE]
-    if w[tables.RULES] >= tables.FIFO or waiting == 0 or waiting >= w[tables.SLOTS] - _active(t):
-        return now if waiting else tables.NEVER_NS
-    if w[tables.QUEUED_PREFILL]:
-        first = t.queues[tables.PREFILL, 0]
-        flush = min(w[tables.FLUSH_PREFILL_NS], w[tables.FLUSH_NS])
-        until = min(t.entries[first, tables.ARRIVAL] + flush, t.entries[first, tables.START_BY])
-    if w[tables.QUEUED_DECODE]:
-        until = min(until, t.entries[t.queues[tables.DECODE, 0], tables.ARRIVAL] + w[tables.FLUSH_NS])
+    until = NEVER_NS
+    waiting = t.queues[PREFILL].count + t.queues[DECODE].count
+    if t.rules >= FIFO or waiting == 0 or waiting >= t.slots - active_count(t):
+        return now if waiting else NEVER_NS
+    if t.queues[PREFILL].count:
+        first = t.entries[t.queues[PREFILL].numbers[0]]
+        until = min(first.arrival_ns + min(t.flush_prefill_ns, t.flush_ns), first.start_by_ns)
+    if t.queues[DECODE].count:
+        until = min(until, t.entries[t.queues[DECODE].numbers[0]].arrival_ns + t.flush_ns)
     return until
 
 
 @compiled
-def _active(t: Any) -> Any:
-    return t.words[tables.ACTIVE_PREFILL] + t.words[tables.ACTIVE_DECODE]
-
-
-@compiled
-def _has_decode_slot(t: Any, decode_slots: int) -> Any:
+def _has_decode_slot(t: Tables, decode_slots: int) -> bool:
     """Return whether a slot is free for a decode query, of which `decode_slots` may be active."""
-    return _active(t) < t.words[tables.SLOTS] and t.words[tables.ACTIVE_DECODE] < decode_slots
+    return active_count(t) < t.slots and t.active[DECODE].count < decode_slots
 
 
 @compiled
-def _can_start(t: Any, stage: int, hold: bool) -> Any:
-    if stage == tables.DECODE and t.words[tables.PAUSED_COUNT]:
+def _can_start(t: Tables, stage: int, hold: bool) -> bool:
+    if stage == DECODE and t.paused.count:
         return True
     return not hold and _can_admit(t, stage)
 
 
 @compiled
-def _can_admit(t: Any, stage: int) -> Any:
+def _can_admit(t: Tables, stage: int) -> bool:
     """Return whether a query of a stage waits and the engine has a slot for it."""
-    w = t.words
-    return w[tables.QUEUED + stage] > 0 and _active(t) + w[tables.PAUSED_COUNT] < w[tables.ENGINE_SLOTS]
+    return t.queues[stage].count > 0 and active_count(t) + t.paused.count < t.engine_slots
 
 
 @compiled
-def _start(t: Any, stage: int) -> Any:
+def _start(t: Tables, stage: int) -> int:
     """Activate the next query of a stage, a waiting or a paused one, and return it."""
-    w, entry = t.words, -1
-    if stage == tables.DECODE and w[tables.PAUSED_COUNT]:
-        entry = t.lists[tables.PAUSED_LIST, 0]
-        for i in range(1, w[tables.PAUSED_COUNT]):
-            if tables.precedes(t.entries, t.lists[tables.PAUSED_LIST, i], entry):
-                entry = t.lists[tables.PAUSED_LIST, i]
-        room = _active(t) + w[tables.PAUSED_COUNT] < w[tables.ENGINE_SLOTS]
-        if w[tables.QUEUED_DECODE] and room and tables.precedes(t.entries, t.queues[tables.DECODE, 0], entry):
-            entry = -1
-    if entry >= 0:
-        tables.remove_from_list(t, tables.PAUSED_LIST, entry)
-        tables.record_change(t, tables.RESUMED, entry)
+    number = -1
+    if stage == DECODE and t.paused.count:
+        number = t.paused.numbers[0]
+        for i in range(1, t.paused.count):
+            if precedes(t, t.paused.numbers[i], number):
+                number = t.paused.numbers[i]
+        if _can_admit(t, DECODE) and precedes(t, t.queues[DECODE].numbers[0], number):
+            number = -1
+    if number >= 0:
+        remove_from_list(t, t.paused, number)
+        append(t.resumed, number)
     else:
-        entry = tables.pop(t, stage)
-        t.entries[entry, tables.BEGAN] = 0
-        tables.record_change(t, tables.ADMITTED, entry)
-    t.entries[entry, tables.BEGAN] += w[tables.TOTAL_EXTENDS]
-    t.entries[entry, tables.STATE] = tables.ACTIVE
-    tables.add_to_list(t, t.entries[entry, tables.STAGE], entry)
-    return entry
+        number = pop(t, t.queues[stage])
+        t.entries[number].began = 0
+        append(t.admitted, number)
+    entry = t.entries[number]
+    entry.began += t.total_extends
+    entry.state = ACTIVE
+    add_to_list(t, t.active[entry.stage], number)
+    return number
 
 
 @compiled
-def _pause_one(t: Any) -> Any:
+def _pause_one(t: Tables) -> bool:
     """Pause the decode query that `_longest_remaining` finds. Return whether there was one."""
-    found = _longest_remaining(t)
-    if found < 0:
+    number = _longest_remaining(t)
+    if number < 0:
         return False
-    tables.remove_from_list(t, tables.DECODE, found)
-    t.entries[found, tables.BEGAN] -= t.words[tables.TOTAL_EXTENDS]  # while paused: minus its completed extends
-    t.entries[found, tables.PAUSES] += 1
-    t.entries[found, tables.STATE] = tables.PAUSED
-    tables.add_to_list(t, tables.PAUSED_LIST, found)
-    tables.record_change(t, tables.PREEMPTED, found)
+    remove_from_list(t, t.active[DECODE], number)
+    entry = t.entries[number]
+    entry.began -= t.total_extends  # while paused: minus its completed extends
+    entry.pauses += 1
+    entry.state = PAUSED
+    add_to_list(t, t.paused, number)
+    append(t.preempted, number)
     return True
 
 
 @compiled
-def _longest_remaining(t: Any) -> Any:
+def _longest_remaining(t: Tables) -> int:
     """Return the active decode query with most extends left among those that may still be paused, or -1."""
     found, most = -1, -1
-    for i in range(t.words[tables.ACTIVE_DECODE]):
-        entry = t.lists[tables.DECODE, i]
-        left = t.entries[entry, tables.EXTENDS] + t.entries[entry, tables.BEGAN]
-        if t.entries[entry, tables.PAUSES] < t.words[tables.MAX_PAUSES] and (found < 0 or left > most):
-            found, most = entry, left
+    for i in range(t.active[DECODE].count):
+        number = t.active[DECODE].numbers[i]
+        entry = t.entries[number]
+        left = entry.extends + entry.began
+        if entry.pauses < t.max_pauses and (found < 0 or left > most):
+            found, most = number, left
     return found
 
 
 @compiled
-def _reject_late(t: Any, now: int) -> None:
+def _reject_late(t: Tables, now: int) -> None:
     """Reject queries at the front that could not meet their deadlines even with a slot now."""
-    for queue in range(2):
-        while t.words[tables.QUEUED + queue]:
-            front = t.queues[queue, 0]
-            others = t.words[tables.ACTIVE_PREFILL]
-            if queue == tables.DECODE:
-                others = min(_active(t), t.words[tables.SLOTS] - 1)
-            if t.entries[front, tables.DEADLINE] > now + int(
-                t.entries[front, tables.EXTENDS] * tables.extend_ns(t, others + 1)
-            ):
+    for stage in range(2):
+        queue = t.queues[stage]
+        while queue.count:
+            front = t.entries[queue.numbers[0]]
+            others = t.active[PREFILL].count
+            if stage == DECODE:
+                others = min(active_count(t), t.slots - 1)
+            if front.deadline_ns > now + int(front.extends * extend_ns(t.cost, others + 1)):
                 break
-            t.entries[tables.pop(t, queue), tables.STATE] = tables.FREE
-            tables.record_change(t, tables.LATE, front)
+            front.state = FREE
+            append(t.late, pop(t, queue))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from gpu import DeviceUnavailable, Engine, GraphIndex, OutOfDeviceMemory, open_engine
 from gpu.slots import MAX_SLOTS
 from ipc import IpcError, Served, SessionServer
+from ipc.ring.exchange import SessionCollection
 from ipc.session.device_arena import DeviceArena, arena_bytes
 from runtime.errors import CollectionError, ConfigError, ResourceBusy
 from runtime.node.metrics.worker_metrics import PoolMetrics
@@ -16,7 +17,7 @@ from runtime.node.worker import Worker
 from runtime.pool.collections.catalogue import PoolCatalogue
 from runtime.pool.collections.live import LiveCollections, sample_index
 from runtime.pool.collections.scopes import Scopes
-from runtime.pool.collections.shard import OpenShard, Shard, collection_number, engine_key, open_shard
+from runtime.pool.collections.shard import OpenShard, Shard, engine_key, open_shard
 from runtime.pool.collections.updater import CollectionUpdater
 from runtime.pool.loop_driver import SERVER_EVENT, PoolLoop
 from runtime.pool.loop_parts import compiled_in_background
@@ -103,7 +104,7 @@ class Pool:
             max_k=limits.max_k,
             max_top_m=limits.max_top_m,
             arena=self.arena,
-            number=self._collection_number,
+            searches=self._searches,
         )
         self.loop = PoolLoop(
             policy,
@@ -132,10 +133,13 @@ class Pool:
         self.control_runs = 0
         self._apply_knobs()
 
-    def _collection_number(self, served: Served) -> int:
+    def _searches(self, served: Served) -> SessionCollection:
+        """Return what requests without a filter search: nothing where every request must have one."""
         key = engine_key(served.name, served.identity)
-        live = self.live.number_of(key)
-        return collection_number(served, self._backend.number(key) if live is None else live)
+        if (live := self.live.find(key)) is not None:
+            return SessionCollection(number=live.number, index=-1, scope=-1 if served.demanded else live.scope)
+        index = self._backend.number(key)
+        return SessionCollection(number=index, index=-1 if served.demanded else index, scope=-1)
 
     def _measure(self, indexes: Mapping[str, GraphIndex], most: int) -> list[list[ExtendCost]]:
         """Measure extends over every collection. This also compiles the engine and faults in memory at start."""

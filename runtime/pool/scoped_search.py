@@ -4,94 +4,90 @@ The policy sees a query with several parts as one query, which occupies one slot
 its estimate covers all of them. Results are merged as the parts end.
 """
 
-from typing import Any
-
 from gpu.engine import RELEASE
 from ipc.memory import intrinsics
 from ipc.memory.intrinsics import call, floats32, words
-from runtime.pool import loop_layout as layout
-from runtime.pool import tables
-from runtime.pool.collections import scopes
-from runtime.pool.collections.scopes import PART_WORDS, SCOPE_WORDS
 from runtime.pool.compiled import compiled
+from runtime.pool.loop_layout import Loop, Search
+from runtime.pool.tables import PREFILL
 
 FAILED, CONTINUES = -1, -2
 _PAIR_BYTES = 12  # an id and a distance
 
 
 @compiled
-def bind_scope(loop: Any, entry: Any, number: int, now: int) -> None:
+def bind_scope(loop: Loop, search: Search, number: int, now: int) -> None:
     """Bind a query to the current parts of a scope."""
-    scope = words(loop[layout.SCOPES] + 8 * SCOPE_WORDS * number, SCOPE_WORDS)
-    scope[scopes.USED_NS] = now
-    entry[layout.PARTS], entry[layout.PART_COUNT], entry[layout.PART] = scope[scopes.PARTS], scope[scopes.PART_COUNT], 0
-    entry[layout.KEPT] = entry[layout.SPENT] = 0
-    entry[layout.COLLECTION] = words(entry[layout.PARTS], PART_WORDS)[scopes.INDEX]
+    scope = loop.scopes[number]
+    scope.used_ns = now
+    search.parts, search.part_count, search.part = scope.parts, scope.part_count, 0
+    search.kept = search.spent = 0
+    search.index = scope.parts[0].index
 
 
 @compiled
-def admit(loop: Any, entry: Any, number: int) -> Any:
+def admit(loop: Loop, number: int) -> int:
     """Admit a query to a slot, with its collection or its scope's current part. Return the slot, below 0 on failure."""
-    admitted, vector = loop[layout.ADMIT_IN_PLACE], entry[layout.VECTOR]
+    entry, search, engine = loop.tables.entries[number], loop.searches[number], loop.engine
+    admitted, vector = engine.admit_in_place, search.vector
     if vector == 0:
-        admitted, vector = loop[layout.ADMIT], loop[layout.VECTORS] + number * loop[layout.VECTOR_BYTES]
-    collection, k, top_m = entry[layout.COLLECTION], entry[layout.K], entry[layout.TOP_M]
-    width, patience = entry[layout.WIDTH], entry[layout.PATIENCE]
-    slot = call(admitted, (loop[layout.HANDLE], vector, collection, k, top_m, width, patience))
+        admitted, vector = engine.admit, loop.vectors + number * loop.vector_bytes
+    k, top_m, width, patience = search.k, entry.top_m, entry.search_width, entry.patience
+    slot = call(admitted, (engine.handle, vector, search.index, k, top_m, width, patience))
     if slot < 0:
         return slot
-    if entry[layout.PARTS]:
-        part = words(entry[layout.PARTS] + 8 * PART_WORDS * entry[layout.PART], PART_WORDS)
-        if part[scopes.ALLOWED]:
-            call(loop[layout.SET_FILTER], (loop[layout.HANDLE], slot, part[scopes.ALLOWED], part[scopes.PASSING]))
-    if loop[layout.PRIORITIZE] and entry[tables.STAGE] == tables.PREFILL:
-        call(loop[layout.PRIORITIZE], (loop[layout.HANDLE], slot))
-    entry[layout.SLOT] = slot
-    words(loop[layout.OWNERS] + 8 * slot, 1)[0] = number
+    if search.part_count:
+        part = search.parts[search.part]
+        if part.allowed:
+            call(engine.set_filter, (engine.handle, slot, part.allowed, part.passing))
+    if engine.prioritize and entry.stage == PREFILL:
+        call(engine.prioritize, (engine.handle, slot))
+    search.slot = slot
+    loop.owners[slot] = number
     return slot
 
 
 @compiled
-def finish_part(loop: Any, entry: Any, number: int, extends: int) -> Any:
+def finish_part(loop: Loop, number: int, extends: int) -> int:
     """Complete a query's search in its slot, which took `extends`, and start the next part of its scope.
 
     Return CONTINUES if there is a next part, else the extends of all parts, or FAILED.
     """
-    if entry[layout.PART_COUNT] == 0:
+    search, engine = loop.searches[number], loop.engine
+    if search.part_count == 0:
         return extends
-    entry[layout.SPENT] += extends
-    if entry[layout.PART] + 1 >= entry[layout.PART_COUNT]:
-        return entry[layout.SPENT]
-    most = loop[layout.PART_RESULT_BYTES] // _PAIR_BYTES
-    kept = loop[layout.PART_RESULTS] + number * loop[layout.PART_RESULT_BYTES]
-    part, merged = loop[layout.MERGE_BUFFER], loop[layout.MERGE_BUFFER] + loop[layout.PART_RESULT_BYTES]
-    found = call(loop[layout.READ_RESULT], (loop[layout.HANDLE], entry[layout.SLOT], part, part + 8 * most))
-    call(loop[layout.CHANGE_STATE], (loop[layout.HANDLE], entry[layout.SLOT], RELEASE))
+    search.spent += extends
+    if search.part + 1 >= search.part_count:
+        return search.spent
+    most = loop.part_result_bytes // _PAIR_BYTES
+    kept = loop.part_results + number * loop.part_result_bytes
+    part, merged = loop.merge_buffer, loop.merge_buffer + loop.part_result_bytes
+    found = call(engine.read_result, (engine.handle, search.slot, part, part + 8 * most))
+    call(engine.change_state, (engine.handle, search.slot, RELEASE))
     if found < 0:
         return FAILED
-    entry[layout.KEPT] = merge(part, found, kept, entry[layout.KEPT], most, merged, entry[layout.K])
-    intrinsics.copy(kept, merged, 8 * entry[layout.KEPT])
-    intrinsics.copy(kept + 8 * most, merged + 8 * most, 4 * entry[layout.KEPT])
-    entry[layout.PART] += 1
-    entry[layout.COLLECTION] = words(entry[layout.PARTS] + 8 * PART_WORDS * entry[layout.PART], PART_WORDS)[
-        scopes.INDEX
-    ]
-    return CONTINUES if admit(loop, entry, number) >= 0 else FAILED
+    search.kept = merge(part, found, kept, search.kept, most, merged, search.k)
+    intrinsics.copy(kept, merged, 8 * search.kept)
+    intrinsics.copy(kept + 8 * most, merged + 8 * most, 4 * search.kept)
+    search.part += 1
+    search.index = search.parts[search.part].index
+    return CONTINUES if admit(loop, number) >= 0 else FAILED
 
 
 @compiled
-def read_result(loop: Any, entry: Any, number: int, into: int, most: int) -> Any:
+def read_result(loop: Loop, number: int, into: int, most: int) -> int:
     """Write a query's results: ids at `into`, distances 8·most bytes behind. Return the count, below 0 on failure."""
-    target = loop[layout.MERGE_BUFFER] if entry[layout.KEPT] else into
-    found = call(loop[layout.READ_RESULT], (loop[layout.HANDLE], entry[layout.SLOT], target, target + 8 * most))
-    if found < 0 or entry[layout.KEPT] == 0:
+    search = loop.searches[number]
+    target = loop.merge_buffer if search.kept else into
+    found = call(loop.engine.read_result, (loop.engine.handle, search.slot, target, target + 8 * most))
+    if found < 0 or search.kept == 0:
         return found
-    kept = loop[layout.PART_RESULTS] + number * loop[layout.PART_RESULT_BYTES]
-    return merge(target, found, kept, entry[layout.KEPT], most, into, entry[layout.K])
+    kept = loop.part_results + number * loop.part_result_bytes
+    return merge(target, found, kept, search.kept, most, into, search.k)
 
 
 @compiled
-def merge(a: int, a_count: int, b: int, b_count: int, most: int, into: int, k: int) -> Any:
+def merge(a: int, a_count: int, b: int, b_count: int, most: int, into: int, k: int) -> int:
     """Merge the result lists at `a` and `b` into the k nearest at `into`. Return their count.
 
     A list is sorted by distance, then id: ids at an address, distances 8·most bytes behind.

@@ -1,190 +1,191 @@
-"""Memory of the scheduling policy and the loop: plain arrays addressed by column, with their queues and estimates.
+"""Memory of the scheduling policy: records of its queries and settings, with their queues and estimates.
 
 An *entry* is a query in the pool, from its arrival to its answer. It waits in a queue, or occupies a slot of the engine
 in which it is active or paused.
 """
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import Annotated
 
 from gpu.slots import MAX_SLOTS
-from ipc.memory.intrinsics import floats, words
+from ipc.native.records import Array, Record, new_array, record, record_at
 from runtime.pool.compiled import compiled
 from runtime.pool.settings import RULE_NAMES, Policy
 
 NEVER_NS = 1 << 62
-PREFILL, DECODE, PAUSED_LIST = 0, 1, 2  # stages, as `ipc` codes them; the list of paused queries
-
-# Columns of an entry, int64. Times are monotonic ns.
-# Set by the caller of `add`: STAGE, ARRIVAL, DEADLINE (NEVER_NS: none), CLASS_A and CLASS_B (the query class: all
-# parameters on which its number of extends depends).
-# Set by the policy: START_BY (its key in its queue: of equal keys the smaller SERIAL goes first), CLASS (its row of
-# estimates), EXTENDS (expected), BEGAN (the extend at which it began, or would have begun without its pauses), PAUSES,
-# STATE, LIST_INDEX (its index in its list). From CALLER on: the caller's own columns.
-(
-    STAGE,
-    ARRIVAL,
-    DEADLINE,
-    CLASS_A,
-    CLASS_B,
-    START_BY,
-    SERIAL,
-    CLASS,
-    EXTENDS,
-    BEGAN,
-    PAUSES,
-    STATE,
-    LIST_INDEX,
-    CALLER,
-) = range(14)
-CALLER_WORDS = 17
-ENTRY_WORDS = CALLER + CALLER_WORDS
-FREE, WAITING, ACTIVE, PAUSED, BATCH_WAITING = range(5)  # the last one under `static` alone
-
-# Words. SLOTS … RULES: settings, see `Policy`. FREE_ENTRIES, QUEUED (2: prefill, decode), LISTED (3: active prefill,
-# active decode, paused) and CHANGED (4: admitted, preempted, resumed, late): lengths of the arrays below.
-# TOTAL_EXTENDS: extends so far; DECODE_RAN_NS: when a decode query was last active, or none was pending; BURST: whether
-# more prefill queries than reserved slots were present at once, and some still are.
-(
-    SLOTS,
-    ENGINE_SLOTS,
-    QUEUE,
-    DECODE_QUEUE,
-    TARGET_NS,
-    AGING_NS,
-    FLUSH_PREFILL_NS,
-    FLUSH_NS,
-    MAX_PAUSES,
-    MISSED_NS,
-    KEEP_RESERVE,
-    RULES,
-    FREE_ENTRIES,
-    SERIALS,
-    TOTAL_EXTENDS,
-    DECODE_RAN_NS,
-    CLASS_COUNT,
-    BURST,
-    QUEUED,
-) = range(19)
-QUEUED_PREFILL, QUEUED_DECODE, LISTED = range(QUEUED, QUEUED + 3)
-ACTIVE_PREFILL, ACTIVE_DECODE, PAUSED_COUNT, CHANGED = range(LISTED, LISTED + 4)
-LAST_VIRTUAL_DEADLINE = CHANGED + 4  # of each size class: decode queries whose expected extends have so many bits
-WORDS = LAST_VIRTUAL_DEADLINE + 32
+PREFILL, DECODE = 0, 1  # stages, as `ipc` codes them
+FREE, WAITING, ACTIVE, PAUSED, BATCH_WAITING = range(5)  # states of an entry; the last one under `static` alone
 TRINITY, PAPER, FIFO, STATIC = range(4)
-ADMITTED, PREEMPTED, RESUMED, LATE = range(4)  # rows of `changes`
-
-# Floats. RESERVE: r. CREDIT: what prefill may use beyond ⌈rN⌉, in ns of the whole batch. The rest: the cost model of an
-# extend.
-(RESERVE, CREDIT, COST_COUNT, COST_A, COST_T, COST_AA, COST_AT, FIXED_NS, EACH_NS) = range(9)
-FLOATS = 9
 MAX_CLASSES = 1024  # clients choose parameters freely, so the number of classes is bounded
+_SIZE_CLASSES = 32
 
 
-class Tables(NamedTuple):
-    """Arrays of a policy."""
+@record
+class Entry(Record):
+    """A query in the pool. Times are monotonic ns."""
 
-    entries: npt.NDArray[np.int64]  # [entries, ENTRY_WORDS]
-    words: npt.NDArray[np.int64]  # [WORDS]
-    floats: npt.NDArray[np.float64]  # [FLOATS]
-    free: npt.NDArray[np.int64]  # [entries]: stack of free entries
-    queues: npt.NDArray[np.int64]  # [2, entries]: Q_pre and Q_dec, heaps of entries
-    lists: npt.NDArray[np.int64]  # [3, engine slots]: active prefill, active decode, paused
-    changes: npt.NDArray[np.int64]  # [4, entries]: admitted, preempted, resumed, late by the last `schedule`
-    classes: npt.NDArray[np.int64]  # [MAX_CLASSES, 2]: hash table of CLASS_A and CLASS_B; 0 and 0: empty
-    means: npt.NDArray[np.float64]  # [MAX_CLASSES, 2]: mean extends, and over how many queries
+    # set by the caller of `policy.add`; the last five are the query class: all on which the number of extends depends
+    stage: int
+    arrival_ns: int
+    deadline_ns: int  # NEVER_NS: none
+    index: int
+    scope: int
+    top_m: int
+    search_width: int
+    patience: int
+    # set by the policy
+    start_by_ns: int  # its key in its queue: of equal keys the smaller `serial` goes first
+    serial: int
+    missed: bool  # demoted behind all that can still meet their TTFT
+    query_class: int  # number of its class
+    extends: int  # expected
+    began: int  # the extend at which it began, or would have begun without its pauses
+    pauses: int
+    state: int
+    list_index: int  # in the list that it is in
+
+
+@record
+class EntryList(Record):
+    """Entries, by number: a stack, a heap or a list."""
+
+    count: int
+    numbers: Array[int]
+
+
+@record
+class QueryClass(Record):
+    """How many extends the queries of one class took."""
+
+    used: bool
+    index: int
+    scope: int
+    top_m: int
+    search_width: int
+    patience: int
+    mean_extends: float
+    queries: float  # that the mean is over
+
+
+@record
+class CostModel(Record):
+    """T_ext, and the means that its line is fitted to."""
+
+    fixed_ns: float
+    each_ns: float  # per active slot
+    count: float  # extends that the means are over
+    mean_active: float
+    mean_ns: float
+    mean_active_squared: float
+    mean_active_ns: float  # of the products
+
+
+@record
+class Tables(Record):
+    """A policy's settings (see `Policy`) and state."""
+
+    slots: int
+    engine_slots: int
+    queue: int
+    decode_queue: int
+    target_ns: int
+    aging_ns: int
+    flush_prefill_ns: int
+    flush_ns: int
+    max_pauses: int
+    missed_ns: int
+    keep_reserve: bool
+    rules: int
+    reserve: float
+
+    entry_count: int
+    entries: Array[Entry]
+    free: EntryList
+    queues: Annotated[Array[EntryList], 2]  # Q_pre and Q_dec: heaps. Under `fifo` and `static` all wait in Q_dec
+    active: Annotated[Array[EntryList], 2]  # by stage
+    paused: EntryList
+    admitted: EntryList  # by the last `schedule`, as the next three
+    preempted: EntryList
+    resumed: EntryList
+    late: EntryList
+
+    last_serial: int
+    total_extends: int
+    decode_ran_ns: int  # when a decode query was last active, or none was pending; below 0: never
+    credit_ns: float  # what prefill may use beyond ⌈rN⌉, in time of the whole batch
+    burst: bool  # more prefill queries than reserved slots were present at once, and some still are
+    virtual_deadlines_ns: Annotated[Array[int], _SIZE_CLASSES]
+    """The last one of each size class: decode queries whose expected extends have so many bits."""
+    cost: CostModel
+    class_count: int
+    classes: Array[QueryClass]  # a hash table
+
+
+tables_at = record_at(Tables)
 
 
 def new_tables(policy: Policy) -> Tables:
-    """Allocate the arrays and store the policy's settings in them."""
+    """Allocate the records and store the policy's settings in them."""
     engine_slots = policy.engine_slots or min(2 * policy.slots, MAX_SLOTS)
-    entries = policy.queue + engine_slots + 1
+    count = policy.queue + engine_slots + 1
     made = Tables(
-        entries=np.zeros((entries, ENTRY_WORDS), np.int64),
-        words=np.zeros(WORDS, np.int64),
-        floats=np.zeros(FLOATS, np.float64),
-        free=np.arange(entries)[::-1].astype(np.int64),
-        queues=np.zeros((2, entries), np.int64),
-        lists=np.zeros((3, engine_slots), np.int64),
-        changes=np.zeros((4, entries), np.int64),
-        classes=np.zeros((MAX_CLASSES, 2), np.int64),
-        means=np.zeros((MAX_CLASSES, 2), np.float64),
+        slots=policy.slots,
+        engine_slots=engine_slots,
+        queue=policy.queue,
+        decode_queue=policy.decode_queue,
+        target_ns=policy.prefill_target_ns,
+        aging_ns=policy.aging_ns,
+        flush_prefill_ns=policy.flush_prefill_ns,
+        flush_ns=policy.flush_ns,
+        max_pauses=policy.max_pauses,
+        missed_ns=policy.missed_ns,
+        keep_reserve=policy.keep_reserve,
+        rules=RULE_NAMES.index(policy.rules),
+        reserve=policy.reserve,
+        entry_count=count,
+        entries=new_array(Entry, count),
+        decode_ran_ns=-1,
+        classes=new_array(QueryClass, MAX_CLASSES),
     )
-    made.words[: RULES + 1] = (
-        policy.slots,
-        engine_slots,
-        policy.queue,
-        policy.decode_queue,
-        policy.prefill_target_ns,
-        policy.aging_ns,
-        policy.flush_prefill_ns,
-        policy.flush_ns,
-        policy.max_pauses,
-        policy.missed_ns,
-        policy.keep_reserve,
-        RULE_NAMES.index(policy.rules),
-    )
-    made.words[FREE_ENTRIES] = entries
-    made.words[DECODE_RAN_NS] = -1
-    made.floats[RESERVE] = policy.reserve
+    changes = made.admitted, made.preempted, made.resumed, made.late
+    for entries in (made.free, made.queues[PREFILL], made.queues[DECODE], *changes):
+        entries.numbers = new_array(int, count)
+    for entries in (made.active[PREFILL], made.active[DECODE], made.paused):
+        entries.numbers = new_array(int, engine_slots)
+    for number in range(count):
+        made.free.numbers[number] = count - 1 - number
+    made.free.count = count
     return made
 
 
-def handle_of(tables: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
-    """Return addresses and shapes of the arrays, int64 [arrays, 3]: one argument costs less to pass than all of them.
-
-    The tables must outlive it.
-    """
-    return np.array([(array.ctypes.data, *array.shape, 1)[:3] for array in tables], np.int64)
-
-
-@partial(compiled, returns_array=True)
-def tables_at(handle: Any) -> Any:
-    """Return the tables that a handle from `handle_of` describes."""
-    return Tables(
-        words(handle[0, 0], (handle[0, 1], handle[0, 2])),
-        words(handle[1, 0], handle[1, 1]),
-        floats(handle[2, 0], handle[2, 1]),
-        words(handle[3, 0], handle[3, 1]),
-        words(handle[4, 0], (handle[4, 1], handle[4, 2])),
-        words(handle[5, 0], (handle[5, 1], handle[5, 2])),
-        words(handle[6, 0], (handle[6, 1], handle[6, 2])),
-        words(handle[7, 0], (handle[7, 1], handle[7, 2])),
-        floats(handle[8, 0], (handle[8, 1], handle[8, 2])),
-    )
-
-
-# ---- free stack, queues (Q_pre and Q_dec: heaps by START_BY, then SERIAL), and lists of active and paused entries
+# ---- free stack, queues (heaps by `start_by_ns`, then `serial`), and lists of active and paused entries
 
 
 @compiled
-def precedes(entries: Any, a: int, b: int) -> Any:
+def precedes(t: Tables, a: int, b: int) -> bool:
     """Return whether entry `a` goes before `b`."""
-    if entries[a, START_BY] != entries[b, START_BY]:
-        return entries[a, START_BY] < entries[b, START_BY]
-    return entries[a, SERIAL] < entries[b, SERIAL]
+    one, other = t.entries[a], t.entries[b]
+    if one.start_by_ns != other.start_by_ns:
+        return one.start_by_ns < other.start_by_ns
+    return one.serial < other.serial
 
 
 @compiled
-def _sift_up(entries: Any, heap: Any, index: int) -> None:
+def _sift_up(t: Tables, heap: Array[int], index: int) -> None:
     entry = heap[index]
-    while index > 0 and precedes(entries, entry, heap[(index - 1) // 2]):
+    while index > 0 and precedes(t, entry, heap[(index - 1) // 2]):
         heap[index] = heap[(index - 1) // 2]
         index = (index - 1) // 2
     heap[index] = entry
 
 
 @compiled
-def _sift_down(entries: Any, heap: Any, index: int, count: int) -> None:
+def _sift_down(t: Tables, heap: Array[int], index: int, count: int) -> None:
     entry = heap[index]
     while 2 * index + 1 < count:
         child = 2 * index + 1
-        if child + 1 < count and precedes(entries, heap[child + 1], heap[child]):
+        if child + 1 < count and precedes(t, heap[child + 1], heap[child]):
             child += 1
-        if not precedes(entries, heap[child], entry):
+        if not precedes(t, heap[child], entry):
             break
         heap[index] = heap[child]
         index = child
@@ -192,95 +193,98 @@ def _sift_down(entries: Any, heap: Any, index: int, count: int) -> None:
 
 
 @compiled
-def push(tables: Any, queue: int, entry: int) -> None:
+def push(t: Tables, queue: EntryList, number: int) -> None:
     """Push an entry onto a queue."""
-    count = tables.words[QUEUED + queue]
-    tables.queues[queue, count] = entry
-    tables.words[QUEUED + queue] = count + 1
-    _sift_up(tables.entries, tables.queues[queue], count)
+    append(queue, number)
+    _sift_up(t, queue.numbers, queue.count - 1)
 
 
 @compiled
-def pop(tables: Any, queue: int) -> Any:
+def pop(t: Tables, queue: EntryList) -> int:
     """Pop the first entry of a queue that is not empty."""
-    heap = tables.queues[queue]
+    heap = queue.numbers
     first = heap[0]
-    count = tables.words[QUEUED + queue] = tables.words[QUEUED + queue] - 1
-    if count:
-        heap[0] = heap[count]
-        _sift_down(tables.entries, heap, 0, count)
+    queue.count -= 1
+    if queue.count:
+        heap[0] = heap[queue.count]
+        _sift_down(t, heap, 0, queue.count)
     return first
 
 
 @compiled
-def remove(tables: Any, queue: int, entry: int) -> None:
+def remove(t: Tables, queue: EntryList, number: int) -> None:
     """Remove an entry from any position of its queue."""
-    heap = tables.queues[queue]
+    heap = queue.numbers
     index = 0
-    while heap[index] != entry:
+    while heap[index] != number:
         index += 1
-    count = tables.words[QUEUED + queue] = tables.words[QUEUED + queue] - 1
-    if index < count:
-        heap[index] = heap[count]
-        _sift_down(tables.entries, heap, index, count)
-        _sift_up(tables.entries, heap, index)
+    queue.count -= 1
+    if index < queue.count:
+        heap[index] = heap[queue.count]
+        _sift_down(t, heap, index, queue.count)
+        _sift_up(t, heap, index)
 
 
 @compiled
-def new_entry(t: Any) -> Any:
+def append(entries: EntryList, number: int) -> None:
+    """Append an entry to a stack, or to the changes of the current schedule."""
+    entries.numbers[entries.count] = number
+    entries.count += 1
+
+
+@compiled
+def new_entry(t: Tables) -> int:
     """Allocate an entry. There is one for each query that may wait or occupy a slot, and one more."""
-    t.words[FREE_ENTRIES] -= 1
-    return t.free[t.words[FREE_ENTRIES]]
+    t.free.count -= 1
+    return t.free.numbers[t.free.count]
 
 
 @compiled
-def free_entry(t: Any, entry: int) -> None:
+def free_entry(t: Tables, number: int) -> None:
     """Free an entry that is in no queue and no slot."""
-    t.entries[entry, STATE] = FREE
-    t.free[t.words[FREE_ENTRIES]] = entry
-    t.words[FREE_ENTRIES] += 1
+    t.entries[number].state = FREE
+    append(t.free, number)
 
 
 @compiled
-def release(t: Any, entry: int) -> None:
+def release(t: Tables, number: int) -> None:
     """Remove an entry from its queue or its list."""
-    if t.entries[entry, STATE] == WAITING:
-        remove(t, queue_of(t, entry), entry)
-    elif t.entries[entry, STATE] == PAUSED:
-        remove_from_list(t, PAUSED_LIST, entry)
+    entry = t.entries[number]
+    if entry.state == WAITING:
+        remove(t, queue_of(t, entry), number)
+    elif entry.state == PAUSED:
+        remove_from_list(t, t.paused, number)
     else:
-        remove_from_list(t, t.entries[entry, STAGE], entry)
-    t.entries[entry, STATE] = FREE
+        remove_from_list(t, t.active[entry.stage], number)
+    entry.state = FREE
 
 
 @compiled
-def queue_of(t: Any, entry: int) -> Any:
+def queue_of(t: Tables, entry: Entry) -> EntryList:
     """Return the queue of an entry."""
-    return DECODE if t.words[RULES] >= FIFO else t.entries[entry, STAGE]
+    return t.queues[DECODE if t.rules >= FIFO else entry.stage]
 
 
 @compiled
-def add_to_list(t: Any, which: int, entry: int) -> None:
-    """Append an entry to the list of active prefill, active decode or paused queries."""
-    t.entries[entry, LIST_INDEX] = t.words[LISTED + which]
-    t.lists[which, t.words[LISTED + which]] = entry
-    t.words[LISTED + which] += 1
+def active_count(t: Tables) -> int:
+    """Return the number of active queries."""
+    return t.active[PREFILL].count + t.active[DECODE].count
 
 
 @compiled
-def remove_from_list(t: Any, which: int, entry: int) -> None:
+def add_to_list(t: Tables, entries: EntryList, number: int) -> None:
+    """Append an entry to the list of active queries of its stage, or of paused ones."""
+    t.entries[number].list_index = entries.count
+    append(entries, number)
+
+
+@compiled
+def remove_from_list(t: Tables, entries: EntryList, number: int) -> None:
     """Remove an entry from its list; the last one of the list moves to its index."""
-    t.words[LISTED + which] -= 1
-    last, index = t.lists[which, t.words[LISTED + which]], t.entries[entry, LIST_INDEX]
-    t.lists[which, index] = last
-    t.entries[last, LIST_INDEX] = index
-
-
-@compiled
-def record_change(t: Any, change: int, entry: int) -> None:
-    """Append an entry to the changes of the current schedule."""
-    t.changes[change, t.words[CHANGED + change]] = entry
-    t.words[CHANGED + change] += 1
+    entries.count -= 1
+    last, index = entries.numbers[entries.count], t.entries[number].list_index
+    entries.numbers[index] = last
+    t.entries[last].list_index = index
 
 
 # ---- estimates: extends of a query class, cost of an extend
@@ -298,67 +302,65 @@ _OUTLIER = 4.0  # an extend's cost is clipped to this many times the expected on
 
 
 @compiled
-def class_a(collection: int, top_m: int) -> Any:
-    """Return the first word of a query class."""
-    return (np.int64(collection) + 1) << 32 | np.int64(top_m)
+def class_of(t: Tables, entry: Entry) -> int:
+    """Return the number of an entry's query class, adding a new one. The table is reset when three quarters full."""
+    if t.class_count > 3 * MAX_CLASSES // 4:
+        for number in range(MAX_CLASSES):
+            t.classes[number].used = False
+        t.class_count = 0
+    key = entry.index * 17 + entry.scope * 13 + entry.top_m * 31 + entry.search_width * 7 + entry.patience
+    number = key % MAX_CLASSES
+    found = t.classes[number]
+    while found.used:
+        if (
+            found.index == entry.index
+            and found.scope == entry.scope
+            and found.top_m == entry.top_m
+            and found.search_width == entry.search_width
+            and found.patience == entry.patience
+        ):
+            return number
+        number = (number + 1) % MAX_CLASSES
+        found = t.classes[number]
+    found.used, found.index, found.scope, found.top_m = True, entry.index, entry.scope, entry.top_m
+    found.search_width, found.patience = entry.search_width, entry.patience
+    found.mean_extends, found.queries = entry.top_m / max(entry.search_width, 1) + 3.0, 0.0
+    t.class_count += 1
+    return number
 
 
 @compiled
-def class_b(width: int, patience: int) -> Any:
-    """Return the second word of a query class."""
-    return np.int64(width) << 32 | np.int64(patience)
-
-
-@compiled
-def class_row(tables: Any, a: int, b: int) -> Any:
-    """Return the row of estimates of a query class, adding a new class. The table is reset when three quarters full."""
-    if tables.words[CLASS_COUNT] > 3 * MAX_CLASSES // 4:
-        tables.classes[:] = 0
-        tables.words[CLASS_COUNT] = 0
-    row = (a * 31 + (a >> 32) * 17 + b * 7 + (b >> 32)) % MAX_CLASSES
-    while tables.classes[row, 0] != 0:
-        if tables.classes[row, 0] == a and tables.classes[row, 1] == b:
-            return row
-        row = (row + 1) % MAX_CLASSES
-    tables.classes[row, 0], tables.classes[row, 1] = a, b
-    tables.means[row, 0] = (a & 0xFFFFFFFF) / max(b >> 32, 1) + 3.0
-    tables.means[row, 1] = 0.0
-    tables.words[CLASS_COUNT] += 1
-    return row
-
-
-@compiled
-def learn_extends(tables: Any, row: int, extends: int) -> None:
+def learn_extends(found: QueryClass, extends: int) -> None:
     """Update a class's mean with a completed query."""
-    count = min(tables.means[row, 1] + 1.0, _MEMORY)
-    tables.means[row, 1] = count
-    tables.means[row, 0] = extends if count == 1.0 else tables.means[row, 0] + (extends - tables.means[row, 0]) / count
+    found.queries = count = min(found.queries + 1.0, _MEMORY)
+    found.mean_extends = extends if count == 1.0 else found.mean_extends + (extends - found.mean_extends) / count
 
 
 @compiled
-def extend_ns(tables: Any, active: float) -> Any:
+def extend_ns(cost: CostModel, active: float) -> float:
     """Return T_ext(active)."""
-    return tables.floats[FIXED_NS] + tables.floats[EACH_NS] * active
+    return cost.fixed_ns + cost.each_ns * active
 
 
 @compiled
-def learn_cost(tables: Any, active: float, took_ns: float) -> None:
+def learn_cost(cost: CostModel, active: float, took_ns: float) -> None:
     """Update the cost model with an extend of `active` slots (of several extends: the mean)."""
-    cost = tables.floats
-    expected = extend_ns(tables, active)
-    if cost[COST_COUNT] > 8 and expected > 0.0:
+    expected = extend_ns(cost, active)
+    if cost.count > 8 and expected > 0.0:
         took_ns = min(took_ns, _OUTLIER * expected)  # the process was descheduled
-    cost[COST_COUNT] = min(cost[COST_COUNT] + 1.0, _EXTENDS)
-    weight = 1.0 / cost[COST_COUNT]
-    cost[COST_A] += (active - cost[COST_A]) * weight
-    cost[COST_T] += (took_ns - cost[COST_T]) * weight
-    cost[COST_AA] += (active * active - cost[COST_AA]) * weight
-    cost[COST_AT] += (active * took_ns - cost[COST_AT]) * weight
-    mean, total = cost[COST_A], cost[COST_T]
+    cost.count = min(cost.count + 1.0, _EXTENDS)
+    weight = 1.0 / cost.count
+    cost.mean_active += (active - cost.mean_active) * weight
+    cost.mean_ns += (took_ns - cost.mean_ns) * weight
+    cost.mean_active_squared += (active * active - cost.mean_active_squared) * weight
+    cost.mean_active_ns += (active * took_ns - cost.mean_active_ns) * weight
+    mean, total = cost.mean_active, cost.mean_ns
     # With little variance in active slots the line keeps its shape (the ratio of its parts) and is only scaled: the
     # machine has become faster or slower then.
-    each, known = cost[EACH_NS], extend_ns(tables, mean)
+    each, known = cost.each_ns, extend_ns(cost, mean)
     shaped = each * total / known if each > 0.0 and known > 0.0 else 0.0
-    each = (cost[COST_AT] - mean * total + _INERTIA * shaped) / (cost[COST_AA] - mean * mean + _INERTIA)
-    cost[EACH_NS] = min(max(each, 0.0), total / mean)
-    cost[FIXED_NS] = total - cost[EACH_NS] * mean
+    each = (cost.mean_active_ns - mean * total + _INERTIA * shaped) / (
+        cost.mean_active_squared - mean * mean + _INERTIA
+    )
+    cost.each_ns = min(max(each, 0.0), total / mean)
+    cost.fixed_ns = total - cost.each_ns * mean

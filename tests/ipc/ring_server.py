@@ -14,6 +14,7 @@ from ipc.memory.compiled import entry_point
 from ipc.ring import exchange
 from ipc.ring.descriptors import LOST, STAGES, STATUS_CODES, Float32s, SearchSpec
 from ipc.ring.doorbell import SpinBudget
+from ipc.ring.exchange import client_table_at
 from ipc.ring.filters import FILTER_SLOTS
 from ipc.server.client_table import AttachedClient
 from ipc.server.server import SessionServer
@@ -60,13 +61,13 @@ class UnknownRequest(IpcError, KeyError):
 @entry_point("int64(int64)")
 def next_request(clients: int) -> int:
     """Find the next request: round robin over clients, in order within each. Returns a code of `exchange`."""
-    return int(exchange.find_request(intrinsics.words(clients, exchange.TABLE_WORDS)))
+    return exchange.find_request(client_table_at(clients))
 
 
 @entry_point("void(int64)")
 def release_request(clients: int) -> None:
     """Release the slot of the request found, whose vector has been copied."""
-    exchange.release(intrinsics.words(clients, exchange.TABLE_WORDS))
+    exchange.release(client_table_at(clients))
 
 
 @entry_point("void(int64, float32[::1])")
@@ -87,15 +88,15 @@ def answer_with(
     receive_ns: int,
     begin_ns: int,
 ) -> int:
-    """End a request with results, both [count], at most MAX_K. A negative result means that the client must be
+    """End a request with results, both [count], at most max_k. A negative result means that the client must be
     evicted."""
-    words = intrinsics.words(clients, exchange.TABLE_WORDS)
-    payload = exchange.result_payload(words, row)
+    table = client_table_at(clients)
+    payload = exchange.result_payload(table, row)
     if payload < 0:
-        return int(payload)
+        return payload
     intrinsics.copy(payload, ids.ctypes.data, 8 * len(ids))
-    intrinsics.copy(payload + 8 * words[exchange.MAX_K], values.ctypes.data, 4 * len(values))
-    return int(exchange.answer(words, row, request_id, status, len(ids), extends, receive_ns, begin_ns))
+    intrinsics.copy(payload + 8 * table.max_k, values.ctypes.data, 4 * len(values))
+    return exchange.answer(table, row, request_id, status, len(ids), extends, receive_ns, begin_ns)
 
 
 class _Session(NamedTuple):
@@ -132,24 +133,23 @@ class RingServer(SessionServer):
         now = time.monotonic_ns()
         self._cancel_gone_clients()
         requests: list[Request] = []
-        table, words, found = self.client_table, self.client_table.words, -1
+        table, current, found = self.client_table, self.request, -1
         left, accepted = 2 * limit, 0  # not every entry is a request
         while found != exchange.NONE and left and accepted < limit:
             left -= 1
             found = next_request(table.address)
             if found == exchange.CANCEL:
-                row, request_id = words[exchange.ROW], words[exchange.REQUEST_ID]
-                self._cancel(row, request_id)
+                self._cancel(current.row, current.request_id)
             elif found == exchange.EVICT:
-                self.evict(words[exchange.ROW])
+                self.evict(current.row)
             elif found == exchange.ACCEPTED:
-                vector = np.zeros(words[exchange.DIM], np.float32)
-                take_vector(words[exchange.VECTOR], vector)
+                vector = np.zeros(current.dim, np.float32)
+                take_vector(current.vector, vector)
                 requests.append(self._request(vector, now))
                 release_request(table.address)
                 accepted += 1
             elif found == exchange.FILTER and (wanted := self.request_filter()) is not None:
-                number = words[exchange.ROW] * FILTER_SLOTS + words[exchange.FILTER_SLOT] - 1
+                number = current.row * FILTER_SLOTS + current.filter_slot - 1
                 self._filters[number] = wanted
                 self.cache_filter(number)
         table.ring_bells()
@@ -160,26 +160,25 @@ class RingServer(SessionServer):
 
     def _request(self, vector: Float32s, now: int) -> Request:
         """Return the current request."""
-        words = self.client_table.words
-        attached = self.client_table.clients[words[exchange.ROW]]
+        current = self.request
+        attached = self.client_table.clients[current.row]
         assert attached is not None
         session = self._sessions.get(attached.handle)
         if session is None:
             session = self._sessions[attached.handle] = _Session(attached, {}, set())
-        session.receive_ns[words[exchange.REQUEST_ID]] = now
-        served = attached.terms.catalogue.served[words[exchange.COLLECTION_CODE]]
+        session.receive_ns[current.request_id] = now
+        served = attached.terms.catalogue.served[current.collection_code]
         spec = SearchSpec(
-            served.name, words[exchange.K], STAGES[words[exchange.STAGE]], words[exchange.TOP_M],
-            words[exchange.WIDTH], words[exchange.PATIENCE] or None, words[exchange.DEADLINE],
-            b"" if words[exchange.FILTER_NUMBER] < 0 else self._filters[words[exchange.FILTER_NUMBER]],
-            words[exchange.FLOW],
+            served.name, current.k, STAGES[current.stage], current.top_m, current.search_width,
+            current.patience or None, current.deadline_ns, self._filters[current.scope] if current.filter_slot else b"",
+            current.flow,
         )  # fmt: skip
         return Request(
             attached.handle,
-            words[exchange.REQUEST_ID],
+            current.request_id,
             spec,
             served.identity,
-            words[exchange.ENQUEUE],
+            current.enqueued_ns,
             now,
             vector,
         )

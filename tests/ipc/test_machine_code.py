@@ -16,9 +16,10 @@ from ipc.native.dispatcher import Dispatcher
 from ipc.native.machine_code import is_private
 
 _PROGRAM = """
-from ipc.memory.compiled import compiled
+from ipc.native.records import numba_type
 from ipc.ring import exchange
-print(sum(exchange.any_request.stats.cache_hits.values()) if exchange.any_request.compile("(int64[::1],)") else 0)
+arguments = (numba_type(exchange.ClientTable),)
+print(sum(exchange.any_request.stats.cache_hits.values()) if exchange.any_request.compile(arguments) else 0)
 """
 
 

@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipc import InvalidArgument, ProtocolViolation, RingConsumer, RingFull, RingLayout, RingProducer, format_ring
-from ipc.memory.atomics import SLEEPING
+from ipc.memory.atomics import RingHeader
 from ipc.memory.shared import MemoryReference, SharedMemory
+from ipc.native.records import offset_of
 from ipc.ring.doorbell import EventfdBell, FdMailbox, send_fds
 from ipc.ring.ring import CLOSED, MAX_EPOCH, MAX_PAYLOAD_BYTES, MAX_SLOTS, OPEN, Watch
 from runtime.testing.waiting import until
 from tests.ipc.processes import child, readable, succeeded
 
 EPOCH = 3
+_SLEEPING = offset_of(RingHeader, "sleeping")
 
 
 def make(slots: int, payload_bytes: int = 16) -> tuple[memoryview, RingLayout]:
@@ -237,10 +239,10 @@ def test_a_watch_sleeps_until_its_timeout_or_a_message() -> None:
     assert not watch.sleep(bell.fileno(), 1)
     with ThreadPoolExecutor(1) as thread:
         news = thread.submit(watch.sleep, bell.fileno(), 60_000_000_000)
-        until(lambda: producer.view[SLEEPING])
+        until(lambda: producer.view[_SLEEPING])
         producer.send()
         assert news.result(60)
-    assert not producer.view[SLEEPING]
+    assert not producer.view[_SLEEPING]
     assert watch.sleep(-1, 60_000_000_000), "there are messages already"
     consumer.release(1)
     bell.ring()

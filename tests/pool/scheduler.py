@@ -1,24 +1,15 @@
 """Python interface of the pool's compiled policy for tests: queries are objects, and rejections are exceptions."""
 
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ipc import STAGES, Stage
+from ipc.native.records import address_of
 from runtime.errors import DeadlineExceeded, Overloaded
 from runtime.pool import policy, tables
 from runtime.pool.compiled import compiled
 from runtime.pool.settings import Policy
-from runtime.pool.tables import (
-    NEVER_NS,
-    Tables,
-    class_a,
-    class_b,
-    extend_ns,
-    handle_of,
-    learn_cost,
-    new_tables,
-    tables_at,
-)
+from runtime.pool.tables import NEVER_NS, Tables, active_count, extend_ns, learn_cost, new_tables, tables_at
 
 T = TypeVar("T")
 
@@ -57,45 +48,45 @@ class Scheduler(Generic[T]):
 
     def __init__(self, settings: Policy) -> None:
         self.tables: Tables = new_tables(settings)
-        self._handle = handle_of(self.tables)
+        self._handle = address_of(self.tables)
         self._entries: dict[int, Entry[T]] = {}
 
     @property
     def reserve(self) -> float:
         """The reserve r."""
-        return float(self.tables.floats[tables.RESERVE])
+        return self.tables.reserve
 
     @reserve.setter
     def reserve(self, reserve: float) -> None:
-        self.tables.floats[tables.RESERVE] = reserve
+        self.tables.reserve = reserve
 
     @property
     def flush_prefill_ns(self) -> int:
         """The flush timeout τ_pre."""
-        return int(self.tables.words[tables.FLUSH_PREFILL_NS])
+        return self.tables.flush_prefill_ns
 
     @flush_prefill_ns.setter
     def flush_prefill_ns(self, timeout_ns: int) -> None:
-        self.tables.words[tables.FLUSH_PREFILL_NS] = timeout_ns
+        self.tables.flush_prefill_ns = timeout_ns
 
     @property
     def credit_ns(self) -> float:
         """Slot time that prefill may take beyond its reserve."""
-        return float(self.tables.floats[tables.CREDIT])
+        return self.tables.credit_ns
 
     @property
     def waiting(self) -> dict[Stage, int]:
         """Queries in each queue (under `fifo` and `static`: all in decode's)."""
-        return {stage: int(self.tables.words[tables.QUEUED + code]) for code, stage in enumerate(STAGES)}
+        return {stage: self.tables.queues[code].count for code, stage in enumerate(STAGES)}
 
     @property
     def running(self) -> dict[Stage, int]:
         """Active queries by stage."""
-        return {stage: int(self.tables.words[tables.LISTED + code]) for code, stage in enumerate(STAGES)}
+        return {stage: self.tables.active[code].count for code, stage in enumerate(STAGES)}
 
     @property
     def paused(self) -> int:
-        return int(self.tables.words[tables.PAUSED_COUNT])
+        return self.tables.paused.count
 
     @property
     def busy(self) -> bool:
@@ -118,9 +109,10 @@ class Scheduler(Generic[T]):
         """Assign the slots of the next extend."""
         if not _schedule(self._handle, now_ns):
             return Changes()
+        t = self.tables
         admitted, paused, resumed, late = (
-            [self._entries[number] for number in self.tables.changes[kind, : self.tables.words[tables.CHANGED + kind]]]
-            for kind in range(4)
+            [self._entries[changed.numbers[i]] for i in range(changed.count)]
+            for changed in (t.admitted, t.preempted, t.resumed, t.late)
         )
         for entry in late:
             self._free(entry)
@@ -166,7 +158,7 @@ class Scheduler(Generic[T]):
 
 @compiled
 def _add(
-    handle: Any,
+    handle: int,
     stage: int,
     arrival: int,
     deadline: int,
@@ -175,12 +167,13 @@ def _add(
     width: int,
     patience: int,
     now: int,
-) -> Any:
+) -> int:
     t = tables_at(handle)
     number = tables.new_entry(t)
     entry = t.entries[number]
-    entry[tables.STAGE], entry[tables.ARRIVAL], entry[tables.DEADLINE] = stage, arrival, deadline
-    entry[tables.CLASS_A], entry[tables.CLASS_B] = class_a(collection, top_m), class_b(width, patience)
+    entry.stage, entry.arrival_ns, entry.deadline_ns = stage, arrival, deadline
+    entry.index, entry.scope = collection, -1
+    entry.top_m, entry.search_width, entry.patience = top_m, width, patience
     verdict = policy.add(t, number, now)
     if verdict == policy.ACCEPTED:
         return number
@@ -189,48 +182,47 @@ def _add(
 
 
 @compiled
-def _schedule(handle: Any, now: int) -> Any:
+def _schedule(handle: int, now: int) -> int:
     t = tables_at(handle)
     policy.schedule(t, now)
-    return t.words[tables.CHANGED : tables.CHANGED + 4].sum()
+    return t.admitted.count + t.preempted.count + t.resumed.count + t.late.count
 
 
 @compiled
-def _held_until(handle: Any, now: int) -> Any:
+def _held_until(handle: int, now: int) -> int:
     return policy.held_until(tables_at(handle), now)
 
 
 @compiled
-def _advanced(handle: Any, extends: int, took_ns: int) -> None:
+def _advanced(handle: int, extends: int, took_ns: int) -> None:
     t = tables_at(handle)
-    prefill = t.words[tables.ACTIVE_PREFILL]
-    policy.advance(t, prefill, prefill + t.words[tables.ACTIVE_DECODE], extends, took_ns)
+    policy.advance(t, t.active[tables.PREFILL].count, active_count(t), extends, took_ns)
 
 
 @compiled
-def _finished(handle: Any, number: int, extends: int) -> None:
+def _finished(handle: int, number: int, extends: int) -> None:
     t = tables_at(handle)
     policy.finish(t, number, extends)
     tables.free_entry(t, number)
 
 
 @compiled
-def _left(handle: Any, number: int) -> None:
+def _left(handle: int, number: int) -> None:
     t = tables_at(handle)
     tables.release(t, number)
     tables.free_entry(t, number)
 
 
 @compiled
-def _free(handle: Any, number: int) -> None:
+def _free(handle: int, number: int) -> None:
     tables.free_entry(tables_at(handle), number)
 
 
 @compiled
-def _learn_cost(handle: Any, active: float, took_ns: float) -> None:
-    learn_cost(tables_at(handle), active, took_ns)
+def _learn_cost(handle: int, active: float, took_ns: float) -> None:
+    learn_cost(tables_at(handle).cost, active, took_ns)
 
 
 @compiled
-def _extend_ns(handle: Any, active: float) -> Any:
-    return extend_ns(tables_at(handle), active)
+def _extend_ns(handle: int, active: float) -> float:
+    return extend_ns(tables_at(handle).cost, active)

@@ -25,6 +25,7 @@ _CASES: dict[str, dict[str, Any]] = {
     "trinity-without-spare-slots": {"engine_slots": 6, "reserve": 0.7, "flush_ns": 0},
     "trinity-missed": {"missed_ns": 4 * _MS, "reserve": 0.2},
     "trinity-bursts": {"reserve": 0.1, "flush_prefill_ns": 0, "max_pauses": 9},
+    "trinity-keeps-its-reserve": {"keep_reserve": True},
     "paper": {"rules": "paper"},
     "fifo": {"rules": "fifo"},
     "static": {"rules": "static"},

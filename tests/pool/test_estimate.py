@@ -2,9 +2,10 @@
 
 import pytest
 
-from runtime.pool import tables as at
+from ipc.native.records import address_of
+from runtime.pool.compiled import compiled
 from runtime.pool.settings import Policy
-from runtime.pool.tables import class_a, class_b, class_row, learn_extends
+from runtime.pool.tables import MAX_CLASSES, Tables, class_of, learn_extends, tables_at
 from tests.pool.scheduler import Scheduler
 
 
@@ -17,8 +18,7 @@ def learnt(sizes: list[int], fixed: float, each: float, times: int = 100) -> Sch
 
 
 def line(made: Scheduler[int]) -> tuple[float, float]:
-    fixed, each = made.tables.floats[[at.FIXED_NS, at.EACH_NS]].tolist()
-    return fixed, each
+    return made.tables.cost.fixed_ns, made.tables.cost.each_ns
 
 
 def test_estimates_are_zero_before_any_observation() -> None:
@@ -64,20 +64,38 @@ def test_an_outlier_from_a_lost_core_is_capped_at_four_times_the_estimate() -> N
     assert made.extend_ns(4) < 1.1 * 140.0
 
 
+@compiled
+def _class_of(at: int, index: int, top_m: int, patience: int) -> int:
+    t = tables_at(at)
+    entry = t.entries[0]
+    entry.index, entry.scope = index, -1
+    entry.top_m, entry.search_width, entry.patience = top_m, 4, patience
+    return class_of(t, entry)
+
+
+@compiled
+def _learn(at: int, number: int, extends: int) -> None:
+    learn_extends(tables_at(at).classes[number], extends)
+
+
+def number_of(t: Tables, top_m: int, patience: int = 0, index: int = 0) -> int:
+    return _class_of(address_of(t), index, top_m, patience)
+
+
 def test_a_class_is_estimated_by_its_mean_and_before_that_by_its_top_m() -> None:
-    tables = learnt([], 0, 0).tables
-    usual, patient = (class_row(tables, class_a(0, 40), class_b(4, patience)) for patience in (0, 2))
-    assert tables.means[usual, 0] == 13.0
+    t = learnt([], 0, 0).tables
+    usual, patient = (number_of(t, 40, patience) for patience in (0, 2))
+    assert t.classes[usual].mean_extends == 13.0
     for taken in (8, 10):
-        learn_extends(tables, usual, taken)
-    assert (tables.means[usual, 0], tables.means[patient, 0]) == (9.0, 13.0)
-    assert class_row(tables, class_a(0, 40), class_b(4, 0)) == usual
-    assert class_row(tables, class_a(1, 40), class_b(4, 0)) != usual
+        _learn(address_of(t), usual, taken)
+    assert (t.classes[usual].mean_extends, t.classes[patient].mean_extends) == (9.0, 13.0)
+    assert number_of(t, 40) == usual
+    assert number_of(t, 40, index=1) != usual
 
 
 def test_query_classes_are_bounded_and_the_latest_are_kept() -> None:
-    tables = learnt([], 0, 0).tables
+    t = learnt([], 0, 0).tables
     for top_m in range(1, 3000):
-        learn_extends(tables, class_row(tables, class_a(0, top_m), class_b(1, 0)), 5)
-    assert tables.words[at.CLASS_COUNT] <= at.MAX_CLASSES
-    assert tables.means[class_row(tables, class_a(0, 2999), class_b(1, 0)), 0] == 5.0
+        _learn(address_of(t), number_of(t, top_m), 5)
+    assert t.class_count <= MAX_CLASSES
+    assert t.classes[number_of(t, 2999)].mean_extends == 5.0

@@ -13,7 +13,7 @@ from gpu.index.data import bitmap
 from ipc import RingClient, SearchSpec
 from runtime.errors import CollectionError, InvalidFilter, InvalidRequest, Overloaded
 from runtime.node.placement.plan import NodePlan
-from runtime.pool.collections.scopes import PART_WORDS, PARTS, InUse, Scopes, part_of
+from runtime.pool.collections.scopes import InUse, Scopes, part_of
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.filters import canonical, filter_bytes, parse_filter
 from runtime.retrieval.attributes.schema import AttributeType
@@ -214,8 +214,9 @@ def test_scopes_beyond_the_byte_limit_are_evicted_unless_in_use() -> None:
     numbers = [made.add(eq("n", n))[0] for n in range(3)]
     assert len(set(numbers)) == 3
     table = made.scopes.table
-    table[numbers[0], 2], table[numbers[1], 2], table[numbers[2], 2] = 5, 1, 9
-    used = int(table[numbers[1], 0])
+    for number, used_ns in zip(numbers, (5, 1, 9), strict=True):
+        table[number].used_ns = used_ns
+    used = made.scopes.parts_of(numbers[1]).address
     number, gone = made.add(eq("n", 7), lambda parts: parts == used)
     assert gone == [numbers[0]]  # not the least recently used one: it is in use
     with pytest.raises(Overloaded, match="too many filters"):
@@ -228,7 +229,7 @@ def test_scopes_beyond_the_byte_limit_are_evicted_unless_in_use() -> None:
 def test_scopes_beyond_their_number_are_evicted_and_their_numbers_used_again() -> None:
     made = _Columns(max_scopes=2)
     first, second = made.add(eq("n", 1))[0], made.add(eq("n", 2))[0]
-    made.scopes.table[first, 2] = 5
+    made.scopes.table[first].used_ns = 5
     assert made.add(eq("n", 3)) == (second, [second])
     made.scopes.retire(first)
     assert made.add(eq("n", 4)) == (first, [])
@@ -247,10 +248,11 @@ def test_parts_that_no_query_uses_any_more_are_freed_while_a_collection_keeps_ch
 def test_a_scope_of_all_rows_has_no_bitmap() -> None:
     made = _Columns()
     number, _ = made.add({"type": "gte", "key": "n", "value": 0})
-    assert words(int(made.scopes.table[number, PARTS]), PART_WORDS)[1:] == [0, 640]
+    part = made.scopes.table[number].parts[0]
+    assert (part.allowed, part.passing) == (0, 640)
     number, _ = made.add(eq("n", 3))
-    _, address, passing = words(int(made.scopes.table[number, PARTS]), PART_WORDS)
-    assert (words(address, 10), passing) == (bitmap(np.arange(640) == 3, 640).tolist(), 1)
+    part = made.scopes.table[number].parts[0]
+    assert (words(part.allowed, 10), part.passing) == (bitmap(np.arange(640) == 3, 640).tolist(), 1)
 
 
 def words(address: int, count: int) -> list[int]:

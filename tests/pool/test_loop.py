@@ -11,11 +11,11 @@ import zmq
 from numba import njit
 
 from ipc.endpoints import connect
+from ipc.native.records import array_from
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.worker_metrics import Histogram, Metric, PoolMetrics
 from runtime.pool.loop import run_loop
 from runtime.pool.loop_driver import SERVER_EVENT
-from runtime.pool.loop_layout import CLOCK
 from runtime.pool.settings import Policy, policy_of
 from runtime.testing.standalone_pool import Query
 from tests.pool.virtual_engine import VirtualPool
@@ -105,7 +105,7 @@ def test_fifo_never_preempts_and_serves_by_arrival(virtual: MakeVirtual) -> None
 
 def test_a_busy_pool_still_accepts_sessions(virtual: MakeVirtual) -> None:
     pool = virtual([Query(0, "decode", 1 << 40)])
-    pool.loop.words[CLOCK] = 0  # the machine's clock, which paces its polls
+    pool.loop.memory.clock = array_from(int, 0)  # the machine's clock, which paces its polls
     pool.engine.arrive()
     extends = itertools.count()
 
@@ -123,7 +123,7 @@ def test_a_busy_pool_still_accepts_sessions(virtual: MakeVirtual) -> None:
 def test_the_compiled_loop_does_no_reference_counting_of_its_arrays() -> None:
     options = {name: value for name, value in run_loop.targetoptions.items() if name != "nopython"}
     loop = njit(**options)(run_loop.py_func)  # not from the cache, which stores no assembly
-    loop.compile("int64(int64[::1], int64[:, ::1], int64, int64)")
+    loop.compile("int64(int64, int64, int64)")
     (assembly,) = loop.inspect_asm().values()
     assert "policy" in assembly
     assert "NRT_" not in assembly

@@ -11,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
 from runtime.node.config import PoolPolicy
-from runtime.pool import tables
 from runtime.pool.settings import RULE_NAMES, Policy
 from runtime.pool.tables import NEVER_NS
 from tests.pool.scheduler import Entry, Scheduler
@@ -146,14 +145,14 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
             assert self.naive or max(alike[0] + alike[1], default=0) < min(alike[2], default=1 << 30)
 
     def turn(self, one: Entry[int]) -> tuple[int, int]:
-        row = self.scheduler.tables.entries[one.number]
+        entry = self.scheduler.tables.entries[one.number]
         if self.naive or (one.stage == "decode" and self.policy.rules == "paper"):
-            assert row[tables.START_BY] == one.arrival_ns
+            assert entry.start_by_ns == one.arrival_ns
         elif one.stage == "prefill":
-            lost = row[tables.START_BY] > one.arrival_ns + self.policy.missed_ns
-            assert not lost or self.now - one.arrival_ns >= self.policy.missed_ns
-            assert lost or row[tables.START_BY] <= min(one.deadline_ns, one.arrival_ns + self.policy.prefill_target_ns)
-        return int(row[tables.START_BY]), one.query
+            assert not entry.missed or self.now - one.arrival_ns >= self.policy.missed_ns
+            due = min(one.deadline_ns, one.arrival_ns + self.policy.prefill_target_ns)
+            assert entry.missed or entry.start_by_ns <= due
+        return entry.start_by_ns, one.query
 
     def check_shares(
         self, credit: float, was_active: list[Entry[int]], was_paused: list[Entry[int]], started: list[Entry[int]]

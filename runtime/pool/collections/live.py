@@ -20,7 +20,16 @@ import numpy.typing as npt
 from gpu import Engine, GpuError, GraphIndex
 from gpu.index.data import IndexData, bitmap
 from runtime.errors import CollectionError
-from runtime.pool.collections.scopes import LIVE, FilterableCollection, Finish, InUse, Part, Parts, Scopes, part_of
+from runtime.pool.collections.scopes import (
+    FIRST_LIVE,
+    FilterableCollection,
+    Finish,
+    InUse,
+    Part,
+    Parts,
+    Scopes,
+    part_of,
+)
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import Filter
@@ -102,11 +111,10 @@ class LiveIndexes:
         self._unloading: dict[str, int] = {}
         self._stale = False
         self._position: ReaderPosition | None = None
-        self._scope = scopes.add_live(self._update_parts())
-        self.number = LIVE + self._scope
+        self.scope = scopes.add_live(self._update_parts())
+        self.number = FIRST_LIVE + self.scope
         """The collection's number in the client table."""
-        self.filter_number = -2 - self.number if demanded else self.number
-        scopes.register(self.filter_number, FilterableCollection(lambda: self.schema, self._passing, demanded))
+        scopes.register(self.number, FilterableCollection(lambda: self.schema, self._passing, demanded))
 
     @property
     def schema(self) -> Schema:
@@ -119,8 +127,8 @@ class LiveIndexes:
         stale, self._stale = self._stale, True  # also after an error in the middle
         self._stale = self.reader.poll(_APPLY_NS) or stale
         if self._stale:
-            self._scopes.replace_live(self._scope, self._update_parts())
-            invalidate(self.filter_number, self._scopes.invalidate(self.filter_number))
+            self._scopes.replace_live(self.scope, self._update_parts())
+            invalidate(self.number, self._scopes.invalidate(self.number))
             self._stale = False
         self._position.publish(self.reader.state.sequence)
         if self._unloading:
@@ -166,8 +174,8 @@ class LiveIndexes:
     def close(self, invalidate: Invalidate) -> None:
         """Stop serving the collection, which no session offers any more."""
         self.close_position()
-        invalidate(self.filter_number, self._scopes.unregister(self.filter_number))
-        self._scopes.remove_live(self._scope)
+        invalidate(self.number, self._scopes.unregister(self.number))
+        self._scopes.remove_live(self.scope)
         for loaded in (*self._segments.values(), *([self._growing] if self._growing else [])):
             self._unloading[loaded.key] = loaded.number
         for info in self._loading:
@@ -293,10 +301,9 @@ class LiveCollections:
             return True
         return False
 
-    def number_of(self, key: str) -> int | None:
-        """Return a served collection's number in the client table."""
-        found = self._served.get(key)
-        return None if found is None else found.number
+    def find(self, key: str) -> LiveIndexes | None:
+        """Return a served collection."""
+        return self._served.get(key)
 
     @property
     def indexes(self) -> dict[str, GraphIndex]:

@@ -16,26 +16,39 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.index.data import bitmap
+from ipc.native.records import Array, Record, address_of, new_array, numpy_view, record
 from runtime.errors import InvalidRequest, Overloaded
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter, decode_filter
 from runtime.retrieval.attributes.schema import Schema
 
-# A scope, int64 [SCOPE_WORDS]: address and number of its parts, and when a query last used it. A part, int64
-# [PART_WORDS]: the engine's number of the index, address of its bitmap (0: all rows), and the number of set bits.
-PARTS, PART_COUNT, USED_NS = range(3)
-SCOPE_WORDS = 3
-INDEX, ALLOWED, PASSING = range(3)
-PART_WORDS = 3
-LIVE = 1 << 20
-"""Added to the number of a live collection's scope it is the collection's number in the client table."""
+FIRST_LIVE = 1 << 20
+"""Number of the first live collection in the client table; the others have the numbers of their indexes."""
 MAX_SCOPES = 1024
 MAX_BITMAP_BYTES = 64 << 20
 _MOST_RETIRED = 64  # lists of parts, before those that no query uses are dropped
 
 InUse = Callable[[int], bool]
 """Returns whether queries in the pool use the parts at an address."""
+
+
+@record
+class ScopePart(Record):
+    """A part of a scope, for compiled code."""
+
+    index: int  # the engine's number
+    allowed: int  # address of its bitmap, 0: all rows
+    passing: int  # the bits that are set
+
+
+@record
+class Scope(Record):
+    """A scope, for compiled code."""
+
+    parts: Array[ScopePart]
+    part_count: int
+    used_ns: int  # when a query last used it
 
 
 class Part(NamedTuple):
@@ -53,14 +66,15 @@ def part_of(index: int, passing: Bits) -> Part:
 
 
 class Parts:
-    """The parts of a scope, at least one, in the layout for compiled code: int64 [parts, PART_WORDS]."""
+    """The parts of a scope, at least one, with their records for compiled code."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = list(parts)  # owns the bitmaps
-        self.array = np.array(
-            [(part.number, 0 if part.bits is None else part.bits.ctypes.data, part.passing) for part in parts], np.int64
-        )
-        self.address = int(self.array.ctypes.data)
+        self.records = new_array(ScopePart, len(self.parts))
+        for number, part in enumerate(self.parts):
+            allowed = 0 if part.bits is None else int(part.bits.ctypes.data)
+            self.records[number] = ScopePart(index=part.number, allowed=allowed, passing=part.passing)
+        self.address = address_of(self.records)
         self.nbytes = sum(part.bits.nbytes for part in parts if part.bits is not None)
 
     @property
@@ -102,12 +116,11 @@ class _Scope:
 
 
 class Scopes:
-    """A pool's scopes. `table`: int64 [max_scopes, SCOPE_WORDS], at `address`."""
+    """A pool's scopes. `table`: their records, by number."""
 
     def __init__(self, max_bytes: int = MAX_BITMAP_BYTES, max_scopes: int = MAX_SCOPES) -> None:
-        self._max_bytes = max_bytes
-        self.table = np.zeros((max_scopes, SCOPE_WORDS), np.int64)
-        self.address = int(self.table.ctypes.data)
+        self._max_bytes, self._max_scopes = max_bytes, max_scopes
+        self.table = new_array(Scope, max_scopes)
         self._collections: dict[int, FilterableCollection] = {}
         self._scopes: dict[int, _Scope] = {}
         self._bytes = 0  # of the scopes' bitmaps
@@ -188,7 +201,7 @@ class Scopes:
     def remove_live(self, number: int) -> None:
         """Remove a live collection's scope, which no session offers any more."""
         self._retired.append(self._live.pop(number))
-        self.table[number] = 0
+        self.table[number] = Scope()
         heappush(self._free, number)
 
     def drop_unused(self, in_use: Callable[[], InUse]) -> None:
@@ -206,7 +219,7 @@ class Scopes:
     # ---- numbers
 
     def _set(self, number: int, parts: Parts) -> None:
-        self.table[number, : PART_COUNT + 1] = parts.address, len(parts.array)
+        self.table[number].parts, self.table[number].part_count = parts.records, len(parts.parts)
 
     def _free_number(self) -> int:
         if not self._free:
@@ -218,7 +231,8 @@ class Scopes:
         used, places = self._bytes + size, len(self._free)
         evicted: list[int] = []
         numbers = np.fromiter(self._scopes, np.int64) if used > self._max_bytes or not places else np.empty(0, np.int64)
-        for number in numbers[np.argsort(self.table[numbers, USED_NS], kind="stable")].tolist():
+        used_ns = numpy_view(self.table, self._max_scopes)["used_ns"][numbers]
+        for number in numbers[np.argsort(used_ns, kind="stable")].tolist():
             if used <= self._max_bytes and places + len(evicted):
                 break
             if not in_use(self._scopes[number].parts.address):
@@ -234,6 +248,6 @@ class Scopes:
             if self._numbers.get((scope.collection, scope.encoded)) == number:
                 del self._numbers[scope.collection, scope.encoded]
             self._bytes -= scope.parts.nbytes
-            self.table[number] = 0
+            self.table[number] = Scope()
             heappush(self._free, number)
         return numbers

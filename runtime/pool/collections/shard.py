@@ -70,11 +70,6 @@ def engine_key(collection: str, identity: str) -> str:
     return f"{collection}@{identity}"
 
 
-def collection_number(served: Served, index: int) -> int:
-    """Return a collection's number in the client table: its index's, below -1 if every request must have a filter."""
-    return -2 - index if served.demanded else index
-
-
 def open_shard(section: CollectionSection, worker: int) -> Shard:
     """Open the shard of a collection that the pool worker of this number serves. Raises `CollectionError`."""
     directory = Path(section.path)

@@ -7,7 +7,7 @@ from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool.collections.catalogue import Change, PoolCatalogue
 from runtime.pool.collections.live import LiveCollections
 from runtime.pool.collections.scopes import Scopes
-from runtime.pool.collections.shard import Shard, collection_number
+from runtime.pool.collections.shard import Shard
 from runtime.pool.loop_driver import PoolLoop
 
 
@@ -93,7 +93,7 @@ class CollectionUpdater:
         """Unload a shard that no session offers any more. Return whether it is unloaded."""
         if shard.live is not None:
             return self._live.remove(key, self._loop.parts_in_use(), self._loop.filters_changed)
-        number = collection_number(shard.served, self._backend.number(key))
+        number = self._backend.number(key)
         if not self._engine.unload(key):
             return False
         self._loop.filters_changed(number, self._scopes.unregister(number))
@@ -102,7 +102,7 @@ class CollectionUpdater:
     def _register_filters(self, shard: Shard) -> None:
         """Accept filters for a collection."""
         number = self._backend.number(shard.key)
-        self._scopes.register(collection_number(shard.served, number), shard.filterable(number))
+        self._scopes.register(number, shard.filterable(number))
 
     @property
     def due_ns(self) -> int:

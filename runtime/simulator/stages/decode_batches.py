@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from runtime.node.config import DecodeSection
-from runtime.pool.tables import handle_of
 from runtime.simulator.events import Events, ns
 from runtime.simulator.stages import decode_core as core
 from runtime.simulator.stages import decode_tables as at
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.pool import Pools
+from runtime.simulator.stages.pool_core import handle_of
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.workload import Workload
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from ipc import STAGES, Stage
+from ipc.native.records import address_of, new_array
 from runtime.node.config import PoolSection
 from runtime.node.metrics.worker_metrics import PoolMetrics
-from runtime.pool import tables
 from runtime.pool.compiled import compiled
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import LOOP_NS, ExtendCost, fewest_slots
-from runtime.pool.tables import NEVER_NS, handle_of, learn_cost, new_tables, tables_at
+from runtime.pool.tables import DECODE, NEVER_NS, PREFILL, learn_cost, new_tables, tables_at
 from runtime.simulator.events import NEXT, Events, ns
 from runtime.simulator.stages import pool_core as core
 from runtime.simulator.stages.gpu import Gpu
@@ -44,9 +44,9 @@ class PoolRules:
 
 
 @compiled
-def _learn(handle: Any, active: float, took_ns: float) -> None:
+def _learn(tables: int, active: float, took_ns: float) -> None:
     """Record the duration of a calibration extend with `active` queries."""
-    learn_cost(tables_at(handle), active, took_ns)
+    learn_cost(tables_at(tables).cost, active, took_ns)
 
 
 class SimPool:
@@ -56,25 +56,24 @@ class SimPool:
         self.rules = rules
         self.tables = new_tables(rules.policy)
         for active in (1, 2, 4, 8) * 4:  # a real pool measures this before its first query
-            _learn(handle_of(self.tables), float(active), (times.extend_time_s(active) + times.round_s) * 1e9)
+            _learn(address_of(self.tables), float(active), (times.extend_time_s(active) + times.round_s) * 1e9)
+        self.members = new_array(core.Member, self.tables.entry_count)
         self.words = np.zeros(core.POOL_WORDS, np.int64)
         self.waits = np.zeros(len(_WAIT.buckets) + 1)
 
     @property
     def reserve(self) -> float:
         """The reserve r."""
-        return float(self.tables.floats[tables.RESERVE])
+        return self.tables.reserve
 
     @property
     def waiting(self) -> tuple[int, int]:
         """Numbers of prefill and decode queries that wait for a slot."""
-        prefill, decode = self.tables.words[tables.QUEUED : tables.QUEUED + 2].tolist()
-        return prefill, decode
+        return self.tables.queues[PREFILL].count, self.tables.queues[DECODE].count
 
     def set_knobs(self, reserve: float, flush_prefill_s: float) -> None:
         """Set the reserve r and the flush timeout τ_pre."""
-        self.tables.floats[tables.RESERVE] = reserve
-        self.tables.words[tables.FLUSH_PREFILL_NS] = ns(flush_prefill_s)
+        self.tables.reserve, self.tables.flush_prefill_ns = reserve, ns(flush_prefill_s)
 
     @property
     def wait_counts(self) -> list[float]:
@@ -139,7 +138,7 @@ class Pools:
             pools=np.zeros((count, core.POOL_WORDS), np.int64),
             costs=np.array([(gpu.slowdown, times.round_s, times.query_s) for gpu in self._gpus]),
             extend_s=np.array([times.extend_time_s(active) for active in range(most + 1)]),
-            handles=np.concatenate([handle_of(pool.tables) for pool in self.pools]),
+            policies=np.array([(address_of(pool.tables), address_of(pool.members)) for pool in self.pools]),
             groups=np.zeros((0, 2 + count), np.int64),
             drawn=np.zeros(0, np.int64),
             waits=np.zeros((count, len(_WAIT.buckets) + 1)),
@@ -252,4 +251,4 @@ class Pools:
 
     def _replace_arrays(self, **arrays: Any) -> None:
         self._state = self._state._replace(**arrays)
-        self.handle = handle_of(self._state)
+        self.handle = core.handle_of(self._state)

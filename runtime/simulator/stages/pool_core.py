@@ -8,6 +8,7 @@ arrival (`_interrupt`) ends it with the extend in progress.
 Production's policy (`runtime.pool.policy`) selects the active queries.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,9 @@ import ipc
 import runtime.pool
 from ipc.memory.compiled import compiler_for
 from ipc.memory.intrinsics import floats, words
+from ipc.native.records import Array, Record, array_at, record
 from runtime.pool import policy, tables
-from runtime.pool.tables import NEVER_NS, class_a, class_b, tables_at
+from runtime.pool.tables import NEVER_NS, PREFILL, Tables, active_count, tables_at
 
 compiled = compiler_for(*(Path(str(package.__file__)).parent for package in (ipc, runtime.pool)), Path(__file__).parent)
 
@@ -28,7 +30,6 @@ OK, OVERLOADED, LATE = range(3)
 STATUSES = ("ok", "overloaded", "deadline_exceeded")
 PRIORITY_NS = 1 << 60  # subtracted from the arrival of the stage with strict priority
 _POLICY_INTERVAL_NS = 100_000  # interval of policy calls while queries wait and none arrives or ends
-_TABLES = len(tables.Tables._fields)
 
 # Words shared by all pools. Queries in transit to a pool (ARRIVING) and answers in transit back (ANSWERS) are rings
 # ordered by time. DRAWN: number of drawn extends that are used.
@@ -74,7 +75,18 @@ SENT, IN_POOL, ANSWERED, CANCELLED = range(1, 5)
 POOL_WORDS = 22
 SLOWDOWN, ROUND_S, QUERY_S = range(3)  # SLOWDOWN: factor of an extend while the model is busy
 MODEL_BUSY, DEBT_NS = range(2)  # words of a GPU
-_QUERY, _LAST_STEP, _ORDER = range(tables.CALLER, tables.CALLER + 3)  # the simulator's columns of a policy entry
+
+
+@record
+class Member(Record):
+    """What the simulator knows of a policy's entry of the same number."""
+
+    query: int
+    last_step: int  # of the pool's extends; while paused: how many are left
+    order: int  # of joining the batch
+
+
+_members_at = array_at(Member)
 
 
 class State(NamedTuple):
@@ -88,11 +100,19 @@ class State(NamedTuple):
     pools: npt.NDArray[np.int64]  # [pools, POOL_WORDS]
     costs: npt.NDArray[np.float64]  # [pools, 3]
     extend_s: npt.NDArray[np.float64]  # [max slots + 1]: time of an extend by active slots
-    handles: npt.NDArray[np.int64]  # [pools · tables, 3]: of the policies' tables
+    policies: npt.NDArray[np.int64]  # [pools, 2]: addresses of a policy's tables and of their members
     groups: npt.NDArray[np.int64]  # [groups, pools + 2]: next pool, number of pools, pools
     drawn: npt.NDArray[np.int64]  # extra extends of the next queries, drawn in advance
     waits: npt.NDArray[np.float64]  # [pools, buckets]: prefill queries' waits for a slot
     edges: npt.NDArray[np.float64]  # [buckets - 1], in s
+
+
+def handle_of(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
+    """Return addresses and shapes of arrays, int64 [arrays, 3]: one argument costs less to pass than all of them.
+
+    The arrays must outlive it.
+    """
+    return np.array([(array.ctypes.data, *array.shape, 1)[:3] for array in arrays], np.int64)
 
 
 @partial(compiled, returns_array=True)
@@ -219,8 +239,13 @@ def _end_at(s: Any, pool: Any, when: int) -> None:
 
 
 @compiled
-def _tables(s: Any, p: int) -> Any:
-    return tables_at(s.handles[p * _TABLES : (p + 1) * _TABLES])
+def _tables(s: Any, p: int) -> Tables:
+    return tables_at(s.policies[p, 0])
+
+
+@compiled
+def _members(s: Any, p: int) -> Array[Member]:
+    return _members_at(s.policies[p, 1])
 
 
 @compiled
@@ -243,18 +268,20 @@ def _arrive(s: Any, number: int) -> None:
     group[0] = (group[0] + 1) % group[1]
     pool, t = s.pools[p], _tables(s, p)
     one[STATE], one[POOL], one[ENQUEUED] = IN_POOL, p, now - w[RING_NS]
-    entry = one[ENTRY] = tables.new_entry(t)
-    e = t.entries[entry]
-    e[tables.STAGE], e[tables.ARRIVAL], e[tables.DEADLINE], e[_QUERY] = one[STAGE], now, one[DEADLINE], number
+    one[ENTRY] = tables.new_entry(t)
+    entry = t.entries[one[ENTRY]]
+    entry.stage, entry.arrival_ns, entry.deadline_ns = one[STAGE], now, one[DEADLINE]
     if one[STAGE] == pool[PREFERRED]:
-        e[tables.ARRIVAL] -= PRIORITY_NS
-    e[tables.CLASS_A], e[tables.CLASS_B] = class_a(0, one[TOP_M]), class_b(w[SEARCH_WIDTH], 0)
-    verdict = policy.add(t, entry, now)
+        entry.arrival_ns -= PRIORITY_NS
+    entry.index = entry.scope = entry.patience = 0
+    entry.top_m, entry.search_width = one[TOP_M], w[SEARCH_WIDTH]
+    _members(s, p)[one[ENTRY]].query = number
+    verdict = policy.add(t, one[ENTRY], now)
     if verdict == policy.ACCEPTED:
         pool[QUERIES] += 1
         _interrupt(s, p)
     else:
-        tables.free_entry(t, entry)
+        tables.free_entry(t, one[ENTRY])
         _answer(s, number, OVERLOADED if verdict == policy.OVERLOADED else LATE)
 
 
@@ -289,72 +316,67 @@ def _interrupt(s: Any, p: int) -> None:
 @compiled
 def _between_runs(s: Any, p: int) -> None:
     """End a run of extends: answer finished queries, and let the policy select the active ones of the next run."""
-    pool, t, now = s.pools[p], _tables(s, p), s.words[NOW]
+    pool, t, members, now = s.pools[p], _tables(s, p), _members(s, p), s.words[NOW]
     steps, pool[STEPS] = pool[STEPS], 0
     if steps:
         _finish_run(s, pool, t, steps)
     while True:
-        entry = _next_finished(pool, t)
+        entry = _next_finished(pool, t, members)
         if entry < 0:
             break
-        number = t.entries[entry, _QUERY]
+        number = members[entry].query
         policy.finish(t, entry, s.queries[number, EXTENDS])
         tables.free_entry(t, entry)
         pool[SERVED] += 1
         pool[QUERIES] -= 1
         _answer(s, number, OK)
     policy.schedule(t, now)
-    changed = t.words[tables.CHANGED : tables.CHANGED + 4]
-    for i in range(changed[tables.LATE]):
-        entry = t.changes[tables.LATE, i]
+    for i in range(t.late.count):
+        entry = t.late.numbers[i]
         tables.free_entry(t, entry)
         pool[QUERIES] -= 1
-        _answer(s, t.entries[entry, _QUERY], LATE)
-    for i in range(changed[tables.PREEMPTED]):  # keep the number of remaining extends until it resumes
-        t.entries[t.changes[tables.PREEMPTED, i], _LAST_STEP] -= pool[TAKEN]
-    for i in range(changed[tables.RESUMED]):
-        _join(pool, t, t.changes[tables.RESUMED, i], t.entries[t.changes[tables.RESUMED, i], _LAST_STEP])
-    for i in range(changed[tables.ADMITTED]):
-        entry = t.changes[tables.ADMITTED, i]
-        _join(pool, t, entry, s.queries[t.entries[entry, _QUERY], EXTENDS])
-        _record_admission(s, pool, p, t.entries[entry, _QUERY])
+        _answer(s, members[entry].query, LATE)
+    for i in range(t.preempted.count):  # keep the number of remaining extends until it resumes
+        members[t.preempted.numbers[i]].last_step -= pool[TAKEN]
+    for i in range(t.resumed.count):
+        member = members[t.resumed.numbers[i]]
+        _join(pool, member, member.last_step)
+    for i in range(t.admitted.count):
+        member = members[t.admitted.numbers[i]]
+        _join(pool, member, s.queries[member.query, EXTENDS])
+        _record_admission(s, pool, p, member.query)
     _plan_run(s, pool, t, p)
 
 
 @compiled
-def _active(t: Any) -> Any:
-    return t.words[tables.ACTIVE_PREFILL] + t.words[tables.ACTIVE_DECODE]
-
-
-@compiled
-def _finish_run(s: Any, pool: Any, t: Any, steps: int) -> None:
-    active = _active(t)
+def _finish_run(s: Any, pool: Any, t: Tables, steps: int) -> None:
+    active = active_count(t)
     pool[BUSY] += s.words[NOW] - pool[BEGIN]
     pool[MEMBER_STEPS] += steps * active
     pool[TAKEN] += steps
-    policy.advance(t, t.words[tables.ACTIVE_PREFILL], active, steps, steps * pool[EACH])
+    policy.advance(t, t.active[PREFILL].count, active, steps, steps * pool[EACH])
     if pool[SHARED]:
         gpu = words(pool[GPU], 2)
         gpu[DEBT_NS] += steps * round(s.extend_s[active] * 1e9)
 
 
 @compiled
-def _next_finished(pool: Any, t: Any) -> Any:
+def _next_finished(pool: Any, t: Tables, members: Array[Member]) -> int:
     """Return the finished query that joined first; -1 without one."""
     found = -1
     for stage in range(2):
-        for i in range(t.words[tables.LISTED + stage]):
-            entry = t.lists[stage, i]
-            sooner = found < 0 or t.entries[entry, _ORDER] < t.entries[found, _ORDER]
-            if t.entries[entry, _LAST_STEP] <= pool[TAKEN] and sooner:
+        for i in range(t.active[stage].count):
+            entry = t.active[stage].numbers[i]
+            sooner = found < 0 or members[entry].order < members[found].order
+            if members[entry].last_step <= pool[TAKEN] and sooner:
                 found = entry
     return found
 
 
 @compiled
-def _join(pool: Any, t: Any, entry: int, steps: int) -> None:
+def _join(pool: Any, member: Member, steps: int) -> None:
     pool[JOINED] += 1
-    t.entries[entry, _LAST_STEP], t.entries[entry, _ORDER] = pool[TAKEN] + steps, pool[JOINED]
+    member.last_step, member.order = pool[TAKEN] + steps, pool[JOINED]
 
 
 @compiled
@@ -373,9 +395,9 @@ def _record_admission(s: Any, pool: Any, p: int, number: int) -> None:
 
 
 @compiled
-def _plan_run(s: Any, pool: Any, t: Any, p: int) -> None:
+def _plan_run(s: Any, pool: Any, t: Tables, p: int) -> None:
     """Plan the next run: up to the next query's last extend, or the next policy call."""
-    now, active, cost = s.words[NOW], _active(t), s.costs[p]
+    now, active, cost, members = s.words[NOW], active_count(t), s.costs[p], _members(s, p)
     if active == 0:
         until = policy.held_until(t, now)
         if now < until < NEVER_NS and until != pool[WOKEN]:
@@ -389,8 +411,8 @@ def _plan_run(s: Any, pool: Any, t: Any, p: int) -> None:
     pool[EACH] = max(round((s.extend_s[active] * slowdown + cost[ROUND_S]) * 1e9), 1)
     steps = NEVER_NS if pool[QUERIES] <= active else -(-_POLICY_INTERVAL_NS // pool[EACH])
     for stage in range(2):
-        for i in range(t.words[tables.LISTED + stage]):
-            steps = min(steps, t.entries[t.lists[stage, i], _LAST_STEP] - pool[TAKEN])
+        for i in range(t.active[stage].count):
+            steps = min(steps, members[t.active[stage].numbers[i]].last_step - pool[TAKEN])
     pool[BEGIN], pool[STEPS] = now, steps
     pool[FIRST] = pool[EACH] + round(pool[ADMITTED] * cost[QUERY_S] * 1e9)
     pool[ADMITTED] = 0
