@@ -1,10 +1,5 @@
-"""Compilation with numba, with an on-disk cache that is invalidated when any source of `gpu` changes.
+"""Compilation of the engines, whose machine code depends on the sources of `gpu` and of the native layer."""
 
-numba invalidates a function's cached code when the function's own file changes, but not when the file of an inlined
-function changes. Here the cache key covers all sources of `gpu`. Where it is cached: `ipc.native.machine_code`.
-"""
-
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,16 +8,11 @@ from typing import Any
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 
+from ipc.native.compiled import NATIVE, stamp_of
 from ipc.native.dispatcher import Dispatcher
 from ipc.native.machine_code import machine_code
 
-
-def _digest() -> str:
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-
-
-_STAMP = _digest()
+_STAMP = stamp_of(Path(__file__).parent, NATIVE)
 
 
 def compiled(function: Any) -> Any:

@@ -1,6 +1,6 @@
 """Compile the functions that tests need once, before several processes would each do it: `python -m tests.compile`.
 
-Machine code is cached on disk next to its sources (`gpu.compiled`, `ipc.memory.compiled`): a second run takes seconds.
+Machine code is cached on disk next to its sources (`gpu.compiled`, `ipc.native.compiled`): a second run takes seconds.
 """
 
 import tempfile

@@ -15,7 +15,7 @@ from gpu.compiled import compiled
 from gpu.cpu.extend.filtered import SCAN_ROWS_PER_ENTRY
 from gpu.engine import RELEASE
 from gpu.index.data import bitmap
-from ipc.memory.intrinsics import call
+from ipc.native.intrinsics import call
 
 K = 10
 TOP_M = 64

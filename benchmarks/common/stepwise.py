@@ -9,7 +9,7 @@ from numba import njit
 
 from gpu import CpuEngine, GraphIndex
 from gpu.engine import RELEASE
-from ipc.memory.intrinsics import call
+from ipc.native.intrinsics import call
 
 
 class Stepwise:

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from benchmarks.gpu_check.load_driver import LoadResult
 from gpu import SearchParams
 from ipc import SearchSpec
-from ipc.memory import atomics, intrinsics
-from ipc.memory.atomics import ProducerEnd, WatchRow
-from ipc.memory.compiled import PACKAGE, compiler_for
-from ipc.memory.intrinsics import words
+from ipc.native import atomics, intrinsics
+from ipc.native.atomics import ProducerEnd, WatchRow
+from ipc.native.compiled import PACKAGE, compiler_for
+from ipc.native.intrinsics import words
 from ipc.native.records import address_of, array_at
 from ipc.ring.descriptors import STAGES
 from ipc.session.parameters import Limits, pack

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from gpu import Engine, SearchParams
 from gpu.compiled import compiled
 from gpu.engine import RELEASE
-from gpu.intrinsics import call, monotonic_ns
 from gpu.slots import MAX_SLOTS
+from ipc.native.intrinsics import call_int, monotonic_ns
 
 _INVALID_QUERY, _ENGINE_FAILED = -1, -2
 
@@ -70,7 +70,7 @@ def run_load(
     vectors = np.ascontiguousarray(queries, np.float32)
     counts = _drive(
         functions, vectors, spec, due, int(limit_s * 1e9), slots, ids, distances, took, owners,
-        np.zeros(2 + 2 * MAX_SLOTS, np.int64), np.zeros(2, np.int64),
+        np.zeros(2 + 2 * MAX_SLOTS, np.int64),
     )  # fmt: skip
     done, steps, extends, spent_ns = (int(one) for one in counts)
     assert done != _INVALID_QUERY, "a query is invalid"
@@ -84,26 +84,26 @@ def run_load(
 @compiled
 def _drive(
     functions: Any, vectors: Any, spec: Any, due: Any, limit: int, free: int, ids: Any, distances: Any, took: Any,
-    owners: Any, report: Any, clock: Any,
+    owners: Any, report: Any,
 ) -> Any:  # fmt: skip
     """Return the number of finished queries, or an error code; steps; total extends; elapsed ns."""
     admit, extend, read_result, change, handle = functions
     collection, k, top_m, width, patience = spec
     count = len(vectors)
     admitted = done = running = steps = extends = 0
-    begin = now = monotonic_ns(clock.ctypes.data)
+    begin = now = monotonic_ns()
     while done < count and now - begin < limit:
-        now = monotonic_ns(clock.ctypes.data)
+        now = monotonic_ns()
         while admitted < count and due[admitted] <= now - begin and free > 0:
             vector = vectors.ctypes.data + admitted * vectors.strides[0]
-            slot = call(admit, (handle, vector, collection, k, top_m, width, patience))
+            slot = call_int(admit, (handle, vector, collection, k, top_m, width, patience))
             if slot < 0:
                 return _INVALID_QUERY, steps, extends, now - begin
             owners[slot] = admitted
             free, running, admitted = free - 1, running + 1, admitted + 1
         if running == 0:
             continue
-        finished = call(extend, (handle, report.ctypes.data))
+        finished = call_int(extend, (handle, report.ctypes.data))
         if finished < 0:
             return _ENGINE_FAILED, steps, extends, now - begin
         steps += 1
@@ -112,7 +112,7 @@ def _drive(
             number = owners[slot]
             owners[slot] = -1
             extends += report[3 + 2 * i]
-            call(
+            call_int(
                 read_result,
                 (
                     handle,
@@ -121,11 +121,11 @@ def _drive(
                     distances.ctypes.data + number * distances.strides[0],
                 ),
             )
-            took[number] = monotonic_ns(clock.ctypes.data) - begin - due[number]
-            call(change, (handle, slot, RELEASE))
+            took[number] = monotonic_ns() - begin - due[number]
+            call_int(change, (handle, slot, RELEASE))
             free, running, done = free + 1, running - 1, done + 1
-    spent = monotonic_ns(clock.ctypes.data) - begin
+    spent = monotonic_ns() - begin
     for slot in range(len(owners)):
         if owners[slot] >= 0:
-            call(change, (handle, slot, RELEASE))
+            call_int(change, (handle, slot, RELEASE))
     return done, steps, extends, spent

@@ -12,9 +12,9 @@ from gpu.cpu.extend import filtered
 from gpu.cpu.state import visited_bits_of
 from gpu.cpu.tables import COLLECTION, DEGREE, DIM, EXTENDS, SCANNING, SIZE, TOP_M, Batch, K, batch_at
 from gpu.engine import INVALID
-from gpu.intrinsics import words_at
 from gpu.slots import ACTIVE_COUNT, STATES
 from ipc.native.arrays import float32_at
+from ipc.native.arrays import int64_at as words_at
 
 _ARRAYS = len(Batch._fields)
 

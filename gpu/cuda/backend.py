@@ -23,8 +23,9 @@ from gpu.cpu.tables import K as REQUESTED_K
 from gpu.cuda import filtered, layout
 from gpu.cuda.driver import NOT_READY
 from gpu.engine import FAILED, INVALID, PAUSE, RELEASE, RESUME
-from gpu.intrinsics import call, load_acquire, monotonic_ns, store_release, words_at
 from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
+from ipc.native.arrays import int64_at as words_at
+from ipc.native.intrinsics import call_int, load_acquire_u32, monotonic_ns, store_release_u32
 
 # Words of the handle, int64. Addresses, unless noted otherwise:
 #   TABLE, ACTIVE                    the slot table's words and its list of active slots; SLOTS: number of slots
@@ -40,7 +41,6 @@ from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
 #   RESIDENT                         the state of `gpu.cuda.resident`
 #   SLOT_STATES                      int64 [slots, SLOT_STATE_WORDS], its state by slot; ON_DEVICE: device owns it
 #   INTERRUPT, INTERRUPT_ARGUMENT    callback polled during a launch of several extends, and its argument; 0: none
-#   TIME                             two scratch words for the clock
 # Values: POLL_NS: interval at which a wait polls the driver for errors, next at POLL_AT; TIMEOUT_NS: of a wait.
 # NEXT_TICKET; LAUNCHES, TOTAL_EXTENDS: counts so far; EXTENDS: of the last launch; WAITED_NS: in total. FAILURE: the
 # kind of failure below, with its CODE.
@@ -77,7 +77,6 @@ from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
     SLOT_STATES,
     INTERRUPT,
     INTERRUPT_ARGUMENT,
-    TIME,
     POLL_NS,
     POLL_AT,
     TIMEOUT_NS,
@@ -88,8 +87,8 @@ from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
     WAITED_NS,
     FAILURE,
     CODE,
-) = range(43)
-HANDLE_WORDS = 43
+) = range(42)
+HANDLE_WORDS = 42
 ON_DEVICE, SLOT_STATE_WORDS = 0, 8  # a cache line
 
 NO_FAILURE, LAUNCH_FAILED, REPLAY_FAILED, QUERY_FAILED, NOT_REPORTED, TIMED_OUT, RECORDS_MISSING = range(7)
@@ -180,7 +179,7 @@ def _write_slots(words: Any) -> Any:
     """Launch `write_slots` for the pending commands. Returns whether it succeeded."""
     one, count, shared_bytes = np.uint32(1), words[PENDING], np.uint32(_PREPARE_BYTES)
     grid, block = np.uint32(count), np.uint32(_WRITE_THREADS)
-    code = call(
+    code = call_int(
         words[LAUNCH],
         (words[WRITE], grid, one, one, block, one, one, shared_bytes, words[STREAM], words[ARGUMENTS], np.int64(0)),
     )  # fmt: skip
@@ -196,7 +195,7 @@ def _write_slots(words: Any) -> Any:
 @compiled
 def begin_wait(words: Any) -> Any:
     """Start a wait for the device. Returns the start time."""
-    now = monotonic_ns(words[TIME])
+    now = monotonic_ns()
     words[POLL_AT] = now + words[POLL_NS]
     return now
 
@@ -204,12 +203,12 @@ def begin_wait(words: Any) -> Any:
 @compiled
 def poll_wait(words: Any, begin: int) -> Any:
     """Return the ns since the wait began, or FAILED after an error or a timeout; polls the driver from time to time."""
-    now = monotonic_ns(words[TIME])
+    now = monotonic_ns()
     if now < words[POLL_AT]:
         return now - begin
     words[POLL_AT] = now + words[POLL_NS]
-    code = call(words[QUERY], (words[STREAM],))
-    if code == 0 and load_acquire(words[PROGRESS]) != words[LAUNCHES]:
+    code = call_int(words[QUERY], (words[STREAM],))
+    if code == 0 and load_acquire_u32(words[PROGRESS]) != words[LAUNCHES]:
         failed(words, NOT_REPORTED, 0)
     elif code != 0 and code != NOT_READY:
         failed(words, QUERY_FAILED, code)
@@ -223,27 +222,27 @@ def poll_wait(words: Any, begin: int) -> Any:
 @compiled
 def _launch(words: Any, graph: int) -> Any:
     """Replay a graph and poll until the launch has ended. Returns whether it succeeded."""
-    code = call(words[REPLAY], (graph, words[STREAM]))
+    code = call_int(words[REPLAY], (graph, words[STREAM]))
     if code:
         return failed(words, REPLAY_FAILED, code)
     words[LAUNCHES] = expected = (words[LAUNCHES] + 1) & _WORD
     polls = words[INTERRUPT] != 0 and words[LIMIT] > 1
     begin, elapsed, poll_at = begin_wait(words), 0, 0
     # SYNC POINT: progress. The kernel stores it last, with release at system scope.
-    while load_acquire(words[PROGRESS]) != expected:
+    while load_acquire_u32(words[PROGRESS]) != expected:
         if polls and elapsed >= poll_at:
             poll_at = elapsed + INTERRUPT_POLL_NS
-            if call(words[INTERRUPT], (words[INTERRUPT_ARGUMENT],)):
-                store_release(words[DOORBELL], 1)
+            if call_int(words[INTERRUPT], (words[INTERRUPT_ARGUMENT],)):
+                store_release_u32(words[DOORBELL], 1)
                 polls = False
         elapsed = poll_wait(words, begin)
         if elapsed < 0:
             return False
-    store_release(words[DOORBELL], 0)
-    total = load_acquire(words[PROGRESS] + 4)
+    store_release_u32(words[DOORBELL], 0)
+    total = load_acquire_u32(words[PROGRESS] + 4)
     words[EXTENDS] = (total - words[TOTAL_EXTENDS]) & _WORD
     words[TOTAL_EXTENDS] = total
-    words[WAITED_NS] += monotonic_ns(words[TIME]) - begin
+    words[WAITED_NS] += monotonic_ns() - begin
     return True
 
 
@@ -348,7 +347,7 @@ def _scan_step(words: Any, scans: Any, slot: int) -> Any:
     """Make one extend of a slot that the host scans. Returns whether it is finished."""
     search = scans.slots[slot]
     search[SCAN_EXTENDS] += 1
-    store_release(_result(words, slot) + _EXTENDS_OFFSET, search[SCAN_EXTENDS])
+    store_release_u32(_result(words, slot) + _EXTENDS_OFFSET, search[SCAN_EXTENDS])
     if not scan_rows(scans, slot):
         return False
     filtered.write_scan_result(scans, slot, _nodes(words, slot), _raw(words, slot))
@@ -361,7 +360,7 @@ def _graph_search_done(words: Any, scans: Any, slot: int) -> Any:
     result = _result(words, slot)
     if words_at(words[SLOT_STATES] + 8 * SLOT_STATE_WORDS * slot, SLOT_STATE_WORDS)[ON_DEVICE]:
         return False
-    if load_acquire(result + _TICKET_OFFSET) != _head(words, slot)[layout.TICKET]:
+    if load_acquire_u32(result + _TICKET_OFFSET) != _head(words, slot)[layout.TICKET]:
         return False
     return found_enough(words, scans, slot)
 
@@ -375,7 +374,7 @@ def found_enough(words: Any, scans: Any, slot: int) -> Any:
     found_nodes = _nodes(words, slot)[: np.int64(_head(words, slot)[layout.K])]
     if filtered.count_allowed(search, found_nodes) >= min(search[REQUESTED_K], search[ALLOWED_COUNT]):
         return True
-    search[SCANNING], search[SCAN_EXTENDS] = 1, load_acquire(result + _EXTENDS_OFFSET)
+    search[SCANNING], search[SCAN_EXTENDS] = 1, load_acquire_u32(result + _EXTENDS_OFFSET)
     return False
 
 
@@ -394,7 +393,7 @@ def report_finished(words: Any, report: int) -> Any:
             continue
         slot_changes.finish(table, slot)
         finished = words_at(report + 16 + 16 * done, 2)
-        finished[0], finished[1] = slot, load_acquire(_result(words, slot) + _EXTENDS_OFFSET)
+        finished[0], finished[1] = slot, load_acquire_u32(_result(words, slot) + _EXTENDS_OFFSET)
         done += 1
     table[ACTIVE_COUNT] = kept
     return done
@@ -429,7 +428,7 @@ def extend(handle: int, report: int) -> Any:
 @c_function("int64(int64, int64, int64, int64)")
 def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
     words = words_at(handle, HANDLE_WORDS)
-    if not scans_of(words).slots[slot, SCANNING] and load_acquire(_result(words, slot) + _INVALID_OFFSET):
+    if not scans_of(words).slots[slot, SCANNING] and load_acquire_u32(_result(words, slot) + _INVALID_OFFSET):
         return INVALID
     scans, number = scans_of(words), np.int64(_head(words, slot)[layout.COLLECTION_NUMBER])
     search, collection = scans.slots[slot], scans.collections[number]

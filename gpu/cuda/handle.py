@@ -30,7 +30,7 @@ class Handle:
         self.table = SlotTable(slots)
         self._memory = memory
         self._active = np.zeros(slots, np.int32)
-        self._places, self._time = np.zeros(slots, np.int64), np.zeros(2, np.int64)
+        self._places = np.zeros(slots, np.int64)
         self._encodings = np.zeros((MAX_COLLECTIONS, ENCODING_FIELDS), np.int64)
         self._ids = np.zeros(MAX_COLLECTIONS, np.int64)
         self._scans = filtered.new_host_scans(memory.lines, layout.SLOT.itemsize, memory.nodes.shape[1])
@@ -65,7 +65,6 @@ class Handle:
             backend.ARGUMENTS: self._arguments,
             backend.RESIDENT: self._resident,
             backend.SLOT_STATES: self.slot_states,
-            backend.TIME: self._time,
         }
         for word, array in arrays.items():
             self.words[word] = array.ctypes.data

@@ -57,8 +57,9 @@ from gpu.cuda.layout import (
     SLOT_BITS,
 )
 from gpu.engine import FAILED, INVALID, RELEASE, RESUME
-from gpu.intrinsics import call, load_acquire, monotonic_ns, store_release, words_at
 from gpu.slots import ACTIVE_COUNT, STATES, SlotState
+from ipc.native.arrays import int64_at as words_at
+from ipc.native.intrinsics import call_int, load_acquire_u32, monotonic_ns, store_release_u32
 
 # Words of the resident form's state, int64. AT_RINGS, AT_GOALS, AT_RECORDS: addresses in pinned memory (`layout`), with
 # ENTRIES in each ring and among the records. RUNNING: 1 while a launch is running. IN_FLIGHT: slots owned by the
@@ -110,7 +111,7 @@ def _slot_state(words: Any, slot: int) -> Any:
 
 @compiled
 def _set_goal(resident: Any, slot: int, goal: int) -> None:
-    store_release(resident[AT_GOALS] + 4 * slot, goal)
+    store_release_u32(resident[AT_GOALS] + 4 * slot, goal)
 
 
 @compiled
@@ -121,7 +122,7 @@ def _push(words: Any, resident: Any, slot: int) -> None:
     position = resident[PUSHED + ring]
     entry = (position // resident[ENTRIES] % MAX_LAP + 1) << LAP_SHIFT | state[NEW] | slot
     # SYNC POINT: a reader that loads the entry with acquire sees the slot's line and goal.
-    store_release(resident[AT_RINGS] + 4 * (ring * resident[ENTRIES] + position % resident[ENTRIES]), entry)
+    store_release_u32(resident[AT_RINGS] + 4 * (ring * resident[ENTRIES] + position % resident[ENTRIES]), entry)
     resident[PUSHED + ring] = (position + 1) & _WORD
     state[NEW], state[backend.ON_DEVICE] = 0, 1
     resident[IN_FLIGHT] += 1
@@ -163,11 +164,11 @@ def _collect(words: Any, resident: Any) -> None:
     while True:
         record = resident[AT_RECORDS] + 8 * (resident[SEEN] % resident[ENTRIES])
         # SYNC POINT: the slot's result and state, written by the device before, are visible.
-        word = load_acquire(record + 4)
+        word = load_acquire_u32(record + 4)
         if word >> LAP_SHIFT != resident[SEEN] // resident[ENTRIES] % MAX_LAP + 1:
             return
         resident[SEEN] = (resident[SEEN] + 1) & _WORD
-        slot, extends = word & _SLOT_MASK, load_acquire(record)
+        slot, extends = word & _SLOT_MASK, load_acquire_u32(record)
         state = _slot_state(words, slot)
         resident[ADVANCED] += extends - state[REACHED]
         state[backend.ON_DEVICE], state[REACHED] = 0, extends
@@ -186,8 +187,8 @@ def _collect(words: Any, resident: Any) -> None:
 def _end_launch(words: Any, resident: Any) -> Any:
     """Register the end of a launch. Returns whether every slot that it took has been recorded."""
     resident[RUNNING] = 0
-    untaken = (resident[PUSHED] + resident[PUSHED + 1] - load_acquire(words[backend.PROGRESS] + 8)) & _WORD
-    if load_acquire(words[backend.PROGRESS] + 12) != resident[SEEN] or untaken != resident[IN_FLIGHT]:
+    untaken = (resident[PUSHED] + resident[PUSHED + 1] - load_acquire_u32(words[backend.PROGRESS] + 8)) & _WORD
+    if load_acquire_u32(words[backend.PROGRESS] + 12) != resident[SEEN] or untaken != resident[IN_FLIGHT]:
         return failed(words, backend.RECORDS_MISSING, resident[IN_FLIGHT] - untaken)
     return True
 
@@ -196,13 +197,13 @@ def _end_launch(words: Any, resident: Any) -> Any:
 def _poll(words: Any, resident: Any) -> Any:
     """Consume records, and launch if slots are submitted but no launch is running. Returns whether it succeeded."""
     if (
-        resident[RUNNING] and load_acquire(words[backend.PROGRESS]) == words[backend.LAUNCHES]
+        resident[RUNNING] and load_acquire_u32(words[backend.PROGRESS]) == words[backend.LAUNCHES]
     ):  # its last records precede the progress word
         _collect(words, resident)
         if not _end_launch(words, resident):
             return False
     if resident[IN_FLIGHT] and not resident[RUNNING]:
-        code = call(words[backend.REPLAY], (words_at(words[backend.GRAPHS], 2)[1], words[backend.STREAM]))
+        code = call_int(words[backend.REPLAY], (words_at(words[backend.GRAPHS], 2)[1], words[backend.STREAM]))
         if code:
             return failed(words, backend.REPLAY_FAILED, code)
         words[backend.LAUNCHES] = (words[backend.LAUNCHES] + 1) & _WORD
@@ -249,13 +250,13 @@ def _wait(words: Any, resident: Any) -> Any:
         if resident[IN_FLIGHT] == 0 or (several and (resident[FINISHED] or resident[SCANS])):
             break
         if polls and elapsed >= poll_at:
-            if call(words[backend.INTERRUPT], (words[backend.INTERRUPT_ARGUMENT],)):
+            if call_int(words[backend.INTERRUPT], (words[backend.INTERRUPT_ARGUMENT],)):
                 break
             poll_at = elapsed + backend.INTERRUPT_POLL_NS
         elapsed = poll_wait(words, begin)
         if elapsed < 0:
             return False
-    words[backend.WAITED_NS] += monotonic_ns(words[backend.TIME]) - begin
+    words[backend.WAITED_NS] += monotonic_ns() - begin
     return True
 
 
@@ -398,11 +399,11 @@ def stop(handle: int) -> Any:
     for slot in range(words[backend.SLOTS]):
         if _slot_state(words, slot)[backend.ON_DEVICE]:
             _set_goal(resident, slot, 0)
-    store_release(words[backend.DOORBELL], 1)
+    store_release_u32(words[backend.DOORBELL], 1)
     begin = begin_wait(words)
-    while load_acquire(words[backend.PROGRESS]) != words[backend.LAUNCHES]:
+    while load_acquire_u32(words[backend.PROGRESS]) != words[backend.LAUNCHES]:
         if poll_wait(words, begin) < 0:
             return FAILED
-    store_release(words[backend.DOORBELL], 0)
+    store_release_u32(words[backend.DOORBELL], 0)
     _collect(words, resident)
     return 0 if _end_launch(words, resident) else FAILED

@@ -32,9 +32,9 @@ from ipc.handover.messages import (
     decode_at_sink,
     encode,
 )
-from ipc.memory import atomics
 from ipc.memory.device import CudaReference, DeviceMemory
 from ipc.memory.shared import MemoryReference, SharedMemory
+from ipc.native import atomics
 
 # ---- prefaulting
 # The first access to a mapped page is a fault, and a copy of a few MiB out of another process's memory spends half its

@@ -31,9 +31,9 @@ from ipc.handover.messages import (
     decode_at_source,
     encode,
 )
-from ipc.memory import atomics
 from ipc.memory.device import CudaReference, DeviceMemory
 from ipc.memory.shared import SharedMemory
+from ipc.native import atomics
 from ipc.ring.ring import MAX_EPOCH
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ipc.errors import InvalidArgument, MemoryRefused
-from ipc.memory import atomics
 from ipc.memory.shared import MemoryReference, Pid, SharedMemory
+from ipc.native import atomics
 
 MAX_BYTES = 1 << 40
 MAX_WORD = (1 << 32) - 1

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ipc.errors import MemoryRefused
-from ipc.memory.compiled import entry_point
-from ipc.memory.intrinsics import call
+from ipc.native.compiled import entry_point
+from ipc.native.intrinsics import call
 
 # Words of a table. CONTEXT, STREAM: handles. POPPED: address of a word for the context that was popped. The others:
 # addresses of the driver's functions.

@@ -1,1 +1,1 @@
-"""The compiler of both compiled packages, `ipc` and `gpu`."""
+"""The native layer of all compiled packages: compiler, records, views of memory, atomics and intrinsics."""

@@ -23,7 +23,7 @@ import zmq
 
 from ipc.endpoints import bind, connect, new_token, receive_all, send_now
 from ipc.errors import AttachTimeout, InvalidArgument, PeerLost
-from ipc.memory.compiled import compiled
+from ipc.native.compiled import compiled
 from ipc.native.records import Record, address_of, record, record_at
 
 _BELL_BYTES = 1024  # a bell's message is empty, but the limit also applies to the connection's handshake

@@ -21,9 +21,9 @@ its client's result ring is reserved for it, so an answer never waits; a client 
 server finds room (its watch row has 0 slots meanwhile).
 """
 
-from ipc.memory import atomics, intrinsics
-from ipc.memory.atomics import SLOT_HEADER_BYTES, ProducerEnd, WatchRow
-from ipc.memory.compiled import compiled, entry_point
+from ipc.native import atomics, intrinsics
+from ipc.native.atomics import SLOT_HEADER_BYTES, ProducerEnd, WatchRow
+from ipc.native.compiled import compiled, entry_point
 from ipc.native.records import U8, U32, Array, Record, record, record_at
 from ipc.ring.descriptors import CANCEL as CANCEL_KIND
 from ipc.ring.descriptors import MAX_REQUEST_ID, SEARCH, SEARCH_ARENA, STAGES, STATUS_CODES, WRITTEN

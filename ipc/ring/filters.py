@@ -11,7 +11,7 @@ and generation. A client that corrupts its slots affects its own queries only.
 import numpy as np
 
 from ipc.errors import InvalidArgument, ProtocolViolation, RingFull
-from ipc.memory import atomics
+from ipc.native import atomics
 
 FILTER_SLOTS = 32
 FILTER_SLOT_BYTES = 1 << 14

@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ipc.errors import Draining, InvalidArgument, IpcError, ProtocolViolation, RingFull
-from ipc.memory import atomics
-from ipc.memory.atomics import HEADER_BYTES, SLOT_HEADER_BYTES, ProducerEnd, RingHeader, WatchRow
+from ipc.native import atomics
+from ipc.native.atomics import HEADER_BYTES, SLOT_HEADER_BYTES, ProducerEnd, RingHeader, WatchRow
 from ipc.native.records import Array, address_of, array_from, new_array, offset_of
 
 MAGIC = 0x31474E4952495254  # "TRIRING1"

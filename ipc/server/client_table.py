@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from ipc.errors import InvalidArgument
-from ipc.memory import atomics
-from ipc.memory.atomics import ProducerEnd
 from ipc.memory.shared import SharedMemory
+from ipc.native import atomics
+from ipc.native.atomics import ProducerEnd
 from ipc.native.records import address_of, array_from, new_array, numpy_view
 from ipc.ring import exchange
 from ipc.ring.descriptors import MAX_U16

@@ -13,7 +13,7 @@ import numpy as np
 import typer
 
 from gpu.errors import GpuError
-from ipc.memory.compiled import can_cache
+from ipc.native.compiled import can_cache
 from runtime.errors import ConfigError, UsageError
 from runtime.node.config import NodeConfig
 from runtime.node.config_file import load_config

@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from gpu import DeviceError
-from ipc.memory.compiled import can_cache
+from ipc.native.compiled import can_cache
 from runtime.checks import gpu_sharing, permissions, preflight, remote, vllm
 from runtime.checks.finding import Finding, Level
 from runtime.engines.openai.capabilities import check_servers

@@ -4,6 +4,6 @@ from pathlib import Path
 
 import gpu
 import ipc
-from ipc.memory.compiled import compiler_for
+from ipc.native.compiled import compiler_for
 
 compiled = compiler_for(*(Path(str(package.__file__)).parent for package in (gpu, ipc)), Path(__file__).parent)

@@ -15,8 +15,8 @@ engine directly into the client's result ring.
 """
 
 from gpu.engine import INVALID, PAUSE, RELEASE, RESUME
-from ipc.memory import intrinsics
-from ipc.memory.intrinsics import call
+from ipc.native import intrinsics
+from ipc.native.intrinsics import call
 from ipc.native.records import Array, address
 from ipc.ring import exchange
 from ipc.ring.descriptors import SEARCH_ARENA, STATUS_CODES

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gpu.engine import Backend
 from ipc import SessionServer
-from ipc.memory import intrinsics
+from ipc.native import intrinsics
 from ipc.native.records import (
     Record,
     address_of,

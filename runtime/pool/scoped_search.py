@@ -5,8 +5,8 @@ its estimate covers all of them. Results are merged as the parts end.
 """
 
 from gpu.engine import RELEASE
-from ipc.memory import intrinsics
-from ipc.memory.intrinsics import call, floats32, words
+from ipc.native import intrinsics
+from ipc.native.intrinsics import call, floats32, words
 from runtime.pool.compiled import compiled
 from runtime.pool.loop_layout import Loop, Search
 from runtime.pool.tables import PREFILL

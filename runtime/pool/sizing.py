@@ -12,8 +12,8 @@ import numpy.typing as npt
 from gpu.engine import PAUSE, RELEASE, Backend
 from gpu.index.data import IndexData
 from gpu.slots import MAX_SLOTS
-from ipc.memory import intrinsics
-from ipc.memory.intrinsics import call, words
+from ipc.native import intrinsics
+from ipc.native.intrinsics import call, words
 from runtime.pool.compiled import compiled
 
 FIXED_SHARE = 0.1

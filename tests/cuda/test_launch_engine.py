@@ -14,7 +14,8 @@ from gpu import DeviceError, GraphIndex, NoFreeSlot, SearchParams
 from gpu.compiled import c_function
 from gpu.cuda.backend import INTERRUPT, INTERRUPT_ARGUMENT, INTERRUPT_POLL_NS, NEXT_TICKET
 from gpu.cuda.engine import CudaEngine
-from gpu.intrinsics import load_acquire, store_release, words_at
+from ipc.native.arrays import int64_at as words_at
+from ipc.native.intrinsics import load_acquire_u32, store_release_u32
 from tests.cuda.recorder import RecordingDriver
 from tests.cuda.scripted_device import ScriptedDevice
 from tests.gpu.datasets import clustered
@@ -208,7 +209,7 @@ def ends_at_the_limit(counted: int) -> Any:
     calls = words_at(counted, 3)
     calls[0] += 1
     if calls[0] == calls[1]:
-        store_release(calls[2], load_acquire(calls[2]) + 1)
+        store_release_u32(calls[2], load_acquire_u32(calls[2]) + 1)
     return 0
 
 

@@ -15,7 +15,7 @@ from gpu.cuda.engine import CudaEngine
 from gpu.cuda.layout import RECORD, SLOT_BITS
 from gpu.engine import PAUSE, RELEASE
 from gpu.index.rows import FloatArray
-from gpu.intrinsics import words_at
+from ipc.native.arrays import int64_at as words_at
 from tests.cuda.conftest import NewDriver
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
 from tests.cuda.recorder import RecordingDriver

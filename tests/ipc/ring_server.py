@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ipc.errors import InvalidArgument, IpcError
-from ipc.memory import intrinsics
-from ipc.memory.compiled import entry_point
+from ipc.native import intrinsics
+from ipc.native.compiled import entry_point
 from ipc.ring import exchange
 from ipc.ring.descriptors import LOST, STAGES, STATUS_CODES, Float32s, SearchSpec
 from ipc.ring.doorbell import SpinBudget

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ipc.memory.compiled import can_cache, compiled, entry_point
+from ipc.native.compiled import can_cache, compiled, entry_point
 
 
 def without_a_place(source: str, name: str) -> Any:

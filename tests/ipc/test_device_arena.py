@@ -22,9 +22,9 @@ from ipc import (
     StaleEpoch,
     format_ring,
 )
-from ipc.memory import atomics
 from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan, HostMemory
 from ipc.memory.shared import MemoryReference, SharedMemory
+from ipc.native import atomics
 from ipc.session.device_arena import DeviceArena, Lease, LeasedSlots, arena_bytes, open_memory
 from tests.ipc import fake_cuda
 from tests.ipc.processes import child, succeeded

@@ -11,7 +11,7 @@ import pytest
 from numba.core import event
 
 import ipc
-from ipc.memory.compiled import compiled, stamp_of
+from ipc.native.compiled import compiled, stamp_of
 from ipc.native.dispatcher import Dispatcher
 from ipc.native.machine_code import is_private
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import numpy as np
 from numba import njit
 
-from ipc.memory.compiled import compiled
+from ipc.native.compiled import compiled
 from ipc.native.records import (
     U8,
     U16,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipc import InvalidArgument, ProtocolViolation, RingConsumer, RingFull, RingLayout, RingProducer, format_ring
-from ipc.memory.atomics import RingHeader
 from ipc.memory.shared import MemoryReference, SharedMemory
+from ipc.native.atomics import RingHeader
 from ipc.native.records import offset_of
 from ipc.ring.doorbell import EventfdBell, FdMailbox, send_fds
 from ipc.ring.ring import CLOSED, MAX_EPOCH, MAX_PAYLOAD_BYTES, MAX_SLOTS, OPEN, Watch

@@ -13,8 +13,8 @@ from gpu import GraphIndex
 from gpu.cuda.engine import CudaEngine
 from gpu.cuda.graphs import LaunchForm
 from ipc import RingClient, SearchSpec
-from ipc.memory import atomics
 from ipc.memory.device import CudaReference, DeviceSpan, HostMemory, Source
+from ipc.native import atomics
 from ipc.session.device_arena import DeviceArena, arena_bytes
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.worker import Worker

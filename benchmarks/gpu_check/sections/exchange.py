@@ -29,9 +29,9 @@ _PAGE = 4096
 def check(setup: Setup, outcome: Outcome) -> None:
     """Compare answers with those of the same queries passed directly. Raises AssertionError if they differ."""
     try:
-        from ipc.memory import atomics
         from ipc.memory.device import DeviceMemory, HostMemory
         from ipc.memory.shared import SharedMemory
+        from ipc.native import atomics
         from ipc.session.device_arena import DeviceArena, arena_bytes
     except ImportError as error:
         raise Skipped(f"ipc needs {error.name}") from None

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from ipc.memory.compiled import stamp_of
+from ipc.native.compiled import stamp_of
 from ipc.native.dispatcher import Dispatcher
 
 F = TypeVar("F", bound=Callable[..., None])

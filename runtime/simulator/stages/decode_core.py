@@ -7,7 +7,7 @@ a worker's steps if rows have ended, KV is being handed over, or KV blocks are c
 
 from typing import Any
 
-from ipc.memory.intrinsics import words
+from ipc.native.intrinsics import words
 from runtime.pool.tables import NEVER_NS
 from runtime.simulator.stages import decode_tables as at
 from runtime.simulator.stages import pool_core as pool

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ipc.memory.intrinsics import floats, words
+from ipc.native.intrinsics import floats, words
 from runtime.simulator.stages.pool_core import compiled
 
 # Words shared by all workers. PROBE_INTERVAL: tokens between probes (0: none). MOST_STEPS: limit of a run. PREFILLS:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 import ipc
 import runtime.pool
-from ipc.memory.compiled import compiler_for
-from ipc.memory.intrinsics import floats, words
+from ipc.native.compiled import compiler_for
+from ipc.native.intrinsics import floats, words
 from ipc.native.records import Array, Record, array_at, record
 from runtime.pool import policy, tables
 from runtime.pool.tables import NEVER_NS, PREFILL, Tables, active_count, tables_at

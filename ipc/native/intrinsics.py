@@ -176,5 +176,44 @@ def call(_typing: Any, _address: Any, _arguments: Any) -> Any:
     return types.int64(types.int64, types.UniTuple(types.int64, count)), generate
 
 
+# ---- 32-bit words, which a device shares, and functions that return an int
+
+
+@_intrinsic
+def load_acquire_u32(_typing: Any, _address: Any) -> Any:
+    """As `load_acquire`, of a uint32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        word = builder.load_atomic(builder.inttoptr(args[0], _I32.as_pointer()), "acquire", 4, typ=_I32)
+        return builder.zext(word, _I64)
+
+    return types.int64(types.int64), generate
+
+
+@_intrinsic
+def store_release_u32(_typing: Any, _address: Any, _value: Any) -> Any:
+    """As `store_release`, of a uint32."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        word = builder.trunc(args[1], _I32)
+        builder.store_atomic(word, builder.inttoptr(args[0], _I32.as_pointer()), "release", 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@_intrinsic
+def call_int(_typing: Any, _address: Any, _arguments: Any) -> Any:
+    """Call the C function at an address, which returns an int, with a tuple of integers of its declared widths."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        kinds = [context.get_value_type(kind) for kind in _arguments]
+        function = builder.inttoptr(args[0], ir.FunctionType(_I32, kinds).as_pointer())
+        values = [builder.extract_value(args[1], i) for i in range(len(kinds))]
+        return builder.sext(builder.call(function, values), _I64)
+
+    return types.int64(types.int64, _arguments), generate
+
+
 words, floats, floats32 = int64_at, float64_at, float32_at
 """Views of int64, float64 and float32: `words(address, shape)`."""

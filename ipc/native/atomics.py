@@ -6,8 +6,8 @@ stay mapped during the call, which `ring.py` and `exchange.py` ensure.
 
 from typing import Annotated, Any
 
-from ipc.memory import intrinsics
-from ipc.memory.compiled import compiled, entry_point
+from ipc.native import intrinsics
+from ipc.native.compiled import compiled, entry_point
 from ipc.native.records import (
     Array,
     Record,

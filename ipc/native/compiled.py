@@ -62,7 +62,8 @@ def _example() -> None:
     """A function for which numba locates a cache folder."""
 
 
-PACKAGE = Path(__file__).parent.parent
+NATIVE = Path(__file__).parent
+PACKAGE = NATIVE.parent
 compiled = compiler_for(PACKAGE)
 
 
