@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ipc.native.records import address_of
 from runtime.node.config import DecodeSection
 from runtime.simulator.events import Events, ns
 from runtime.simulator.stages import decode_core as core
@@ -78,7 +79,7 @@ class Batches:
         self._state.workers[:, at.IDLE] = 1
         self._state.workers[:, at.DRAWN] = self._state.drawn.shape[1]
         for worker, (gpu, group, _) in zip(self._state.workers, workers, strict=True):
-            worker[at.GPU] = gpu.words.ctypes.data if gpu.slowdown > 1.0 else 0
+            worker[at.GPU] = address_of(gpu.share) if gpu.slowdown > 1.0 else 0
             worker[at.GROUP] = group
         self.handle = handle_of(self._state)
         self._ensure_capacity()

@@ -7,7 +7,7 @@ a worker's steps if rows have ended, KV is being handed over, or KV blocks are c
 
 from typing import Any
 
-from ipc.native.intrinsics import words
+from ipc.native.records import record_at
 from runtime.pool.tables import NEVER_NS
 from runtime.simulator.stages import decode_tables as at
 from runtime.simulator.stages import pool_core as pool
@@ -16,10 +16,11 @@ from runtime.simulator.stages.pool_core import compiled
 
 NO_EVENT, QUERY_ANSWERED, BETWEEN, OUT_OF_CAPACITY = range(4)  # reasons why `run` returns
 TIMED_OUT = len(pool.STATUSES)
+_share_at = record_at(pool.Share)
 
 
 @compiled
-def run(handle: Any, pools: Any, until: int, until_planned: int) -> Any:
+def run(handle: Any, pools: int, until: int, until_planned: int) -> Any:
     """Process the events before the event at (`until`, `until_planned`), or until Python is needed.
 
     Return (reason, now, query and status | worker). `clock` then contains the time of the next event.
@@ -40,7 +41,7 @@ def run(handle: Any, pools: Any, until: int, until_planned: int) -> Any:
         if pools_next <= when and pools_next < NEVER_NS:
             now, _, number, status = pool.run(pools, when)
             if number >= 0:
-                row = p.queries[number, pool.CALLER]
+                row = p.queries[number].caller
                 if row < 0:
                     s.clock[at.CLOCK_NEXT] = now  # search for the next event again
                     return QUERY_ANSWERED, now, number, status
@@ -64,11 +65,11 @@ def run(handle: Any, pools: Any, until: int, until_planned: int) -> Any:
 
 
 @compiled
-def _has_capacity(s: Any, p: Any, slots: int) -> Any:
+def _has_capacity(s: Any, p: pool.State, slots: int) -> Any:
     """Return whether the arrays have capacity for the events, queries and random numbers of one event."""
     if s.words[at.EVENTS] + slots + 2 * len(s.workers) + 8 > len(s.events):
         return False
-    if p.words[pool.FREE] <= slots or p.words[pool.DRAWN] == len(p.drawn):
+    if p.free_count <= slots or p.drawn_used == p.drawn_count:
         return False
     drawn = 0
     for d in range(len(s.workers)):
@@ -80,7 +81,7 @@ def _has_capacity(s: Any, p: Any, slots: int) -> Any:
 
 
 @compiled
-def _between_runs(s: Any, pools: Any, d: int, now: int) -> Any:
+def _between_runs(s: Any, pools: int, d: int, now: int) -> Any:
     """End a run: rows continue or end. Return whether Python must be called before the next run (`resume`)."""
     worker = s.workers[d]
     members = worker[at.LISTS + at.MEMBERS]
@@ -146,13 +147,13 @@ def _join_pending(s: Any, d: int) -> None:
 
 
 @compiled
-def _begin_run(s: Any, pools: Any, d: int, now: int, most: int) -> None:
+def _begin_run(s: Any, pools: int, d: int, now: int, most: int) -> None:
     worker, extra_ns = s.workers[d], 0
     members = worker[at.LISTS + at.MEMBERS]
     if worker[at.GPU]:
-        gpu = words(worker[at.GPU], 2)
-        gpu[pool.MODEL_BUSY] = members > 0
-        extra_ns, gpu[pool.DEBT_NS] = gpu[pool.DEBT_NS], 0
+        share = _share_at(worker[at.GPU])
+        share.model_busy = members > 0
+        extra_ns, share.debt_ns = share.debt_ns, 0
     if members:
         s.extra_s[d] += worker[at.LISTS + at.PROBING] * s.costs[at.EMBED_CORE]
     if s.extra_s[d]:
@@ -206,7 +207,7 @@ def _probe(s: Any, d: int, row: int, now: int) -> None:
 
 
 @compiled
-def _embed(s: Any, pools: Any, d: int, now: int, boundary: int) -> None:
+def _embed(s: Any, pools: int, d: int, now: int, boundary: int) -> None:
     """Plan the probes' queries: after the step that begins now, or when the vector is ready, whichever is later."""
     worker = s.workers[d]
     for place in range(worker[at.LISTS + at.PROBING]):
@@ -220,10 +221,10 @@ def _embed(s: Any, pools: Any, d: int, now: int, boundary: int) -> None:
 
 
 @compiled
-def _send(s: Any, pools: Any, row: int, when: int) -> None:
+def _send(s: Any, pools: int, row: int, when: int) -> None:
     one = s.rows[row]
     group = s.workers[one[at.WORKER], at.GROUP]
-    when += s.words[at.WAIT_NS] + pool.state_at(pools).words[pool.RING_NS]
+    when += s.words[at.WAIT_NS] + pool.state_at(pools).ring_ns
     one[at.QUERY] = pool.submit(pools, 1, group, when, one[at.DEADLINE], 0, s.words[at.TOP_M], row)
     s.clock[at.CLOCK_NEXT] = min(s.clock[at.CLOCK_NEXT], when)
 
@@ -248,7 +249,7 @@ def _reply(s: Any, row: int, status: int, now: int) -> None:
 
 
 @compiled
-def _end_timeouts(s: Any, pools: Any, d: int, now: int) -> None:
+def _end_timeouts(s: Any, pools: int, d: int, now: int) -> None:
     """End the probes that have timed out."""
     worker = s.workers[d]
     worker[at.TIMEOUT_PLANNED] = 0
@@ -328,7 +329,7 @@ def free(handle: Any, row: int) -> None:
 
 
 @compiled
-def resume(handle: Any, pools: Any, d: int, now: int, most: int) -> None:
+def resume(handle: Any, pools: int, d: int, now: int, most: int) -> None:
     """Start the next run after Python's callback."""
     s = at.state_at(handle)
     _join_pending(s, d)

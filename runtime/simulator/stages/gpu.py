@@ -1,8 +1,6 @@
 """A GPU that a model and a vector pool may share, with mutual slowdown."""
 
-import numpy as np
-
-from runtime.simulator.stages.pool_core import DEBT_NS, MODEL_BUSY
+from runtime.simulator.stages.pool_core import Share
 
 
 class Gpu:
@@ -12,7 +10,7 @@ class Gpu:
 
     def __init__(self, slowdown: float = 1.0) -> None:
         self.slowdown = slowdown
-        self.words = np.zeros(2, np.int64)  # shared with compiled code of the pool
+        self.share = Share()  # with compiled code of the pool
         self._model_busy = False
 
     @property
@@ -23,11 +21,11 @@ class Gpu:
     def model_busy(self, busy: bool) -> None:
         self._model_busy = busy
         if self.slowdown > 1.0:
-            self.words[MODEL_BUSY] = busy
+            self.share.model_busy = busy
 
     def take_debt_ns(self) -> int:
         """Return, and reset, the time that concurrent extends add to the model's next pass."""
         if self.slowdown == 1.0:
             return 0
-        debt, self.words[DEBT_NS] = int(self.words[DEBT_NS]), 0
+        debt, self.share.debt_ns = self.share.debt_ns, 0
         return debt

@@ -3,18 +3,17 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import numpy as np
 
 from ipc import STAGES, Stage
-from ipc.native.records import address_of, new_array
+from ipc.native.records import Array, address_of, array_from, array_over, new_array
 from runtime.node.config import PoolSection
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool.compiled import compiled
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import LOOP_NS, ExtendCost, fewest_slots
-from runtime.pool.tables import DECODE, NEVER_NS, PREFILL, learn_cost, new_tables, tables_at
+from runtime.pool.tables import DECODE, NEVER_NS, PREFILL, Tables, learn_cost, new_tables, tables_at
 from runtime.simulator.events import NEXT, Events, ns
 from runtime.simulator.stages import pool_core as core
 from runtime.simulator.stages.gpu import Gpu
@@ -58,8 +57,8 @@ class SimPool:
         for active in (1, 2, 4, 8) * 4:  # a real pool measures this before its first query
             _learn(address_of(self.tables), float(active), (times.extend_time_s(active) + times.round_s) * 1e9)
         self.members = new_array(core.Member, self.tables.entry_count)
-        self.words = np.zeros(core.POOL_WORDS, np.int64)
         self.waits = np.zeros(len(_WAIT.buckets) + 1)
+        self.fields = core.Pool()
 
     @property
     def reserve(self) -> float:
@@ -84,25 +83,25 @@ class SimPool:
     @property
     def wait_ns(self) -> int:
         """Total wait of all queries for a slot."""
-        return int(self.words[core.WAITED])
+        return self.fields.waited_ns
 
     @property
     def busy_ns(self) -> int:
-        return int(self.words[core.BUSY])
+        return self.fields.busy_ns
 
     @property
     def slot_steps(self) -> int:
         """Sum of active queries over all extends."""
-        return int(self.words[core.MEMBER_STEPS])
+        return self.fields.member_steps
 
     @property
     def served(self) -> int:
-        return int(self.words[core.SERVED])
+        return self.fields.served
 
     @property
     def empty(self) -> bool:
         """Whether no query waits or has a slot."""
-        return not self.words[core.QUERIES]
+        return not self.fields.queries
 
 
 class Pools:
@@ -127,48 +126,53 @@ class Pools:
         self.pools = [SimPool(rules, times) for rules, _ in pools]
         self._replies: dict[int, Reply] = {}
         self._gpus = [gpu for _, gpu in pools]
-        count = len(pools)
         most = max(rules.policy.slots for rules, _ in pools)
         self._state = core.State(
-            words=np.zeros(core.WORDS, np.int64),
-            queries=np.zeros((capacity, core.QUERY_WORDS), np.int64),
-            free=np.arange(capacity, dtype=np.int64)[::-1].copy(),
-            arriving=np.zeros(capacity, np.int64),
-            answers=np.zeros(capacity, np.int64),
-            pools=np.zeros((count, core.POOL_WORDS), np.int64),
-            costs=np.array([(gpu.slowdown, times.round_s, times.query_s) for gpu in self._gpus]),
-            extend_s=np.array([times.extend_time_s(active) for active in range(most + 1)]),
-            policies=np.array([(address_of(pool.tables), address_of(pool.members)) for pool in self.pools]),
-            groups=np.zeros((0, 2 + count), np.int64),
-            drawn=np.zeros(0, np.int64),
-            waits=np.zeros((count, len(_WAIT.buckets) + 1)),
-            edges=np.array(_WAIT.buckets),
+            capacity=capacity,
+            queries=new_array(core.Query, capacity),
+            free_count=capacity,
+            free=array_over(int, np.arange(capacity, dtype=np.int64)[::-1].copy()),
+            pool_count=len(pools),
+            pools=new_array(core.Pool, len(pools)),
+            extend_s=array_over(float, np.array([times.extend_time_s(active) for active in range(most + 1)])),
+            edge_count=len(_WAIT.buckets),
+            edges=array_over(float, np.array(_WAIT.buckets)),
+            ring_ns=self._ring_ns,
+            search_width=limits.search_width,
+            min_extends=-(-limits.top_m // limits.search_width),
         )
-        self._state.words[core.FREE] = capacity
-        self._state.words[core.RING_NS] = ns(times.ring_s)
-        self._state.words[core.SEARCH_WIDTH] = limits.search_width
-        self._state.words[core.MIN_EXTENDS] = -(-limits.top_m // limits.search_width)
+        self._state.arriving.numbers, self._state.answers.numbers = new_array(int, capacity), new_array(int, capacity)
+        self.handle = address_of(self._state)
         for number, ((rules, gpu), pool) in enumerate(zip(pools, self.pools, strict=True)):
-            pool.words, pool.waits = self._state.pools[number], self._state.waits[number]
-            for column, value in {
-                core.END: NEVER_NS,
-                core.WAKE: NEVER_NS,
-                core.WOKEN: -1,
-                core.IDLE: 1,
-                core.WAKE_NS: ns(times.wake_s),
-                core.GPU: gpu.words.ctypes.data,
-                core.PREFERRED: -1 if rules.first is None else STAGES.index(rules.first),
-            }.items():
-                pool.words[column] = value
+            self._state.pools[number] = core.Pool(
+                tables=array_from(Tables, address_of(pool.tables)),
+                members=pool.members,
+                share=array_from(core.Share, address_of(gpu.share)),
+                waits=array_over(float, pool.waits),
+                slowdown=gpu.slowdown,
+                round_s=times.round_s,
+                query_s=times.query_s,
+                wake_ns=ns(times.wake_s),
+                preferred=-1 if rules.first is None else STAGES.index(rules.first),
+                end_ns=NEVER_NS,
+                next_call_ns=NEVER_NS,
+                last_call_ns=-1,
+                idle=True,
+            )
+            pool.fields = self._state.pools[number]
+        self._groups: list[Array[int]] = []
         self._draw_extends()
         events.source = self
 
     def group(self, pools: Sequence[int]) -> int:
         """Create a group of the pools with these indices."""
-        row = np.zeros((1, 2 + len(self.pools)), np.int64)
-        row[0, 1 : 2 + len(pools)] = len(pools), *pools
-        self._replace_arrays(groups=np.concatenate([self._state.groups, row]))
-        return len(self._state.groups) - 1
+        groups, number = new_array(core.Group, len(self._groups) + 1), len(self._groups)
+        for earlier in range(number):
+            groups[earlier] = self._state.groups[earlier]
+        self._groups.append(array_over(int, np.array(pools, np.int64)))
+        groups[number] = core.Group(count=len(pools), pools=self._groups[-1])
+        self._state.groups = groups
+        return number
 
     def submit(self, group: int, stage: Stage, at_ns: int, deadline_ns: int, reply: Reply) -> int:
         """Submit a query at `at_ns`; `reply` is called with its status. Return its number, for `cancel` before that."""
@@ -186,8 +190,8 @@ class Pools:
         top_m: int = 0,
     ) -> int:
         """Submit a query that reaches its pool at `at_ns`. `extends` 0: drawn; `top_m` 0: the default."""
-        number: int = core.submit(
-            self.handle, stage == "decode", group, at_ns, deadline_ns, extends, top_m or self.top_m, -1
+        number = core.submit(
+            self.handle, STAGES.index(stage), group, at_ns, deadline_ns, extends, top_m or self.top_m, -1
         )
         if number < 0:
             self._grow()
@@ -199,7 +203,7 @@ class Pools:
     def times_of(self, number: int) -> tuple[int, int]:
         """Return when a query was admitted to a slot and when it was answered, until its number is reused."""
         one = self._state.queries[number]
-        return int(one[core.BEGUN]), int(one[core.ENDED])
+        return one.begun_ns, one.ended_ns
 
     def cancel(self, number: int) -> None:
         """Cancel a query: its reply is not called."""
@@ -222,33 +226,30 @@ class Pools:
 
     def ensure_capacity(self, queries: int) -> None:
         """Provide capacity for more than `queries` new queries, and their random numbers."""
-        words = self._state.words
-        if words[core.FREE] <= queries > 0:
+        if self._state.free_count <= queries > 0:
             self._grow()
-        if words[core.DRAWN] == len(self._state.drawn):
+        if self._state.drawn_used == self._state.drawn_count:
             self._draw_extends()
 
     def _draw_extends(self) -> None:
         """Draw for each of the next queries how many extends it takes beyond the minimum."""
-        self._replace_arrays(drawn=np.array([self._random.randint(1, 3) for _ in range(_RANDOM_BATCH)], np.int64))
-        self._state.words[core.DRAWN] = 0
+        drawn = np.array([self._random.randint(1, 3) for _ in range(_RANDOM_BATCH)], np.int64)
+        self._state.drawn, self._state.drawn_count, self._state.drawn_used = array_over(int, drawn), len(drawn), 0
 
     def _grow(self) -> None:
         """Double the capacity."""
-        old, w = self._state, self._state.words
-        count = len(old.queries)
-
-        def unwrapped(ring: Any, first: int) -> Any:
-            return np.concatenate([np.roll(ring, -first), np.zeros(count, np.int64)])
-
-        arriving, answers = unwrapped(old.arriving, w[core.ARRIVING_HEAD]), unwrapped(old.answers, w[core.ANSWERS_HEAD])
-        w[core.ARRIVING_HEAD] = w[core.ANSWERS_HEAD] = 0
-        new = np.arange(count, 2 * count, dtype=np.int64)
-        free = np.concatenate([old.free[: w[core.FREE]], new, np.zeros(count - w[core.FREE], np.int64)])
-        w[core.FREE] += count
-        queries = np.concatenate([old.queries, np.zeros_like(old.queries)])
-        self._replace_arrays(queries=queries, free=free, arriving=arriving, answers=answers)
-
-    def _replace_arrays(self, **arrays: Any) -> None:
-        self._state = self._state._replace(**arrays)
-        self.handle = core.handle_of(self._state)
+        s, count = self._state, self._state.capacity
+        for ring in (s.arriving, s.answers):
+            numbers = new_array(int, 2 * count)
+            for i in range(ring.count):
+                numbers[i] = ring.numbers[(ring.head + i) % count]
+            ring.numbers, ring.head = numbers, 0
+        queries, free = new_array(core.Query, 2 * count), new_array(int, 2 * count)
+        for number in range(count):
+            queries[number] = s.queries[number]
+        for i in range(s.free_count):
+            free[i] = s.free[i]
+        for number in range(count, 2 * count):
+            free[s.free_count] = number
+            s.free_count += 1
+        s.queries, s.free, s.capacity = queries, free, 2 * count
