@@ -7,7 +7,7 @@ ORDER = ("e2e", "process", "unit")
 PROCESS = {
     "cuda": (
         "test_concurrent_blocks", "test_compiled_functions", "test_compiler", "test_kernels", "test_launches",
-        "test_launch_bindings", "test_fault_injection", "test_resident", "test_stage_times",
+        "test_launch_bindings", "test_fault_injection", "test_in_place", "test_resident", "test_stage_times",
     ),
     "dashboards": ("test_fleet", "test_metric_window", "test_rules", "test_top"),
     "engines": ("test_real_vllm", "test_vllm", "test_vllm_setup", "test_vllm_stages"),
@@ -31,7 +31,7 @@ PROCESS = {
         "test_control", "test_diagnosis", "test_lifecycle", "test_placement", "test_run_dir", "test_scaling",
         "test_standby", "test_supervisor", "test_worker_start",
     ),
-    "pool": ("test_cuda_pool", "test_kills", "test_loop_parts"),
+    "pool": ("test_cuda_pool", "test_kills", "test_loop_parts", "test_vectors_in_place"),
     "retrieval": ("test_directory", "test_embedder", "test_index_commands", "test_ingestion", "test_isolated_reader"),
     "serving": ("test_compiled_layers", "test_model", "test_paged_attention", "test_smollm"),
     "tests": ("test_imports",),
