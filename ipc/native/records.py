@@ -12,7 +12,7 @@ array is the address of memory that somebody else owns. In Python a record is a 
 that were assigned to its fields, and `Entry.dtype` is numpy's. A field is
 
     int, float, bool         int64, float64, a byte
-    U32, U16, U8             such integers, which are int64 where they are read
+    U32, U8                  such integers, which are int64 where they are read
     Shared                   int64 that another process reads or writes: loaded with acquire, stored with release
     another record           inside this one
     Annotated[Array[x], n]   an array of n elements inside the record
@@ -65,7 +65,6 @@ class _Word(NamedTuple):
 
 
 U32 = Annotated[int, _Word(types.uint32, ctypes.c_uint32)]
-U16 = Annotated[int, _Word(types.uint16, ctypes.c_uint16)]
 U8 = Annotated[int, _Word(types.uint8, ctypes.c_uint8)]
 Shared = Annotated[int, _Word(types.int64, ctypes.c_int64, shared=True)]
 _WORDS = {
@@ -180,12 +179,6 @@ def copy_of(held: R) -> R:
     """Return a copy of a record."""
     made: Any = type(held)
     return cast(R, made.from_buffer_copy(held))
-
-
-def view_at(kind: type[R], address: int) -> R:
-    """Return the record at an address, whose owner must be kept while it is used."""
-    made: Any = kind
-    return cast(R, made.from_address(address))
 
 
 def offset_of(kind: type[Record], field: str) -> int:

@@ -10,7 +10,6 @@ from numba import njit
 from ipc.native.compiled import compiled
 from ipc.native.records import (
     U8,
-    U16,
     U32,
     Array,
     Record,
@@ -30,7 +29,7 @@ from ipc.native.records import (
 @record
 class Item(Record):
     number: int
-    small: U16
+    small: U32
     marked: bool
     ratio: float
 

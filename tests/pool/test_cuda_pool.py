@@ -16,7 +16,8 @@ from gpu.cuda.backend import LAUNCHES
 from gpu.cuda.engine import CudaEngine
 from gpu.cuda.graphs import LaunchForm
 from runtime.node.metrics.worker_metrics import PoolMetrics
-from runtime.pool import process, tables
+from runtime.pool import process
+from runtime.pool.tables import DECODE, PREFILL
 from runtime.retrieval.live.validation import UpsertDocument
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
@@ -133,12 +134,12 @@ def test_decode_leaves_a_share_of_the_device_free_while_prefill_is_present(
         plan, workers=tuple(msgspec.structs.replace(one, exclusive_gpu=True) for one in plan.workers)
     )
     pool = make_pool(plan, make_arena=lambda worker, dim: None)
-    engine, words = pool.engine, pool.pool.loop.tables.words
+    engine, active = pool.engine, pool.pool.loop.tables.active
     assert isinstance(engine, CudaEngine)
     assert engine.resident == (form == "auto")
 
     def sampled() -> bool:
-        samples.append((int(words[tables.ACTIVE_PREFILL]), int(words[tables.ACTIVE_DECODE])))
+        samples.append((active[PREFILL].count, active[DECODE].count))
         assert engine.active_slots == sum(samples[-1])
         return pool.server.has_requests()
 

@@ -18,7 +18,7 @@ from gpu import CpuEngine, GraphIndex, SearchParams
 from ipc import Stage
 from runtime.node.config import NodeConfig, PoolSection, parse_config
 from runtime.node.metrics.worker_metrics import PoolMetrics
-from runtime.pool import process, tables
+from runtime.pool import process
 from runtime.pool.settings import Policy
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.times.service import ServiceTimes
@@ -133,7 +133,7 @@ def test_the_gpu_check_floods_a_pool_that_keeps_the_configured_reserve(monkeypat
     for form in flood.FORMS:
         with flood.pool_over(setup, form) as pool:
             assert pool.metric(PoolMetrics.RESERVE) == PoolSection().reserve
-            assert pool.pool.loop.tables.words[tables.KEEP_RESERVE]
+            assert pool.pool.loop.tables.keep_reserve
 
 
 # ---- a flood, with what an H200 was measured to take
