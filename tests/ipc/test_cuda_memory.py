@@ -130,7 +130,7 @@ def test_the_threads_context_is_restored_after_every_call() -> None:
     cuda.cuMemcpyHtoDAsync = lambda *_: (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)  # type: ignore[method-assign]
     with pytest.raises(MemoryRefused, match="cuMemcpyHtoDAsync failed"):
         owner.write(0, np.arange(4, dtype=np.float32))
-    with pytest.raises(MemoryRefused, match="cuMemcpyHtoDAsync failed: .*INVALID_VALUE"):
+    with pytest.raises(MemoryRefused, match=r"cuMemcpyHtoDAsync failed: .*INVALID_VALUE"):
         owner.send(64, np.arange(4, dtype=np.float32), owner.address, 1)
     peer.close()
     owner.close()

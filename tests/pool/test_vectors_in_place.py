@@ -147,7 +147,8 @@ def test_a_vector_that_is_still_being_written_delays_its_client_alone(
     with pool.attach(arena=True) as slow, pool.attach("other", arena=True) as other:
         in_place(slow, queries[0])
         collect(pool, slow, 1)
-        memories[0].held_back = held = []
+        held: list[Callable[[], None]] = []
+        memories[0].held_back = held
         late = in_place(slow, queries[1])
         memories[0].held_back = None
         for query in queries[2:5]:

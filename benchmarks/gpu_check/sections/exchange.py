@@ -17,7 +17,6 @@ from benchmarks.gpu_check.load_driver import run_load
 from benchmarks.gpu_check.report import Outcome, micros
 from benchmarks.gpu_check.setup import Setup
 from benchmarks.gpu_check.time_limit import Skipped
-from gpu import Engine, SearchParams
 from gpu.engine import c_callable
 
 _SLOTS = 8
@@ -36,8 +35,10 @@ def check(setup: Setup, outcome: Outcome) -> None:
     except ImportError as error:
         raise Skipped(f"ipc needs {error.name}") from None
     queries = setup.data.queries[: 40 if setup.small else 1000]
-    engine = setup.engine(min(64, setup.slots))
-    direct = run_load(engine, queries, setup.params).ids
+    engine, params = setup.engine(min(64, setup.slots)), setup.params
+    backend, spec = engine.backend(), (params.k, params.top_m, params.search_width, params.patience or 0)
+    admit = c_callable(backend.admit_in_place or backend.admit, 7)
+    direct = run_load(engine, queries, params).ids
     size = arena_bytes(_SLOTS, queries.shape[1] * 4)
     memory: DeviceMemory
     if setup.on_gpu:
@@ -64,7 +65,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
             begin = time.perf_counter()
             while atomics.load_acquire(words.address) != number:
                 assert time.perf_counter() < begin + _JOIN_S, "the client's device does not write its query"
-            search = _admit(engine, arena.address_of(slot), setup.params)
+            search = admit(backend.handle, arena.address_of(slot), 0, *spec)
             took.append(time.perf_counter() - begin)
             while search not in engine.extend():
                 pass
@@ -92,14 +93,6 @@ def check(setup: Setup, outcome: Outcome) -> None:
         ("through CUDA IPC", "yes" if setup.on_gpu else "skipped: no GPU (host memory instead)"),
     ):
         outcome.add(what, value)
-
-
-def _admit(engine: Engine, address: int, params: SearchParams) -> int:
-    """Admit a query whose vector is at this address in the arena. Return its slot."""
-    backend = engine.backend()
-    admit = c_callable(backend.admit_in_place or backend.admit, 7)
-    spec = (params.k, params.top_m, params.search_width, params.patience or 0)
-    return admit(backend.handle, address, 0, *spec)
 
 
 def _client(
