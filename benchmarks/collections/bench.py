@@ -2,6 +2,8 @@
 
     python -m benchmarks.collections --data DIR [--set minilm-384-cosine] [--rows 20000] [--queries 100] [--seed 0]
         [--part replaced] [--out benchmarks/results/collections]
+    python -m benchmarks.collections --data DIR --excluded --set NAME --rows N   filters that exclude the query's
+                                                    neighbourhood; keeps the other sets of --out
     python -m benchmarks.collections --replacements a document is replaced while it is searched: none may miss it
                                                     (--replacements "two shards" "two replicas": only these nodes)
     python -m benchmarks.collections --filter-storm --home DIR
@@ -29,6 +31,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import numpy as np  # noqa: E402
 
+from benchmarks.collections.excluded import excluded, report_excluded  # noqa: E402
 from benchmarks.collections.peers import EXACT, peers, replaced_in_place, versions  # noqa: E402
 from benchmarks.collections.replacements import NODES, is_perfect, replacements  # noqa: E402
 from benchmarks.collections.replacements import report as report_of_replacements  # noqa: E402
@@ -231,12 +234,13 @@ def report(results: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
+    parser.add_argument("--excluded", action="store_true", help="only filters that exclude the neighbourhood, of --set")
     parser.add_argument(
         "--replacements", nargs="*", choices=tuple(NODES), metavar="NODE",
         help="only search for a document that is replaced, on these nodes; keep the others of --out",
     )  # fmt: skip
     parser.add_argument("--filter-storm", action="store_true", help="only measure during storms of filters")
-    parser.add_argument("--home", type=Path, help="keep the storms' collection here")
+    parser.add_argument("--home", type=Path, help="keep the storms' collection, or the index of --excluded, here")
     parser.add_argument(
         "--part", action="append", choices=PARTS, help="measure only this part, and keep the others of --out"
     )
@@ -266,6 +270,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--data is missing")
     data = load(options.data, options.set, options.rows, options.queries)
     base, queries, metric = data.base, data.queries, data.metric
+    if options.excluded:
+        out = options.out.with_name(f"{options.out.name}-excluded")
+        before = out.with_suffix(".json")
+        sets: dict[str, Any] = json.loads(before.read_text())["sets"] if before.exists() else {}
+        home = options.home and options.home / f"{options.set}-{len(base)}"
+        filters_found = excluded(base, queries, metric, options.seed, home)
+        measured = {"rows": len(base), "queries": len(queries), "found": filters_found, "load": machine_load()}
+        sets[options.set] = measured | {"processor": machine()["processor"]}
+        write({"machine": machine(), "seed": options.seed, "sets": sets}, report_excluded(sets), out)
+        return
     before = options.out.with_name(f"{options.out.name}.json")
     results: dict[str, Any] = json.loads(before.read_text()) if options.part and before.exists() else {}
     results |= {

@@ -26,7 +26,7 @@ _FILTERS = 16  # bitmaps, so that no query has the rows of the previous one in a
 
 
 @compiled
-def _answer(
+def answer(
     engine: Any, queries: Any, masks: Any, passing: int, top_m: int, active: int, report: Any, ids: Any, distances: Any
 ) -> Any:
     """Run all queries, `active` at a time; return how many rows were found, or a negative number on failure."""
@@ -82,7 +82,7 @@ def switched(base: Array, queries: Array, metric: str, seed: int) -> list[dict[s
                 # A count of one passing row makes the engine compare; a count of all makes it walk with the list as is.
                 for name, top_m, count in (("compare", TOP_M, 1), ("walk", longer, len(base))):
                     begin = time.process_time()
-                    if _answer(words, queries, masks, count, top_m, active, report, ids, distances) < 0:
+                    if answer(words, queries, masks, count, top_m, active, report, ids, distances) < 0:
                         raise RuntimeError("the engine has failed")
                     times_us[name].append((time.process_time() - begin) / len(queries) * 1e6)
             # The first round compiles and warms up.

@@ -16,7 +16,7 @@ from gpu.index.data import GROUP, ROUNDS, NeighborCodes, block_bytes, code_dims,
 from gpu.index.rows import FloatArray, aligned_empty
 
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
-_AT_ONCE = 4096  # nodes per task of a thread
+_AT_ONCE = 4096  # nodes per task of a thread, a multiple of GROUP
 _TINY = np.float32(1e-30)
 _STEPS = np.array([0, 1.596, 0.9957], np.float32)
 """Optimal quantiser steps by number of bits, 1 and 2, for a standard Gaussian (J. Max, IRE Trans. IT-6, 1960)."""
@@ -48,16 +48,21 @@ def make_codes(
     rotate_all(rotated, signs)
     blocks = aligned_empty((len(graph), block_bytes(dim, graph.shape[1], bits)), np.uint8)
     entry = aligned_empty((1, block_bytes(dim, len(seeds), bits)), np.uint8)
+    scan = aligned_empty((1, block_bytes(dim, len(vectors), bits)), np.uint8)
     dot = np.float32(0 if l2 else 1 / scale)
-    _encode(rotated, np.array([len(vectors)]), seeds[None], dot, bits, entry)
+    middle, part_bytes = np.array([len(vectors)]), block_bytes(dim, _AT_ONCE, bits)
+    _encode(rotated, middle, seeds[None], dot, bits, entry)
 
     def encode(begin: int) -> None:
         part = slice(begin, begin + _AT_ONCE)
-        _encode(rotated, np.arange(begin, min(begin + _AT_ONCE, len(graph))), graph[part], dot, bits, blocks[part])
+        nodes = np.arange(begin, min(begin + _AT_ONCE, len(graph)))
+        _encode(rotated, nodes, graph[part], dot, bits, blocks[part])
+        first = begin // _AT_ONCE * part_bytes
+        _encode(rotated, middle, nodes.astype(np.uint32)[None], dot, bits, scan[:, first : first + part_bytes])
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(encode, range(0, len(graph), _AT_ONCE)))
-    return NeighborCodes(blocks, entry, signs, bits)
+    return NeighborCodes(blocks, entry, signs, bits, scan)
 
 
 @compiled

@@ -12,7 +12,7 @@ from gpu.cpu.extend.stages import extend
 from gpu.cpu.queries import QueryEncoding, prepare, prepared_bytes
 from gpu.cpu.running_batch import INTERLEAVED, reset_slot
 from gpu.cpu.state import BatchState
-from gpu.cpu.tables import ALLOWED, MIN_ALLOWED, QUERY, START, batch_at
+from gpu.cpu.tables import ALLOWED, ALLOWED_COUNT, MIN_ALLOWED, QUERY, START, batch_at
 from gpu.errors import InvalidVector
 from gpu.index.data import IndexData
 from gpu.index.rows import aligned_empty
@@ -22,21 +22,22 @@ _BLOCK = 1024  # queries prepared together
 
 
 @compiled
-def begin(batch, slot, number, owner, prepared, starts, allowed, min_allowed):  # type: ignore[no-untyped-def]
+def begin(batch, slot, number, owner, prepared, starts, allowed, allowed_count, min_allowed):  # type: ignore[no-untyped-def]
     """Start a query in a slot whose parameters are set."""
     line = batch.slots[slot]
     owner[slot] = number
     line[QUERY], line[START] = prepared[number].ctypes.data, starts[number]
     reset_slot(batch, slot)
-    line[ALLOWED], line[MIN_ALLOWED] = allowed, min_allowed
+    line[ALLOWED], line[ALLOWED_COUNT], line[MIN_ALLOWED] = allowed, allowed_count, min_allowed
 
 
 @compiled
-def run_queries(handle, line, allowed, min_allowed, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
+def run_queries(handle, line, allowed, allowed_count, min_allowed, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
     """Run prepared queries, uint8 [q, …], to completion in the slots of the batch that `handle` describes.
 
     line: the slot columns before QUERY, shared by all queries. allowed: the address of a bitmap of nodes, or 0.
-    min_allowed: the column MIN_ALLOWED. starts: the start node of each query, or -1 for the seeds.
+    allowed_count, min_allowed: the columns ALLOWED_COUNT and MIN_ALLOWED. starts: the start node of each query, or -1
+    for the seeds.
     """
     batch = batch_at(handle)
     slots = batch.slots
@@ -47,14 +48,14 @@ def run_queries(handle, line, allowed, min_allowed, prepared, starts, nodes, fou
     for slot in range(running):
         active[slot] = slot
         slots[slot, :QUERY] = line
-        begin(batch, slot, slot, owner, prepared, starts, allowed, min_allowed)
+        begin(batch, slot, slot, owner, prepared, starts, allowed, allowed_count, min_allowed)
     while running > 0:
         done = extend(handle, active[:running], batch.finished)
         for i in range(done):
             slot = batch.finished[i]
             write_result(batch, slot, nodes[owner[slot]], found[owner[slot]])
             if admitted < count:
-                begin(batch, slot, admitted, owner, prepared, starts, allowed, min_allowed)
+                begin(batch, slot, admitted, owner, prepared, starts, allowed, allowed_count, min_allowed)
                 admitted += 1
             else:
                 position = 0
@@ -78,7 +79,8 @@ def search(
 
     starts: start nodes of the searches, int64 [q], instead of the seeds.
     allowed: the bitmap (`gpu.index.data.bitmap`) of the nodes that may be results; the search traverses all nodes.
-    min_allowed: stop once this many allowed entries precede the next parent in top_m; 0: when no parent is left.
+    min_allowed: stop once this many allowed entries precede the next parent in top_m, and scan the allowed nodes if too
+        few are found (`gpu.cpu.extend.filtered`); 0: stop when no parent is left.
     """
     array = np.asarray(queries)
     if array.ndim != 2:
@@ -89,7 +91,8 @@ def search(
     size = max(1, min(_BLOCK, -(-len(array) // threads)))
     blocks = [slice(begin, min(begin + size, len(array))) for begin in range(0, len(array), size)]
     encoding = QueryEncoding(data.rows, data.codes)
-    bits, min_allowed = (0, 0) if allowed is None else (allowed.ctypes.data, min_allowed)
+    bits = 0 if allowed is None else allowed.ctypes.data
+    count = 0 if allowed is None or not min_allowed else int(np.bitwise_count(allowed).sum())
 
     def run(part: list[slice]) -> None:
         """Process blocks of queries on one thread."""
@@ -102,6 +105,7 @@ def search(
                 state.handle,
                 state.line(0, params),
                 bits,
+                count,
                 min_allowed,
                 prepared,
                 begins[block],

@@ -45,6 +45,8 @@ def collection_table(collections: Sequence[IndexData | None]) -> npt.NDArray[np.
             line[at.BLOCKS], line[at.BLOCK_BYTES] = data.codes.blocks.ctypes.data, data.codes.blocks.shape[1]
             line[at.ENTRY], line[at.ROTATED] = data.codes.entry.ctypes.data, data.codes.dims
             line[at.QUERY_TABLE], line[at.CODE_BITS] = table_offset(rows), data.codes.bits
+            if data.codes.scan is not None:
+                line[at.SCAN] = data.codes.scan.ctypes.data
     return table
 
 

@@ -14,8 +14,8 @@ from ipc.native.arrays import float32_at, int32_at, int64_at, uint8_at, uint32_a
 
 # Columns of the collection table, int64 [collections, COLLECTION_FIELDS]. *_BYTES are sizes in bytes; QUERY_ROW,
 # QUERY_FULL and QUERY_TABLE byte offsets into a prepared query; FACTOR and OFFSET bits of float64 that convert a raw
-# distance to the metric's; ROWS, SKETCHES, FULL, GRAPH, SEEDS, BLOCKS and ENTRY addresses; the rest counts of elements.
-# SKETCHES, FULL and BLOCKS (with the columns after it) are 0 if the index has none.
+# distance to the metric's; ROWS, SKETCHES, FULL, GRAPH, SEEDS, BLOCKS, ENTRY and SCAN addresses; the rest counts of
+# elements. SKETCHES, FULL, BLOCKS (with the columns after it) and SCAN are 0 if the index has none.
 (
     ROWS,
     ROW_BYTES,
@@ -41,8 +41,9 @@ from ipc.native.arrays import float32_at, int32_at, int64_at, uint8_at, uint32_a
     ROTATED,
     QUERY_TABLE,
     CODE_BITS,
-) = range(24)
-COLLECTION_FIELDS = 24
+    SCAN,
+) = range(25)
+COLLECTION_FIELDS = 25
 
 # Columns of the query encoding table, int64 [collections, ENCODING_FIELDS]. SCALE and SLACK are the bits of float64;
 # CENTRE, PROJECTION and SIGNS addresses of float32, float16 and float32. ROTATED_LANES is 0 without neighbour codes.
@@ -65,9 +66,10 @@ ENCODING_FIELDS = 12
 # Columns of the slot table, int64 [slots, SLOT_FIELDS]. QUERY: address of the prepared query. START: the start node, or
 # -1 for the seeds. SCORED: number of entries of `exact`. DISTINCT: 1 once no node may enter top_m twice. ALLOWED:
 # address of the filter's bitmap, one bit a node, or 0 for no filter. ALLOWED_COUNT: number of bits set in it, 0 if
-# unknown. SCANNING: 1 for an exact scan of the allowed rows from CURSOR on, instead of a graph search. MIN_ALLOWED: a
-# graph search stops once this many allowed entries precede the next parent; 0: when no parent is left.
-# ALLOWED_PARENTS: number of parents so far that pass the filter.
+# unknown. SCANNING: 0 for a graph search, else the pass of a scan of the allowed rows that is made from CURSOR on
+# (`gpu.cpu.extend.filtered`); MARGIN: bits of float64, of its last pass. MIN_ALLOWED: a graph search stops once this
+# many allowed entries precede the next parent; 0: when no parent is left.
+# WALKED_PARENTS: number of parents so far; ALLOWED_PARENTS: of those that pass the filter (with MIN_ALLOWED only).
 (
     COLLECTION,
     K,
@@ -89,10 +91,12 @@ ENCODING_FIELDS = 12
     ALLOWED,
     ALLOWED_COUNT,
     SCANNING,
+    MARGIN,
     MIN_ALLOWED,
+    WALKED_PARENTS,
     ALLOWED_PARENTS,
-) = range(22)
-SLOT_FIELDS = 22
+) = range(24)
+SLOT_FIELDS = 24
 
 # Kinds: the row's element type times 2, plus 1 for a dot product.
 F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)

@@ -13,11 +13,22 @@ from numba import carray
 
 from gpu import slot_changes
 from gpu.compiled import c_function, compiled
-from gpu.cpu.extend.filtered import filtered_top_m, scan_rows
+from gpu.cpu.extend.filtered import SIGMAS_COMPARE, filtered_top_m, found_too_few, scan_rows
 from gpu.cpu.extend.keys import may_be_result
 from gpu.cpu.queries import write_query
 from gpu.cpu.simd import pointer
-from gpu.cpu.tables import ALLOWED, ALLOWED_COUNT, DEGREE, DIM, ENCODING_FIELDS, FACTOR, OFFSET, SCANNING, SIZE
+from gpu.cpu.tables import (
+    ALLOWED,
+    ALLOWED_COUNT,
+    COLLECTION,
+    DEGREE,
+    DIM,
+    ENCODING_FIELDS,
+    FACTOR,
+    OFFSET,
+    SCANNING,
+    SIZE,
+)
 from gpu.cpu.tables import EXTENDS as SCAN_EXTENDS
 from gpu.cpu.tables import K as REQUESTED_K
 from gpu.cuda import filtered, layout
@@ -372,7 +383,9 @@ def found_enough(words: Any, scans: Any, slot: int) -> Any:
     if search[ALLOWED] == 0:
         return True
     found_nodes = _nodes(words, slot)[: np.int64(_head(words, slot)[layout.K])]
-    if filtered.count_allowed(search, found_nodes) >= min(search[REQUESTED_K], search[ALLOWED_COUNT]):
+    walked, passing = filtered.count_allowed(search, found_nodes)
+    size = scans.collections[search[COLLECTION], SIZE]
+    if not found_too_few(search, passing, walked, passing, size, SIGMAS_COMPARE):
         return True
     search[SCANNING], search[SCAN_EXTENDS] = 1, load_acquire_u32(result + _EXTENDS_OFFSET)
     return False

@@ -57,13 +57,17 @@ def start_query(line: Any, collection: int, k: int, scanning: bool) -> None:
 
 @compiled
 def count_allowed(line: Any, nodes: Any) -> Any:
-    """Return how many of a graph search's results pass the filter. nodes: int32, padded with -1."""
-    found = 0
+    """Return how many results a graph search has, and how many of them pass the filter.
+
+    nodes: int32, padded with -1.
+    """
+    found = passing = 0
     for node in nodes:
         if node < 0:
             break
-        found += may_be_result(line[at.ALLOWED], np.int64(node))
-    return found
+        found += 1
+        passing += may_be_result(line[at.ALLOWED], np.int64(node))
+    return found, passing
 
 
 @compiled

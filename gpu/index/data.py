@@ -34,6 +34,8 @@ from gpu.index.rows import Rows, padded
 #     32 · float32          A
 #     32 · float32          F
 #
+# A scan of many rows reads a block as well: that of all rows as neighbours of the centre.
+#
 # The layout is that of fast scan (arXiv 1704.07355): 16 look-ups at a time in a register that holds, for the four
 # dimensions of a group, all sixteen sums ±q₀±q₁±q₂±q₃.
 
@@ -51,13 +53,15 @@ class NeighborCodes:
     """RaBitQ codes of the neighbours of every node.
 
     blocks: uint8 [N, block_bytes]. entry: uint8 [1, entry bytes], a block of the seeds as neighbours of the centre.
-    signs: float32 [ROUNDS, D'], the rotation (see `gpu.cpu.rotation`). bits: B.
+    signs: float32 [ROUNDS, D'], the rotation (see `gpu.cpu.rotation`). bits: B. scan: uint8 [1, scan bytes], a block of
+    all rows as neighbours of the centre; None in indexes of earlier versions.
     """
 
     blocks: npt.NDArray[np.uint8]
     entry: npt.NDArray[np.uint8]
     signs: npt.NDArray[np.float32]
     bits: int = 1
+    scan: npt.NDArray[np.uint8] | None = None
 
     @property
     def dims(self) -> int:
@@ -66,7 +70,8 @@ class NeighborCodes:
 
     @property
     def nbytes(self) -> int:
-        return int(self.blocks.nbytes + self.entry.nbytes + self.signs.nbytes)
+        scan = 0 if self.scan is None else self.scan.nbytes
+        return int(self.blocks.nbytes + self.entry.nbytes + self.signs.nbytes + scan)
 
 
 def code_dims(dim: int) -> int:

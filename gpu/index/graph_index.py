@@ -117,8 +117,8 @@ class GraphIndex:
         queries: [q, d]. Missing results have id -1 and distance +inf. For the parameters see `SearchParams`.
         allowed: bool [N], the rows that may be results. top_m holds rows of both kinds, so a constant recall needs a
         top_m inversely proportional to the allowed fraction; `exact` scans the allowed rows instead.
-        min_allowed: stop once this many allowed entries precede the next parent in top_m; 0: when all of top_m has been
-        expanded.
+        min_allowed: stop once this many allowed entries precede the next parent in top_m, and scan the allowed rows if
+        too few were found; 0: stop when all of top_m has been expanded.
         Raises InvalidVector and InvalidParams.
         """
         from gpu.cpu.search import search  # imported on first use: compiled code

@@ -1,6 +1,6 @@
 """Index files: a directory of `.npy` arrays and a `meta.json` with their names, sizes and checksums.
 
-    meta.json      {"format": "trinity-index", "version": 4, "metric", "dtype", "dim", "size", "degree",
+    meta.json      {"format": "trinity-index", "version": 5, "metric", "dtype", "dim", "size", "degree",
                     "scale", "sketch_lines", "slack", "code_bits", "files": {"codes.npy": {"bytes", "sha256"}, …}}
     codes.npy      encoded vectors as the search reads them      (see `gpu.index.rows`)
     full.npy       float32 [N, d padded to 4], for rescoring     (int8 only)
@@ -13,8 +13,9 @@
     neighbors.npy  uint8 [N, block_bytes]                        (see `gpu.index.data`; only with neighbor_codes)
     entry.npy      uint8 [1, block_bytes], the seeds' block       (with neighbors.npy)
     rotation.npy   float32 [4, d padded to 64]                   (with neighbors.npy)
+    scan.npy       uint8 [1, block_bytes], the block of all rows (with neighbors.npy)
 
-Versions 2 (no codes) and 3 (codes of one bit, without the field) can still be read.
+Versions 2 (no codes), 3 (codes of one bit, without the field) and 4 (without scan.npy) can still be read.
 
 Writes are atomic: a temporary directory beside the target is renamed. Nothing is executed or unpickled.
 """
@@ -39,10 +40,10 @@ from gpu.index.data import MAX_CODE_BITS, ROUNDS, IndexData, NeighborCodes, bloc
 from gpu.index.rows import DTYPES, MAX_DIM, METRICS, Rows, code_shape, padded
 from gpu.index.sketch import LINE, MAX_LINES, Sketch, components
 
-FORMAT, VERSION, OLDEST_VERSION = "trinity-index", 4, 2
+FORMAT, VERSION, OLDEST_VERSION = "trinity-index", 5, 2
 MAX_DEGREE = 512
 MAX_SEEDS = 4096  # every slot of a batch has room for them
-CODE_FILES = ("neighbors.npy", "entry.npy", "rotation.npy")  # of neighbour codes
+CODE_FILES = ("neighbors.npy", "entry.npy", "rotation.npy", "scan.npy")  # of neighbour codes
 _META = "meta.json"
 _META_LIMIT = 1 << 20
 _CHECKED_ROWS = 1 << 16
@@ -69,7 +70,8 @@ def save(data: IndexData, directory: Path) -> None:
     if data.ids is not None:
         arrays["ids.npy"] = data.ids
     if data.codes is not None:
-        arrays |= dict(zip(CODE_FILES, (data.codes.blocks, data.codes.entry, data.codes.signs), strict=True))
+        codes = (data.codes.blocks, data.codes.entry, data.codes.signs, data.codes.scan)
+        arrays |= {name: array for name, array in zip(CODE_FILES, codes, strict=True) if array is not None}
     directory.parent.mkdir(parents=True, exist_ok=True)
     fresh = directory.parent / f".{directory.name}.{uuid4().hex}"
     fresh.mkdir()
@@ -124,6 +126,8 @@ def load(directory: Path) -> IndexData:
         shapes["neighbors.npy"] = ((size, block_bytes(dim, degree, meta["code_bits"])), np.uint8)
         shapes["entry.npy"] = ((1, -1), np.uint8)
         shapes["rotation.npy"] = ((ROUNDS, code_dims(dim)), np.float32)
+        if "scan.npy" in files:
+            shapes["scan.npy"] = ((1, block_bytes(dim, size, meta["code_bits"])), np.uint8)
     if set(files) != set(shapes):
         raise IndexFormatError(f"{directory / _META} lists {sorted(files)}; an {dtype} index has {sorted(shapes)}")
     arrays = {name: _map(directory / name, files[name], *shape) for name, shape in shapes.items()}
@@ -153,7 +157,7 @@ def _codes(arrays: dict[str, npt.NDArray[Any]], dim: int, bits: int, directory: 
         raise IndexFormatError(f"{directory / 'entry.npy'} is damaged: {entry.shape[1]} bytes instead of {expected}")
     if not np.isfinite(signs).all():
         raise IndexFormatError(f"{directory / 'rotation.npy'} is damaged: it holds values that are not finite")
-    return NeighborCodes(arrays["neighbors.npy"], entry, signs, bits)
+    return NeighborCodes(arrays["neighbors.npy"], entry, signs, bits, arrays.get("scan.npy"))
 
 
 def verify(directory: Path) -> None:

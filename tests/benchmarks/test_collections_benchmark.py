@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.collections import bench as collections
-from benchmarks.collections import switch
+from benchmarks.collections import excluded, switch
 from tests.gpu.datasets import clustered
 
 
@@ -41,3 +41,12 @@ def test_the_switch_to_scanning_is_measured_through_the_engine() -> None:
     assert [(one["part"], one["active"]) for one in found] == [(0.4, 1), (0.4, 8)], "fewer rows would be scanned"
     assert all(one["rows_a_step"] > 0 for one in found)
     assert "(`SCAN_ROWS_PER_ENTRY` is 5), 1 at a time: " in switch.report_of(found)
+
+
+def test_filters_that_exclude_the_neighbourhood_are_measured_through_the_engine() -> None:
+    vectors = clustered(np.random.default_rng(0), 2010, 16)
+    found = excluded.excluded(vectors[:2000], vectors[2000:], "l2", seed=0)
+    assert [one["filter"] for one in found][:2] == ["no filter", "random rows"]
+    assert all(one["recall"] > 0.95 for one in found)
+    report = excluded.report_excluded({"small": {"rows": 2000, "found": found, "processor": "a", "load": "b"}})
+    assert report.count("| small, 2,000 rows |") == len(found)

@@ -273,7 +273,7 @@ def test_a_loaded_index_returns_the_results_of_the_built_one(
     assert loaded.nbytes == index.nbytes
 
 
-@pytest.mark.parametrize("name", ["neighbors.npy", "entry.npy", "rotation.npy"])
+@pytest.mark.parametrize("name", ["neighbors.npy", "entry.npy", "rotation.npy", "scan.npy"])
 def test_a_damaged_file_of_codes_is_named(tmp_path: Path, random: np.random.Generator, name: str) -> None:
     index = GraphIndex.build(clustered(random, 100, 24), neighbor_codes=True)
     index.save(tmp_path / "x")
@@ -293,8 +293,13 @@ def test_random_codes_cause_no_out_of_bounds_access(tmp_path: Path, random: np.r
     assert data.codes is not None
     data.codes.blocks[:] = random.integers(256, size=data.codes.blocks.shape, dtype=np.uint8)
     data.codes.entry[:] = random.integers(256, size=data.codes.entry.shape, dtype=np.uint8)
-    ids, _ = GraphIndex(data).search(random.standard_normal((50, 40)), k=10, top_m=32)
+    assert data.codes.scan is not None
+    data.codes.scan[:] = random.integers(256, size=data.codes.scan.shape, dtype=np.uint8)
+    queries, allowed = random.standard_normal((50, 40)), random.random(150) < 0.5
+    ids, _ = GraphIndex(data).search(queries, k=10, top_m=32)
     assert ((ids >= -1) & (ids < 150)).all()
+    ids, _ = GraphIndex(data).search(queries, k=30, top_m=32, allowed=allowed, min_allowed=32)
+    assert np.isin(ids, [-1, *np.flatnonzero(allowed)]).all()
 
 
 @pytest.mark.parametrize(("dim", "fastest"), [(100, 2), (256, 2), (257, 1), (384, 1)])

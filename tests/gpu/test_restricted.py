@@ -142,9 +142,52 @@ def test_passing_rows_far_from_the_query_are_found_although_the_walk_does_not_re
     vectors, index = near_and_far(dtype)
     allowed = np.arange(4100) >= 3000
     assert filtered_top_m(16, 1100, 4100, 64) == 60  # a walk at first
+    bits = bitmap(allowed, 4100)
     with compiled(backend, index, slots=4, max_top_m=64) as engine:
-        found, _ = engine.finish([engine.ask(vectors[0], bitmap(allowed, 4100), 1100, top_m=16)])
+        found, _ = engine.finish([engine.ask(vectors[0], bits, 1100, top_m=16)])
     assert recall(found, 3000 + exact_neighbors(vectors[3000:], vectors[:1], "l2", K)) > 0.85
+
+
+@pytest.mark.parametrize("neighbor_codes", [True, False])
+def test_a_filter_that_excludes_the_querys_neighbourhood_loses_no_recall(neighbor_codes: bool) -> None:
+    """A walk finds enough rows that pass, but not the nearest ones: it has to notice that few of those near it pass."""
+    random = np.random.default_rng(12)
+    vectors = clustered(random, 9000, 24, clusters=60)
+    index = GraphIndex.build(vectors, metric="l2", neighbor_codes=neighbor_codes)
+    centres = vectors[random.permutation(9000)[:60]]
+    label = exact_neighbors(centres, vectors, "l2", 1)[:, 0]
+    recalls, (backend,) = [], (one for one in BACKENDS if one.device == "cpu")
+    with compiled(backend, index, slots=1) as engine:
+        for query in vectors[::300] + np.float32(0.01):
+            near = exact_neighbors(centres, query[None], "l2", 60)[0]
+            order = np.concatenate([near[:4], random.permutation(near[4:])])
+            allowed = ~np.isin(label, order[: int(np.searchsorted(np.cumsum(np.bincount(label)[order]), 6000))])
+            own, bits = np.flatnonzero(allowed), bitmap(allowed, 9000)
+            found, _ = engine.finish([engine.ask(query, bits, len(own))])
+            recalls.append(recall(found, own[exact_neighbors(vectors[own], query[None], "l2", K)]))
+    assert min(recalls) >= 0.8
+    assert np.mean(recalls) > 0.98
+
+
+@pytest.mark.parametrize(("metric", "dtype"), [("l2", "float32"), ("cosine", "float16"), ("ip", "float32")])
+def test_a_scan_of_codes_finds_the_nearest_rows_that_pass(metric: Metric, dtype: Dtype) -> None:
+    """The filter excludes all rows near the query, so the walk finds none; many are as far away as the nearest."""
+    random = np.random.default_rng(13)
+    vectors, queries = clustered(random, 6000, 48), clustered(random, 10, 48)
+    index = GraphIndex.build(vectors, metric=metric, dtype=dtype, neighbor_codes=True)
+    order = exact_neighbors(vectors, queries, metric, 6000)
+    (backend,) = (one for one in BACKENDS if one.device == "cpu")
+    with compiled(backend, index, slots=10, max_top_m=64) as engine:
+        for excluded in (2000, 4000):
+            allowed = np.ones((10, 6000), bool)
+            np.put_along_axis(allowed, order[:, :excluded], values=False, axis=1)
+            bits = [bitmap(one, 6000) for one in allowed]
+            slots = [
+                engine.ask(query, own, 6000 - excluded, top_m=16) for query, own in zip(queries, bits, strict=True)
+            ]
+            found, extends = engine.finish(slots)
+            assert recall(found, order[:, excluded : excluded + K]) > 0.97
+            assert all(steps < (6000 - excluded) / SCAN_ROWS_PER_EXTEND + 64 for steps in extends.values())
 
 
 @ON_EVERY_BACKEND

@@ -142,7 +142,7 @@ def change(directory: Path, **values: object) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"version": 99}, "version 99; this program reads versions 2 to 4"),
+        ({"version": 99}, "version 99; this program reads versions 2 to 5"),
         ({"format": "other"}, "does not describe a trinity-index"),
         ({"size": 10**12}, "size is 1000000000000, outside 1..2147483647"),
         ({"dim": -1}, "dim is -1"),

@@ -3,8 +3,12 @@
 A graph search traverses all rows and returns the allowed ones. Its top_m is scaled up by the inverse selectivity of the
 filter, so that it holds as many allowed entries as an unfiltered search holds entries. It stops as soon as it does,
 which is early when the query's neighbours pass the filter more often than the average row. Scanning n rows costs about
-as much as expanding n / SCAN_ROWS_PER_ENTRY entries of top_m (measured in docs/benchmarks.md). If a graph search finds
-fewer allowed rows than it should, the slot falls back to the scan.
+as much as expanding n / SCAN_ROWS_PER_ENTRY entries of top_m (measured in docs/benchmarks.md).
+
+A filter may exclude the query's neighbourhood. Then the list fills with rows that do not pass, and the few that do are
+not the nearest ones: the walk has to leave the neighbourhood, which best-first search does not. It shows in the share
+of the walked rows that pass, which is below the filter's. The slot falls back to a scan then (`found_too_few`): of
+codes (`gpu.cpu.extend.code_scan`) where that is faster than comparing the allowed rows.
 """
 
 import numpy as np
@@ -20,8 +24,14 @@ SCAN_ROWS_PER_ENTRY_BATCHED = 16
 """The same for a batch of queries with one filter, which share the rows that they read."""
 MIN_BATCH = 16  # queries, from which SCAN_ROWS_PER_ENTRY_BATCHED applies
 SCAN_ROWS_PER_EXTEND = 128  # rows that one slot scans in an extend
+SCAN_CODES_PER_ROW = 16  # rows whose codes are read in the time that comparing one row takes
+WALK, COMPARE, ESTIMATE, VERIFY = range(4)  # the column SCANNING: no scan, one of rows, the two passes of one of codes
+PREFETCHED_BYTES = 2048  # before the row that is prefetched next
 _LONGEST = 2  # times the longest list: beyond that, a graph search with the longest list would find too few rows
 _DUPLICATES = 2
+SIGMAS_COMPARE, SIGMAS_CODES = 4.0, 1.75
+"""Standard deviations by which the share of walked rows that pass is below the filter's if a search falls back to a
+scan, of rows or of codes: chance makes that of few searches, so that their scans take little time on average."""
 _EMPTY = np.uint32(0xFFFFFFFF)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
@@ -46,7 +56,7 @@ def set_filter(batch, slot, allowed, allowed_count, bits, length):  # type: igno
     line = batch.slots[slot]
     line[at.ALLOWED], line[at.ALLOWED_COUNT] = allowed, allowed_count
     if length == 0:
-        line[at.SCANNING] = 1
+        line[at.SCANNING] = COMPARE
         return
     line[at.MIN_ALLOWED], line[at.TOP_M] = line[at.TOP_M], length
     if bits > line[at.VISITED_BITS]:
@@ -56,9 +66,10 @@ def set_filter(batch, slot, allowed, allowed_count, bits, length):  # type: igno
 
 @compiled
 def count_parent(batch, slot, node):  # type: ignore[no-untyped-def]
-    """Count a parent that passes the slot's filter."""
+    """Count a parent of a filtered search, and whether it passes the filter."""
     line = batch.slots[slot]
     if line[at.MIN_ALLOWED] != 0:
+        line[at.WALKED_PARENTS] += 1
         line[at.ALLOWED_PARENTS] += may_be_result(line[at.ALLOWED], node)
 
 
@@ -78,12 +89,30 @@ def has_min_allowed(batch, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def found_too_few(line, found, walked, passing, size, sigmas):  # type: ignore[no-untyped-def]
+    """Return whether a graph search that ended with `found` allowed rows is to be replaced by a scan.
+
+    That is if there are more to return, or if only `passing` of the `walked` rows passed, `sigmas` standard deviations
+    below what a filter without correlation lets pass.
+    """
+    if found < min(line[at.K], line[at.ALLOWED_COUNT]):
+        return True
+    share = line[at.ALLOWED_COUNT] / size
+    expected = walked * share
+    missing = expected - passing
+    return missing > 0 and missing * missing > sigmas * sigmas * expected * (1 - share)
+
+
+@compiled
 def fall_back_to_scan(batch, slot, found):  # type: ignore[no-untyped-def]
     """Switch a finished graph search to a scan if it has found too few rows. Returns whether it did."""
     line = batch.slots[slot]
-    if line[at.ALLOWED_COUNT] == 0 or found >= min(line[at.K], line[at.ALLOWED_COUNT]):
+    collection = batch.collections[line[at.COLLECTION]]
+    coded = collection[at.SCAN] != 0
+    sigmas, size = SIGMAS_CODES if coded else SIGMAS_COMPARE, collection[at.SIZE]
+    if not found_too_few(line, found, line[at.WALKED_PARENTS], line[at.ALLOWED_PARENTS], size, sigmas):
         return False
-    line[at.SCANNING] = 1
+    line[at.SCANNING] = ESTIMATE if coded and SCAN_CODES_PER_ROW * line[at.ALLOWED_COUNT] > size else COMPARE
     line[at.CURSOR] = line[at.FILLED] = line[at.SCORED] = 0
     return True
 
@@ -115,17 +144,19 @@ def scan_rows(batch, slot):  # type: ignore[no-untyped-def]
         kind = at.F32_DOT if kind & 1 else at.F32_L2
         query = np.uint64(line[at.QUERY] + collection[at.QUERY_FULL])
     allowed, size, k, filled = line[at.ALLOWED], collection[at.SIZE], line[at.K], line[count]
-    row = next_allowed_row(allowed, line[at.CURSOR], size)
+    row = ahead = next_allowed_row(allowed, line[at.CURSOR], size)
+    for _ in range(PREFETCHED_BYTES // row_bytes):
+        ahead = next_allowed_row(allowed, ahead + 1, size)
     left = SCAN_ROWS_PER_EXTEND
     while row < size and left > 0:
-        next_row = next_allowed_row(allowed, row + 1, size)
-        if next_row < size:
+        ahead = next_allowed_row(allowed, ahead + 1, size)
+        if ahead < size:
             for offset in range(0, row_bytes, 64):
-                prefetch(np.uint64(rows + next_row * row_bytes + offset))
+                prefetch(np.uint64(rows + ahead * row_bytes + offset))
         distance = row_distance(kind, np.uint64(rows + row * row_bytes), query, lanes, np.float32(1))
         if insert(keys, slot, filled, k, key_of(distance, row)) >= 0:
             filled = min(filled + 1, k)
-        row = next_row
+        row = next_allowed_row(allowed, row + 1, size)
         left -= 1
     line[at.CURSOR], line[count] = row, filled
     return row >= size

@@ -122,14 +122,21 @@ def start_search(handle, slot):  # type: ignore[no-untyped-def]
         batch.keys[slot, 0] = key_of(np.float32(0), slots[slot, at.START])
         slots[slot, at.FILLED] = 1
         return True
-    full = np.uint64(slots[slot, at.QUERY] + collections[collection, at.QUERY_FULL])
-    encoding = batch.encodings[collection]
-    lanes = padded_lanes(encoding[at.DIM])
-    l2 = (collections[collection, at.KIND] & 1) == 0
-    centre = np.uint64(encoding[at.CENTRE])
-    base = l2_f32(centre, full, lanes) if l2 else -dot_f32(centre, full, lanes)
+    base = centre_distance(batch, slot)
     seeds, count = collections[collection, at.SEEDS], collections[collection, at.SEED_COUNT]
     return merge_neighbors(handle, slot, base, collections[collection, at.ENTRY], seeds, count)
+
+
+@compiled
+def centre_distance(batch, slot):  # type: ignore[no-untyped-def]
+    """Return the distance between a slot's query and the centre of its collection."""
+    collection = batch.slots[slot, at.COLLECTION]
+    full = np.uint64(batch.slots[slot, at.QUERY] + batch.collections[collection, at.QUERY_FULL])
+    encoding = batch.encodings[collection]
+    lanes = padded_lanes(encoding[at.DIM])
+    centre = np.uint64(encoding[at.CENTRE])
+    l2 = (batch.collections[collection, at.KIND] & 1) == 0
+    return l2_f32(centre, full, lanes) if l2 else -dot_f32(centre, full, lanes)
 
 
 @compiled

@@ -14,7 +14,8 @@ import numpy as np
 
 from gpu.compiled import compiled
 from gpu.cpu import tables as at
-from gpu.cpu.extend.filtered import count_parent, extend_scan, fall_back_to_scan, has_min_allowed
+from gpu.cpu.extend.code_scan import extend_code_scan
+from gpu.cpu.extend.filtered import COMPARE, WALK, count_parent, extend_scan, fall_back_to_scan, has_min_allowed
 from gpu.cpu.extend.keys import distance_of, insert, key_of, node_of, row_distance
 from gpu.cpu.extend.rabitq import extend_rabitq
 from gpu.cpu.extend.results import keep_allowed, rescore
@@ -24,7 +25,7 @@ from gpu.cpu.tables import batch_at
 
 SEEDS_KEPT = 16
 _HASH = np.uint32(2654435761)
-_EXACT, _RABITQ, _SCAN = range(3)
+_EXACT, _RABITQ, _COMPARE, _CODES = range(4)
 
 
 @compiled
@@ -208,8 +209,10 @@ def extend(handle, active, finished):  # type: ignore[no-untyped-def]
             end += 1
         if method == _RABITQ:
             done += extend_rabitq(handle, active[begin:end], finished[done:])
-        elif method == _SCAN:
+        elif method == _COMPARE:
             done += extend_scan(batch, active[begin:end], finished[done:])
+        elif method == _CODES:
+            done += extend_code_scan(handle, active[begin:end], finished[done:])
         else:
             done += extend_exact(batch, active[begin:end], finished[done:])
         begin = end
@@ -219,8 +222,8 @@ def extend(handle, active, finished):  # type: ignore[no-untyped-def]
 @compiled
 def method_of(collections, slots, slot):  # type: ignore[no-untyped-def]
     """Return a slot's search method."""
-    if slots[slot, at.SCANNING]:
-        return _SCAN
+    if slots[slot, at.SCANNING] != WALK:
+        return _COMPARE if slots[slot, at.SCANNING] == COMPARE else _CODES
     return _RABITQ if collections[slots[slot, at.COLLECTION], at.BLOCKS] != 0 else _EXACT
 
 

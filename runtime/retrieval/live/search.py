@@ -80,11 +80,7 @@ def search_segment(
     longer = int(filtered.filtered_top_m(top_m, len(rows), index.size, MAX_TOP_M, scan_rows))
     if not longer:
         return index.exact(queries, k, rows)
-    ids, distances = index.search(queries, k, longer, search_width, threads=threads, allowed=allowed, min_allowed=top_m)
-    short = np.flatnonzero((ids >= 0).sum(axis=1) < min(k, len(rows)))
-    if len(short):  # the allowed rows are far from these queries
-        ids[short], distances[short] = index.exact(queries[short], k, rows)
-    return ids, distances
+    return index.search(queries, k, longer, search_width, threads=threads, allowed=allowed, min_allowed=top_m)
 
 
 def _mask(allowed: Bits, filter: Filter | None) -> Bits | None:
