@@ -186,7 +186,7 @@ def test_a_scan_of_codes_finds_the_nearest_rows_that_pass(metric: Metric, dtype:
                 engine.ask(query, own, 6000 - excluded, top_m=16) for query, own in zip(queries, bits, strict=True)
             ]
             found, extends = engine.finish(slots)
-            assert recall(found, order[:, excluded : excluded + K]) > 0.97
+            assert recall(found, order[:, excluded : excluded + K]) > 0.95
             assert all(steps < (6000 - excluded) / SCAN_ROWS_PER_EXTEND + 64 for steps in extends.values())
 
 

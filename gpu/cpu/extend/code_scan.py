@@ -22,7 +22,7 @@ from gpu.cpu.tables import batch_at
 
 CODES_PER_EXTEND = 4096  # rows whose codes one slot reads in an extend
 LISTED = 512  # rows with the nearest estimates that are kept
-SIGMAS = 2.0  # standard deviations of an estimate's error that are allowed for
+SIGMAS = 3.0  # standard deviations of an estimate's error that are allowed for
 _SAMPLE = 32  # scored rows from which the error is known
 _AHEAD = 4  # rows that are prefetched
 _INFINITY = np.float32(np.inf)
