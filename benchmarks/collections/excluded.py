@@ -13,17 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.collections.switch import TOP_M, K, answer
+from benchmarks.collections.switch import K, answer
 from benchmarks.common.data import Array, nearest
 from benchmarks.common.report import table
 from gpu import CpuEngine, GraphIndex
 from gpu.index.data import bitmap
+from runtime.node.config import PoolSection
 
 CLUSTERS = 64
 LEFT = 1 / 3
 NEAR = (1, 4, 16, 64)
 """Nearest clusters that are excluded first."""
 RECALL, LIMIT_MS = 0.99, 3.0
+TOP_M, WIDTH = PoolSection().top_m, PoolSection().search_width
 _SAMPLE, _ROUNDS = 8192, 8
 Passing = Callable[[Array], Array]
 """Which rows pass the filter of a query, float32 [d]: bool [N]."""
@@ -91,7 +93,7 @@ def built(base: Array, metric: str, seed: int, home: Path | None) -> GraphIndex:
 def excluded(base: Array, queries: Array, metric: str, seed: int, home: Path | None = None) -> list[dict[str, Any]]:
     """Measure recall@10, the worst query's, and milliseconds a query, of each of `filters`."""
     index, random = built(base, metric, seed, home), np.random.default_rng(seed)
-    engine = CpuEngine({"all": index}, slots=8, max_k=K, max_search_width=1)
+    engine = CpuEngine({"all": index}, slots=8, max_k=K)
     backend = engine.backend()
     words = np.array([*backend[:4], backend.set_filter, backend.handle], np.int64)
     report, ids, distances = np.zeros(18, np.int64), np.zeros(K, np.int64), np.zeros(K, np.float32)
@@ -103,9 +105,9 @@ def excluded(base: Array, queries: Array, metric: str, seed: int, home: Path | N
             shown = passing(query)
             bits, own = bitmap(shown, len(base))[None], np.flatnonzero(shown)
             if number == 0:
-                answer(words, query[None], bits, len(own), TOP_M, 1, report, ids, distances)  # compiles
+                answer(words, query[None], bits, len(own), TOP_M, WIDTH, 1, report, ids, distances)  # compiles
             begin = time.perf_counter()
-            answer(words, query[None], bits, len(own), TOP_M, 1, report, ids, distances)
+            answer(words, query[None], bits, len(own), TOP_M, WIDTH, 1, report, ids, distances)
             took_ms.append((time.perf_counter() - begin) * 1e3)
             truth = own[np.argpartition((norms - 2 * (base @ query))[own], K)[:K]]
             recalls.append(len(set(ids.tolist()) & set(truth.tolist())) / K)
@@ -127,5 +129,6 @@ def report_excluded(sets: dict[str, Any]) -> str:
             rows.append([f"{name}, {one['rows']:,} rows", found["filter"], *figures, "yes" if reached else "no"])
     machines = "; ".join(dict.fromkeys(f"{one['processor']}, {one['load']}" for one in sets.values()))
     head = ["", "excluded first", "recall@10", "worst query", "p50 ms", "p99 ms", f"≥ {RECALL}, ≤ {LIMIT_MS:.0f} ms"]
-    first = f"A third of the rows passes unless the name says otherwise; top_m {TOP_M}, one query at a time; {machines}"
+    shipped = f"top_m {TOP_M}, search_width {WIDTH}, one query at a time"
+    first = f"A third of the rows passes unless the name says otherwise; {shipped}; {machines}"
     return "\n".join([first, "", *table(head, rows)])

@@ -27,8 +27,9 @@ _FILTERS = 16  # bitmaps, so that no query has the rows of the previous one in a
 
 @compiled
 def answer(
-    engine: Any, queries: Any, masks: Any, passing: int, top_m: int, active: int, report: Any, ids: Any, distances: Any
-) -> Any:
+    engine: Any, queries: Any, masks: Any, passing: int, top_m: int, width: int, active: int, report: Any, ids: Any,
+    distances: Any,
+) -> Any:  # fmt: skip
     """Run all queries, `active` at a time; return how many rows were found, or a negative number on failure."""
     admit, extend, read_result, change, set_filter, handle = (
         engine[0],
@@ -42,7 +43,7 @@ def answer(
     while sent < len(queries) or running:
         while running < active and sent < len(queries):
             vector = queries.ctypes.data + sent * queries.strides[0]
-            slot = call(admit, (handle, vector, 0, K, top_m, 1, 0))
+            slot = call(admit, (handle, vector, 0, K, top_m, width, 0))
             if slot < 0:
                 return -1
             call(set_filter, (handle, slot, masks.ctypes.data + (sent % len(masks)) * masks.strides[0], passing))
@@ -82,7 +83,7 @@ def switched(base: Array, queries: Array, metric: str, seed: int) -> list[dict[s
                 # A count of one passing row makes the engine compare; a count of all makes it walk with the list as is.
                 for name, top_m, count in (("compare", TOP_M, 1), ("walk", longer, len(base))):
                     begin = time.process_time()
-                    if answer(words, queries, masks, count, top_m, active, report, ids, distances) < 0:
+                    if answer(words, queries, masks, count, top_m, 1, active, report, ids, distances) < 0:
                         raise RuntimeError("the engine has failed")
                     times_us[name].append((time.process_time() - begin) / len(queries) * 1e6)
             # The first round compiles and warms up.
