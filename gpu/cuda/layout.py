@@ -106,10 +106,10 @@ COLLECTION = np.dtype(
         ("dim", np.uint32),
         ("code_lanes", np.uint32),
         ("normalised", np.uint32),
-        ("unused", np.uint32),
+        ("unused", np.uint32, 9),
     ]
 )
-"""A collection, 96 bytes: rows and full [size, chunks], graph uint32 [size, degree], seeds uint32, centre float32."""
+"""A collection, 128 bytes: rows and full [size, chunks], graph uint32 [size, degree], seeds uint32, centre float32."""
 
 SLOT = np.dtype(
     [

@@ -16,6 +16,7 @@ from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import Counter, Gauge
 from runtime.node.placement.layout import lay_out
 from runtime.node.worker import Worker
+from runtime.serving.decode.handover_queue import SLICE_NS, WAITING_SHARE
 from runtime.serving.decode.process import DecodeWorker
 from runtime.serving.kv.transport import Transport
 from runtime.serving.messages import (
@@ -37,7 +38,7 @@ _WAIT_MS = 20_000  # timeout for messages that have been sent
 
 class SteppedWorkers:
     """`decodes` decode workers and one prefill worker of a model, configured by TOML sections. `transport` overrides
-    the default of their devices."""
+    the default of their devices, `slice_ns` and `waiting_share` those of decode workers."""
 
     def __init__(
         self,
@@ -48,9 +49,11 @@ class SteppedWorkers:
         decodes: int = 1,
         transport: Transport | None = None,
         weights: str = "auto",
+        slice_ns: int = SLICE_NS,
+        waiting_share: float = WAITING_SHARE,
         **sections: Any,
     ) -> None:
-        self._transport = transport
+        self._transport, self._slice_ns, self._waiting_share = transport, slice_ns, waiting_share
         sizes = {"context_tokens": context, "kv_block_tokens": block}
         raw = {"model": {"name": str(model), "weights": weights, **sizes}, **sections}
         raw.setdefault("kv", {"host_mib": 0})  # isolates tests from each other
@@ -76,7 +79,7 @@ class SteppedWorkers:
         return self.tables[name].value(metric)
 
     def start_decode(self, name: str) -> None:
-        self.decodes[name] = DecodeWorker(self._worker(name), self._transport, idle_ms=0)
+        self.decodes[name] = DecodeWorker(self._worker(name), self._transport, 0, self._slice_ns, self._waiting_share)
 
     def submit(
         self,

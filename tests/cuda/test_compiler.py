@@ -184,7 +184,7 @@ def test_a_padded_record_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_records_written_by_both_sides_are_whole_cache_lines() -> None:
     for record in (layout.COLLECTION, layout.SLOT, layout.RESULT, layout.PROGRESS):
-        assert record.itemsize == 64
+        assert record.itemsize % 64 == 0
 
 
 def test_the_versions_named_in_an_error_are_those_that_ci_compiles_with() -> None:

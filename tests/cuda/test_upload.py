@@ -25,7 +25,7 @@ def test_every_array_of_an_index_is_uploaded_unchanged(index: GraphIndex, monkey
     monkeypatch.setattr(upload, "CHUNK_BYTES", 1000)
     driver = RecordingDriver()
     arrays = device_arrays(index.data)
-    assert set(arrays) == {"rows", "graph", "seeds", "full"}
+    assert set(arrays) == {"rows", "graph", "seeds", "full", "centre"}
     uploaded = DeviceArrays(driver, arrays)
     for name, array in arrays.items():
         assert uploaded.address[name] % 256 == 0

@@ -119,9 +119,8 @@ def test_arm_prevents_sleeping_with_a_result_available(server: RingServer, clien
 
 
 def test_asyncio_can_sleep_on_the_servers_descriptor(server: RingServer, client: RingClient) -> None:
-    while not server.arm():
-        pass
-    assert not readable(server, 0)
+    while not server.arm() or readable(server, 0):  # the session's last message may arrive late
+        server.disarm()
     ask(client)
     assert readable(server, 60_000)
     server.disarm()

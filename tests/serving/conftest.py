@@ -13,13 +13,6 @@ from tests.ipc.fake_cuda import FakeCuda
 from tests.serving.workers import Start, Workers
 
 
-@pytest.fixture
-def tight_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode workers pull short slices, and accept prompts until most of their blocks wait."""
-    monkeypatch.setattr("runtime.serving.decode.process.SLICE_NS", 10_000)
-    monkeypatch.setattr("runtime.serving.decode.process.WAITING_SHARE", 0.7)
-
-
 @pytest.fixture(scope="session")
 def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a tiny random Llama."""

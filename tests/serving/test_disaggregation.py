@@ -94,7 +94,6 @@ def test_a_node_can_compute_all_or_no_prompts_in_decode() -> None:
 # ---- the workers
 
 
-@pytest.mark.usefixtures("tight_decode")
 @pytest.mark.parametrize("disaggregate", ["auto", "never"])
 @pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
 @pytest.mark.parametrize("host_mib", [0, 64])
@@ -108,6 +107,8 @@ def test_answers_equal_generate_wherever_prompts_are_computed_and_under_preempti
         prefill={"slots": 3, "chunk_tokens": 48, "kv_blocks": 60},
         decode={"slots": 6, "kv_blocks": 44, "chunk_tokens": 32},
         handover={"order": order, "disaggregate": disaggregate},
+        slice_ns=1_000,
+        waiting_share=0.7,
         slo={"tpot_s": 60.0},
     )
     prompts = [*([number] * 100 for number in range(1, 4)), *drawn(20, 120)]  # 3 * 140 tokens: more than 44 blocks

@@ -41,7 +41,6 @@ def answers(workers: Workers, prompts: list[list[int]], max_tokens: int) -> list
     return [workers.outputs[f"r{number}"].tokens for number in range(len(prompts))]
 
 
-@pytest.mark.usefixtures("tight_decode")
 @pytest.mark.parametrize(
     ("start", "order", "host_mib"),
     [
@@ -60,6 +59,8 @@ def test_answers_equal_generate_when_blocks_run_out_and_rows_are_preempted(
         prefill={"slots": 3, "chunk_tokens": 48, "kv_blocks": 60},
         decode={"slots": 6, "kv_blocks": 44, "chunk_tokens": 32},
         handover={"order": order},
+        slice_ns=1_000,
+        waiting_share=0.7,
     )
     random = np.random.default_rng(2)
     crowd = [random.integers(0, VOCABULARY, 100).tolist() for _ in range(3)]  # 3 * 140 tokens: more than 44 blocks
@@ -234,13 +235,12 @@ def test_the_first_and_the_last_piece_carry_timestamps(start: Start) -> None:
     assert len(output.stages) == 2
 
 
-@pytest.mark.usefixtures("tight_decode")
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 4, 6, 9])
 @pytest.mark.parametrize(
     "handover", [{"order": "prefill_first"}, {"order": "decode_first"}, {"disaggregate": "never"}], ids=str
 )
 def test_a_cancelled_request_releases_all_resources(start: Start, handover: dict[str, Any], rounds: int) -> None:
-    workers = start(prefill={"chunk_tokens": 32}, decode={"chunk_tokens": 32}, handover=handover)
+    workers = start(prefill={"chunk_tokens": 32}, decode={"chunk_tokens": 32}, handover=handover, slice_ns=1_000)
     workers.submit("stays", [1, 2, 3], 60)
     for number in range(3):
         workers.submit(f"r{number}", list(range(3, 150)), 200)
@@ -276,10 +276,9 @@ def test_a_max_tokens_of_one_gives_one_token(start: Start, reference: Reference)
 
 
 def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_continues(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start,
 ) -> None:
-    monkeypatch.setattr("runtime.serving.decode.process.SLICE_NS", 1)
-    workers = start()
+    workers = start(slice_ns=1)
     workers.submit("short", [1, 2, 3], 200)
     while not workers.outputs["short"].tokens:
         workers.round()
@@ -410,14 +409,12 @@ def test_a_probe_outstanding_at_its_workers_death_is_retried_without_changing_a_
     workers.assert_nothing_held()
 
 
-@pytest.mark.usefixtures("tight_decode")
 @pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
 def test_two_hundred_ragged_prompts_equal_generate_through_all_paths_combined(
-    start: Start, reference: Reference, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, reference: Reference, order: str, tmp_path: Path
 ) -> None:
     """A hundred in each order: chunked prefill, shared prefixes, joins mid-decode, preempted rows, a small host
     tier, a lost worker."""
-    monkeypatch.setattr("runtime.serving.decode.process.WAITING_SHARE", 0.9)
     random = np.random.default_rng(6)
     workers = start(
         decodes=2,
@@ -427,6 +424,8 @@ def test_two_hundred_ragged_prompts_equal_generate_through_all_paths_combined(
         node={"run_dir": str(tmp_path)},
         kv={"host_mib": 1},
         handover={"order": order},
+        slice_ns=10_000,
+        waiting_share=0.9,
     )
     prompts = ragged(100, seed=5)
     for number, size in zip((0, 2, 4, 6), (130, 130, 40, 10), strict=True):  # these are preempted for the former

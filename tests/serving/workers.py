@@ -35,7 +35,7 @@ class FakePool:
 
     def submit(
         self, text: str, collection: str, k: int, stage: str, deadline_ns: int, build: str = "", filter: bytes = b"",
-        hybrid: float = 0.0,
+        hybrid: float = 0.0, flow: int = 0,
     ) -> int:  # fmt: skip
         self.request_count += 1
         place = crc32(text.encode()) if self._by_text else (self.request_count - 1) * k

@@ -38,12 +38,19 @@ if TYPE_CHECKING:
 class DecodeWorker:
     """Runs the requests of one decode worker: offers → rows."""
 
-    def __init__(self, worker: Worker, transport: Transport | None = None, idle_ms: int = 100) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        transport: Transport | None = None,
+        idle_ms: int = 100,
+        slice_ns: int = SLICE_NS,
+        waiting_share: float = WAITING_SHARE,
+    ) -> None:
         """`transport`: by default the one for the worker's device. `idle_ms`: the longest sleep, between heartbeats."""
         self._idle_ms = idle_ms
         config, model = worker.plan.config, worker.plan.config.own_model
         assert model is not None
-        self._worker, self._limits, self._slice_ns = worker, config.decode, SLICE_NS
+        self._worker, self._limits, self._slice_ns = worker, config.decode, slice_ns
         blocks, block_tokens = config.decode.blocks(model), model.kv_block_tokens
         transport = transport or transport_for(worker.placement.device)
         loading = run_in_background(lambda: CollectionRegistry.warm(worker.plan, threads=config.decode.threads))
@@ -75,7 +82,7 @@ class DecodeWorker:
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._tiers = Tiers.of_plan(worker.plan, self._blocks, kv)
         self.handovers = HandoverQueue(
-            self._sink, self._blocks, kv, self._tiers, self._model.identity, waiting_share=WAITING_SHARE
+            self._sink, self._blocks, kv, self._tiers, self._model.identity, waiting_share=waiting_share
         )
         self._batch = Batch(config.decode.slots, self._blocks, self._tiers, self.handovers)
         self.probes = Probes(
