@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -33,16 +33,24 @@ _ATTRIBUTE_POLL_S = 0.01
 _DOCUMENT_THREADS = 4
 
 
+class _Embedding(NamedTuple):
+    """The threads of embedders, and whose turn it is there."""
+
+    threads: ThreadPoolExecutor
+    turns: FairGate
+
+
 class AsyncRetriever:
     """Retrieval for the tasks of one event loop. Embedding, keyword search and reading documents run on threads.
 
-    Keyword searches take turns by API key (`PassageQuery.flow`), as filters that are new to the pools do there.
+    Embeddings and keyword searches take turns by API key (`PassageQuery.flow`), as filters that are new to the pools do
+    there.
     """
 
     def __init__(self, registry: CollectionRegistry, client: SearchClient) -> None:
         self.registry = registry
         self.client = AsyncSearchClient(client)
-        self._embedding: dict[str, ThreadPoolExecutor] = {}
+        self._embedding: dict[str, _Embedding] = {}
         self._keywords = ThreadPoolExecutor(1, thread_name_prefix="keywords")
         self._documents = ThreadPoolExecutor(_DOCUMENT_THREADS, thread_name_prefix="documents")
         self._keyword_turns = FairGate(1)
@@ -71,7 +79,7 @@ class AsyncRetriever:
                 if request.query is None:
                     vector = np.asarray(request.vector, dtype=np.float32)
                 else:
-                    embedder, vector = await self._embed_query(request.collection, request.query)
+                    embedder, vector = await self._embed_query(request.collection, request.query, request.flow)
                 if not embedded:
                     on_embedded()
                     embedded = True
@@ -127,18 +135,20 @@ class AsyncRetriever:
             await self._read(opening.join)
             self.registry.follow(collection, self.client.identities(collection))
 
-    async def _embed_query(self, collection: str, text: str) -> tuple[str, Vectors]:
+    async def _embed_query(self, collection: str, text: str, flow: int) -> tuple[str, Vectors]:
         """Embed a text with the embedder of the build that is served now; return its name and the vector [dim]."""
         embedder = self.registry.embedder(collection)
-        loop = asyncio.get_running_loop()
-        return embedder.name, (await loop.run_in_executor(self._executor(embedder), embedder.embed, [text]))[0]
+        return embedder.name, (await self._embed(embedder, flow, partial(embedder.embed, [text])))[0]
 
-    def _executor(self, embedder: Embedder) -> ThreadPoolExecutor:
-        """Return the embedder's threads, shared as in `EmbeddingThreads`: one for all that compute in this process."""
+    async def _embed(self, embedder: Embedder, flow: int, embed: Callable[[], T]) -> T:
+        """Embed on the embedder's threads, as in `EmbeddingThreads`: one for all that compute in this process."""
         name = embedder.name if embedder.max_concurrency > 1 else ""
         if name not in self._embedding:
-            self._embedding[name] = ThreadPoolExecutor(embedder.max_concurrency, thread_name_prefix="embed")
-        return self._embedding[name]
+            threads = ThreadPoolExecutor(embedder.max_concurrency, thread_name_prefix="embed")
+            self._embedding[name] = _Embedding(threads, FairGate(embedder.max_concurrency))
+        found = self._embedding[name]
+        async with found.turns.place(flow):
+            return await asyncio.get_running_loop().run_in_executor(found.threads, embed)
 
     # ---- collections and embedders
 
@@ -150,13 +160,13 @@ class AsyncRetriever:
         """Return the collections' embedders, by the names that requests use."""
         return self.registry.embedders()
 
-    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
+    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind, flow: int) -> tuple[Vectors, int]:
         """Return the texts' vectors [n, dim] and their number of tokens; shares threads with searches."""
 
         def run() -> tuple[Vectors, int]:
             return embedder.embed(texts, kind), sum(map(embedder.count_tokens, texts))
 
-        return await asyncio.get_running_loop().run_in_executor(self._executor(embedder), run)
+        return await self._embed(embedder, flow, run)
 
     def unavailable(self) -> dict[str, str]:
         """Return the collections that cannot be searched, with reasons."""
@@ -167,5 +177,6 @@ class AsyncRetriever:
         try:
             await self.client.run()
         finally:
-            for threads in (self._keywords, self._documents, *self._embedding.values()):
+            embedding = [found.threads for found in self._embedding.values()]
+            for threads in (self._keywords, self._documents, *embedding):
                 threads.shutdown(wait=False, cancel_futures=True)

@@ -27,7 +27,7 @@ HASHING = HashingEmbedder(DIM)
 
 
 class Embeds:
-    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
+    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind, flow: int) -> tuple[Vectors, int]:
         assert kind == "passage"
         return embedder.embed(texts, kind), 0
 

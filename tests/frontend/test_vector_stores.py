@@ -50,7 +50,7 @@ class Stand:
     def embedders(self) -> dict[str, Embedder]:
         return {"hashing-64": HASHING}
 
-    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
+    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind, flow: int) -> tuple[Vectors, int]:
         self.kinds.append(kind)
         if self.error is not None:
             raise self.error

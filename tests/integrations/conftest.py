@@ -59,7 +59,7 @@ class Notes:
     def embedders(self) -> dict[str, Embedder]:
         return {}
 
-    async def embed(self, embedder: Embedder, texts: Any, kind: TextKind) -> tuple[Vectors, int]:
+    async def embed(self, embedder: Embedder, texts: Any, kind: TextKind, flow: int) -> tuple[Vectors, int]:
         return embedder.embed(texts, kind), 0
 
     def missing(self) -> list[str]:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document, DocumentStore
 from runtime.retrieval.collections.keyword_search import KeywordSearch
+from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind
 from runtime.retrieval.open_build import OpenBuild, open_build
 from runtime.retrieval.retriever import RetrievalResult, Retriever
 from runtime.retrieval.search.client import SearchClient
@@ -216,5 +217,34 @@ def test_keys_take_turns_with_keyword_searches(search: AsyncRetriever, monkeypat
         released.set()
         await asyncio.gather(*storm, other)
         assert order.index("other n7") <= 2
+
+    run(search, body)
+
+
+def test_keys_take_turns_with_embeddings_of_queries_documents_and_texts(
+    search: AsyncRetriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, order, real = threading.Event(), list[str](), HashingEmbedder.embed
+
+    def embed(self: HashingEmbedder, texts: Sequence[str], kind: TextKind = "query") -> Any:
+        order.append(texts[0])
+        assert released.wait(60)
+        return real(self, texts, kind)
+
+    async def body() -> None:
+        await found(search)
+        (embedder,) = search.embedders().values()
+        monkeypatch.setattr(HashingEmbedder, "embed", embed)
+        asked: list[Awaitable[Any]] = [search.embed(embedder, [f"storm {n}"], "passage", 1) for n in range(5)]
+        asked += [found(search, 1, query=f"storm {n}") for n in range(5, 10)]
+        storm = [asyncio.ensure_future(one) for one in asked]
+        await until(lambda: bool(order))
+        asked = [found(search, 2, query="other query"), search.embed(embedder, ["other text"], "query", 3)]
+        waiting = [asyncio.ensure_future(one) for one in asked]
+        for _ in range(100):
+            await asyncio.sleep(0)
+        released.set()
+        await asyncio.gather(*storm, *waiting)
+        assert sorted(order[1:3]) == ["other query", "other text"]
 
     run(search, body)

@@ -47,7 +47,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-async def _embed(embedder: Any, texts: Any, kind: Any) -> Any:
+async def _embed(embedder: Any, texts: Any, kind: Any, flow: int) -> Any:
     return embedder.embed(texts, kind), 0
 
 

@@ -26,7 +26,7 @@ from runtime.errors import (
 )
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections.manifest import is_collection
-from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text
+from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text, in_turns
 from runtime.retrieval.fair_gate import FairGate, FairLimit
 from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.storage.manifest import is_live
@@ -37,11 +37,10 @@ MAX_CONCURRENT_WRITES = 32
 """Writes in progress; more are rejected with `Overloaded`, of one API key those beyond what is left."""
 _THREADS = 8  # concurrent writes share a log record and its sync
 _FLUSHES = -1  # the flow of all flushes
-_EMBED_BATCH = 16  # texts; the embedder serves search queries between two batches
 _T = TypeVar("_T")
 Observe = Callable[[float], None]
-Embed = Callable[[Embedder, Sequence[str], TextKind], Awaitable[tuple[Vectors, int]]]
-"""Returns the texts' vectors [n, dim], and their number of tokens."""
+Embed = Callable[[Embedder, Sequence[str], TextKind, int], Awaitable[tuple[Vectors, int]]]
+"""Returns the texts' vectors [n, dim], and their number of tokens, for a flow."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class WriterService:
         flow: int,
     ) -> _T:
         writer = await self._writer(name)
-        given = await self._with_vectors(name, documents)
+        given = await self._with_vectors(name, documents, flow)
         try:
             async with self._turns.place(flow):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, write, writer, given)
@@ -166,7 +165,9 @@ class WriterService:
             await asyncio.get_running_loop().run_in_executor(self._threads, writer.state.rows_passing, filter)
             await asyncio.sleep(time.monotonic() - begin)  # half of the time is left to searches in this process
 
-    async def _with_vectors(self, name: str, documents: Sequence[UpsertDocument]) -> Sequence[UpsertDocument]:
+    async def _with_vectors(
+        self, name: str, documents: Sequence[UpsertDocument], flow: int
+    ) -> Sequence[UpsertDocument]:
         missing = [number for number, document in enumerate(documents) if document.vector is None]
         if not missing:
             return documents
@@ -178,11 +179,10 @@ class WriterService:
                 "vector",
             ) from error
         given = list(documents)
-        for begin in range(0, len(missing), _EMBED_BATCH):
-            part = missing[begin : begin + _EMBED_BATCH]
-            texts = [embedding_text(given[number].title, given[number].text) for number in part]
-            vectors, _ = await self._embed(embedder, texts, "passage")
-            for number, vector in zip(part, vectors, strict=True):
+        texts = [embedding_text(given[number].title, given[number].text) for number in missing]
+        for part in in_turns(texts):
+            vectors, _ = await self._embed(embedder, texts[part], "passage", flow)
+            for number, vector in zip(missing[part], vectors, strict=True):
                 given[number] = msgspec.structs.replace(given[number], vector=vector)
         return given
 

@@ -52,5 +52,5 @@ class CollectionRouter:
     def embedders(self) -> Mapping[str, Embedder]:
         return self._local.embedders()
 
-    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
-        return await self._local.embed(embedder, texts, kind)
+    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind, flow: int) -> tuple[Vectors, int]:
+        return await self._local.embed(embedder, texts, kind, flow)

@@ -73,7 +73,7 @@ class NoCollections:
     def embedders(self) -> Mapping[str, Embedder]:
         return {}
 
-    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
+    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind, flow: int) -> tuple[Vectors, int]:
         raise UnknownModel("this node has no collections, and no embedder", "model")
 
 
@@ -170,8 +170,10 @@ class CollectionCatalogue(Protocol):
     def embedders(self) -> Mapping[str, Embedder]:
         """Return the embedders by the names that requests use."""
 
-    def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> Awaitable[tuple[Vectors, int]]:
-        """Return the texts' vectors and their number of tokens. Raises TrinityError."""
+    def embed(
+        self, embedder: Embedder, texts: Sequence[str], kind: TextKind, flow: int
+    ) -> Awaitable[tuple[Vectors, int]]:
+        """Return the texts' vectors and their number of tokens, in turns with other flows. Raises TrinityError."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import DeadlineExceeded, InvalidRequest, UnknownModel
-from runtime.retrieval.embedding.embedder import Embedder, Vectors
+from runtime.retrieval.embedding.embedder import Embedder, Vectors, in_turns
 from runtime.retrieval.fair_gate import FairLimit
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.api_types import MAX_TOKENS, StrictModel, field_error, parse
@@ -21,7 +21,6 @@ from runtime.serving.http.responses import Json, json_response
 from runtime.serving.http.service import CollectionCatalogue
 
 MAX_INPUTS = 2048
-_BATCH = 16  # texts embedded at a time; queries of searches are embedded between batches
 
 
 def _validate_input(value: object) -> object:
@@ -88,11 +87,11 @@ class EmbeddingsRoute:
 
     async def _embed_batches(self, http: Request, embedder: Embedder, body: EmbeddingsBody) -> tuple[Vectors, int]:
         parts, tokens = [], 0
-        for begin in range(0, len(body.input), _BATCH):
+        for part in in_turns(body.input):
             if await http.is_disconnected():
                 raise ClientDisconnected("the client closed the connection while its texts were embedded")
-            batch = body.input[begin : begin + _BATCH]
-            vectors, counted = await self._source.embed(embedder, batch, body.input_type)
+            flow = access_of(http).flow
+            vectors, counted = await self._source.embed(embedder, body.input[part], body.input_type, flow)
             parts.append(vectors)
             tokens += counted
         return np.concatenate(parts), tokens
