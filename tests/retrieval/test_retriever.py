@@ -14,8 +14,9 @@ import zmq
 from runtime.errors import DeadlineExceeded, InvalidFilter, InvalidRequest, ModelError, Overloaded
 from runtime.node.config import PoolSection
 from runtime.retrieval.embedding.embedder import TextKind
+from runtime.retrieval.embedding_threads import EmbeddingResult, EmbeddingThreads
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.retriever import EmbeddingResult, EmbeddingThreads, RetrievalResult, Retriever
+from runtime.retrieval.retriever import RetrievalResult, Retriever
 from runtime.retrieval.search.query import Query, SearchResult
 
 SOON_S = 60.0
@@ -277,6 +278,21 @@ def test_queued_texts_are_bounded() -> None:
         assert select.select([thread], [], [], SOON_S)[0]
         found += thread.poll()
     assert [embedded.ticket for embedded in found] == [0, 1, 2]
+    thread.close()
+
+
+def test_texts_of_several_keys_are_embedded_in_turns() -> None:
+    embedder, thread = Embedder(), EmbeddingThreads()
+    for ticket in range(5):
+        thread.submit(ticket, embedder, "storm", flow=1)
+    assert embedder.began.wait(SOON_S)
+    thread.submit(5, embedder, "other", flow=2)
+    embedder.gate.set()
+    found: list[EmbeddingResult] = []
+    while len(found) < 6:
+        assert select.select([thread], [], [], SOON_S)[0]
+        found += thread.poll()
+    assert [embedded.ticket for embedded in found].index(5) == 1
     thread.close()
 
 
