@@ -3,21 +3,62 @@
 from collections.abc import Callable, Sequence
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from ipc.native.records import address_of, array_from, new_array
 from runtime.simulator.node import Simulation
+from runtime.simulator.stages import decode_core as core
 from runtime.simulator.stages import decode_tables as at
 from runtime.simulator.stages import step_batch as batch
+from runtime.simulator.stages.pool_tables import compiled
 from runtime.simulator.traces import Arrival
 from tests.simulator.nodes import config, setup
 
 STEP = 10
 _ROWS = 32
 Between = Callable[["BatchHarness", int, list[int], int], tuple[int, int, int]]
+
+
+@compiled
+def _join(address: int, row: int, steps: int) -> None:
+    s = at.state_at(address)
+    batch.join(s, s.workers[0], row, steps)
+
+
+@compiled
+def _remove(address: int, row: int) -> int:
+    s = at.state_at(address)
+    return batch.remove(s, s.workers[0], row)
+
+
+@compiled
+def _end_run(address: int, now: int) -> int:
+    return batch.end_run(at.state_at(address).workers[0], now)
+
+
+@compiled
+def _next_done(address: int) -> int:
+    s = at.state_at(address)
+    return batch.next_done(s, s.workers[0])
+
+
+@compiled
+def _begin_run(address: int, now: int, most: int, each_ns: int, extra_ns: int) -> None:
+    s = at.state_at(address)
+    batch.begin_run(s, s.workers[0], now, most, each_ns, extra_ns)
+
+
+@compiled
+def _plan(address: int, when_ns: int, kind: int, subject: int) -> None:
+    at.plan(at.state_at(address), when_ns, kind, subject, 0)
+
+
+@compiled
+def _pop(address: int) -> tuple[int, int, int]:
+    return at.pop(at.state_at(address))
 
 
 class BatchHarness:
@@ -27,51 +68,57 @@ class BatchHarness:
     def __init__(self, between: Between) -> None:
         self._between = between
         self.now = 0
+        self.clock = new_array(at.Clock, 1)
+        self.worker = at.Worker(idle=True, members=at.RowList(rows=new_array(int, _ROWS)))
         self.state = at.State(
-            clock=np.array([0, 1 << 62]),
-            words=np.zeros(at.WORDS, np.int64),
-            costs=np.zeros(7),
-            workers=np.zeros((1, at.WORKER_WORDS), np.int64),
-            extra_s=np.zeros(1),
-            lists=np.zeros((5, _ROWS), np.int64),
-            rows=np.full((_ROWS, at.ROW_WORDS), -1),
-            free=np.zeros(_ROWS, np.int64),
-            drawn=np.zeros((1, 1)),
-            events=np.zeros((256, at.EVENT_WORDS), np.int64),
+            clock=self.clock,
+            workers=array_from(at.Worker, address_of(self.worker)),
+            rows=new_array(at.Row, _ROWS),
+            events=new_array(at.Event, 256),
         )
-        self.state.workers[0, at.IDLE] = 1
+        self._address = address_of(self.state)
 
     def join(self, row: int, steps: int) -> None:
-        batch.join(self.state, 0, row, steps)
+        _join(self._address, row, steps)
+
+    def remove(self, row: int) -> int:
+        return _remove(self._address, row)
+
+    def plan(self, when_ns: int, kind: int, subject: int) -> None:
+        _plan(self._address, when_ns, kind, subject)
+
+    def pop(self) -> tuple[int, int, int]:
+        """Pop the next event: (kind, subject, probe)."""
+        return _pop(self._address)
 
     def run(self, others: Sequence[tuple[int, Callable[[], None]]] = ()) -> None:
         """Run the batch and the other planned events, which come first at equal times."""
         waiting = sorted(others, key=lambda other: other[0])
-        batch.interrupt(self.state, 0, 0)
-        while waiting or self.state.words[at.EVENTS]:
-            if waiting and not (self.state.words[at.EVENTS] and self.state.events[0, at.WHEN] < waiting[0][0]):
+        core.interrupt(self._address, 0, 0)
+        while waiting or self.state.event_count:
+            if waiting and not (self.state.event_count and self.state.events[0].when_ns < waiting[0][0]):
                 self.now, action = waiting.pop(0)
                 action()
                 continue
-            self.now = int(self.state.events[0, at.WHEN])
-            at.pop(self.state)
-            if self.state.workers[0, at.END] == self.now:
+            self.now = self.state.events[0].when_ns
+            self.pop()
+            if self.worker.end_ns == self.now:
                 self._run_ends()
 
     def interrupt(self) -> None:
-        batch.interrupt(self.state, 0, self.now)
+        core.interrupt(self._address, 0, self.now)
 
     def boundary_ns(self) -> int:
-        return int(batch.boundary_ns(self.state, 0, self.now))
+        return core.boundary_ns(self._address, 0, self.now)
 
     def _run_ends(self) -> None:
-        steps, done = batch.end_run(self.state, 0, self.now), []
-        while (row := batch.next_done(self.state, 0)) >= 0:
+        steps, done = _end_run(self._address, self.now), []
+        while (row := _next_done(self._address)) >= 0:
             done.append(row)
-        batch.begin_run(self.state, 0, self.now, *self._between(self, self.now, done, steps))
+        _begin_run(self._address, self.now, *self._between(self, self.now, done, steps))
 
     def __len__(self) -> int:
-        return int(self.state.workers[0, at.LISTS + at.MEMBERS])
+        return self.worker.members.count
 
 
 def ends_of(joins: list[tuple[int, int]], most: int) -> dict[int, int]:
@@ -148,7 +195,7 @@ def test_a_row_that_leaves_has_taken_all_steps_until_then() -> None:
             harness.join(0, 10)
             return 4, STEP, 0
         if len(harness):
-            taken.append(batch.remove(harness.state, 0, 0))
+            taken.append(harness.remove(0))
         return 1, STEP, 0
 
     harness = BatchHarness(between)
@@ -217,8 +264,8 @@ def test_the_current_steps_end_is_where_an_interrupt_ends_the_run(moment: int, b
 def test_events_are_ordered_by_time_and_then_by_insertion(
     moments: list[int],
 ) -> None:
-    state = BatchHarness(lambda *_: (1, 1, 0)).state
+    harness = BatchHarness(lambda *_: (1, 1, 0))
     for number, moment in enumerate(moments):
-        at.plan(state, moment, at.VECTOR, number, 0)
-    found = [int(at.pop(state)[1]) for _ in moments]
-    assert found == sorted(range(len(moments)), key=lambda number: moments[number])
+        harness.plan(moment, at.VECTOR, number)
+    popped = [harness.pop()[1] for _ in moments]
+    assert popped == sorted(range(len(moments)), key=lambda number: moments[number])

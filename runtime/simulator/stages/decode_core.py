@@ -5,387 +5,379 @@ so this needs no Python. `run` returns when Python is needed: for the answer to 
 a worker's steps if rows have ended, KV is being handed over, or KV blocks are counted (`decode`).
 """
 
-from typing import Any
-
-from ipc.native.records import record_at
 from runtime.pool.tables import NEVER_NS
 from runtime.simulator.stages import decode_tables as at
 from runtime.simulator.stages import pool_core as pool
 from runtime.simulator.stages import step_batch as batch
-from runtime.simulator.stages.pool_core import compiled
+from runtime.simulator.stages.decode_tables import Row, State, Worker, state_at
+from runtime.simulator.stages.pool_tables import State as PoolState
+from runtime.simulator.stages.pool_tables import compiled
+from runtime.simulator.stages.pool_tables import state_at as pool_state_at
 
 NO_EVENT, QUERY_ANSWERED, BETWEEN, OUT_OF_CAPACITY = range(4)  # reasons why `run` returns
 TIMED_OUT = len(pool.STATUSES)
-_share_at = record_at(pool.Share)
 
 
 @compiled
-def run(handle: Any, pools: int, until: int, until_planned: int) -> Any:
+def run(address: int, pools: int, until: int, until_planned: int) -> tuple[int, int, int, int]:
     """Process the events before the event at (`until`, `until_planned`), or until Python is needed.
 
     Return (reason, now, query and status | worker). `clock` then contains the time of the next event.
     """
-    s, p = at.state_at(handle), pool.state_at(pools)
-    slots = s.lists.shape[1]
+    s, p = state_at(address), pool_state_at(pools)
+    clock = s.clock[0]
     now = until
     while True:
         when, planned, ours = until, until_planned, False
-        if s.words[at.EVENTS]:
+        if s.event_count:
             first = s.events[0]
-            if first[at.WHEN] < when or (first[at.WHEN] == when and first[at.PLANNED] < planned):
-                when, planned, ours = first[at.WHEN], first[at.PLANNED], True
+            if first.when_ns < when or (first.when_ns == when and first.planned < planned):
+                when, planned, ours = first.when_ns, first.planned, True
         pools_next = pool.next_ns(p)
-        if not _has_capacity(s, p, slots):
-            s.clock[at.CLOCK_NEXT] = min(when, pools_next)
+        if not _has_capacity(s, p):
+            clock.next_ns = min(when, pools_next)
             return OUT_OF_CAPACITY, now, -1, 0
         if pools_next <= when and pools_next < NEVER_NS:
-            now, _, number, status = pool.run(pools, when)
-            if number >= 0:
-                row = p.queries[number].caller
+            now, _, query, status = pool.run(pools, when)
+            if query >= 0:
+                row = p.queries[query].caller
                 if row < 0:
-                    s.clock[at.CLOCK_NEXT] = now  # search for the next event again
-                    return QUERY_ANSWERED, now, number, status
+                    clock.next_ns = now  # search for the next event again
+                    return QUERY_ANSWERED, now, query, status
                 _reply(s, row, status, now)
         elif ours:
             now = when
-            kind, what, probe = at.pop(s)
+            kind, subject, probe = at.pop(s)
             if kind == at.RUN_ENDS:
-                if s.workers[what, at.END] == now and _between_runs(s, pools, what, now):
-                    s.clock[at.CLOCK_NEXT] = now
-                    return BETWEEN, now, what, 0
+                if s.workers[subject].end_ns == now and _between_runs(s, pools, s.workers[subject], now):
+                    clock.next_ns = now
+                    return BETWEEN, now, subject, 0
             elif kind == at.TIMEOUT:
-                _end_timeouts(s, pools, what, now)
-            elif s.rows[what, at.PROBE] == probe:
-                d = s.rows[what, at.WORKER]
-                _send(s, pools, what, batch.boundary_ns(s, d, now))
+                _end_timeouts(s, pools, s.workers[subject], now)
+            elif s.rows[subject].probe == probe:
+                _send(s, pools, subject, batch.boundary_ns(s.workers[s.rows[subject].worker], now))
         else:
-            first_ns = s.events[0, at.WHEN] if s.words[at.EVENTS] else NEVER_NS
-            s.clock[at.CLOCK_NEXT] = min(first_ns, pools_next)
+            first_ns = s.events[0].when_ns if s.event_count else NEVER_NS
+            clock.next_ns = min(first_ns, pools_next)
             return NO_EVENT, now, -1, 0
 
 
 @compiled
-def _has_capacity(s: Any, p: pool.State, slots: int) -> Any:
+def _has_capacity(s: State, p: PoolState) -> bool:
     """Return whether the arrays have capacity for the events, queries and random numbers of one event."""
-    if s.words[at.EVENTS] + slots + 2 * len(s.workers) + 8 > len(s.events):
+    if s.event_count + s.slots + 2 * s.worker_count + 8 > s.event_capacity:
         return False
-    if p.free_count <= slots or p.drawn_used == p.drawn_count:
+    if p.free_count <= s.slots or p.drawn_used == p.drawn_count:
         return False
-    drawn = 0
-    for d in range(len(s.workers)):
-        drawn = max(drawn, s.workers[d, at.DRAWN])
-    return drawn + slots <= s.drawn.shape[1]
+    used = 0
+    for d in range(s.worker_count):
+        used = max(used, s.workers[d].drawn_used)
+    return used + s.slots <= s.drawn_count
 
 
 # ---- between two runs
 
 
 @compiled
-def _between_runs(s: Any, pools: int, d: int, now: int) -> Any:
+def _between_runs(s: State, pools: int, worker: Worker, now: int) -> bool:
     """End a run: rows continue or end. Return whether Python must be called before the next run (`resume`)."""
-    worker = s.workers[d]
-    members = worker[at.LISTS + at.MEMBERS]
-    steps = batch.end_run(s, d, now)
-    worker[at.CONTEXT] += steps * members
-    worker[at.TOKENS] += steps * members
+    members = worker.members.count
+    steps = batch.end_run(worker, now)
+    worker.context += steps * members
+    worker.tokens += steps * members
     while True:
-        row = batch.next_done(s, d)
-        if row < 0:
+        number = batch.next_done(s, worker)
+        if number < 0:
             break
-        record_steps(s, d, row, s.rows[row, at.ROW_STEPS])
-        _advance_row(s, d, row, now)
-    if worker[at.LISTS + at.ANSWERED]:
-        _process_answers(s, d, now)
-    if worker[at.CALLBACK] or worker[at.LISTS + at.FINISHED]:
+        _record_steps(worker, s.rows[number], s.rows[number].steps)
+        _advance_row(s, worker, number, now)
+    if worker.answered.count:
+        _process_answers(s, worker, now)
+    if worker.callback or worker.finished.count:
         return True
-    _join_pending(s, d)
-    _begin_run(s, pools, d, now, s.words[at.MOST_STEPS])
+    _join_pending(s, worker)
+    _begin_run(s, pools, worker, now, s.most_steps)
     return False
 
 
 @compiled
-def record_steps(s: Any, d: int, row: int, steps: int) -> None:
+def _record_steps(worker: Worker, row: Row, steps: int) -> None:
     """Record the steps of a row that leaves the batch."""
-    one = s.rows[row]
-    one[at.GENERATED] += steps
-    one[at.ROW_CONTEXT] += steps
-    s.workers[d, at.CONTEXT] -= one[at.ROW_CONTEXT]
+    row.generated += steps
+    row.context += steps
+    worker.context -= row.context
 
 
 @compiled
-def _advance_row(s: Any, d: int, row: int, now: int) -> None:
+def _advance_row(s: State, worker: Worker, number: int, now: int) -> None:
     """Continue a row after a token: it ends, probes, or takes more steps."""
-    one, every = s.rows[row], s.words[at.PROBE_INTERVAL]
-    if one[at.EXPIRED] or one[at.GENERATED] >= one[at.OUTPUT]:
-        at.append(s, d, at.FINISHED, row)
-    elif s.words[at.PROBES_ENABLED] and every and one[at.GENERATED] % every == 0:
-        _probe(s, d, row, now)
+    row, every = s.rows[number], s.probe_interval
+    if row.expired or row.generated >= row.output:
+        at.append(worker.finished, number)
+    elif s.probes_enabled and every and row.generated % every == 0:
+        _probe(s, worker, number, now)
     else:
-        _join(s, d, row)
+        _join(s, worker, number)
 
 
 @compiled
-def _join(s: Any, d: int, row: int) -> None:
+def _join(s: State, worker: Worker, number: int) -> None:
     """Let a row join with the next step."""
-    if s.rows[row, at.HAS_BLOCKS]:
-        at.append(s, d, at.JOINING, row)
+    if s.rows[number].has_blocks:
+        at.append(worker.joining, number)
     else:  # it was preempted while it waited for its probe
-        s.rows[row, at.PREEMPTED] = 1
-        s.workers[d, at.PREEMPTED_ROWS] += 1
+        s.rows[number].preempted = True
+        worker.preempted_rows += 1
 
 
 @compiled
-def _join_pending(s: Any, d: int) -> None:
-    worker, every = s.workers[d], s.words[at.PROBE_INTERVAL]
-    for place in range(worker[at.LISTS + at.JOINING]):
-        row = s.lists[5 * d + at.JOINING, place]
-        one = s.rows[row]
-        left = one[at.OUTPUT] - one[at.GENERATED]
-        batch.join(s, d, row, min(left, every - one[at.GENERATED] % every) if every else left)
-        worker[at.CONTEXT] += one[at.ROW_CONTEXT]
-    worker[at.LISTS + at.JOINING] = 0
+def _join_pending(s: State, worker: Worker) -> None:
+    every = s.probe_interval
+    for place in range(worker.joining.count):
+        number = worker.joining.rows[place]
+        row = s.rows[number]
+        left = row.output - row.generated
+        batch.join(s, worker, number, min(left, every - row.generated % every) if every else left)
+        worker.context += row.context
+    worker.joining.count = 0
 
 
 @compiled
-def _begin_run(s: Any, pools: int, d: int, now: int, most: int) -> None:
-    worker, extra_ns = s.workers[d], 0
-    members = worker[at.LISTS + at.MEMBERS]
-    if worker[at.GPU]:
-        share = _share_at(worker[at.GPU])
+def _begin_run(s: State, pools: int, worker: Worker, now: int, most: int) -> None:
+    extra_ns, members = 0, worker.members.count
+    if worker.share:
+        share = worker.share[0]
         share.model_busy = members > 0
         extra_ns, share.debt_ns = share.debt_ns, 0
     if members:
-        s.extra_s[d] += worker[at.LISTS + at.PROBING] * s.costs[at.EMBED_CORE]
-    if s.extra_s[d]:
-        extra_ns += round(s.extra_s[d] * 1e9)
-        s.extra_s[d] = 0.0
-    each_ns = step_ns(s, d, members)
-    if s.words[at.PREFILLS]:
-        each_ns, extra_ns = round(each_ns * s.costs[at.BUSY_FACTOR]), round(extra_ns * s.costs[at.BUSY_FACTOR])
-    if worker[at.LISTS + at.PROBING]:
-        _embed(s, pools, d, now, now + extra_ns + each_ns if members else 0)
-    worker[at.APPENDED] = 0
-    batch.begin_run(s, d, now, most, each_ns, extra_ns)
+        worker.extra_s += worker.probing.count * s.costs.embed_core_s
+    if worker.extra_s:
+        extra_ns += round(worker.extra_s * 1e9)
+        worker.extra_s = 0.0
+    each_ns = _step_ns(s, worker, members)
+    if s.busy_prefills:
+        each_ns, extra_ns = round(each_ns * s.costs.busy_factor), round(extra_ns * s.costs.busy_factor)
+    if worker.probing.count:
+        _embed(s, pools, worker, now, now + extra_ns + each_ns if members else 0)
+    worker.appended = 0
+    batch.begin_run(s, worker, now, most, each_ns, extra_ns)
 
 
 @compiled
-def step_ns(s: Any, d: int, rows: int) -> Any:
+def _step_ns(s: State, worker: Worker, rows: int) -> int:
     """Return `ServiceTimes.decode_s` for `rows` rows, with the contexts of the batch."""
     costs = s.costs
-    return max(int(costs[at.STEP] + rows * costs[at.ROW] + s.workers[d, at.CONTEXT] * costs[at.CONTEXT_TOKEN]), 1)
+    return max(int(costs.step_ns + rows * costs.row_ns + worker.context * costs.context_token_ns), 1)
 
 
 # ---- probes
 
 
 @compiled
-def add_stall_time(s: Any, d: int, now: int) -> None:
+def _add_stall_time(worker: Worker, now: int) -> None:
     """Add the time of stalled rows up to now."""
-    worker = s.workers[d]
-    worker[at.STALL_NS] += worker[at.STALLED] * (now - worker[at.COUNTED])
-    worker[at.COUNTED] = now
+    worker.stall_ns += worker.stalled * (now - worker.counted_ns)
+    worker.counted_ns = now
 
 
 @compiled
-def _probe(s: Any, d: int, row: int, now: int) -> None:
-    worker, one = s.workers[d], s.rows[row]
-    add_stall_time(s, d, now)
-    worker[at.STALLED] += 1
-    worker[at.PROBES] += 1
-    s.words[at.PROBES_STARTED] += 1
-    one[at.PROBE], one[at.QUERY], one[at.DEADLINE] = s.words[at.PROBES_STARTED], -1, now + s.words[at.TIMEOUT_NS]
-    one[at.DUE_BEFORE], one[at.DUE_AFTER] = worker[at.DUE_LAST], -1
-    if worker[at.DUE_LAST] >= 0:
-        s.rows[worker[at.DUE_LAST], at.DUE_AFTER] = row
+def _probe(s: State, worker: Worker, number: int, now: int) -> None:
+    row = s.rows[number]
+    _add_stall_time(worker, now)
+    worker.stalled += 1
+    worker.probes += 1
+    s.probes_started += 1
+    row.probe, row.query, row.deadline_ns = s.probes_started, -1, now + s.timeout_ns
+    row.due_before, row.due_after = worker.due_last, -1
+    if worker.due_last >= 0:
+        s.rows[worker.due_last].due_after = number
     else:
-        worker[at.DUE_FIRST] = row
-    worker[at.DUE_LAST] = row
-    if not worker[at.TIMEOUT_PLANNED]:
-        worker[at.TIMEOUT_PLANNED] = 1
-        at.plan(s, one[at.DEADLINE], at.TIMEOUT, d, 0)
-    at.append(s, d, at.PROBING, row)
+        worker.due_first = number
+    worker.due_last = number
+    if not worker.timeout_planned:
+        worker.timeout_planned = True
+        at.plan(s, row.deadline_ns, at.TIMEOUT, worker.number, 0)
+    at.append(worker.probing, number)
 
 
 @compiled
-def _embed(s: Any, pools: int, d: int, now: int, boundary: int) -> None:
+def _embed(s: State, pools: int, worker: Worker, now: int, boundary: int) -> None:
     """Plan the probes' queries: after the step that begins now, or when the vector is ready, whichever is later."""
-    worker = s.workers[d]
-    for place in range(worker[at.LISTS + at.PROBING]):
-        row = s.lists[5 * d + at.PROBING, place]
-        worker[at.EMBEDDED] = max(worker[at.EMBEDDED], now) + s.words[at.EMBED_NS]
-        if worker[at.EMBEDDED] <= boundary:
-            _send(s, pools, row, boundary)
+    for place in range(worker.probing.count):
+        number = worker.probing.rows[place]
+        worker.embedded_ns = max(worker.embedded_ns, now) + s.embed_ns
+        if worker.embedded_ns <= boundary:
+            _send(s, pools, number, boundary)
         else:
-            at.plan(s, worker[at.EMBEDDED], at.VECTOR, row, s.rows[row, at.PROBE])
-    worker[at.LISTS + at.PROBING] = 0
+            at.plan(s, worker.embedded_ns, at.VECTOR, number, s.rows[number].probe)
+    worker.probing.count = 0
 
 
 @compiled
-def _send(s: Any, pools: int, row: int, when: int) -> None:
-    one = s.rows[row]
-    group = s.workers[one[at.WORKER], at.GROUP]
-    when += s.words[at.WAIT_NS] + pool.state_at(pools).ring_ns
-    one[at.QUERY] = pool.submit(pools, 1, group, when, one[at.DEADLINE], 0, s.words[at.TOP_M], row)
-    s.clock[at.CLOCK_NEXT] = min(s.clock[at.CLOCK_NEXT], when)
+def _send(s: State, pools: int, number: int, when: int) -> None:
+    row = s.rows[number]
+    when += s.wait_ns + pool_state_at(pools).ring_ns
+    row.query = pool.submit(pools, 1, s.workers[row.worker].group, when, row.deadline_ns, 0, s.top_m, number)
+    s.clock[0].next_ns = min(s.clock[0].next_ns, when)
 
 
 @compiled
-def _reply(s: Any, row: int, status: int, now: int) -> None:
+def _reply(s: State, number: int, status: int, now: int) -> None:
     """End a row's probe; the worker's loop sees it between two steps."""
-    one = s.rows[row]
-    d = one[at.WORKER]
-    worker = s.workers[d]
-    one[at.PROBE], one[at.STATUS] = 0, status
-    if one[at.DUE_BEFORE] >= 0:
-        s.rows[one[at.DUE_BEFORE], at.DUE_AFTER] = one[at.DUE_AFTER]
+    row = s.rows[number]
+    worker = s.workers[row.worker]
+    row.probe, row.status = 0, status
+    if row.due_before >= 0:
+        s.rows[row.due_before].due_after = row.due_after
     else:
-        worker[at.DUE_FIRST] = one[at.DUE_AFTER]
-    if one[at.DUE_AFTER] >= 0:
-        s.rows[one[at.DUE_AFTER], at.DUE_BEFORE] = one[at.DUE_BEFORE]
+        worker.due_first = row.due_after
+    if row.due_after >= 0:
+        s.rows[row.due_after].due_before = row.due_before
     else:
-        worker[at.DUE_LAST] = one[at.DUE_BEFORE]
-    at.append(s, d, at.ANSWERED, row)
-    batch.interrupt(s, d, now)
+        worker.due_last = row.due_before
+    at.append(worker.answered, number)
+    batch.interrupt(s, worker, now)
 
 
 @compiled
-def _end_timeouts(s: Any, pools: int, d: int, now: int) -> None:
+def _end_timeouts(s: State, pools: int, worker: Worker, now: int) -> None:
     """End the probes that have timed out."""
-    worker = s.workers[d]
-    worker[at.TIMEOUT_PLANNED] = 0
-    while worker[at.DUE_FIRST] >= 0:
-        row = worker[at.DUE_FIRST]
-        one = s.rows[row]
-        if one[at.DEADLINE] > now:
-            worker[at.TIMEOUT_PLANNED] = 1
-            at.plan(s, one[at.DEADLINE], at.TIMEOUT, d, 0)
+    worker.timeout_planned = False
+    while worker.due_first >= 0:
+        row = s.rows[worker.due_first]
+        if row.deadline_ns > now:
+            worker.timeout_planned = True
+            at.plan(s, row.deadline_ns, at.TIMEOUT, worker.number, 0)
             return
-        if one[at.QUERY] >= 0:
-            pool.cancel(pools, one[at.QUERY])
-        _reply(s, row, TIMED_OUT, now)
+        if row.query >= 0:
+            pool.cancel(pools, row.query)
+        _reply(s, worker.due_first, TIMED_OUT, now)
 
 
 @compiled
-def _process_answers(s: Any, d: int, now: int) -> None:
+def _process_answers(s: State, worker: Worker, now: int) -> None:
     """Continue the rows whose probes have ended."""
-    worker = s.workers[d]
-    add_stall_time(s, d, now)
-    for place in range(worker[at.LISTS + at.ANSWERED]):
-        row = s.lists[5 * d + at.ANSWERED, place]
-        one = s.rows[row]
-        worker[at.STALLED] -= 1
-        one[at.STALL] += now - one[at.DEADLINE] + s.words[at.TIMEOUT_NS]
-        s.extra_s[d] += s.costs[at.PROBE_COST]
-        if one[at.STATUS] == pool.OK:
-            found = s.drawn[d, worker[at.DRAWN]] < s.costs[at.HIT]
-            worker[at.DRAWN] += 1
-            if found:
-                _append(s, d, row)
-        if one[at.EXPIRED]:
-            at.append(s, d, at.FINISHED, row)
+    _add_stall_time(worker, now)
+    for place in range(worker.answered.count):
+        number = worker.answered.rows[place]
+        row = s.rows[number]
+        worker.stalled -= 1
+        row.stall_ns += now - row.deadline_ns + s.timeout_ns
+        worker.extra_s += s.costs.probe_s
+        if row.status == pool.OK:
+            hit = worker.drawn[worker.drawn_used] < s.probe_hit
+            worker.drawn_used += 1
+            if hit:
+                _append_passages(s, worker, row)
+        if row.expired:
+            at.append(worker.finished, number)
         else:
-            _join(s, d, row)
-    worker[at.LISTS + at.ANSWERED] = 0
+            _join(s, worker, number)
+    worker.answered.count = 0
 
 
 @compiled
-def _append(s: Any, d: int, row: int) -> None:
+def _append_passages(s: State, worker: Worker, row: Row) -> None:
     """Append new passages: a chunk computed with the row's next step (`ServiceTimes.prefill_s`)."""
-    one, tokens, costs = s.rows[row], s.words[at.PROBE_TOKENS], s.costs
-    if one[at.ROW_CONTEXT] + tokens + one[at.OUTPUT] - one[at.GENERATED] > s.workers[d, at.MOST_TOKENS]:
+    tokens, costs = s.probe_tokens, s.costs
+    if row.context + tokens + row.output - row.generated > worker.most_tokens:
         return
-    each = costs[at.CHUNK_TOKEN] + costs[at.CHUNK_PAIR] * (one[at.ROW_CONTEXT] + tokens / 2)
-    s.extra_s[d] += tokens * (each + costs[at.CHUNK_BEHIND] if one[at.ROW_CONTEXT] else each)
-    one[at.ROW_CONTEXT] += tokens
-    s.workers[d, at.APPENDED] += tokens
+    each = costs.chunk_token_s + costs.chunk_pair_s * (row.context + tokens / 2)
+    worker.extra_s += tokens * (each + costs.chunk_behind_s if row.context else each)
+    row.context += tokens
+    worker.appended += tokens
 
 
 # ---- functions called from Python
 
 
 @compiled
-def add_row(handle: Any, d: int, prompt: int, output: int, expired: bool, holds: bool, now: int) -> Any:
+def add_row(address: int, d: int, prompt: int, output: int, expired: bool, holds: bool, now: int) -> int:
     """Add a row for a prompt that has its KV and first token. Return the row, or -1 if it has ended already."""
-    s = at.state_at(handle)
-    s.workers[d, at.TOKENS] += 1
+    s = state_at(address)
+    worker = s.workers[d]
+    worker.tokens += 1
     if expired or output <= 1:
         return -1
-    s.words[at.FREE_ROWS] -= 1
-    row = s.free[s.words[at.FREE_ROWS]]
-    one = s.rows[row]
-    one[:] = 0
-    one[at.WORKER], one[at.ENDS], one[at.QUERY], one[at.HAS_BLOCKS] = d, -1, -1, holds
-    one[at.GENERATED], one[at.OUTPUT], one[at.ROW_CONTEXT] = 1, output, prompt
-    _advance_row(s, d, row, now)
-    return row
+    s.free_count -= 1
+    number = s.free[s.free_count]
+    row = s.rows[number]
+    row.worker, row.ends, row.query, row.has_blocks = d, -1, -1, holds
+    row.generated, row.output, row.context = 1, output, prompt
+    row.stall_ns, row.expired, row.preempted, row.probe = 0, False, False, 0
+    _advance_row(s, worker, number, now)
+    return number
 
 
 @compiled
-def free(handle: Any, row: int) -> None:
+def free(address: int, number: int) -> None:
     """Free a row that has ended."""
-    s = at.state_at(handle)
-    s.free[s.words[at.FREE_ROWS]] = row
-    s.words[at.FREE_ROWS] += 1
+    s = state_at(address)
+    s.free[s.free_count] = number
+    s.free_count += 1
 
 
 @compiled
-def resume(handle: Any, pools: int, d: int, now: int, most: int) -> None:
+def resume(address: int, pools: int, d: int, now: int, most: int) -> None:
     """Start the next run after Python's callback."""
-    s = at.state_at(handle)
-    _join_pending(s, d)
-    _begin_run(s, pools, d, now, most)
+    s = state_at(address)
+    _join_pending(s, s.workers[d])
+    _begin_run(s, pools, s.workers[d], now, most)
 
 
 @compiled
-def join_pending(handle: Any, d: int) -> None:
+def join_pending(address: int, d: int) -> None:
     """Let pending rows join the batch."""
-    _join_pending(at.state_at(handle), d)
+    s = state_at(address)
+    _join_pending(s, s.workers[d])
 
 
 @compiled
-def preempt(handle: Any, row: int) -> None:
+def preempt(address: int, number: int) -> None:
     """Remove a row's KV blocks; it leaves the batch until it has blocks again."""
-    s = at.state_at(handle)
-    one = s.rows[row]
-    d = one[at.WORKER]
-    one[at.HAS_BLOCKS] = 0
-    if one[at.ENDS] >= 0:
-        record_steps(s, d, row, batch.remove(s, d, row))
-        one[at.PREEMPTED] = 1
-        s.workers[d, at.PREEMPTED_ROWS] += 1
+    s = state_at(address)
+    row = s.rows[number]
+    worker = s.workers[row.worker]
+    row.has_blocks = False
+    if row.ends >= 0:
+        _record_steps(worker, row, batch.remove(s, worker, number))
+        row.preempted = True
+        worker.preempted_rows += 1
 
 
 @compiled
-def restore(handle: Any, row: int, over: bool) -> None:
+def restore(address: int, number: int, over: bool) -> None:
     """Return blocks to a preempted row; it joins the batch unless it has ended."""
-    s = at.state_at(handle)
-    one = s.rows[row]
-    d = one[at.WORKER]
-    one[at.PREEMPTED], one[at.HAS_BLOCKS] = 0, 1
-    s.workers[d, at.PREEMPTED_ROWS] -= 1
+    s = state_at(address)
+    row = s.rows[number]
+    worker = s.workers[row.worker]
+    row.preempted, row.has_blocks = False, True
+    worker.preempted_rows -= 1
     if not over:
-        at.append(s, d, at.JOINING, row)
+        at.append(worker.joining, number)
 
 
 @compiled
-def interrupt(handle: Any, d: int, now: int) -> None:
+def interrupt(address: int, d: int, now: int) -> None:
     """See `step_batch.interrupt`."""
-    batch.interrupt(at.state_at(handle), d, now)
+    s = state_at(address)
+    batch.interrupt(s, s.workers[d], now)
 
 
 @compiled
-def boundary_ns(handle: Any, d: int, now: int) -> Any:
+def boundary_ns(address: int, d: int, now: int) -> int:
     """See `step_batch.boundary_ns`."""
-    return batch.boundary_ns(at.state_at(handle), d, now)
+    return batch.boundary_ns(state_at(address).workers[d], now)
 
 
 @compiled
-def next_step_ns(handle: Any, d: int, rows: int) -> Any:
-    """Return `step_ns`."""
-    return step_ns(at.state_at(handle), d, rows)
+def step_ns(address: int, d: int, rows: int) -> int:
+    """Return the time of a worker's next step with `rows` rows."""
+    s = state_at(address)
+    return _step_ns(s, s.workers[d], rows)
 
 
 @compiled
-def update_stall_time(handle: Any, d: int, now: int) -> None:
-    """See `add_stall_time`."""
-    add_stall_time(at.state_at(handle), d, now)
+def add_stall_time(address: int, d: int, now: int) -> None:
+    """Add the time of a worker's stalled rows up to now."""
+    _add_stall_time(state_at(address).workers[d], now)

@@ -1,186 +1,207 @@
-"""State arrays of all simulated decode workers, for compiled code (`step_batch`, `decode_core`)."""
+"""Records of all simulated decode workers, for compiled code (`step_batch`, `decode_core`)."""
 
-from functools import partial
-from typing import Any, NamedTuple
+from ipc.native.records import Array, Record, record, record_at
+from runtime.simulator.stages.pool_tables import Share, compiled
 
-import numpy as np
-import numpy.typing as npt
-
-from ipc.native.intrinsics import floats, words
-from runtime.simulator.stages.pool_core import compiled
-
-# Words shared by all workers. PROBE_INTERVAL: tokens between probes (0: none). MOST_STEPS: limit of a run. PREFILLS:
-# number of busy prefill workers. WAIT_NS: a probe's wait that delays its own row only.
-(
-    EVENTS,
-    FREE_ROWS,
-    PROBES_STARTED,
-    PROBE_INTERVAL,
-    PROBES_ENABLED,
-    MOST_STEPS,
-    PROBE_TOKENS,
-    TOP_M,
-    EMBED_NS,
-    TIMEOUT_NS,
-    PREFILLS,
-    WAIT_NS,
-) = range(12)
-WORDS = 12
-# Costs in ns; of a chunk, a text embedded during a step and a probe in s. BUSY_FACTOR: slowdown while prefill is busy.
-(STEP, ROW, CONTEXT_TOKEN, CHUNK_TOKEN, CHUNK_BEHIND, CHUNK_PAIR, HIT, EMBED_CORE, PROBE_COST, BUSY_FACTOR) = range(10)
-COSTS = 10
-
-# Words of a worker. END: end of the current run, of STEPS steps from BEGIN on, the first of which takes FIRST ns, the
-# others EACH; TAKEN: steps before it. CONTEXT: tokens of all rows in the batch. CALLBACK: whether Python is called
-# between every two runs (`decode`). DUE_FIRST, DUE_LAST: linked list of rows by probe timeout. APPENDED: passage tokens
-# in the next step.
-(
-    END,
-    STEPS,
-    BEGIN,
-    FIRST,
-    EACH,
-    TAKEN,
-    IDLE,
-    JOINED,
-    BUSY,
-    CONTEXT,
-    TOKENS,
-    PROBES,
-    STALLED,
-    STALL_NS,
-    COUNTED,
-    EMBEDDED,
-    DUE_FIRST,
-    DUE_LAST,
-    TIMEOUT_PLANNED,
-    CALLBACK,
-    MOST_TOKENS,
-    PREEMPTED_ROWS,
-    GPU,
-    GROUP,
-    DRAWN,
-    APPENDED,
-) = range(26)
-LISTS = 26  # the lengths of the lists follow
-MEMBERS, JOINING, PROBING, ANSWERED, FINISHED = range(5)  # lists of rows: in the batch, about to join, …
-WORKER_WORDS = LISTS + 5
-
-# Words of a row. ENDS: value of TAKEN when its STEPS are done, -1 outside the batch; ORDER: order of joining.
-# PREEMPTED: it has no KV blocks (HAS_BLOCKS) and cannot join. PROBE: number of its probe, 0: none; QUERY: the pool's
-# query, or -1. STALL: total time stalled by probes.
-(
-    WORKER,
-    ENDS,
-    ORDER,
-    OUTPUT,
-    GENERATED,
-    ROW_STEPS,
-    ROW_CONTEXT,
-    STALL,
-    EXPIRED,
-    HAS_BLOCKS,
-    PREEMPTED,
-    PROBE,
-    DEADLINE,
-    QUERY,
-    STATUS,
-    DUE_BEFORE,
-    DUE_AFTER,
-) = range(17)
-ROW_WORDS = 17
-
-(WHEN, PLANNED, KIND, SUBJECT, OF_PROBE) = range(5)  # of an event
-EVENT_WORDS = 5
 RUN_ENDS, VECTOR, TIMEOUT = range(3)  # kinds of events; subject: a worker, a row, a worker
-CLOCK_PLANNED, CLOCK_NEXT = range(2)
 
 
-class State(NamedTuple):
-    """`clock` is shared with `Events`."""
+@record
+class RowList(Record):
+    """Rows of a worker, by number."""
 
-    clock: npt.NDArray[np.int64]  # [2]
-    words: npt.NDArray[np.int64]  # [WORDS]
-    costs: npt.NDArray[np.float64]  # [COSTS]
-    workers: npt.NDArray[np.int64]  # [workers, WORKER_WORDS]
-    extra_s: npt.NDArray[np.float64]  # [workers]: extra time of the next step
-    lists: npt.NDArray[np.int64]  # [workers · 5, slots]: of rows
-    rows: npt.NDArray[np.int64]  # [workers · slots, ROW_WORDS]
-    free: npt.NDArray[np.int64]  # [workers · slots]: a stack of rows
-    drawn: npt.NDArray[np.float64]  # [workers, draws]: random numbers for probe hits
-    events: npt.NDArray[np.int64]  # [events, EVENT_WORDS]: a heap
+    count: int
+    rows: Array[int]
 
 
-@partial(compiled, returns_array=True)
-def state_at(handle: Any) -> Any:
-    """Return the arrays that `handle_of` described."""
-    return State(
-        words(handle[0, 0], handle[0, 1]),
-        words(handle[1, 0], handle[1, 1]),
-        floats(handle[2, 0], handle[2, 1]),
-        words(handle[3, 0], (handle[3, 1], handle[3, 2])),
-        floats(handle[4, 0], handle[4, 1]),
-        words(handle[5, 0], (handle[5, 1], handle[5, 2])),
-        words(handle[6, 0], (handle[6, 1], handle[6, 2])),
-        words(handle[7, 0], handle[7, 1]),
-        floats(handle[8, 0], (handle[8, 1], handle[8, 2])),
-        words(handle[9, 0], (handle[9, 1], handle[9, 2])),
-    )
+@record
+class Row(Record):
+    """A request of a decode worker."""
+
+    worker: int
+    steps: int  # that it joined the batch for
+    ends: int  # the worker's `taken` when they are done, -1 outside the batch
+    order: int  # of joining
+    output: int  # tokens in all
+    generated: int
+    context: int  # tokens; in the batch, as of when it joined
+    stall_ns: int  # stalled by probes, in all
+    expired: bool
+    has_blocks: bool
+    preempted: bool  # it has no KV blocks and cannot join
+    probe: int  # number of its probe, 0 for none
+    deadline_ns: int  # of the probe
+    query: int  # the pool's, or -1
+    status: int  # of the probe's answer
+    due_before: int  # neighbours in the worker's list by deadline
+    due_after: int
+
+
+@record
+class Worker(Record):
+    """A worker and its batch, with a run of `steps` steps from `begin_ns` to `end_ns`, the first of which takes
+    `first_ns`, the others `each_ns`; and its counters."""
+
+    number: int
+    end_ns: int
+    steps: int
+    begin_ns: int
+    first_ns: int
+    each_ns: int
+    taken: int  # steps before the run
+    idle: bool
+    joined: int
+    busy_ns: int
+    context: int  # tokens of all rows in the batch
+    extra_s: float  # time added to the next step
+    tokens: int
+    probes: int
+    stalled: int  # rows that wait for a probe
+    stall_ns: int
+    counted_ns: int  # until when `stall_ns` counts
+    embedded_ns: int  # when the last vector is ready
+    due_first: int  # rows by their probes' deadline: a linked list
+    due_last: int
+    timeout_planned: bool
+    callback: bool  # Python is called between every two runs (`decode`)
+    most_tokens: int  # of a row
+    preempted_rows: int
+    share: Array[Share]  # with the pool on the same GPU, if any
+    group: int  # of pools
+    drawn: Array[float]  # random numbers for probe hits
+    drawn_used: int
+    appended: int  # passage tokens in the next step
+    members: RowList  # in the batch
+    joining: RowList  # about to join
+    probing: RowList
+    answered: RowList
+    finished: RowList
+
+
+@record
+class Event(Record):
+    """A planned event."""
+
+    when_ns: int
+    planned: int
+    kind: int
+    subject: int
+    probe: int
+
+
+@record
+class Clock(Record):
+    """Shared with `Events`: the number of planned events, and the time of the next one here."""
+
+    planned: int
+    next_ns: int
+
+
+@record
+class Costs(Record):
+    """Times of a step in ns; of a chunk, of a text embedded during a step and of a probe in s."""
+
+    step_ns: float
+    row_ns: float
+    context_token_ns: float
+    chunk_token_s: float
+    chunk_behind_s: float
+    chunk_pair_s: float
+    embed_core_s: float
+    probe_s: float
+    busy_factor: float  # slowdown while prefill is busy
+
+
+@record
+class State(Record):
+    """All workers."""
+
+    clock: Array[Clock]  # one
+    costs: Costs
+    worker_count: int
+    workers: Array[Worker]
+    slots: int  # of a worker
+    rows: Array[Row]
+    free_count: int
+    free: Array[int]  # a stack of rows
+    drawn_count: int  # random numbers of a worker
+    event_count: int
+    event_capacity: int
+    events: Array[Event]  # a heap
+    probes_started: int
+    probe_interval: int  # tokens between probes, 0 for none
+    probes_enabled: bool
+    probe_hit: float  # share of probes that find new passages
+    probe_tokens: int  # of passages
+    top_m: int
+    most_steps: int  # of a run
+    busy_prefills: int
+    embed_ns: int
+    timeout_ns: int  # of a probe
+    wait_ns: int  # of a probe, which delays its own row only
+
+
+state_at = record_at(State)
 
 
 @compiled
-def append(s: Any, d: int, kind: int, row: int) -> None:
-    """Append a row to one of a worker's lists."""
-    s.lists[5 * d + kind, s.workers[d, LISTS + kind]] = row
-    s.workers[d, LISTS + kind] += 1
+def append(rows: RowList, row: int) -> None:
+    """Append a row to a list."""
+    rows.rows[rows.count] = row
+    rows.count += 1
 
 
 @compiled
-def plan(s: Any, when: int, kind: int, what: int, probe: int) -> None:
+def plan(s: State, when_ns: int, kind: int, subject: int, probe: int) -> None:
     """Push an event to the heap."""
-    s.clock[CLOCK_PLANNED] += 1
-    order = s.clock[CLOCK_PLANNED]
-    s.clock[CLOCK_NEXT] = min(s.clock[CLOCK_NEXT], when)
-    place = s.words[EVENTS]
-    s.words[EVENTS] += 1
+    clock = s.clock[0]
+    clock.planned += 1
+    clock.next_ns = min(clock.next_ns, when_ns)
+    place = s.event_count
+    s.event_count += 1
     while place:
         above = (place - 1) >> 1
-        if s.events[above, WHEN] <= when:  # planned earlier, so it stays first
+        if s.events[above].when_ns <= when_ns:  # planned earlier, so it stays first
             break
-        _move(s, above, place)
+        _move(s.events[above], s.events[place])
         place = above
-    one = s.events[place]
-    one[WHEN], one[PLANNED], one[KIND], one[SUBJECT], one[OF_PROBE] = when, order, kind, what, probe
+    event = s.events[place]
+    event.when_ns, event.planned, event.kind, event.subject, event.probe = when_ns, clock.planned, kind, subject, probe
 
 
 @compiled
-def pop(s: Any) -> Any:
+def pop(s: State) -> tuple[int, int, int]:
     """Pop the next event: (kind, subject, probe)."""
-    found = s.events[0, KIND], s.events[0, SUBJECT], s.events[0, OF_PROBE]
-    s.words[EVENTS] -= 1
-    count = s.words[EVENTS]
-    last = s.events[count]
+    first = s.events[0]
+    popped = first.kind, first.subject, first.probe
+    s.event_count -= 1
+    last = s.events[s.event_count]
     place = 0
     while True:
         below = 2 * place + 1
-        if below >= count:
+        if below >= s.event_count:
             break
-        if below + 1 < count and _before(s.events[below + 1], s.events[below]):
+        if below + 1 < s.event_count and _before(s.events[below + 1], s.events[below]):
             below += 1
         if not _before(s.events[below], last):
             break
-        _move(s, below, place)
+        _move(s.events[below], s.events[place])
         place = below
-    _move(s, count, place)
-    return found
+    _move(last, s.events[place])
+    return popped
 
 
 @compiled
-def _before(one: Any, other: Any) -> Any:
-    return one[WHEN] < other[WHEN] or (one[WHEN] == other[WHEN] and one[PLANNED] < other[PLANNED])
+def _before(event: Event, other: Event) -> bool:
+    return event.when_ns < other.when_ns or (event.when_ns == other.when_ns and event.planned < other.planned)
 
 
 @compiled
-def _move(s: Any, place: int, to: int) -> None:
-    for column in range(EVENT_WORDS):
-        s.events[to, column] = s.events[place, column]
+def _move(event: Event, to: Event) -> None:
+    to.when_ns, to.planned, to.kind, to.subject, to.probe = (
+        event.when_ns,
+        event.planned,
+        event.kind,
+        event.subject,
+        event.probe,
+    )

@@ -1,6 +1,6 @@
 """A GPU that a model and a vector pool may share, with mutual slowdown."""
 
-from runtime.simulator.stages.pool_core import Share
+from runtime.simulator.stages.pool_tables import Share
 
 
 class Gpu:

@@ -16,6 +16,7 @@ from runtime.pool.sizing import LOOP_NS, ExtendCost, fewest_slots
 from runtime.pool.tables import DECODE, NEVER_NS, PREFILL, Tables, learn_cost, new_tables, tables_at
 from runtime.simulator.events import NEXT, Events, ns
 from runtime.simulator.stages import pool_core as core
+from runtime.simulator.stages import pool_tables as at
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.times.service import ServiceTimes
 
@@ -56,9 +57,9 @@ class SimPool:
         self.tables = new_tables(rules.policy)
         for active in (1, 2, 4, 8) * 4:  # a real pool measures this before its first query
             _learn(address_of(self.tables), float(active), (times.extend_time_s(active) + times.round_s) * 1e9)
-        self.members = new_array(core.Member, self.tables.entry_count)
+        self.members = new_array(at.Member, self.tables.entry_count)
         self.waits = np.zeros(len(_WAIT.buckets) + 1)
-        self.fields = core.Pool()
+        self.fields = at.Pool()
 
     @property
     def reserve(self) -> float:
@@ -127,13 +128,13 @@ class Pools:
         self._replies: dict[int, Reply] = {}
         self._gpus = [gpu for _, gpu in pools]
         most = max(rules.policy.slots for rules, _ in pools)
-        self._state = core.State(
+        self._state = at.State(
             capacity=capacity,
-            queries=new_array(core.Query, capacity),
+            queries=new_array(at.Query, capacity),
             free_count=capacity,
             free=array_over(int, np.arange(capacity, dtype=np.int64)[::-1].copy()),
             pool_count=len(pools),
-            pools=new_array(core.Pool, len(pools)),
+            pools=new_array(at.Pool, len(pools)),
             extend_s=array_over(float, np.array([times.extend_time_s(active) for active in range(most + 1)])),
             edge_count=len(_WAIT.buckets),
             edges=array_over(float, np.array(_WAIT.buckets)),
@@ -144,10 +145,10 @@ class Pools:
         self._state.arriving.numbers, self._state.answers.numbers = new_array(int, capacity), new_array(int, capacity)
         self.handle = address_of(self._state)
         for number, ((rules, gpu), pool) in enumerate(zip(pools, self.pools, strict=True)):
-            self._state.pools[number] = core.Pool(
+            self._state.pools[number] = at.Pool(
                 tables=array_from(Tables, address_of(pool.tables)),
                 members=pool.members,
-                share=array_from(core.Share, address_of(gpu.share)),
+                share=array_from(at.Share, address_of(gpu.share)),
                 waits=array_over(float, pool.waits),
                 slowdown=gpu.slowdown,
                 round_s=times.round_s,
@@ -166,11 +167,11 @@ class Pools:
 
     def group(self, pools: Sequence[int]) -> int:
         """Create a group of the pools with these indices."""
-        groups, number = new_array(core.Group, len(self._groups) + 1), len(self._groups)
+        groups, number = new_array(at.Group, len(self._groups) + 1), len(self._groups)
         for earlier in range(number):
             groups[earlier] = self._state.groups[earlier]
         self._groups.append(array_over(int, np.array(pools, np.int64)))
-        groups[number] = core.Group(count=len(pools), pools=self._groups[-1])
+        groups[number] = at.Group(count=len(pools), pools=self._groups[-1])
         self._state.groups = groups
         return number
 
@@ -244,7 +245,7 @@ class Pools:
             for i in range(ring.count):
                 numbers[i] = ring.numbers[(ring.head + i) % count]
             ring.numbers, ring.head = numbers, 0
-        queries, free = new_array(core.Query, 2 * count), new_array(int, 2 * count)
+        queries, free = new_array(at.Query, 2 * count), new_array(int, 2 * count)
         for number in range(count):
             queries[number] = s.queries[number]
         for i in range(s.free_count):

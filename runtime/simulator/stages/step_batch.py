@@ -4,104 +4,100 @@ Rows join and leave only between *runs*. While nothing changes, many steps are o
 next row's last step, and `interrupt` ends it with the step in progress.
 """
 
-from typing import Any
-
 from runtime.pool.tables import NEVER_NS
 from runtime.simulator.stages import decode_tables as at
-from runtime.simulator.stages.pool_core import compiled
+from runtime.simulator.stages.decode_tables import State, Worker
+from runtime.simulator.stages.pool_tables import compiled
 
 
 @compiled
-def join(s: Any, d: int, row: int, steps: int) -> None:
+def join(s: State, worker: Worker, number: int, steps: int) -> None:
     """Add a row for `steps` ≥ 1 steps. Only between runs."""
-    worker, one = s.workers[d], s.rows[row]
-    worker[at.JOINED] += 1
-    one[at.ENDS], one[at.ORDER], one[at.ROW_STEPS] = worker[at.TAKEN] + steps, worker[at.JOINED], steps
-    at.append(s, d, at.MEMBERS, row)
+    row = s.rows[number]
+    worker.joined += 1
+    row.ends, row.order, row.steps = worker.taken + steps, worker.joined, steps
+    at.append(worker.members, number)
 
 
 @compiled
-def remove(s: Any, d: int, row: int) -> Any:
+def remove(s: State, worker: Worker, number: int) -> int:
     """Remove a row before its steps are done. Return how many it has taken. Only between runs."""
-    worker, one, members = s.workers[d], s.rows[row], s.lists[5 * d + at.MEMBERS]
-    taken = one[at.ROW_STEPS] - one[at.ENDS] + worker[at.TAKEN]
+    row, members = s.rows[number], worker.members
+    taken = row.steps - row.ends + worker.taken
     place = 0
-    while members[place] != row:
+    while members.rows[place] != number:
         place += 1
-    worker[at.LISTS + at.MEMBERS] -= 1
-    members[place] = members[worker[at.LISTS + at.MEMBERS]]
-    one[at.ENDS] = -1
+    members.count -= 1
+    members.rows[place] = members.rows[members.count]
+    row.ends = -1
     return taken
 
 
 @compiled
-def boundary_ns(s: Any, d: int, now: int) -> Any:
+def boundary_ns(worker: Worker, now: int) -> int:
     """Return the end of the step in progress; now without one."""
-    worker = s.workers[d]
-    if worker[at.STEPS] == 0:
+    if worker.steps == 0:
         return now
-    passed = now - worker[at.BEGIN] - worker[at.FIRST]
-    steps = 0 if passed <= 0 else -(-passed // worker[at.EACH])
-    return worker[at.BEGIN] + worker[at.FIRST] + steps * worker[at.EACH]
+    passed = now - worker.begin_ns - worker.first_ns
+    steps = 0 if passed <= 0 else -(-passed // worker.each_ns)
+    return worker.begin_ns + worker.first_ns + steps * worker.each_ns
 
 
 @compiled
-def interrupt(s: Any, d: int, now: int) -> None:
+def interrupt(s: State, worker: Worker, now: int) -> None:
     """End the current run with the step in progress."""
-    worker = s.workers[d]
-    if worker[at.IDLE]:
-        worker[at.IDLE], worker[at.STEPS], worker[at.END] = 0, 0, now
-        at.plan(s, now, at.RUN_ENDS, d, 0)
+    if worker.idle:
+        worker.idle, worker.steps, worker.end_ns = False, 0, now
+        at.plan(s, now, at.RUN_ENDS, worker.number, 0)
         return
-    if worker[at.STEPS] <= 1:
+    if worker.steps <= 1:
         return
-    passed = now - worker[at.BEGIN] - worker[at.FIRST]
-    steps = 1 if passed <= 0 else 1 - (-passed // worker[at.EACH])
-    if steps < worker[at.STEPS]:
-        worker[at.STEPS] = steps
-        worker[at.END] = worker[at.BEGIN] + worker[at.FIRST] + (steps - 1) * worker[at.EACH]
-        at.plan(s, worker[at.END], at.RUN_ENDS, d, 0)
+    passed = now - worker.begin_ns - worker.first_ns
+    steps = 1 if passed <= 0 else 1 - (-passed // worker.each_ns)
+    if steps < worker.steps:
+        worker.steps = steps
+        worker.end_ns = worker.begin_ns + worker.first_ns + (steps - 1) * worker.each_ns
+        at.plan(s, worker.end_ns, at.RUN_ENDS, worker.number, 0)
 
 
 @compiled
-def end_run(s: Any, d: int, now: int) -> Any:
-    """End the current run and return its number of steps. An event at a time other than END belongs to a replaced
+def end_run(worker: Worker, now: int) -> int:
+    """End the current run and return its number of steps. An event at a time other than `end_ns` belongs to a replaced
     plan."""
-    worker = s.workers[d]
-    steps, worker[at.STEPS], worker[at.END] = worker[at.STEPS], 0, -1
+    steps, worker.steps, worker.end_ns = worker.steps, 0, -1
     if steps:
-        worker[at.BUSY] += now - worker[at.BEGIN]
-        worker[at.TAKEN] += steps
+        worker.busy_ns += now - worker.begin_ns
+        worker.taken += steps
     return steps
 
 
 @compiled
-def next_done(s: Any, d: int) -> Any:
+def next_done(s: State, worker: Worker) -> int:
     """Remove and return the row that is done and joined first; -1 without one."""
-    worker, members, found, there = s.workers[d], s.lists[5 * d + at.MEMBERS], -1, -1
-    for place in range(worker[at.LISTS + at.MEMBERS]):
-        row = members[place]
-        sooner = found < 0 or s.rows[row, at.ORDER] < s.rows[found, at.ORDER]
-        if s.rows[row, at.ENDS] <= worker[at.TAKEN] and sooner:
-            found, there = row, place
-    if found >= 0:
-        worker[at.LISTS + at.MEMBERS] -= 1
-        members[there] = members[worker[at.LISTS + at.MEMBERS]]
-        s.rows[found, at.ENDS] = -1
-    return found
+    members, done, there = worker.members, -1, -1
+    for place in range(members.count):
+        number = members.rows[place]
+        sooner = done < 0 or s.rows[number].order < s.rows[done].order
+        if s.rows[number].ends <= worker.taken and sooner:
+            done, there = number, place
+    if done >= 0:
+        members.count -= 1
+        members.rows[there] = members.rows[members.count]
+        s.rows[done].ends = -1
+    return done
 
 
 @compiled
-def begin_run(s: Any, d: int, now: int, most: int, each_ns: int, extra_ns: int) -> None:
+def begin_run(s: State, worker: Worker, now: int, most: int, each_ns: int, extra_ns: int) -> None:
     """Plan the next run of at most `most` steps of `each_ns`; the first one takes `extra_ns` longer."""
-    worker = s.workers[d]
-    if worker[at.LISTS + at.MEMBERS] == 0:
-        worker[at.IDLE] = 1
+    members = worker.members
+    if members.count == 0:
+        worker.idle = True
         return
     ends = NEVER_NS
-    for place in range(worker[at.LISTS + at.MEMBERS]):
-        ends = min(ends, s.rows[s.lists[5 * d + at.MEMBERS, place], at.ENDS])
-    steps = max(min(ends - worker[at.TAKEN], most), 1)
-    worker[at.BEGIN], worker[at.STEPS], worker[at.EACH], worker[at.FIRST] = now, steps, each_ns, each_ns + extra_ns
-    worker[at.END] = now + extra_ns + steps * each_ns
-    at.plan(s, worker[at.END], at.RUN_ENDS, d, 0)
+    for place in range(members.count):
+        ends = min(ends, s.rows[members.rows[place]].ends)
+    steps = max(min(ends - worker.taken, most), 1)
+    worker.begin_ns, worker.steps, worker.each_ns, worker.first_ns = now, steps, each_ns, each_ns + extra_ns
+    worker.end_ns = now + extra_ns + steps * each_ns
+    at.plan(s, worker.end_ns, at.RUN_ENDS, worker.number, 0)

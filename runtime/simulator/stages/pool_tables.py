@@ -1,0 +1,131 @@
+"""Records of the simulated pools, for compiled code (`pool_core`)."""
+
+from pathlib import Path
+
+import ipc
+import runtime.pool
+from ipc.native.compiled import compiler_for
+from ipc.native.records import Array, Record, record, record_at
+from runtime.pool.tables import Tables
+
+compiled = compiler_for(*(Path(str(package.__file__)).parent for package in (ipc, runtime.pool)), Path(__file__).parent)
+
+FREE, SENT, IN_POOL, ANSWERED, CANCELLED = range(5)  # states of a query
+
+
+@record
+class Query(Record):
+    """A query in a pool, or on its way to or from it."""
+
+    state: int
+    stage: int
+    group: int
+    at_ns: int  # when it reaches the pool, or its answer the caller
+    deadline_ns: int
+    extends: int  # 0 until drawn
+    top_m: int
+    enqueued_ns: int
+    begun_ns: int
+    ended_ns: int
+    pool: int
+    entry: int  # of the policy
+    status: int
+    caller: int  # the row of a decode worker, or -1
+
+
+@record
+class Member(Record):
+    """What the simulator knows of a policy's entry of the same number."""
+
+    query: int
+    last_step: int  # of the pool's extends; while paused: how many are left
+    order: int  # of joining the batch
+
+
+@record
+class Share(Record):
+    """What a model and a pool on one GPU know of each other."""
+
+    model_busy: bool
+    debt_ns: int  # time of extends to be added to the model's next pass
+
+
+@record
+class Pool(Record):
+    """A pool: its run of `steps` extends from `begin_ns` to `end_ns`, the first of which takes `first_ns`, the others
+    `each_ns`, and its counters."""
+
+    tables: Array[Tables]  # one
+    members: Array[Member]  # by entry
+    share: Array[Share]  # one
+    waits: Array[float]  # prefill queries' waits for a slot, by bucket
+    slowdown: float  # factor of an extend while the model is busy
+    round_s: float
+    query_s: float
+    wake_ns: int  # from an arrival at an idle pool to its first extend
+    preferred: int  # the stage with strict priority, -1: none
+    end_ns: int
+    planned: int  # number of the plan that set `end_ns`
+    steps: int
+    begin_ns: int
+    first_ns: int
+    each_ns: int
+    shared: bool  # the run began while the model was busy
+    idle: bool
+    next_call_ns: int  # next policy call for queries held back by the flush timeout
+    last_call_ns: int  # the last such time
+    taken: int
+    busy_ns: int
+    member_steps: int
+    admitted: int  # since the last run began
+    joined: int
+    waited_ns: int
+    served: int
+    queries: int
+
+
+@record
+class Transit(Record):
+    """Queries in transit, ordered by time: a ring."""
+
+    head: int
+    count: int
+    numbers: Array[int]
+
+
+@record
+class Group(Record):
+    """Pools that serve queries in turn."""
+
+    next: int
+    count: int
+    pools: Array[int]
+
+
+@record
+class State(Record):
+    """All pools."""
+
+    now_ns: int
+    capacity: int  # of queries
+    queries: Array[Query]
+    free_count: int
+    free: Array[int]  # a stack
+    arriving: Transit  # to a pool
+    answers: Transit  # back
+    pool_count: int
+    pools: Array[Pool]
+    groups: Array[Group]
+    extend_s: Array[float]  # time of an extend by active slots
+    drawn_count: int
+    drawn: Array[int]  # extra extends of the next queries, drawn in advance
+    drawn_used: int
+    edge_count: int
+    edges: Array[float]  # of the buckets of waits, in s
+    ring_ns: int
+    search_width: int
+    min_extends: int
+    plans: int
+
+
+state_at = record_at(State)
