@@ -1,93 +1,60 @@
-"""Non-blocking retrieval for model workers: embed a text, search the pools, fetch the documents."""
+"""Non-blocking retrieval for the loops of model workers: runs the steps of many retrievals at once."""
 
+import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ipc import IpcError, SearchSpec, Stage
-from runtime.errors import (
-    CollectionReplaced,
-    DeadlineExceeded,
-    InvalidFilter,
-    InvalidRequest,
-    ModelError,
-    TrinityError,
-    Unavailable,
-)
-from runtime.retrieval.collection_registry import CollectionRegistry, KeywordQuery
-from runtime.retrieval.embedding.embedder import Vectors
-from runtime.retrieval.embedding_threads import EmbeddingThreads
-from runtime.retrieval.neighbors import Neighbors
-from runtime.retrieval.passages import Passage
+from ipc import IpcError, Stage
+from runtime.errors import DeadlineExceeded, TrinityError, Unavailable
+from runtime.retrieval.collection_registry import CollectionRegistry
+from runtime.retrieval.retrieval_steps import PAUSE_MS, Read, RetrievalResult, RetrievalSteps, Steps
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import MAX_BUILD_ATTEMPTS, NEW_ATTRIBUTE_WAIT_NS, Query
+from runtime.retrieval.search.query import PassageQuery, Query
 
 if TYPE_CHECKING:
     import zmq
 
-
-@dataclass(frozen=True)
-class RetrievalResult:
-    """The end of a retrieval: its passages, nearest first, or the error that ended it.
-
-    `embedded_ns`: when its vector was ready. `build`: identity of the collection's build that the passages come from;
-    "" for a collection on other nodes, whose result is `partial` if some of these did not answer.
-    """
-
-    ticket: int
-    passages: tuple[Passage, ...] = ()
-    error: TrinityError | None = None
-    embedded_ns: int = 0
-    build: str = ""
-    partial: bool = False
-
-
 _WARM_UP_NS = 5_000_000_000
-_ATTRIBUTE_POLL_MS = 10  # how often pools are checked for an attribute that they do not know yet
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Retrieval:
-    """A retrieval in progress: the request, then what is known of it so far."""
+    """A retrieval in progress. `future`: of a thread that it waits for; None: it waits for the pools."""
 
     ticket: int
-    collection: str
-    k: int
-    stage: Stage
     deadline_ns: int
-    text: str = ""
-    build: str = ""
-    filter: bytes = b""
-    hybrid: float = 0.0
-    flow: int = 0
-    embedder: str = ""
-    attempts: int = 0
-    embedded_ns: int = 0
-    keywords: KeywordQuery | None = None
-    keyword_results: Neighbors | None = None
+    steps: Steps
+    future: Future[Any] | None = None
 
 
 class Retriever:
     """Runs many retrievals at once without blocking: `submit` returns a ticket, `poll` returns what has ended.
 
-    Texts are embedded on threads; a text that is not embedded by its deadline ends then. Tickets are the client's: a
-    retrieval and its query have the same.
+    A text that is not embedded by its deadline ends then. Tickets are the client's: a retrieval and its query have the
+    same. Files are read in the calling loop. `close` waits `end_s` for the threads.
     """
 
     def __init__(
-        self, registry: CollectionRegistry, client: SearchClient, clock: Callable[[], int] = time.monotonic_ns
+        self,
+        registry: CollectionRegistry,
+        client: SearchClient,
+        clock: Callable[[], int] = time.monotonic_ns,
+        end_s: float = 1.0,
     ) -> None:
         self.registry = registry
         self.client = client
-        self._clock = clock
-        self._embedding = EmbeddingThreads(clock=clock)
-        self._texts: dict[int, _Retrieval] = {}  # being embedded, by ticket
-        self._awaiting_attributes: list[tuple[_Retrieval, Vectors]] = []  # the pools do not know their attributes yet
-        self._searches: dict[int, _Retrieval] = {}  # in the pools, by ticket
+        self._clock, self._end_s = clock, end_s
+        self._steps = RetrievalSteps(registry, client, clock)
+        self._running: dict[int, _Retrieval] = {}  # by ticket
+        self._paused: list[_Retrieval] = []
+        self._ended: list[RetrievalResult] = []
+        self._done: deque[_Retrieval] = deque()  # whose thread has finished
+        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def warm_up(self) -> None:
         """Use every embedder and search every collection once, so that no user's request pays for first uses (compiled
@@ -97,14 +64,15 @@ class Retriever:
         """
         self.registry.warm_up()
         end = self._clock() + _WARM_UP_NS
+        vectors = [
+            PassageQuery(name, 1, vector=[1.0] * max(dim, 1), stage="decode")
+            for name, dim in self.registry.dims.items()
+        ]
+        texts = [PassageQuery(name, 1, "a first text", stage="decode") for name in self.client.remote]
         waiting = set()
-        for name, dim in self.registry.dims.items():
-            retrieval = _Retrieval(next(self.client.dispatcher.tickets), name, 1, "decode", end)
+        for query in (*vectors, *texts):
             with suppress(TrinityError):  # it may become searchable later
-                self._search(retrieval, np.ones(max(dim, 1), np.float32))
-                waiting.add(retrieval.ticket)
-        for name in self.client.remote:
-            waiting.add(self.submit("a first text", name, 1, "decode", end))
+                waiting.add(self._start(query, end))
         while waiting and self._clock() < end:
             waiting -= {found.ticket for found in self.poll()}
             self.sleep((), 10)
@@ -130,140 +98,104 @@ class Retriever:
         texts wait to be embedded, `UnknownCollection`, `Unavailable`, and `InvalidRequest` for a collection without
         texts.
         """
-        if collection not in self.client.remote:
-            ticket = next(self.client.dispatcher.tickets)
-            self._embed(_Retrieval(ticket, collection, k, stage, deadline_ns, text, build, filter, hybrid, flow))
-        elif hybrid:  # ranks of different nodes are not comparable
-            raise InvalidRequest(f"collection {collection!r} is on other nodes, without hybrid search", "hybrid")
-        else:
-            ticket = self.client.submit(
-                text, k, collection=collection, stage=stage, deadline_ns=deadline_ns, filter=filter
-            )
-            retrieval = _Retrieval(ticket, collection, k, stage, deadline_ns, embedded_ns=self._clock())
-            self._searches[ticket] = retrieval
-        return ticket
+        query = PassageQuery(collection, k, text, stage=stage, filter=filter, hybrid=hybrid, flow=flow)
+        return self._start(query, deadline_ns, build)
 
-    def _embed(self, retrieval: _Retrieval) -> None:
-        """Submit the text to the embedder of the build that the pools serve now. Raises as `submit`."""
-        collection, keywords = retrieval.collection, None
-        self.registry.follow(collection, self.client.identities(collection))
-        embedder = self.registry.embedder(collection)
-        if retrieval.hybrid:
-            keywords = self.registry.keyword_query(
-                collection, retrieval.text, retrieval.k, retrieval.filter, retrieval.deadline_ns, retrieval.build
-            )
-        self._embedding.submit(retrieval.ticket, embedder, retrieval.text, keywords, retrieval.flow)
-        retrieval.embedder, retrieval.keywords = embedder.name, keywords
-        retrieval.attempts += 1
-        self._texts[retrieval.ticket] = retrieval
+    def _start(self, query: PassageQuery, deadline_ns: int, build: str = "") -> int:
+        ticket = next(self.client.dispatcher.tickets)
+        retrieval = _Retrieval(ticket, deadline_ns, self._steps.retrieve(ticket, query, deadline_ns, build=build))
+        self._running[ticket] = retrieval
+        self._advance(retrieval)
+        if self._ended and self._ended[-1].ticket == ticket and (error := self._ended[-1].error) is not None:
+            self._ended.pop()
+            raise error
+        return ticket
 
     def poll(self) -> list[RetrievalResult]:
         """Return what has ended since the last call; every ticket exactly once, unless it was cancelled."""
-        ended = self.forward_embeddings()
-        for result in self.client.poll():
-            retrieval = self._searches.pop(result.ticket, None)
-            if retrieval is None:
-                continue  # cancelled, and answered nevertheless
-            if result.error is not None:
-                ended += self._retry(retrieval, result.error)
-                continue
-            try:
-                if retrieval.keyword_results is not None:
-                    result = self.registry.fuse(
-                        retrieval.collection, result, retrieval.keyword_results, retrieval.k, retrieval.hybrid
-                    )
-                remote = retrieval.collection in self.client.remote
-                passages = result.passages if remote else self.registry.passages(retrieval.collection, result)
-            except TrinityError as error:
-                ended += self._retry(retrieval, error)
-                continue
-            ended.append(
-                RetrievalResult(
-                    retrieval.ticket, passages, None, retrieval.embedded_ns, result.identity, partial=result.partial
-                )
-            )
-        return ended
-
-    def _retry(self, retrieval: _Retrieval, error: TrinityError) -> list[RetrievalResult]:
-        """Start again if the collection was replaced meanwhile; otherwise end with the error."""
-        if (
-            isinstance(error, CollectionReplaced)
-            and retrieval.text
-            and not retrieval.build
-            and retrieval.attempts < MAX_BUILD_ATTEMPTS
-        ):
-            try:
-                self._embed(retrieval)
-                return []
-            except TrinityError as refusal:
-                error = refusal
-        return [RetrievalResult(retrieval.ticket, error=error)]
-
-    def forward_embeddings(self) -> list[RetrievalResult]:
-        """Send finished embeddings to the pools; return the retrievals that ended before that."""
-        ended, (waiting, self._awaiting_attributes), now = [], (self._awaiting_attributes, []), self._clock()
-        for retrieval, vector in waiting:
-            ended += self._try_search(retrieval, vector, now)
-        for embedded in self._embedding.poll():
-            retrieval = self._texts.pop(embedded.ticket)
-            retrieval.embedded_ns, retrieval.keyword_results = embedded.at_ns, embedded.keyword_results
-            if embedded.vector is None:
-                ended += self._retry(retrieval, embedded.error or ModelError("the embedder returned nothing"))
-            else:
-                ended += self._try_search(retrieval, embedded.vector, now)
-        for retrieval in [retrieval for retrieval in self._texts.values() if retrieval.deadline_ns <= now]:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._doorbell)
+        while self._done:  # after reading the doorbell: a later one rings again
+            retrieval = self._done.popleft()
+            future, retrieval.future = retrieval.future, None
+            if future is not None and retrieval.ticket in self._running:
+                failure = future.exception()
+                self._advance(retrieval, failure, None if failure is not None else future.result())
+        paused, self._paused = self._paused, []
+        for retrieval in paused:
+            if retrieval.ticket in self._running:
+                self._advance(retrieval)
+        now = self._clock()
+        for retrieval in [one for one in self._running.values() if one.future is not None and one.deadline_ns <= now]:
             self.cancel(retrieval.ticket)
-            ended.append(RetrievalResult(retrieval.ticket, error=DeadlineExceeded("its text was not embedded in time")))
+            late = DeadlineExceeded("its text was not embedded in time")
+            self._ended.append(RetrievalResult(retrieval.ticket, error=late))
+        for result in self.client.poll():
+            if (found := self._running.get(result.ticket)) is not None:  # else it was cancelled, and answered
+                self._advance(found, result.error, result)
+        ended, self._ended = self._ended, []
         return ended
 
-    def _try_search(self, retrieval: _Retrieval, vector: Vectors, now: int) -> list[RetrievalResult]:
-        """Search, now or once the pools know an attribute that a document stored a moment ago has. Return the end of
-        the retrieval if it failed."""
-        try:
-            self._search(retrieval, vector)
-        except InvalidFilter as error:
-            until = min(retrieval.deadline_ns, retrieval.embedded_ns + NEW_ATTRIBUTE_WAIT_NS)
+    def _advance(self, retrieval: _Retrieval, error: BaseException | None = None, outcome: object = None) -> None:
+        """Go on with a retrieval, with the error or the outcome of its last step, until it waits again or ends."""
+        while True:
             try:
-                if now >= until or not self.registry.has_attributes(retrieval.collection, retrieval.filter):
-                    return [RetrievalResult(retrieval.ticket, error=error)]
-            except InvalidFilter as present:  # the pools' schema is older than the documents
-                return [RetrievalResult(retrieval.ticket, error=present)]
-            self._awaiting_attributes.append((retrieval, vector))
-        except TrinityError as error:
-            return self._retry(retrieval, error)
-        except IpcError as error:
-            return [RetrievalResult(retrieval.ticket, error=Unavailable(str(error)))]
-        return []
+                step = retrieval.steps.send(outcome) if error is None else retrieval.steps.throw(error)
+            except StopIteration as end:
+                self._end(end.value)
+                return
+            except TrinityError as failure:
+                self._end(RetrievalResult(retrieval.ticket, error=failure))
+                return
+            error = outcome = None
+            try:
+                match step:
+                    case Read():
+                        outcome = step.run()
+                        continue
+                    case Query():
+                        self.client.send(step)
+                    case Future():
+                        retrieval.future = step
+                        step.add_done_callback(lambda _: self._wake(retrieval))
+                    case _:
+                        self._paused.append(retrieval)
+                return
+            except TrinityError as failure:
+                error = failure
+            except IpcError as failure:
+                error = Unavailable(str(failure))
 
-    def _search(self, retrieval: _Retrieval, vector: Vectors) -> None:
-        """Send a vector to the pools. Raises `Overloaded` if the rings are full."""
-        k, build = retrieval.k, retrieval.build
-        if retrieval.keywords is not None:
-            k, build = retrieval.keywords.depth, retrieval.keywords.identity
-        pools = self.client.dispatcher
-        spec = SearchSpec(
-            retrieval.collection, k, retrieval.stage, None, pools.settings.search_width, None, retrieval.deadline_ns,
-            retrieval.filter, retrieval.flow,
-        )  # fmt: skip
-        accept = self.registry.accept(retrieval.collection, retrieval.embedder, build)
-        pools.submit(Query(retrieval.ticket, vector, spec, accept=accept))
-        self._searches[retrieval.ticket] = retrieval
+    def _end(self, result: RetrievalResult) -> None:
+        del self._running[result.ticket]
+        self._ended.append(result)
+
+    def _wake(self, retrieval: _Retrieval) -> None:
+        """Called by a thread that has finished, and for a future that is cancelled."""
+        self._done.append(retrieval)
+        os.eventfd_write(self._doorbell, 1)
 
     def cancel(self, ticket: int) -> None:
         """Drop a retrieval: `poll` does not return it."""
-        if self._texts.pop(ticket, None) is not None:
-            self._embedding.cancel(ticket)
-        self._awaiting_attributes = [waiting for waiting in self._awaiting_attributes if waiting[0].ticket != ticket]
-        if self._searches.pop(ticket, None) is not None:
+        retrieval = self._running.pop(ticket, None)
+        if retrieval is None:
+            return
+        future, retrieval.future = retrieval.future, None
+        if future is not None:
+            future.cancel()
+        else:
             self.client.cancel(ticket)
+        retrieval.steps.close()
 
     def sleep(self, sockets: "Sequence[zmq.Socket[bytes]]", timeout_ms: int) -> None:
         """Wait until there may be something to `poll`, one of `sockets` is readable, or the timeout is over."""
-        if self._awaiting_attributes:
-            timeout_ms = min(timeout_ms, _ATTRIBUTE_POLL_MS)
-        self.client.sleep((*sockets, self._embedding.fileno()), timeout_ms)
+        if self._paused:
+            timeout_ms = min(timeout_ms, PAUSE_MS)
+        self.client.sleep((*sockets, self._doorbell), timeout_ms)
 
     def close(self) -> None:
         """Stop the threads and close the client; outstanding retrievals never end. Idempotent."""
-        self._embedding.close()
+        if self._doorbell >= 0 and self._steps.close(self._end_s):
+            os.close(self._doorbell)
+            self._doorbell = -1
         self.client.close()

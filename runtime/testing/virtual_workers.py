@@ -23,7 +23,7 @@ from runtime.node.config import parse_config
 from runtime.node.metrics.worker_metrics import OfferOutcome
 from runtime.node.placement.layout import lay_out
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.retriever import RetrievalResult
+from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.serving import stages
 from runtime.serving.decode import handover_queue
 from runtime.serving.decode import process as decode_process

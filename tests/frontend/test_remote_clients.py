@@ -19,7 +19,8 @@ from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.passages import Passage, ignore_size
 from runtime.retrieval.remote_collections import RemoteCollection
-from runtime.retrieval.retriever import RetrievalResult, Retriever
+from runtime.retrieval.retrieval_steps import RetrievalResult
+from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.query import PassageQuery, QueueLimits
 from tests.frontend.fake_workers import WAIT, run
 from tests.frontend.remote_nodes import DOCUMENTS, HASHING, KEY, SOME_FILTER, UNREACHABLE_URL, raw_server, url_of

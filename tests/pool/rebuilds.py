@@ -13,7 +13,8 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.retriever import RetrievalResult, Retriever
+from runtime.retrieval.retrieval_steps import RetrievalResult
+from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool
 from runtime.testing.waiting import until

@@ -20,7 +20,8 @@ from runtime.retrieval.collections.documents import Document, DocumentStore
 from runtime.retrieval.collections.keyword_search import KeywordSearch
 from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind
 from runtime.retrieval.open_build import OpenBuild, open_build
-from runtime.retrieval.retriever import RetrievalResult, Retriever
+from runtime.retrieval.retrieval_steps import RetrievalResult
+from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import PassageQuery
 from runtime.testing.pool import InProcessPool, plan_of

@@ -18,7 +18,8 @@ from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer_service import WriterService
-from runtime.retrieval.retriever import RetrievalResult, Retriever
+from runtime.retrieval.retrieval_steps import RetrievalResult
+from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import PassageQuery
 from runtime.testing.pool import plan_of
@@ -95,4 +96,4 @@ def test_filters_of_searches_chats_hybrid_searches_and_deletes_are_evaluated_on_
             )  # fmt: skip
         until(lambda: len(ended) == 2, lambda: ended.extend(chats.poll()))
         assert [one.error for one in ended] == [None, None]
-    assert set(threads) == {"filters", "keywords", "write"}
+    assert set(threads) == {"filters", "keyword search", "filters of writes", "writes"}

@@ -21,7 +21,8 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import KEYWORDS, read_manifest
 from runtime.retrieval.passages import Passage, ignore_size
-from runtime.retrieval.retriever import RetrievalResult, Retriever
+from runtime.retrieval.retrieval_steps import RetrievalResult
+from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import PassageQuery

@@ -10,7 +10,8 @@ import pytest
 
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
-from runtime.retrieval.retriever import RetrievalResult, Retriever
+from runtime.retrieval.retrieval_steps import RetrievalResult
+from runtime.retrieval.retriever import Retriever
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached

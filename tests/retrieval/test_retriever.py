@@ -1,22 +1,22 @@
 """The retriever: embeds texts in a thread, queries the pool, and ends every query exactly once."""
 
-import select
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import zmq
 
-from runtime.errors import DeadlineExceeded, InvalidFilter, InvalidRequest, ModelError, Overloaded
+from runtime.errors import CollectionReplaced, DeadlineExceeded, InvalidFilter, InvalidRequest, ModelError, Overloaded
 from runtime.node.config import PoolSection
 from runtime.retrieval.embedding.embedder import TextKind
-from runtime.retrieval.embedding_threads import EmbeddingResult, EmbeddingThreads
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.retriever import RetrievalResult, Retriever
+from runtime.retrieval.retrieval_steps import RetrievalResult
+from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.query import Query, SearchResult
 
 SOON_S = 60.0
@@ -27,8 +27,8 @@ class Embedder:
 
     name, dim, max_tokens = "lengths", 1, 1000
 
-    def __init__(self, name: str = "lengths", max_concurrency: int = 1) -> None:
-        self.name, self.max_concurrency = name, max_concurrency
+    def __init__(self, max_concurrency: int = 1) -> None:
+        self.max_concurrency = max_concurrency
         self.gate = threading.Event()
         self.began = threading.Event()
         self.seen: list[str] = []
@@ -48,8 +48,11 @@ class Embedder:
 
 
 class Registry:
+    """Collection "slow" has an embedder that waits for its server, all others `lengths`."""
+
     def __init__(self) -> None:
-        self.lengths, self.stored = Embedder(), b""
+        self.lengths, self.slow, self.stored = Embedder(), Embedder(max_concurrency=2), b""
+        self.rebuilds = 0  # so many more results are of a build that is not open any more
 
     def has_attributes(self, collection: str, wanted: bytes) -> bool:
         if wanted == b"wrong type":
@@ -62,11 +65,20 @@ class Registry:
     def accept(self, collection: str, embedder: str, build: str = "") -> Any:
         return lambda identity: embedder == "lengths"
 
-    def embedder(self, collection: str) -> Embedder:
-        return self.lengths
+    def opening(self, collection: str) -> None:
+        return None
 
-    def passages(self, collection: str, result: SearchResult) -> tuple[Passage, ...]:
-        return tuple(Passage(str(row), "", 0.0, "") for row in result.ids)
+    def embedder(self, collection: str) -> Embedder:
+        return self.slow if collection == "slow" else self.lengths
+
+    def lookup(self, collection: str, result: SearchResult) -> Any:
+        if self.rebuilds:
+            self.rebuilds -= 1
+            raise CollectionReplaced("not open any more")
+        return SimpleNamespace(read=lambda on_read: [str(row) for row in result.ids])
+
+    def found(self, collection: str, result: SearchResult, lookup: Any, read: list[str]) -> tuple[Passage, ...]:
+        return tuple(Passage(row, "", 0.0, "") for row in read)
 
 
 class Client:
@@ -78,14 +90,14 @@ class Client:
         self.submitted: list[float] = []
         self.results: list[SearchResult] = []
         self.cancelled: list[int] = []
-        self.full, self.known = False, b""
+        self.full, self.holds, self.known = False, False, b""
         self.tickets, self.settings = count(101), PoolSection()
 
     @property
     def dispatcher(self) -> "Client":
         return self
 
-    def submit(self, query: Query) -> None:
+    def send(self, query: Query) -> None:
         if self.full:
             raise Overloaded("the ring is full")
         if query.spec.filter != self.known:
@@ -99,6 +111,8 @@ class Client:
         return ("first",)
 
     def poll(self) -> list[SearchResult]:
+        if self.holds:
+            return []
         results, self.results = self.results, []
         return results
 
@@ -116,13 +130,18 @@ class Client:
 
 
 class RetrieverHarness:
-    def __init__(self) -> None:
+    def __init__(self, end_s: float = 1.0) -> None:
         self.now_ns = 0
         self.registry, self.client = Registry(), Client()
-        self.retriever = Retriever(self.registry, self.client, lambda: self.now_ns)  # type: ignore[arg-type]
+        registry, client = cast("Any", self.registry), cast("Any", self.client)
+        self.retriever = Retriever(registry, client, lambda: self.now_ns, end_s)
 
-    def ask(self, text: str, deadline_ns: int = 1000, wanted: bytes = b"") -> int:
-        return self.retriever.submit(text, "docs", 4, stage="decode", deadline_ns=deadline_ns, filter=wanted)
+    def ask(
+        self, text: str, deadline_ns: int = 1000, wanted: bytes = b"", collection: str = "docs", flow: int = 0
+    ) -> int:
+        return self.retriever.submit(
+            text, collection, 4, stage="decode", deadline_ns=deadline_ns, filter=wanted, flow=flow
+        )
 
     def until_embedded(self) -> list[RetrievalResult]:
         """Forward the next vector; return the queries that ended."""
@@ -144,6 +163,7 @@ def harness() -> Iterator[RetrieverHarness]:
     made = RetrieverHarness()
     yield made
     made.registry.lengths.gate.set()
+    made.registry.slow.gate.set()
     made.retriever.close()
 
 
@@ -189,11 +209,10 @@ def test_a_cancelled_queued_text_is_not_embedded(harness: RetrieverHarness) -> N
 
 
 def test_a_cancelled_search_is_cancelled_in_the_pool(harness: RetrieverHarness) -> None:
-    harness.registry.lengths.gate.set()
+    harness.client.holds = True
     ticket = harness.ask("four")
-    while not harness.client.submitted:
-        harness.retriever.sleep((), int(SOON_S * 1e3))
-        harness.retriever.forward_embeddings()
+    assert harness.until_embedded() == []
+    assert harness.client.submitted
     harness.retriever.cancel(ticket)
     assert harness.client.cancelled == [101]
     assert harness.retriever.poll() == []
@@ -264,57 +283,40 @@ def test_a_value_of_the_wrong_type_for_a_new_attribute_is_refused_as_such(harnes
     assert str(found.error) == "it is an integer"
 
 
-def test_queued_texts_are_bounded() -> None:
-    embedder, thread = Embedder(), EmbeddingThreads(limit=2)
-    thread.submit(0, embedder, "taken up")
-    assert embedder.began.wait(SOON_S)
-    thread.submit(1, embedder, "waits")
-    thread.submit(2, embedder, "waits")
-    with pytest.raises(Overloaded, match="2 texts wait"):
-        thread.submit(3, embedder, "too many")
-    embedder.gate.set()
-    found: list[EmbeddingResult] = []
-    while len(found) < 3:
-        assert select.select([thread], [], [], SOON_S)[0]
-        found += thread.poll()
-    assert [embedded.ticket for embedded in found] == [0, 1, 2]
-    thread.close()
+@pytest.mark.parametrize(("rebuilds", "build", "searches"), [(3, "", 4), (4, "", 4), (1, "first", 1)])
+def test_a_retrieval_whose_collection_is_replaced_starts_again_at_most_four_times_and_not_if_bound_to_a_build(
+    harness: RetrieverHarness, rebuilds: int, build: str, searches: int
+) -> None:
+    harness.registry.rebuilds = rebuilds
+    harness.registry.lengths.gate.set()
+    ticket = harness.retriever.submit("four", "docs", 4, "decode", 1000, build)
+    (found,) = harness.until_found()
+    assert (found.ticket, len(harness.client.submitted)) == (ticket, searches)
+    assert harness.registry.lengths.seen == ["four"] * searches
+    assert (found.error is None) is (rebuilds == 3)
+    assert found.error is None or isinstance(found.error, CollectionReplaced)
 
 
-def test_texts_of_several_keys_are_embedded_in_turns() -> None:
-    embedder, thread = Embedder(), EmbeddingThreads()
-    for ticket in range(5):
-        thread.submit(ticket, embedder, "storm", flow=1)
-    assert embedder.began.wait(SOON_S)
-    thread.submit(5, embedder, "other", flow=2)
-    embedder.gate.set()
-    found: list[EmbeddingResult] = []
-    while len(found) < 6:
-        assert select.select([thread], [], [], SOON_S)[0]
-        found += thread.poll()
-    assert [embedded.ticket for embedded in found].index(5) == 1
-    thread.close()
+def test_texts_of_several_keys_are_embedded_in_turns(harness: RetrieverHarness) -> None:
+    storm = [harness.ask("storm", flow=1) for _ in range(5)]
+    assert harness.registry.lengths.began.wait(SOON_S)
+    other = harness.ask("other key", flow=2)
+    harness.registry.lengths.gate.set()
+    assert {found.ticket for found in harness.until_found(6)} == {*storm, other}
+    assert harness.registry.lengths.seen.index("other key") == 1
 
 
 def test_a_hanging_embedder_does_not_block_close() -> None:
-    embedder, thread = Embedder(), EmbeddingThreads(end_s=0.01)
-    thread.submit(0, embedder, "hangs")
-    thread.close()
-    embedder.gate.set()
+    harness = RetrieverHarness(end_s=0.01)
+    harness.ask("hangs")
+    harness.retriever.close()
+    harness.registry.lengths.gate.set()
 
 
-def test_an_embedder_waiting_for_its_server_does_not_block_others() -> None:
-    slow, quick, threads = Embedder("slow", max_concurrency=2), Embedder("quick"), EmbeddingThreads()
-    quick.gate.set()
-    for ticket in range(3):
-        threads.submit(ticket, slow, "waits")
-    threads.submit(7, quick, "four")
-    assert select.select([threads], [], [], SOON_S)[0]
-    assert [embedded.ticket for embedded in threads.poll()] == [7]
-    slow.gate.set()
-    found: set[int] = set()
-    while len(found) < 3:
-        assert select.select([threads], [], [], SOON_S)[0]
-        found |= {embedded.ticket for embedded in threads.poll()}
-    assert found == {0, 1, 2}
-    threads.close()
+def test_an_embedder_waiting_for_its_server_does_not_block_others(harness: RetrieverHarness) -> None:
+    slow = {harness.ask("waits", collection="slow") for _ in range(3)}
+    quick = harness.ask("four")
+    harness.registry.lengths.gate.set()
+    assert [found.ticket for found in harness.until_found()] == [quick]
+    harness.registry.slow.gate.set()
+    assert {found.ticket for found in harness.until_found(3)} == slow

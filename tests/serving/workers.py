@@ -13,7 +13,7 @@ from zlib import crc32
 
 from runtime.errors import TrinityError, error_from_code
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.retriever import RetrievalResult
+from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request, RequestTable
 from runtime.serving.frontend.router import Placement
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Probe, Report, Retrieved, ToFrontend, Tokens

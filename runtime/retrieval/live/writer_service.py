@@ -8,7 +8,6 @@ replaces this one continues at the end of the log.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,8 @@ from runtime.errors import (
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections.manifest import is_collection
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text, in_turns
-from runtime.retrieval.fair_gate import FairGate, FairLimit
+from runtime.retrieval.fair_gate import FairLimit
+from runtime.retrieval.fair_threads import FairThreads
 from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.storage.manifest import is_live
 from runtime.retrieval.live.validation import UpsertDocument, check_batch
@@ -37,6 +37,7 @@ MAX_CONCURRENT_WRITES = 32
 """Writes in progress; more are rejected with `Overloaded`, of one API key those beyond what is left."""
 _THREADS = 8  # concurrent writes share a log record and its sync
 _FLUSHES = -1  # the flow of all flushes
+_OPENING = -2  # the flow of writers that are opened and closed
 _T = TypeVar("_T")
 Observe = Callable[[float], None]
 Embed = Callable[[Embedder, Sequence[str], TextKind, int], Awaitable[tuple[Vectors, int]]]
@@ -71,9 +72,8 @@ class WriterService:
         self._writers: dict[str, LiveWriter] = {}
         self._opening: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in directories}
         self._flushing: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in directories}
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="write")
+        self._threads, self._filters = FairThreads(_THREADS, "writes"), FairThreads(1, "filters of writes")
         self._limit = FairLimit(MAX_CONCURRENT_WRITES, "writes")
-        self._turns, self._filter_turns = FairGate(_THREADS), FairGate(1)
 
     async def upsert(
         self, name: str, documents: Sequence[UpsertDocument], owner: AttributeBinding | None = None, flow: int = 0
@@ -115,7 +115,8 @@ class WriterService:
 
     def close(self) -> None:
         """Close all writers. Acknowledged writes are in their logs."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._filters.close()
+        self._threads.close()
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
@@ -146,8 +147,7 @@ class WriterService:
         writer = await self._writer(name)
         given = await self._with_vectors(name, documents, flow)
         try:
-            async with self._turns.place(flow):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, write, writer, given)
+            return await self._threads.run(flow, lambda: write(writer, given))
         except (NoRoom, CollectionBusy):
             raise
         except CollectionError as error:  # close the writer: reopening it checks its log
@@ -160,10 +160,13 @@ class WriterService:
         Several threads would slow each other and the event loop down.
         """
         writer = await self._writer(name)
-        async with self._filter_turns.place(flow):
+
+        def evaluate() -> None:
             begin = time.monotonic()
-            await asyncio.get_running_loop().run_in_executor(self._threads, writer.state.rows_passing, filter)
-            await asyncio.sleep(time.monotonic() - begin)  # half of the time is left to searches in this process
+            writer.state.rows_passing(filter)
+            time.sleep(time.monotonic() - begin)  # half of the time is left to searches in this process
+
+        await self._filters.run(flow, evaluate)
 
     async def _with_vectors(
         self, name: str, documents: Sequence[UpsertDocument], flow: int
@@ -205,12 +208,9 @@ class WriterService:
         async with self._opening[name]:
             writer = self._writers.get(name)
             if writer is None:
-                loop = asyncio.get_running_loop()
                 open_writer = partial(LiveWriter, directory, bound_attributes=self._bound_attributes.get(name, ()))
                 try:
-                    writer = await loop.run_in_executor(self._threads, open_writer)
-                except RuntimeError as error:  # the executor is shut down
-                    raise Unavailable("the node is stopping") from error
+                    writer = await self._threads.run(_OPENING, open_writer)
                 except (NoRoom, CollectionBusy):
                     raise
                 except CollectionError as error:
@@ -222,7 +222,7 @@ class WriterService:
         async with self._opening[name]:
             writer = self._writers.pop(name, None)
             if writer is not None:
-                await asyncio.get_running_loop().run_in_executor(self._threads, writer.close)
+                await self._threads.run(_OPENING, writer.close)
 
 
 def _unavailable(name: str, error: CollectionError) -> Unavailable:

@@ -15,6 +15,7 @@ from runtime.retrieval.search.batch_search import BatchSearch
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import (
     AcceptBuild,
+    Query,
     SearchBatch,
     SearchOptions,
     SearchResult,
@@ -78,17 +79,26 @@ class AsyncSearchClient:
             flow=flow,
             **options,
         )
+        result = await self._answer(ticket)
+        if fusion is None:
+            return result
+        return await asyncio.to_thread(self._client.hybrid.fuse, result, fusion, vector, deadline_ns)
+
+    async def answer(self, query: Query) -> SearchResult:
+        """Submit a query (`SearchClient.send`) and wait for its result. Raises the error that ended it."""
+        self._check_open()
+        self._client.send(query, wait_for_room=True)
+        return await self._answer(query.ticket)
+
+    async def _answer(self, ticket: int) -> SearchResult:
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = future
         self._wake.set()
         try:
-            result = (await future).checked()
+            return (await future).checked()
         finally:
             if self._waiting.pop(ticket, None) is not None:
                 self._client.cancel(ticket)
-        if fusion is None:
-            return result
-        return await asyncio.to_thread(self._client.hybrid.fuse, result, fusion, vector, deadline_ns)
 
     def poll_now(self) -> None:
         """Poll the pools now instead of at the next interval."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import numpy as np
 import zmq
 from msgspec.structs import replace
 
@@ -38,7 +37,7 @@ from runtime.retrieval.search.query import (
     make_spec,
 )
 from runtime.retrieval.search.transport import QueryTransport
-from runtime.retrieval.search.vectors import as_vectors, check_finite
+from runtime.retrieval.search.vectors import as_vectors, query_vector
 from runtime.retrieval.write_client import WriteClient
 
 if TYPE_CHECKING:
@@ -177,18 +176,17 @@ class SearchClient:
         if type(deadline_ns) is not int or deadline_ns or flow:
             spec = replace(spec, deadline_ns=check_deadline(deadline_ns), flow=flow)
         text = vector if self.remote and isinstance(vector, str) else ""
-        row = as_vectors(() if text else vector)
-        if row.ndim != 1:
-            raise InvalidRequest(f"vector must have the shape (d,), got {row.shape}", "vector")
-        # a vector on a GPU is checked by the pool
-        if type(row) is np.ndarray and not np.logical_and.reduce(np.isfinite(row)):
-            check_finite(row)
+        row = query_vector(() if text else vector)
         if not spec.collection:
             spec = replace(spec, collection=self._only_collection())
         query = Query(next(self.dispatcher.tickets), row, spec, accept=accept, text=text)
-        transport = self.dispatcher if self._remote is None else self._transport_to(spec.collection, text)
-        transport.submit(query, wait_for_room)
+        self.send(query, wait_for_room)
         return query.ticket
+
+    def send(self, query: Query, wait_for_room: bool = False) -> None:
+        """Submit a query that is complete and has one of the dispatcher's tickets. Raises as `submit`."""
+        transport = self.dispatcher if self._remote is None else self._transport_to(query.spec.collection, query.text)
+        transport.submit(query, wait_for_room)
 
     def _transport_to(self, collection: str, text: str = "") -> QueryTransport:
         """Return the transport for a collection. Raises `InvalidRequest` for a text if the collection is local."""

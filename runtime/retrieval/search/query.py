@@ -27,10 +27,6 @@ from runtime.retrieval.search.vectors import Vectors, check_finite, check_length
 _MAX_PARAMETER = 65_535  # of k, top_m, search_width and patience: 16 bits in a request's header
 _LATEST_NS = (1 << 63) - 1
 _MAX_DEADLINE_MS = 86_400_000  # a deadline more than a day away is a mistake
-MAX_BUILD_ATTEMPTS = 4
-"""Maximum attempts of a search whose collection is replaced by another build meanwhile."""
-NEW_ATTRIBUTE_WAIT_NS = 2_000_000_000
-"""How long a query waits for the pools to learn an attribute that its filter uses and that was stored just now."""
 
 
 def make_spec(

@@ -98,6 +98,16 @@ def as_vectors(vectors: Any, name: str = "vector") -> Vectors:
         raise InvalidRequest(f"{name}: not an array of numbers: {error}", name) from error
 
 
+def query_vector(vector: Any) -> Vectors:
+    """Convert the vector of a query, [d]; one on a GPU is checked by the pool. Raises `InvalidRequest`."""
+    row = as_vectors(vector)
+    if row.ndim != 1:
+        raise InvalidRequest(f"vector must have the shape (d,), got {row.shape}", "vector")
+    if type(row) is np.ndarray and not np.logical_and.reduce(np.isfinite(row)):
+        check_finite(row)
+    return row
+
+
 def _from_dlpack(vectors: Any, name: str) -> DeviceVectors | npt.NDArray[Any]:
     device = int(vectors.__dlpack_device__()[0])
     if device in (_CUDA, _CUDA_MANAGED):

@@ -10,7 +10,8 @@ from runtime.node.config import DecodeSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics
 from runtime.retrieval.passages import without_text
-from runtime.retrieval.retriever import RetrievalResult, Retriever
+from runtime.retrieval.retrieval_steps import RetrievalResult
+from runtime.retrieval.retriever import Retriever
 from runtime.serving.decode.batch import Row
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieved
 from runtime.serving.model.text import passages_chunk

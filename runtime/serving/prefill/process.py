@@ -18,7 +18,8 @@ from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.passages import without_text
-from runtime.retrieval.retriever import RetrievalResult, Retriever
+from runtime.retrieval.retrieval_steps import RetrievalResult
+from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink

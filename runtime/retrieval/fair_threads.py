@@ -1,0 +1,87 @@
+"""Threads that flows (API keys) share: of what waits, that of the flow goes first that has used least time."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from runtime.errors import Overloaded, Unavailable
+from runtime.retrieval.fair_queue import FairQueue
+
+T = TypeVar("T")
+MAX_WAITING = 1024
+
+
+class FairThreads:
+    """`count` threads, which start with the first job. Thread-safe.
+
+    `submit` refuses more than `limit` waiting jobs. A job that hangs occupies its thread; `clock` measures use.
+    """
+
+    def __init__(
+        self, count: int, name: str, *, limit: int = MAX_WAITING, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._count, self._name, self._limit, self._clock = count, name, limit, clock
+        self._waiting: FairQueue[int, tuple[Future[Any], Callable[[], Any]]] = FairQueue()
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def submit(self, flow: int, job: Callable[[], T]) -> Future[T]:
+        """Queue a job; cancelling its future before it begins drops it. Raises `Overloaded`, `Unavailable` (closed)."""
+        future: Future[T] = Future()
+        with self._changed:
+            if self._closed:
+                raise Unavailable("the node is stopping")
+            if len(self._waiting) >= self._limit:
+                raise Overloaded(f"{self._limit} requests wait for {self._name}, the limit; try again later")
+            self._waiting.push(flow, (future, job))
+            self._changed.notify()
+            while len(self._threads) < self._count:
+                number = len(self._threads)
+                self._threads.append(threading.Thread(target=self._run, name=f"{self._name}_{number}", daemon=True))
+                self._threads[-1].start()
+        return future
+
+    async def run(self, flow: int, job: Callable[[], T]) -> T:
+        """Wait in an event loop for what a job returns or raises. Raises as `submit`."""
+        return await asyncio.wrap_future(self.submit(flow, job))
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Drop what waits and stop; return whether all threads have ended in time. Those that hang end with the
+        process. Idempotent."""
+        with self._changed:
+            self._closed = True
+            while (taken := self._waiting.pop()) is not None:
+                taken[1][0].cancel()
+            self._changed.notify_all()
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if until is None else max(until - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or len(self._waiting))
+                if self._closed:
+                    return
+                taken = self._waiting.pop()
+            assert taken is not None, "one was waiting"
+            flow, (future, job) = taken
+            if not future.set_running_or_notify_cancel():
+                continue
+            begin, error, outcome = self._clock(), None, None
+            try:
+                outcome = job()
+            except BaseException as raised:  # it is the waiting caller's
+                error = raised
+            with self._changed:
+                self._waiting.charge(flow, self._clock() - begin)
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(outcome)
+            del taken, future, job, outcome, error  # nothing is kept alive while the thread waits

@@ -1,0 +1,230 @@
+"""One retrieval as steps: embed the text, search the pools and for its words, fuse both, read the passages.
+
+A generator yields what it waits for and is sent the outcome, so nothing here waits or knows a loop:
+
+```
+Future     of a thread: an embedded text, the results of a keyword search
+Query      → the `SearchResult` of the pools, or of other nodes
+Read       a function that reads files, to be called where that delays nobody
+PAUSE      until the pools have been polled again
+```
+`Retriever` runs the steps in the loop of a model worker, `AsyncRetriever` in an event loop.
+"""
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from msgspec.structs import replace
+
+from ipc import SearchSpec
+from runtime.errors import (
+    CollectionError,
+    CollectionReplaced,
+    InternalError,
+    InvalidFilter,
+    InvalidRequest,
+    ModelError,
+    TrinityError,
+)
+from runtime.retrieval.attributes.filters import filter_bytes
+from runtime.retrieval.collection_registry import CollectionRegistry, KeywordQuery
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.embedding.embedder import Embedder, Vectors
+from runtime.retrieval.fair_threads import FairThreads
+from runtime.retrieval.neighbors import Neighbors
+from runtime.retrieval.passages import OnRead, Passage, ignore_size
+from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.search.query import PassageQuery, Query, SearchResult
+from runtime.retrieval.search.vectors import query_vector
+
+MAX_BUILD_ATTEMPTS = 4
+"""Maximum attempts of a retrieval whose collection is replaced by another build meanwhile."""
+NEW_ATTRIBUTE_WAIT_NS = 2_000_000_000
+"""How long a query waits for the pools to learn an attribute that its filter uses and that was stored just now."""
+PAUSE_MS = 10
+PAUSE: Literal["pause"] = "pause"
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A function that reads files."""
+
+    run: Callable[[], Any]
+
+
+Step = Future[Any] | Query | Read | Literal["pause"]
+
+
+@dataclass(frozen=True)
+class RetrievalResult:
+    """The end of a retrieval: its passages, nearest first, or the error that ended it.
+
+    `embedded_ns`: when its vector was ready. `build`: identity of the collection's build that the passages come from;
+    "" for a collection on other nodes, whose result is `partial` if some of these did not answer.
+    """
+
+    ticket: int
+    passages: tuple[Passage, ...] = ()
+    error: TrinityError | None = None
+    embedded_ns: int = 0
+    build: str = ""
+    partial: bool = False
+
+
+Steps = Generator[Step, Any, RetrievalResult]
+
+
+def ignore_embedded() -> None:
+    """An `on_embedded` for a retrieval of which nobody wants that time."""
+
+
+class RetrievalSteps:
+    """The steps of all retrievals of a process, and the threads that they share in turns by API key.
+
+    All embedders that compute in this process share one thread, as they share the worker's cores; their libraries
+    release the GIL. An embedder that waits for a server has threads of its own, so it delays no other. Keyword
+    searches, whose filters may take long, have one.
+    """
+
+    def __init__(
+        self, registry: CollectionRegistry, client: SearchClient, clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._registry, self._client, self._clock = registry, client, clock
+        self._embedding: dict[str, FairThreads] = {}
+        self._keywords = FairThreads(1, "keyword search")
+
+    def embedding(self, embedder: Embedder) -> FairThreads:
+        """Return the threads of an embedder."""
+        name = embedder.name if embedder.max_concurrency > 1 else ""
+        if name not in self._embedding:
+            self._embedding[name] = FairThreads(embedder.max_concurrency, "embedding")
+        return self._embedding[name]
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop the threads; return whether all have ended. Idempotent."""
+        return all([threads.close(timeout_s) for threads in (self._keywords, *self._embedding.values())])
+
+    def retrieve(
+        self,
+        ticket: int,
+        asked: PassageQuery,
+        deadline_ns: int,
+        *,
+        build: str = "",
+        on_embedded: Callable[[], None] = ignore_embedded,
+        on_read: OnRead = ignore_size,
+    ) -> Steps:
+        """Return the steps of a retrieval, whose queries have its ticket.
+
+        `build`: accept results of this build only. `on_embedded` is called once, when the query's vector is ready, and
+        `on_read` with the size of the passages. Raises `TrinityError`.
+        """
+        if asked.hybrid and asked.query is None:
+            raise InvalidRequest("hybrid requires a text: use query instead of vector", "hybrid")
+        spec = SearchSpec(
+            asked.collection, asked.k, asked.stage, search_width=self._client.dispatcher.settings.search_width,
+            deadline_ns=deadline_ns, filter=filter_bytes(asked.filter), flow=asked.flow,
+        )  # fmt: skip
+        if asked.collection in self._client.remote:
+            return (yield from self._on_other_nodes(ticket, asked, spec))
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                return (yield from self._retrieve(ticket, asked, spec, build, on_embedded, on_read))
+            except CollectionReplaced:
+                if build or attempts == MAX_BUILD_ATTEMPTS:
+                    raise
+            on_embedded = ignore_embedded
+
+    def _on_other_nodes(self, ticket: int, asked: PassageQuery, spec: SearchSpec) -> Steps:
+        """Send the text to the nodes of the collection, which embed it and return passages."""
+        if asked.hybrid:  # ranks of different nodes are not comparable
+            message = f"collection {asked.collection!r} is on other nodes, without hybrid search"
+            raise InvalidRequest(message, "hybrid")
+        sent_ns = self._clock()
+        result: SearchResult = yield Query(ticket, query_vector(asked.vector or ()), spec, text=asked.query or "")
+        return RetrievalResult(ticket, result.passages, None, sent_ns, result.identity, result.partial)
+
+    def _retrieve(
+        self,
+        ticket: int,
+        asked: PassageQuery,
+        spec: SearchSpec,
+        build: str,
+        on_embedded: Callable[[], None],
+        on_read: OnRead,
+    ) -> Steps:
+        registry, collection = self._registry, asked.collection
+        registry.follow(collection, self._client.identities(collection))
+        while (opening := registry.opening(collection)) is not None:
+            yield Read(opening.join)
+            registry.follow(collection, self._client.identities(collection))
+        ranking: Future[Neighbors] | None = None
+        if asked.query is None:
+            embedder, vector, embedded_ns = "", query_vector(asked.vector), self._clock()
+        else:
+            model, keywords = registry.embedder(collection), None
+            if asked.hybrid:
+                keywords = registry.keyword_query(
+                    collection, asked.query, asked.k, spec.filter, spec.deadline_ns, build
+                )
+                spec, build = replace(spec, k=keywords.depth), keywords.identity
+            embedded: tuple[Vectors, int] = yield self.embedding(model).submit(
+                asked.flow, partial(_embed, model, asked.query, self._clock)
+            )
+            embedder, (vector, embedded_ns) = model.name, embedded
+            if keywords is not None:
+                ranking = self._keywords.submit(asked.flow, partial(_rank, keywords, embedded[0]))
+        on_embedded()
+        try:
+            query = Query(ticket, vector, spec, accept=registry.accept(collection, embedder, build))
+            result = yield from self._search(query, embedded_ns)
+            if ranking is not None:
+                found: Neighbors = yield ranking
+                fuse = partial(registry.fuse, collection, result, found, asked.k, asked.hybrid)
+                result = yield Read(fuse)  # the log of a live collection
+        finally:
+            if ranking is not None:
+                ranking.cancel()
+        lookup = registry.lookup(collection, result)
+        documents: Sequence[Document | None] | CollectionError = yield Read(partial(lookup.read, on_read))
+        passages = registry.found(collection, result, lookup, documents)
+        return RetrievalResult(ticket, passages, None, embedded_ns, result.identity)
+
+    def _search(self, query: Query, embedded_ns: int) -> Generator[Step, Any, SearchResult]:
+        """Search the pools, once they know an attribute that a document stored a moment ago has."""
+        spec = query.spec
+        until_ns = min(spec.deadline_ns, embedded_ns + NEW_ATTRIBUTE_WAIT_NS)
+        while True:
+            try:
+                result: SearchResult = yield query
+                return result
+            except InvalidFilter:
+                known: bool = yield Read(partial(self._registry.has_attributes, spec.collection, spec.filter))
+                if self._clock() >= until_ns or not known:
+                    raise
+            yield PAUSE
+
+
+def _embed(embedder: Embedder, text: str, clock: Callable[[], int]) -> tuple[Vectors, int]:
+    """Embed a text; return its vector [dim] and the time at which it was ready."""
+    try:
+        return embedder.embed([text])[0], clock()
+    except TrinityError:
+        raise
+    except Exception as error:  # of a library we do not know: the next text may be fine
+        raise ModelError(f"the embedder {embedder.name} failed: {error}") from error
+
+
+def _rank(keywords: KeywordQuery, vector: Vectors) -> Neighbors:
+    try:
+        return keywords.search(vector)
+    except TrinityError:
+        raise
+    except Exception as error:
+        raise InternalError(f"the keyword search failed: {error!r}") from error
