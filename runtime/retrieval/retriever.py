@@ -154,7 +154,7 @@ class Retriever:
                         outcome = step.run()
                         continue
                     case Query():
-                        self.client.send(step)
+                        self.client.transport(step.spec.collection).submit(step)
                     case Future():
                         retrieval.future = step
                         step.add_done_callback(lambda _: self._wake(retrieval))

@@ -97,7 +97,10 @@ class Client:
     def dispatcher(self) -> "Client":
         return self
 
-    def send(self, query: Query) -> None:
+    def transport(self, collection: str) -> "Client":
+        return self
+
+    def submit(self, query: Query) -> None:
         if self.full:
             raise Overloaded("the ring is full")
         if query.spec.filter != self.known:

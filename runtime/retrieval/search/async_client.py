@@ -69,36 +69,25 @@ class AsyncSearchClient:
         """As `SearchClient.search` and `submit`. Queries wait while the rings are full, at most 1,024; more raise
         `Overloaded`."""
         self._check_open()
-        deadline_ns, fusion = deadline_after_ms(deadline_ms), self._client.hybrid.parse(text, hybrid, k, options)
-        ticket = self._client.submit(
-            vector,
-            fusion.depth if fusion else k,
-            deadline_ns=deadline_ns,
-            wait_for_room=True,
-            accept=accept,
-            flow=flow,
+        query = self._client.query(
+            vector, k, deadline_ns=deadline_after_ms(deadline_ms), accept=accept, flow=flow, text=text, hybrid=hybrid,
             **options,
-        )
-        result = await self._answer(ticket)
-        if fusion is None:
-            return result
-        return await asyncio.to_thread(self._client.hybrid.fuse, result, fusion, vector, deadline_ns)
+        )  # fmt: skip
+        result = await self.answer(query)
+        return await asyncio.to_thread(self._client.hybrid.fuse, result, query, k) if query.hybrid else result
 
     async def answer(self, query: Query) -> SearchResult:
-        """Submit a query (`SearchClient.send`) and wait for its result. Raises the error that ended it."""
+        """Send a query that is complete, and wait for its result. Raises the error that ended it."""
         self._check_open()
-        self._client.send(query, wait_for_room=True)
-        return await self._answer(query.ticket)
-
-    async def _answer(self, ticket: int) -> SearchResult:
+        self._client.transport(query.spec.collection).submit(query, wait_for_room=True)
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
-        self._waiting[ticket] = future
+        self._waiting[query.ticket] = future
         self._wake.set()
         try:
             return (await future).checked()
         finally:
-            if self._waiting.pop(ticket, None) is not None:
-                self._client.cancel(ticket)
+            if self._waiting.pop(query.ticket, None) is not None:
+                self._client.cancel(query.ticket)
 
     def poll_now(self) -> None:
         """Poll the pools now instead of at the next interval."""

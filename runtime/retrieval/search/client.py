@@ -32,6 +32,7 @@ from runtime.retrieval.search.query import (
     SearchOptions,
     SearchResult,
     SearchStatistics,
+    SubmitOptions,
     check_deadline,
     deadline_after_ms,
     make_spec,
@@ -133,10 +134,10 @@ class SearchClient:
 
     # ---- queries
 
-    def submit(
+    def query(
         self,
         vector: Any,
-        k: int,
+        k: Any,
         *,
         collection: str = "",
         stage: Stage = "prefill",
@@ -145,10 +146,41 @@ class SearchClient:
         search_width: int | None = None,
         patience: int | None = None,
         filter: FilterLike = None,
-        wait_for_room: bool = False,
         accept: AcceptBuild | None = None,
         flow: int = 0,
-    ) -> int:
+        text: str = "",
+        hybrid: bool | float = False,
+    ) -> Query:
+        """Check the arguments of a search and return it as a query, to be sent by its `transport`. Raises as `submit`.
+
+        `hybrid`, `text`: see `search`; such a query requests more than `k` rows (`HybridSearch`).
+        """
+        width = self.dispatcher.settings.search_width if search_width is None else search_width
+        parameters = (k, collection, stage, top_m, width, patience)
+        try:
+            spec = self._specs[*parameters, *map(type, parameters)]  # True is not 1 here
+        except TypeError:  # unhashable: `make_spec` raises an error that names it
+            spec = make_spec(*parameters)
+        if filter is not None and (content := filter_bytes(filter)):
+            spec = replace(spec, filter=content)
+        if type(deadline_ns) is not int or deadline_ns or flow:
+            spec = replace(spec, deadline_ns=check_deadline(deadline_ns), flow=flow)
+        for_others = self.remote and isinstance(vector, str) and vector
+        row = query_vector(() if for_others else vector)
+        if not spec.collection:
+            spec = replace(spec, collection=self._only_collection())
+        if for_others:
+            if spec.collection not in self.remote:
+                raise InvalidRequest(
+                    f"vector is a text, and collection {spec.collection!r} is not on other nodes", "vector"
+                )
+            text = vector
+        weight = 0.0
+        if hybrid is not False or (text != "" and not for_others):
+            spec, weight = self.hybrid.widen(spec, text, hybrid)
+        return Query(next(self.dispatcher.tickets), row, spec, accept=accept, text=text, hybrid=weight)
+
+    def submit(self, vector: Any, k: int, *, wait_for_room: bool = False, **options: Unpack[SubmitOptions]) -> int:
         """Submit a query for the `k` nearest neighbors of `vector` [d]; return its ticket for `poll`.
 
         `collection` may be omitted if the node has only one.
@@ -165,36 +197,15 @@ class SearchClient:
         the collection cannot be served, `CollectionReplaced` if no served build is accepted) if the query is not
         accepted.
         """
-        width = self.dispatcher.settings.search_width if search_width is None else search_width
-        parameters = (k, collection, stage, top_m, width, patience)
-        try:
-            spec = self._specs[*parameters, *map(type, parameters)]  # True is not 1 here
-        except TypeError:  # unhashable: `make_spec` raises an error that names it
-            spec = make_spec(*parameters)
-        if filter is not None and (content := filter_bytes(filter)):
-            spec = replace(spec, filter=content)
-        if type(deadline_ns) is not int or deadline_ns or flow:
-            spec = replace(spec, deadline_ns=check_deadline(deadline_ns), flow=flow)
-        text = vector if self.remote and isinstance(vector, str) else ""
-        row = query_vector(() if text else vector)
-        if not spec.collection:
-            spec = replace(spec, collection=self._only_collection())
-        query = Query(next(self.dispatcher.tickets), row, spec, accept=accept, text=text)
-        self.send(query, wait_for_room)
+        query = self.query(vector, k, **options)
+        self.transport(query.spec.collection).submit(query, wait_for_room)
         return query.ticket
 
-    def send(self, query: Query, wait_for_room: bool = False) -> None:
-        """Submit a query that is complete and has one of the dispatcher's tickets. Raises as `submit`."""
-        transport = self.dispatcher if self._remote is None else self._transport_to(query.spec.collection, query.text)
-        transport.submit(query, wait_for_room)
-
-    def _transport_to(self, collection: str, text: str = "") -> QueryTransport:
-        """Return the transport for a collection. Raises `InvalidRequest` for a text if the collection is local."""
+    def transport(self, collection: str) -> QueryTransport:
+        """Return the transport of queries to a collection. Raises `Unavailable` if the client is closed."""
         if self._remote is not None and collection in self.remote:
             self.dispatcher.check_open()
             return self._remote
-        if text:
-            raise InvalidRequest(f"vector is a text, and collection {collection!r} is not on other nodes", "vector")
         return self.dispatcher
 
     def _only_collection(self) -> str:
@@ -222,8 +233,9 @@ class SearchClient:
         keyword search runs in this process, on the collection's files, so it requires a client from `connect`.
         """
         deadline_ns = 0 if deadline_ms is None else deadline_after_ms(deadline_ms)
-        fusion = None if hybrid is False and text == "" else self.hybrid.parse(text, hybrid, k, options)
-        ticket = self.submit(vector, fusion.depth if fusion else k, deadline_ns=deadline_ns, **options)
+        query = self.query(vector, k, deadline_ns=deadline_ns, text=text, hybrid=hybrid, **options)
+        ticket = query.ticket
+        self.transport(query.spec.collection).submit(query)
         try:
             while ticket not in self._unclaimed:
                 self._set_aside(self._collect())
@@ -233,7 +245,7 @@ class SearchClient:
             self.cancel(ticket)
             raise
         result = self._unclaimed.pop(ticket).checked()
-        return self.hybrid.fuse(result, fusion, vector, deadline_ns) if fusion else result
+        return self.hybrid.fuse(result, query, k) if query.hybrid else result
 
     def search_batch(
         self, vectors: Any, k: int = 10, *, deadline_ms: float | None = None, **options: Unpack[SearchOptions]
@@ -278,7 +290,7 @@ class SearchClient:
             raise InvalidRequest(f"vectors must have the shape (n, d), got {rows.shape}", "vectors")
         if len(rows) and not spec.collection:
             spec = replace(spec, collection=self._only_collection())
-        transport, tickets = self._transport_to(spec.collection), self.dispatcher.tickets
+        transport, tickets = self.transport(spec.collection), self.dispatcher.tickets
         return BatchSearch(transport, [Query(next(tickets), row, spec) for row in rows], rows, spec.k)
 
     def cancel(self, ticket: int) -> None:

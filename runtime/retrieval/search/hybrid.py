@@ -7,34 +7,23 @@ the build that answered, and fuses the two (docs/hybrid.md).
 import numbers
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
+from ipc import SearchSpec
 from runtime.errors import CollectionError, InvalidRequest, Unavailable
 from runtime.node.config import PoolSection
-from runtime.retrieval.attributes.filters import FilterLike, decode_filter, filter_bytes
+from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.neighbors import FUSION_DEPTH
 from runtime.retrieval.open_build import OpenBuild, open_build
 from runtime.retrieval.search.dispatcher import Dispatcher
-from runtime.retrieval.search.query import SearchOptions, SearchResult, make_spec
-from runtime.retrieval.search.vectors import as_vectors, on_host
+from runtime.retrieval.search.query import Query, SearchResult
+from runtime.retrieval.search.vectors import on_host
 
 _NO_DEADLINE = 1 << 62
-
-
-@dataclass(frozen=True)
-class HybridQuery:
-    """The keyword side of a hybrid query: its text, `weight` and `k`. `depth`: rows from each side."""
-
-    collection: str
-    filter: FilterLike
-    text: str
-    weight: float
-    k: int
-    depth: int
 
 
 class HybridSearch:
@@ -49,8 +38,11 @@ class HybridSearch:
         self._builds: dict[str, OpenBuild] = {}
         self._lock = threading.Lock()
 
-    def parse(self, text: Any, hybrid: Any, k: Any, options: SearchOptions) -> HybridQuery | None:
-        """Return the keyword side of a search; None if it is not hybrid. Raises `InvalidRequest`."""
+    def widen(self, spec: SearchSpec, text: Any, hybrid: Any) -> tuple[SearchSpec, float]:
+        """Return a search with the rows that its fusion needs of each side, and the keywords' weight; 0 for none.
+
+        Raises `InvalidRequest`.
+        """
         if not isinstance(hybrid, numbers.Real) or not 0 <= float(hybrid) <= 1:
             raise InvalidRequest(
                 f"hybrid must be True, False or the keywords' weight between 0 and 1, not {hybrid!r}", "hybrid"
@@ -58,34 +50,31 @@ class HybridSearch:
         if not isinstance(text, str) or bool(text) != bool(hybrid):
             raise InvalidRequest(f"text and hybrid go together: text is {text!r:.64}, hybrid is {hybrid!r}", "text")
         if not hybrid:
-            return None
-        collection, top_m = options.get("collection", ""), options.get("top_m")
-        if collection in self._remote:  # ranks of different nodes are not comparable
-            raise InvalidRequest(f"collection {collection!r} is on other nodes, without hybrid search", "hybrid")
-        spec = make_spec(k, "", "prefill", top_m, 1, None)
+            return spec, 0.0
+        if spec.collection in self._remote:  # ranks of different nodes are not comparable
+            raise InvalidRequest(f"collection {spec.collection!r} is on other nodes, without hybrid search", "hybrid")
         max_k = min((pool.max_k for pool in self._pools.clients()), default=PoolSection().max_k)
         depth = max(spec.k, min(FUSION_DEPTH * spec.k, max_k, spec.top_m or max_k))
-        weight = 0.5 if hybrid is True else float(hybrid)
-        return HybridQuery(collection, options.get("filter"), text, weight, spec.k, depth)
+        return replace(spec, k=depth), 0.5 if hybrid is True else float(hybrid)
 
-    def fuse(self, result: SearchResult, query: HybridQuery, vector: Any, deadline_ns: int) -> SearchResult:
-        """Search the keyword index of the build that `result` comes from; return both fused.
+    def fuse(self, result: SearchResult, query: Query, k: int) -> SearchResult:
+        """Search the keyword index of the build that `result` comes from; return the `k` best of both.
 
         Raises `InvalidRequest` for a build without a keyword index, `DeadlineExceeded`, and `Unavailable` if the build
         cannot be opened here.
         """
-        content, row = filter_bytes(query.filter), np.asarray(on_host(as_vectors(vector)), np.float32)
+        spec, row = query.spec, np.asarray(on_host(query.vector), np.float32)
         try:
             with self._lock:
-                build = self._opened(query.collection, result.identity)
+                build = self._opened(spec.collection, result.identity)
             if (keywords := build.keywords) is None:
-                raise InvalidRequest(f"{query.collection!r} has no keyword index (docs/hybrid.md)", "hybrid")
-            parsed = decode_filter(content) if content else None
-            found = keywords.search_keywords(query.text, row, query.depth, parsed, deadline_ns or _NO_DEADLINE)
-            return build.fuse(result, found, query.k, query.weight)
+                raise InvalidRequest(f"{spec.collection!r} has no keyword index (docs/hybrid.md)", "hybrid")
+            parsed = decode_filter(spec.filter) if spec.filter else None
+            found = keywords.search_keywords(query.text, row, spec.k, parsed, spec.deadline_ns or _NO_DEADLINE)
+            return build.fuse(result, found, k, query.hybrid)
         except CollectionError as error:
             raise Unavailable(
-                f"collection {query.collection!r}: its keyword index cannot be searched: {error.message}"
+                f"collection {spec.collection!r}: its keyword index cannot be searched: {error.message}"
             ) from error
 
     def _opened(self, collection: str, identity: str) -> OpenBuild:
@@ -93,7 +82,7 @@ class HybridSearch:
         build = self._builds.get(collection)
         if build is None or build.identity != identity:
             paths = self.paths()
-            path = paths.get(collection or next(iter(paths), ""))  # without a name: the only collection
+            path = paths.get(collection)
             if path is None:
                 raise Unavailable(f"the directory of collection {collection!r} is not known here")
             found = open_build(Path(path), "never", verify_first=False)

@@ -274,11 +274,20 @@ AcceptBuild = Callable[[str], bool]
 """Predicate on the identity of a collection's build: whether results of that build are acceptable."""
 
 
+class SubmitOptions(SearchOptions, total=False):
+    """Keyword arguments of `SearchClient.submit` besides k."""
+
+    deadline_ns: int
+    accept: AcceptBuild | None
+    flow: int
+
+
 class Query(msgspec.Struct, eq=False):
     """A query, or one shard's part of it (then `gather` is set), with all that a retry needs.
 
+    `text`: replaces the vector for other nodes; or, with `hybrid`, what a keyword search is for, whose weight that is.
     `in_flight`: sessions that have it and have not answered; more than one if it was hedged. `identity`: the build that
-    answered it. `accept`: acceptable builds, None for any. `text`: replaces the vector for other nodes.
+    answered it. `accept`: acceptable builds, None for any.
     """
 
     ticket: int
@@ -293,6 +302,7 @@ class Query(msgspec.Struct, eq=False):
     accept: AcceptBuild | None = None
     identity: str = ""
     text: str = ""
+    hybrid: float = 0.0
 
 
 def status_error(status: str, query: Query) -> TrinityError:
