@@ -17,7 +17,8 @@ from runtime.node.control.law import INTERVAL_S, ControlLaw, Readings, SignalMet
 from runtime.node.control.planner import Planner, Work
 from runtime.node.engine_config import ModelSection
 from runtime.node.metrics.worker_metrics import Stage
-from runtime.serving.frontend.router import PREFIX_BLOCKS, Router
+from runtime.serving.frontend.choice import PREFIX_BLOCKS
+from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Hello, Role
 from runtime.serving.prefill.job import Disaggregation
 from runtime.simulator.events import Events, Timeouts, ns

@@ -189,9 +189,9 @@ def test_a_client_disconnect_ends_the_work_at_prefill() -> None:
             prefill.request = slow  # type: ignore[method-assign, assignment]
             request = harness.chat(LONG, max_tokens=5)
             backend = harness.engine.balancer.backends[0]
-            await until(lambda: backend.in_flight == 1)
+            await until(lambda: backend.assigned == 1)
             harness.engine.cancel(request)
-            await until(lambda: backend.in_flight == 0)
+            await until(lambda: backend.assigned == 0)
             assert decode.generations() == []
 
     run(test())
@@ -230,7 +230,7 @@ def metrics(running: int = 0, waiting: int = 0, kv: float = 0.0) -> str:
 async def told(servers: LoadBalancer, running: list[int]) -> None:
     """Report the number of running requests of each server."""
     await asyncio.gather(*servers.load_checks_due())
-    await until(lambda: [backend.load and backend.load.running for backend in servers.backends] == running)
+    await until(lambda: [backend.reported and backend.reported.running for backend in servers.backends] == running)
 
 
 def test_prompts_go_to_the_server_with_their_prefix() -> None:

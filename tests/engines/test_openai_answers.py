@@ -232,7 +232,7 @@ def test_concurrent_requests_end_once_each() -> None:
             assert all(len(one.ids) == 24 for one in told)
             assert len(harness.ended) == 30
             assert harness.engine.statistics().in_flight == 0
-            assert [backend.in_flight for backend in harness.engine.balancer.backends] == [0, 0]
+            assert [backend.assigned for backend in harness.engine.balancer.backends] == [0, 0]
 
     run(test())
 

@@ -188,7 +188,7 @@ def test_cancelling_closes_the_servers_stream_and_ends_the_request_once() -> Non
             harness.engine.cancel(request)
             await until(lambda: harness.fake.open == 0)
             assert [ended.code for ended in harness.ended] == ["client_closed_request"]
-            assert harness.engine.balancer.backends[0].in_flight == 0
+            assert harness.engine.balancer.backends[0].assigned == 0
 
     run(test())
 

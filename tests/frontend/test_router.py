@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from runtime.errors import ContextLengthExceeded, Overloaded, Unavailable
-from runtime.serving.frontend.router import BLOCK_CHARS, BLOCK_TOKENS, PREFIX_BLOCKS, Placement, Router, prefix_blocks
+from runtime.serving.frontend.choice import BLOCK_CHARS, BLOCK_TOKENS, PREFIX_BLOCKS, prefix_blocks
+from runtime.serving.frontend.router import Placement, Router
 from runtime.serving.messages import DecodeLoad, Hello, Message, Report, Role
 
 TEXT = "The with statement is used to wrap the execution of a block. " * 20

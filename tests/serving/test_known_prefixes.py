@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from runtime.retrieval.passages import Passage
-from runtime.serving.frontend.router import BLOCK_CHARS, Router, known_prefix
+from runtime.serving.frontend.choice import BLOCK_CHARS
+from runtime.serving.frontend.router import Router, known_prefix
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.messages import Generation, Hello, Message, Retrieval, Sampling
 from runtime.serving.model.text import build_prompt

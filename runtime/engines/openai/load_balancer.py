@@ -1,10 +1,7 @@
 """Load balancer of the OpenAI engine: chooses a server for each request and checks the health of all servers.
 
-The rule is the router's of the node's own workers (`runtime.serving.frontend.router`): the fewest requests, minus the
-share of the prompt's leading blocks that the server was recently sent, plus one for a server whose KV cache is nearly
-full. A full overlap is worth `overlap_weight` requests and no more, so the turns of a conversation stay where its KV
-is. A server's request count is the larger of what it reports and what was sent to it from here; among equals the least
-recently chosen server wins.
+The rule is that of the node's own workers (`runtime.serving.frontend.choice`); a server whose KV cache is nearly full
+has no room.
 
 With separate prefill and decode servers, decode servers write the answers; while none of them is up, prefill servers
 do, which are capable of the same.
@@ -16,13 +13,13 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from runtime.engines.openai.capabilities import Capabilities
 from runtime.engines.openai.server import Server, StreamBroken
 from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, Overloaded, TrinityError
 from runtime.node.supervisor.backoff import Backoff
-from runtime.serving.frontend.router import PrefixHistory
+from runtime.serving.frontend.choice import Candidate, Choice, PrefixHistory
 
 # ---- a server's load, from vLLM's gauges; other servers export them too (llm-d reads the same names)
 
@@ -69,7 +66,7 @@ Reject = Callable[[Capabilities], InvalidRequest | None]
 """Returns the error for a request that a server cannot run; None if it can."""
 
 _MAX_FAILURES = 3
-_KV_NEARLY_FULL = 0.9  # share of its KV: a new request may have to wait, or may preempt others
+_KV_NEARLY_FULL = 0.9  # share of its KV
 _LOAD_INTERVAL_NS = 1_000_000_000
 _PREFIX_BLOCKS = 65_536  # remembered for each server
 _MAX_BACKOFF_S = 10.0
@@ -78,16 +75,14 @@ _IDLE_NS = 5_000_000_000
 
 
 @dataclass(slots=True, eq=False)
-class Backend:
-    """A server and its state. `capabilities` None: it is down until a check succeeds, next at `next_check_ns`; `load`:
-    its last reported load, None without metrics."""
+class Backend(Candidate):
+    """A server and its state. `capabilities` None: it is down until a check succeeds, next at `next_check_ns`;
+    `reported`: its last load, None without metrics."""
 
     server: Server
     backoff: Backoff
     capabilities: Capabilities | None = None
     last_error: str = "not checked yet"
-    in_flight: int = 0
-    last_chosen: int = 0  # sequence number of the last choice
     next_check_ns: int = 0
     up_ns: int = 0
     last_used_ns: int = 0  # of the last request or check
@@ -96,22 +91,21 @@ class Backend:
     check_deadline_ns: int = 0  # of the check in progress, which `check_timeout` cancels
     check_timeout: asyncio.Timeout | None = None
     consecutive_failures: int = 0  # of requests
-    load: Load | None = None
+    reported: Load | None = None
     next_load_check_ns: int | None = 0  # None: no metrics
-    prefixes: PrefixHistory = field(default_factory=PrefixHistory)
 
     @property
     def name(self) -> str:
         return self.server.url
 
-    def cost(self, prefix: Sequence[int], overlap_weight: float) -> float:
-        """Return the cost of one more request with these leading blocks; the lowest is chosen."""
-        reported, full = (self.load.requests, self.load.kv_usage > _KV_NEARLY_FULL) if self.load else (0, False)
-        return max(reported, self.in_flight) - overlap_weight * self.overlap(prefix) + full
+    @property
+    def reported_load(self) -> int:
+        return self.reported.requests if self.reported else 0
 
-    def overlap(self, prefix: Sequence[int]) -> float:
-        """Return the share of `prefix` that the server was recently sent, 0..1."""
-        return self.prefixes.seen(prefix) / len(prefix) if prefix else 0.0
+    @property
+    def is_full(self) -> bool:
+        """Whether a new request may have to wait for room in its KV cache, or may preempt others."""
+        return self.reported is not None and self.reported.kv_usage > _KV_NEARLY_FULL
 
 
 class LoadBalancer:
@@ -134,8 +128,7 @@ class LoadBalancer:
         source = source or random.Random()
         self.backends = [Backend(server, Backoff(source, most_s=max_backoff_s)) for server in servers]
         self._detect, self._clock, self._advice = detect, clock, advice and f"; {advice}"
-        self._overlap_weight = overlap_weight
-        self._choices = 0
+        self._choice = Choice(overlap_weight)
         self.changed = asyncio.Event()
         """Set and cleared whenever a server has come up."""
 
@@ -165,7 +158,7 @@ class LoadBalancer:
         Servers in `avoid` are chosen only if there is no other. Raises as `eligible`.
         """
         return self._acquire(
-            min(self.eligible(reject), key=lambda b: (b in avoid, b.server.stage == "prefill", *self._order(b, prefix)))
+            self.eligible(reject), prefix, lambda backend: (backend in avoid, backend.server.stage == "prefill")
         )
 
     def choose_prefill(self, avoid: Collection[Backend], prefix: Sequence[int]) -> Backend | None:
@@ -174,24 +167,27 @@ class LoadBalancer:
         None if all prefill servers are down or in `avoid`.
         """
         able = [backend for backend in self.up if backend.server.stage == "prefill" and backend not in avoid]
-        return self._acquire(min(able, key=lambda b: self._order(b, prefix))) if able else None
-
-    def _order(self, backend: Backend, prefix: Sequence[int]) -> tuple[float, int]:
-        return backend.cost(prefix, self._overlap_weight), backend.last_chosen
+        return self._acquire(able, prefix) if able else None
 
     def remember(self, backend: Backend, prefix: Sequence[int]) -> None:
         """Record that a server has the KV of these blocks, or soon will."""
         backend.prefixes.remember(prefix, _PREFIX_BLOCKS, self._clock())
 
-    def _acquire(self, chosen: Backend) -> Backend:
-        self._choices += 1
-        chosen.last_chosen = self._choices
-        chosen.in_flight += 1
+    def _acquire(
+        self,
+        backends: Sequence[Backend],
+        prefix: Sequence[int],
+        order: Callable[[Backend], tuple[bool, ...]] = lambda backend: (),
+    ) -> Backend:
+        chosen = self._choice.choose(
+            backends, lambda one: (*order(one), self._choice.cost(one, prefix, full=one.is_full))
+        )
+        chosen.assigned += 1
         return chosen
 
     def release(self, backend: Backend) -> None:
         """Record that a request has left that server."""
-        backend.in_flight -= 1
+        backend.assigned -= 1
         backend.last_used_ns = self._clock()
 
     def record_outcome(self, backend: Backend, error: TrinityError | None) -> None:
@@ -259,7 +255,7 @@ class LoadBalancer:
     def idle_checks_due(self) -> list[Coroutine[None, None, None]]:
         """Return checks, to be run, of servers that had no request for five seconds."""
         now = self._clock()
-        found = [b for b in self.up if not b.in_flight and now - max(b.last_used_ns, b.up_ns) >= _IDLE_NS]
+        found = [b for b in self.up if not b.assigned and now - max(b.last_used_ns, b.up_ns) >= _IDLE_NS]
         for backend in found:
             backend.last_used_ns = now
         return [self._check_idle(backend) for backend in found]
@@ -287,12 +283,12 @@ class LoadBalancer:
         """Read a server's load; one without metrics is not asked again until it was down."""
         try:
             async with asyncio.timeout(_LOAD_INTERVAL_NS * 5 / 1e9):
-                backend.load = parse_load(await backend.server.metrics())
+                backend.reported = parse_load(await backend.server.metrics())
         except (TrinityError, TimeoutError) as error:
-            backend.load = None
+            backend.reported = None
             if isinstance(error, EngineUnreachable | TimeoutError):
                 return  # the next request there finds out
-        if backend.load is None:
+        if backend.reported is None:
             backend.next_load_check_ns = None
 
     async def _first_check(self, backend: Backend) -> ConfigError | None:
@@ -335,7 +331,11 @@ class LoadBalancer:
         backend.capabilities, backend.up_ns = found, self._clock()
         backend.last_error, backend.consecutive_failures = "", 0
         backend.check_timeout_ns = _CHECK_TIMEOUT_NS
-        backend.load, backend.next_load_check_ns, backend.prefixes = None, 0, PrefixHistory()  # may be another process
+        backend.reported, backend.next_load_check_ns, backend.prefixes = (
+            None,
+            0,
+            PrefixHistory(),
+        )  # may be another process
         log.info("%s answers: %s", backend.name, found)
         for limitation in found.limitations():
             log.warning("%s: %s", backend.name, limitation)

@@ -29,9 +29,9 @@ from runtime.node.engine_config import ServedSection
 from runtime.retrieval.passages import Passage, ignore_size, without_text
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving import stages
+from runtime.serving.frontend.choice import prefix_blocks
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Piece, Request
-from runtime.serving.frontend.router import prefix_blocks
 from runtime.serving.http.passthrough import single_request_field
 from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Probe, Retrieved

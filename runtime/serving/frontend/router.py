@@ -1,60 +1,23 @@
 """Prefix-aware routing: chooses the prefill and the decode worker of a request. No sockets, an injected clock.
 
-- **Prefill**: the worker with the lowest cost. The cost is the number of requests waiting or running, less the prefix
-  overlap (the share of the prompt's leading blocks that the worker has lately received), plus one for a worker without
-  enough free KV blocks. A full overlap offsets one queued request, so a hot prefix cannot starve the other workers.
-- **Decode**: workers with a free slot and enough free KV blocks before those without, then the smallest share of slots
-  in use; a full overlap offsets one slot.
-- `overlap_weight` scales the overlap, 1 by default; with 0 only the load counts.
-- Ties go to the least recently chosen worker, so a new worker receives a request at once.
+- **Prefill**: the worker with the lowest cost (`choice.py`).
+- **Decode**: workers with a free slot and enough free KV blocks before those without, then the lowest cost a slot.
 
 The router tracks the prefixes that it has sent to each worker. It considers a prefix evicted once the worker reports
 that it has evicted cached blocks of a later request (LRU).
 
-Reports lag by up to 250 ms, so the load of a worker is the maximum of its report and the requests assigned here.
-Draining workers receive no new requests; the number of requests in flight is bounded.
+Reports lag by up to 250 ms. Draining workers receive no new requests; the number of requests in flight is bounded.
 """
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 from runtime.errors import ContextLengthExceeded, Overloaded, Unavailable
+from runtime.serving.frontend.choice import BLOCK_CHARS, BLOCK_TOKENS, Candidate, Choice, prefix_blocks
 from runtime.serving.messages import UNKNOWN_LOAD, DecodeLoad, Generation, Hello, Message, Report, Role
 from runtime.serving.model.text import last_question_index
-
-# ---- prefix hashes, to find the worker or server with cached KV of a prompt
-
-
-BLOCK_CHARS = 128
-BLOCK_TOKENS = 32
-PREFIX_BLOCKS = 32  # of one prompt; later blocks do not affect routing
-
-
-def prefix_blocks(
-    prompt: str | Sequence[int] | Sequence[Message], most: int = PREFIX_BLOCKS, salt: bytes = b""
-) -> tuple[int, ...]:
-    """Return chained hashes of the prompt's leading whole blocks: equal hashes mean equal prefixes.
-
-    Blocks are 128 characters of text (a chat's turns joined) or 32 token ids; at most `most` blocks. Only
-    prompts with the same `salt` share any. The hashes of text hold within one process only.
-    """
-    content: str | Sequence[int]
-    if isinstance(prompt, str):
-        content, block = prompt, BLOCK_CHARS
-    elif prompt and isinstance(prompt[0], Message):
-        turns = (f"{turn.role}\0{turn.content}\0" for turn in prompt if isinstance(turn, Message))
-        content, block = "".join(turns), BLOCK_CHARS
-    else:
-        content, block = tuple(token for token in prompt if isinstance(token, int)), BLOCK_TOKENS
-    hashes: list[int] = []
-    chain = hash((block, salt))
-    for end in range(block, min(len(content), most * block) + 1, block):
-        chain = hash((chain, content[end - block : end]))
-        hashes.append(chain)
-    return tuple(hashes)
 
 
 def known_prefix(generation: Generation) -> tuple[tuple[int, ...], int]:
@@ -76,34 +39,6 @@ def known_prefix(generation: Generation) -> tuple[tuple[int, ...], int]:
     return prefix_blocks(before, salt=generation.salt), whole
 
 
-class PrefixHistory:
-    """LRU set of the prefix blocks lately sent to one worker or server."""
-
-    def __init__(self) -> None:
-        self._sent_ns: OrderedDict[int, int] = OrderedDict()  # block → ns when last sent, LRU first
-
-    def __len__(self) -> int:
-        return len(self._sent_ns)
-
-    def seen(self, prefix: Sequence[int], since_ns: int = 0) -> int:
-        """Return how many leading blocks of `prefix` were sent since then; hashes are chained, so a miss ends the
-        match."""
-        count = 0
-        for block in prefix:
-            if self._sent_ns.get(block, -1) < since_ns:
-                break
-            count += 1
-        return count
-
-    def remember(self, prefix: Sequence[int], limit: int, now_ns: int) -> None:
-        """Add a prompt's blocks and evict the least recently used beyond `limit`."""
-        for block in reversed(prefix):  # the first block last: a chain is evicted from its end
-            self._sent_ns[block] = now_ns
-            self._sent_ns.move_to_end(block)
-        while len(self._sent_ns) > limit:
-            self._sent_ns.popitem(last=False)
-
-
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Names of the two workers of a request, and the decode worker's hand-over endpoint and load at that time."""
@@ -117,20 +52,20 @@ class Placement:
 UNPLACED = Placement("", "", "")
 
 
-@dataclass(slots=True)
-class Worker:
-    """State of a worker: its Hello, its last report, its assigned requests and prefixes."""
+@dataclass(slots=True, eq=False)
+class Worker(Candidate):
+    """State of a worker: its Hello and its last report."""
 
     hello: Hello
     reported: Report
-    assigned: int = 0
-    last_chosen: int = 0  # sequence number of the choice
-    prefixes: PrefixHistory = field(default_factory=PrefixHistory)
 
     @property
-    def load(self) -> int:
-        """Number of requests on the worker or on their way to it."""
-        return max(self.reported.queued + self.reported.running, self.assigned)
+    def reported_load(self) -> int:
+        return self.reported.queued + self.reported.running
+
+    @property
+    def evicted_ns(self) -> int:
+        return self.reported.evicted_ns
 
     @property
     def has_free_slot(self) -> bool:
@@ -139,13 +74,6 @@ class Worker:
     def has_free_blocks(self, tokens: int) -> bool:
         """Whether it reported enough free KV blocks for so many tokens; true if it reports none."""
         return not self.hello.blocks or self.reported.free_blocks * self.hello.block_tokens >= tokens
-
-    def overlap(self, prefix: Sequence[int], blocks: int = 0) -> float:
-        """Return the share of a prompt that the worker has lately received, 0..1.
-
-        The prompt has max(`blocks`, len(`prefix`)) blocks, of which `prefix` are known.
-        """
-        return self.prefixes.seen(prefix, self.reported.evicted_ns) / max(blocks, len(prefix)) if prefix else 0.0
 
     def remember(self, prefix: Sequence[int], limit: int, now_ns: int) -> None:
         """Add a prompt's blocks and evict the least recently used beyond `limit` and beyond the worker's KV
@@ -171,9 +99,8 @@ class Router:
     ) -> None:
         self.max_in_flight = max_in_flight
         self.in_flight = 0
-        self._overlap_weight = overlap_weight
+        self._choice = Choice(overlap_weight)
         self._remembered_blocks = remembered_blocks
-        self._choices = 0
         self._clock = clock
         self._workers: dict[str, Worker] = {}
 
@@ -215,32 +142,29 @@ class Router:
             raise Overloaded(
                 f"{self.in_flight} requests are in flight, the limit is {self.max_in_flight}; try again later"
             )
-        prefill = self._pick(
+        choice = self._choice
+        prefill = choice.choose(
             self._fitting("prefill", tokens),
             lambda worker: (
                 worker.hello.worker == avoid,
-                self._cost(worker, prefix, blocks) + (not worker.has_free_blocks(tokens)),
+                choice.cost(worker, prefix, blocks, full=not worker.has_free_blocks(tokens)),
             ),
         )
-        decode = self._pick(
+        decode = choice.choose(
             self._fitting("decode", tokens),
             lambda worker: (
                 worker.hello.worker == avoid,
                 not (worker.has_free_slot and worker.has_free_blocks(tokens)),
-                self._cost(worker, prefix, blocks) / worker.hello.slots,
+                choice.cost(worker, prefix, blocks) / worker.hello.slots,
             ),
         )
         load = DecodeLoad(decode.load, decode.hello.slots, decode.reported.step_ns)
         now_ns = self._clock()
         for worker in (prefill, decode):
             worker.remember(prefix, self._remembered_blocks, now_ns)
-        prefill.assigned += 1
-        decode.assigned += 1
+            worker.assigned += 1
         self.in_flight += 1
         return Placement(prefill.hello.worker, decode.hello.worker, decode.hello.endpoint, load)
-
-    def _cost(self, worker: Worker, prefix: Sequence[int], blocks: int) -> float:
-        return worker.load - self._overlap_weight * worker.overlap(prefix, blocks)
 
     def prefilled(self, placement: Placement) -> None:
         """Unassign the prefill worker of a request that decode has taken over."""
@@ -274,9 +198,3 @@ class Router:
                 f"prompt and answer need at least {tokens} tokens, the model's context holds {limit}", "max_tokens"
             )
         return fitting
-
-    def _pick(self, workers: Iterable[Worker], cost: Callable[[Worker], tuple[float, ...]]) -> Worker:
-        chosen = min(workers, key=lambda worker: (*cost(worker), worker.last_chosen))
-        self._choices += 1
-        chosen.last_chosen = self._choices
-        return chosen

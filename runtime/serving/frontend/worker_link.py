@@ -35,9 +35,10 @@ from runtime.errors import (
     WorkerLost,
     error_from_code,
 )
+from runtime.serving.frontend.choice import prefix_blocks
 from runtime.serving.frontend.engine import Engine, EngineStatistics, RestartLimits
 from runtime.serving.frontend.requests import Request, RequestOutcome
-from runtime.serving.frontend.router import Router, known_prefix, prefix_blocks
+from runtime.serving.frontend.router import Router, known_prefix
 from runtime.serving.messages import (
     Cancel,
     Failed,

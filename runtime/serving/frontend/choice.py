@@ -1,0 +1,129 @@
+"""The rule by which a worker, or a model server, is chosen for a prompt. No sockets, no clock.
+
+The one with the lowest cost: the requests waiting or running there, less the prefix overlap (the share of the prompt's
+leading blocks that it has lately received), plus one if its KV cache has no room. A full overlap offsets as many
+requests as `overlap_weight`, 1 by default, so a hot prefix cannot starve the others, and the turns of a conversation
+stay where its KV is; with 0 only the load counts. Ties go to the least recently chosen, so that a new worker receives a
+request at once.
+
+Reports lag, so the load is the larger of what is reported and what was assigned from here.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from runtime.serving.messages import Message
+
+# ---- prefix hashes, to find the worker or server with cached KV of a prompt
+
+
+BLOCK_CHARS = 128
+BLOCK_TOKENS = 32
+PREFIX_BLOCKS = 32  # of one prompt; later blocks do not affect routing
+
+
+def prefix_blocks(
+    prompt: str | Sequence[int] | Sequence[Message], most: int = PREFIX_BLOCKS, salt: bytes = b""
+) -> tuple[int, ...]:
+    """Return chained hashes of the prompt's leading whole blocks: equal hashes mean equal prefixes.
+
+    Blocks are 128 characters of text (a chat's turns joined) or 32 token ids; at most `most` blocks. Only
+    prompts with the same `salt` share any. The hashes of text hold within one process only.
+    """
+    content: str | Sequence[int]
+    if isinstance(prompt, str):
+        content, block = prompt, BLOCK_CHARS
+    elif prompt and isinstance(prompt[0], Message):
+        turns = (f"{turn.role}\0{turn.content}\0" for turn in prompt if isinstance(turn, Message))
+        content, block = "".join(turns), BLOCK_CHARS
+    else:
+        content, block = tuple(token for token in prompt if isinstance(token, int)), BLOCK_TOKENS
+    hashes: list[int] = []
+    chain = hash((block, salt))
+    for end in range(block, min(len(content), most * block) + 1, block):
+        chain = hash((chain, content[end - block : end]))
+        hashes.append(chain)
+    return tuple(hashes)
+
+
+class PrefixHistory:
+    """LRU set of the prefix blocks lately sent to one worker or server."""
+
+    def __init__(self) -> None:
+        self._sent_ns: OrderedDict[int, int] = OrderedDict()  # block → ns when last sent, LRU first
+
+    def __len__(self) -> int:
+        return len(self._sent_ns)
+
+    def seen(self, prefix: Sequence[int], since_ns: int = 0) -> int:
+        """Return how many leading blocks of `prefix` were sent since then; hashes are chained, so a miss ends the
+        match."""
+        count = 0
+        for block in prefix:
+            if self._sent_ns.get(block, -1) < since_ns:
+                break
+            count += 1
+        return count
+
+    def remember(self, prefix: Sequence[int], limit: int, now_ns: int) -> None:
+        """Add a prompt's blocks and evict the least recently used beyond `limit`."""
+        for block in reversed(prefix):  # the first block last: a chain is evicted from its end
+            self._sent_ns[block] = now_ns
+            self._sent_ns.move_to_end(block)
+        while len(self._sent_ns) > limit:
+            self._sent_ns.popitem(last=False)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Candidate:
+    """A worker or server that may be chosen: the requests assigned to it and their prefixes."""
+
+    assigned: int = 0
+    last_chosen: int = 0  # sequence number of the choice
+    prefixes: PrefixHistory = field(default_factory=PrefixHistory)
+
+    @property
+    def reported_load(self) -> int:
+        """The requests that it reports, waiting and running."""
+        raise NotImplementedError
+
+    @property
+    def evicted_ns(self) -> int:
+        """The time up to which it reports that cached blocks were evicted; 0 if it reports none."""
+        return 0
+
+    @property
+    def load(self) -> int:
+        """Number of requests there or on their way to it."""
+        return max(self.reported_load, self.assigned)
+
+    def overlap(self, prefix: Sequence[int], blocks: int = 0) -> float:
+        """Return the share of a prompt that it has lately received, 0..1.
+
+        The prompt has max(`blocks`, len(`prefix`)) blocks, of which `prefix` are known.
+        """
+        return self.prefixes.seen(prefix, self.evicted_ns) / max(blocks, len(prefix)) if prefix else 0.0
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+class Choice:
+    """Chooses by the rule. `overlap_weight`: the requests that a full overlap offsets."""
+
+    def __init__(self, overlap_weight: float = 1.0) -> None:
+        self._overlap_weight = overlap_weight
+        self._choices = 0
+
+    def cost(self, one: Candidate, prefix: Sequence[int], blocks: int = 0, *, full: bool = False) -> float:
+        """Return the cost of one more request there. full: it may have to wait for room in the KV cache."""
+        return one.load - self._overlap_weight * one.overlap(prefix, blocks) + full
+
+    def choose(self, candidates: Iterable[C], order: Callable[[C], tuple[float, ...]]) -> C:
+        """Return the candidate that is first in this order, ties by the least recent choice."""
+        chosen = min(candidates, key=lambda one: (*order(one), one.last_chosen))
+        self._choices += 1
+        chosen.last_chosen = self._choices
+        return chosen
