@@ -202,7 +202,6 @@ class PoolSection(WorkerSection, frozen=True):
       prefill is present, used or not; elsewhere it uses those that prefill does not.
     - `prefill_target_s`: target latency L_pre,max of a prefill query; "auto" is a twentieth of `slo.ttft_s`.
     - `max_pauses`, `aging_s`: limits of how often one decode query is paused, and of how long in all.
-    - `flush_s`: flush timeout τ, how long slots are held back while fewer queries wait than slots are free.
     - `flush_prefill_s`: τ_pre, how long a prefill query leaves free slots to decode.
     - `queue`: maximum number of waiting queries; further ones are refused.
 
@@ -238,7 +237,6 @@ class PoolSection(WorkerSection, frozen=True):
     prefill_target_s: Literal["auto"] | Annotated[float, Meta(ge=0.0, le=60.0)] = "auto"
     aging_s: Annotated[float, Meta(gt=0.0, le=60.0)] = 0.05
     flush_prefill_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    flush_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     max_pauses: Annotated[int, Meta(ge=0, le=10_000)] = 64
     doorbell: Doorbell = "eventfd"
 

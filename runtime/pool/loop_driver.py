@@ -39,7 +39,6 @@ from runtime.pool.compiled import compiled
 from runtime.pool.filtered_requests import FilteredRequests, WaitingRequest
 from runtime.pool.loop import drop_client, end_set_aside, enqueue, run_loop
 from runtime.pool.loop_layout import EngineFunctions, Finished, Loop, Report, Search, fill_metrics, loop_at
-from runtime.pool.policy import held_until
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import ExtendCost
 from runtime.pool.tables import DECODE, FREE, PREFILL, Tables, learn_cost, new_tables
@@ -322,15 +321,12 @@ def serve_loop(at: int, wait_at: int, until: int) -> int:
             continue
         if stopped != layout.IDLE or clients.pending_bells or (slept and now >= until):
             return stopped
-        held = held_until(loop.tables, now)
-        if held <= now:
-            continue
-        limit = min(max(until - now, _MS), held - now)
+        limit = max(until - now, _MS)
         rung = exchange.sleep(clients, wait.descriptor, -(-limit // _MS))
         begin, now, slept = now, intrinsics.monotonic_ns(), True
         learn_wait(wait.budget, now - begin)
         if rung or loop.resolved:
             intrinsics.read_word(wait.bell)  # silence the bell; other events of the server are polled at `until`
             rounds_until = max(until, now + _MS)
-        elif now < held:
+        else:
             return SERVER_EVENT if now < until else layout.TIME_UP

@@ -5,7 +5,6 @@ or ring: the caller passes the time. `schedule` applies these rules in order, fo
 
 - Late: a query that can no longer meet its caller's deadline is rejected. Missed: a prefill query that has waited so
   long that its request misses its TTFT is demoted behind all others that arrive within `_MISSED_DELAY` times that wait.
-- Hold: while fewer queries wait than slots are free, and none has reached its flush timeout, none is admitted.
 - Aging: if no decode query was active for `aging`, a waiting one gets the next free slot. So a decode query with `p`
   others ahead of it is answered, whatever prefill does, within (p + 1)·(aging + the rest of one prefill query + the
   longest decode query + an extend) of its arrival, where a query's time is its extends with N active.
@@ -29,7 +28,6 @@ from runtime.pool.tables import (
     DECODE,
     FIFO,
     FREE,
-    NEVER_NS,
     PAUSED,
     PREFILL,
     TRINITY,
@@ -139,9 +137,8 @@ def schedule(t: Tables, now: int) -> None:
     pending = t.queues[DECODE].count or t.paused.count
     if t.active[DECODE].count or not pending or t.decode_ran_ns < 0:
         t.decode_ran_ns = now
-    hold = held_until(t, now) > now
     aged = now - t.decode_ran_ns >= t.aging_ns
-    if aged and active_count(t) < t.slots and _can_start(t, DECODE, hold):
+    if aged and active_count(t) < t.slots and _can_start(t, DECODE):
         t.entries[_start(t, DECODE)].pauses = t.max_pauses
     yields = _prefill_yields(t, now)
     quota, credit = math.ceil(t.reserve * t.slots), t.credit_ns > 0.0
@@ -153,7 +150,7 @@ def schedule(t: Tables, now: int) -> None:
     decode_slots = max(t.slots - quota, 1) if keeps and present else t.slots
     if credit:
         quota = t.slots
-    while not yields and _can_start(t, PREFILL, hold) and t.active[PREFILL].count < quota:
+    while not yields and _can_admit(t, PREFILL) and t.active[PREFILL].count < quota:
         if active_count(t) >= t.slots:
             urgent = credit or t.entries[t.queues[PREFILL].numbers[0]].start_by_ns <= now
             if not urgent or not _pause_one(t):
@@ -163,11 +160,11 @@ def schedule(t: Tables, now: int) -> None:
         while _pause_one(t):
             pass
     else:
-        while _has_decode_slot(t, decode_slots) and _can_start(t, DECODE, hold):
+        while _has_decode_slot(t, decode_slots) and _can_start(t, DECODE):
             _start(t, DECODE)
-    while active_count(t) < t.slots and _can_start(t, PREFILL, hold):
+    while active_count(t) < t.slots and _can_admit(t, PREFILL):
         _start(t, PREFILL)
-    if t.rules == TRINITY and (yields or not t.queues[PREFILL].count) and not hold:
+    if t.rules == TRINITY and (yields or not t.queues[PREFILL].count):
         _preempt_longer(t, decode_slots)
 
 
@@ -211,31 +208,15 @@ def _preempt_longer(t: Tables, decode_slots: int) -> None:
 
 
 @compiled
-def held_until(t: Tables, now: int) -> int:
-    """Return until when waiting queries are held back; NEVER_NS if none waits, `now` or earlier if none is held."""
-    until = NEVER_NS
-    waiting = t.queues[PREFILL].count + t.queues[DECODE].count
-    if t.rules >= FIFO or waiting == 0 or waiting >= t.slots - active_count(t):
-        return now if waiting else NEVER_NS
-    if t.queues[PREFILL].count:
-        first = t.entries[t.queues[PREFILL].numbers[0]]
-        until = min(first.arrival_ns + min(t.flush_prefill_ns, t.flush_ns), first.start_by_ns)
-    if t.queues[DECODE].count:
-        until = min(until, t.entries[t.queues[DECODE].numbers[0]].arrival_ns + t.flush_ns)
-    return until
-
-
-@compiled
 def _has_decode_slot(t: Tables, decode_slots: int) -> bool:
     """Return whether a slot is free for a decode query, of which `decode_slots` may be active."""
     return active_count(t) < t.slots and t.active[DECODE].count < decode_slots
 
 
 @compiled
-def _can_start(t: Tables, stage: int, hold: bool) -> bool:
-    if stage == DECODE and t.paused.count:
-        return True
-    return not hold and _can_admit(t, stage)
+def _can_start(t: Tables, stage: int) -> bool:
+    """Return whether a query of a stage is paused, or waits and the engine has a slot for it."""
+    return (stage == DECODE and t.paused.count > 0) or _can_admit(t, stage)
 
 
 @compiled

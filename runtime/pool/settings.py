@@ -15,12 +15,12 @@ def _ns(seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Settings of the scheduling policy. `reserve` and the flush timeouts are initial values that may change.
+    """Settings of the scheduling policy. `reserve` and `flush_prefill_ns` are initial values that may change.
 
     slots: N, the maximum of active queries. engine_slots: maximum of active and paused queries; 0: twice as many as
     slots, up to the engine's limit. queue: maximum of waiting queries. reserve: r in [0, 1]. prefill_target_ns:
-    L_pre,max. aging_ns: longest time without an active decode query while one waits. flush_prefill_ns, flush_ns: τ_pre
-    and τ. max_pauses: of one decode query. missed_ns: wait after which a prefill query's request misses its TTFT.
+    L_pre,max. aging_ns: longest time without an active decode query while one waits. flush_prefill_ns: τ_pre.
+    max_pauses: of one decode query. missed_ns: wait after which a prefill query's request misses its TTFT.
     keep_reserve: while prefill is present, decode leaves its ⌈rN⌉ slots free, used or not: on GPUs, where active
     queries share the memory's bandwidth. The defaults are the configuration's.
     """
@@ -32,7 +32,6 @@ class Policy:
     prefill_target_ns: int = _ns(_DEFAULTS.prefill_target(SloSection()))
     aging_ns: int = _ns(_DEFAULTS.aging_s)
     flush_prefill_ns: int = _ns(_DEFAULTS.flush_prefill_s)
-    flush_ns: int = _ns(_DEFAULTS.flush_s)
     max_pauses: int = _DEFAULTS.max_pauses
     missed_ns: int = _ns(SloSection().prefill_wait_s)
     keep_reserve: bool = False
@@ -54,7 +53,6 @@ def policy_of(config: NodeConfig, slots: int, device: str = "cpu") -> Policy:
         prefill_target_ns=_ns(limits.prefill_target(config.slo)),
         aging_ns=_ns(limits.aging_s),
         flush_prefill_ns=_ns(limits.flush_prefill_s),
-        flush_ns=_ns(limits.flush_s),
         max_pauses=limits.max_pauses,
         missed_ns=_ns(config.slo.prefill_wait_s),
         keep_reserve=device != "cpu",

@@ -90,7 +90,6 @@ class Tables(Record):
     target_ns: int
     aging_ns: int
     flush_prefill_ns: int
-    flush_ns: int
     max_pauses: int
     missed_ns: int
     keep_reserve: bool
@@ -135,7 +134,6 @@ def new_tables(policy: Policy) -> Tables:
         target_ns=policy.prefill_target_ns,
         aging_ns=policy.aging_ns,
         flush_prefill_ns=policy.flush_prefill_ns,
-        flush_ns=policy.flush_ns,
         max_pauses=policy.max_pauses,
         missed_ns=policy.missed_ns,
         keep_reserve=policy.keep_reserve,

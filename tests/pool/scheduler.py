@@ -118,11 +118,6 @@ class Scheduler(Generic[T]):
             self._free(entry)
         return Changes(admitted, paused, resumed, late)
 
-    def held_until(self, now_ns: int) -> int | None:
-        """Return until when waiting queries are held back; None if they are not, or if none waits."""
-        until = int(_held_until(self._handle, now_ns))
-        return until if now_ns < until < NEVER_NS else None
-
     def advanced(self, extends: int, took_ns: float) -> None:
         """Report that every active query advanced by `extends`, which took `took_ns` in total."""
         _advanced(self._handle, extends, int(took_ns))
@@ -186,11 +181,6 @@ def _schedule(handle: int, now: int) -> int:
     t = tables_at(handle)
     policy.schedule(t, now)
     return t.admitted.count + t.preempted.count + t.resumed.count + t.late.count
-
-
-@compiled
-def _held_until(handle: int, now: int) -> int:
-    return policy.held_until(tables_at(handle), now)
 
 
 @compiled

@@ -22,7 +22,7 @@ _MS = 1_000_000
 _ROUNDS = 400
 _CASES: dict[str, dict[str, Any]] = {
     "trinity": {},
-    "trinity-without-spare-slots": {"engine_slots": 6, "reserve": 0.7, "flush_ns": 0},
+    "trinity-without-spare-slots": {"engine_slots": 6, "reserve": 0.7},
     "trinity-missed": {"missed_ns": 4 * _MS, "reserve": 0.2},
     "trinity-bursts": {"reserve": 0.1, "flush_prefill_ns": 0, "max_pauses": 9},
     "trinity-keeps-its-reserve": {"keep_reserve": True},
@@ -32,12 +32,12 @@ _CASES: dict[str, dict[str, Any]] = {
 }
 _USUAL: dict[str, Any] = {
     "slots": 6, "engine_slots": 9, "queue": 16, "reserve": 0.4, "prefill_target_ns": 20 * _MS, "aging_ns": 12 * _MS,
-    "flush_prefill_ns": _MS, "flush_ns": 2 * _MS, "max_pauses": 3, "missed_ns": 200 * _MS,
+    "flush_prefill_ns": _MS, "max_pauses": 3, "missed_ns": 200 * _MS,
 }  # fmt: skip
 
 
 def decisions(name: str) -> Iterator[str]:
-    """Yield a line for each round of a case: time, verdicts on arrivals, changes, next call, credit."""
+    """Yield a line for each round of a case: time, verdicts on arrivals, changes, credit."""
     drawn = Random(name)
     made: Scheduler[int] = Scheduler(Policy(**(_USUAL | _CASES[name])))
     now = number = 0
@@ -77,9 +77,7 @@ def decisions(name: str) -> Iterator[str]:
         total.update({one: 2 + one.top_m // 4 + int(4 * drawn.random()) for one in changes.admitted})
         left.update({one: total[one] for one in changes.admitted})
         if not active:
-            held = made.held_until(now)
-            line.append(f"held {held}")
-            now = now + _MS if held is None else held
+            now += _MS
             yield " ".join(line)
             continue
         extends = min(min(left[one] for one in active), 1 + int(6 * drawn.random()))

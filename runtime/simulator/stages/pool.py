@@ -156,8 +156,6 @@ class Pools:
                 wake_ns=ns(times.wake_s),
                 preferred=-1 if rules.first is None else STAGES.index(rules.first),
                 end_ns=NEVER_NS,
-                next_call_ns=NEVER_NS,
-                last_call_ns=-1,
                 idle=True,
             )
             pool.fields = self._state.pools[number]

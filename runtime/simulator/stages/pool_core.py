@@ -89,12 +89,7 @@ def run(at: int, until: int) -> tuple[int, int, int, int]:
             if awaited:
                 return when, next_ns(s), number, s.queries[number].status
         else:
-            pool = s.pools[_due(s, when)]
-            if pool.end_ns == when:
-                _between_runs(s, pool)
-            else:
-                pool.next_call_ns = NEVER_NS
-                _interrupt(s, pool)
+            _between_runs(s, s.pools[_due(s, when)])
 
 
 @compiled
@@ -120,18 +115,17 @@ def next_ns(s: State) -> int:
     if s.answers.count:
         when = min(when, s.queries[_first(s.answers)].at_ns)
     for p in range(s.pool_count):
-        when = min(when, s.pools[p].end_ns, s.pools[p].next_call_ns)
+        when = min(when, s.pools[p].end_ns)
     return when
 
 
 @compiled
 def _due(s: State, when: int) -> int:
-    """Return the pool with an event at that time; of several the one whose event was planned first."""
+    """Return the pool whose run ends at that time; of several the one whose run was planned first."""
     found = -1
     for p in range(s.pool_count):
         pool = s.pools[p]
-        due = pool.end_ns == when or pool.next_call_ns == when
-        if due and (found < 0 or pool.planned < s.pools[found].planned):
+        if pool.end_ns == when and (found < 0 or pool.planned < s.pools[found].planned):
             found = p
     return found
 
@@ -289,13 +283,10 @@ def _record_admission(s: State, pool: Pool, query: Query) -> None:
 
 @compiled
 def _plan_run(s: State, pool: Pool) -> None:
-    """Plan the next run: up to the next query's last extend, or the next policy call."""
+    """Plan the next run: up to the next query's last extend, or the policy's next call while queries wait."""
     t, now = pool.tables[0], s.now_ns
     active = active_count(t)
     if active == 0:
-        until = policy.held_until(t, now)
-        if now < until < NEVER_NS and until != pool.last_call_ns:
-            pool.next_call_ns = pool.last_call_ns = until
         pool.idle, pool.end_ns = True, NEVER_NS
         return
     pool.shared = pool.slowdown > 1.0 and pool.share[0].model_busy

@@ -72,8 +72,6 @@ class Pool(Record):
     each_ns: int
     shared: bool  # the run began while the model was busy
     idle: bool
-    next_call_ns: int  # next policy call for queries held back by the flush timeout
-    last_call_ns: int  # the last such time
     taken: int
     busy_ns: int
     member_steps: int
