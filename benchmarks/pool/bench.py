@@ -1,6 +1,6 @@
 """Pool benchmark: cost of the rings and the loop, and prefill latency under a decode flood.
 
-    python -m benchmarks.pool --data DIR [--rounds 3] [--seconds 3] [--only mixed] [--out benchmarks/results/pool]
+    python -m benchmarks.pool --data DIR [--rounds 3] [--seconds 3] [--only idle] [--out benchmarks/results/pool]
     python -m benchmarks.pool --quick
 
 Over MiniLM's 70,639 vectors of 384 dimensions, and throughput also over 8,000 of 64 (`--quick`: everything over these).
@@ -17,10 +17,6 @@ of the time are repeated, whatever their results.
   usual and with short queries, it is split into a cost per query and a cost per step.
 - overload: one client sends prefill queries at random times, 15% of the pool's capacity; the other decode queries at
   twice the capacity (queries that do not fit into its ring are dropped).
-- mixed: both clients send decode queries at random times, 90% with top_m 64, k 10, 10% with top_m 512, k 100, together
-  65% of the capacity of *static batches*; both pools alternate every quarter of a second, with the same arrival times,
-  after a warm-up. A stall of the core delays several times as many queries as arrive during it, so that stalls of .2%
-  of the time determine a p99: each turn is repeated until less than .1% of it is lost, five times at most.
 - idle: one client sends one query at a time; the round trip from its submit to its poll without the engine's time: at
   20 per second, so that the pool sleeps before each, and back to back, so that it spins. Below the former is the
   floor: the wake-up of any process here (`benchmarks/pool/wake_up.py`), measured in the same round.
@@ -50,13 +46,11 @@ from runtime.node.config import NodeConfig
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.retrieval.collections.collection import Collection
 
-_PREFILL_SHARE, _OVERLOAD, _MIXED_LOAD = 0.15, 2.0, 0.65
+_PREFILL_SHARE, _OVERLOAD = 0.15, 2.0
 _WINDOW = 240  # of 256 slots of a ring
-_TURNS, _MIXED_TURNS = 3, 12
-_MIXED_LOST, _MIXED_TRIES, _MIXED_BEFORE = 0.001, 5, 0.25
-_SECTIONS = ("throughput", "overload", "mixed", "idle")
+_TURNS = 3
+_SECTIONS = ("throughput", "overload", "idle")
 _SHORT = (1.0, 10, 32, 4)
-_SMALL, _LARGE = (0.9, 10, 64, 4), (0.1, 100, 512, 4)
 
 Found = dict[str, float]
 
@@ -68,8 +62,6 @@ def one_round(bench: Bench, seconds: float, seed: int, sections: Sequence[str]) 
         found |= _throughput(bench, seconds, seed)
     if "overload" in sections:
         found |= _overload(bench, seconds, seed, found["pool_per_s"])
-    if "mixed" in sections:
-        found |= _mixed(bench, seconds, seed)
     if "idle" in sections:
         found |= _idle(bench, seconds, seed)
     return found
@@ -101,7 +93,7 @@ def _throughput(bench: Bench, seconds: float, seed: int) -> Found:
 
 def _own_time(bench: Bench, loads: list[Load]) -> tuple[float, list[float]]:
     """Return queries per second; and the pool's queries, steps, seconds outside of extends, and seconds in extends."""
-    capacity = _per_second(bench.run_load("trinity", *loads))
+    capacity = sum(outcome.per_second() for outcome in bench.run_load(*loads))
     counters = (
         PoolMetrics.QUERIES["decode"], PoolMetrics.EXTENDS, PoolMetrics.LOOP_SECONDS, PoolMetrics.EXTEND_SECONDS
     )  # fmt: skip
@@ -111,44 +103,23 @@ def _own_time(bench: Bench, loads: list[Load]) -> tuple[float, list[float]]:
 def _overload(bench: Bench, seconds: float, seed: int, capacity: float) -> Found:
     prefill = Load("prefill", seconds, (bench.usual,), rate=_PREFILL_SHARE * capacity, seed=seed)
     flood = Load("decode", seconds, (bench.usual,), rate=_OVERLOAD * capacity, seed=seed + 1)
-    (alone,) = bench.run_load("trinity", prefill)
+    (alone,) = bench.run_load(prefill)
     found = {"alone_p50_us": alone.p(50), "alone_p99_us": alone.p(99)}
-    (only,) = bench.run_load("trinity", flood)
+    (only,) = bench.run_load(flood)
     found["decode_only_per_cpu_s"] = only.per_second() / bench.cpu
-    for pool in ("trinity", "fifo", "static"):
-        first, second = bench.run_load(pool, prefill, flood)
-        found |= {
-            f"{pool}_prefill_p50_us": first.p(50),
-            f"{pool}_prefill_p99_us": first.p(99),
-            f"{pool}_decode_p99_us": second.p(99),
-            f"{pool}_prefill_per_cpu_s": first.per_second() / bench.cpu,
-            f"{pool}_decode_per_cpu_s": second.per_second() / bench.cpu,
-        }
-    return found
-
-
-def _mixed(bench: Bench, seconds: float, seed: int) -> Found:
-    both = [Load("decode", seconds, (_SMALL, _LARGE), window=32, seed=seed + n) for n in range(2)]
-    rate = _MIXED_LOAD * _per_second(bench.run_load("static", *both))
-    found = {"mixed_per_s": rate}
-    runs: dict[str, list[Outcome]] = {"trinity": [], "static": []}
-    for turn in range(_MIXED_TURNS):
-        load = Load(
-            "decode", _MIXED_BEFORE + seconds / _MIXED_TURNS, (_SMALL, _LARGE), rate / 2, uncounted=_MIXED_BEFORE
-        )
-        part = [load._replace(seed=one.seed + 2 * turn) for one in both]
-        for pool, run in runs.items():
-            run += bench.run_load(pool, *part, most=_MIXED_LOST, tries=_MIXED_TRIES)
-    for pool, run in runs.items():
-        for name, number in (("small", 0), ("large", 1)):
-            for percent in (50, 99):
-                found[f"{pool}_{name}_p{percent}_us"] = _percentile(run, percent, number)
-    return found
+    first, second = bench.run_load(prefill, flood)
+    return found | {
+        "prefill_p50_us": first.p(50),
+        "prefill_p99_us": first.p(99),
+        "decode_p99_us": second.p(99),
+        "prefill_per_cpu_s": first.per_second() / bench.cpu,
+        "decode_per_cpu_s": second.per_second() / bench.cpu,
+    }
 
 
 def _idle(bench: Bench, seconds: float, seed: int) -> Found:
-    (asleep,) = bench.run_load("trinity", Load("decode", seconds, (bench.usual,), rate=IDLE_PER_S, seed=seed))
-    (spinning,) = bench.run_load("trinity", Load("decode", seconds, (bench.usual,), window=1, seed=seed))
+    (asleep,) = bench.run_load(Load("decode", seconds, (bench.usual,), rate=IDLE_PER_S, seed=seed))
+    (spinning,) = bench.run_load(Load("decode", seconds, (bench.usual,), window=1, seed=seed))
     return {
         "idle_asleep_us": asleep.overhead_us(),
         "idle_spinning_us": spinning.overhead_us(),
@@ -169,10 +140,6 @@ def disturbed(*benches: Bench) -> Found:
 
 def _per_second(outcomes: list[Outcome]) -> float:
     return sum(outcome.per_second() for outcome in outcomes)
-
-
-def _percentile(outcomes: list[Outcome], percent: float, number: int) -> float:
-    return float(np.percentile(np.concatenate([outcome.latencies_us(number) for outcome in outcomes]), percent))
 
 
 # ---- the report
@@ -205,15 +172,11 @@ def bars(quick: bool) -> list[Bar]:
         Bar("stepwise / run to completion", "≥", 0.95, truediv, "stepwise_per_cpu_s engine_per_cpu_s"),
         Bar("the loop's own time, µs a query", "≤", 3.0, float, "loop_us_a_query"),
         Bar("the loop's own time, µs a step", "≤", 3.0, float, "loop_us_a_step"),
-        Bar("prefill p99, overload / alone", "≤", 1.25, truediv, "trinity_prefill_p99_us alone_p99_us"),
-        Bar("prefill p99, FIFO / ours", "≥", 10.0, truediv, "fifo_prefill_p99_us trinity_prefill_p99_us"),
-        Bar("prefill p99, static / ours", "≥", 10.0, truediv, "static_prefill_p99_us trinity_prefill_p99_us"),
+        Bar("prefill p99, overload / alone", "≤", 1.25, truediv, "prefill_p99_us alone_p99_us"),
         Bar(
             "decode / (decode alone - prefill's share)", "≥", 0.95, lambda own, alone, share: own / (alone - share),
-            "trinity_decode_per_cpu_s decode_only_per_cpu_s trinity_prefill_per_cpu_s",
+            "decode_per_cpu_s decode_only_per_cpu_s prefill_per_cpu_s",
         ),
-        Bar("small p99, static / ours", "≥", 3.0, truediv, "static_small_p99_us trinity_small_p99_us"),
-        Bar("large p99, ours / static", "≤", 1.5, truediv, "trinity_large_p99_us static_large_p99_us"),
         Bar("one query at idle, pool asleep, µs beside the engine", "≤", 120.0, float, "idle_asleep_us"),
         Bar("one query at idle, pool spinning, µs beside the engine", "≤", 25.0, float, "idle_spinning_us"),
         Bar("pool / engine, 64 dimensions", "≥", 0.85, truediv, "small_pool_per_cpu_s small_engine_per_cpu_s"),
@@ -320,7 +283,7 @@ def main() -> None:
         name, collection, queries, recall = data_of(options, Path(folder))
         bench = Bench(options, collection, queries, stack)
         small = None if options.quick or "throughput" not in sections else synthetic(options, Path(folder))
-        small_bench = None if small is None else Bench(options, small[1], small[2], stack, ("trinity",))
+        small_bench = None if small is None else Bench(options, small[1], small[2], stack)
         for number in range(options.rounds):
             seed = options.seed + 100 * number
             rounds.append(one_round(bench, options.seconds, seed, sections))

@@ -19,10 +19,7 @@ QueryClass = tuple[float, int, int, int]  # share of the queries, k, top_m, sear
 
 
 class Load(NamedTuple):
-    """Load of one client for `seconds`: Poisson arrivals at `rate` per second, or a closed loop of `window` queries.
-
-    The first `uncounted` seconds are a warm-up, which is not in the outcome.
-    """
+    """Load of one client for `seconds`: Poisson arrivals at `rate` per second, or a closed loop of `window` queries."""
 
     stage: Stage
     seconds: float
@@ -30,7 +27,6 @@ class Load(NamedTuple):
     rate: float = 0.0
     window: int = 0
     seed: int = 0
-    uncounted: float = 0.0
 
 
 class Outcome(NamedTuple):
@@ -73,7 +69,7 @@ class Stream:
         ).tolist()
         gaps = random.exponential(1e9 / load.rate, int(load.rate * load.seconds * 1.5) + 100) if load.rate else 0
         self._times = (begin_ns + np.cumsum(gaps)).astype(np.int64).tolist()
-        self._counted, self._end = begin_ns + int(load.uncounted * 1e9), begin_ns + int(load.seconds * 1e9)
+        self._end = begin_ns + int(load.seconds * 1e9)
         self._answers: list[list[tuple[int, int, int, int, int]]] = [[] for _ in load.classes]
         self._count = self._dropped = self._failed = 0
         self.outstanding: dict[int, int] = {}
@@ -105,7 +101,7 @@ class Stream:
             number = self.outstanding.pop(result.request_id)
             if result.status != "ok":
                 self._failed += 1
-            elif result.enqueue_ns >= self._counted and result.end_ns <= self._end:
+            elif result.end_ns <= self._end:
                 found = (result.enqueue_ns, result.begin_ns, result.end_ns, result.extends, received_ns)
                 self._answers[number].append(found)
         return bool(results)
@@ -116,7 +112,7 @@ class Stream:
 
     def outcome(self) -> Outcome:
         answers = [np.array(answers, np.int64).reshape(-1, 5) for answers in self._answers]
-        return Outcome(answers, self._dropped, self._failed, self._load.seconds - self._load.uncounted)
+        return Outcome(answers, self._dropped, self._failed, self._load.seconds)
 
 
 def clients_main(queries: Vectors, core: int, pipe: Connection) -> None:

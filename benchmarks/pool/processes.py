@@ -1,9 +1,8 @@
 """Processes of the pool benchmarks: pools without the rest of a node, clients, and the bare engine.
 
-Pools are real pool processes over one collection, each pinned to the first core; the clients' process (`clients.py`)
-is pinned to the last. The compared policies (trinity, one FIFO queue, static batches) use the same loop and engine.
-The configuration is the default, except that checksums are verified before a pool is ready. A pool is stopped while
-another one is measured: its control work would wake it ten times a second on the same core.
+The pool is a real pool process, pinned to the first core; the clients' process (`clients.py`) is pinned to the last.
+The configuration is the default, except that checksums are verified before the pool is ready. The pool is stopped while
+something else is measured: its control work would wake it ten times a second on the same core.
 
 The processes get a higher priority where permitted. A run in which other processes had their cores for more than
 `_MAX_LOST` of the time is repeated, at most `_TRIES` times in all, and the run that lost least counts.
@@ -39,9 +38,7 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.testing.worker import make_worker
 
 _context = multiprocessing.get_context("spawn")
-POOLS = ("trinity", "fifo", "static")
 IDLE_PER_S = 20.0  # queries per second, few enough that the pool sleeps before each
-STATIC_SLOTS = 32  # of a static batch
 _STEPWISE_SLOTS = 32  # limit for the engine alone
 _MAX_LOST, _TRIES = 0.005, 3
 T = TypeVar("T")
@@ -133,7 +130,7 @@ def process(target: Callable[..., None], *args: Any) -> Iterator[Connection]:
 
 
 class Bench:
-    """Pools by name, clients and the bare engine, all started once.
+    """The pool, clients and the bare engine, all started once.
 
     `cpu`: the pool's share of its core in the last `run_load`; `counted`: its counters' increase. `retries`: repeated
     runs; `lost`: largest share of time that a counted run lost to other processes.
@@ -145,27 +142,20 @@ class Bench:
         collection: Path,
         queries: Vectors,
         stack: ExitStack,
-        pools: tuple[str, ...] = POOLS,
     ) -> None:
         cores = sorted(os.sched_getaffinity(0))
         self.cpu, self.counted = 0.0, dict[Counter, float]()
         self.retries, self.lost = 0, 0.0
         pool_core, client_core = cores[0], cores[-1]
         self.usual = (1.0, 10, options.top_m, options.search_width)
-        self._endpoints: dict[str, str] = {}
-        self._pools: dict[str, Connection] = {}
-        self._pids: dict[str, int] = {}
-        self._tables: dict[str, WorkerTable] = {}
-        for name in pools:
-            slots = STATIC_SLOTS if name == "static" else options.slots
-            settings = {"policy": name} | ({"slots": slots} if slots else {})
-            docs = {"name": "docs", "path": str(collection), "verify": "start"}
-            plan = lay_out(parse_config({"pool": settings, "collections": [docs]}))
-            self._tables[name] = WorkerTable.create("pool", "pool-0", plan.config.slo)
-            stack.callback(self._tables[name].close)
-            pipe = stack.enter_context(process(_pool_main, plan, self._tables[name].reference, pool_core))
-            self._pools[name], self._pids[name] = pipe, pipe.recv()
-            self._endpoints[name] = plan.endpoint("pool-0")
+        settings = {"slots": options.slots} if options.slots else {}
+        docs = {"name": "docs", "path": str(collection), "verify": "start"}
+        plan = lay_out(parse_config({"pool": settings, "collections": [docs]}))
+        self._endpoint = plan.endpoint("pool-0")
+        self._table = WorkerTable.create("pool", "pool-0", plan.config.slo)
+        stack.callback(self._table.close)
+        self._pool = stack.enter_context(process(_pool_main, plan, self._table.reference, pool_core))
+        self._pids = {"pool": self._pool.recv()}
         self._clients = stack.enter_context(process(clients_main, queries, client_core))
         self._pids["clients"] = self._clients.recv()
         self._engine = stack.enter_context(
@@ -190,36 +180,34 @@ class Bench:
 
         return self._undisturbed(run, "engine")
 
-    def _undisturbed(self, run: Callable[[], T], *processes: str, most: float = _MAX_LOST, tries: int = _TRIES) -> T:
+    def _undisturbed(self, run: Callable[[], T], *processes: str) -> T:
         """Return the result of the run in which the processes lost least of their time to others."""
-        tried = run_undisturbed(run, [self._pids[name] for name in processes], most=most, tries=tries)
+        tried = run_undisturbed(run, [self._pids[name] for name in processes], most=_MAX_LOST, tries=_TRIES)
         self.retries, self.lost = self.retries + tried.tries - 1, max(self.lost, tried.stolen_share)
         return tried.result
 
-    def counters(self, pool: str) -> dict[Counter, float]:
+    def counters(self) -> dict[Counter, float]:
         """Return the pool's counters."""
-        table = self._tables[pool]
+        table = self._table
         return {metric: table.value(metric) for metric in table.metrics if isinstance(metric, Counter)}
 
-    def run_load(self, pool: str, *loads: Load, most: float = _MAX_LOST, tries: int = _TRIES) -> list[Outcome]:
-        """Run loads against a pool, one client each, at the same time."""
-        outcomes, self.cpu, self.counted = self._undisturbed(
-            lambda: self._run_load(pool, loads), pool, "clients", most=most, tries=tries
-        )
+    def run_load(self, *loads: Load) -> list[Outcome]:
+        """Run loads against the pool, one client each, at the same time."""
+        outcomes, self.cpu, self.counted = self._undisturbed(lambda: self._run_load(loads), "pool", "clients")
         return outcomes
 
-    def _run_load(self, pool: str, loads: Sequence[Load]) -> tuple[list[Outcome], float, dict[Counter, float]]:
-        counted = self.counters(pool)
-        self._pools[pool].send("serve")
+    def _run_load(self, loads: Sequence[Load]) -> tuple[list[Outcome], float, dict[Counter, float]]:
+        counted = self.counters()
+        self._pool.send("serve")
         begin = time.monotonic_ns() + 200_000_000
         end = begin + int(loads[0].seconds * 1e9)
-        self._clients.send((self._endpoints[pool], loads, begin))
-        clock, times = _cpu_clock(self._pids[pool]), []
+        self._clients.send((self._endpoint, loads, begin))
+        clock, times = _cpu_clock(self._pids["pool"]), []
         for until in (begin, end):
             time.sleep(max(0, until - time.monotonic_ns()) / 1e9)
             times.append((time.monotonic_ns(), time.clock_gettime_ns(clock)))
         cpu = (times[1][1] - times[0][1]) / (times[1][0] - times[0][0])
         outcomes: list[Outcome] = self._clients.recv()
-        self._pools[pool].send("rest")
-        self._pools[pool].recv()
-        return outcomes, cpu, {counter: after - counted[counter] for counter, after in self.counters(pool).items()}
+        self._pool.send("rest")
+        self._pool.recv()
+        return outcomes, cpu, {counter: after - counted[counter] for counter, after in self.counters().items()}

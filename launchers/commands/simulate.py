@@ -23,7 +23,7 @@ def simulate_node(
     config: Annotated[Path, typer.Option(help="Configuration file of the node (TOML).")],
     trace: Annotated[Path, typer.Option(help="Trace file: Azure .csv, Mooncake or RAGPulse .jsonl[.gz].")],
     policy: Annotated[
-        str, typer.Option(help="Pool policy: configured, adaptive, fixed:r, paper, fifo, static …")
+        str, typer.Option(help="Pool policy: configured, adaptive, fixed:r, trinity or paper")
     ] = "configured",
     placement: Annotated[
         PoolPlacement | None, typer.Option(help="Placement of the pool.", show_default="pool.placement")

@@ -22,8 +22,8 @@ Workers = Annotated[int, Meta(ge=0, le=MAX_WORKERS)]
 Threads = Annotated[int, Meta(ge=1, le=256)]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
 Verify = Literal["start", "background", "never"]
-PoolPolicy = Literal["trinity", "paper", "fifo", "static"]
-"""Ordered by their numbers in `runtime/pool/tables.py`; from "fifo" on there is a single queue, by arrival."""
+PoolPolicy = Literal["trinity", "paper"]
+"""Ordered by their numbers in `runtime/pool/tables.py`."""
 
 
 class NodeSection(Section, frozen=True):
@@ -197,7 +197,7 @@ class PoolSection(WorkerSection, frozen=True):
     - `slots`: maximum number of active queries. "auto" measures at start, for at most a second: the fewest with
       which an extend wastes at most a tenth of its time, or whose rate is 95% of the best (few on a CPU, up to hundreds
       on a GPU). The engine has as many slots again for paused queries.
-    - `policy`: which queries are active. "paper", "fifo" and "static" exist for comparison.
+    - `policy`: which queries are active. "paper" has the paper's rules alone, for comparison.
     - `reserve`: share r of the slots that is reserved for prefill queries. On a GPU decode leaves them free while
       prefill is present, used or not; elsewhere it uses those that prefill does not.
     - `prefill_target_s`: target latency L_pre,max of a prefill query; "auto" is a twentieth of `slo.ttft_s`.

@@ -25,7 +25,7 @@ from runtime.pool import loop_layout as layout
 from runtime.pool import policy, scoped_search, tables
 from runtime.pool.compiled import compiled
 from runtime.pool.loop_layout import Histogram, Loop, loop_at
-from runtime.pool.tables import DECODE, NEVER_NS, PREFILL, STATIC, EntryList, active_count
+from runtime.pool.tables import DECODE, NEVER_NS, PREFILL, EntryList, active_count
 
 _RECEIVE = 64  # requests received before an extend, so that arrivals do not delay active queries
 _POLLS_PER_YIELD = 32
@@ -211,12 +211,8 @@ def drop_client(at: int, row: int) -> int:
     t = loop.tables
     dropped = 0
     for number in range(t.entry_count):
-        state = t.entries[number].state
-        if state != tables.FREE and loop.searches[number].row == row:
-            if state != tables.BATCH_WAITING:
-                _drop(loop, number)
-            else:
-                _change_state(loop, number, RELEASE)
+        if t.entries[number].state != tables.FREE and loop.searches[number].row == row:
+            _drop(loop, number)
             tables.free_entry(t, number)
             dropped += 1
     return dropped
@@ -285,11 +281,9 @@ def extend(loop: Loop, clients: ClientTable) -> bool:
         if extends < 0:
             return False
         policy.finish(t, number, extends)
-        if t.rules == STATIC:
-            _defer(loop, number, extends)
-        elif not _publish(loop, clients, number, extends, end):
+        if not _publish(loop, clients, number, extends, end):
             return False
-    return t.rules != STATIC or _publish_batch(loop, clients, end)
+    return True
 
 
 # ---- publish
@@ -320,30 +314,6 @@ def _publish(loop: Loop, clients: ClientTable, number: int, extends: int, now: i
     observe(loop.metrics.latency, (now - search.enqueued_ns) / 1e9)
     observe(loop.metrics.query_extends, float(extends))
     tables.free_entry(loop.tables, number)
-    return True
-
-
-@compiled
-def _defer(loop: Loop, number: int, extends: int) -> None:
-    """Defer a result until its whole batch has completed (`static`)."""
-    loop.tables.entries[number].state = tables.BATCH_WAITING
-    deferred = loop.deferred[loop.deferred_count]
-    deferred.number, deferred.extends = number, extends
-    loop.deferred_count += 1
-
-
-@compiled
-def _publish_batch(loop: Loop, clients: ClientTable, now: int) -> bool:
-    """Publish the deferred results once their batch has no active query. Return False if the engine failed."""
-    if active_count(loop.tables):
-        return True
-    for i in range(loop.deferred_count):
-        deferred = loop.deferred[i]
-        if loop.tables.entries[deferred.number].state == tables.BATCH_WAITING and not _publish(
-            loop, clients, deferred.number, deferred.extends, now
-        ):
-            return False
-    loop.deferred_count = 0
     return True
 
 

@@ -38,7 +38,7 @@ from runtime.pool.collections.scopes import InUse, Scopes
 from runtime.pool.compiled import compiled
 from runtime.pool.filtered_requests import FilteredRequests, WaitingRequest
 from runtime.pool.loop import drop_client, end_set_aside, enqueue, run_loop
-from runtime.pool.loop_layout import EngineFunctions, Finished, Loop, Report, Search, fill_metrics, loop_at
+from runtime.pool.loop_layout import EngineFunctions, Loop, Report, Search, fill_metrics, loop_at
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import ExtendCost
 from runtime.pool.tables import DECODE, FREE, PREFILL, Tables, learn_cost, new_tables
@@ -99,7 +99,6 @@ class PoolLoop:
             report=array_from(Report, address_of(report := new_array(int, 2 + 2 * slots))),
             owners=new_array(int, slots),
             evicted=new_array(int, _MAX_EVICTIONS),
-            deferred=new_array(Finished, slots),
             scopes=self._scopes.table,
         )
         self.tables: Tables = self.memory.tables

@@ -121,8 +121,6 @@ class Loop(Record):
     owners: Array[int]  # the entry in each slot
     evicted: Array[int]  # rows of clients that are to be evicted
     evict_count: int
-    deferred: Array[Finished]  # entries that wait for the rest of their batch under `static`
-    deferred_count: int
     last_end_ns: int  # of the last extend, 0 after a sleep
     padded: int  # slots beyond the active ones in the last extend
     unreported_ns: int  # time since the engine last reported completed extends

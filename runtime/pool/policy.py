@@ -16,8 +16,7 @@ or ring: the caller passes the time. `schedule` applies these rules in order, fo
 - Virtual deadlines: a decode query's is its arrival plus `_STRETCH` times what one of its size class takes alone.
   Queries of a size class are FIFO; shorter ones pass longer ones, and preempt them.
 
-`paper` omits missed, keep, credit, bursts and virtual deadlines. `fifo` is one queue by arrival, `static` the same in
-whole batches.
+`paper` omits missed, keep, credit, bursts and virtual deadlines.
 """
 
 import math
@@ -26,7 +25,6 @@ from runtime.pool.compiled import compiled
 from runtime.pool.tables import (
     ACTIVE,
     DECODE,
-    FIFO,
     FREE,
     PAUSED,
     PREFILL,
@@ -44,7 +42,6 @@ from runtime.pool.tables import (
     pop,
     precedes,
     push,
-    queue_of,
     release,
     remove_from_list,
 )
@@ -78,12 +75,12 @@ def add(t: Tables, number: int, now: int) -> int:
     t.last_serial += 1
     entry.serial = t.last_serial
     entry.start_by_ns = entry.arrival_ns
-    if not decode and t.rules < FIFO:
+    if not decode:
         due = min(entry.deadline_ns, entry.arrival_ns + t.target_ns)
         entry.start_by_ns = due - int(entry.extends * extend_ns(t.cost, t.slots))
-    if decode and t.rules == TRINITY:
+    elif t.rules == TRINITY:
         entry.start_by_ns = _virtual_deadline(t, entry)
-    push(t, queue_of(t, entry), number)
+    push(t, t.queues[entry.stage], number)
     return ACCEPTED
 
 
@@ -129,11 +126,6 @@ def schedule(t: Tables, now: int) -> None:
     _reject_late(t, now)
     if t.rules == TRINITY:
         _demote_missed(t, now)
-    if t.rules >= FIFO:
-        if t.rules == FIFO or active_count(t) == 0:
-            while active_count(t) < t.slots and t.queues[DECODE].count:
-                _start(t, DECODE)
-        return
     pending = t.queues[DECODE].count or t.paused.count
     if t.active[DECODE].count or not pending or t.decode_ran_ns < 0:
         t.decode_ran_ns = now

@@ -13,8 +13,8 @@ from runtime.pool.settings import RULE_NAMES, Policy
 
 NEVER_NS = 1 << 62
 PREFILL, DECODE = 0, 1  # stages, as `ipc` codes them
-FREE, WAITING, ACTIVE, PAUSED, BATCH_WAITING = range(5)  # states of an entry; the last one under `static` alone
-TRINITY, PAPER, FIFO, STATIC = range(4)
+FREE, WAITING, ACTIVE, PAUSED = range(4)  # states of an entry
+TRINITY, PAPER = range(2)
 MAX_CLASSES = 1024  # clients choose parameters freely, so the number of classes is bounded
 _SIZE_CLASSES = 32
 
@@ -99,7 +99,7 @@ class Tables(Record):
     entry_count: int
     entries: Array[Entry]
     free: EntryList
-    queues: Annotated[Array[EntryList], 2]  # Q_pre and Q_dec: heaps. Under `fifo` and `static` all wait in Q_dec
+    queues: Annotated[Array[EntryList], 2]  # Q_pre and Q_dec: heaps
     active: Annotated[Array[EntryList], 2]  # by stage
     paused: EntryList
     admitted: EntryList  # by the last `schedule`, as the next three
@@ -249,18 +249,12 @@ def release(t: Tables, number: int) -> None:
     """Remove an entry from its queue or its list."""
     entry = t.entries[number]
     if entry.state == WAITING:
-        remove(t, queue_of(t, entry), number)
+        remove(t, t.queues[entry.stage], number)
     elif entry.state == PAUSED:
         remove_from_list(t, t.paused, number)
     else:
         remove_from_list(t, t.active[entry.stage], number)
     entry.state = FREE
-
-
-@compiled
-def queue_of(t: Tables, entry: Entry) -> EntryList:
-    """Return the queue of an entry."""
-    return t.queues[DECODE if t.rules >= FIFO else entry.stage]
 
 
 @compiled

@@ -1,15 +1,13 @@
-"""Policies for simulation: as configured, with the control law, with a fixed reserve, production's baselines, and naive
-ones."""
+"""Policies for simulation: as configured, with the control law, with a fixed reserve, or with other rules."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig, PoolPolicy
-from runtime.pool.settings import RULE_NAMES, policy_of
-from runtime.simulator.stages.pool import PoolRules
+from runtime.pool.settings import RULE_NAMES, Policy, policy_of
 
-Kind = PoolPolicy | Literal["configured", "adaptive", "fixed", "prefill-first", "decode-first"]
+Kind = PoolPolicy | Literal["configured", "adaptive", "fixed"]
 _KINDS: tuple[Kind, ...] = tuple(name for kinds in get_args(Kind) for name in get_args(kinds))
 
 
@@ -21,8 +19,7 @@ def pool_device(config: NodeConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """A policy. configured: as in the file; adaptive: with the control law; fixed: with r = `reserve`; prefill-first
-    and decode-first: one queue with strict priority for one stage."""
+    """A policy. configured: as in the file; adaptive: with the control law; fixed: with r = `reserve`."""
 
     kind: Kind
     reserve: float = 0.0
@@ -52,15 +49,11 @@ class PolicyChoice:
     def __str__(self) -> str:
         return f"fixed:{self.reserve:g}" if self.kind == "fixed" else self.kind
 
-    def rules(self, config: NodeConfig, slots: int) -> PoolRules:
+    def rules(self, config: NodeConfig, slots: int) -> Policy:
         """Return the rules of a pool with `slots` slots."""
         policy = policy_of(config, slots, pool_device(config))
-        if self.kind == "prefill-first":
-            return PoolRules(replace(policy, rules="fifo"), "prefill")
-        if self.kind == "decode-first":
-            return PoolRules(replace(policy, rules="fifo"), "decode")
         if self.kind == "fixed":
             policy = replace(policy, reserve=self.reserve)
         elif self.kind in RULE_NAMES:
             policy = replace(policy, rules=self.kind)
-        return PoolRules(policy)
+        return policy

@@ -11,7 +11,7 @@ from runtime.pool.settings import policy_of
 from runtime.pool.tables import NEVER_NS
 from runtime.simulator.events import Events
 from runtime.simulator.stages.gpu import Gpu
-from runtime.simulator.stages.pool import PoolRules, Pools, slots_of
+from runtime.simulator.stages.pool import Pools, slots_of
 from runtime.simulator.times.service import ServiceTimes
 
 
@@ -44,8 +44,8 @@ def run_pool(queries: Sequence[Query], times: ServiceTimes, config: NodeConfig) 
     """Run `queries` (sorted by time) through the simulated pool with production's policy; returns their outcomes in
     order."""
     events, limits = Events(), config.pool
-    rules = PoolRules(policy_of(config, slots_of(limits, times), limits.devices[0]))
-    pools = Pools(events, times, limits, [(rules, Gpu())], Random(0), capacity=len(queries) + 1)
+    policy = policy_of(config, slots_of(limits, times), limits.devices[0])
+    pools = Pools(events, times, limits, [(policy, Gpu())], Random(0), capacity=len(queries) + 1)
     group = pools.group([0])
     statuses: dict[int, str] = {}
     for number, query in enumerate(queries):

@@ -93,10 +93,3 @@ def test_a_window_is_kept_full(offered: Offered) -> None:
     (pool,), _ = offered(load(0, 1, window=7))
     per_look = np.diff(np.flatnonzero(np.diff([0, *(at for at, _ in pool.submitted)])))
     assert set(per_look.tolist()) == {7}
-
-
-def test_warm_up_queries_are_not_in_the_outcome(offered: Offered) -> None:
-    (pool,), (outcome,) = offered(load(2_000, 1, uncounted=0.75))
-    counted = sum(at >= 751_000_000 for at, _ in pool.submitted)
-    assert sum(map(len, outcome.answers)) == counted == pytest.approx(500, rel=0.2)
-    assert outcome.per_second() == 4 * counted

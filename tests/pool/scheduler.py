@@ -76,7 +76,7 @@ class Scheduler(Generic[T]):
 
     @property
     def waiting(self) -> dict[Stage, int]:
-        """Queries in each queue (under `fifo` and `static`: all in decode's)."""
+        """Queries in each queue."""
         return {stage: self.tables.queues[code].count for code, stage in enumerate(STAGES)}
 
     @property

@@ -27,8 +27,6 @@ _CASES: dict[str, dict[str, Any]] = {
     "trinity-bursts": {"reserve": 0.1, "flush_prefill_ns": 0, "max_pauses": 9},
     "trinity-keeps-its-reserve": {"keep_reserve": True},
     "paper": {"rules": "paper"},
-    "fifo": {"rules": "fifo"},
-    "static": {"rules": "static"},
 }
 _USUAL: dict[str, Any] = {
     "slots": 6, "engine_slots": 9, "queue": 16, "reserve": 0.4, "prefill_target_ns": 20 * _MS, "aging_ns": 12 * _MS,

@@ -87,22 +87,6 @@ def test_the_loop_counts_extends_and_their_time(virtual: MakeVirtual) -> None:
     assert counted(pool, PoolMetrics.QUERIES["decode"]) == counted(pool, PoolMetrics.LATENCY) == 50
 
 
-def test_static_batches_are_answered_together(virtual: MakeVirtual) -> None:
-    queries = [Query(0, "decode", 5), Query(0, "decode", 50), Query(0, "decode", 5)]
-    pool = virtual(queries, Policy(slots=2, rules="static"))
-    first, second, third = pool.run()
-    assert first.latency_ns == second.latency_ns == 5 * (FIXED + 2 * EACH) + 45 * (FIXED + EACH)
-    assert third.wait_ns == second.latency_ns
-
-
-def test_fifo_never_preempts_and_serves_by_arrival(virtual: MakeVirtual) -> None:
-    queries = [Query(n, "prefill" if n > 4 else "decode", 9) for n in range(8)]
-    pool = virtual(queries, Policy(slots=2, rules="fifo"))
-    waits = [fate.wait_ns for fate in pool.run()]
-    assert waits == sorted(waits)
-    assert counted(pool, PoolMetrics.PREEMPTIONS) == 0
-
-
 def test_a_busy_pool_still_accepts_sessions(virtual: MakeVirtual) -> None:
     pool = virtual([Query(0, "decode", 1 << 40)])
     pool.loop.memory.clock = array_from(int, 0)  # the machine's clock, which paces its polls

@@ -1,4 +1,4 @@
-"""Tests of slot assignment: prefill's reserve, queue orders, deadlines, timeouts, and the baseline policies."""
+"""Tests of slot assignment: prefill's reserve, queue orders, deadlines, timeouts, and the paper's policy."""
 
 import math
 
@@ -222,29 +222,7 @@ def test_l_pre_max_is_a_share_of_the_ttft_unless_it_is_configured() -> None:
     assert config.pool.prefill_target(config.slo) == config.slo.ttft_s / 20
 
 
-# ---- baselines
-
-
-def test_fifo_serves_by_arrival_regardless_of_stage_and_deadline() -> None:
-    made = filled(
-        scheduler(2, 0.9, rules="fifo"),
-        entry("decode", 1, arrival=1),
-        entry("prefill", 2, arrival=2, deadline=100),
-        entry("prefill", 3, arrival=0, deadline=200),
-        now=2,
-    )
-    assert names(made.next(3).admitted) == [3, 1]
-    assert made.next(4).admitted == []
-
-
-def test_a_static_batch_begins_when_the_last_one_is_done() -> None:
-    first, second = entry("decode", 1), entry("prefill", 2)
-    made = filled(scheduler(2, 0.5, rules="static"), first, second, entry("decode", 3))
-    assert names(made.next(0).admitted) == [1, 2]
-    made.finished(first, 9)
-    assert made.next(1).admitted == []
-    made.finished(second, 9)
-    assert names(made.next(2).admitted) == [3]
+# ---- the paper's policy
 
 
 def test_the_papers_policy_has_no_credit() -> None:

@@ -31,7 +31,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         flush=st.sampled_from([0, 0, 3]),
         lost=st.sampled_from([20, 10**9]),
         each=st.sampled_from([0.0, 0.0, 0.3]),
-        rules=st.sampled_from(["trinity", "trinity", *RULE_NAMES]),
+        rules=st.sampled_from(["trinity", *RULE_NAMES]),
         keep=st.booleans(),
     )
     def start(self, slots: int, spare: int, reserve: float, queue: int, due_in: int, max_pauses: int, aging: int,
@@ -55,10 +55,6 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         self.accepted: list[int] = []
         self.gone: list[int] = []
 
-    @property
-    def naive(self) -> bool:
-        return self.policy.rules in ("fifo", "static")
-
     @rule(
         stage=STAGES,
         count=st.integers(1, 6),
@@ -75,7 +71,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         try:
             self.scheduler.add(made, self.now)
         except Overloaded:
-            decode = sum(one.stage == "decode" or self.naive for one in self.waiting)
+            decode = sum(one.stage == "decode" for one in self.waiting)
             full = stage == "decode" and decode >= self.policy.decode_queue
             assert full or len(self.waiting) >= self.policy.queue
         except DeadlineExceeded:
@@ -118,7 +114,6 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
             self.active.append(one)
         for one in changes.paused:
             assert one.stage == "decode"
-            assert not self.naive
             self.active.remove(one)
             self.paused.append(one)
             self.pauses[one.query] = self.pauses.get(one.query, 0) + 1
@@ -138,11 +133,11 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
                 [one.query for one in ones if (one.stage, one.top_m) == ("decode", top_m)]
                 for ones in (self.active, self.paused, self.waiting)
             ]
-            assert self.naive or max(alike[0] + alike[1], default=0) < min(alike[2], default=1 << 30)
+            assert max(alike[0] + alike[1], default=0) < min(alike[2], default=1 << 30)
 
     def turn(self, one: Entry[int]) -> tuple[int, int]:
         entry = self.scheduler.tables.entries[one.number]
-        if self.naive or (one.stage == "decode" and self.policy.rules == "paper"):
+        if one.stage == "decode" and self.policy.rules == "paper":
             assert entry.start_by_ns == one.arrival_ns
         elif one.stage == "prefill":
             assert not entry.missed or self.now - one.arrival_ns >= self.policy.missed_ns
@@ -161,19 +156,17 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         room = len(self.active) + len(self.paused) < self.policy.engine_slots
         waits = any(one.stage == "prefill" for one in self.waiting)
         owed = self.policy.slots if credit > 0 else math.ceil(self.reserve * self.policy.slots)
-        if not self.naive and waits and prefill < owed and room and not self.yields:
+        if waits and prefill < owed and room and not self.yields:
             assert len(begun) <= 1
             assert not begun or not any(one.stage == "decode" for one in was_active)
-        if self.policy.rules == "static":
-            assert not (was_active and started)
         decode, share = len(self.active) - prefill, self.policy.slots - math.ceil(self.reserve * self.policy.slots)
         keeps = self.policy.keep_reserve and self.policy.rules == "trinity" and not self.yields and (prefill or waits)
         if keeps and begun:
             assert decode <= max(share, 1)
         full = len(self.active) >= self.policy.slots or (keeps and decode >= max(share, 1))
-        if self.policy.rules != "static" and self.waiting and room:
+        if self.waiting and room:
             assert full or (credit > 0 and prefill)
-        if not self.naive and credit == 0 and not was_paused and not self.waiting:
+        if credit == 0 and not was_paused and not self.waiting:
             assert not self.paused or full
 
     @precondition(lambda self: self.active)
@@ -198,7 +191,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
     def counts_agree_and_nothing_is_lost(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        decode = sum(one.stage == "decode" or self.naive for one in self.waiting)
+        decode = sum(one.stage == "decode" for one in self.waiting)
         assert self.scheduler.waiting == {"prefill": len(self.waiting) - decode, "decode": decode}
         stages = [one.stage for one in self.active]
         assert self.scheduler.running == {"prefill": stages.count("prefill"), "decode": stages.count("decode")}

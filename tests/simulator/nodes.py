@@ -22,7 +22,7 @@ from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
 
 BLOCK = 32  # tokens
-POLICIES = ("configured", "adaptive", "fixed:0.3", "fifo", "prefill-first", "decode-first")
+POLICIES = ("configured", "adaptive", "fixed:0.3", "paper")
 
 
 def config(

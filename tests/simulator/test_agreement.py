@@ -37,7 +37,7 @@ def arrivals(load: float, count: int = 2500) -> list[Query]:
     return found
 
 
-@pytest.fixture(params=["trinity", "paper", "fifo"])
+@pytest.fixture(params=["trinity", "paper"])
 def config(request: pytest.FixtureRequest) -> NodeConfig:
     return NodeConfig(pool=PoolSection(policy=request.param))
 

@@ -67,15 +67,13 @@ def test_every_request_ends_exactly_once_and_releases_everything(
         assert not any(pool.waiting)
 
 
-def test_with_an_overloaded_pool_prefill_first_protects_ttft_and_decode_first_does_not() -> None:
+def test_with_an_overloaded_pool_a_reserve_protects_ttft_and_the_law_serves_more_requests_in_time() -> None:
     arrivals = poisson(400, 6.5)
-    found = {policy: simulate(setup(policy, slot_s=1e-3, node=config(slots=32)), arrivals) for policy in POLICIES}
-    waits = {policy: result.ttft_s.p90 for policy, result in found.items()}
-    assert waits["prefill-first"] < waits["fifo"] < waits["decode-first"]
-    assert waits["fixed:0.3"] < waits["fifo"]
-    # Neither: some miss their TTFT by far, and the others meet both objectives.
-    others = ("fixed:0.3", "fifo", "prefill-first", "decode-first")
-    assert found["adaptive"].goodput > max(found[name].goodput for name in others)
+    policies = ("adaptive", "fixed:0.0", "fixed:0.3")
+    found = {policy: simulate(setup(policy, slot_s=1e-3, node=config(slots=32)), arrivals) for policy in policies}
+    assert found["fixed:0.3"].ttft_s.p90 < found["fixed:0.0"].ttft_s.p90
+    # The law: some miss their TTFT by far, and the others meet both objectives.
+    assert found["adaptive"].goodput > found["fixed:0.3"].goodput
 
 
 def test_with_a_pool_that_is_never_full_all_policies_are_equal() -> None:
@@ -94,7 +92,7 @@ def test_the_control_loop_makes_prefill_yield_while_decode_stalls() -> None:
     assert result.tpot_s.p90 < fixed.tpot_s.p90
 
 
-@pytest.mark.parametrize("text", ["", "fixed", "fixed:", "fixed:1.5", "fixed:nan", "lifo", "fifo:1"])
+@pytest.mark.parametrize("text", ["", "fixed", "fixed:", "fixed:1.5", "fixed:nan", "fifo", "paper:1"])
 def test_an_unknown_policy_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="policy"):
         PolicyChoice.parse(text)

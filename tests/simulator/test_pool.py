@@ -9,7 +9,7 @@ from runtime.node.config import PoolSection
 from runtime.pool.settings import Policy
 from runtime.simulator.events import Events
 from runtime.simulator.stages.gpu import Gpu
-from runtime.simulator.stages.pool import PoolRules, Pools
+from runtime.simulator.stages.pool import Pools
 from runtime.simulator.times.service import ServiceTimes
 
 TIMES = ServiceTimes(extend_s=20e-6, extend_slot_s=60e-6, query_s=0.0, round_s=0.0, wake_s=0.0, ring_s=0.0, embed_s=0.0)
@@ -21,7 +21,7 @@ class PoolHarness:
 
     def __init__(self, gpu: Gpu, *, pools: int = 1, capacity: int = 8) -> None:
         self.events = Events()
-        rules = PoolRules(Policy(slots=2))
+        rules = Policy(slots=2)
         self.pools = Pools(
             self.events,
             TIMES,

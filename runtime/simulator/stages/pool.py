@@ -1,7 +1,6 @@
 """Simulated vector pools: production's policy over batches of extends on the virtual clock (`pool_core`)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from random import Random
 
 import numpy as np
@@ -35,14 +34,6 @@ def slots_of(limits: PoolSection, times: ServiceTimes) -> int:
     return fewest_slots([ExtendCost(size, times.extend_time_s(size) * 1e9 + LOOP_NS) for size in sizes])
 
 
-@dataclass(frozen=True, slots=True)
-class PoolRules:
-    """A pool's policy; `first`: the stage that has strict priority (a naive policy)."""
-
-    policy: Policy
-    first: Stage | None = None
-
-
 @compiled
 def _learn(tables: int, active: float, took_ns: float) -> None:
     """Record the duration of a calibration extend with `active` queries."""
@@ -52,9 +43,8 @@ def _learn(tables: int, active: float, took_ns: float) -> None:
 class SimPool:
     """One pool worker: its policy's tables and its counters."""
 
-    def __init__(self, rules: PoolRules, times: ServiceTimes) -> None:
-        self.rules = rules
-        self.tables = new_tables(rules.policy)
+    def __init__(self, policy: Policy, times: ServiceTimes) -> None:
+        self.tables = new_tables(policy)
         for active in (1, 2, 4, 8) * 4:  # a real pool measures this before its first query
             _learn(address_of(self.tables), float(active), (times.extend_time_s(active) + times.round_s) * 1e9)
         self.members = new_array(at.Member, self.tables.entry_count)
@@ -116,7 +106,7 @@ class Pools:
         events: Events,
         times: ServiceTimes,
         limits: PoolSection,
-        pools: Sequence[tuple[PoolRules, Gpu]],
+        pools: Sequence[tuple[Policy, Gpu]],
         random: Random,
         *,
         capacity: int = _CAPACITY,
@@ -124,10 +114,10 @@ class Pools:
         self._events, self._random = events, random
         self._ring_ns = ns(times.ring_s)
         self.top_m = limits.top_m
-        self.pools = [SimPool(rules, times) for rules, _ in pools]
+        self.pools = [SimPool(policy, times) for policy, _ in pools]
         self._replies: dict[int, Reply] = {}
         self._gpus = [gpu for _, gpu in pools]
-        most = max(rules.policy.slots for rules, _ in pools)
+        most = max(policy.slots for policy, _ in pools)
         self._state = at.State(
             capacity=capacity,
             queries=new_array(at.Query, capacity),
@@ -144,7 +134,7 @@ class Pools:
         )
         self._state.arriving.numbers, self._state.answers.numbers = new_array(int, capacity), new_array(int, capacity)
         self.handle = address_of(self._state)
-        for number, ((rules, gpu), pool) in enumerate(zip(pools, self.pools, strict=True)):
+        for number, ((_, gpu), pool) in enumerate(zip(pools, self.pools, strict=True)):
             self._state.pools[number] = at.Pool(
                 tables=array_from(Tables, address_of(pool.tables)),
                 members=pool.members,
@@ -154,7 +144,6 @@ class Pools:
                 round_s=times.round_s,
                 query_s=times.query_s,
                 wake_ns=ns(times.wake_s),
-                preferred=-1 if rules.first is None else STAGES.index(rules.first),
                 end_ns=NEVER_NS,
                 idle=True,
             )

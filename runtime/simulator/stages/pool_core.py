@@ -27,7 +27,6 @@ from runtime.simulator.stages.pool_tables import (
 
 OK, OVERLOADED, LATE = range(3)
 STATUSES = ("ok", "overloaded", "deadline_exceeded")
-PRIORITY_NS = 1 << 60  # subtracted from the arrival of the stage with strict priority
 _POLICY_INTERVAL_NS = 100_000  # interval of policy calls while queries wait and none arrives or ends
 
 
@@ -159,8 +158,6 @@ def _arrive(s: State, number: int) -> None:
     query.state, query.enqueued_ns, query.entry = IN_POOL, now - s.ring_ns, tables.new_entry(t)
     entry = t.entries[query.entry]
     entry.stage, entry.arrival_ns, entry.deadline_ns = query.stage, now, query.deadline_ns
-    if query.stage == pool.preferred:
-        entry.arrival_ns -= PRIORITY_NS
     entry.index = entry.scope = entry.patience = 0
     entry.top_m, entry.search_width = query.top_m, s.search_width
     pool.members[query.entry].query = number

@@ -63,7 +63,6 @@ class Pool(Record):
     round_s: float
     query_s: float
     wake_ns: int  # from an arrival at an idle pool to its first extend
-    preferred: int  # the stage with strict priority, -1: none
     end_ns: int
     planned: int  # number of the plan that set `end_ns`
     steps: int

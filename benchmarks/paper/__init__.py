@@ -1,1 +1,0 @@
-"""Experiments of papers on disaggregated serving and vector search, as commands."""

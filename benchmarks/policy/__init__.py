@@ -1,1 +1,0 @@
-"""The pool's policy, simulated: `python -m benchmarks.policy`."""
