@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu_check.sections import small_run
 from gpu import DeviceError, GraphIndex, SearchParams
 from gpu.compiled import c_function
-from gpu.cuda import compiler, cuda_driver
 from gpu.cuda.backend import INTERRUPT, INTERRUPT_ARGUMENT, INTERRUPT_POLL_NS, LAUNCHES, STREAM
 from gpu.cuda.engine import CudaEngine
 from gpu.cuda.layout import RECORD, SLOT_BITS
@@ -302,16 +300,6 @@ def test_launches_are_the_fallback_if_no_block_fits(new_driver: NewDriver) -> No
     assert "cannot run a block of extend_resident" in engine.fallback_reason
     assert run_all(engine, queries(5)) == [searched(query) for query in queries(5)]
     engine.close()
-
-
-@pytest.mark.parametrize("form", ["plain", "fused", "resident"])
-def test_the_run_under_the_sanitizer_ends_in_every_form(
-    form: str, new_driver: NewDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cuda_driver, "CudaDriver", lambda device: new_driver())
-    monkeypatch.setattr(compiler, "compile_kernels", lambda arch: b"image")
-    small_run.main("cuda:0", form)
-    assert capsys.readouterr().out.startswith("23 queries in ")
 
 
 def test_the_host_writes_nothing_for_queries_that_merely_run(new_driver: NewDriver) -> None:

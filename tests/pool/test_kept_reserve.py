@@ -11,19 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.common.data import DataSet, nearest
-from benchmarks.gpu_check.sections import flood
-from benchmarks.gpu_check.setup import Setup, Source
-from gpu import CpuEngine, GraphIndex, SearchParams
+from gpu import SearchParams
 from ipc import Stage
 from runtime.node.config import NodeConfig, PoolSection, parse_config
 from runtime.node.metrics.worker_metrics import PoolMetrics
-from runtime.pool import process
 from runtime.pool.settings import Policy
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.times.service import ServiceTimes
 from runtime.testing.standalone_pool import Query, QueryOutcome, run_pool
-from tests.gpu.datasets import clustered
 from tests.pool.scheduler import Entry, Scheduler
 from tests.pool.scheduler_factories import LONG, entry, filled, measured, names, scheduler
 from tests.pool.virtual_engine import VirtualEngine, VirtualPool
@@ -114,26 +109,10 @@ def test_prefill_that_yields_keeps_no_slots_free() -> None:
 def test_only_a_pool_on_a_gpu_keeps_the_reserve_free() -> None:
     def keeps(**pool: Any) -> bool:
         config = parse_config({"pool": pool, "collections": [{"name": "docs", "path": "/nowhere"}]})
-        return PolicyChoice("configured").rules(config, 8).policy.keep_reserve
+        return PolicyChoice("configured").rules(config, 8).keep_reserve
 
     assert not keeps()
     assert keeps(devices=["cuda:0"])
-
-
-def test_the_gpu_check_floods_a_pool_that_keeps_the_configured_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_engine(device: str, collections: Any, *, resident: bool, **limits: Any) -> CpuEngine:
-        return CpuEngine(collections, **limits)
-
-    monkeypatch.setattr(process, "open_engine", open_engine)
-    vectors, queries = (clustered(np.random.default_rng(seed), count, 16) for seed, count in enumerate((500, 30)))
-    data = DataSet("small", "l2", vectors, queries, nearest(vectors, queries, 10))
-    given = data, GraphIndex.build(vectors, metric="l2", degree=8)
-    params = SearchParams(5, 32, 2)
-    setup = Setup("cuda:0", "a device", Source("small"), "float32", 32, 4, True, {}, params=params, given=given)
-    for form in flood.FORMS:
-        with flood.pool_over(setup, form) as pool:
-            assert pool.metric(PoolMetrics.RESERVE) == PoolSection().reserve
-            assert pool.pool.loop.tables.keep_reserve
 
 
 # ---- a flood, with what an H200 was measured to take
