@@ -15,6 +15,7 @@ from runtime.node.config_errors import explain_error
 from runtime.node.engine_config import ModelSection, OpenAiSection, Seconds, Section, VllmSection
 from runtime.node.remote_config import Name, RemoteSection
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
+from runtime.node.stores_config import STORES, StoresSection
 
 Role = Literal["pool", "prefill", "decode", "engine", "frontend"]
 MAX_WORKERS = 8
@@ -393,8 +394,16 @@ class NodeConfig(Section, frozen=True):
     probes: ProbesSection = ProbesSection()
     tracing: TracingSection = TracingSection()
     answer_cache: AnswerCacheSection = AnswerCacheSection()
+    stores: StoresSection = StoresSection()
     collections: tuple[CollectionSection, ...] = ()
     remote: tuple[RemoteSection, ...] = ()
+
+    @property
+    def searchable(self) -> tuple[CollectionSection, ...]:
+        """The collections whose documents the workers read: the configured ones, and the stores' passages, if any."""
+        if not self.stores.path:
+            return self.collections
+        return (*self.collections, CollectionSection(STORES, f"{self.stores.path}/collection", required=False))
 
     @property
     def stores_answers(self) -> bool:
@@ -404,7 +413,7 @@ class NodeConfig(Section, frozen=True):
     @property
     def needs_pool(self) -> bool:
         """Whether there is a collection for a pool to search."""
-        return bool(self.collections) or self.stores_answers
+        return bool(self.searchable) or self.stores_answers
 
     @property
     def own_model(self) -> ModelSection | None:

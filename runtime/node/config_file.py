@@ -89,8 +89,11 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
         model = replace(model, path=path, python=python)
     node = replace(config.node, run_dir=under("node.run_dir", config.node.run_dir))
     kv = replace(config.kv, disk_path=under("kv.disk_path", config.kv.disk_path))
+    stores = replace(config.stores, path=under("stores.path", config.stores.path))
     log = replace(config.log, directory=under("log.directory", config.log.directory))
-    return replace(config, node=node, log=log, kv=kv, http=http, model=model, collections=collections, remote=remote)
+    return replace(
+        config, node=node, log=log, kv=kv, http=http, model=model, stores=stores, collections=collections, remote=remote
+    )
 
 
 def _is_file_path(path: str) -> bool:

@@ -5,13 +5,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpu import DeviceUnavailable, Engine, GraphIndex, OutOfDeviceMemory, open_engine
 from gpu.slots import MAX_SLOTS
 from ipc import IpcError, Served, SessionServer
 from ipc.ring.exchange import SessionCollection
 from ipc.session.device_arena import DeviceArena, arena_bytes
-from runtime.errors import CollectionError, ConfigError, ResourceBusy
+from runtime.errors import CollectionError, ConfigError, ResourceBusy, TrinityError
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.worker import Worker
 from runtime.pool.collections.catalogue import PoolCatalogue
@@ -25,6 +26,7 @@ from runtime.pool.settings import policy_of
 from runtime.pool.sizing import BUDGET_NS, ExtendCost, fewest_slots, measure
 from runtime.retrieval import answer_store
 from runtime.retrieval.embedding.loading import embedder_dim
+from runtime.retrieval.stores.collection import ensure
 
 _SPIN_NS = 200_000  # how long a pool with cores of its own spins on its rings before it sleeps
 _SWITCH_S = 0.0005  # how long the thread that resolves filters keeps the interpreter's lock when the loop wants it
@@ -70,6 +72,8 @@ class Pool:
         self._worker, self._table = worker, worker.table
         if config.stores_answers:
             _ensure_answers(worker)
+        if config.stores.path:
+            _ensure_stores(worker)
         self.catalogue = catalogue = PoolCatalogue(
             worker.plan.collections,
             worker.placement.index,
@@ -238,6 +242,15 @@ def _ensure_answers(worker: Worker) -> None:
         answer_store.ensure(worker.plan.answers, embedder_dim(worker.plan.config.answer_cache.embedder))
     except CollectionError as error:
         worker.log.warning("the answer cache is unavailable: %s", error.message)
+
+
+def _ensure_stores(worker: Worker) -> None:
+    """Create the collection of the stores' passages if it does not exist. On failure the others are served."""
+    stores = worker.plan.config.stores
+    try:
+        ensure(Path(stores.path) / "collection", stores.embedder)
+    except TrinityError as error:
+        worker.log.warning("vector stores are unavailable: %s", error.message)
 
 
 def _open_engine(worker: Worker, indexes: Mapping[str, GraphIndex], served: Sequence[Shard], slots: int) -> Engine:

@@ -238,9 +238,9 @@ class CollectionRegistry:
         self._threads, self._max_k = threads, plan.config.pool.max_k
         self._builds = {
             c.name: CollectionBuilds(c.name, Path(c.path), c.verify, clock, in_background)
-            for c in plan.config.collections
+            for c in plan.config.searchable
         }
-        self._locations = {c.name: embedder_location(c) for c in plan.config.collections}
+        self._locations = {c.name: embedder_location(c) for c in plan.config.searchable}
         self._embedders: dict[tuple[EmbedderSpec, EmbedderLocation], Embedder] = {}
         self._dims = dict.fromkeys(self._builds, 0)
         self.dims: Mapping[str, int] = MappingProxyType(self._dims)

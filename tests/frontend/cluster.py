@@ -16,6 +16,7 @@ from runtime.node.config import HttpSection
 from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import PassageQuery
+from runtime.retrieval.stores.service import Stores
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.requests import RequestOutcome
 from runtime.serving.frontend.router import Router
@@ -93,13 +94,14 @@ class Cluster:
         search: SearchSource | None = None,
         catalogue: CollectionCatalogue | None = None,
         writes: WriterService | None = None,
+        stores: Stores | None = None,
         limits: HttpSection = HttpSection(),  # noqa: B008
         timeouts: Timeouts = Timeouts(),  # noqa: B008
         readiness: Readiness | None = None,
         send_buffer: int = 0,
     ) -> None:
         self._answers = answers
-        self._catalogue, self._writes = catalogue or NoCollections(), writes
+        self._catalogue, self._writes, self._stores = catalogue or NoCollections(), writes, stores
         self.limits, self.timeouts = limits, timeouts
         self.readiness = readiness or Readiness()
         self.drain_requests: list[bool] = []  # what the supervisor would receive
@@ -204,7 +206,7 @@ class Cluster:
         new_id = id_source(77)
         service = Service(
             self.link, self.search, metrics, self._answers, catalogue=self._catalogue, writes=self._writes,
-            readiness=self.readiness, drain=self._drain,
+            stores=self._stores, readiness=self.readiness, drain=self._drain,
         )  # fmt: skip
         app = create_app(service, self.settings, new_id)
         self._http = HttpConfig(app, self.limits, new_id, drain_s=1, timeouts=self.timeouts)
@@ -215,10 +217,11 @@ class Cluster:
             self._tasks[name] = asyncio.create_task(self.players[name].serve())
         link = asyncio.create_task(self.link.run())
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        storing = [] if self._stores is None else [asyncio.create_task(self._stores.run())]
         noticing = asyncio.create_task(self._poll())
         self._ready.set()
         await serving
-        others = [noticing, link, *self._tasks.values()]
+        others = [noticing, link, *storing, *self._tasks.values()]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)

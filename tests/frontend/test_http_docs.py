@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast, get_type_hints
 
 import openai.types.chat.completion_create_params as chat_params
@@ -15,6 +16,7 @@ import runtime.serving.http.connections
 from runtime.errors import InternalError, TrinityError
 from runtime.node.config import HttpSection
 from runtime.retrieval.live.writer_service import WriterService
+from runtime.retrieval.stores.service import Stores
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.api_types import ChatBody, CompletionBody, GenerateBody, RetrievalBody
 from runtime.serving.http.connections import Timeouts
@@ -107,7 +109,10 @@ def test_every_endpoint_is_documented() -> None:
 
     harness, writes = LinkHarness(), cast(WriterService, object())  # of which only the routes' existence is asked
     try:
-        app = create_app(Service(harness.link, FakeSearch(), metrics, writes=writes, drain=_drain), Settings())
+        stores = cast(Stores, SimpleNamespace(max_file_bytes=1))
+        app = create_app(
+            Service(harness.link, FakeSearch(), metrics, writes=writes, stores=stores, drain=_drain), Settings()
+        )
     finally:
         harness.link.close()
     paths = {route.path.replace(":path", "").replace("{traced}", "{id}") for route in app.routes}  # type: ignore[attr-defined]

@@ -124,10 +124,10 @@ class NodePlan(msgspec.Struct, frozen=True):
 
     @property
     def collections(self) -> tuple[CollectionSection, ...]:
-        """The collections that the pools serve: the configured ones, then the stored answers, if there are any."""
+        """The collections that the pools serve: the configured ones, then those of stores and of stored answers."""
         if not self.config.stores_answers:
-            return self.config.collections
-        return (*self.config.collections, CollectionSection(ANSWERS, str(self.answers), required=False))
+            return self.config.searchable
+        return (*self.config.searchable, CollectionSection(ANSWERS, str(self.answers), required=False))
 
     def of_role(self, role: Role) -> tuple[WorkerPlan, ...]:
         return tuple(worker for worker in self.workers if worker.role == role)
@@ -228,8 +228,8 @@ def _check_memory_kinds(workers: list[WorkerPlan]) -> None:
 
 
 def _check_counts(config: NodeConfig) -> None:
-    if config.model is None and not config.collections and not config.remote:
-        raise ConfigError("nothing to serve: configure [model], [[collections]] or [[remote]]")
+    if config.model is None and not config.searchable and not config.remote:
+        raise ConfigError("nothing to serve: configure [model], [[collections]], [stores] or [[remote]]")
     needed = [("prefill", config.prefill.workers), ("decode", config.decode.workers)] if config.own_model else []
     if config.needs_pool:
         needed.append(("pool", config.pool.workers))

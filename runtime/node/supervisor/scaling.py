@@ -184,7 +184,7 @@ class Scaler:
     def _roles(self, *more: Role) -> list[Role]:
         """Return the roles of this node that can be scaled: prefill, decode and `more`."""
         roles: list[Role] = list(_OTHER_ROLE) if self._config.own_model is not None else []
-        return [*roles, *(more if self._config.collections else ())]
+        return [*roles, *(more if self._config.searchable else ())]
 
     def _is_serving(self, worker: SupervisedWorker) -> bool:
         return worker.phase is Phase.READY and not self._is_leaving(worker)

@@ -23,14 +23,12 @@ from runtime.retrieval.collections.sources import Progress, no_progress, read_do
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedding_text
 from runtime.retrieval.embedding.loading import EmbedderLocation, load_embedder
 from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
+from runtime.retrieval.ingestion.passages import file_passages, passage_limit
 from runtime.retrieval.ingestion.readers import PLAIN, check_packages, read_file
-from runtime.retrieval.ingestion.sections import Section, UnreadableFile, split
+from runtime.retrieval.ingestion.sections import UnreadableFile
 from runtime.retrieval.ingestion.source_files import SourceFile, checksum, common_root, find_files, read_bytes
 from runtime.retrieval.passages import Attribute
 
-PASSAGE_TOKENS = 192  # by default a prompt has room for four such passages
-MIN_PASSAGE_TOKENS = 16
-_SHORT = 0.25  # of a passage: a shorter section is merged with the next
 _ROWS_AT_ONCE = 256
 
 
@@ -68,7 +66,7 @@ def ingest(
     passage_tokens: maximum per passage, as counted by the embedder; 0: 192, or three quarters of its limit if less.
     Raises as `Collection.build`, and `BuildRefused` for an invalid number or a missing package.
     """
-    limit = _passage_tokens(passage_tokens, embedder)
+    limit = passage_limit(passage_tokens, embedder)
     root = common_root(paths)
     with IsolatedReader() as reader:
         job = _IngestJob(paths, Sources(str(root), limit), embedder, None, reader, progress)
@@ -99,7 +97,7 @@ def add(
         embedder = load(old.embedder, threads=threads, location=location or EmbedderLocation(), for_build=True)
         before = old.documents.sources()
         root = Path(before.root) if before else common_root(paths)
-        limit = before.passage_tokens if before else _passage_tokens(0, embedder)
+        limit = before.passage_tokens if before else passage_limit(0, embedder)
         folders = [Path(os.path.abspath(path)) for path in paths]
         job = _IngestJob(
             paths, Sources(str(root), limit), embedder, _ExistingCollection(old, folders, root), reader, progress
@@ -266,48 +264,18 @@ class _IngestJob:
 
     def _passages(self, found: SourceFile, content: bytes) -> Iterator[Document]:
         read = (read_file if found.source.lower().endswith(PLAIN) else self._reader.read)(found.source, content)
-        title = read.title.strip()[:200] or found.path.stem
         passages: list[Document] = []
-        for section in self._merge_short_sections(read.sections):
-            heading = section.heading.strip()[:300]
-            whole = f"{title}: {heading}" if heading and heading != title else title
-            limit = max(self.sources.passage_tokens - self._embedder.count_tokens(whole), MIN_PASSAGE_TOKENS)
+        for one in file_passages(read, found.path.stem, self.sources.passage_tokens, self._embedder.count_tokens):
             attributes: dict[str, Attribute] = {"source": found.source}
-            if heading:
-                attributes["heading"] = heading
-            if section.page:
-                attributes["page"] = section.page
-            for piece in split(section.text.strip(), limit, self._embedder.count_tokens):
-                name = f"{found.source}#{len(passages) + 1}"
-                passages.append(Document(name, whole, piece, attributes, found.source))
+            if one.heading:
+                attributes["heading"] = one.heading
+            if one.page:
+                attributes["page"] = one.page
+            name = f"{found.source}#{len(passages) + 1}"
+            passages.append(Document(name, one.title, one.text, attributes, found.source))
         if not passages:
             raise UnreadableFile("there is no text in it")
         return iter(passages)
-
-    def _merge_short_sections(self, sections: Sequence[Section]) -> list[Section]:
-        """Merge short sections with the following ones of the same page, whose headings become text."""
-        joined: list[Section] = []
-        short = _SHORT * self.sources.passage_tokens
-        for section in sections:
-            last = joined[-1] if joined else None
-            if last is None or last.page != section.page or self._embedder.count_tokens(last.text) >= short:
-                joined.append(section)
-                continue
-            own = section.heading.rpartition(" › ")[2]
-            text = "\n\n".join(filter(None, (last.text, own, section.text)))
-            joined[-1] = Section(text, last.heading, last.page)
-        return joined
-
-
-def _passage_tokens(given: int, embedder: Embedder) -> int:
-    high = embedder.max_tokens
-    if given == 0:
-        return max(min(PASSAGE_TOKENS, high * 3 // 4), MIN_PASSAGE_TOKENS)
-    if not MIN_PASSAGE_TOKENS <= given <= high:
-        raise BuildRefused(
-            f"passage_tokens is {given}, outside {MIN_PASSAGE_TOKENS}..{high}: {embedder.name} truncates longer texts"
-        )
-    return given
 
 
 def _within(path: Path, folder: Path) -> bool:

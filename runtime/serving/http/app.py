@@ -66,7 +66,9 @@ from runtime.serving.http.responses import (
 from runtime.serving.http.routes.documents import DocumentRoutes
 from runtime.serving.http.routes.drain import DrainRoute
 from runtime.serving.http.routes.embeddings import EmbeddingsRoute
+from runtime.serving.http.routes.files import FileRoutes
 from runtime.serving.http.routes.tokenize import TokenizeRoute
+from runtime.serving.http.routes.vector_store_files import StoreFileRoutes
 from runtime.serving.http.routes.vector_stores import StoreRoutes
 from runtime.serving.http.service import Searches, Service, Settings, missing_roles
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
@@ -283,11 +285,15 @@ class _Routes:
         """Add the routes of collections, documents and embedders."""
         settings, catalogue = self._settings, self._service.catalogue
         StoreRoutes(
-            catalogue, self._searches, self.read_bytes, settings.collections,
+            catalogue, self._searches, self.read_bytes, settings.collections, self._service.stores,
             max_k=settings.max_k, max_prompt_bytes=settings.max_prompt_bytes,
         ).add_to(app)  # fmt: skip
         limit, timeout_s = settings.max_searches, settings.request_timeout_s
         EmbeddingsRoute(catalogue, self.read_bytes, limit=limit, timeout_s=timeout_s).add_to(app)
+        if (stores := self._service.stores) is not None:
+            origins = None if settings.api_keys else settings.cors_origins
+            FileRoutes(stores, settings.body_timeout_s, origins).add_to(app)
+            StoreFileRoutes(stores, self.read_bytes, settings.collections).add_to(app)
         if self._service.writes is not None:
             DocumentRoutes(self._service.writes, self.read_bytes, settings.collections).add_to(app)
 

@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections import ChainMap
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from runtime.node.api_keys import bound_attributes, read_api_keys
 from runtime.node.engine_config import ServedSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import CacheEvent, FrontendMetrics
+from runtime.node.stores_config import STORES
 from runtime.node.supervisor.admin import admin_request
 from runtime.node.worker import Worker
 from runtime.retrieval.answer_store import AnswerStore
@@ -32,6 +33,8 @@ from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.stores.catalogue import Catalogue
+from runtime.retrieval.stores.service import Stores
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.observability import RequestMetrics
@@ -80,6 +83,24 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Public(Mapping[str, int]):
+    """Collections by name, without the node's own."""
+
+    def __init__(self, collections: Mapping[str, int]) -> None:
+        self._collections = collections
+
+    def __getitem__(self, name: str) -> int:
+        if name == STORES:
+            raise KeyError(name)
+        return self._collections[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._collections if name != STORES)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 EngineFactory = Callable[[Worker, RequestMetrics, SearchSource], Awaitable[Engine]]
 
 
@@ -89,7 +110,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     metrics = RequestMetrics(worker.table, config.slo)
     registry = CollectionRegistry(plan, in_background=True)
     worker.startup.mark("embedder")
-    search = AsyncRetriever(registry, SearchClient.of_plan(plan, worker.name)) if config.collections else None
+    search = AsyncRetriever(registry, SearchClient.of_plan(plan, worker.name)) if config.searchable else None
     local = search or NoCollections()
     router: CollectionRouter | None = None
     if config.remote:
@@ -106,7 +127,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     settings = Settings(
         model=model,
         context_tokens=served.context_tokens if served else 0,
-        collections=registry.dims if router is None else ChainMap(dict(router.dims), registry.dims),  # type: ignore[arg-type]
+        collections=_Public(registry.dims if router is None else ChainMap(dict(router.dims), registry.dims)),  # type: ignore[arg-type]
         host=config.http.host,
         api_keys=tuple(one.key for one in keys),
         access=access_by_key(keys),
@@ -125,7 +146,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     tokens = Tokens(partial(_tokenizer, own.name)) if own else None
     writes = None
     if search is not None:
-        places = {collection.name: Path(collection.path) for collection in config.collections}
+        places = {collection.name: Path(collection.path) for collection in config.searchable}
         writes = WriterService(
             places,
             search.embed,
@@ -133,12 +154,16 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
             partial(worker.table.observe, FrontendMetrics.WRITE_TIME),
             bound_attributes(keys),
         )
+    catalogue = stores = None
+    if writes is not None and config.stores.path:
+        catalogue = Catalogue(Path(config.stores.path) / "catalogue.sqlite")
+        stores = Stores(config.stores, catalogue, writes, partial(registry.embedder, STORES))
     answers = None
     if config.stores_answers:
         client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))
         answers = _open_answer_cache(worker, client)
     service = Service(
-        engine, source, supervisor.metrics_text, answers, tokens, source, writes, readiness,
+        engine, source, supervisor.metrics_text, answers, tokens, source, writes, stores, readiness,
         supervisor.drain, metrics.record_response, partial(worker.table.observe, FrontendMetrics.EMBED_TIME),
     )  # fmt: skip
     app = create_app(service, settings, new_id)
@@ -165,6 +190,8 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     ]
     if writes is not None:
         loops.append(asyncio.create_task(_report_live_collections(worker.table, writes)))
+    if stores is not None:
+        loops.append(asyncio.create_task(stores.run()))
     if search is not None:
         loops.append(asyncio.create_task(search.run()))
     elif answers is not None:
@@ -183,6 +210,8 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
             task.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
         engine.close()
+        if catalogue is not None:
+            catalogue.close()
         if writes is not None:
             writes.close()
         if answers is not None:

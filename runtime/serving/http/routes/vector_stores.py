@@ -1,22 +1,27 @@
-"""GET /v1/vector_stores, POST /v1/vector_stores/{name}/search: collections as OpenAI's vector stores.
+"""/v1/vector_stores: collections as OpenAI's vector stores, and stores that clients create.
 
-A collection is a store, and its name the store's id. A result is a passage; its file is the one it was ingested from,
-or the document itself.
+A configured collection is a store, and its name the store's id; it can be listed and searched here. A result is a
+passage; its file is the one it was ingested from, or the document itself.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
+from msgspec import structs
 from pydantic import BeforeValidator, Field
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest
+from runtime.node.stores_config import STORES
 from runtime.retrieval.passages import PartialPassages, Passage
+from runtime.retrieval.stores.collection import FILE, STORE
+from runtime.retrieval.stores.records import Store, new_id
+from runtime.retrieval.stores.service import NewEntry, Stores
 from runtime.serving.http.api_types import (
     MAX_TOKENS,
     RetrievalBody,
@@ -25,16 +30,24 @@ from runtime.serving.http.api_types import (
     field_error,
     filter_at,
     parse,
+    parse_object,
     without_null,
 )
-from runtime.serving.http.middleware import ReadBody, access_of, client_id_of, request_id
+from runtime.serving.http.middleware import Access, ReadBody, access_of, client_id_of, request_id
 from runtime.serving.http.response_memory import UnsentResponse, unsent_response
 from runtime.serving.http.responses import Json, json_response, passages_response
+from runtime.serving.http.routes.files import tenant_of
+from runtime.serving.http.routes.paging import list_json, page_names, page_of
+from runtime.serving.http.routes.store_objects import (
+    STORE_PREFIX,
+    CreateStoreBody,
+    UpdateStoreBody,
+    store_json,
+    to_chunking,
+)
 from runtime.serving.http.service import CollectionCatalogue, Searches
 
 MAX_QUERIES = 16
-MAX_LISTED = 100
-_DEFAULT_LISTED = 20
 
 
 def _validate_query(value: object) -> object:
@@ -96,20 +109,22 @@ class StoreSearchBody(StrictModel):
 
 
 class StoreRoutes:
-    """The routes. `collections` contains the names, `read` reads a request's body."""
+    """The routes. `collections` contains the names of configured ones, `read` reads a request's body. stores: those of
+    clients; None on a node without `[stores]`."""
 
     def __init__(
         self,
-        stores: CollectionCatalogue,
+        catalogue: CollectionCatalogue,
         searches: Searches,
         read: ReadBody,
         collections: Mapping[str, int],
+        stores: Stores | None,
         *,
         max_k: int,
         max_prompt_bytes: int,
     ) -> None:
-        self._stores, self._searches, self._read = stores, searches, read
-        self._collections = collections
+        self._catalogue, self._searches, self._read = catalogue, searches, read
+        self._collections, self._stores = collections, stores
         self._max_k, self._max_prompt_bytes = max_k, max_prompt_bytes
 
     def add_to(self, app: Starlette) -> None:
@@ -117,18 +132,56 @@ class StoreRoutes:
         app.add_route("/v1/vector_stores", self.list_stores, methods=["GET"])
         app.add_route("/v1/vector_stores/{name}", self.get_store, methods=["GET"])
         app.add_route("/v1/vector_stores/{name}/search", self.search, methods=["POST"])
+        if self._stores is not None:
+            app.add_route("/v1/vector_stores", self.create, methods=["POST"])
+            app.add_route("/v1/vector_stores/{name}", self.update, methods=["POST"])
+            app.add_route("/v1/vector_stores/{name}", self.delete, methods=["DELETE"])
 
     async def list_stores(self, http: Request) -> Response:
-        names, more = _page(access_of(http).visible(self._collections), http.query_params)
-        data = [self._store(name, http) for name in names]
-        ends = {"first_id": names[0] if data else None, "last_id": names[-1] if data else None}
-        return json_response({"object": "list", "data": data, **ends, "has_more": more})
+        own = [] if self._stores is None else await self._stores.store_ids(tenant_of(http))
+        collections = access_of(http).visible(self._collections)
+        names, more = page_names([*own, *collections], page_of(http.query_params))
+        return json_response(list_json([await self._store(name, http) for name in names], more))
 
     async def get_store(self, http: Request) -> Response:
-        return json_response(self._store(self._name(http), http))
+        return json_response(await self._store(str(http.path_params["name"]), http))
+
+    async def create(self, http: Request) -> Response:
+        stores = self._writable("")
+        body = parse(CreateStoreBody, await self._read(http))
+        now = int(stores.now())
+        store = Store(
+            id=new_id(STORE_PREFIX), tenant=tenant_of(http), created_at=now, last_active_at=now, name=body.name,
+            metadata=body.metadata, expires_days=body.expires_after.days if body.expires_after else 0,
+        )  # fmt: skip
+        files = [NewEntry(file, {}, to_chunking(body.chunking_strategy)) for file in dict.fromkeys(body.file_ids)]
+        await stores.create_store(store, files)
+        return json_response(await self._store(store.id, http))
+
+    async def update(self, http: Request) -> Response:
+        stores, name = self._writable(str(http.path_params["name"])), str(http.path_params["name"])
+        content = await self._read(http)
+        body, sent = parse(UpdateStoreBody, content), parse_object(content)
+
+        def change(store: Store) -> Store:
+            if "name" in sent:
+                store = structs.replace(store, name=body.name)
+            if "metadata" in sent:
+                store = structs.replace(store, metadata=body.metadata)
+            if "expires_after" in sent:
+                store = structs.replace(store, expires_days=body.expires_after.days if body.expires_after else 0)
+            return structs.replace(store, last_active_at=int(stores.now()))
+
+        await stores.update_store(name, tenant_of(http), change)
+        return json_response(await self._store(name, http))
+
+    async def delete(self, http: Request) -> Response:
+        name = str(http.path_params["name"])
+        await self._writable(name).delete_store(name, tenant_of(http))
+        return json_response({"id": name, "object": "vector_store.deleted", "deleted": True})
 
     async def search(self, http: Request) -> Response:
-        name = self._name(http)
+        name, access = str(http.path_params["name"]), access_of(http)
         body = parse(StoreSearchBody, await self._read(http))
         if body.max_num_results > self._max_k:
             raise InvalidRequest(
@@ -136,17 +189,21 @@ class StoreRoutes:
             )
         size = sum(len(query.encode(errors="replace")) for query in body.query)
         check_bytes(size, self._max_prompt_bytes, "query")
-        metric = self._stores.summary(name).metric
+        own = self._stores if name.startswith(STORE_PREFIX) else None
+        if own is not None:
+            wanted = await own.filter([name], tenant_of(http), body.filters)
+            collection, access = STORES, Access(flow=access.flow)
+        else:
+            wanted, collection = body.filters, self._name(name, http)
+        metric = self._catalogue.summary(collection).metric
         ranking, partial = body.ranking_options, False
         hybrid = ranking.hybrid_search.share if ranking and ranking.hybrid_search else 0.0
         best: dict[str, tuple[tuple[int, float], Passage]] = {}
         for number, query in enumerate(body.query):
-            search = RetrievalBody.model_construct(
-                query=query, k=body.max_num_results, filter=body.filters, hybrid=hybrid
-            )
+            search = RetrievalBody.model_construct(query=query, k=body.max_num_results, filter=wanted, hybrid=hybrid)
             ids = (request_id(http), client_id_of(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
             reserve = _addition_to(unsent_response(http))
-            passages = await self._searches.run(search, name, access_of(http), *ids, reserve=reserve)
+            passages = await self._searches.run(search, collection, access, *ids, reserve=reserve)
             partial |= isinstance(passages, PartialPassages)
             for rank, passage in enumerate(passages):
                 order = rank if hybrid else 0, -score_of(passage.distance, metric)
@@ -154,21 +211,35 @@ class StoreRoutes:
                     best[passage.id] = order, passage
         threshold = ranking.score_threshold if ranking else -math.inf
         found = sorted(best.values(), key=lambda entry: entry[0])[: body.max_num_results]
+        passages = [passage for (_, negated), passage in found if -negated >= threshold]
+        results = [_result(passage) for passage in passages] if own is None else await own_results(own, passages)
         page: Json = {
             "object": "vector_store.search_results.page",
             "search_query": body.query,
-            "data": [_result(-negated, passage) for (_, negated), passage in found if -negated >= threshold],
+            "data": [result | {"score": score_of(passage.distance, metric)} for passage, result in results],
             "has_more": False,
             "next_page": None,
         }
         return passages_response(page | {"partial": True} if partial else page)
 
-    def _name(self, http: Request) -> str:
-        name = str(http.path_params["name"])
+    def _name(self, name: str, http: Request) -> str:
         return access_of(http).resolve(name, self._collections, "vector_store_id", "vector store")
 
-    def _store(self, name: str, http: Request) -> Json:
-        summary = self._stores.summary(name)
+    def _writable(self, name: str) -> Stores:
+        """Return the clients' stores. Raises InvalidRequest for a configured collection."""
+        assert self._stores is not None, "the routes exist only with [stores]"
+        if name in self._collections:
+            raise InvalidRequest(
+                f"{name!r} is a collection of the node's configuration: its files are changed by `trinity index`, "
+                "its documents by PUT and DELETE /v1/collections/…/documents",
+                "vector_store_id",
+            )
+        return self._stores
+
+    async def _store(self, name: str, http: Request) -> Json:
+        if self._stores is not None and name.startswith(STORE_PREFIX):
+            return await store_json(self._stores, await self._stores.store(name, tenant_of(http)))
+        summary = self._catalogue.summary(self._name(name, http))
         if access_of(http).restriction(name) is not None:  # do not disclose the totals of other tenants
             summary = replace(summary, files=0, document_bytes=0)
         counts = {"in_progress": 0, "failed": 0, "cancelled": 0}
@@ -191,29 +262,6 @@ def _addition_to(unsent: UnsentResponse) -> Callable[[int], None]:
     return lambda size: unsent.reserve(before + size)
 
 
-def _page(names: list[str], query: Mapping[str, str]) -> tuple[list[str], bool]:
-    """Return one page of names and whether more follow, by OpenAI's parameters `limit`, `order`, `after` and `before`.
-
-    Raises InvalidRequest.
-    """
-    limit, order = query.get("limit", str(_DEFAULT_LISTED)), query.get("order", "desc")
-    if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
-        raise InvalidRequest(f"limit is {limit[:32]!r}, allowed are 1 to {MAX_LISTED}", "limit")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order is {order[:32]!r}, allowed are asc and desc", "order")
-    for edge in ("after", "before"):
-        if edge in query and query[edge] not in names:
-            raise InvalidRequest(f"{edge} is {query[edge][:128]!r}, and no vector store has that id", edge)
-    if order == "asc":
-        names = names[::-1]
-    if "after" in query:
-        names = names[names.index(query["after"]) + 1 :]
-    if "before" in query:
-        names = names[: names.index(query["before"])] if query["before"] in names else []
-        return names[-int(limit) :], len(names) > int(limit)
-    return names[: int(limit)], len(names) > int(limit)
-
-
 def score_of(distance: float, metric: str) -> float:
     """Return a score that rises with similarity: cosine, dot product, or 1 / (1 + squared distance) for l2."""
     if not math.isfinite(distance):
@@ -223,15 +271,32 @@ def score_of(distance: float, metric: str) -> float:
     return 1.0 - distance if metric == "cosine" else -distance
 
 
-def _result(score: float, passage: Passage) -> dict[str, Any]:
+def _result(passage: Passage) -> tuple[Passage, Json]:
     source = passage.attributes.get("source")
     file = source if isinstance(source, str) else passage.id
-    return {
+    return passage, {
         "file_id": file,
         "filename": PurePosixPath(file).name or file,
-        "score": score,
         "attributes": passage.attributes,
         "content": [{"type": "text", "text": passage.text}],
         "id": passage.id,  # not in OpenAI's API: the passage of the file
         "title": passage.title,
     }
+
+
+async def own_results(stores: Stores, passages: Sequence[Passage]) -> list[tuple[Passage, Json]]:
+    """Return the results for passages of clients' stores, without those of files that were removed meanwhile."""
+    keys = [(str(passage.attributes[STORE]), str(passage.attributes[FILE])) for passage in passages]
+    known = await stores.names(keys)
+    return [
+        (passage, {
+            "file_id": key[1],
+            "filename": known[key][1],
+            "attributes": known[key][0].attributes,
+            "content": [{"type": "text", "text": passage.text}],
+            "id": passage.id,
+            "title": passage.title,
+        })
+        for key, passage in zip(keys, passages, strict=True)
+        if key in known
+    ]  # fmt: skip

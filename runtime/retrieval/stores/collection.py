@@ -1,0 +1,124 @@
+"""The collection of all stores' passages. A store is its documents with one value of the attribute `store`, which every
+search must bind; so a store costs nothing while it is empty, and there may be thousands.
+
+A store's files have attributes with names of their own, and of types that another store's may contradict. A collection
+has a schema instead, so each store maps its names to the columns `string0` …, `number0` …, `boolean0` …: a search binds
+the store, so the same column may mean another name in another store.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from runtime.errors import InvalidFilter, InvalidRequest
+from runtime.retrieval.attributes.filters import (
+    AllOf,
+    AnyOf,
+    Comparison,
+    Filter,
+    Not,
+    Scalar,
+    both_filters,
+    comparisons,
+)
+from runtime.retrieval.attributes.schema import AttributeType
+from runtime.retrieval.embedding.loading import embedder_dim
+from runtime.retrieval.live.collection import create
+from runtime.retrieval.live.storage.manifest import is_live
+
+STORE, FILE = "store", "file"
+COLUMNS_PER_TYPE = 16
+_TYPES = {
+    "string": AttributeType.STRING,
+    "number": AttributeType.FLOAT,
+    "boolean": AttributeType.BOOLEAN,
+}
+_NOTHING = Comparison(STORE, "eq", ("",))
+Columns = Mapping[str, str]
+"""The columns of a store's attributes: `type:name` → column."""
+
+
+def ensure(directory: Path, embedder: str) -> None:
+    """Create the collection, readable by this user alone, if it is missing. Raises `CollectionError`, `ModelError`."""
+    if is_live(directory):
+        return
+    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = directory.with_name(f"{directory.name}-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    columns = {f"{kind}{n}": of for kind, of in _TYPES.items() for n in range(COLUMNS_PER_TYPE)}
+    schema = {STORE: AttributeType.STRING, FILE: AttributeType.STRING} | columns
+    create(temporary, embedder_dim(embedder), embedder=embedder, demanded=STORE, schema=schema)
+    try:
+        temporary.rename(directory)
+    except OSError:  # another process was faster; or something else is there, which opening it reports
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _type_of(value: Scalar) -> str:
+    return "boolean" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"
+
+
+def with_columns(columns: Columns, attributes: Mapping[str, Scalar]) -> dict[str, str]:
+    """Return a store's columns, extended by those of a file's attributes. Raises `InvalidRequest` beyond the limit."""
+    found = dict(columns)
+    for name, value in attributes.items():
+        key, kind = f"{_type_of(value)}:{name}", _type_of(value)
+        if key in found:
+            continue
+        used = sum(column.startswith(kind) for column in found.values())
+        if used == COLUMNS_PER_TYPE:
+            raise InvalidRequest(
+                f"attribute {name!r}: the files of a vector store have {used} attributes that are a {kind}, the limit",
+                "attributes",
+            )
+        found[key] = f"{kind}{used}"
+    return found
+
+
+def stored_attributes(store: str, file: str, columns: Columns, attributes: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return the attributes of a file's passages in the collection."""
+    values = {columns[f"{_type_of(value)}:{name}"]: value for name, value in attributes.items()}
+    return {STORE: store, FILE: file} | values
+
+
+def store_filter(stores: Mapping[str, Columns], wanted: Filter | None = None) -> Filter:
+    """Return the filter for the passages of these stores that pass `wanted`, a filter of their files' attributes.
+
+    Raises `InvalidFilter` for an attribute that no file of these stores has, or only with values of another type.
+    """
+    if wanted is None:
+        return Comparison(STORE, "eq" if len(stores) == 1 else "in", tuple(sorted(stores)))
+    for comparison in comparisons(wanted):
+        if not any(_column(columns, comparison) for columns in stores.values()):
+            raise InvalidFilter(
+                f"no file of the vector store has the attribute {comparison.key!r} with such a value", "filters"
+            )
+    parts = [
+        both_filters(Comparison(STORE, "eq", (name,)), _translated(columns, wanted)) for name, columns in stores.items()
+    ]
+    found = tuple(part for part in parts if part is not None)
+    return found[0] if len(found) == 1 else AnyOf(found)
+
+
+def _column(columns: Columns, comparison: Comparison) -> str | None:
+    kinds = {_type_of(value) for value in comparison.values}
+    return columns.get(f"{kinds.pop()}:{comparison.key}") if len(kinds) == 1 else None
+
+
+def _translated(columns: Columns, wanted: Filter) -> Filter:
+    match wanted:
+        case Comparison(_, operator, values):
+            column = _column(columns, wanted)
+            return Comparison(column, operator, values) if column else _NOTHING
+        case Not(inner):
+            return Not(_translated(columns, inner))
+        case AllOf(parts):
+            return AllOf(tuple(_translated(columns, part) for part in parts))
+        case AnyOf(parts):
+            return AnyOf(tuple(_translated(columns, part) for part in parts))
+
+
+def file_filter(store: str, file: str) -> Filter:
+    """Return the filter for the passages of a file in a store."""
+    return AllOf((Comparison(FILE, "eq", (file,)), Comparison(STORE, "eq", (store,))))

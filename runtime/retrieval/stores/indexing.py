@@ -1,0 +1,252 @@
+"""Indexing of the files of stores, and the removal of their passages, in the background.
+
+A file is `in_progress` in the catalogue until its passages are in the collection, so what a killed process left
+unfinished is found there, and repeated: passages have the same ids again, and replace those written before.
+"""
+
+import asyncio
+import logging
+import queue
+import zlib
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import PurePosixPath
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from runtime.errors import BuildRefused, CollectionBusy, Overloaded, TrinityError, Unavailable
+from runtime.files import read_regular
+from runtime.node.stores_config import STORES
+from runtime.retrieval.attributes.filters import Comparison, Filter
+from runtime.retrieval.embedding.embedder import Embedder
+from runtime.retrieval.fair_gate import FairGate
+from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
+from runtime.retrieval.ingestion.passages import FilePassage, file_passages, passage_limit
+from runtime.retrieval.ingestion.readers import PLAIN, SUFFIXES, check_packages, read_file
+from runtime.retrieval.ingestion.sections import UnreadableFile
+from runtime.retrieval.live.validation import UpsertDocument
+from runtime.retrieval.live.writer_service import Stored, WriterService
+from runtime.retrieval.stores.catalogue import Catalogue
+from runtime.retrieval.stores.collection import STORE, file_filter, stored_attributes
+from runtime.retrieval.stores.file_folder import FileFolder
+from runtime.retrieval.stores.records import Chunking, ErrorCode, FileStatus, Store, StoredFile, StoreFile
+
+CONCURRENT_FILES = 4
+MAX_READ_BYTES = 512 << 20
+_BATCH = 32  # passages of a write
+_RETRY_S = (0.2, 1.0, 5.0, 15.0)
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class _Stopped(Exception):
+    """The file was deleted or cancelled while it was indexed."""
+
+
+class Indexer:
+    """Indexes and removes files of stores. For one event loop; files of different tenants take turns.
+
+    embedder: returns that of the collection, or raises `Unavailable` while it is not open.
+    """
+
+    def __init__(
+        self, catalogue: Catalogue, files: FileFolder, writes: WriterService, embedder: Callable[[], Embedder]
+    ) -> None:
+        self._catalogue, self._files, self._writes, self._embedder = catalogue, files, writes, embedder
+        self._gate = FairGate(CONCURRENT_FILES)
+        self._threads = ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="files")
+        self._readers: queue.SimpleQueue[IsolatedReader] = queue.SimpleQueue()
+        self._wanted: set[tuple[str, str]] = set()  # (store, file) to be indexed, again if that is in progress
+        self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._removals: set[asyncio.Task[None]] = set()
+        self._stopped: set[tuple[str, str]] = set()  # (store, file), or (store, "") for a whole store
+        self._writing: defaultdict[str, set[asyncio.Task[Stored]]] = defaultdict(set)  # by store
+
+    async def resume(self) -> None:
+        """Continue what an earlier process left unfinished."""
+        for store in await self._run(self._catalogue.with_status, Store, "deleted"):
+            self.start_removal(store)
+        for status in ("deleted", "cancelled"):
+            for entry in await self._run(self._catalogue.with_status, StoreFile, status):
+                self.start_removal(entry)
+        for entry in await self._run(self._catalogue.with_status, StoreFile, "in_progress"):
+            self.index(entry)
+
+    def index(self, entry: StoreFile) -> None:
+        """Index a file of a store as it is recorded now, also if that is in progress."""
+        key = entry.store, entry.id
+        self._stopped.discard(key)
+        self._wanted.add(key)
+        if key not in self._running:
+            self._running[key] = asyncio.create_task(self._index(key, flow_of(entry.tenant)))
+
+    def start_removal(self, removed: Store | StoreFile) -> "asyncio.Task[None]":
+        """Delete the passages of a store or file that is marked as deleted or cancelled, then its records if deleted.
+
+        Returns a task that ends when no later search finds them. It goes on if nobody waits.
+        """
+        key = (removed.id, "") if isinstance(removed, Store) else (removed.store, removed.id)
+        self._stopped.add(key)
+        task = asyncio.create_task(self._remove(removed, key))
+        self._removals.add(task)
+        task.add_done_callback(self._removals.discard)
+        return task
+
+    async def passages(self, file: StoredFile, chunking: Chunking) -> list[FilePassage]:
+        """Return a file's passages. Raises `UnreadableFile`, `BuildRefused`, `Unavailable`."""
+        read = partial(self._read, file, chunking, self._embedder())
+        return await asyncio.get_running_loop().run_in_executor(self._threads, read)
+
+    async def close(self) -> None:
+        """Stop; unfinished work is continued by `resume`."""
+        tasks = [*self._running.values(), *self._removals]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with suppress(queue.Empty):
+            while True:
+                self._readers.get_nowait().close()
+
+    # ---- indexing
+
+    async def _index(self, key: tuple[str, str], flow: int) -> None:
+        attempt = 0
+        try:
+            while key in self._wanted:
+                try:
+                    async with self._gate.place(flow):
+                        self._wanted.discard(key)
+                        await self._index_once(*key)
+                    attempt = 0
+                except (Overloaded, Unavailable, CollectionBusy) as error:
+                    log.info("file %s waits to be indexed: %s", key[1], error.message)
+                    self._wanted.add(key)
+                    await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+                    attempt += 1
+        finally:
+            del self._running[key]
+
+    async def _index_once(self, store_id: str, file_id: str) -> None:
+        entry = await self._run(self._catalogue.find, StoreFile, file_id, store_id)
+        store = await self._run(self._catalogue.find, Store, store_id)
+        file = await self._run(self._catalogue.find, StoredFile, file_id)
+        if entry is None or store is None or file is None or entry.status != "in_progress":
+            return
+        try:
+            passages = await self.passages(file, entry.chunking)
+            await self._write(store, entry, passages)
+        except _Stopped:
+            return
+        except (UnreadableFile, BuildRefused) as error:
+            known = PurePosixPath(file.name).suffix.lower() in SUFFIXES
+            await self._end(entry, 0, "invalid_file" if known else "unsupported_file", str(error))
+            return
+        except (Overloaded, Unavailable, CollectionBusy):
+            raise
+        except TrinityError as error:
+            await self._delete_passages(file_filter(store_id, file_id), flow_of(entry.tenant))
+            await self._end(entry, 0, "server_error", error.message)
+            return
+        vector_bytes = 4 * self._embedder().dim * len(passages)
+        size = sum(len(one.title.encode()) + len(one.text.encode()) for one in passages) + vector_bytes
+        await self._end(entry, size)
+
+    async def _end(self, entry: StoreFile, size: int, code: ErrorCode = "server_error", error: str = "") -> None:
+        """Record the end of indexing, unless the file was changed meanwhile: then it is indexed again."""
+
+        def record() -> None:
+            with self._catalogue.transaction():
+                now = self._catalogue.find(StoreFile, entry.id, entry.store)
+                if now is not None and now.status == "in_progress" and now.revision == entry.revision:
+                    status: FileStatus = "failed" if error else "completed"
+                    ended = replace(now, status=status, usage_bytes=size, error_code=code, error=error[:1000])
+                    self._catalogue.put(ended)
+
+        await self._run(record)
+
+    async def _write(self, store: Store, entry: StoreFile, passages: list[FilePassage]) -> None:
+        attributes = stored_attributes(store.id, entry.id, store.columns, entry.attributes)
+        for begin in range(0, len(passages), _BATCH):
+            documents = [
+                UpsertDocument(f"{store.id}/{entry.id}/{number}", one.text, one.title, attributes)
+                for number, one in enumerate(passages[begin : begin + _BATCH], begin)
+            ]
+            if not self._stopped.isdisjoint(((store.id, entry.id), (store.id, ""))):
+                raise _Stopped
+            write = asyncio.create_task(self._writes.upsert(STORES, documents, None, flow_of(entry.tenant)))
+            self._writing[store.id].add(write)
+            write.add_done_callback(self._writing[store.id].discard)
+            await write
+
+    def _read(self, file: StoredFile, chunking: Chunking, embedder: Embedder) -> list[FilePassage]:
+        """Read a file and split it, on a thread."""
+        name = PurePosixPath(file.name)
+        suffix = name.suffix.lower() if name.suffix.lower() in SUFFIXES else ".txt"
+        check_packages([suffix])
+        try:
+            content = read_regular(self._files.path(file.id), MAX_READ_BYTES)
+        except OSError as error:
+            raise UnreadableFile(f"its content cannot be read: {error.strerror}") from error
+        if suffix in PLAIN:
+            read = read_file(f"file{suffix}", content)
+        else:
+            try:
+                reader = self._readers.get_nowait()
+            except queue.Empty:
+                reader = IsolatedReader()
+            try:
+                read = reader.read(f"file{suffix}", content)
+            finally:
+                self._readers.put(reader)
+        limit = chunking.max_tokens or passage_limit(0, embedder)
+        found = list(file_passages(read, name.stem[:200], limit, embedder.count_tokens, chunking.overlap_tokens))
+        if not found:
+            raise UnreadableFile("there is no text in it")
+        return found
+
+    # ---- removal
+
+    async def _remove(self, removed: Store | StoreFile, key: tuple[str, str]) -> None:
+        store, file = key
+        while writing := self._writing.get(store):
+            await asyncio.wait(writing)
+        await self._delete_passages(
+            file_filter(store, file) if file else Comparison(STORE, "eq", (store,)), flow_of(removed.tenant)
+        )
+        await self._run(self._remove_records, removed)
+        if file:
+            self._stopped.discard(key)
+        else:
+            self._writing.pop(store, None)
+
+    def _remove_records(self, removed: Store | StoreFile) -> None:
+        with self._catalogue.transaction():
+            if isinstance(removed, Store):
+                self._catalogue.remove_children(removed.id)
+                self._catalogue.remove(Store, removed.id)
+            elif removed.status == "deleted":
+                self._catalogue.remove(StoreFile, removed.id, removed.store)
+
+    async def _delete_passages(self, filter: Filter, flow: int) -> None:
+        for attempt in range(1 << 30):
+            try:
+                await self._writes.delete_where(STORES, filter, None, flow)
+                return
+            except (Overloaded, Unavailable, CollectionBusy) as error:
+                log.info("passages wait to be deleted: %s", error.message)
+                await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+
+    @staticmethod
+    async def _run(work: Callable[..., T], *arguments: object) -> T:
+        """Run blocking work on a thread."""
+        return await asyncio.to_thread(work, *arguments)
+
+
+def flow_of(tenant: str) -> int:
+    """Return a number by which a tenant's work takes turns with that of others; 0 without restriction."""
+    return 1 + zlib.crc32(tenant.encode()) % 65_535 if tenant else 0

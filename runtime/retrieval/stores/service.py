@@ -1,0 +1,359 @@
+"""Files and vector stores of a node's clients, for an event loop.
+
+Every method takes the tenant: "" for a key without restriction, which sees everything; a restricted one sees what was
+made with the same access rights. What belongs to others does not exist for it. Methods raise `UnknownObject`,
+`LimitExceeded`, and `CollectionError` if the disk fails.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from msgspec.structs import replace
+
+from runtime.errors import BuildRefused, InvalidRequest, TrinityError, Unavailable
+from runtime.node.stores_config import StoresSection
+from runtime.retrieval.attributes.filters import Filter, Scalar
+from runtime.retrieval.embedding.embedder import Embedder
+from runtime.retrieval.fair_gate import FairLimit
+from runtime.retrieval.ingestion.passages import FilePassage
+from runtime.retrieval.ingestion.sections import UnreadableFile
+from runtime.retrieval.live.writer_service import WriterService
+from runtime.retrieval.stores.catalogue import Catalogue, Page, Quota, Usage
+from runtime.retrieval.stores.collection import store_filter, with_columns
+from runtime.retrieval.stores.file_folder import FileFolder
+from runtime.retrieval.stores.indexing import Indexer, flow_of
+from runtime.retrieval.stores.records import Batch, Chunking, FileStatus, Store, StoredFile, StoreFile, new_id
+
+MAX_UPLOADS = 16
+MAX_SEARCHED_STORES = 16
+_MAINTAIN_S = 60.0
+_TOUCH_S = 60
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class NewFile(NamedTuple):
+    """What an uploaded file is. expires_s: its lifetime, 0: no end."""
+
+    name: str
+    purpose: str
+    expires_s: int = 0
+
+
+class NewEntry(NamedTuple):
+    """A file to be added to a store."""
+
+    file: str
+    attributes: Mapping[str, Scalar] = {}
+    chunking: Chunking = Chunking()
+
+
+class Stores:
+    """The stores, whose directory is `settings.path`. embedder: see `Indexer`. clock: Unix time in seconds."""
+
+    def __init__(
+        self,
+        settings: StoresSection,
+        catalogue: Catalogue,
+        writes: WriterService,
+        embedder: Callable[[], Embedder],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.settings, self._catalogue, self._clock = settings, catalogue, clock
+        self._files = FileFolder(Path(settings.path) / "files")
+        self._indexer = Indexer(catalogue, self._files, writes, embedder)
+        self._uploads = FairLimit(MAX_UPLOADS, "uploads")
+        self._receiving: Counter[str] = Counter()  # bytes by tenant
+        self.max_file_bytes = settings.max_file_mib << 20
+        self._bytes = Quota(settings.max_mib << 20, "bytes of files and vector stores")
+
+    async def run(self) -> None:
+        """Continue what an earlier process left unfinished, and remove what has expired, until cancelled."""
+        try:
+            await self._run(self._files.sweep, lambda id: self._catalogue.find(StoredFile, id) is not None)
+            await self._indexer.resume()
+            while True:
+                await self.remove_expired()
+                await asyncio.sleep(_MAINTAIN_S)
+        finally:
+            await self._indexer.close()
+
+    async def remove_expired(self) -> None:
+        """Remove the files whose time is over, and empty such stores."""
+        now = self._clock()
+        try:
+            for file in await self._run(self._catalogue.with_status, StoredFile, "expiring"):
+                if file.expires_at is not None and file.expires_at <= now:
+                    await self.delete_file(file.id, "")
+            for store in await self._run(self._catalogue.with_status, Store, "expiring"):
+                if self.is_expired(store):
+                    while (found := await self.entries(store.id, Page(100), ""))[0]:
+                        for entry in found[0]:
+                            await self.remove_file(store.id, entry.id, "")
+        except TrinityError as error:
+            log.warning("what has expired is not removed yet: %s", error.message)
+
+    def now(self) -> float:
+        """Return the Unix time in seconds."""
+        return self._clock()
+
+    def is_expired(self, store: Store) -> bool:
+        return store.expires_at is not None and store.expires_at <= self._clock()
+
+    # ---- files
+
+    async def upload(
+        self, size: int, tenant: str, receive: Callable[[Callable[[bytes], Awaitable[None]]], Awaitable[NewFile]]
+    ) -> StoredFile:
+        """Store a file of at most `size` bytes. receive: passes its parts to a function, and returns what it is.
+
+        Raises `Overloaded`, and the errors of `receive`.
+        """
+        async with self._uploads.counted(flow_of(tenant)):
+            self._receiving[tenant] += size
+            try:
+                await self._run(self._check_room, tenant)
+                with await self._run(self._files.upload, new_id("file-")) as upload:
+                    new = await receive(lambda part: self._run(upload.write, part))
+                    await self._run(upload.finish)
+                    now = int(self._clock())
+                    file = StoredFile(
+                        id=upload.id, tenant=tenant, created_at=now, name=new.name, purpose=new.purpose,
+                        bytes=upload.bytes, expires_at=now + new.expires_s if new.expires_s else None,
+                    )  # fmt: skip
+                    await self._run(self._catalogue.put, file)
+                    upload.keep()
+                    return file
+            finally:
+                self._receiving[tenant] -= size
+
+    async def file(self, id: str, tenant: str) -> StoredFile:
+        return await self._run(self._catalogue.get, StoredFile, id, tenant or None)
+
+    async def files(self, page: Page, purpose: str | None, tenant: str) -> tuple[list[StoredFile], bool]:
+        return await self._run(lambda: self._catalogue.page(StoredFile, page, tenant or None, label=purpose))
+
+    def content_path(self, file: StoredFile) -> Path:
+        return self._files.path(file.id)
+
+    async def delete_file(self, id: str, tenant: str) -> None:
+        """Delete a file, and remove it from all stores; returns when no search finds it any more."""
+
+        def delete() -> list[StoreFile]:
+            with self._catalogue.transaction():
+                self._catalogue.get(StoredFile, id, tenant or None)
+                entries = [replace(entry, status="deleted") for entry in self._catalogue.stores_of(id)]
+                for entry in entries:
+                    self._catalogue.put(entry)
+                self._catalogue.remove(StoredFile, id)
+            self._files.remove(id)
+            return entries
+
+        await self._removed(await self._run(delete))
+
+    # ---- stores
+
+    async def create_store(self, store: Store, files: Sequence[NewEntry]) -> Store:
+        """Create a store, with files."""
+
+        def create() -> list[StoreFile]:
+            with self._catalogue.transaction():
+                quota = Quota(self.settings.max_stores, "vector stores")
+                total, own = self._catalogue.usage(Store), self._catalogue.usage(Store, tenant=store.tenant)
+                quota.check(1, total.number, own.number, store.tenant)
+                self._catalogue.put(store)
+                return self._put_entries(store, files, store.tenant, "")
+
+        self._index(await self._run(create))
+        return store
+
+    async def store(self, id: str, tenant: str) -> Store:
+        return await self._run(self._catalogue.get, Store, id, tenant or None)
+
+    async def store_ids(self, tenant: str) -> list[str]:
+        """Return the ids of the stores that a tenant may see, the newest first."""
+        return await self._run(self._catalogue.ids, Store, tenant or None)
+
+    async def counts(self, store: str, batch: str | None = None) -> Mapping[str, Usage]:
+        return await self._run(self._catalogue.counts, store, batch)
+
+    async def update_store(self, id: str, tenant: str, change: Callable[[Store], Store]) -> Store:
+        def update() -> Store:
+            with self._catalogue.transaction():
+                changed = change(self._catalogue.get(Store, id, tenant or None))
+                self._catalogue.put(changed)
+                return changed
+
+        return await self._run(update)
+
+    async def delete_store(self, id: str, tenant: str) -> None:
+        """Delete a store; its files are kept. Returns when its passages are deleted."""
+        store = await self.update_store(id, tenant, lambda store: replace(store, deleted=True))
+        await asyncio.shield(self._indexer.start_removal(store))
+
+    async def filter(self, ids: Sequence[str], tenant: str, wanted: Filter | None) -> Filter:
+        """Return the filter of a search in stores, as `store_filter`. Raises `InvalidRequest` for an expired one."""
+        if len(ids) > MAX_SEARCHED_STORES:
+            raise InvalidRequest(f"{len(ids)} vector stores are searched, the limit is {MAX_SEARCHED_STORES}")
+        stores = [await self.store(id, tenant) for id in dict.fromkeys(ids)]
+        for store in stores:
+            if self.is_expired(store):
+                raise InvalidRequest(f"vector store {store.id!r} has expired", "vector_store_id")
+            if (now := int(self._clock())) > store.last_active_at + _TOUCH_S:
+                await self.update_store(store.id, tenant, lambda old, now=now: replace(old, last_active_at=now))  # type: ignore[misc]
+        return store_filter({store.id: store.columns for store in stores}, wanted)
+
+    # ---- files in stores
+
+    async def add_files(
+        self, store_id: str, files: Sequence[NewEntry], tenant: str, *, batch: bool
+    ) -> tuple[list[StoreFile], Batch | None]:
+        """Add files to a store, all of them or none; they are indexed in the background."""
+
+        def add() -> tuple[list[StoreFile], Batch | None]:
+            with self._catalogue.transaction():
+                store = self._catalogue.get(Store, store_id, tenant or None)
+                made = None
+                if batch:
+                    made = Batch(id=new_id("vsfb_"), store=store_id, tenant=store.tenant, created_at=int(self._clock()))
+                    self._catalogue.put(made)
+                return self._put_entries(store, files, tenant, made.id if made else ""), made
+
+        entries, made = await self._run(add)
+        self._index(entries)
+        return entries, made
+
+    async def entry(self, store: str, file: str, tenant: str) -> StoreFile:
+        await self.store(store, tenant)
+        return await self._run(self._catalogue.get, StoreFile, file, tenant or None, store)
+
+    async def entries(
+        self, store: str, page: Page, tenant: str, status: FileStatus | None = None, batch: str | None = None
+    ) -> tuple[list[StoreFile], bool]:
+        await self.store(store, tenant)
+        return await self._run(
+            lambda: self._catalogue.page(StoreFile, page, tenant or None, store, status=status, label=batch)
+        )
+
+    async def names(self, store_files: Sequence[tuple[str, str]]) -> dict[tuple[str, str], tuple[StoreFile, str]]:
+        """Return the entries of (store, file) that exist, with the names of the files."""
+
+        def look_up() -> dict[tuple[str, str], tuple[StoreFile, str]]:
+            found = {}
+            for store, id in dict.fromkeys(store_files):
+                entry, file = self._catalogue.find(StoreFile, id, store), self._catalogue.find(StoredFile, id)
+                if entry is not None and entry.status != "deleted" and file is not None:
+                    found[store, id] = entry, file.name
+            return found
+
+        return await self._run(look_up)
+
+    async def update_attributes(
+        self, store_id: str, file: str, attributes: Mapping[str, Scalar], tenant: str
+    ) -> StoreFile:
+        """Replace the attributes of a file in a store, whose passages are then stored again."""
+
+        def update() -> StoreFile:
+            with self._catalogue.transaction():
+                store = self._catalogue.get(Store, store_id, tenant or None)
+                entry = self._catalogue.get(StoreFile, file, tenant or None, store_id)
+                self._catalogue.put(replace(store, columns=with_columns(store.columns, attributes)))
+                entry = replace(entry, attributes=dict(attributes), revision=time.time_ns())
+                if entry.status == "completed":
+                    entry = replace(entry, status="in_progress")
+                self._catalogue.put(entry)
+                return entry
+
+        entry = await self._run(update)
+        self._index([entry])
+        return entry
+
+    async def remove_file(self, store: str, file: str, tenant: str) -> None:
+        """Remove a file from a store; returns when no search finds it any more."""
+
+        def remove() -> StoreFile:
+            with self._catalogue.transaction():
+                self._catalogue.get(Store, store, tenant or None)
+                entry = replace(self._catalogue.get(StoreFile, file, tenant or None, store), status="deleted")
+                self._catalogue.put(entry)
+                return entry
+
+        await self._removed([await self._run(remove)])
+
+    async def passages(self, entry: StoreFile) -> list[FilePassage]:
+        """Return the passages of a file in a store. Raises `InvalidRequest` for a file without text, `Unavailable`."""
+        file = await self.file(entry.id, "")
+        try:
+            return await self._indexer.passages(file, entry.chunking)
+        except (UnreadableFile, BuildRefused) as error:
+            raise InvalidRequest(f"the file cannot be read: {error}", "file_id") from error
+
+    async def batch(self, store: str, id: str, tenant: str) -> Batch:
+        await self.store(store, tenant)
+        return await self._run(self._catalogue.get, Batch, id, tenant or None, store)
+
+    async def cancel_batch(self, store: str, id: str, tenant: str) -> Batch:
+        """Cancel the indexing of a batch's files that are in progress."""
+        batch = await self.batch(store, id, tenant)
+
+        def cancel() -> list[StoreFile]:
+            with self._catalogue.transaction():
+                entries = self._catalogue.with_status(StoreFile, "in_progress", store)
+                cancelled = [replace(entry, status="cancelled") for entry in entries if entry.batch == id]
+                for entry in cancelled:
+                    self._catalogue.put(entry)
+                return cancelled
+
+        await self._removed(await self._run(cancel))
+        return batch
+
+    # ---- internals
+
+    def _put_entries(self, store: Store, files: Sequence[NewEntry], tenant: str, batch: str) -> list[StoreFile]:
+        """Record files in a store, within a transaction. A file that is in the store is indexed again."""
+        now, columns, entries = int(self._clock()), dict(store.columns), []
+        self._check_room(store.tenant)
+        for new in files:
+            file = self._catalogue.get(StoredFile, new.file, tenant or None)
+            before = self._catalogue.find(StoreFile, new.file, store.id)
+            if before is not None and before.status == "deleted":
+                raise Unavailable(f"file {new.file!r} is being removed from the vector store: try again")
+            columns = with_columns(columns, new.attributes)
+            entry = StoreFile(
+                id=file.id, store=store.id, tenant=store.tenant, created_at=now, usage_bytes=file.bytes,
+                attributes=dict(new.attributes), chunking=new.chunking, batch=batch, revision=time.time_ns(),
+            )  # fmt: skip
+            self._catalogue.put(entry)
+            entries.append(entry)
+        if columns != store.columns:
+            self._catalogue.put(replace(store, columns=columns))
+        self._check_room(store.tenant)
+        return entries
+
+    def _check_room(self, tenant: str) -> None:
+        """Raise `LimitExceeded` if a tenant has too much, with what is being received."""
+        total, own = self._catalogue.usage(StoredFile, StoreFile), Usage()
+        if tenant:
+            own = self._catalogue.usage(StoredFile, StoreFile, tenant=tenant)
+        receiving = self._receiving[tenant]
+        self._bytes.check(receiving, total.bytes + sum(self._receiving.values()) - receiving, own.bytes, tenant)
+        files = Quota(self.settings.max_files, "files and files of vector stores")
+        files.check(0, total.number, own.number, tenant)
+
+    def _index(self, entries: Sequence[StoreFile]) -> None:
+        for entry in entries:
+            self._indexer.index(entry)
+
+    async def _removed(self, entries: Sequence[StoreFile]) -> None:
+        """Wait until the passages of files that are marked as deleted or cancelled are deleted."""
+        await asyncio.gather(*(asyncio.shield(self._indexer.start_removal(entry)) for entry in entries))
+
+    @staticmethod
+    async def _run(work: Callable[..., T], *arguments: object) -> T:
+        """Run blocking work on a thread."""
+        return await asyncio.to_thread(work, *arguments)

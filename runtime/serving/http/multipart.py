@@ -1,0 +1,169 @@
+"""Receiving of `multipart/form-data` with one file, which is passed on in parts as it arrives."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from urllib.parse import unquote
+
+from starlette.requests import ClientDisconnect, Request
+
+from runtime.errors import InvalidRequest
+from runtime.serving.frontend.requests import ClientDisconnected
+from runtime.serving.http.middleware import BodyTooLarge, CompressedBody, NotJson, RequestTooSlow
+
+FORM_BYTES = 64 << 10
+"""Of a form without its file."""
+MIN_BYTES_S = 64 << 10
+MAX_NAME = 512  # characters of a file's name
+_HEAD_BYTES = 4 << 10
+_BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,70})"|([^;\s"]{1,70}))')
+_PARAMETER = re.compile(r';\s*(name|filename)="((?:[^"\\]|\\.)*)"')
+_EXTENDED = re.compile(r";\s*filename\*=utf-8''([^;\s]+)", re.IGNORECASE)
+Write = Callable[[bytes], Awaitable[None]]
+
+
+class Form:
+    """The fields of a form, and the name of its file, None without one."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, str] = {}
+        self.file_name: str | None = None
+        self.file_bytes = 0
+
+
+def declared_bytes(http: Request, limit: int) -> int:
+    """Return how large the form's file may be. Raises `BodyTooLarge`, and refuses other bodies than forms."""
+    encoding = http.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("identity", ""):
+        raise CompressedBody(f"the body has Content-Encoding {encoding[:64]!r}: send it uncompressed")
+    if not http.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise NotJson("send the file as multipart/form-data")
+    declared = http.headers.get("content-length", "")
+    if not declared.isdecimal():
+        return limit
+    if (size := int(declared[:20])) > limit + FORM_BYTES:
+        raise BodyTooLarge(f"the body has {size} bytes, the limit of a file is {limit}")
+    return min(size, limit)
+
+
+async def receive_form(http: Request, limit: int, timeout_s: float, write: Write) -> Form:
+    """Return the form; the content of its field `file`, of at most `limit` bytes, is passed to `write`.
+
+    timeout_s: for the first and any following part; the whole may take longer at `MIN_BYTES_S`.
+    Raises `InvalidRequest`, `BodyTooLarge`, `RequestTooSlow`, `ClientDisconnected`, and the errors of `write`.
+    """
+    found = _BOUNDARY.search(http.headers.get("content-type", ""))
+    if found is None:
+        raise InvalidRequest("the body's Content-Type has no boundary")
+    try:
+        async with asyncio.timeout(timeout_s + limit / MIN_BYTES_S):
+            return await _Parser(_chunks(http, timeout_s), found[1] or found[2], limit, write).form()
+    except TimeoutError:
+        raise RequestTooSlow("the file did not arrive in time") from None
+    except ClientDisconnect:
+        raise ClientDisconnected("the client closed the connection before its file was complete") from None
+
+
+async def _chunks(http: Request, timeout_s: float) -> AsyncIterator[bytes]:
+    more = True
+    while more:
+        async with asyncio.timeout(timeout_s):
+            message = await http.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
+
+
+class _Parser:
+    def __init__(self, chunks: AsyncIterator[bytes], boundary: str, limit: int, write: Write) -> None:
+        self._chunks, self._limit, self._write = chunks, limit, write
+        self._delimiter = b"\r\n--" + boundary.encode("latin-1", "replace")
+        self._buffer = b"\r\n"
+        self._form = Form()
+        self._form_bytes = 0
+
+    async def form(self) -> Form:
+        await self._until(self._delimiter, self._ignore)
+        while not (await self._take(2)).startswith(b"--"):
+            name, file_name = _disposition(await self._head())
+            if name == "file" and file_name is not None:
+                if self._form.file_name is not None:
+                    raise InvalidRequest("the form has more than one file", "file")
+                self._form.file_name = file_name
+                await self._until(self._delimiter, self._to_file)
+                continue
+            value = bytearray()
+
+            async def keep(part: bytes, value: bytearray = value) -> None:
+                value += part
+                self._count(len(part))
+
+            await self._until(self._delimiter, keep)
+            self._form.fields[name] = value.decode("utf-8", "replace")
+        async for _ in self._chunks:  # what follows the end
+            pass
+        return self._form
+
+    async def _head(self) -> str:
+        head = bytearray()
+
+        async def keep(part: bytes) -> None:
+            nonlocal head
+            head += part
+            self._count(len(part))
+            if len(head) > _HEAD_BYTES:
+                raise InvalidRequest(f"the head of a part has more than {_HEAD_BYTES} bytes")
+
+        await self._until(b"\r\n\r\n", keep)
+        return head.decode("utf-8", "replace")
+
+    async def _to_file(self, part: bytes) -> None:
+        self._form.file_bytes += len(part)
+        if self._form.file_bytes > self._limit:
+            raise BodyTooLarge(f"the file has more than {self._limit} bytes, the limit")
+        await self._write(part)
+
+    async def _ignore(self, part: bytes) -> None:
+        self._count(len(part))
+
+    def _count(self, size: int) -> None:
+        self._form_bytes += size
+        if self._form_bytes > FORM_BYTES:
+            raise BodyTooLarge(f"the form has more than {FORM_BYTES} bytes without its file")
+
+    async def _until(self, end: bytes, use: Write) -> None:
+        """Pass what comes before `end` to `use`, and drop `end`."""
+        while (at := self._buffer.find(end)) < 0:
+            if (done := len(self._buffer) - len(end) + 1) > 0:
+                await use(self._buffer[:done])
+                self._buffer = self._buffer[done:]
+            await self._more()
+        if at:
+            await use(self._buffer[:at])
+        self._buffer = self._buffer[at + len(end) :]
+
+    async def _take(self, size: int) -> bytes:
+        while len(self._buffer) < size:
+            await self._more()
+        taken, self._buffer = self._buffer[:size], self._buffer[size:]
+        self._count(size)
+        return taken
+
+    async def _more(self) -> None:
+        try:
+            self._buffer += await anext(self._chunks)
+        except StopAsyncIteration:
+            raise InvalidRequest("the form ends before its last boundary") from None
+
+
+def _disposition(head: str) -> tuple[str, str | None]:
+    """Return the name of a part, and its file's name, without folders; None for a field."""
+    line = next((one for one in head.splitlines() if one.lower().startswith("content-disposition:")), "")
+    found = {key: re.sub(r"\\(.)", r"\1", value) for key, value in _PARAMETER.findall(line)}
+    if extended := _EXTENDED.search(line):
+        found["filename"] = unquote(extended[1])
+    if "filename" not in found:
+        return found.get("name", "")[:64], None
+    name = re.split(r"[/\\]", found["filename"].replace("%22", '"'))[-1]
+    return found.get("name", "")[:64], "".join(c for c in name if c.isprintable())[:MAX_NAME] or "file"

@@ -1,0 +1,109 @@
+"""/v1/files: files that clients upload, for vector stores."""
+
+from typing import Literal, get_args
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from runtime.errors import Forbidden, InvalidRequest
+from runtime.retrieval.stores.records import StoredFile
+from runtime.retrieval.stores.service import NewFile, Stores
+from runtime.serving.http.middleware import access_of
+from runtime.serving.http.multipart import Write, declared_bytes, receive_form
+from runtime.serving.http.responses import Json, json_response
+from runtime.serving.http.routes.paging import MAX_FILES_LISTED, list_json, page_of
+
+Purpose = Literal["assistants", "user_data"]
+PURPOSES: tuple[str, ...] = get_args(Purpose)
+_EXPIRES_S = range(3600, 2_592_001)
+
+
+class FileRoutes:
+    """The routes. origins: see `Settings.cors_origins`; None if requests need a key, which pages of others lack."""
+
+    def __init__(self, stores: Stores, body_timeout_s: float, origins: tuple[str, ...] | None) -> None:
+        self._stores, self._timeout_s, self._origins = stores, body_timeout_s, origins
+
+    def add_to(self, app: Starlette) -> None:
+        """Register the routes."""
+        app.add_route("/v1/files", self.upload, methods=["POST"])
+        app.add_route("/v1/files", self.list_files, methods=["GET"])
+        app.add_route("/v1/files/{file}", self.get, methods=["GET"])
+        app.add_route("/v1/files/{file}", self.delete, methods=["DELETE"])
+        app.add_route("/v1/files/{file}/content", self.content, methods=["GET"])
+
+    async def upload(self, http: Request) -> Response:
+        self._check_origin(http)
+        size = declared_bytes(http, self._stores.max_file_bytes)
+
+        async def receive(write: Write) -> NewFile:
+            form = await receive_form(http, size, self._timeout_s, write)
+            if form.file_name is None:
+                raise InvalidRequest("the form has no file", "file")
+            purpose = form.fields.pop("purpose", "")
+            if purpose not in PURPOSES:
+                allowed = " and ".join(PURPOSES)
+                raise InvalidRequest(f"purpose is {purpose[:64]!r}, supported are {allowed}", "purpose")
+            return NewFile(form.file_name, purpose, _lifetime_s(form.fields))
+
+        return json_response(file_json(await self._stores.upload(size, tenant_of(http), receive)))
+
+    async def list_files(self, http: Request) -> Response:
+        page = page_of(http.query_params, MAX_FILES_LISTED, MAX_FILES_LISTED)
+        found, more = await self._stores.files(page, http.query_params.get("purpose"), tenant_of(http))
+        return json_response(list_json([file_json(file) for file in found], more))
+
+    async def get(self, http: Request) -> Response:
+        return json_response(file_json(await self._stores.file(http.path_params["file"], tenant_of(http))))
+
+    async def delete(self, http: Request) -> Response:
+        id = http.path_params["file"]
+        await self._stores.delete_file(id, tenant_of(http))
+        return json_response({"id": id, "object": "file", "deleted": True})
+
+    async def content(self, http: Request) -> Response:
+        file = await self._stores.file(http.path_params["file"], tenant_of(http))
+        headers = {"x-content-type-options": "nosniff"}
+        path = self._stores.content_path(file)
+        return FileResponse(path, headers=headers, media_type="application/octet-stream", filename=file.name)
+
+    def _check_origin(self, http: Request) -> None:
+        """Refuse pages of other origins: browsers send them forms without asking first, unlike JSON."""
+        origin = http.headers.get("origin")
+        if origin and self._origins is not None and "*" not in self._origins and origin not in self._origins:
+            raise Forbidden(f"pages of {origin[:128]!r} may not upload files: add it to http.cors_origins")
+
+
+def tenant_of(http: Request) -> str:
+    """Return the tenant of a request, "" for a key without restriction: keys with the same access share one."""
+    return access_of(http).salt.hex()
+
+
+def _lifetime_s(fields: dict[str, str]) -> int:
+    anchor, seconds = fields.pop("expires_after[anchor]", None), fields.pop("expires_after[seconds]", None)
+    if fields:
+        raise InvalidRequest(f"unknown field {next(iter(fields))[:64]!r}")
+    if anchor is None and seconds is None:
+        return 0
+    if anchor != "created_at" or not (seconds or "").isdecimal() or int((seconds or "0")[:9]) not in _EXPIRES_S:
+        raise InvalidRequest(
+            f"expires_after needs the anchor created_at and {_EXPIRES_S[0]} to {_EXPIRES_S[-1]} seconds",
+            "expires_after",
+        )
+    return int(seconds or "0")
+
+
+def file_json(file: StoredFile) -> Json:
+    """Return OpenAI's object of a file."""
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.bytes,
+        "created_at": file.created_at,
+        "expires_at": file.expires_at,
+        "filename": file.name,
+        "purpose": file.purpose,
+        "status": "processed",
+        "status_details": None,
+    }

@@ -1,0 +1,85 @@
+"""A frontend whose clients create vector stores in a real collection with hashing embeddings, without a pool."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.errors import Unavailable
+from runtime.node.stores_config import STORES, StoresSection
+from runtime.retrieval.attributes.filters import decode_filter, filter_bytes
+from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
+from runtime.retrieval.live.reader import LiveReader, passage_attributes
+from runtime.retrieval.live.writer_service import WriterService
+from runtime.retrieval.passages import OnRead, Passage
+from runtime.retrieval.search.query import PassageQuery
+from runtime.retrieval.stores.catalogue import Catalogue
+from runtime.retrieval.stores.collection import ensure
+from runtime.retrieval.stores.service import Stores
+from runtime.serving.http.service import NoCollections, Settings
+from tests.frontend.cluster import Cluster
+
+HASHING = HashingEmbedder(64)
+
+
+class StoreSearch(NoCollections):
+    """Searches the collection of the stores as a pool does; embeds nothing while `paused`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.calls: list[PassageQuery] = []
+        self.paused = False
+
+    async def search(  # type: ignore[override]
+        self, query: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+    ) -> list[Passage]:
+        on_embedded()
+        self.calls.append(query)
+        assert query.collection == STORES
+        assert query.query is not None
+        vector = HASHING.embed([query.query], "query")[0]
+        with LiveReader(self.directory) as reader:
+            wanted = decode_filter(filter_bytes(query.filter))
+            rows, distances = reader.search(np.array([vector], np.float32), query.k, filter=wanted)
+            found = reader.documents(rows[0][rows[0] >= 0].tolist())
+        return [
+            Passage(one.id, one.title, float(distance), one.text, passage_attributes(one))
+            for one, distance in zip(found, distances[0], strict=False)
+            if one is not None
+        ]
+
+    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind, flow: int) -> tuple[Vectors, int]:
+        if self.paused:
+            raise Unavailable("the embedder is paused")
+        return embedder.embed(texts, kind), 0
+
+    def summary(self, collection: str) -> CollectionSummary:
+        return CollectionSummary(True, dim=64, metric="cosine", embedder="hashing-64")
+
+
+@contextlib.contextmanager
+def store_node(
+    home: Path,
+    settings: Settings | None = None,
+    clock: Callable[[], float] = time.time,
+    search: StoreSearch | None = None,
+    **limits: Any,
+) -> Iterator[Cluster]:
+    """Run a frontend whose stores are in a directory."""
+    section = StoresSection(path=str(home), embedder="hashing-64", **limits)
+    ensure(home / "collection", section.embedder)
+    search = search or StoreSearch(home / "collection")
+    catalogue = Catalogue(home / "catalogue.sqlite")
+    writes = WriterService({STORES: home / "collection"}, search.embed, lambda _: HASHING)
+    stores = Stores(section, catalogue, writes, lambda: HASHING, clock)
+    try:
+        settings = settings or Settings("tiny", {})
+        with Cluster(settings=settings, search=search, catalogue=search, writes=writes, stores=stores) as cluster:
+            yield cluster
+    finally:
+        writes.close()
+        catalogue.close()

@@ -1,0 +1,189 @@
+"""Uploads and indexing that are interrupted, refused or out of bounds leave nothing behind, or are resumed."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from runtime.retrieval.stores.file_folder import FileFolder
+from runtime.serving.http.multipart import FORM_BYTES
+from runtime.testing.waiting import eventually
+from tests.frontend.cluster import Cluster
+from tests.frontend.store_node import StoreSearch, store_node
+from tests.frontend.test_stores import LEAVE, upload
+
+BOUNDARY = "b0"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with store_node(tmp_path, max_file_mib=1) as cluster:
+        yield cluster
+
+
+def post(cluster: Cluster, body: bytes, **headers: str) -> httpx.Response:
+    head = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"} | headers
+    return httpx.post(f"{cluster.url}/v1/files", content=body, headers=head, trust_env=False)
+
+
+def form(*parts: tuple[str, bytes], end: bytes = b"--\r\n") -> bytes:
+    """A form of parts: (what follows the name, content)."""
+    one = [
+        f"--{BOUNDARY}\r\nContent-Disposition: form-data; name={head}\r\n\r\n".encode() + body for head, body in parts
+    ]
+    return b"\r\n".join(one) + f"\r\n--{BOUNDARY}".encode() + end
+
+
+PURPOSE, FILE = ('"purpose"', b"assistants"), ('"file"; filename="a.txt"', b"abc")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (form(PURPOSE), 400, "the form has no file"),
+        (form(FILE), 400, "purpose is ''"),
+        (
+            form(('"purpose"', b"fine-tune"), FILE),
+            400,
+            "purpose is 'fine-tune', supported are assistants and user_data",
+        ),
+        (form(PURPOSE, FILE, FILE), 400, "more than one file"),
+        (form(PURPOSE, FILE, ('"other"', b"1")), 400, "unknown field 'other'"),
+        (form(PURPOSE, FILE, end=b""), 400, "ends before its last boundary"),
+        (b"", 400, "ends before its last boundary"),
+        (form(PURPOSE, ('"file"; filename="a.txt"', b"x" * ((1 << 20) + 1))), 413, "the limit"),
+        (form(('"purpose"', b"x" * (FORM_BYTES + 1)), FILE), 413, "without its file"),
+        (form((f'"{"n" * 5000}"', b""), FILE), 400, "the head of a part"),
+    ],
+)
+def test_a_bad_form_is_refused_and_leaves_nothing(
+    cluster: Cluster, tmp_path: Path, body: bytes, status: int, message: str
+) -> None:
+    answer = post(cluster, body)
+    assert (answer.status_code, message in answer.json()["error"]["message"]) == (status, True), answer.text
+    assert not list((tmp_path / "files").iterdir())
+    with cluster.client() as client:
+        assert not client.files.list().data
+
+
+def test_the_name_of_a_file_is_never_a_path(cluster: Cluster, tmp_path: Path) -> None:
+    for name in ("../../escape.txt", "/etc/passwd", "..", "\\\\host\\x.txt", "a\x00b.txt"):
+        body = form(PURPOSE, (f'"file"; filename="{name}"', b"abc"))
+        made = post(cluster, body)
+        assert made.status_code == 200
+        assert "/" not in made.json()["filename"]
+        assert "\\" not in made.json()["filename"]
+    assert {path.name for path in tmp_path.iterdir()} >= {"files", "collection", "catalogue.sqlite"}
+    assert all(path.name.startswith("file-") for path in (tmp_path / "files").iterdir())
+    assert not (tmp_path.parent / "escape.txt").exists()
+
+
+def test_a_page_of_another_origin_cannot_upload(cluster: Cluster) -> None:
+    refused = post(cluster, form(PURPOSE, FILE), origin="https://evil.example")
+    assert refused.status_code == 403
+    assert post(cluster, form(PURPOSE, FILE)).status_code == 200
+
+
+def test_a_file_of_any_cut_into_chunks_is_stored_as_it_was_sent(cluster: Cluster) -> None:
+    content = b"\r\n--b1 \r\n-\r\n--b" + bytes(range(256))
+    body = form(PURPOSE, ('"file"; filename="a.bin"', content))
+    headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
+    for size in (1, 2, 3, 7, 64):
+        parts = (body[at : at + size] for at in range(0, len(body), size))
+        made = httpx.post(f"{cluster.url}/v1/files", content=parts, headers=headers, trust_env=False)
+        assert made.status_code == 200, made.text
+        got = httpx.get(f"{cluster.url}/v1/files/{made.json()['id']}/content", trust_env=False).content
+        assert got == content
+
+
+def test_a_client_that_disconnects_within_its_upload_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    host, port = cluster.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n"
+            f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\n\r\n".encode()
+            + form(PURPOSE, FILE)[:-30]
+        )
+        eventually(lambda: list((tmp_path / "files").iterdir()), 60, "the upload to begin")
+    eventually(lambda: not list((tmp_path / "files").iterdir()), 60, "the upload to be removed")
+
+
+def test_what_a_killed_process_left_of_uploads_is_swept_and_others_uploads_are_not(tmp_path: Path) -> None:
+    folder = FileFolder(tmp_path / "files")
+    (tmp_path / "files" / "file-half.part").write_bytes(b"half")
+    (tmp_path / "files" / "file-unrecorded").write_bytes(b"stored, but not acknowledged")
+    with folder.upload("file-running") as running:
+        running.write(b"1")
+        with store_node(tmp_path) as cluster, cluster.client() as client:
+            kept = upload(client)
+            eventually(lambda: len(list((tmp_path / "files").iterdir())) == 2, 60, "the sweep")
+            assert {path.name for path in (tmp_path / "files").iterdir()} == {kept, "file-running.part"}
+
+
+def test_indexing_that_was_interrupted_is_continued_by_the_next_process(tmp_path: Path) -> None:
+    search = StoreSearch(tmp_path / "collection")
+    search.paused = True
+    with store_node(tmp_path, search=search) as cluster, cluster.client() as client:
+        store = client.vector_stores.create(file_ids=[upload(client)], name="kept").id
+        status = client.vector_stores.retrieve(store)
+        assert (status.status, status.file_counts.in_progress) == ("in_progress", 1)
+    with store_node(tmp_path) as cluster, cluster.client() as client:
+        eventually(lambda: client.vector_stores.retrieve(store).status == "completed", 60, "the file to be indexed")
+        assert client.vector_stores.retrieve(store).name == "kept"
+        assert client.vector_stores.search(store, query="leave").data
+
+
+def test_a_cancelled_batch_is_not_indexed(tmp_path: Path) -> None:
+    search = StoreSearch(tmp_path / "collection")
+    search.paused = True
+    with store_node(tmp_path, search=search) as cluster, cluster.client() as client:
+        store = client.vector_stores.create().id
+        batch = client.vector_stores.file_batches.create(store, file_ids=[upload(client)]).id
+        cancelled = client.vector_stores.file_batches.cancel(batch, vector_store_id=store)
+        assert (cancelled.status, cancelled.file_counts.cancelled) == ("cancelled", 1)
+        search.paused = False
+        again = client.vector_stores.files.create(store, file_id=client.files.list().data[0].id)
+        assert again.status == "in_progress"
+        eventually(lambda: client.vector_stores.retrieve(store).file_counts.completed == 1, 60, "the second attempt")
+
+
+def test_a_file_that_is_added_changed_and_removed_while_it_is_indexed_ends_in_the_last_state(cluster: Cluster) -> None:
+    with cluster.client() as client:
+        file, store = upload(client), client.vector_stores.create().id
+        for number in range(10):
+            client.vector_stores.files.create(store, file_id=file, attributes={"n": number})
+            client.vector_stores.files.update(file, vector_store_id=store, attributes={"n": number, "last": True})
+            if number < 9:
+                client.vector_stores.files.delete(file, vector_store_id=store)
+                assert not client.vector_stores.search(store, query="leave").data
+        eventually(
+            lambda: client.vector_stores.retrieve(store).file_counts.completed == 1, 60, "the file to be indexed"
+        )
+        both = [{"type": "eq", "key": "n", "value": 9}, {"type": "eq", "key": "last", "value": True}]
+        last: Any = {"type": "and", "filters": both}
+        assert client.vector_stores.search(store, query="leave", filters=last).data
+
+
+def test_files_and_stores_expire(tmp_path: Path) -> None:
+    now = [1_000_000.0]
+    with store_node(tmp_path, clock=lambda: now[0]) as cluster, cluster.client() as client:
+        file = client.files.create(
+            file=("a.txt", LEAVE), purpose="assistants", expires_after={"anchor": "created_at", "seconds": 3600}
+        )
+        assert file.expires_at == 1_003_600
+        store = client.vector_stores.create(
+            file_ids=[upload(client)], expires_after={"anchor": "last_active_at", "days": 1}
+        )
+    now[0] += 86_400
+    with store_node(tmp_path, clock=lambda: now[0]) as cluster, cluster.client() as client:
+        assert client.vector_stores.retrieve(store.id).status == "expired"
+        with pytest.raises(openai.BadRequestError, match="has expired"):
+            client.vector_stores.search(store.id, query="leave")
+        eventually(
+            lambda: client.vector_stores.retrieve(store.id).file_counts.total == 0, 60, "the store to be emptied"
+        )
+        assert file.id not in {one.id for one in client.files.list()}

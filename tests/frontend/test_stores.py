@@ -1,0 +1,155 @@
+"""OpenAI's unmodified client uploads files, and makes, fills, searches and deletes vector stores."""
+
+import io
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from runtime.testing.waiting import eventually
+from tests.frontend.cluster import Cluster
+from tests.frontend.store_node import store_node
+
+LEAVE = b"# Leave\n\nParental leave is twelve weeks long.\n\n# Pay\n\nSalaries are paid on the last Friday."
+TRAVEL = b"Trains are booked in the second class. Flights need the approval of a manager."
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with store_node(tmp_path) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with cluster.client() as client:
+        yield client
+
+
+def upload(client: openai.OpenAI, name: str = "leave.md", content: bytes = LEAVE) -> str:
+    return client.files.create(file=(name, content), purpose="assistants").id
+
+
+def wait_indexed(client: openai.OpenAI, store: str) -> None:
+    eventually(lambda: client.vector_stores.retrieve(store).status == "completed", 60, "the files to be indexed")
+
+
+def test_a_file_is_uploaded_listed_read_and_deleted(client: openai.OpenAI, tmp_path: Path) -> None:
+    made = client.files.create(file=('Lëave "1".md', LEAVE), purpose="user_data")
+    assert (made.filename, made.bytes, made.purpose, made.object) == ('Lëave "1".md', len(LEAVE), "user_data", "file")
+    other = upload(client)
+    assert [file.id for file in client.files.list()] == [other, made.id]
+    assert [file.id for file in client.files.list(limit=1, order="asc")] == [made.id, other]
+    assert [file.id for file in client.files.list(purpose="user_data")] == [made.id]
+    assert client.files.retrieve(made.id) == made
+    assert client.files.content(made.id).read() == LEAVE
+    assert client.files.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(made.id)
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [other]
+
+
+def test_a_store_is_made_updated_listed_and_deleted(client: openai.OpenAI) -> None:
+    made = client.vector_stores.create(
+        name="HR", metadata={"team": "hr"}, expires_after={"anchor": "last_active_at", "days": 7}
+    )
+    assert (made.name, made.metadata, made.status, made.file_counts.total) == ("HR", {"team": "hr"}, "completed", 0)
+    assert made.expires_at == made.created_at + 7 * 86_400
+    changed = client.vector_stores.update(made.id, name="People", expires_after=None)
+    assert (changed.name, changed.metadata, changed.expires_at) == ("People", {"team": "hr"}, None)
+    other = client.vector_stores.create()
+    assert [store.id for store in client.vector_stores.list()] == [other.id, made.id]
+    assert [store.id for store in client.vector_stores.list(order="asc", limit=1)] == [made.id, other.id]
+    assert client.vector_stores.delete(other.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.vector_stores.retrieve(other.id)
+    assert client.vector_stores.retrieve(made.id) == changed
+
+
+def test_a_file_in_a_store_is_found_by_its_text_and_its_attributes(client: openai.OpenAI) -> None:
+    store = client.vector_stores.create(file_ids=[upload(client)])
+    travel = client.vector_stores.files.create_and_poll(
+        upload(client, "travel.txt", TRAVEL), vector_store_id=store.id, attributes={"year": 2024, "public": True},
+        poll_interval_ms=20,
+    )  # fmt: skip
+    assert (travel.status, travel.attributes, travel.last_error) == ("completed", {"year": 2024, "public": True}, None)
+    wait_indexed(client, store.id)
+    found = client.vector_stores.search(store.id, query="how long is parental leave").data
+    assert found[0].filename == "leave.md"
+    assert "twelve weeks" in found[0].content[0].text
+    assert found[0].score >= found[1].score
+    newer: Any = {"type": "gt", "key": "year", "value": 2023}
+    assert {one.file_id for one in client.vector_stores.search(store.id, query="leave", filters=newer)} == {travel.id}
+    older: Any = {"type": "lte", "key": "year", "value": 2023}
+    assert not client.vector_stores.search(store.id, query="leave", filters=older).data
+    with pytest.raises(openai.BadRequestError, match="no file of the vector store has the attribute 'yeer'"):
+        client.vector_stores.search(store.id, query="leave", filters={"type": "eq", "key": "yeer", "value": 1})
+    text = client.vector_stores.files.content(travel.id, vector_store_id=store.id).data
+    assert "".join(part.text or "" for part in text) == TRAVEL.decode()
+    client.vector_stores.files.update(travel.id, vector_store_id=store.id, attributes={"year": "old"})
+    wait_indexed(client, store.id)
+    old: Any = {"type": "eq", "key": "year", "value": "old"}
+    assert {one.file_id for one in client.vector_stores.search(store.id, query="leave", filters=old)} == {travel.id}
+    assert client.vector_stores.files.delete(travel.id, vector_store_id=store.id).deleted
+    assert {one.filename for one in client.vector_stores.search(store.id, query="trains")} == {"leave.md"}
+    assert [file.id for file in client.vector_stores.files.list(store.id)] == [
+        one.id for one in client.files.list() if one.filename == "leave.md"
+    ]
+
+
+def test_a_search_finds_nothing_of_another_store(client: openai.OpenAI) -> None:
+    one = client.vector_stores.create(file_ids=[upload(client)])
+    other = client.vector_stores.create(file_ids=[upload(client, "travel.txt", TRAVEL)])
+    for store in (one, other):
+        wait_indexed(client, store.id)
+    assert {found.filename for found in client.vector_stores.search(one.id, query="trains")} == {"leave.md"}
+    assert {found.filename for found in client.vector_stores.search(other.id, query="leave")} == {"travel.txt"}
+    client.vector_stores.delete(one.id)
+    with pytest.raises(openai.NotFoundError):
+        client.vector_stores.search(one.id, query="leave")
+
+
+def test_deleting_a_file_removes_it_from_every_store(client: openai.OpenAI) -> None:
+    file = upload(client)
+    stores = [client.vector_stores.create(file_ids=[file]) for _ in range(2)]
+    for store in stores:
+        wait_indexed(client, store.id)
+    client.files.delete(file)
+    for store in stores:
+        assert not client.vector_stores.search(store.id, query="leave").data
+        assert client.vector_stores.retrieve(store.id).file_counts.total == 0
+
+
+def test_a_batch_counts_its_files_and_one_without_text_fails(client: openai.OpenAI) -> None:
+    store = client.vector_stores.create()
+    files = [upload(client), upload(client, "empty.txt", b" "), upload(client, "x.bin", b"\xff\x00\xff")]
+    batch = client.vector_stores.file_batches.create_and_poll(store.id, file_ids=files, poll_interval_ms=20)
+    assert (batch.status, batch.file_counts.completed, batch.file_counts.failed) == ("completed", 1, 2)
+    failed = client.vector_stores.file_batches.list_files(batch.id, vector_store_id=store.id, filter="failed").data
+    errors = {file.id: file.last_error for file in failed}
+    assert {id: error.code for id, error in errors.items() if error} == {
+        files[1]: "invalid_file", files[2]: "unsupported_file"
+    }  # fmt: skip
+    client.vector_stores.file_batches.upload_and_poll(
+        store.id, files=[("y.md", io.BytesIO(TRAVEL))], poll_interval_ms=20
+    )
+    assert client.vector_stores.retrieve(store.id).file_counts.completed == 2
+
+
+def test_static_chunks_have_at_most_so_many_tokens_and_overlap(client: openai.OpenAI) -> None:
+    words = " ".join(f"word{number}" for number in range(400))
+    store = client.vector_stores.create()
+    file = client.vector_stores.files.upload_and_poll(
+        vector_store_id=store.id, file=("long.txt", words.encode()), poll_interval_ms=20,
+        chunking_strategy={"type": "static", "static": {"max_chunk_size_tokens": 100, "chunk_overlap_tokens": 20}},
+    )  # fmt: skip
+    chunks = [part.text or "" for part in client.vector_stores.files.content(file.id, vector_store_id=store.id)]
+    assert len(chunks) > 4
+    assert all(len(chunk.split()) <= 100 for chunk in chunks)
+    for before, after in itertools.pairwise(chunks):
+        assert after.split()[0] in before.split()[-20:]
+    assert file.chunking_strategy is not None
+    assert file.chunking_strategy.type == "static"
