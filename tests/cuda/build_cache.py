@@ -1,17 +1,18 @@
-"""Cache of compiled programs, shared by all processes and runs; the key is a hash of everything compiled."""
+"""Cache of compiled programs, shared by all processes, runs and checkouts; the key is a hash of everything compiled."""
 
 import fcntl
 import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from gpu.cuda import compiler, nvrtc
 from gpu.cuda.compiler import Usage
 
-_FOLDER = Path(__file__).parents[2] / ".pytest_cache" / "compiled"
+_FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trinity" / "tests"
 
 
 def build_once(make: Callable[[Path], object], *sources: str) -> Path:

@@ -5,6 +5,8 @@ import re
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +34,19 @@ REGISTERS = {
 REGISTERS_LATER = dict.fromkeys(REGISTERS, 128)  # on sm_100 and sm_120: not tuned
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def compiled(request: pytest.FixtureRequest) -> tuple[str, bytes, dict[str, Usage]]:
-    return (request.param, *kept_compiled(kernel_source(), request.param))
+@pytest.fixture(scope="module")
+def images() -> dict[str, tuple[bytes, dict[str, Usage]]]:
+    """Image and usage by architecture: each compilation is a process, and they run on all cores."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as processes:
+        compiled = processes.map(partial(kept_compiled, kernel_source()), ARCHITECTURES)
+        return dict(zip(ARCHITECTURES, compiled, strict=True))
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def compiled(
+    request: pytest.FixtureRequest, images: dict[str, tuple[bytes, dict[str, Usage]]]
+) -> tuple[str, bytes, dict[str, Usage]]:
+    return (request.param, *images[request.param])
 
 
 def test_exactly_the_kernels_of_the_layout_are_compiled(compiled: tuple[str, bytes, dict[str, Usage]]) -> None:
