@@ -43,6 +43,27 @@ name = "docs"
 path = "{collection}"
 """
 
+GATEWAY = """
+[node]
+name = "gateway"
+run_dir = "run"
+drain_s = 5
+
+[http]
+port = 0
+drain_notice_s = 0
+
+[model]
+engine = "openai"
+name = "tiny"
+url = "{url}/v1"
+
+[[collections]]
+name = "docs"
+path = "{collection}"
+"""
+"""A node without a model, in front of another: it starts in half the time."""
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -9,6 +9,7 @@ import pytest
 
 from runtime.node.run_dir import find_node
 from runtime.testing.node import Node
+from runtime.testing.tiny_node import TinyNode
 from runtime.testing.waiting import eventually
 from tests.e2e.conftest import CONFIG
 from tests.e2e.load import START_S
@@ -74,11 +75,12 @@ def test_status_shows_every_worker(node: Node) -> None:
         assert worker in run.stdout
 
 
-def test_stop_returns_when_the_node_is_gone(without_model: Path, tmp_path: Path) -> None:
-    node = Node(without_model)
+def test_stop_returns_when_the_node_is_gone(tmp_path: Path) -> None:
+    node = TinyNode(tmp_path)
+    node.ready()
     run = trinity("stop", tmp_path / "run")
     assert run.returncode == 0
-    assert node.process.wait(timeout=60) == 0
+    assert node.ended() == 0
     assert not (tmp_path / "run").exists()
 
 

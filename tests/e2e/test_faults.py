@@ -45,6 +45,12 @@ def mortals() -> Iterator[list[Node]]:
         node.stop()
 
 
+@pytest.fixture(scope="module")
+def coupled(start_node: StartNode) -> Node:
+    """A node with a standby for each worker, in which prefill and decode each have a pool worker of their own."""
+    return start_node(spares=1, more='\n[pool]\nplacement = "coupled"\n')
+
+
 @pytest.fixture
 def mortal(new_node: StartNode, mortals: list[Node]) -> Node:
     """A node that a test may end; the next test gets another one."""
@@ -96,28 +102,6 @@ def test_a_killed_worker_loses_no_request_or_token_and_restarts(node: Node, work
 
 
 @pytest.mark.timeout(400)
-def test_standby_workers_replace_killed_ones_and_no_token_changes(node: Node, start_node: StartNode) -> None:
-    bodies = [BODY | {"prompt": prompt} for prompt in prompts(12)]
-    with ThreadPoolExecutor(12) as threads:
-        undisturbed = list(threads.map(lambda body: answer_of(node, body), bodies))
-        spared = start_node(spares=1)
-        for worker in ("decode-0", "prefill-0"):
-            eventually(lambda: all(w.phase == "standby" for w in spared.status().spares), 120, "standby workers")
-            spares = {w.name: w.pid for w in spared.status().spares}
-            ends = [threads.submit(answer_of, spared, body) for body in bodies]
-            eventually(lambda: spared.metric("trinity_requests_in_flight") >= 6, 60, "requests in flight")
-            spared.kill(worker)
-            assert [end.result(timeout=100) for end in ends] == undisturbed
-            spared.wait_ready()
-            assert spared.pid(worker) == spares[worker.replace("-0", "-spare-0")]
-        spared.wait_idle()
-        assert spared.metric("trinity_requests_total", outcome="failed") == 0
-    info, pids = spared.info, spared.pids().values()
-    assert spared.stop() == 0
-    assert leftovers(token_of(info), pids, spared.run_dir) == []
-
-
-@pytest.mark.timeout(400)
 def test_a_worker_that_hangs_under_load_is_killed_and_its_requests_complete(mortal: Node) -> None:
     bodies = [BODY | {"prompt": prompt, "max_tokens": 150} for prompt in prompts(8)]  # that some are there to be seen
     with ThreadPoolExecutor(8) as threads:
@@ -134,12 +118,12 @@ def test_a_worker_that_hangs_under_load_is_killed_and_its_requests_complete(mort
 
 
 @pytest.mark.timeout(400)
-def test_a_wall_clock_that_jumps_by_days_in_every_process_changes_no_answer(
+def test_a_wall_clock_that_jumps_by_days_changes_no_answer_and_unfinished_requests_get_a_typed_error_after_a_drain(
     node: Node, start_node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(JUMPING_CLOCK)  # Python imports it at the start of every process
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
-    jumping = start_node()
+    jumping = start_node(drain_s=1)
     bodies = [BODY | {"prompt": prompt} for prompt in prompts(4)]
     assert [answer_of(jumping, body) for body in bodies] == [answer_of(node, body) for body in bodies]
     created = [jumping.post("/v1/completions", BODY | {"prompt": "when?"})[1]["created"] for _ in range(8)]
@@ -148,7 +132,12 @@ def test_a_wall_clock_that_jumps_by_days_in_every_process_changes_no_answer(
     jumping.wait_ready()
     assert answer_of(jumping, bodies[0])[0] == "length"
     assert {w.name: w.restarts for w in jumping.status().workers if w.restarts} == {"pool-0": 1}
-    assert jumping.stop() == 0
+    long = BODY | {"prompt": "a" * 100, "max_tokens": 1900, "retrieval": False}
+    with ThreadPoolExecutor(6) as threads:
+        ends = [threads.submit(end_of, jumping, long) for _ in range(6)]
+        eventually(lambda: jumping.metric("trinity_num_requests_running") == 6, 60, "six running rows")
+        assert jumping.stop() == 0
+        assert {end.result(timeout=60) for end in ends} == {"unavailable"}
 
 
 def test_a_killed_pool_delays_searches_instead_of_failing_them(node: Node) -> None:
@@ -159,9 +148,8 @@ def test_a_killed_pool_delays_searches_instead_of_failing_them(node: Node) -> No
 
 
 def test_a_coupled_pool_serves_its_worker_and_another_pool_takes_over_while_it_is_down(
-    node: Node, start_node: StartNode
+    node: Node, coupled: Node
 ) -> None:
-    coupled = start_node(more='\n[pool]\nplacement = "coupled"\n')
     bodies = [BODY | {"prompt": prompt} for prompt in prompts(4)]
     answers = [answer_of(node, body) for body in bodies]
 
@@ -178,7 +166,27 @@ def test_a_coupled_pool_serves_its_worker_and_another_pool_takes_over_while_it_i
     assert answer_of(coupled, bodies[0]) == answers[0]
     assert queries("pool-1", "prefill") > before[1]
     coupled.wait_ready()
-    assert coupled.stop() == 0
+
+
+@pytest.mark.timeout(400)
+def test_standby_workers_replace_killed_ones_and_no_token_changes(node: Node, coupled: Node) -> None:
+    bodies = [BODY | {"prompt": prompt} for prompt in prompts(12)]
+    with ThreadPoolExecutor(12) as threads:
+        undisturbed = list(threads.map(lambda body: answer_of(node, body), bodies))
+        for worker in ("decode-0", "prefill-0"):
+            eventually(lambda: all(w.phase == "standby" for w in coupled.status().spares), 120, "standby workers")
+            spares = {w.name: w.pid for w in coupled.status().spares}
+            ends = [threads.submit(answer_of, coupled, body) for body in bodies]
+            eventually(lambda: coupled.metric("trinity_requests_in_flight") >= 6, 60, "requests in flight")
+            coupled.kill(worker)
+            assert [end.result(timeout=100) for end in ends] == undisturbed
+            coupled.wait_ready()
+            assert coupled.pid(worker) == spares[worker.replace("-0", "-spare-0")]
+        coupled.wait_idle()
+        assert coupled.metric("trinity_requests_total", outcome="failed") == 0
+    info, pids = coupled.info, coupled.pids().values()
+    assert coupled.stop() == 0  # the last test of this node
+    assert leftovers(token_of(info), pids, coupled.run_dir) == []
 
 
 def test_a_killed_frontend_ends_its_streams_and_workers_drop_the_requests(node: Node) -> None:
@@ -218,16 +226,6 @@ def test_sigint_drains_requests_in_flight_and_leaks_nothing(mortal: Node) -> Non
         assert mortal.stop(signal.SIGINT) == 0
         assert [end.result(timeout=60) for end in ends] == ["length"] * 4
     assert leftovers(token, pids, mortal.run_dir) == []
-
-
-def test_unfinished_requests_at_the_end_of_a_drain_get_a_typed_error(start_node: StartNode) -> None:
-    node = start_node(drain_s=1)
-    body = BODY | {"prompt": "a" * 100, "max_tokens": 1900, "retrieval": False}
-    with ThreadPoolExecutor(6) as threads:
-        ends = [threads.submit(end_of, node, body) for _ in range(6)]
-        eventually(lambda: node.metric("trinity_num_requests_running") == 6, 60, "six running rows")
-        node.stop()
-        assert {end.result(timeout=60) for end in ends} == {"unavailable"}
 
 
 def test_a_second_node_in_the_same_run_directory_is_refused(node: Node) -> None:

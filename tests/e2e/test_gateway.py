@@ -26,31 +26,12 @@ from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually
+from tests.e2e.conftest import GATEWAY
 from tests.e2e.load import prompts
 from tests.engines.engine_harness import FakeSearch, read_answer, sequence
 
 Json = dict[str, Any]
 GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-
-CONFIG = """
-[node]
-name = "test-gateway"
-run_dir = "{home}/run"
-drain_s = 5
-
-[http]
-port = 0
-drain_notice_s = 0
-
-[model]
-engine = "openai"
-name = "tiny"
-url = "{url}/v1"
-
-[[collections]]
-name = "docs"
-path = "{collection}"
-"""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +39,7 @@ def gateway(node: Node, collection: Path, tmp_path_factory: pytest.TempPathFacto
     """A node without a model, in front of `node`."""
     home = tmp_path_factory.mktemp("gateway")
     config = home / "node.toml"
-    config.write_text(CONFIG.format(home=home, url=node.info.url, collection=collection))
+    config.write_text(GATEWAY.format(url=node.info.url, collection=collection))
     gateway = Node(config)
     yield gateway
     assert gateway.stop() == 0

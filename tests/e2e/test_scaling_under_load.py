@@ -65,8 +65,6 @@ def test_adding_restarting_and_draining_workers_under_load_loses_no_request(
             assert "add one first" in workers(node, "flip", "prefill")
             assert workers(node, "add", "prefill") == "prefill-1 is ready"
             wait_for_more(answers, 3)
-            restart("prefill-1")
-            wait_for_more(answers, 3)
             assert workers(node, "flip", "prefill", "--name", "prefill-0") == "decode-1 is ready in its place"
             wait_for_more(answers, 3)
             restart("decode-0")
