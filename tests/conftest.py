@@ -4,9 +4,11 @@ import gc
 import os
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.fuzz import budget
 from tests.layers import ORDER, layer_of
@@ -43,12 +45,25 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if config.getoption("usepdb") else min(len(os.sched_getaffinity(0)) + more, 8)
 
 
+class _ByFile(LoadFileScheduling):
+    """The tests of a file run in one process, with its fixtures; so do all that share a node."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "e2e" if layer_of(nodeid) == "e2e" else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return _ByFile(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files of other layers with `-m unit` and the like: importing them takes longer than many tests."""
-    only = _only_layer(config)
-    if only and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
-        return layer_of(collection_path.relative_to(config.rootpath).as_posix()) != only or None
-    return None
+    """Skip files of other layers with `-m unit`, `-m "not nodes"` and the like: importing them takes longer than many
+    tests."""
+    if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
+        return None
+    layer = layer_of(collection_path.relative_to(config.rootpath).as_posix())
+    return config.getoption("markexpr") == f"not {layer}" or _only_layer(config) not in ("", layer) or None
 
 
 def _only_layer(config: pytest.Config) -> str:
@@ -80,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         layer = layer_of(item.nodeid)
         item.add_marker(layer)
-        if layer == "e2e" and item.get_closest_marker("timeout") is None:
+        if layer in ("nodes", "e2e") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))  # whole nodes, in parallel, on a busy machine
         if budget.examples > budget.USUAL and "tests/fuzz/" in item.nodeid:
             item.add_marker(pytest.mark.timeout(0))  # long runs have no timeout

@@ -1,8 +1,12 @@
-"""Layers of tests, as markers: `unit` tests start nothing, `process` tests start processes, `e2e` tests whole nodes."""
+"""Layers of tests, as markers: `unit` tests start nothing, `process` tests start processes, `e2e` tests share a whole
+node, and `nodes` tests start, kill, replace and scale whole nodes of their own, which takes minutes."""
 
 from pathlib import PurePosixPath
 
-ORDER = ("e2e", "process", "unit")
+ORDER = ("nodes", "e2e", "process", "unit")
+
+E2E = ("test_command_line", "test_examples", "test_frontend_death", "test_request_path")
+"""Files of tests/e2e whose tests share one node; the others are in the layer `nodes`."""
 
 PROCESS = {
     "cuda": (
@@ -43,5 +47,5 @@ def layer_of(nodeid: str) -> str:
     path = PurePosixPath(nodeid.split("::", 1)[0])
     folder = path.parent.name
     if folder == "e2e":
-        return "e2e"
+        return "e2e" if path.stem in E2E else "nodes"
     return "process" if path.stem in PROCESS.get(folder, ()) else "unit"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import pytest_ignore_collect, pytest_xdist_auto_num_workers
-from tests.layers import PROCESS, layer_of
+from tests.layers import E2E, ORDER, PROCESS, layer_of
 
 TESTS = Path(__file__).parent
 
@@ -16,7 +16,8 @@ TESTS = Path(__file__).parent
 @pytest.mark.parametrize(
     ("test", "layer"),
     [
-        ("tests/e2e/test_logs.py::test_one", "e2e"),
+        ("tests/e2e/test_logs.py::test_one", "nodes"),
+        ("tests/e2e/test_request_path.py::test_one", "e2e"),
         ("tests/pool/test_kills.py::test_one[1-2]", "process"),
         ("tests/pool/test_loop.py::TestMachine::runTest", "unit"),
         ("tests/test_readme.py::test_one", "unit"),
@@ -29,7 +30,7 @@ def test_a_test_has_the_layer_of_its_file(test: str, layer: str) -> None:
 def test_every_listed_file_exists() -> None:
     files = [
         (TESTS if folder == "tests" else TESTS / folder) / f"{name}.py"
-        for folder, names in PROCESS.items()
+        for folder, names in [*PROCESS.items(), ("e2e", E2E)]
         for name in names
     ]
     assert [file for file in files if not file.exists()] == []
@@ -45,7 +46,7 @@ def test_no_unit_test_file_starts_processes() -> None:
 
 
 def test_tests_are_marked_with_their_layer(request: pytest.FixtureRequest) -> None:
-    assert [mark.name for mark in request.node.iter_markers() if mark.name in ("unit", "process", "e2e")] == ["unit"]
+    assert [mark.name for mark in request.node.iter_markers() if mark.name in ORDER] == ["unit"]
 
 
 @pytest.mark.parametrize(("debugger", "least"), [(True, 0), (False, 2)])
@@ -62,10 +63,11 @@ def test_with_a_debugger_all_tests_run_in_one_process(debugger: bool, least: int
         ("unit", "tests/pool/test_loop.py", None),
         ("unit", "tests/pool/conftest.py", None),
         ("process", "tests/pool/test_loop.py", True),
-        ("not e2e", "tests/e2e/test_logs.py", None),
+        ("not nodes", "tests/e2e/test_logs.py", True),
+        ("not nodes", "tests/e2e/test_request_path.py", None),
         ("", "tests/e2e/test_logs.py", None),
     ],
 )
-def test_selecting_one_layer_imports_no_file_of_another(marker: str, file: str, ignored: bool | None) -> None:
+def test_selecting_or_excluding_a_layer_imports_no_other_file(marker: str, file: str, ignored: bool | None) -> None:
     config: Any = SimpleNamespace(getoption={"markexpr": marker}.__getitem__, rootpath=TESTS.parent)
     assert pytest_ignore_collect(TESTS.parent / file, config) is ignored

@@ -80,6 +80,9 @@ def test_arguments_of_test_go_to_pytest_after_the_other_checks(monkeypatch: pyte
     monkeypatch.setattr(bootstrap, "run", lambda *command: run.append(tuple(map(str, command[1:]))))
     bootstrap.main(["test", "tests/gpu", "-k", "recall"])
     assert run == [*(command for _, command in bootstrap.CHECKS), (*bootstrap.TESTS, "tests/gpu", "-k", "recall")]
+    run.clear()
+    bootstrap.main(["test"])
+    assert run[-1] == (*bootstrap.TESTS, "-m", "not nodes")
 
 
 @pytest.mark.parametrize(
