@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadFileScheduling
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]  # ships no types
 
 from tests.fuzz import budget
 from tests.layers import ORDER, layer_of
@@ -45,11 +45,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if config.getoption("usepdb") else min(len(os.sched_getaffinity(0)) + more, 8)
 
 
-class _ByFile(LoadFileScheduling):
+class _ByFile(LoadFileScheduling):  # type: ignore[misc]
     """The tests of a file run in one process, with its fixtures; so do all that share a node."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "e2e" if layer_of(nodeid) == "e2e" else super()._split_scope(nodeid)
+        return "e2e" if layer_of(nodeid) == "e2e" else str(super()._split_scope(nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)
