@@ -10,42 +10,48 @@ from gpu.compiled import c_function, compiled
 from gpu.cpu import running_batch
 from gpu.cpu.extend import filtered
 from gpu.cpu.state import visited_bits_of
-from gpu.cpu.tables import COLLECTION, DEGREE, DIM, EXTENDS, SCANNING, SIZE, TOP_M, Batch, K, batch_at
+from gpu.cpu.tables import ARRAYS, batch_at
 from gpu.engine import INVALID
 from gpu.slots import ACTIVE_COUNT, STATES
 from ipc.native.arrays import float32_at
 from ipc.native.arrays import int64_at as words_at
+from ipc.native.records import Array, Record, address_of, new_array, record, record_at
 
-_ARRAYS = len(Batch._fields)
 
-# Words of the handle, int64: addresses of the batch's handle, of the slot table's words and of the table of ids (int64
-# [collections]: addresses, 0 where row numbers are the ids); and the number of collections.
-BATCH, SLOT_WORDS, IDS, COLLECTIONS = range(4)
-HANDLE_WORDS = 4
+@record
+class Arrays(Record):
+    """What the engine's handle is the address of."""
+
+    batch: int  # address of the batch's own handle
+    slot_words: int  # address of the slot table's words
+    ids: Array[int]  # by collection: addresses, 0 where row numbers are the ids
+
+
+_arrays_at = record_at(Arrays)
 
 
 @compiled
 def _batch(handle: int) -> Any:
-    return batch_at(words_at(words_at(handle, HANDLE_WORDS)[BATCH], (_ARRAYS, 3)))
+    return batch_at(words_at(_arrays_at(handle).batch, (ARRAYS, 3)))
 
 
 @compiled
 def _slot_words(handle: int, batch: Any) -> Any:
-    return words_at(words_at(handle, HANDLE_WORDS)[SLOT_WORDS], STATES + len(batch.slots))
+    return words_at(_arrays_at(handle).slot_words, STATES + len(batch.active))
 
 
 @c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
 def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
     batch = _batch(handle)
-    if not 0 <= collection < len(batch.encodings) or batch.encodings[collection, DIM] == 0:
+    if not 0 <= collection < batch.collection_count or batch.encodings[collection].dim == 0:
         return INVALID
     words = _slot_words(handle, batch)
     slot = slot_changes.next_free(words)
-    query = float32_at(vector, batch.encodings[collection, DIM])
+    query = float32_at(vector, batch.encodings[collection].dim)
     bits = visited_bits_of(batch.collections[collection], top_m)
     if not running_batch.admit_query(batch, slot, query, collection, k, top_m, width, patience, bits):
         return INVALID
-    batch.slots[slot, SCANNING] = batch.collections[collection, DEGREE] == 0
+    batch.slots[slot].scanning = filtered.COMPARE if batch.collections[collection].degree == 0 else filtered.WALK
     slot_changes.acquire(words, batch.active, slot)
     return slot
 
@@ -53,10 +59,10 @@ def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: 
 @c_function("int64(int64, int64, int64, int64)")
 def set_filter(handle: int, slot: int, allowed: int, allowed_count: int) -> Any:
     batch = _batch(handle)
-    collection = batch.collections[batch.slots[slot, COLLECTION]]
+    collection = batch.collections[batch.slots[slot].collection]
     length = 0
-    if collection[DEGREE] != 0:
-        length = filtered.filtered_top_m(batch.slots[slot, TOP_M], allowed_count, collection[SIZE], batch.keys.shape[1])
+    if collection.degree != 0:
+        length = filtered.filtered_top_m(batch.slots[slot].top_m, allowed_count, collection.size, batch.keys.shape[1])
     filtered.set_filter(batch, slot, allowed, allowed_count, visited_bits_of(collection, length), length)
     return 0
 
@@ -65,7 +71,7 @@ def set_filter(handle: int, slot: int, allowed: int, allowed_count: int) -> Any:
 def extend(handle: int, report: int) -> Any:
     batch = _batch(handle)
     words = _slot_words(handle, batch)
-    of_batch = words_at(words_at(handle, HANDLE_WORDS)[BATCH], (_ARRAYS, 3))
+    of_batch = words_at(_arrays_at(handle).batch, (ARRAYS, 3))
     done = running_batch.extend_active(of_batch, words[ACTIVE_COUNT])
     words[ACTIVE_COUNT] -= done
     out = words_at(report, 2 + 2 * done)
@@ -73,16 +79,15 @@ def extend(handle: int, report: int) -> Any:
     for i in range(done):
         slot = batch.finished[i]
         slot_changes.finish(words, slot)
-        out[2 + 2 * i], out[3 + 2 * i] = slot, batch.slots[slot, EXTENDS]
+        out[2 + 2 * i], out[3 + 2 * i] = slot, batch.slots[slot].extends
     return done
 
 
 @c_function("int64(int64, int64, int64, int64)")
 def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
     batch = _batch(handle)
-    handle_words = words_at(handle, HANDLE_WORDS)
-    k = batch.slots[slot, K]
-    names = words_at(handle_words[IDS], handle_words[COLLECTIONS])[batch.slots[slot, COLLECTION]]
+    k = batch.slots[slot].k
+    names = _arrays_at(handle).ids[batch.slots[slot].collection]
     to_ids, to_distances = words_at(ids, k), float32_at(distances, k)
     for i in range(k):
         node = batch.nodes[slot, i]
@@ -101,18 +106,19 @@ def change_state(handle: int, slot: int, action: int) -> Any:
 
 
 class Handle:
-    """The handle's words. Keeps the arrays that they point to alive."""
+    """The handle. Keeps alive what it points to."""
 
     def __init__(self) -> None:
-        self._words = np.zeros(HANDLE_WORDS, np.int64)
-        self._ids = np.zeros(0, np.int64)
+        self._arrays = Arrays()
         self._keep_alive: tuple[Any, ...] = ()
-        self.address = int(self._words.ctypes.data)
+        self.address = address_of(self._arrays)
 
     def point_to(
         self, batch: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], ids: list[npt.NDArray[np.int64] | None]
     ) -> None:
         """Set the addresses of the batch's handle, the slot table's words, and each collection's ids."""
-        self._ids = np.array([0 if one is None else one.ctypes.data for one in ids], np.int64)
         self._keep_alive = (batch, slots, ids)
-        self._words[:] = batch.ctypes.data, slots.ctypes.data, self._ids.ctypes.data, len(ids)
+        self._arrays.batch, self._arrays.slot_words = batch.ctypes.data, slots.ctypes.data
+        self._arrays.ids = new_array(int, len(ids))
+        for number, of_collection in enumerate(ids):
+            self._arrays.ids[number] = 0 if of_collection is None else of_collection.ctypes.data

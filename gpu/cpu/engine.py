@@ -7,7 +7,6 @@ import numpy.typing as npt
 
 from gpu.cpu import backend
 from gpu.cpu.state import BatchState
-from gpu.cpu.tables import ALLOWED, COLLECTION, EXTENDS, K
 from gpu.engine import Backend, Engine
 from gpu.index.data import check_bitmap
 from gpu.index.graph_index import GraphIndex
@@ -65,7 +64,7 @@ class CpuEngine(Engine):
     def unload(self, collection: str) -> bool:
         """See `Engine.unload`."""
         number, slots = self._collections.number(collection), self._state.batch.slots
-        if any(slots[slot, COLLECTION] == number for slot in self._slots.taken):
+        if any(slots[slot].collection == number for slot in self._slots.taken):
             return False
         self._collections.remove(collection)
         self._renew_state()
@@ -93,7 +92,7 @@ class CpuEngine(Engine):
             check_bitmap(allowed, len(self._collections.at(number).graph))
         slot = super().admit(query, params, collection)
         if allowed is not None:
-            self._state.batch.slots[slot, ALLOWED] = allowed.ctypes.data
+            self._state.batch.slots[slot].allowed = allowed.ctypes.data
         self._allowed[slot] = allowed
         return slot
 
@@ -103,10 +102,10 @@ class CpuEngine(Engine):
     def extends(self, slot: int) -> int:
         """See `Engine.extends`. Raises InvalidSlot for a free slot."""
         self._slots.expect_taken(slot)
-        return int(self._state.batch.slots[slot, EXTENDS])
+        return self._state.batch.slots[slot].extends
 
     def _requested_k(self, slot: int) -> int:
-        return int(self._state.batch.slots[slot, K])
+        return self._state.batch.slots[slot].k
 
     def _check_open(self) -> None:
         """Do nothing: a CPU engine needs no closing."""

@@ -16,21 +16,22 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.compiled import compiled
-from gpu.cpu import tables as at
 from gpu.cpu.fast_scan import write_table
 from gpu.cpu.rotation import rotate
 from gpu.cpu.simd import LANES, dot_f16, dot_f32, square_f64
+from gpu.cpu.tables import Encoding, encoding_at
 from gpu.errors import InvalidVector
 from gpu.index.data import ROUNDS, NeighborCodes
 from gpu.index.rows import LARGEST_SQUARE, Rows, padded
 from ipc.native.arrays import float32_at, int16_at
+from ipc.native.records import address_of
 
 SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP, SKETCH_BIAS, CODE_STEP, TABLE_STEP, TABLE_OFFSET = 0, 4, 8, 12, 16, 20, 24
 QUERY_SKETCH = 64
 
 
 class QueryEncoding:
-    """Query encoding of an index: a row of the table of encodings (`line`), and the arrays that it points to."""
+    """Query encoding of an index: its `record`, and the arrays that it points to."""
 
     def __init__(self, rows: Rows, codes: NeighborCodes | None = None) -> None:
         sketch = rows.sketch
@@ -38,19 +39,21 @@ class QueryEncoding:
         self._centre = np.zeros(padded(rows.dim), np.float32)
         self._centre[: rows.dim] = rows.centre
         self._projection = np.empty((0, 0), np.float16) if sketch is None else np.array(sketch.projection)
-        self.line = np.zeros(at.ENCODING_FIELDS, np.int64)
-        self.line[at.DIM] = rows.dim
-        self.line[at.NORMALISED], self.line[at.SQUARED] = rows.metric == "cosine", rows.metric == "l2"
-        floats = self.line.view(np.float64)
-        floats[at.SCALE] = rows.scale if rows.metric == "l2" else 1.0
-        floats[at.SLACK] = 0.0 if sketch is None else sketch.slack
-        self.line[at.CENTRE], self.line[at.PROJECTION] = self._centre.ctypes.data, self._projection.ctypes.data
-        self.line[at.COMPONENTS] = len(self._projection)
-        self.line[at.SKETCH_LANES] = (code_offset(rows) - QUERY_SKETCH) // 2
-        self.line[at.CODE_LANES] = rows.lanes if rows.dtype == "int8" else 0
+        self.record = Encoding(
+            dim=rows.dim,
+            normalised=rows.metric == "cosine",
+            squared=rows.metric == "l2",
+            scale=rows.scale if rows.metric == "l2" else 1.0,
+            slack=0.0 if sketch is None else sketch.slack,
+            centre=self._centre.ctypes.data,
+            projection=self._projection.ctypes.data,
+            components=len(self._projection),
+            sketch_lanes=(code_offset(rows) - QUERY_SKETCH) // 2,
+            code_lanes=rows.lanes if rows.dtype == "int8" else 0,
+        )
         self._signs = None if codes is None else np.ascontiguousarray(codes.signs)
         if self._signs is not None:
-            self.line[at.SIGNS], self.line[at.ROTATED_LANES] = self._signs.ctypes.data, self._signs.shape[1]
+            self.record.signs, self.record.rotated_lanes = self._signs.ctypes.data, self._signs.shape[1]
 
 
 def code_offset(rows: Rows) -> int:
@@ -88,7 +91,7 @@ def validate_queries(queries: npt.NDArray[Any], dim: int) -> npt.NDArray[np.floa
 def prepare(queries: npt.NDArray[Any], encoding: QueryEncoding, out: npt.NDArray[np.uint8], first: int = 0) -> None:
     """Prepare queries [q, d] into `out`, uint8 [q, prepared_bytes]. Raises InvalidVector; rows count from `first`."""
     array = validate_queries(queries, encoding.dim)
-    bad = write_queries(array, encoding.line, out)
+    bad = write_queries(array, address_of(encoding.record), out)
     if bad >= 0:
         raise query_error(array[bad], first + bad)
 
@@ -102,25 +105,25 @@ def query_error(query: npt.NDArray[np.float32], number: int) -> InvalidVector:
 
 
 @compiled
-def write_queries(queries: Any, encoding: Any, out: Any) -> Any:
-    """Prepare queries, float32 [q, d]. Returns the index of the first invalid one, or -1."""
+def write_queries(queries: Any, encoding: int, out: Any) -> Any:
+    """Prepare queries, float32 [q, d], by the encoding at an address. Returns the first invalid one's index, or -1."""
     for i in range(len(queries)):
-        if not write_query(queries[i], encoding, out[i]):
+        if not write_query(queries[i], encoding_at(encoding), out[i]):
             return i
     return -1
 
 
 @compiled
-def write_query(query: Any, encoding: Any, record: Any) -> Any:
+def write_query(query: Any, encoding: Encoding, record: Any) -> Any:
     """Prepare one query, float32 [d], into its record, uint8. Returns whether it is valid."""
     dim, lanes = len(query), padded_lanes(len(query))
-    code_start = QUERY_SKETCH + 2 * encoding[at.SKETCH_LANES]
-    full_start = code_start + 2 * encoding[at.CODE_LANES]
+    code_start = QUERY_SKETCH + 2 * encoding.sketch_lanes
+    full_start = code_start + 2 * encoding.code_lanes
     squares = squared_norm(query)
-    if not np.isfinite(squares) or (not encoding[at.NORMALISED] and squares > LARGEST_SQUARE):
+    if not np.isfinite(squares) or (not encoding.normalised and squares > LARGEST_SQUARE):
         return False
-    factor = np.int64(encoding[at.SCALE]).view(np.float64)
-    if encoding[at.NORMALISED] and squares > 0:
+    factor = encoding.scale
+    if encoding.normalised and squares > 0:
         factor = 1 / np.sqrt(squares)
     start = record.ctypes.data
     header = float32_at(start, QUERY_SKETCH // 4)
@@ -128,37 +131,37 @@ def write_query(query: Any, encoding: Any, record: Any) -> Any:
     for j in range(dim):
         full[j] = np.float32(query[j] * factor)
     full[dim:] = 0
-    if encoding[at.ROTATED_LANES] > 0:
+    if encoding.rotated_lanes > 0:
         write_rotated(full, encoding, record[(full_start + 4 * lanes + 63) // 64 * 64 :], header)
-    if encoding[at.SKETCH_LANES] == 0 and encoding[at.CODE_LANES] == 0:
+    if encoding.sketch_lanes == 0 and encoding.code_lanes == 0:
         return True
-    centre = float32_at(encoding[at.CENTRE], lanes)
+    centre = float32_at(encoding.centre, lanes)
     shifted = full.copy()
-    if encoding[at.SQUARED]:
+    if encoding.squared:
         shifted -= centre
-    if encoding[at.CODE_LANES] > 0:
+    if encoding.code_lanes > 0:
         # The sum of products with codes up to 127 must fit into 32 bits.
-        largest = min(32767, 2147483647 // (127 * encoding[at.CODE_LANES]))
-        header[4] = quantise(shifted[:dim], largest, int16_at(start + code_start, encoding[at.CODE_LANES]))
-    if encoding[at.SKETCH_LANES] > 0:
+        largest = min(32767, 2147483647 // (127 * encoding.code_lanes))
+        header[4] = quantise(shifted[:dim], largest, int16_at(start + code_start, encoding.code_lanes))
+    if encoding.sketch_lanes > 0:
         squares = dot(shifted, shifted)
-        if encoding[at.CODE_LANES] > 0:
+        if encoding.code_lanes > 0:
             header[0] = 0  # distances of int8 codes omit the constant as well
-        elif encoding[at.SQUARED]:
+        elif encoding.squared:
             header[0] = squares
         else:
             header[0] = -dot(centre, shifted)
-        slack = np.int64(encoding[at.SLACK]).view(np.float64)
-        header[1] = np.float32((2 if encoding[at.SQUARED] else 1) * slack * np.sqrt(squares))
-        size = encoding[at.COMPONENTS]
-        heads = np.zeros(encoding[at.SKETCH_LANES], np.float32)
+        slack = encoding.slack
+        header[1] = np.float32((2 if encoding.squared else 1) * slack * np.sqrt(squares))
+        size = encoding.components
+        heads = np.zeros(encoding.sketch_lanes, np.float32)
         for j in range(size):
             upper = j >= size // 2
             place = j - size // 2 if upper else j
             place = (place // 32) * 64 + place % 32 + (32 if upper else 0)
-            direction = np.uint64(encoding[at.PROJECTION] + 2 * j * lanes)
+            direction = np.uint64(encoding.projection + 2 * j * lanes)
             heads[place] = dot_f16(direction, np.uint64(shifted.ctypes.data), lanes)
-        sketch = int16_at(start + QUERY_SKETCH, encoding[at.SKETCH_LANES])
+        sketch = int16_at(start + QUERY_SKETCH, encoding.sketch_lanes)
         header[2] = quantise(heads, 8191, sketch)
         total = 0
         for lane in sketch:
@@ -180,14 +183,14 @@ def squared_norm(query: Any) -> Any:
 
 
 @compiled
-def write_rotated(full: Any, encoding: Any, record: Any, header: Any) -> None:
+def write_rotated(full: Any, encoding: Encoding, record: Any, header: Any) -> None:
     """Write a query's lookup table and the rotated query to `record`. full: the query, float32 [lanes]."""
-    dims, used = encoding[at.ROTATED_LANES], min(encoding[at.ROTATED_LANES], len(full))
+    dims, used = encoding.rotated_lanes, min(encoding.rotated_lanes, len(full))
     rotated = float32_at(record.ctypes.data + 4 * dims, dims)
     for j in range(dims):  # copies of slices compile numba's formatting of their errors: seconds
         rotated[j] = full[j] if j < used else np.float32(0)
     address = np.uint64(rotated.ctypes.data)
-    rotate(ROUNDS, dims, np.uint64(encoding[at.SIGNS]), address)
+    rotate(ROUNDS, dims, np.uint64(encoding.signs), address)
     header[TABLE_STEP // 4], header[TABLE_OFFSET // 4] = write_table(address, dims, np.uint64(record.ctypes.data))
 
 

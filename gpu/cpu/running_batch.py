@@ -9,7 +9,7 @@ from gpu.compiled import compiled
 from gpu.cpu.extend.results import write_result
 from gpu.cpu.extend.stages import extend
 from gpu.cpu.queries import write_query
-from gpu.cpu.tables import COLLECTION, FILLED, PATIENCE, START, TOP_M, VISITED_BITS, WIDTH, K, batch_at
+from gpu.cpu.tables import batch_at
 
 INTERLEAVED = 8  # slots per group: enough to hide memory latency, few enough for the L2 cache
 _EMPTY = np.uint32(0xFFFFFFFF)
@@ -18,8 +18,12 @@ _EMPTY = np.uint32(0xFFFFFFFF)
 @compiled
 def reset_slot(batch, slot):  # type: ignore[no-untyped-def]
     """Reset a slot's search state before its first extend."""
-    batch.slots[slot, FILLED:] = 0
-    batch.visited[slot, : 1 << batch.slots[slot, VISITED_BITS]] = _EMPTY
+    line = batch.slots[slot]
+    line.filled = line.cursor = line.unchanged = line.extends = line.parents = line.task_begin = line.task_end = 0
+    line.scored = line.allowed = line.allowed_count = line.scanning = line.min_allowed = 0
+    line.walked_parents = line.allowed_parents = 0
+    line.distinct, line.margin = False, 0.0
+    batch.visited[slot, : 1 << line.visited_bits] = _EMPTY
 
 
 @compiled
@@ -28,8 +32,8 @@ def admit_query(batch, slot, query, collection, k, top_m, width, patience, bits)
     if not write_query(query, batch.encodings[collection], batch.queries[slot]):
         return False
     line = batch.slots[slot]
-    line[COLLECTION], line[K], line[TOP_M], line[WIDTH] = collection, k, top_m, width
-    line[PATIENCE], line[VISITED_BITS], line[START] = patience, bits, -1
+    line.collection, line.k, line.top_m, line.width = collection, k, top_m, width
+    line.patience, line.visited_bits, line.start = patience, bits, -1
     reset_slot(batch, slot)
     return True
 

@@ -12,11 +12,12 @@ from gpu.cpu.extend.stages import extend
 from gpu.cpu.queries import QueryEncoding, prepare, prepared_bytes
 from gpu.cpu.running_batch import INTERLEAVED, reset_slot
 from gpu.cpu.state import BatchState
-from gpu.cpu.tables import ALLOWED, ALLOWED_COUNT, MIN_ALLOWED, QUERY, START, batch_at
+from gpu.cpu.tables import batch_at, slot_at
 from gpu.errors import InvalidVector
 from gpu.index.data import IndexData
 from gpu.index.rows import aligned_empty
 from gpu.params import SearchParams
+from ipc.native.records import address_of
 
 _BLOCK = 1024  # queries prepared together
 
@@ -26,28 +27,28 @@ def begin(batch, slot, number, owner, prepared, starts, allowed, allowed_count, 
     """Start a query in a slot whose parameters are set."""
     line = batch.slots[slot]
     owner[slot] = number
-    line[QUERY], line[START] = prepared[number].ctypes.data, starts[number]
+    line.query, line.start = prepared[number].ctypes.data, starts[number]
     reset_slot(batch, slot)
-    line[ALLOWED], line[ALLOWED_COUNT], line[MIN_ALLOWED] = allowed, allowed_count, min_allowed
+    line.allowed, line.allowed_count, line.min_allowed = allowed, allowed_count, min_allowed
 
 
 @compiled
-def run_queries(handle, line, allowed, allowed_count, min_allowed, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
+def run_queries(handle, address, allowed, allowed_count, min_allowed, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
     """Run prepared queries, uint8 [q, …], to completion in the slots of the batch that `handle` describes.
 
-    line: the slot columns before QUERY, shared by all queries. allowed: the address of a bitmap of nodes, or 0.
-    allowed_count, min_allowed: the columns ALLOWED_COUNT and MIN_ALLOWED. starts: the start node of each query, or -1
-    for the seeds.
+    address: of a slot with the parameters of all queries. allowed: the address of a bitmap of nodes, or 0.
+    allowed_count, min_allowed: see `Slot`. starts: the start node of each query, or -1 for the seeds.
     """
     batch = batch_at(handle)
-    slots = batch.slots
-    count, width = len(prepared), len(slots)
-    active = batch.active
+    slots, active, parameters = batch.slots, batch.active, slot_at(address)
+    count, width = len(prepared), len(active)
     owner = np.empty(width, np.int64)
     running = admitted = min(width, count)
     for slot in range(running):
         active[slot] = slot
-        slots[slot, :QUERY] = line
+        line = slots[slot]
+        line.collection, line.k, line.top_m = parameters.collection, parameters.k, parameters.top_m
+        line.width, line.patience, line.visited_bits = parameters.width, parameters.patience, parameters.visited_bits
         begin(batch, slot, slot, owner, prepared, starts, allowed, allowed_count, min_allowed)
     while running > 0:
         done = extend(handle, active[:running], batch.finished)
@@ -97,13 +98,14 @@ def search(
     def run(part: list[slice]) -> None:
         """Process blocks of queries on one thread."""
         state = BatchState([data], INTERLEAVED, params.top_m, params.search_width)
+        parameters = state.parameters(0, params)
         room = aligned_empty((size, prepared_bytes(data.rows, data.codes)), np.uint8)
         for number, block in enumerate(part):
             prepared = room[: block.stop - block.start]
             prepare(array[block], encoding, prepared, block.start)
             run_queries(
                 state.handle,
-                state.line(0, params),
+                address_of(parameters),
                 bits,
                 count,
                 min_allowed,

@@ -4,50 +4,51 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gpu.compiled import compiled
-from gpu.cpu import tables as at
 from gpu.cpu.queries import QueryEncoding, code_offset, full_offset, prepared_bytes, table_offset
 from gpu.cpu.simd import KEYS_AT_ONCE
-from gpu.cpu.tables import Batch, handle_of, kind_of
+from gpu.cpu.tables import Batch, Collection, Encoding, Slot, handle_of, kind_of
 from gpu.index.data import IndexData
 from gpu.index.rows import aligned_empty, metric_transform, padded
 from gpu.params import SearchParams
+from ipc.native.records import new_array, sizeof
 
 _MIN_VISITED_BITS, _MAX_VISITED_BITS = 9, 15
 _PARENTS_A_NODE = 4  # visited-table entries per entry of top_m, with neighbour codes
 
 
-def collection_table(collections: Sequence[IndexData | None]) -> npt.NDArray[np.int64]:
-    """Return the stages' table of index parameters. It holds addresses: the indexes must outlive it."""
-    table = np.zeros((len(collections), at.COLLECTION_FIELDS), np.int64)
-    for line, data in zip(table, collections, strict=True):
-        if data is None:
-            continue
-        rows = data.rows
-        line[at.ROWS], line[at.ROW_BYTES] = rows.codes.ctypes.data, rows.codes.strides[0]
-        line[at.LANES] = rows.lanes
-        line[at.KIND] = kind_of(rows)
-        line[at.QUERY_ROW] = code_offset(rows) if rows.dtype == "int8" else full_offset(rows)
-        if rows.sketch is not None:
-            line[at.SKETCHES] = rows.sketch.codes.ctypes.data
-            line[at.SKETCH_BYTES] = rows.sketch.codes.shape[1]
-        if rows.full is not None:
-            line[at.FULL], line[at.FULL_BYTES] = rows.full.ctypes.data, rows.full.strides[0]
-            line[at.FULL_LANES] = rows.full.shape[1]
-        line[at.QUERY_FULL] = full_offset(rows)
-        line[at.GRAPH], line[at.DEGREE] = data.graph.ctypes.data, data.graph.shape[1]
-        line[at.SIZE] = len(data.graph)
-        line[at.FACTOR : at.OFFSET + 1] = np.array(metric_transform(rows), np.float64).view(np.int64)
-        line[at.SEEDS], line[at.SEED_COUNT] = data.seeds.ctypes.data, len(data.seeds)
-        if data.codes is not None:
-            line[at.BLOCKS], line[at.BLOCK_BYTES] = data.codes.blocks.ctypes.data, data.codes.blocks.shape[1]
-            line[at.ENTRY], line[at.ROTATED] = data.codes.entry.ctypes.data, data.codes.dims
-            line[at.QUERY_TABLE], line[at.CODE_BITS] = table_offset(rows), data.codes.bits
-            if data.codes.scan is not None:
-                line[at.SCAN] = data.codes.scan.ctypes.data
-    return table
+def collection_record(data: IndexData) -> Collection:
+    """Return the stages' record of an index. It holds addresses: the index must outlive it."""
+    rows = data.rows
+    factor, offset = metric_transform(rows)
+    made = Collection(
+        rows=rows.codes.ctypes.data,
+        row_bytes=rows.codes.strides[0],
+        lanes=rows.lanes,
+        kind=kind_of(rows),
+        query_row=code_offset(rows) if rows.dtype == "int8" else full_offset(rows),
+        query_full=full_offset(rows),
+        graph=data.graph.ctypes.data,
+        degree=data.graph.shape[1],
+        size=len(data.graph),
+        factor=factor,
+        offset=offset,
+        seeds=data.seeds.ctypes.data,
+        seed_count=len(data.seeds),
+    )
+    if rows.sketch is not None:
+        made.sketches, made.sketch_bytes = rows.sketch.codes.ctypes.data, rows.sketch.codes.shape[1]
+    if rows.full is not None:
+        made.full, made.full_bytes = rows.full.ctypes.data, rows.full.strides[0]
+        made.full_lanes = rows.full.shape[1]
+    if data.codes is not None:
+        made.blocks, made.block_bytes = data.codes.blocks.ctypes.data, data.codes.blocks.shape[1]
+        made.entry, made.rotated = data.codes.entry.ctypes.data, data.codes.dims
+        made.query_table, made.code_bits = table_offset(rows), data.codes.bits
+        if data.codes.scan is not None:
+            made.scan = data.codes.scan.ctypes.data
+    return made
 
 
 @compiled
@@ -60,10 +61,10 @@ def visited_bits(top_m: int, degree: int) -> Any:
 
 
 @compiled
-def visited_bits_of(collection: Any, top_m: int) -> Any:
-    """Return `visited_bits` for a row of the collection table."""
-    coded = collection[at.BLOCKS] != 0  # with codes only parents are marked as visited, not all candidates
-    return visited_bits(top_m, _PARENTS_A_NODE if coded else collection[at.DEGREE])
+def visited_bits_of(collection: Collection, top_m: int) -> Any:
+    """Return `visited_bits` for an index."""
+    coded = collection.blocks != 0  # with codes only parents are marked as visited, not all candidates
+    return visited_bits(top_m, _PARENTS_A_NODE if coded else collection.degree)
 
 
 class BatchState:
@@ -91,13 +92,11 @@ class BatchState:
         tasks = scored + 1  # a dropped task is written before it is skipped
         width = max((prepared_bytes(data.rows, data.codes) for data in loaded), default=64)
         results = (slots, max_k or max_top_m)
-        lines = [
-            np.zeros(at.ENCODING_FIELDS, np.int64) if encoding is None else encoding.line for encoding in encodings
-        ]
         self.batch = Batch(
-            collections=collection_table(collections),
-            encodings=np.stack(lines) if lines else np.zeros((0, at.ENCODING_FIELDS), np.int64),
-            slots=np.zeros((slots, at.SLOT_FIELDS), np.int64),
+            collection_count=len(collections),
+            collections=new_array(Collection, len(collections)),
+            encodings=new_array(Encoding, len(collections)),
+            slots=new_array(Slot, slots),
             queries=aligned_empty((slots, width), np.uint8),
             keys=aligned_empty((slots, max_top_m), np.uint64),
             visited=aligned_empty((slots, 1 << visited_bits(max_top_m, degree)), np.uint32),
@@ -110,7 +109,12 @@ class BatchState:
             found=np.zeros(results, np.float32),
             exact=np.zeros(results, np.uint64),
         )
-        self.batch.slots[:, at.QUERY] = self.batch.queries.ctypes.data + np.arange(slots) * width
+        for number, (data, encoding) in enumerate(zip(collections, encodings, strict=True)):
+            if data is not None and encoding is not None:
+                self.batch.collections[number] = collection_record(data)
+                self.batch.encodings[number] = encoding.record
+        for slot in range(slots):
+            self.batch.slots[slot].query = self.batch.queries.ctypes.data + slot * width
         self.handle = handle_of(self.batch)
 
     def migrate_from(self, other: "BatchState", slots: Sequence[int], count: int) -> None:
@@ -125,18 +129,25 @@ class BatchState:
             for mine, its in (*arrays, *results):
                 columns = min(mine.shape[1], its.shape[1])  # both are wide enough for the slot's index
                 mine[slot, :columns] = its[slot, :columns]
-            address = ours.slots[slot, at.QUERY]
+            address = ours.slots[slot].query
             ours.slots[slot] = theirs.slots[slot]
-            ours.slots[slot, at.QUERY] = address
+            ours.slots[slot].query = address
         ours.active[:count] = theirs.active[:count]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(array.nbytes for array in self.batch)
+        indexes, slots = self.batch.collection_count, len(self.batch.active)
+        records = indexes * (sizeof(Collection) + sizeof(Encoding)) + slots * sizeof(Slot)
+        return records + sum(array.nbytes for array in self.batch.arrays)
 
-    def line(self, collection: int, params: SearchParams) -> npt.NDArray[np.int64]:
-        """Return the slot columns before QUERY for a query with these parameters."""
-        bits = visited_bits_of(self.batch.collections[collection], params.top_m)
-        columns = (collection, params.k, params.top_m, params.search_width, params.patience or 0, bits)
-        return np.array(columns, np.int64)
+    def parameters(self, collection: int, params: SearchParams) -> Slot:
+        """Return a slot with the parameters of a query."""
+        return Slot(
+            collection=collection,
+            k=params.k,
+            top_m=params.top_m,
+            width=params.search_width,
+            patience=params.patience or 0,
+            visited_bits=visited_bits_of.py_func(self.batch.collections[collection], params.top_m),
+        )

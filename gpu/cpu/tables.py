@@ -1,6 +1,6 @@
-"""Tables that describe indexes, query encodings and slots to compiled code, and the arrays of a running batch.
+"""Records that describe indexes, query encodings and slots to compiled code, and the arrays of a running batch.
 
-The tables are int64 and hold addresses; their owner keeps the arrays behind them alive.
+Records hold addresses; their owner keeps the arrays behind them alive.
 """
 
 from typing import Any, NamedTuple
@@ -11,92 +11,87 @@ import numpy.typing as npt
 from gpu.compiled import compiled
 from gpu.index.rows import DTYPES, Rows
 from ipc.native.arrays import float32_at, int32_at, int64_at, uint8_at, uint32_at, uint64_at
+from ipc.native.records import Array, Record, address_of, array_at, record, record_at
 
-# Columns of the collection table, int64 [collections, COLLECTION_FIELDS]. *_BYTES are sizes in bytes; QUERY_ROW,
-# QUERY_FULL and QUERY_TABLE byte offsets into a prepared query; FACTOR and OFFSET bits of float64 that convert a raw
-# distance to the metric's; ROWS, SKETCHES, FULL, GRAPH, SEEDS, BLOCKS, ENTRY and SCAN addresses; the rest counts of
-# elements. SKETCHES, FULL, BLOCKS (with the columns after it) and SCAN are 0 if the index has none.
-(
-    ROWS,
-    ROW_BYTES,
-    LANES,
-    KIND,
-    QUERY_ROW,
-    SKETCHES,
-    SKETCH_BYTES,
-    FULL,
-    FULL_BYTES,
-    FULL_LANES,
-    QUERY_FULL,
-    GRAPH,
-    DEGREE,
-    SIZE,
-    SEEDS,
-    SEED_COUNT,
-    FACTOR,
-    OFFSET,
-    BLOCKS,
-    BLOCK_BYTES,
-    ENTRY,
-    ROTATED,
-    QUERY_TABLE,
-    CODE_BITS,
-    SCAN,
-) = range(25)
-COLLECTION_FIELDS = 25
 
-# Columns of the query encoding table, int64 [collections, ENCODING_FIELDS]. SCALE and SLACK are the bits of float64;
-# CENTRE, PROJECTION and SIGNS addresses of float32, float16 and float32. ROTATED_LANES is 0 without neighbour codes.
-(
-    DIM,
-    NORMALISED,
-    SQUARED,
-    SCALE,
-    SLACK,
-    CENTRE,
-    PROJECTION,
-    COMPONENTS,
-    SKETCH_LANES,
-    CODE_LANES,
-    SIGNS,
-    ROTATED_LANES,
-) = range(12)
-ENCODING_FIELDS = 12
+@record
+class Collection(Record):
+    """An index. Addresses are 0 where it has none: of sketches, full rows, codes (blocks and what follows), scan."""
 
-# Columns of the slot table, int64 [slots, SLOT_FIELDS]. QUERY: address of the prepared query. START: the start node, or
-# -1 for the seeds. SCORED: number of entries of `exact`. DISTINCT: 1 once no node may enter top_m twice. ALLOWED:
-# address of the filter's bitmap, one bit a node, or 0 for no filter. ALLOWED_COUNT: number of bits set in it, 0 if
-# unknown. SCANNING: 0 for a graph search, else the pass of a scan of the allowed rows that is made from CURSOR on
-# (`gpu.cpu.extend.filtered`); MARGIN: bits of float64, of its last pass. MIN_ALLOWED: a graph search stops once this
-# many allowed entries precede the next parent; 0: when no parent is left.
-# WALKED_PARENTS: number of parents so far; ALLOWED_PARENTS: of those that pass the filter (with MIN_ALLOWED only).
-(
-    COLLECTION,
-    K,
-    TOP_M,
-    WIDTH,
-    PATIENCE,
-    VISITED_BITS,
-    QUERY,
-    START,
-    FILLED,
-    CURSOR,
-    UNCHANGED,
-    EXTENDS,
-    PARENTS,
-    TASK_BEGIN,
-    TASK_END,
-    SCORED,
-    DISTINCT,
-    ALLOWED,
-    ALLOWED_COUNT,
-    SCANNING,
-    MARGIN,
-    MIN_ALLOWED,
-    WALKED_PARENTS,
-    ALLOWED_PARENTS,
-) = range(24)
-SLOT_FIELDS = 24
+    rows: int  # address
+    row_bytes: int
+    lanes: int
+    kind: int
+    query_row: int  # byte offset into a prepared query
+    sketches: int  # address
+    sketch_bytes: int
+    full: int  # address
+    full_bytes: int
+    full_lanes: int
+    query_full: int  # byte offset
+    graph: int  # address
+    degree: int
+    size: int  # rows
+    seeds: int  # address
+    seed_count: int
+    factor: float  # with `offset`: converts a raw distance to the metric's
+    offset: float
+    blocks: int  # address
+    block_bytes: int
+    entry: int  # address
+    rotated: int  # dimensions of a code
+    query_table: int  # byte offset
+    code_bits: int
+    scan: int  # address
+
+
+@record
+class Encoding(Record):
+    """How an index's queries are encoded."""
+
+    dim: int
+    normalised: bool
+    squared: bool
+    scale: float
+    slack: float
+    centre: int  # address, float32
+    projection: int  # address, float16
+    components: int
+    sketch_lanes: int
+    code_lanes: int
+    signs: int  # address, float32
+    rotated_lanes: int  # 0 without neighbour codes
+
+
+@record
+class Slot(Record):
+    """A slot's query and the state of its search."""
+
+    collection: int
+    k: int
+    top_m: int
+    width: int
+    patience: int
+    visited_bits: int
+    query: int  # address of the prepared query
+    start: int  # the start node, or -1 for the seeds
+    filled: int  # entries of top_m
+    cursor: int  # in top_m; in a scan: the next row
+    unchanged: int  # extends since top_m changed
+    extends: int
+    parents: int
+    task_begin: int
+    task_end: int
+    scored: int  # entries of `exact`
+    distinct: bool  # no node may enter top_m twice
+    allowed: int  # address of the filter's bitmap, one bit a node; 0 for no filter
+    allowed_count: int  # bits set in it, 0 if unknown
+    scanning: int  # a pass of a scan of the allowed rows (`gpu.cpu.extend.filtered`), 0 for a graph search
+    margin: float  # of the last pass
+    min_allowed: int  # a graph search stops once so many allowed entries precede the next parent; 0: without parents
+    walked_parents: int  # so far, with min_allowed only
+    allowed_parents: int  # of those that pass the filter
+
 
 # Kinds: the row's element type times 2, plus 1 for a dot product.
 F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)
@@ -110,9 +105,10 @@ def kind_of(rows: Rows) -> int:
 class Batch(NamedTuple):
     """The arrays of a running batch."""
 
-    collections: npt.NDArray[np.int64]  # [collections, COLLECTION_FIELDS]
-    encodings: npt.NDArray[np.int64]  # [collections, ENCODING_FIELDS]
-    slots: npt.NDArray[np.int64]  # [slots, SLOT_FIELDS]
+    collection_count: int
+    collections: Array[Collection]
+    encodings: Array[Encoding]  # by collection
+    slots: Array[Slot]
     queries: npt.NDArray[np.uint8]  # [slots, bytes of a prepared query]
     keys: npt.NDArray[np.uint64]  # [slots, max_top_m]
     visited: npt.NDArray[np.uint32]  # [slots, table]
@@ -125,19 +121,37 @@ class Batch(NamedTuple):
     found: npt.NDArray[np.float32]  # [slots, max_k]: their distances
     exact: npt.NDArray[np.uint64]  # [slots, max_k]: keys of the results where top_m holds estimates
 
+    @property
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """All arrays that are no records."""
+        return self[4:]
+
+
+ARRAYS = len(Batch._fields) - 1
+
 
 def handle_of(batch: Batch) -> npt.NDArray[np.int64]:
     """Return addresses and shapes of the arrays, int64 [arrays, 3]: one argument is cheaper to pass than all arrays."""
-    return np.array([(array.ctypes.data, *array.shape, 1)[:3] for array in batch], np.int64)
+    records = (batch.collections, batch.encodings, batch.slots)
+    lines = [(address_of(array), batch.collection_count, 1) for array in records]
+    return np.array(lines + [(array.ctypes.data, *array.shape, 1)[:3] for array in batch.arrays], np.int64)
+
+
+encoding_at = record_at(Encoding)
+slot_at = record_at(Slot)
+collections_at = array_at(Collection)
+encodings_at = array_at(Encoding)
+slots_at = array_at(Slot)
 
 
 @compiled
 def batch_at(handle: Any) -> Any:
     """Return the batch that `handle_of` has described."""
     return Batch(
-        int64_at(handle[0, 0], (handle[0, 1], handle[0, 2])),
-        int64_at(handle[1, 0], (handle[1, 1], handle[1, 2])),
-        int64_at(handle[2, 0], (handle[2, 1], handle[2, 2])),
+        handle[0, 1],
+        collections_at(handle[0, 0]),
+        encodings_at(handle[1, 0]),
+        slots_at(handle[2, 0]),
         uint8_at(handle[3, 0], (handle[3, 1], handle[3, 2])),
         uint64_at(handle[4, 0], (handle[4, 1], handle[4, 2])),
         uint32_at(handle[5, 0], (handle[5, 1], handle[5, 2])),

@@ -17,20 +17,7 @@ from gpu.cpu.extend.filtered import SIGMAS_COMPARE, filtered_top_m, found_too_fe
 from gpu.cpu.extend.keys import may_be_result
 from gpu.cpu.queries import write_query
 from gpu.cpu.simd import pointer
-from gpu.cpu.tables import (
-    ALLOWED,
-    ALLOWED_COUNT,
-    COLLECTION,
-    DEGREE,
-    DIM,
-    ENCODING_FIELDS,
-    FACTOR,
-    OFFSET,
-    SCANNING,
-    SIZE,
-)
-from gpu.cpu.tables import EXTENDS as SCAN_EXTENDS
-from gpu.cpu.tables import K as REQUESTED_K
+from gpu.cpu.tables import encodings_at
 from gpu.cuda import filtered, layout
 from gpu.cuda.driver import NOT_READY
 from gpu.engine import FAILED, INVALID, PAUSE, RELEASE, RESUME
@@ -262,12 +249,12 @@ def _launch(words: Any, graph: int) -> Any:
 
 @compiled
 def _encoding(words: Any, collection: int) -> Any:
-    return words_at(words[ENCODINGS] + 8 * ENCODING_FIELDS * collection, ENCODING_FIELDS)
+    return encodings_at(words[ENCODINGS])[collection]
 
 
 @compiled
 def _is_loaded(words: Any, collection: int) -> Any:
-    return 0 <= collection < MAX_COLLECTIONS and _encoding(words, collection)[DIM] != 0
+    return 0 <= collection < MAX_COLLECTIONS and _encoding(words, collection).dim != 0
 
 
 @compiled
@@ -277,7 +264,7 @@ def accept_query(words: Any, vector: int, collection: int, k: int, top_m: int, w
         return INVALID
     encoding = _encoding(words, collection)
     slot = slot_changes.next_free(table_of(words))
-    query = carray(pointer(vector), encoding[DIM], np.float32)
+    query = carray(pointer(vector), encoding.dim, np.float32)
     line = carray(pointer(words[LINES] + slot * words[LINE_BYTES]), words[LINE_BYTES], np.uint8)
     if not write_query(query, encoding, line[4 * _HEAD_WORDS :]):
         return INVALID
@@ -288,7 +275,7 @@ def accept_query(words: Any, vector: int, collection: int, k: int, top_m: int, w
 @compiled
 def accept_in_place(words: Any, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
     """Assign a slot to a query which the device prepares from a vector in its memory. Returns the slot, or INVALID."""
-    if not _is_loaded(words, collection) or scans_of(words).collections[collection, DEGREE] == 0:
+    if not _is_loaded(words, collection) or scans_of(words).collections[collection].degree == 0:
         return INVALID  # without a graph the host scans the rows
     slot = slot_changes.next_free(table_of(words))
     _start_query(words, slot, collection, k, top_m, width, patience)
@@ -301,7 +288,7 @@ def accept_in_place(words: Any, vector: int, collection: int, k: int, top_m: int
 def _start_query(words: Any, slot: int, collection: int, k: int, top_m: int, width: int, patience: int) -> None:
     """Write the head of a query's staged line and mark its slot as running."""
     scans = scans_of(words)
-    degree = scans.collections[collection, DEGREE]
+    degree = scans.collections[collection].degree
     filtered.start_query(scans.slots[slot], collection, k, degree == 0)
     layout.write_head(_head(words, slot), words[NEXT_TICKET], collection, degree, k, top_m, width, patience)
     words[NEXT_TICKET] = words[NEXT_TICKET] % _WORD + 1
@@ -312,7 +299,7 @@ def _start_query(words: Any, slot: int, collection: int, k: int, top_m: int, wid
 def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
     words = words_at(handle, HANDLE_WORDS)
     slot = accept_query(words, vector, collection, k, top_m, width, patience)
-    if slot != INVALID and not scans_of(words).slots[slot, SCANNING]:
+    if slot != INVALID and not scans_of(words).slots[slot].scanning:
         _command(words, slot, _ACTIVE, words[DEVICE_LINES] + slot * words[LINE_BYTES])
     return slot
 
@@ -332,16 +319,16 @@ def apply_filter(words: Any, slot: int, allowed: int, allowed_count: int) -> Any
     """Set a query's filter. Returns whether this switched it from a device graph search to a host scan."""
     scans, head = scans_of(words), _head(words, slot)
     search = scans.slots[slot]
-    search[ALLOWED], search[ALLOWED_COUNT] = allowed, allowed_count
-    if search[SCANNING]:
+    search.allowed, search.allowed_count = allowed, allowed_count
+    if search.scanning:
         return False
     collection = scans.collections[np.int64(head[layout.COLLECTION_NUMBER])]
-    length = filtered_top_m(np.int64(head[layout.TOP_M]), allowed_count, collection[SIZE], words[MAX_K])
+    length = filtered_top_m(np.int64(head[layout.TOP_M]), allowed_count, collection.size, words[MAX_K])
     if length:
         head[layout.K] = head[layout.TOP_M] = length
-        head[layout.VISITED_BITS] = layout.visited_bits(length, collection[DEGREE])
+        head[layout.VISITED_BITS] = layout.visited_bits(length, collection.degree)
     else:
-        search[SCANNING] = 1
+        search.scanning = 1
     return length == 0
 
 
@@ -357,8 +344,8 @@ def set_filter(handle: int, slot: int, allowed: int, allowed_count: int) -> Any:
 def _scan_step(words: Any, scans: Any, slot: int) -> Any:
     """Make one extend of a slot that the host scans. Returns whether it is finished."""
     search = scans.slots[slot]
-    search[SCAN_EXTENDS] += 1
-    store_release_u32(_result(words, slot) + _EXTENDS_OFFSET, search[SCAN_EXTENDS])
+    search.extends += 1
+    store_release_u32(_result(words, slot) + _EXTENDS_OFFSET, search.extends)
     if not scan_rows(scans, slot):
         return False
     filtered.write_scan_result(scans, slot, _nodes(words, slot), _raw(words, slot))
@@ -380,14 +367,14 @@ def _graph_search_done(words: Any, scans: Any, slot: int) -> Any:
 def found_enough(words: Any, scans: Any, slot: int) -> Any:
     """Return whether a finished graph search found enough allowed rows. If not, it falls back to a scan."""
     result, search = _result(words, slot), scans.slots[slot]
-    if search[ALLOWED] == 0:
+    if search.allowed == 0:
         return True
     found_nodes = _nodes(words, slot)[: np.int64(_head(words, slot)[layout.K])]
     walked, passing = filtered.count_allowed(search, found_nodes)
-    size = scans.collections[search[COLLECTION], SIZE]
+    size = scans.collections[search.collection].size
     if not found_too_few(search, passing, walked, passing, size, SIGMAS_COMPARE):
         return True
-    search[SCANNING], search[SCAN_EXTENDS] = 1, load_acquire_u32(result + _EXTENDS_OFFSET)
+    search.scanning, search.extends = 1, load_acquire_u32(result + _EXTENDS_OFFSET)
     return False
 
 
@@ -399,7 +386,7 @@ def report_finished(words: Any, report: int) -> Any:
     kept = done = 0
     for i in range(table[ACTIVE_COUNT]):
         slot = active[i]
-        scanning = scans.slots[slot, SCANNING]
+        scanning = scans.slots[slot].scanning
         if not (_scan_step(words, scans, slot) if scanning else _graph_search_done(words, scans, slot)):
             active[kept] = slot
             kept += 1
@@ -419,7 +406,7 @@ def extend(handle: int, report: int) -> Any:
     count = table[ACTIVE_COUNT]
     highest, searching = -1, 0
     for i in range(count):
-        if not scans.slots[active[i], SCANNING]:
+        if not scans.slots[active[i]].scanning:
             highest = max(highest, active[i])
             searching += 1
     counts[0], counts[1] = 1, 0
@@ -441,21 +428,21 @@ def extend(handle: int, report: int) -> Any:
 @c_function("int64(int64, int64, int64, int64)")
 def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
     words = words_at(handle, HANDLE_WORDS)
-    if not scans_of(words).slots[slot, SCANNING] and load_acquire_u32(_result(words, slot) + _INVALID_OFFSET):
+    if not scans_of(words).slots[slot].scanning and load_acquire_u32(_result(words, slot) + _INVALID_OFFSET):
         return INVALID
     scans, number = scans_of(words), np.int64(_head(words, slot)[layout.COLLECTION_NUMBER])
     search, collection = scans.slots[slot], scans.collections[number]
-    factor = np.int64(collection[FACTOR]).view(np.float64)
-    offset = np.int64(collection[OFFSET]).view(np.float64)
-    k, names = search[REQUESTED_K], words_at(words[IDS], MAX_COLLECTIONS)
+    factor = collection.factor
+    offset = collection.offset
+    k, names = search.k, words_at(words[IDS], MAX_COLLECTIONS)
     nodes, raw = _nodes(words, slot), _raw(words, slot)
     to_ids, to_distances = words_at(ids, k), carray(pointer(distances), k, np.float32)
     found = 0
-    for i in range(k if search[SCANNING] else np.int64(_head(words, slot)[layout.K])):
+    for i in range(k if search.scanning else np.int64(_head(words, slot)[layout.K])):
         node = np.int64(nodes[i])
         if node < 0 or found == k:
             break
-        if may_be_result(search[ALLOWED], node):
+        if may_be_result(search.allowed, node):
             to_ids[found] = node if names[number] == 0 else words_at(names[number] + 8 * node, 1)[0]
             to_distances[found] = np.float64(raw[i]) * factor + offset
             found += 1
@@ -466,7 +453,7 @@ def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
 def change_state(handle: int, slot: int, action: int) -> Any:
     words = words_at(handle, HANDLE_WORDS)
     slot_changes.change(table_of(words), active_of(words), slot, action)
-    if scans_of(words).slots[slot, SCANNING] and action != RELEASE:
+    if scans_of(words).slots[slot].scanning and action != RELEASE:
         return 0  # the device does not have this slot
     _command(words, slot, _PAUSED if action == PAUSE else _ACTIVE if action == RESUME else _FREE, 0)
     return 0

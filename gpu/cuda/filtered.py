@@ -13,17 +13,18 @@ import numpy.typing as npt
 from numba import carray
 
 from gpu.compiled import compiled
-from gpu.cpu import tables as at
 from gpu.cpu.extend.keys import distance_of, may_be_result, node_of
 from gpu.cpu.simd import pointer
+from gpu.cpu.tables import Collection, Slot, collections_at, slots_at
 from gpu.slots import MAX_COLLECTIONS
+from ipc.native.records import Array, new_array
 
 
 class HostScans(NamedTuple):
     """Arrays for `gpu.cpu.extend.filtered.scan_rows`, with the device's slot and collection numbers."""
 
-    collections: npt.NDArray[np.int64]  # [MAX_COLLECTIONS, COLLECTION_FIELDS]
-    slots: npt.NDArray[np.int64]  # [slots, SLOT_FIELDS]
+    collections: Array[Collection]  # [MAX_COLLECTIONS]
+    slots: Array[Slot]
     keys: npt.NDArray[np.uint64]  # [slots, max_k]
     exact: npt.NDArray[np.uint64]  # the same array as keys: there are no neighbour codes
 
@@ -31,9 +32,10 @@ class HostScans(NamedTuple):
 def new_host_scans(lines: npt.NDArray[np.uint8], head_bytes: int, max_k: int) -> HostScans:
     """Allocate the arrays. The slots' prepared queries are in `lines`, uint8 [slots, line_bytes], behind the heads."""
     slots, line_bytes = lines.shape
-    table, keys = np.zeros((slots, at.SLOT_FIELDS), np.int64), np.zeros((slots, max_k), np.uint64)
-    table[:, at.QUERY] = lines.ctypes.data + head_bytes + np.arange(slots) * line_bytes
-    return HostScans(np.zeros((MAX_COLLECTIONS, at.COLLECTION_FIELDS), np.int64), table, keys, keys)
+    table, keys = new_array(Slot, slots), np.zeros((slots, max_k), np.uint64)
+    for slot in range(slots):
+        table[slot].query = lines.ctypes.data + head_bytes + slot * line_bytes
+    return HostScans(new_array(Collection, MAX_COLLECTIONS), table, keys, keys)
 
 
 @compiled
@@ -41,22 +43,22 @@ def host_scans_at(collections: int, table: int, keys: int, slots: int, max_k: in
     """Return the arrays at these addresses."""
     lists = carray(pointer(keys), (slots, max_k), np.uint64)
     return HostScans(
-        carray(pointer(collections), (MAX_COLLECTIONS, at.COLLECTION_FIELDS), np.int64),
-        carray(pointer(table), (slots, at.SLOT_FIELDS), np.int64),
+        collections_at(collections),
+        slots_at(table),
         lists,
         lists,
     )
 
 
 @compiled
-def start_query(line: Any, collection: int, k: int, scanning: bool) -> None:
+def start_query(line: Slot, collection: int, k: int, scanning: bool) -> None:
     """Initialise the slot row of a new query, without a filter."""
-    line[at.COLLECTION], line[at.K], line[at.SCANNING] = collection, k, scanning
-    line[at.ALLOWED] = line[at.ALLOWED_COUNT] = line[at.CURSOR] = line[at.FILLED] = line[at.EXTENDS] = 0
+    line.collection, line.k, line.scanning = collection, k, scanning
+    line.allowed = line.allowed_count = line.cursor = line.filled = line.extends = 0
 
 
 @compiled
-def count_allowed(line: Any, nodes: Any) -> Any:
+def count_allowed(line: Slot, nodes: Any) -> Any:
     """Return how many results a graph search has, and how many of them pass the filter.
 
     nodes: int32, padded with -1.
@@ -66,7 +68,7 @@ def count_allowed(line: Any, nodes: Any) -> Any:
         if node < 0:
             break
         found += 1
-        passing += may_be_result(line[at.ALLOWED], np.int64(node))
+        passing += may_be_result(line.allowed, np.int64(node))
     return found, passing
 
 
@@ -74,7 +76,7 @@ def count_allowed(line: Any, nodes: Any) -> Any:
 def write_scan_result(batch: Any, slot: int, nodes: Any, raw: Any) -> None:
     """Write the results of a slot's scan in the device's format: nearest first, padded with -1 and +inf."""
     line = batch.slots[slot]
-    for i in range(line[at.K]):
-        there = i < line[at.FILLED]
+    for i in range(line.k):
+        there = i < line.filled
         nodes[i] = np.int32(node_of(batch.keys[slot, i])) if there else np.int32(-1)
         raw[i] = distance_of(batch.keys[slot, i]) if there else np.float32(np.inf)

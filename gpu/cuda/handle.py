@@ -7,14 +7,15 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.cpu.queries import QueryEncoding
-from gpu.cpu.state import collection_table
-from gpu.cpu.tables import ENCODING_FIELDS, EXTENDS, SCANNING, K
+from gpu.cpu.state import collection_record
+from gpu.cpu.tables import Encoding
 from gpu.cuda import backend, filtered, layout, resident
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
 from gpu.cuda.graphs import Kernels, LaunchGraphs
 from gpu.index.data import IndexData
 from gpu.slots import MAX_COLLECTIONS, SlotTable
+from ipc.native.records import address_of, new_array
 
 
 class Handle:
@@ -31,7 +32,7 @@ class Handle:
         self._memory = memory
         self._active = np.zeros(slots, np.int32)
         self._places = np.zeros(slots, np.int64)
-        self._encodings = np.zeros((MAX_COLLECTIONS, ENCODING_FIELDS), np.int64)
+        self._encodings = new_array(Encoding, MAX_COLLECTIONS)
         self._ids = np.zeros(MAX_COLLECTIONS, np.int64)
         self._scans = filtered.new_host_scans(memory.lines, layout.SLOT.itemsize, memory.nodes.shape[1])
         self._graphs = graphs.table()
@@ -52,10 +53,7 @@ class Handle:
         arrays: dict[int, npt.NDArray[Any]] = {
             backend.TABLE: self.table.words,
             backend.ACTIVE: self._active,
-            backend.ENCODINGS: self._encodings,
             backend.IDS: self._ids,
-            backend.COLLECTIONS: self._scans.collections,
-            backend.SEARCHES: self._scans.slots,
             backend.KEYS: self._scans.keys,
             backend.LINES: memory.lines,
             backend.COMMANDS: memory.commands,
@@ -70,6 +68,9 @@ class Handle:
             self.words[word] = array.ctypes.data
         entry = driver.entry_points()
         values = {
+            backend.ENCODINGS: address_of(self._encodings),
+            backend.COLLECTIONS: address_of(self._scans.collections),
+            backend.SEARCHES: address_of(self._scans.slots),
             backend.SLOTS: slots,
             backend.DEVICE_LINES: memory.lines_address,
             backend.LINE_BYTES: line_bytes,
@@ -101,22 +102,22 @@ class Handle:
         encoding = QueryEncoding(read.rows)
         self._alive[number] = (read, encoding)
         self._ids[number] = 0 if data.ids is None else data.ids.ctypes.data
-        self._scans.collections[number] = collection_table([read])[0]
-        self._encodings[number] = encoding.line
+        self._scans.collections[number] = collection_record(read)
+        self._encodings[number] = encoding.record
 
     def unload(self, number: int) -> None:
         """Unregister a collection. Precondition: no slot searches it."""
-        self._encodings[number] = 0
+        self._encodings[number] = Encoding()
         del self._alive[number]
 
     def requested_k(self, slot: int) -> int:
         """Return k of a slot's query."""
-        return int(self._scans.slots[slot, K])
+        return self._scans.slots[slot].k
 
     def scan_extends(self, slot: int) -> int | None:
         """Return the extends of a slot that the host scans; None for a slot that the device searches."""
         search = self._scans.slots[slot]
-        return int(search[EXTENDS]) if search[SCANNING] else None
+        return search.extends if search.scanning else None
 
     def searches(self, number: int) -> bool:
         """Return whether a slot searches this collection."""

@@ -29,7 +29,6 @@ from typing import Any
 
 from gpu import slot_changes
 from gpu.compiled import c_function, compiled
-from gpu.cpu.tables import SCANNING
 from gpu.cuda import backend
 from gpu.cuda.backend import (
     accept_in_place,
@@ -227,7 +226,7 @@ def _submit(words: Any, resident: Any) -> None:
         state[IN_QUEUE] = 0
         if table[STATES + slot] != _ACTIVE:
             continue
-        if scans.slots[slot, SCANNING]:
+        if scans.slots[slot].scanning:
             resident[SCANS] = 1
         elif state[DONE]:
             _add_finished(words, resident, slot)
@@ -301,7 +300,7 @@ def _scan_and_report(words: Any, resident: Any, report: int) -> Any:
     resident[FINISHED] = resident[SCANS] = 0
     for i in range(table_of(words)[ACTIVE_COUNT]):
         _slot_state(words, active[i])[PLACE] = i
-        resident[SCANS] |= scans.slots[active[i], SCANNING]
+        resident[SCANS] |= scans.slots[active[i]].scanning
     return done
 
 
@@ -311,7 +310,7 @@ def _searching(words: Any, resident: Any) -> Any:
     active, scans, count = active_of(words), scans_of(words), table_of(words)[ACTIVE_COUNT]
     scanning = 0
     for i in range(count if resident[SCANS] else 0):
-        scanning += scans.slots[active[i], SCANNING]
+        scanning += scans.slots[active[i]].scanning
     return count - scanning
 
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from gpu.cpu.queries import QUERY_SKETCH, SKETCH_STEP, QueryEncoding, prepare, prepared_bytes
-from gpu.cpu.tables import SKETCH_LANES
 from gpu.index.rows import Metric, aligned_empty, checked_vectors, encode
 from tests.gpu.datasets import METRICS
 
@@ -31,8 +30,7 @@ def test_a_querys_sketch_is_its_projection_every_time_it_is_prepared(metric: Met
         prepare(queries, encoding, prepared)
         steps = prepared[:, SKETCH_STEP : SKETCH_STEP + 4].copy().view(np.float32)
         lanes = (
-            prepared[:, QUERY_SKETCH : QUERY_SKETCH + 2 * int(encoding.line[SKETCH_LANES])].copy().view(np.int16)
-            * steps
+            prepared[:, QUERY_SKETCH : QUERY_SKETCH + 2 * encoding.record.sketch_lanes].copy().view(np.int16) * steps
         )
         found = np.hstack([lanes[:, lower], lanes[:, lower + 32]])
         assert np.abs(found - expected).max() < 0.01 * np.abs(expected).max()

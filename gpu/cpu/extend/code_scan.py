@@ -11,7 +11,6 @@ The second pass is needed where a great many rows are about as far away as the n
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu import tables as at
 from gpu.cpu.extend.filtered import ESTIMATE, SCAN_ROWS_PER_EXTEND, VERIFY
 from gpu.cpu.extend.keys import distance_of, insert_by_chunks, key_of, node_of
 from gpu.cpu.extend.rabitq import GROUP, centre_distance, fetch, score_node
@@ -34,9 +33,9 @@ def extend_code_scan(handle, active, finished):  # type: ignore[no-untyped-def]
     slots = batch_at(handle).slots
     done = 0
     for slot in active:
-        slots[slot, at.EXTENDS] += 1
+        slots[slot].extends += 1
         complete = scan_codes(handle, slot)
-        if complete and slots[slot, at.SCANNING] == ESTIMATE:
+        if complete and slots[slot].scanning == ESTIMATE:
             complete = score_list(handle, slot)
         if complete:
             finished[done] = slot
@@ -53,29 +52,29 @@ def list_length(batch, k):  # type: ignore[no-untyped-def]
 @compiled
 def worst_result(batch, slot):  # type: ignore[no-untyped-def]
     """Return the distance of a slot's k-th result; infinity while there are fewer."""
-    k = batch.slots[slot, at.K]
-    return distance_of(batch.exact[slot, k - 1]) if batch.slots[slot, at.SCORED] == k else _INFINITY
+    k = batch.slots[slot].k
+    return distance_of(batch.exact[slot, k - 1]) if batch.slots[slot].scored == k else _INFINITY
 
 
 @compiled
 def scan_codes(handle, slot):  # type: ignore[no-untyped-def]
     """Read the next codes of a slot's pass. Returns whether the pass is complete."""
     batch = batch_at(handle)
-    line, collection = batch.slots[slot], batch.collections[batch.slots[slot, at.COLLECTION]]
-    dims, planes, size = collection[at.ROTATED], collection[at.CODE_BITS], collection[at.SIZE]
-    query, group_bytes = line[at.QUERY], 4 * dims * planes + 8 * GROUP
-    table = np.uint64(query + collection[at.QUERY_TABLE])
+    line, collection = batch.slots[slot], batch.collections[batch.slots[slot].collection]
+    dims, planes, size = collection.rotated, collection.code_bits, collection.size
+    query, group_bytes = line.query, 4 * dims * planes + 8 * GROUP
+    table = np.uint64(query + collection.query_table)
     step, offset = load_f32(np.uint64(query + TABLE_STEP)), load_f32(np.uint64(query + TABLE_OFFSET))
-    base, verifies = centre_distance(batch, slot), line[at.SCANNING] == VERIFY
-    margin = np.float32(np.int64(line[at.MARGIN]).view(np.float64))
-    keys, length = np.uint64(batch.keys.ctypes.data + slot * batch.keys.strides[0]), list_length(batch, line[at.K])
-    estimates, filled = np.uint64(batch.distances.ctypes.data), line[at.FILLED]
-    row, left = line[at.CURSOR], SCAN_ROWS_PER_EXTEND
+    base, verifies = centre_distance(batch, slot), line.scanning == VERIFY
+    margin = np.float32(line.margin)
+    keys, length = np.uint64(batch.keys.ctypes.data + slot * batch.keys.strides[0]), list_length(batch, line.k)
+    estimates, filled = np.uint64(batch.distances.ctypes.data), line.filled
+    row, left = line.cursor, SCAN_ROWS_PER_EXTEND
     end = min(size, row + CODES_PER_EXTEND)
     while row < end and left > 0:
-        passing = np.int64(load_u32(np.uint64(line[at.ALLOWED] + row // 8)))
+        passing = np.int64(load_u32(np.uint64(line.allowed + row // 8)))
         if passing != 0:
-            codes = np.uint64(collection[at.SCAN] + row // GROUP * group_bytes)
+            codes = np.uint64(collection.scan + row // GROUP * group_bytes)
             estimate(codes, table, dims, planes, base, step, offset, estimates)
             if verifies:
                 near = below(estimates, worst_result(batch, slot) + margin) & passing
@@ -89,7 +88,7 @@ def scan_codes(handle, slot):  # type: ignore[no-untyped-def]
                     if insert_by_chunks(keys, filled, length, key_of(batch.distances[lane], row + lane)) >= 0:
                         filled = min(filled + 1, length)
         row += GROUP
-    line[at.CURSOR], line[at.FILLED] = row, filled
+    line.cursor, line.filled = row, filled
     return row >= size
 
 
@@ -97,10 +96,10 @@ def scan_codes(handle, slot):  # type: ignore[no-untyped-def]
 def score_lanes(handle, slot, row, lanes):  # type: ignore[no-untyped-def]
     """Score the rows after `row` whose bits are set in `lanes`. Returns their number."""
     batch = batch_at(handle)
-    collection = batch.collections[batch.slots[slot, at.COLLECTION]]
+    collection = batch.collections[batch.slots[slot].collection]
     left, count = lanes, 0
     while left != 0:
-        fetch(collection[at.ROWS], collection[at.ROW_BYTES], row + lowest_bit(left))
+        fetch(collection.rows, collection.row_bytes, row + lowest_bit(left))
         left &= left - 1
     while lanes != 0:
         score_node(handle, slot, row + lowest_bit(lanes))
@@ -113,20 +112,20 @@ def score_lanes(handle, slot, row, lanes):  # type: ignore[no-untyped-def]
 def score_list(handle, slot):  # type: ignore[no-untyped-def]
     """Score listed rows, nearest first. Returns whether no other row can be a result; else begins the second pass."""
     batch = batch_at(handle)
-    line, collection = batch.slots[slot], batch.collections[batch.slots[slot, at.COLLECTION]]
-    filled, squares, margin = line[at.FILLED], 0.0, np.inf
+    line, collection = batch.slots[slot], batch.collections[batch.slots[slot].collection]
+    filled, squares, margin = line.filled, 0.0, np.inf
     for i in range(min(_AHEAD, filled)):
-        fetch(collection[at.ROWS], collection[at.ROW_BYTES], np.int64(node_of(batch.keys[slot, i])))
+        fetch(collection.rows, collection.row_bytes, np.int64(node_of(batch.keys[slot, i])))
     for i in range(filled):
         estimated = np.float64(distance_of(batch.keys[slot, i]))
         if i >= _SAMPLE and estimated - margin > worst_result(batch, slot):
             return True
         if i + _AHEAD < filled:
-            fetch(collection[at.ROWS], collection[at.ROW_BYTES], np.int64(node_of(batch.keys[slot, i + _AHEAD])))
+            fetch(collection.rows, collection.row_bytes, np.int64(node_of(batch.keys[slot, i + _AHEAD])))
         error = score_node(handle, slot, np.int64(node_of(batch.keys[slot, i]))) - estimated
         squares += error * error
         margin = SIGMAS * np.sqrt(squares / (i + 1))
-    if filled < list_length(batch, line[at.K]):
+    if filled < list_length(batch, line.k):
         return True
-    line[at.SCANNING], line[at.CURSOR], line[at.MARGIN] = VERIFY, 0, np.float64(margin).view(np.int64)
+    line.scanning, line.cursor, line.margin = VERIFY, 0, margin
     return False

@@ -25,7 +25,7 @@ SCAN_ROWS_PER_ENTRY_BATCHED = 16
 MIN_BATCH = 16  # queries, from which SCAN_ROWS_PER_ENTRY_BATCHED applies
 SCAN_ROWS_PER_EXTEND = 128  # rows that one slot scans in an extend
 SCAN_CODES_PER_ROW = 16  # rows whose codes are read in the time that comparing one row takes
-WALK, COMPARE, ESTIMATE, VERIFY = range(4)  # the column SCANNING: no scan, one of rows, the two passes of one of codes
+WALK, COMPARE, ESTIMATE, VERIFY = range(4)  # `Slot.scanning`: no scan, one of rows, the two passes of one of codes
 PREFETCHED_BYTES = 2048  # before the row that is prefetched next
 _LONGEST = 2  # times the longest list: beyond that, a graph search with the longest list would find too few rows
 _DUPLICATES = 2
@@ -54,13 +54,13 @@ def set_filter(batch, slot, allowed, allowed_count, bits, length):  # type: igno
     length: top_m of the graph search; 0: scan the allowed rows. bits: of the visited table for this top_m.
     """
     line = batch.slots[slot]
-    line[at.ALLOWED], line[at.ALLOWED_COUNT] = allowed, allowed_count
+    line.allowed, line.allowed_count = allowed, allowed_count
     if length == 0:
-        line[at.SCANNING] = COMPARE
+        line.scanning = COMPARE
         return
-    line[at.MIN_ALLOWED], line[at.TOP_M] = line[at.TOP_M], length
-    if bits > line[at.VISITED_BITS]:
-        line[at.VISITED_BITS] = bits
+    line.min_allowed, line.top_m = line.top_m, length
+    if bits > line.visited_bits:
+        line.visited_bits = bits
         batch.visited[slot, : 1 << bits] = _EMPTY
 
 
@@ -68,21 +68,21 @@ def set_filter(batch, slot, allowed, allowed_count, bits, length):  # type: igno
 def count_parent(batch, slot, node):  # type: ignore[no-untyped-def]
     """Count a parent of a filtered search, and whether it passes the filter."""
     line = batch.slots[slot]
-    if line[at.MIN_ALLOWED] != 0:
-        line[at.WALKED_PARENTS] += 1
-        line[at.ALLOWED_PARENTS] += may_be_result(line[at.ALLOWED], node)
+    if line.min_allowed != 0:
+        line.walked_parents += 1
+        line.allowed_parents += may_be_result(line.allowed, node)
 
 
 @compiled
 def has_min_allowed(batch, slot):  # type: ignore[no-untyped-def]
     """Return whether MIN_ALLOWED allowed entries precede a slot's cursor."""
     line = batch.slots[slot]
-    left = line[at.MIN_ALLOWED]
+    left = line.min_allowed
     # A parent has up to _DUPLICATES entries in top_m: with so few allowed parents the count cannot reach MIN_ALLOWED.
-    if _DUPLICATES * line[at.ALLOWED_PARENTS] < left or left == 0:
+    if _DUPLICATES * line.allowed_parents < left or left == 0:
         return False
-    for i in range(line[at.CURSOR]):
-        left -= may_be_result(line[at.ALLOWED], node_of(batch.keys[slot, i]))
+    for i in range(line.cursor):
+        left -= may_be_result(line.allowed, node_of(batch.keys[slot, i]))
         if left == 0:
             return True
     return False
@@ -95,9 +95,9 @@ def found_too_few(line, found, walked, passing, size, sigmas):  # type: ignore[n
     That is if there are more to return, or if only `passing` of the `walked` rows passed, `sigmas` standard deviations
     below what a filter without correlation lets pass.
     """
-    if found < min(line[at.K], line[at.ALLOWED_COUNT]):
+    if found < min(line.k, line.allowed_count):
         return True
-    share = line[at.ALLOWED_COUNT] / size
+    share = line.allowed_count / size
     expected = walked * share
     missing = expected - passing
     return missing > 0 and missing * missing > sigmas * sigmas * expected * (1 - share)
@@ -107,13 +107,13 @@ def found_too_few(line, found, walked, passing, size, sigmas):  # type: ignore[n
 def fall_back_to_scan(batch, slot, found):  # type: ignore[no-untyped-def]
     """Switch a finished graph search to a scan if it has found too few rows. Returns whether it did."""
     line = batch.slots[slot]
-    collection = batch.collections[line[at.COLLECTION]]
-    coded = collection[at.SCAN] != 0
-    sigmas, size = SIGMAS_CODES if coded else SIGMAS_COMPARE, collection[at.SIZE]
-    if not found_too_few(line, found, line[at.WALKED_PARENTS], line[at.ALLOWED_PARENTS], size, sigmas):
+    collection = batch.collections[line.collection]
+    coded = collection.scan != 0
+    sigmas, size = SIGMAS_CODES if coded else SIGMAS_COMPARE, collection.size
+    if not found_too_few(line, found, line.walked_parents, line.allowed_parents, size, sigmas):
         return False
-    line[at.SCANNING] = ESTIMATE if coded and SCAN_CODES_PER_ROW * line[at.ALLOWED_COUNT] > size else COMPARE
-    line[at.CURSOR] = line[at.FILLED] = line[at.SCORED] = 0
+    line.scanning = ESTIMATE if coded and SCAN_CODES_PER_ROW * line.allowed_count > size else COMPARE
+    line.cursor = line.filled = line.scored = 0
     return True
 
 
@@ -123,7 +123,7 @@ def extend_scan(batch, active, finished):  # type: ignore[no-untyped-def]
     slots = batch.slots
     done = 0
     for slot in active:
-        slots[slot, at.EXTENDS] += 1
+        slots[slot].extends += 1
         if scan_rows(batch, slot):
             finished[done] = slot
             done += 1
@@ -133,18 +133,18 @@ def extend_scan(batch, active, finished):  # type: ignore[no-untyped-def]
 @compiled
 def scan_rows(batch, slot):  # type: ignore[no-untyped-def]
     """Score the next rows of a slot's scan in full precision. Returns whether the scan is complete."""
-    line, collection = batch.slots[slot], batch.collections[batch.slots[slot, at.COLLECTION]]
-    coded = collection[at.BLOCKS] != 0
-    keys, count = (batch.exact, at.SCORED) if coded else (batch.keys, at.FILLED)
-    rows, row_bytes = collection[at.ROWS], collection[at.ROW_BYTES]
-    lanes, kind = collection[at.LANES], collection[at.KIND]
-    query = np.uint64(line[at.QUERY] + collection[at.QUERY_ROW])
-    if collection[at.FULL] != 0:
-        rows, row_bytes, lanes = collection[at.FULL], collection[at.FULL_BYTES], collection[at.FULL_LANES]
+    line, collection = batch.slots[slot], batch.collections[batch.slots[slot].collection]
+    coded = collection.blocks != 0
+    keys = batch.exact if coded else batch.keys
+    rows, row_bytes = collection.rows, collection.row_bytes
+    lanes, kind = collection.lanes, collection.kind
+    query = np.uint64(line.query + collection.query_row)
+    if collection.full != 0:
+        rows, row_bytes, lanes = collection.full, collection.full_bytes, collection.full_lanes
         kind = at.F32_DOT if kind & 1 else at.F32_L2
-        query = np.uint64(line[at.QUERY] + collection[at.QUERY_FULL])
-    allowed, size, k, filled = line[at.ALLOWED], collection[at.SIZE], line[at.K], line[count]
-    row = ahead = next_allowed_row(allowed, line[at.CURSOR], size)
+        query = np.uint64(line.query + collection.query_full)
+    allowed, size, k, filled = line.allowed, collection.size, line.k, line.scored if coded else line.filled
+    row = ahead = next_allowed_row(allowed, line.cursor, size)
     for _ in range(PREFETCHED_BYTES // row_bytes):
         ahead = next_allowed_row(allowed, ahead + 1, size)
     left = SCAN_ROWS_PER_EXTEND
@@ -158,7 +158,11 @@ def scan_rows(batch, slot):  # type: ignore[no-untyped-def]
             filled = min(filled + 1, k)
         row = next_allowed_row(allowed, row + 1, size)
         left -= 1
-    line[at.CURSOR], line[count] = row, filled
+    line.cursor = row
+    if coded:
+        line.scored = filled
+    else:
+        line.filled = filled
     return row >= size
 
 

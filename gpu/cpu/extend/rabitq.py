@@ -10,7 +10,6 @@ distances, which are the results. `gpu.index.data` describes the algorithm and i
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu import tables as at
 from gpu.cpu.extend.filtered import count_parent, fall_back_to_scan, has_min_allowed
 from gpu.cpu.extend.keys import distance_of, insert, insert_by_chunks, key_of, may_be_result, node_of, row_distance
 from gpu.cpu.fast_scan import below, estimate, lowest_bit, was_visited
@@ -37,25 +36,23 @@ def select_parents(handle, active):  # type: ignore[no-untyped-def]
     batch = batch_at(handle)
     collections, slots, keys, parents = batch.collections, batch.slots, batch.keys, batch.parents
     for slot in active:
-        collection = slots[slot, at.COLLECTION]
+        collection = collections[slots[slot].collection]
         visited = batch.visited.ctypes.data + slot * batch.visited.strides[0]
-        position, count = slots[slot, at.CURSOR], 0
-        while position < slots[slot, at.FILLED] and count < slots[slot, at.WIDTH]:
+        position, count = slots[slot].cursor, 0
+        while position < slots[slot].filled and count < slots[slot].width:
             if not keys[slot, position] & np.uint64(1):
                 node = np.int64(node_of(keys[slot, position]))
                 keys[slot, position] |= np.uint64(1)
-                if slots[slot, at.DISTINCT] or not visit(
-                    set_of(visited, slots[slot, at.VISITED_BITS], node), np.uint32(node)
-                ):
+                if slots[slot].distinct or not visit(set_of(visited, slots[slot].visited_bits, node), np.uint32(node)):
                     parents[slot, count] = node
                     count += 1
                     count_parent(batch, slot, node)
-                    fetch(collections[collection, at.ROWS], collections[collection, at.ROW_BYTES], node)
-                    fetch(collections[collection, at.BLOCKS], collections[collection, at.BLOCK_BYTES], node)
-                    fetch(collections[collection, at.GRAPH], collections[collection, at.DEGREE] * 4, node)
+                    fetch(collection.rows, collection.row_bytes, node)
+                    fetch(collection.blocks, collection.block_bytes, node)
+                    fetch(collection.graph, collection.degree * 4, node)
             position += 1
-        slots[slot, at.CURSOR] = position
-        slots[slot, at.PARENTS] = count
+        slots[slot].cursor = position
+        slots[slot].parents = count
 
 
 @compiled
@@ -74,17 +71,17 @@ def extend_rabitq(handle, active, finished):  # type: ignore[no-untyped-def]
     select_parents(handle, active)
     done = 0
     for slot in active:
-        if slots[slot, at.FILLED] == 0:
+        if slots[slot].filled == 0:
             changed = start_search(handle, slot)
         else:
             changed = False
-            for p in range(slots[slot, at.PARENTS]):
+            for p in range(slots[slot].parents):
                 if expand_parent(handle, slot, batch.parents[slot, p]):
                     changed = True
-        slots[slot, at.EXTENDS] += 1
-        slots[slot, at.UNCHANGED] = 0 if changed else slots[slot, at.UNCHANGED] + 1
-        patience = slots[slot, at.PATIENCE]
-        stalled = patience > 0 and slots[slot, at.UNCHANGED] >= patience
+        slots[slot].extends += 1
+        slots[slot].unchanged = 0 if changed else slots[slot].unchanged + 1
+        patience = slots[slot].patience
+        stalled = patience > 0 and slots[slot].unchanged >= patience
         if next_parent(handle, slot) and not stalled and not has_min_allowed(batch, slot):
             continue
         if try_finish(handle, slot):
@@ -99,17 +96,17 @@ def next_parent(handle, slot):  # type: ignore[no-untyped-def]
     batch = batch_at(handle)
     slots, keys = batch.slots, batch.keys
     visited = batch.visited.ctypes.data + slot * batch.visited.strides[0]
-    cursor = slots[slot, at.CURSOR]
-    while cursor < slots[slot, at.FILLED]:
+    cursor = slots[slot].cursor
+    while cursor < slots[slot].filled:
         key = keys[slot, cursor]
         if not key & np.uint64(1):
             node = np.uint32(node_of(key))
-            if not was_visited(set_of(visited, slots[slot, at.VISITED_BITS], node), node) or slots[slot, at.DISTINCT]:
+            if not was_visited(set_of(visited, slots[slot].visited_bits, node), node) or slots[slot].distinct:
                 break
             keys[slot, cursor] = key | np.uint64(1)
         cursor += 1
-    slots[slot, at.CURSOR] = cursor
-    return cursor < slots[slot, at.FILLED]
+    slots[slot].cursor = cursor
+    return cursor < slots[slot].filled
 
 
 @compiled
@@ -117,25 +114,25 @@ def start_search(handle, slot):  # type: ignore[no-untyped-def]
     """Make the first extend: from the start node, or from the seeds, encoded as neighbours of the centre."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
-    collection = slots[slot, at.COLLECTION]
-    if slots[slot, at.START] >= 0:
-        batch.keys[slot, 0] = key_of(np.float32(0), slots[slot, at.START])
-        slots[slot, at.FILLED] = 1
+    collection = collections[slots[slot].collection]
+    if slots[slot].start >= 0:
+        batch.keys[slot, 0] = key_of(np.float32(0), slots[slot].start)
+        slots[slot].filled = 1
         return True
     base = centre_distance(batch, slot)
-    seeds, count = collections[collection, at.SEEDS], collections[collection, at.SEED_COUNT]
-    return merge_neighbors(handle, slot, base, collections[collection, at.ENTRY], seeds, count)
+    seeds, count = collection.seeds, collection.seed_count
+    return merge_neighbors(handle, slot, base, collection.entry, seeds, count)
 
 
 @compiled
 def centre_distance(batch, slot):  # type: ignore[no-untyped-def]
     """Return the distance between a slot's query and the centre of its collection."""
-    collection = batch.slots[slot, at.COLLECTION]
-    full = np.uint64(batch.slots[slot, at.QUERY] + batch.collections[collection, at.QUERY_FULL])
+    collection = batch.slots[slot].collection
+    full = np.uint64(batch.slots[slot].query + batch.collections[collection].query_full)
     encoding = batch.encodings[collection]
-    lanes = padded_lanes(encoding[at.DIM])
-    centre = np.uint64(encoding[at.CENTRE])
-    l2 = (batch.collections[collection, at.KIND] & 1) == 0
+    lanes = padded_lanes(encoding.dim)
+    centre = np.uint64(encoding.centre)
+    l2 = (batch.collections[collection].kind & 1) == 0
     return l2_f32(centre, full, lanes) if l2 else -dot_f32(centre, full, lanes)
 
 
@@ -144,11 +141,11 @@ def expand_parent(handle, slot, node):  # type: ignore[no-untyped-def]
     """Score a parent and merge its neighbours' estimates. Returns whether top_m changed."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
-    collection = slots[slot, at.COLLECTION]
+    collection = collections[slots[slot].collection]
     base = score_node(handle, slot, node)
-    block = collections[collection, at.BLOCKS] + node * collections[collection, at.BLOCK_BYTES]
-    degree = collections[collection, at.DEGREE]
-    return merge_neighbors(handle, slot, base, block, collections[collection, at.GRAPH] + node * degree * 4, degree)
+    block = collection.blocks + node * collection.block_bytes
+    degree = collection.degree
+    return merge_neighbors(handle, slot, base, block, collection.graph + node * degree * 4, degree)
 
 
 @compiled
@@ -156,16 +153,16 @@ def score_node(handle, slot, node):  # type: ignore[no-untyped-def]
     """Return a node's exact distance, and insert the node into `exact` if it is allowed and among the k nearest."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
-    collection = slots[slot, at.COLLECTION]
-    row = np.uint64(collections[collection, at.ROWS] + node * collections[collection, at.ROW_BYTES])
-    query = np.uint64(slots[slot, at.QUERY] + collections[collection, at.QUERY_ROW])
-    kind, lanes = collections[collection, at.KIND], collections[collection, at.LANES]
+    collection = collections[slots[slot].collection]
+    row = np.uint64(collection.rows + node * collection.row_bytes)
+    query = np.uint64(slots[slot].query + collection.query_row)
+    kind, lanes = collection.kind, collection.lanes
     distance = row_distance(kind, row, query, lanes, np.float32(1))
-    scored, k = slots[slot, at.SCORED], slots[slot, at.K]
-    if not may_be_result(slots[slot, at.ALLOWED], node):
+    scored, k = slots[slot].scored, slots[slot].k
+    if not may_be_result(slots[slot].allowed, node):
         return distance
     if insert(batch.exact, slot, scored, k, key_of(distance, node)) >= 0:
-        slots[slot, at.SCORED] = min(scored + 1, k)
+        slots[slot].scored = min(scored + 1, k)
     return distance
 
 
@@ -174,15 +171,15 @@ def merge_neighbors(handle, slot, base, block, neighbors, count):  # type: ignor
     """Estimate the distances of `count` neighbours, uint32 at an address, and merge them into top_m."""
     batch = batch_at(handle)
     collections, slots, distances = batch.collections, batch.slots, batch.distances
-    collection, query = slots[slot, at.COLLECTION], slots[slot, at.QUERY]
-    dims, size = collections[collection, at.ROTATED], collections[collection, at.SIZE]
-    distinct = slots[slot, at.DISTINCT]
-    filled, top_m, cursor = slots[slot, at.FILLED], slots[slot, at.TOP_M], slots[slot, at.CURSOR]
-    table, planes = np.uint64(query + collections[collection, at.QUERY_TABLE]), collections[collection, at.CODE_BITS]
+    collection, query = collections[slots[slot].collection], slots[slot].query
+    dims, size = collection.rotated, collection.size
+    distinct = slots[slot].distinct
+    filled, top_m, cursor = slots[slot].filled, slots[slot].top_m, slots[slot].cursor
+    table, planes = np.uint64(query + collection.query_table), collection.code_bits
     step, offset = load_f32(np.uint64(query + TABLE_STEP)), load_f32(np.uint64(query + TABLE_OFFSET))
     keys = np.uint64(batch.keys.ctypes.data + slot * batch.keys.strides[0])
     visited = batch.visited.ctypes.data + slot * batch.visited.strides[0]
-    bits = slots[slot, at.VISITED_BITS]
+    bits = slots[slot].visited_bits
     estimates = np.uint64(distances.ctypes.data)
     changed = False
     for begin in range(0, count, GROUP):
@@ -204,7 +201,7 @@ def merge_neighbors(handle, slot, base, block, neighbors, count):  # type: ignor
                 filled = min(filled + 1, top_m)
                 cursor = min(cursor, position)
         block += 4 * dims * planes + 8 * GROUP
-    slots[slot, at.FILLED], slots[slot, at.CURSOR] = filled, cursor
+    slots[slot].filled, slots[slot].cursor = filled, cursor
     return changed
 
 
@@ -218,22 +215,22 @@ def try_finish(handle, slot):  # type: ignore[no-untyped-def]
     """
     batch = batch_at(handle)
     slots, keys = batch.slots, batch.keys
-    required = min(slots[slot, at.K], batch.collections[slots[slot, at.COLLECTION], at.SIZE])
+    required = min(slots[slot].k, batch.collections[slots[slot].collection].size)
     position = 0
-    while slots[slot, at.SCORED] < required and position < slots[slot, at.FILLED]:
+    while slots[slot].scored < required and position < slots[slot].filled:
         node = np.int64(node_of(keys[slot, position]))
-        if not keys[slot, position] & np.uint64(1) and may_be_result(slots[slot, at.ALLOWED], node):
+        if not keys[slot, position] & np.uint64(1) and may_be_result(slots[slot].allowed, node):
             score_node(handle, slot, node)
         position += 1
-    if slots[slot, at.ALLOWED_COUNT] != 0:
-        return not fall_back_to_scan(batch, slot, slots[slot, at.SCORED])
-    if slots[slot, at.SCORED] == required or slots[slot, at.DISTINCT]:
+    if slots[slot].allowed_count != 0:
+        return not fall_back_to_scan(batch, slot, slots[slot].scored)
+    if slots[slot].scored == required or slots[slot].distinct:
         return True
-    slots[slot, at.DISTINCT] = 1
-    slots[slot, at.FILLED] = slots[slot, at.CURSOR] = slots[slot, at.UNCHANGED] = slots[slot, at.PARENTS] = 0
+    slots[slot].distinct = True
+    slots[slot].filled = slots[slot].cursor = slots[slot].unchanged = slots[slot].parents = 0
     bits = 0
     while 2 << bits <= batch.visited.shape[1]:
         bits += 1
-    slots[slot, at.VISITED_BITS] = bits
+    slots[slot].visited_bits = bits
     batch.visited[slot, : 1 << bits] = _EMPTY
     return False

@@ -14,14 +14,14 @@ RESCORED_AT_LEAST = 8
 def keep_allowed(batch, slot):  # type: ignore[no-untyped-def]
     """Remove entries that the filter rejects from a finished top_m."""
     slots, keys = batch.slots, batch.keys
-    if slots[slot, at.ALLOWED] == 0:
+    if slots[slot].allowed == 0:
         return
     kept = 0
-    for i in range(slots[slot, at.FILLED]):
-        if may_be_result(slots[slot, at.ALLOWED], node_of(keys[slot, i])):
+    for i in range(slots[slot].filled):
+        if may_be_result(slots[slot].allowed, node_of(keys[slot, i])):
             keys[slot, kept] = keys[slot, i]
             kept += 1
-    slots[slot, at.FILLED] = kept
+    slots[slot].filled = kept
 
 
 @compiled
@@ -32,14 +32,14 @@ def rescore(batch, slot):  # type: ignore[no-untyped-def]
     2·k + 16, are rescored as long as an error somewhat below that range could make them nearer than the k-th.
     """
     collections, slots, keys = batch.collections, batch.slots, batch.keys
-    if collections[slots[slot, at.COLLECTION], at.FULL] == 0:
+    if collections[slots[slot].collection].full == 0:
         return
-    count = min(slots[slot, at.FILLED], 2 * slots[slot, at.K] + 16)
-    first = min(count, max(slots[slot, at.K], RESCORED_AT_LEAST))
+    count = min(slots[slot].filled, 2 * slots[slot].k + 16)
+    first = min(count, max(slots[slot].k, RESCORED_AT_LEAST))
     least, most = rescore_range(batch, slot, 0, first)
     if first == count:
         return
-    worst = distance_of(keys[slot, slots[slot, at.K] - 1])
+    worst = distance_of(keys[slot, slots[slot].k - 1])
     following = first
     while following < count and distance_of(keys[slot, following]) + least - (most - least) < worst:
         following += 1
@@ -50,11 +50,11 @@ def rescore(batch, slot):  # type: ignore[no-untyped-def]
 def rescore_range(batch, slot, begin, end):  # type: ignore[no-untyped-def]
     """Rescore entries begin..end and sort them into the earlier ones. Returns the (least, most) distance change."""
     collections, slots, keys = batch.collections, batch.slots, batch.keys
-    collection = slots[slot, at.COLLECTION]
-    full, full_bytes = collections[collection, at.FULL], collections[collection, at.FULL_BYTES]
-    kind = at.F32_DOT if collections[collection, at.KIND] == at.I8_DOT else at.F32_L2
-    lanes = collections[collection, at.FULL_LANES]
-    query = np.uint64(slots[slot, at.QUERY] + collections[collection, at.QUERY_FULL])
+    collection = collections[slots[slot].collection]
+    full, full_bytes = collection.full, collection.full_bytes
+    kind = at.F32_DOT if collection.kind == at.I8_DOT else at.F32_L2
+    lanes = collection.full_lanes
+    query = np.uint64(slots[slot].query + collection.query_full)
     least, most = np.float32(np.inf), np.float32(-np.inf)
     for i in range(begin, end):
         node = np.int64(node_of(keys[slot, i]))
@@ -77,12 +77,12 @@ def rescore_range(batch, slot, begin, end):  # type: ignore[no-untyped-def]
 @compiled
 def write_result(batch, slot, nodes, found):  # type: ignore[no-untyped-def]
     """Write a finished slot's k nearest nodes and their distances in the metric, padded with -1 and +inf."""
-    filled, collection = batch.slots[slot, at.FILLED], batch.slots[slot, at.COLLECTION]
+    filled, collection = batch.slots[slot].filled, batch.collections[batch.slots[slot].collection]
     keys = batch.keys
-    if batch.collections[collection, at.BLOCKS] != 0:
-        filled, keys = batch.slots[slot, at.SCORED], batch.exact
-    factor = np.int64(batch.collections[collection, at.FACTOR]).view(np.float64)
-    offset = np.int64(batch.collections[collection, at.OFFSET]).view(np.float64)
-    for i in range(batch.slots[slot, at.K]):
+    if collection.blocks != 0:
+        filled, keys = batch.slots[slot].scored, batch.exact
+    factor = collection.factor
+    offset = collection.offset
+    for i in range(batch.slots[slot].k):
         nodes[i] = np.int64(node_of(keys[slot, i])) if i < filled else -1
         found[i] = np.float64(distance_of(keys[slot, i])) * factor + offset if i < filled else np.inf

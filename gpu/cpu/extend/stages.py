@@ -13,7 +13,6 @@ was too far for top_m and still is, because the worst distance in top_m only dec
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu import tables as at
 from gpu.cpu.extend.code_scan import extend_code_scan
 from gpu.cpu.extend.filtered import COMPARE, WALK, count_parent, extend_scan, fall_back_to_scan, has_min_allowed
 from gpu.cpu.extend.keys import distance_of, insert, key_of, node_of, row_distance
@@ -33,10 +32,10 @@ def select_parents(batch, active):  # type: ignore[no-untyped-def]
     """Select the `search_width` nearest unexpanded entries of each top_m as parents, and mark them as expanded."""
     collections, slots, keys, parents = batch.collections, batch.slots, batch.keys, batch.parents
     for slot in active:
-        collection = slots[slot, at.COLLECTION]
-        graph, row_bytes = collections[collection, at.GRAPH], collections[collection, at.DEGREE] * 4
-        position, count = slots[slot, at.CURSOR], 0
-        while position < slots[slot, at.FILLED] and count < slots[slot, at.WIDTH]:
+        collection = collections[slots[slot].collection]
+        graph, row_bytes = collection.graph, collection.degree * 4
+        position, count = slots[slot].cursor, 0
+        while position < slots[slot].filled and count < slots[slot].width:
             if not keys[slot, position] & np.uint64(1):
                 node = np.int64(node_of(keys[slot, position]))
                 keys[slot, position] |= np.uint64(1)
@@ -46,8 +45,8 @@ def select_parents(batch, active):  # type: ignore[no-untyped-def]
                 for offset in range(0, row_bytes, 64):
                     prefetch(np.uint64(graph + node * row_bytes + offset))
             position += 1
-        slots[slot, at.CURSOR] = position
-        slots[slot, at.PARENTS] = count
+        slots[slot].cursor = position
+        slots[slot].parents = count
 
 
 @compiled
@@ -56,22 +55,22 @@ def expand_neighbors(batch, active):  # type: ignore[no-untyped-def]
     collections, slots, parents, tasks = batch.collections, batch.slots, batch.parents, batch.tasks
     end = 0
     for slot in active:
-        collection = slots[slot, at.COLLECTION]
-        slots[slot, at.TASK_BEGIN] = end
-        if slots[slot, at.EXTENDS] == 0 and slots[slot, at.START] >= 0:
-            tasks[end] = slots[slot, at.START]
+        collection = collections[slots[slot].collection]
+        slots[slot].task_begin = end
+        if slots[slot].extends == 0 and slots[slot].start >= 0:
+            tasks[end] = slots[slot].start
             end += 1
-        elif slots[slot, at.EXTENDS] == 0:
-            count = collections[collection, at.SEED_COUNT]
-            move(np.uint64(tasks.ctypes.data + end * 4), np.uint64(collections[collection, at.SEEDS]), count * 4)
+        elif slots[slot].extends == 0:
+            count = collection.seed_count
+            move(np.uint64(tasks.ctypes.data + end * 4), np.uint64(collection.seeds), count * 4)
             end += count
         else:
-            degree = collections[collection, at.DEGREE]
-            for p in range(slots[slot, at.PARENTS]):
-                row = collections[collection, at.GRAPH] + parents[slot, p] * degree * 4
+            degree = collection.degree
+            for p in range(slots[slot].parents):
+                row = collection.graph + parents[slot, p] * degree * 4
                 move(np.uint64(tasks.ctypes.data + end * 4), np.uint64(row), degree * 4)
                 end += degree
-        slots[slot, at.TASK_END] = end
+        slots[slot].task_end = end
 
 
 @compiled
@@ -80,45 +79,45 @@ def mark_visited(batch, active):  # type: ignore[no-untyped-def]
     collections, slots, visited, tasks = batch.collections, batch.slots, batch.visited, batch.tasks
     end = 0
     for slot in active:
-        collection = slots[slot, at.COLLECTION]
-        size = collections[collection, at.SIZE]
+        collection = collections[slots[slot].collection]
+        size = collection.size
         # Prefetch the data that compute_distances reads first.
-        first, first_bytes = collections[collection, at.SKETCHES], collections[collection, at.SKETCH_BYTES]
+        first, first_bytes = collection.sketches, collection.sketch_bytes
         if first == 0:
-            first, first_bytes = collections[collection, at.ROWS], collections[collection, at.ROW_BYTES]
+            first, first_bytes = collection.rows, collection.row_bytes
         table = visited.ctypes.data + slot * visited.strides[0]
-        shift = np.uint32(32 - slots[slot, at.VISITED_BITS])
+        shift = np.uint32(32 - slots[slot].visited_bits)
         begin = end
-        for t in range(slots[slot, at.TASK_BEGIN], slots[slot, at.TASK_END]):
+        for t in range(slots[slot].task_begin, slots[slot].task_end):
             node = tasks[t]
             place = np.int64(np.uint32(node * _HASH) >> shift) & ~np.int64(WAYS - 1)  # numba widens products to 64 bits
             seen = visit(np.uint64(table + place * 4), node)
             prefetch(np.uint64(first + np.int64(node) * first_bytes))
             tasks[end] = node
             end += 1 - (seen | (node >= size))  # a corrupt graph may point outside the rows
-        slots[slot, at.TASK_BEGIN] = begin
-        slots[slot, at.TASK_END] = end
+        slots[slot].task_begin = begin
+        slots[slot].task_end = end
 
 
 @compiled
 def filter_by_sketch(batch, slot):  # type: ignore[no-untyped-def]
     """Drop the tasks that their sketch rules out for a full top_m, and prefetch the rows of the others."""
     collections, slots, tasks, distances = batch.collections, batch.slots, batch.tasks, batch.distances
-    collection = slots[slot, at.COLLECTION]
-    query = np.uint64(slots[slot, at.QUERY])
-    l2 = (collections[collection, at.KIND] & 1) == 0
-    first = slots[slot, at.EXTENDS] == 0
+    collection = collections[slots[slot].collection]
+    query = np.uint64(slots[slot].query)
+    l2 = (collection.kind & 1) == 0
+    first = slots[slot].extends == 0
     cutoff = np.float32(np.inf)
     if not first:
-        worst = distance_of(batch.keys[slot, slots[slot, at.TOP_M] - 1])
+        worst = distance_of(batch.keys[slot, slots[slot].top_m - 1])
         cutoff = worst - load_f32(query + np.uint64(SKETCH_CONSTANT)) + load_f32(query + np.uint64(SKETCH_MARGIN))
     step = load_f32(query + np.uint64(SKETCH_STEP))
     bias = load_f32(query + np.uint64(SKETCH_BIAS))
     lanes = query + np.uint64(QUERY_SKETCH)
-    sketches, sketch_bytes = collections[collection, at.SKETCHES], collections[collection, at.SKETCH_BYTES]
-    rows, row_bytes = collections[collection, at.ROWS], collections[collection, at.ROW_BYTES]
-    begin = end = slots[slot, at.TASK_BEGIN]
-    for t in range(begin, slots[slot, at.TASK_END]):
+    sketches, sketch_bytes = collection.sketches, collection.sketch_bytes
+    rows, row_bytes = collection.rows, collection.row_bytes
+    begin = end = slots[slot].task_begin
+    for t in range(begin, slots[slot].task_end):
         node = tasks[t]
         sketch = np.uint64(sketches + np.int64(node) * sketch_bytes)
         tail = sketch + np.uint64(sketch_bytes - 8)
@@ -140,7 +139,7 @@ def filter_by_sketch(batch, slot):  # type: ignore[no-untyped-def]
             tasks[end] = node
             end += 1
             prefetch(np.uint64(rows + np.int64(node) * row_bytes))
-    slots[slot, at.TASK_END] = end
+    slots[slot].task_end = end
 
 
 @compiled
@@ -148,17 +147,17 @@ def compute_distances(batch, active):  # type: ignore[no-untyped-def]
     """Score the tasks that sketches do not rule out, prefetching the next row."""
     collections, slots, tasks, distances = batch.collections, batch.slots, batch.tasks, batch.distances
     for slot in active:
-        full = slots[slot, at.EXTENDS] == 0 or slots[slot, at.FILLED] == slots[slot, at.TOP_M]
-        if collections[slots[slot, at.COLLECTION], at.SKETCHES] != 0 and full:
+        full = slots[slot].extends == 0 or slots[slot].filled == slots[slot].top_m
+        if collections[slots[slot].collection].sketches != 0 and full:
             filter_by_sketch(batch, slot)
     for slot in active:
-        collection = slots[slot, at.COLLECTION]
-        rows, row_bytes = collections[collection, at.ROWS], collections[collection, at.ROW_BYTES]
-        kind, lanes = collections[collection, at.KIND], collections[collection, at.LANES]
-        step = load_f32(np.uint64(slots[slot, at.QUERY] + CODE_STEP))
-        query = np.uint64(slots[slot, at.QUERY] + collections[collection, at.QUERY_ROW])
-        for t in range(slots[slot, at.TASK_BEGIN], slots[slot, at.TASK_END]):
-            if t + 1 < slots[slot, at.TASK_END]:
+        collection = collections[slots[slot].collection]
+        rows, row_bytes = collection.rows, collection.row_bytes
+        kind, lanes = collection.kind, collection.lanes
+        step = load_f32(np.uint64(slots[slot].query + CODE_STEP))
+        query = np.uint64(slots[slot].query + collection.query_row)
+        for t in range(slots[slot].task_begin, slots[slot].task_end):
+            if t + 1 < slots[slot].task_end:
                 following = rows + np.int64(tasks[t + 1]) * row_bytes
                 for offset in range(64, row_bytes, 64):
                     prefetch(np.uint64(following + offset))
@@ -172,9 +171,9 @@ def merge_top_m(batch, active, finished):  # type: ignore[no-untyped-def]
     slots, keys, tasks, distances = batch.slots, batch.keys, batch.tasks, batch.distances
     done = 0
     for slot in active:
-        top_m, filled, cursor = slots[slot, at.TOP_M], slots[slot, at.FILLED], slots[slot, at.CURSOR]
+        top_m, filled, cursor = slots[slot].top_m, slots[slot].filled, slots[slot].cursor
         changed = False
-        for t in range(slots[slot, at.TASK_BEGIN], slots[slot, at.TASK_END]):
+        for t in range(slots[slot].task_begin, slots[slot].task_end):
             position = insert(keys, slot, filled, top_m, key_of(distances[t], tasks[t]))
             if position >= 0:
                 changed = True
@@ -182,12 +181,12 @@ def merge_top_m(batch, active, finished):  # type: ignore[no-untyped-def]
                 cursor = min(cursor, position)
         while cursor < filled and keys[slot, cursor] & np.uint64(1):
             cursor += 1
-        slots[slot, at.FILLED] = filled
-        slots[slot, at.CURSOR] = cursor
-        slots[slot, at.EXTENDS] += 1
-        slots[slot, at.UNCHANGED] = 0 if changed else slots[slot, at.UNCHANGED] + 1
-        patience = slots[slot, at.PATIENCE]
-        if cursor == filled or (patience > 0 and slots[slot, at.UNCHANGED] >= patience) or has_min_allowed(batch, slot):
+        slots[slot].filled = filled
+        slots[slot].cursor = cursor
+        slots[slot].extends += 1
+        slots[slot].unchanged = 0 if changed else slots[slot].unchanged + 1
+        patience = slots[slot].patience
+        if cursor == filled or (patience > 0 and slots[slot].unchanged >= patience) or has_min_allowed(batch, slot):
             finished[done] = slot
             done += 1
     return done
@@ -222,9 +221,9 @@ def extend(handle, active, finished):  # type: ignore[no-untyped-def]
 @compiled
 def method_of(collections, slots, slot):  # type: ignore[no-untyped-def]
     """Return a slot's search method."""
-    if slots[slot, at.SCANNING] != WALK:
-        return _COMPARE if slots[slot, at.SCANNING] == COMPARE else _CODES
-    return _RABITQ if collections[slots[slot, at.COLLECTION], at.BLOCKS] != 0 else _EXACT
+    if slots[slot].scanning != WALK:
+        return _COMPARE if slots[slot].scanning == COMPARE else _CODES
+    return _RABITQ if collections[slots[slot].collection].blocks != 0 else _EXACT
 
 
 @compiled
@@ -239,7 +238,7 @@ def extend_exact(batch, active, finished):  # type: ignore[no-untyped-def]
     for i in range(done):
         slot = finished[i]
         keep_allowed(batch, slot)
-        if not fall_back_to_scan(batch, slot, batch.slots[slot, at.FILLED]):
+        if not fall_back_to_scan(batch, slot, batch.slots[slot].filled):
             rescore(batch, slot)
             finished[kept] = slot
             kept += 1
