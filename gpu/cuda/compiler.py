@@ -19,6 +19,7 @@ import numpy as np
 
 from gpu.cuda import layout, nvrtc
 from gpu.errors import DeviceError, DeviceUnavailable
+from ipc.native.private import is_private
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 UNITS = ("staged.cu", "fused.cu", "resident.cu")
@@ -225,8 +226,7 @@ def _digest(source: str, arch: str) -> str:
 def _private_directory(directory: Path) -> Path:
     """Create the directory if it is missing, and check that only this user can write to it: code is loaded from it."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if not is_private(directory):
         raise DeviceError(
             f"{directory} is writable by other users, so kernels are not loaded from it: fix its owner or mode"
         )

@@ -12,6 +12,8 @@ from typing import Any
 
 from numba.core.caching import FunctionCache
 
+from ipc.native.private import is_private
+
 _Files: Any = FunctionCache._impl_class
 
 
@@ -102,11 +104,3 @@ def _installed(function: Any, stamp: str, kind: str) -> MachineCode | None:
         return _Installed(function, stamp, kind)
     except (RuntimeError, OSError):
         return None
-
-
-def is_private(directory: Path) -> bool:
-    """Whether only this user and root can write to a directory, or replace it. Other members of its group may: where
-    each user has a group, that is the default."""
-    own, above = directory.stat(), directory.parent.stat()
-    trusted = all(status.st_uid in (0, os.getuid()) for status in (own, above))
-    return trusted and not own.st_mode & 0o002 and (not above.st_mode & 0o002 or bool(above.st_mode & 0o1000))

@@ -7,11 +7,9 @@ directory outside the user's default directory is registered there by a link, `@
 
 import contextlib
 import fcntl
-import grp
 import hashlib
 import logging
 import os
-import pwd
 import shutil
 import stat
 import time
@@ -19,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from ipc.native.private import others_can_replace
 from runtime.errors import ConfigError, InvalidRequest, ResourceBusy, Unavailable
 from runtime.files import read_regular
 from runtime.node.config import Doorbell
@@ -172,26 +171,11 @@ def _check_parent(parent: Path, path: Path) -> None:
                 f"{stat.S_IMODE(status.st_mode):o}), not to you (uid {os.getuid()}) or root: remove it, or set "
                 "node.run_dir or XDG_RUNTIME_DIR to a directory of your own"
             )
-    if _written_by_others(status):
+    if others_can_replace(status):
         raise ConfigError(
             f"node.run_dir: {parent}, the parent of {path.name}, can be written by others (uid {status.st_uid}, mode "
             f"{stat.S_IMODE(status.st_mode):o}): chmod go-w it, or set node.run_dir to a directory elsewhere"
         )
-
-
-def _written_by_others(status: os.stat_result) -> bool:
-    if status.st_mode & stat.S_ISVTX:  # sticky, as /tmp: only owners rename and remove
-        return False
-    return bool(status.st_mode & 0o002) or (bool(status.st_mode & 0o020) and not _is_private_group(status.st_gid))
-
-
-def _is_private_group(gid: int) -> bool:
-    """Whether a group has no other member: systems with a private group per user make directories group-writable."""
-    try:
-        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
-    except KeyError:
-        return False
-    return (group.gr_gid, group.gr_name) == (user.pw_gid, user.pw_name) and set(group.gr_mem) <= {user.pw_name}
 
 
 def find_node(node: str | Path = "") -> NodeInfo:

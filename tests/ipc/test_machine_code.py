@@ -13,7 +13,7 @@ from numba.core import event
 import ipc
 from ipc.native.compiled import compiled, stamp_of
 from ipc.native.dispatcher import Dispatcher
-from ipc.native.machine_code import is_private
+from ipc.native.private import is_private
 
 _PROGRAM = """
 from ipc.native.records import numba_type

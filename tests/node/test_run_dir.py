@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 from msgspec import structs
 
+from ipc.native import private
 from runtime.errors import ConfigError, InvalidRequest, ResourceBusy, Unavailable
-from runtime.node import run_dir as module
 from runtime.node.placement.plan import default_run_dir, nodes_dir
 from runtime.node.run_dir import NodeInfo, RunDir, find_node, running_nodes
 
@@ -167,9 +167,9 @@ def test_a_directory_of_another_user_is_refused_and_ignored(tmp_path: Path, monk
 def private_group(monkeypatch: pytest.MonkeyPatch, *members: str) -> None:
     """The user has a group of their own name, with these members too."""
     user = SimpleNamespace(pw_name="me", pw_gid=os.getgid())
-    monkeypatch.setattr(module, "pwd", SimpleNamespace(getpwuid=lambda uid: user))
+    monkeypatch.setattr(private, "pwd", SimpleNamespace(getpwuid=lambda uid: user))
     group = SimpleNamespace(gr_gid=os.getgid(), gr_name="me", gr_mem=list(members))
-    monkeypatch.setattr(module, "grp", SimpleNamespace(getgrgid=lambda gid: group))
+    monkeypatch.setattr(private, "grp", SimpleNamespace(getgrgid=lambda gid: group))
 
 
 def test_a_private_group_may_have_write_access_to_the_parent_directory(

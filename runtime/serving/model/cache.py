@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from ipc.native.private import is_private
 from runtime.errors import ModelError
 
 
@@ -14,11 +15,11 @@ def private_cache(name: str, what: str) -> Path:
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trinity" / name
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
+        private = is_private(directory)
     except OSError as error:
         raise ModelError(
             f"cannot create the {what} {directory}: {error.strerror}; set XDG_CACHE_HOME to a writable directory"
         ) from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if not private:
         raise ModelError(f"other users can write to the {what} {directory}: chmod 700 it, or set XDG_CACHE_HOME")
     return directory
