@@ -23,8 +23,6 @@ Workers = Annotated[int, Meta(ge=0, le=MAX_WORKERS)]
 Threads = Annotated[int, Meta(ge=1, le=256)]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
 Verify = Literal["start", "background", "never"]
-PoolPolicy = Literal["trinity", "paper"]
-"""Ordered by their numbers in `runtime/pool/tables.py`."""
 
 
 class NodeSection(Section, frozen=True):
@@ -176,10 +174,6 @@ class DecodeSection(KvWorkerSection, frozen=True):
     probe_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 192
 
 
-Doorbell = Literal["eventfd", "zeromq"]
-"""Same values as in `ipc`, which this module does not import."""
-
-
 PoolPlacement = Literal["own", "with-prefill", "with-decode", "coupled"]
 
 
@@ -198,12 +192,8 @@ class PoolSection(WorkerSection, frozen=True):
     - `slots`: maximum number of active queries. "auto" measures at start, for at most a second: the fewest with
       which an extend wastes at most a tenth of its time, or whose rate is 95% of the best (few on a CPU, up to hundreds
       on a GPU). The engine has as many slots again for paused queries.
-    - `policy`: which queries are active. "paper" has the paper's rules alone, for comparison.
     - `reserve`: share r of the slots that is reserved for prefill queries. On a GPU decode leaves them free while
       prefill is present, used or not; elsewhere it uses those that prefill does not.
-    - `prefill_target_s`: target latency L_pre,max of a prefill query; "auto" is a twentieth of `slo.ttft_s`.
-    - `max_pauses`, `aging_s`: limits of how often one decode query is paused, and of how long in all.
-    - `flush_prefill_s`: τ_pre, how long a prefill query leaves free slots to decode.
     - `queue`: maximum number of waiting queries; further ones are refused.
 
     Search:
@@ -216,18 +206,12 @@ class PoolSection(WorkerSection, frozen=True):
     - `form`: "auto" uses a resident kernel on a GPU that no other worker of the node uses: one launch that fetches
       queries by itself (docs/gpu.md). "launches", as on other GPUs: launches that end when a query finishes or
       arrives; use it for a GPU on which other programs compute.
-    - `arena_slots`: query vectors that clients on GPUs may have in this GPU's memory, in equal shares, each until its
-      query has ended.
     - `ring_slots`: slots of the request ring and of the result ring of each client.
-    - `doorbell`: how the pool and its clients wake each other: "eventfd", or "zeromq", which is about 100 µs slower and
-      needs no file descriptors passed between processes.
     """
 
     placement: PoolPlacement = "own"
     slots: Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)] = "auto"
-    policy: PoolPolicy = "trinity"
     form: Literal["auto", "launches"] = "auto"
-    arena_slots: Annotated[int, Meta(ge=0, le=65_536)] = 4096
     queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
     ring_slots: Annotated[int, Meta(ge=2, le=65_536)] = 256
     reserve: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3
@@ -235,15 +219,6 @@ class PoolSection(WorkerSection, frozen=True):
     max_top_m: Annotated[int, Meta(ge=1, le=4096)] = 512
     top_m: Annotated[int, Meta(ge=1, le=4096)] = 160
     search_width: Annotated[int, Meta(ge=1, le=32)] = 4
-    prefill_target_s: Literal["auto"] | Annotated[float, Meta(ge=0.0, le=60.0)] = "auto"
-    aging_s: Annotated[float, Meta(gt=0.0, le=60.0)] = 0.05
-    flush_prefill_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    max_pauses: Annotated[int, Meta(ge=0, le=10_000)] = 64
-    doorbell: Doorbell = "eventfd"
-
-    def prefill_target(self, slo: "SloSection") -> float:
-        """Return L_pre,max in seconds."""
-        return slo.ttft_s / 20 if self.prefill_target_s == "auto" else self.prefill_target_s
 
 
 Disaggregate = Literal["auto", "always", "never"]
@@ -293,8 +268,8 @@ class ControlSection(Section, frozen=True):
     - `enabled`: whether the loop adjusts r and τ_pre.
     - `planner`: "act" flips prefill or decode workers by load, "advise" only logs what it would do.
 
-    While decode stalls too much, τ_pre is set to half of `slo.ttft_s`. When no query waits, both return to
-    `pool.reserve` and `pool.flush_prefill_s`.
+    While decode stalls too much, τ_pre, how long a prefill query leaves free slots to decode, is set to half of
+    `slo.ttft_s`. When no query waits, r returns to `pool.reserve` and τ_pre to 0.
     """
 
     enabled: bool = True
@@ -315,6 +290,11 @@ class SloSection(Section, frozen=True):
     tpot_s: Seconds = 0.1
     search_s: Seconds = 0.1
     objective: Annotated[float, Meta(ge=0.5, lt=1.0)] = 0.99
+
+    @property
+    def prefill_target_s(self) -> float:
+        """Target latency L_pre,max of a prefill query: a twentieth of the TTFT."""
+        return self.ttft_s / 20
 
     @property
     def prefill_wait_s(self) -> float:

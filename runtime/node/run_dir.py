@@ -20,7 +20,6 @@ import msgspec
 from ipc.native.private import others_can_replace
 from runtime.errors import ConfigError, InvalidRequest, ResourceBusy, Unavailable
 from runtime.files import read_regular
-from runtime.node.config import Doorbell
 from runtime.node.placement.plan import ANSWERS_FOLDER, KV_FOLDER, default_run_dir, nodes_dir
 from runtime.node.remote_config import RemoteSection
 
@@ -35,8 +34,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     """Endpoints and paths of a running node, for other processes of the user.
 
     `pools`: endpoints of its vector-pool workers. `logs`: directory of its log files. `paths`: directories of its
-    `collections`, in the same order. `doorbell`: how its pools and their clients wake each other. `remote`: its
-    collections on other nodes.
+    `collections`, in the same order. `remote`: its collections on other nodes.
     """
 
     name: str
@@ -47,7 +45,6 @@ class NodeInfo(msgspec.Struct, frozen=True):
     collections: tuple[str, ...]
     logs: str = ""
     paths: tuple[str, ...] = ()
-    doorbell: Doorbell = "eventfd"
     remote: tuple[RemoteSection, ...] = ()
 
 

@@ -28,6 +28,7 @@ from runtime.retrieval import answer_store
 from runtime.retrieval.embedding.loading import embedder_dim
 from runtime.retrieval.stores.collection import ensure
 
+_ARENA_SLOTS = 4096  # query vectors that clients on GPUs may have in this GPU's memory: 64 for each of 64 clients
 _SPIN_NS = 200_000  # how long a pool with cores of its own spins on its rings before it sleeps
 _SWITCH_S = 0.0005  # how long the thread that resolves filters keeps the interpreter's lock when the loop wants it
 _MAX_SEARCH_WIDTH = 8  # of a query, or the configured default if that is wider
@@ -131,7 +132,7 @@ class Pool:
             catalogue, self.engine, self.server, worker.table, self.loop, self.scopes, self.live
         )
         self._table.begin_knob("reserve", limits.reserve)
-        self._table.begin_knob("flush_prefill_s", limits.flush_prefill_s)
+        self._table.begin_knob("flush_prefill_s", 0.0)
         self._table.set(PoolMetrics.SLOTS, policy.slots)
         self._control_ns = 0  # when control work is next due
         self.control_runs = 0
@@ -222,18 +223,18 @@ def slots_of(configured: int | str, measured: Sequence[Sequence[ExtendCost]]) ->
 
 def arena_of(worker: Worker, dim: int) -> DeviceArena | None:
     """Return an arena in this worker's GPU memory, for vectors of clients on GPUs; None without a GPU or CUDA IPC."""
-    slots, device = worker.plan.config.pool.arena_slots, worker.placement.device
-    if device == "cpu" or not slots:
+    device = worker.placement.device
+    if device == "cpu":
         return None
     from ipc.memory.cuda import CudaMemory
 
     try:
-        memory = CudaMemory.create(arena_bytes(slots, 4 * dim), device)
+        memory = CudaMemory.create(arena_bytes(_ARENA_SLOTS, 4 * dim), device)
         _ = memory.reference
     except IpcError as error:  # for example on a MIG device
         worker.log.warning("vectors from GPUs go through host memory: %s", error)
         return None
-    return DeviceArena(memory, slots, 4 * dim, worker.epoch)
+    return DeviceArena(memory, _ARENA_SLOTS, 4 * dim, worker.epoch)
 
 
 def _ensure_answers(worker: Worker) -> None:

@@ -1,11 +1,13 @@
 """Settings of the pool's scheduling policy, derived from the configuration."""
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
-from runtime.node.config import NodeConfig, PoolPolicy, PoolSection, SloSection
+from runtime.node.config import NodeConfig, PoolSection, SloSection
 
-RULE_NAMES: tuple[PoolPolicy, ...] = get_args(PoolPolicy)
+Rules = Literal["trinity", "paper"]
+RULE_NAMES: tuple[Rules, ...] = get_args(Rules)
+"""Ordered by their numbers in `tables.py`."""
 _DEFAULTS = PoolSection()
 
 
@@ -29,13 +31,13 @@ class Policy:
     engine_slots: int = 0
     queue: int = _DEFAULTS.queue
     reserve: float = _DEFAULTS.reserve
-    prefill_target_ns: int = _ns(_DEFAULTS.prefill_target(SloSection()))
-    aging_ns: int = _ns(_DEFAULTS.aging_s)
-    flush_prefill_ns: int = _ns(_DEFAULTS.flush_prefill_s)
-    max_pauses: int = _DEFAULTS.max_pauses
+    prefill_target_ns: int = _ns(SloSection().prefill_target_s)
+    aging_ns: int = 50_000_000
+    flush_prefill_ns: int = 0
+    max_pauses: int = 64
     missed_ns: int = _ns(SloSection().prefill_wait_s)
     keep_reserve: bool = False
-    rules: PoolPolicy = _DEFAULTS.policy
+    rules: Rules = "trinity"
 
     @property
     def decode_queue(self) -> int:
@@ -50,11 +52,7 @@ def policy_of(config: NodeConfig, slots: int, device: str = "cpu") -> Policy:
         slots=slots,
         queue=limits.queue,
         reserve=limits.reserve,
-        prefill_target_ns=_ns(limits.prefill_target(config.slo)),
-        aging_ns=_ns(limits.aging_s),
-        flush_prefill_ns=_ns(limits.flush_prefill_s),
-        max_pauses=limits.max_pauses,
+        prefill_target_ns=_ns(config.slo.prefill_target_s),
         missed_ns=_ns(config.slo.prefill_wait_s),
         keep_reserve=device != "cpu",
-        rules=limits.policy,
     )

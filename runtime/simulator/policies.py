@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig, PoolPolicy
-from runtime.pool.settings import RULE_NAMES, Policy, policy_of
+from runtime.node.config import NodeConfig
+from runtime.pool.settings import RULE_NAMES, Policy, Rules, policy_of
 
-Kind = PoolPolicy | Literal["configured", "adaptive", "fixed"]
+Kind = Rules | Literal["configured", "adaptive", "fixed"]
 _KINDS: tuple[Kind, ...] = tuple(name for kinds in get_args(Kind) for name in get_args(kinds))
 
 

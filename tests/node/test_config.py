@@ -64,8 +64,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "prefill.chunk_tokens = 8: expected an integer from 16 to 65536 or 'auto'",
     ),
     "a word for a fraction": (
-        {"pool": {"prefill_target_s": "soon"}},
-        "pool.prefill_target_s = 'soon': expected a number from 0 to 60 or 'auto'",
+        {"pool": {"reserve": "much"}},
+        "pool.reserve = 'much': expected `float`, got `str`",
     ),
     "a key of another engine": (
         {"model": {"engine": "openai", "name": "x", "url": "u", "zzz": 8}},

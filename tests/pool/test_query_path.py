@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +17,7 @@ from msgspec import structs
 from gpu import GraphIndex
 from ipc import RingClient, SearchSpec
 from ipc.endpoints import connect
-from ipc.ring.doorbell import EventfdBell, ZmqSleeper
-from ipc.session.messages import DOORBELLS
 from runtime.errors import InvalidRequest
-from runtime.node.config import Doorbell
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.pool.process import Timing
 from runtime.retrieval.search.client import SearchClient
@@ -105,29 +102,23 @@ def test_a_woken_pool_answers_queries_without_entering_python(
     assert found == [wanted[number % len(queries)] for number in range(1000)]
 
 
-@pytest.mark.parametrize(("doorbell", "kind"), [("eventfd", EventfdBell), ("zeromq", ZmqSleeper)])
-def test_the_pool_and_its_clients_wake_each_other_as_configured(
-    doorbell: str, kind: type, collection: Path, make_pool: MakePool, make_client: MakeClient,
+def test_the_pool_and_its_clients_wake_each_other(
+    collection: Path, make_pool: MakePool, make_client: MakeClient,
     index: GraphIndex, queries: Vectors, tmp_path: Path,
 ) -> None:  # fmt: skip
-    plan = plan_of(collection, doorbell=doorbell)
+    plan = plan_of(collection)
     pool = make_pool(plan, "pool-0").start()
     held = RunDir.acquire(tmp_path / "run")
-    held.write(NodeInfo("n", os.getpid(), "", "", (pool.endpoint,), ("docs",), doorbell=plan.config.pool.doorbell))
+    held.write(NodeInfo("n", os.getpid(), "", "", (pool.endpoint,), ("docs",)))
     wanted = exact(index, queries, 5)
     with SearchClient.connect(tmp_path / "run", timeout_s=60) as connected:
         for client in (attached(make_client(plan)), connected):
             (session,) = client.dispatcher.clients()
-            assert type(session.attachment.sleeper) is kind
             session.spin.learn(_A_MINUTE_NS)
             session.spin.learn(_A_MINUTE_NS)  # it sleeps from here on
             found = [client.search(query, 5, collection="docs", top_m=400).ids.tolist() for query in queries]
             assert found == wanted
     held.release()
-
-
-def test_the_configuration_accepts_every_doorbell_type() -> None:
-    assert get_args(Doorbell) == DOORBELLS
 
 
 def test_cached_specs_distinguish_equal_values_of_different_types(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
-from runtime.node.config import NodeConfig
+from runtime.node.config import NodeConfig, SloSection
 from runtime.pool.settings import Policy, policy_of
 from tests.pool.scheduler import Scheduler
 from tests.pool.scheduler_factories import LONG, STAGES, USUAL, entry, filled, measured, names, scheduler
@@ -216,10 +216,9 @@ def test_a_policy_configured_only_with_slots_equals_the_default() -> None:
     assert Policy(slots=4) == policy_of(NodeConfig(), 4)
 
 
-def test_l_pre_max_is_a_share_of_the_ttft_unless_it_is_configured() -> None:
+def test_l_pre_max_is_a_share_of_the_ttft() -> None:
     assert policy_of(NodeConfig(), 4).prefill_target_ns == 50 * MS
-    config = NodeConfig()
-    assert config.pool.prefill_target(config.slo) == config.slo.ttft_s / 20
+    assert policy_of(NodeConfig(slo=SloSection(ttft_s=0.4)), 4).prefill_target_ns == 20 * MS
 
 
 # ---- the paper's policy

@@ -10,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
-from runtime.node.config import PoolPolicy
-from runtime.pool.settings import RULE_NAMES, Policy
+from runtime.pool.settings import RULE_NAMES, Policy, Rules
 from runtime.pool.tables import NEVER_NS
 from tests.pool.scheduler import Entry, Scheduler
 from tests.pool.scheduler_factories import LONG, STAGES, USUAL, entry
@@ -35,7 +34,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         keep=st.booleans(),
     )
     def start(self, slots: int, spare: int, reserve: float, queue: int, due_in: int, max_pauses: int, aging: int,
-              flush: int, lost: int, each: float, rules: PoolPolicy, keep: bool) -> None:  # fmt: skip
+              flush: int, lost: int, each: float, rules: Rules, keep: bool) -> None:  # fmt: skip
         self.policy = Policy(
             slots=slots, engine_slots=slots + spare, reserve=reserve, queue=queue, prefill_target_ns=due_in,
             aging_ns=aging, max_pauses=max_pauses, flush_prefill_ns=flush,

@@ -35,7 +35,7 @@ def config(
         decode=DecodeSection(workers=decode, slots=slots),
         handover=HandoverSection(disaggregate=disaggregate),
         kv=KvSection(host_mib=host_mib),
-        pool=PoolSection(workers=pools, slots=4, prefill_target_s=0.02, placement=placement),
+        pool=PoolSection(workers=pools, slots=4, placement=placement),
     )
 
 

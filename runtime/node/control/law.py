@@ -44,7 +44,6 @@ _STRAINED = 0.3  # pressure from which decode's stalls have priority over prefil
 _TPOT_SHARE = 0.8  # share of a token's time beyond its step that stalls may take, as the mean of all rows
 _MIN_STEP_SHARE = 1 / 8  # lower limit of the step after reversals, as a share of STEP
 _IDLE = 0.1  # pressure below which no query waits noticeably
-_RELAXED = 0.5  # pressure below which τ_pre may grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class Change:
 
 def wait_target_s(config: NodeConfig) -> float:
     """Return the target of prefill's P95 wait for a pool slot: L_pre,max."""
-    return max(config.pool.prefill_target(config.slo), _LEAST_WAIT_TARGET_S)
+    return max(config.slo.prefill_target_s, _LEAST_WAIT_TARGET_S)
 
 
 class ControlLaw:
@@ -87,7 +86,7 @@ class ControlLaw:
         self._tpot_s = config.slo.tpot_s
         self._reserve_min = min(pool.reserve, RESERVE_MIN)
         self.reserve = self._reserve_configured = min(pool.reserve, RESERVE_MAX)
-        self.flush_prefill_s = self._flush_configured = pool.flush_prefill_s
+        self.flush_prefill_s = 0.0
         self.changes = 0
         self._step = STEP
         self._last_direction = 0  # direction of r's last change
@@ -133,8 +132,7 @@ class ControlLaw:
         return signals.prefill_wait_p95_s > _IDLE * self._wait_target_s + self.flush_prefill_s
 
     def _move(self, flush_direction: int, direction: int, cause: str) -> Change | None:
-        most = max(self._flush_configured, self._longest_wait_s)
-        flush = {1: most, 0: self.flush_prefill_s, -1: self.flush_prefill_s / 2}[flush_direction]
+        flush = {1: self._longest_wait_s, 0: self.flush_prefill_s, -1: self.flush_prefill_s / 2}[flush_direction]
         if (change := self._set_flush(flush, cause)) is not None:
             return change
         step = self._step * (0.5 if direction == -self._last_direction else 1.5)
@@ -144,20 +142,14 @@ class ControlLaw:
         return change
 
     def _relax(self, signals: Signals, cause: str) -> Change | None:
-        """Without pressure, return towards the configured values, each one only while the stage that it costs is idle
-        enough."""
-        prefill, decode = self.pressures(signals)
-        if decode <= _IDLE and not self._prefill_waits(signals):
-            towards = min(max(self._reserve_configured - self.reserve, -STEP), STEP)
-            if (change := self._set_reserve(self.reserve + towards, cause)) is not None:
-                return change
-            if self.flush_prefill_s > self._flush_configured:
-                return self._set_flush(max(self.flush_prefill_s / 2, self._flush_configured), cause)
-        most = min(self._flush_configured, self._wait_target_s / 2)
-        after = min(max(self.flush_prefill_s * 2, self._flush_step), most)
-        if prefill <= _RELAXED and after > self.flush_prefill_s:
-            return self._set_flush(after, cause)
-        return None
+        """Without pressure and waiting queries, return towards the configured r and a τ_pre of 0."""
+        _, decode = self.pressures(signals)
+        if decode > _IDLE or self._prefill_waits(signals):
+            return None
+        towards = min(max(self._reserve_configured - self.reserve, -STEP), STEP)
+        if (change := self._set_reserve(self.reserve + towards, cause)) is not None:
+            return change
+        return self._set_flush(self.flush_prefill_s / 2, cause)
 
     def _set_reserve(self, value: float, cause: str) -> Change | None:
         after = round(min(max(value, self._reserve_min), RESERVE_MAX), 9)  # else sums of steps differ by a last bit
@@ -167,13 +159,8 @@ class ControlLaw:
         self.reserve = after
         return change
 
-    @property
-    def _flush_step(self) -> float:
-        """The smallest τ_pre above 0."""
-        return max(min(self._flush_configured, self._wait_target_s) / 8, self._longest_wait_s / 32)
-
     def _set_flush(self, value: float, cause: str) -> Change | None:
-        after = 0.0 if value < self._flush_step else value  # after a few halvings it becomes 0
+        after = 0.0 if value < self._longest_wait_s / 32 else value  # after a few halvings it becomes 0
         if after == self.flush_prefill_s:
             return None
         change = Change("flush_prefill_s", self.flush_prefill_s, after, cause)

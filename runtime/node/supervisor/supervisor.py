@@ -328,7 +328,6 @@ class Supervisor:
             collections=tuple(collection.name for collection in self.plan.config.collections),
             paths=tuple(collection.path for collection in self.plan.config.collections),
             logs=str(log_directory(self.plan)),
-            doorbell=self.plan.config.pool.doorbell,
             remote=self.plan.config.remote,
         )
 

@@ -50,7 +50,7 @@ _RECONNECT_MS = 5  # interval of connection checks while queries wait for a pool
 class SearchClient:
     """Submits queries to the pools at `endpoints` and polls results. Not thread-safe; only `search…` and `sleep` block.
 
-    `defaults`: top_m and search_width of queries that specify none, and the doorbell. `find` returns the endpoints of
+    `defaults`: top_m and search_width of queries that specify none. `find` returns the endpoints of
     the pools, once all known ones are lost.
     """
 
@@ -118,8 +118,7 @@ class SearchClient:
             client._collections = found.collections
             return found.pools
 
-        settings = PoolSection(doorbell=info.doorbell)
-        client = cls(info.pools, name, settings, find=find, collections=info.collections, remote=info.remote)
+        client = cls(info.pools, name, find=find, collections=info.collections, remote=info.remote)
         client._writes = WriteClient(lambda: find_node(node).url, api_key)
         client.hybrid.paths = lambda: collection_paths(find_node(node))
         end = time.monotonic_ns() + int(timeout_s * 1e9)

@@ -49,7 +49,7 @@ class _Session:
 class PoolSession:
     """The sessions with the pool at `endpoint`. Queries lost with a session end in `poll` with status 'lost'.
 
-    settings: the doorbell, and the default top_m.
+    settings: the default top_m.
     """
 
     def __init__(self, endpoint: str, name: str, settings: PoolSection, retry_every_ns: int) -> None:
@@ -114,9 +114,8 @@ class PoolSession:
         timeout_ms, self._timeout_ms = self._timeout_ms, min(2 * self._timeout_ms, _CONNECT_MS[1])
         with suppress(IpcError):  # no pool, refused, or died during the handshake
             client = RingClient(
-                self.endpoint, self._name, doorbell=self._settings.doorbell, timeout_ms=timeout_ms, arena=True,
-                top_m=self._settings.top_m,
-            )  # fmt: skip
+                self.endpoint, self._name, timeout_ms=timeout_ms, arena=True, top_m=self._settings.top_m
+            )
             self._connected.append(client)
             self._timeout_ms = _CONNECT_MS[0]
 
