@@ -22,7 +22,7 @@ from ipc.ring import exchange
 from ipc.ring.descriptors import SEARCH_ARENA, STATUS_CODES
 from ipc.ring.exchange import ClientTable
 from runtime.pool import loop_layout as layout
-from runtime.pool import policy, scoped_search, tables
+from runtime.pool import policy, queues, scoped_search, tables
 from runtime.pool.compiled import compiled
 from runtime.pool.loop_layout import Histogram, Loop, loop_at
 from runtime.pool.tables import DECODE, NEVER_NS, PREFILL, EntryList, active_count
@@ -114,7 +114,7 @@ def receive(loop: Loop, clients: ClientTable) -> int:
 def enqueue(loop: Loop, clients: ClientTable, vector: int, now: int) -> None:
     """Enqueue or reject the accepted request in the client table, whose vector is at the address `vector`."""
     t = loop.tables
-    number = tables.new_entry(t)
+    number = queues.new_entry(t)
     entry, search, request = t.entries[number], loop.searches[number], clients.request
     count(loop.metrics.queries[request.stage], 1.0)
     entry.stage, entry.arrival_ns = request.stage, now
@@ -156,7 +156,7 @@ def _cancel(loop: Loop, clients: ClientTable, row: int, request_id: int) -> bool
         if number >= 0:
             _drop(loop, number)
             _send_result(loop, clients, number, _CANCELLED, 0, 0)
-            tables.free_entry(t, number)
+            queues.free_entry(t, number)
             return True
     return False
 
@@ -201,7 +201,7 @@ def _drop(loop: Loop, number: int) -> None:
     """Remove an entry from the queue, or from the batch and the engine."""
     if loop.tables.entries[number].state != tables.WAITING:
         _change_state(loop, number, RELEASE)
-    tables.release(loop.tables, number)
+    queues.release(loop.tables, number)
 
 
 @compiled
@@ -213,7 +213,7 @@ def drop_client(at: int, row: int) -> int:
     for number in range(t.entry_count):
         if t.entries[number].state != tables.FREE and loop.searches[number].row == row:
             _drop(loop, number)
-            tables.free_entry(t, number)
+            queues.free_entry(t, number)
             dropped += 1
     return dropped
 
@@ -236,7 +236,7 @@ def apply_schedule(loop: Loop, clients: ClientTable, now: int) -> bool:
         number = t.admitted.numbers[i]
         slot = scoped_search.admit(loop, number)
         if slot == INVALID:
-            tables.release(t, number)
+            queues.release(t, number)
             _reject(loop, clients, number, _INVALID)
             continue
         if slot < 0:
@@ -313,7 +313,7 @@ def _publish(loop: Loop, clients: ClientTable, number: int, extends: int, now: i
         count(loop.metrics.deadline_misses[entry.stage], 1.0)
     observe(loop.metrics.latency, (now - search.enqueued_ns) / 1e9)
     observe(loop.metrics.query_extends, float(extends))
-    tables.free_entry(loop.tables, number)
+    queues.free_entry(loop.tables, number)
     return True
 
 
@@ -322,7 +322,7 @@ def _reject(loop: Loop, clients: ClientTable, number: int, status: int) -> None:
     """Reject a query whose entry is in no queue and no list."""
     _count_refused(loop, status)
     _send_result(loop, clients, number, status, 0, 0)
-    tables.free_entry(loop.tables, number)
+    queues.free_entry(loop.tables, number)
 
 
 @compiled

@@ -36,12 +36,13 @@ from runtime.pool import loop_layout as layout
 from runtime.pool.collections.resolver import FilterResolver
 from runtime.pool.collections.scopes import InUse, Scopes
 from runtime.pool.compiled import compiled
+from runtime.pool.estimates import learn_cost
 from runtime.pool.filtered_requests import FilteredRequests, WaitingRequest
 from runtime.pool.loop import drop_client, end_set_aside, enqueue, run_loop
 from runtime.pool.loop_layout import EngineFunctions, Loop, Report, Search, fill_metrics, loop_at
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import ExtendCost
-from runtime.pool.tables import DECODE, FREE, PREFILL, Tables, learn_cost, new_tables
+from runtime.pool.tables import DECODE, FREE, PREFILL, Tables, new_tables
 
 _CALIBRATION_WEIGHT = 8  # of a measurement at start, in extends
 _MAX_EVICTIONS = 4096  # clients that can be pending for eviction at once

@@ -21,30 +21,11 @@ or ring: the caller passes the time. `schedule` applies these rules in order, fo
 
 import math
 
+from runtime.pool.batch import can_admit, can_start, has_decode_slot, longest_remaining, pause_one, start
 from runtime.pool.compiled import compiled
-from runtime.pool.tables import (
-    ACTIVE,
-    DECODE,
-    FREE,
-    PAUSED,
-    PREFILL,
-    TRINITY,
-    WAITING,
-    Entry,
-    Tables,
-    active_count,
-    add_to_list,
-    append,
-    class_of,
-    extend_ns,
-    learn_cost,
-    learn_extends,
-    pop,
-    precedes,
-    push,
-    release,
-    remove_from_list,
-)
+from runtime.pool.estimates import class_of, extend_ns, learn_cost, learn_extends
+from runtime.pool.queues import append, pop, push, release
+from runtime.pool.tables import DECODE, FREE, PREFILL, TRINITY, WAITING, Entry, Tables, active_count
 
 ACCEPTED, OVERLOADED, TOO_LATE = range(3)
 _STRETCH = 6.0
@@ -71,7 +52,7 @@ def add(t: Tables, number: int, now: int) -> int:
         return TOO_LATE
     entry.query_class = class_of(t, entry)
     entry.extends = max(1, round(t.classes[entry.query_class].mean_extends))
-    entry.pauses, entry.state, entry.missed = 0, WAITING, False
+    entry.state, entry.missed, entry.aged = WAITING, False, False
     t.last_serial += 1
     entry.serial = t.last_serial
     entry.start_by_ns = entry.arrival_ns
@@ -130,8 +111,8 @@ def schedule(t: Tables, now: int) -> None:
     if t.active[DECODE].count or not pending or t.decode_ran_ns < 0:
         t.decode_ran_ns = now
     aged = now - t.decode_ran_ns >= t.aging_ns
-    if aged and active_count(t) < t.slots and _can_start(t, DECODE):
-        t.entries[_start(t, DECODE)].pauses = t.max_pauses
+    if aged and active_count(t) < t.slots and can_start(t, DECODE):
+        t.entries[start(t, DECODE)].aged = True
     yields = _prefill_yields(t, now)
     quota, credit = math.ceil(t.reserve * t.slots), t.credit_ns > 0.0
     keeps = t.keep_reserve and t.rules == TRINITY and not yields
@@ -142,20 +123,20 @@ def schedule(t: Tables, now: int) -> None:
     decode_slots = max(t.slots - quota, 1) if keeps and present else t.slots
     if credit:
         quota = t.slots
-    while not yields and _can_admit(t, PREFILL) and t.active[PREFILL].count < quota:
+    while not yields and can_admit(t, PREFILL) and t.active[PREFILL].count < quota:
         if active_count(t) >= t.slots:
             urgent = credit or t.entries[t.queues[PREFILL].numbers[0]].start_by_ns <= now
-            if not urgent or not _pause_one(t):
+            if not urgent or not pause_one(t):
                 break
-        _start(t, PREFILL)
+        start(t, PREFILL)
     if t.burst and t.active[PREFILL].count:
-        while _pause_one(t):
+        while pause_one(t):
             pass
     else:
-        while _has_decode_slot(t, decode_slots) and _can_start(t, DECODE):
-            _start(t, DECODE)
-    while active_count(t) < t.slots and _can_admit(t, PREFILL):
-        _start(t, PREFILL)
+        while has_decode_slot(t, decode_slots) and can_start(t, DECODE):
+            start(t, DECODE)
+    while active_count(t) < t.slots and can_admit(t, PREFILL):
+        start(t, PREFILL)
     if t.rules == TRINITY and (yields or not t.queues[PREFILL].count):
         _preempt_longer(t, decode_slots)
 
@@ -187,88 +168,16 @@ def _demote_missed(t: Tables, now: int) -> None:
 @compiled
 def _preempt_longer(t: Tables, decode_slots: int) -> None:
     """Preempt decode queries for much shorter ones with an earlier virtual deadline."""
-    while not _has_decode_slot(t, decode_slots) and _can_admit(t, DECODE):
-        number = _longest_remaining(t)
+    while not has_decode_slot(t, decode_slots) and can_admit(t, DECODE):
+        number = longest_remaining(t)
         if number < 0:
             return
         longest, shorter = t.entries[number], t.entries[t.queues[DECODE].numbers[0]]
         left = longest.extends + longest.began - t.total_extends
         if longest.start_by_ns <= shorter.start_by_ns or left < 2 * shorter.extends:
             return
-        _pause_one(t)
-        _start(t, DECODE)
-
-
-@compiled
-def _has_decode_slot(t: Tables, decode_slots: int) -> bool:
-    """Return whether a slot is free for a decode query, of which `decode_slots` may be active."""
-    return active_count(t) < t.slots and t.active[DECODE].count < decode_slots
-
-
-@compiled
-def _can_start(t: Tables, stage: int) -> bool:
-    """Return whether a query of a stage is paused, or waits and the engine has a slot for it."""
-    return (stage == DECODE and t.paused.count > 0) or _can_admit(t, stage)
-
-
-@compiled
-def _can_admit(t: Tables, stage: int) -> bool:
-    """Return whether a query of a stage waits and the engine has a slot for it."""
-    return t.queues[stage].count > 0 and active_count(t) + t.paused.count < t.engine_slots
-
-
-@compiled
-def _start(t: Tables, stage: int) -> int:
-    """Activate the next query of a stage, a waiting or a paused one, and return it."""
-    number = -1
-    if stage == DECODE and t.paused.count:
-        number = t.paused.numbers[0]
-        for i in range(1, t.paused.count):
-            if precedes(t, t.paused.numbers[i], number):
-                number = t.paused.numbers[i]
-        if _can_admit(t, DECODE) and precedes(t, t.queues[DECODE].numbers[0], number):
-            number = -1
-    if number >= 0:
-        remove_from_list(t, t.paused, number)
-        append(t.resumed, number)
-    else:
-        number = pop(t, t.queues[stage])
-        t.entries[number].began = 0
-        append(t.admitted, number)
-    entry = t.entries[number]
-    entry.began += t.total_extends
-    entry.state = ACTIVE
-    add_to_list(t, t.active[entry.stage], number)
-    return number
-
-
-@compiled
-def _pause_one(t: Tables) -> bool:
-    """Pause the decode query that `_longest_remaining` finds. Return whether there was one."""
-    number = _longest_remaining(t)
-    if number < 0:
-        return False
-    remove_from_list(t, t.active[DECODE], number)
-    entry = t.entries[number]
-    entry.began -= t.total_extends  # while paused: minus its completed extends
-    entry.pauses += 1
-    entry.state = PAUSED
-    add_to_list(t, t.paused, number)
-    append(t.preempted, number)
-    return True
-
-
-@compiled
-def _longest_remaining(t: Tables) -> int:
-    """Return the active decode query with most extends left among those that may still be paused, or -1."""
-    found, most = -1, -1
-    for i in range(t.active[DECODE].count):
-        number = t.active[DECODE].numbers[i]
-        entry = t.entries[number]
-        left = entry.extends + entry.began
-        if entry.pauses < t.max_pauses and (found < 0 or left > most):
-            found, most = number, left
-    return found
+        pause_one(t)
+        start(t, DECODE)
 
 
 @compiled

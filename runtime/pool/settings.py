@@ -22,7 +22,7 @@ class Policy:
     slots: N, the maximum of active queries. engine_slots: maximum of active and paused queries; 0: twice as many as
     slots, up to the engine's limit. queue: maximum of waiting queries. reserve: r in [0, 1]. prefill_target_ns:
     L_pre,max. aging_ns: longest time without an active decode query while one waits. flush_prefill_ns: τ_pre.
-    max_pauses: of one decode query. missed_ns: wait after which a prefill query's request misses its TTFT.
+    missed_ns: wait after which a prefill query's request misses its TTFT.
     keep_reserve: while prefill is present, decode leaves its ⌈rN⌉ slots free, used or not: on GPUs, where active
     queries share the memory's bandwidth. The defaults are the configuration's.
     """
@@ -34,7 +34,6 @@ class Policy:
     prefill_target_ns: int = _ns(SloSection().prefill_target_s)
     aging_ns: int = 50_000_000
     flush_prefill_ns: int = 0
-    max_pauses: int = 64
     missed_ns: int = _ns(SloSection().prefill_wait_s)
     keep_reserve: bool = False
     rules: Rules = "trinity"

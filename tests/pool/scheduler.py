@@ -6,10 +6,11 @@ from typing import Generic, TypeVar
 from ipc import STAGES, Stage
 from ipc.native.records import address_of
 from runtime.errors import DeadlineExceeded, Overloaded
-from runtime.pool import policy, tables
+from runtime.pool import policy, queues, tables
 from runtime.pool.compiled import compiled
+from runtime.pool.estimates import extend_ns, learn_cost
 from runtime.pool.settings import Policy
-from runtime.pool.tables import NEVER_NS, Tables, active_count, extend_ns, learn_cost, new_tables, tables_at
+from runtime.pool.tables import NEVER_NS, Tables, active_count, new_tables, tables_at
 
 T = TypeVar("T")
 
@@ -164,7 +165,7 @@ def _add(
     now: int,
 ) -> int:
     t = tables_at(handle)
-    number = tables.new_entry(t)
+    number = queues.new_entry(t)
     entry = t.entries[number]
     entry.stage, entry.arrival_ns, entry.deadline_ns = stage, arrival, deadline
     entry.index, entry.scope = collection, -1
@@ -172,7 +173,7 @@ def _add(
     verdict = policy.add(t, number, now)
     if verdict == policy.ACCEPTED:
         return number
-    tables.free_entry(t, number)
+    queues.free_entry(t, number)
     return -verdict
 
 
@@ -193,19 +194,19 @@ def _advanced(handle: int, extends: int, took_ns: int) -> None:
 def _finished(handle: int, number: int, extends: int) -> None:
     t = tables_at(handle)
     policy.finish(t, number, extends)
-    tables.free_entry(t, number)
+    queues.free_entry(t, number)
 
 
 @compiled
 def _left(handle: int, number: int) -> None:
     t = tables_at(handle)
-    tables.release(t, number)
-    tables.free_entry(t, number)
+    queues.release(t, number)
+    queues.free_entry(t, number)
 
 
 @compiled
 def _free(handle: int, number: int) -> None:
-    tables.free_entry(tables_at(handle), number)
+    queues.free_entry(tables_at(handle), number)
 
 
 @compiled

@@ -24,13 +24,13 @@ _CASES: dict[str, dict[str, Any]] = {
     "trinity": {},
     "trinity-without-spare-slots": {"engine_slots": 6, "reserve": 0.7},
     "trinity-missed": {"missed_ns": 4 * _MS, "reserve": 0.2},
-    "trinity-bursts": {"reserve": 0.1, "flush_prefill_ns": 0, "max_pauses": 9},
+    "trinity-bursts": {"reserve": 0.1, "flush_prefill_ns": 0},
     "trinity-keeps-its-reserve": {"keep_reserve": True},
     "paper": {"rules": "paper"},
 }
 _USUAL: dict[str, Any] = {
     "slots": 6, "engine_slots": 9, "queue": 16, "reserve": 0.4, "prefill_target_ns": 20 * _MS, "aging_ns": 12 * _MS,
-    "flush_prefill_ns": _MS, "max_pauses": 3, "missed_ns": 200 * _MS,
+    "flush_prefill_ns": _MS, "missed_ns": 200 * _MS,
 }  # fmt: skip
 
 

@@ -4,8 +4,9 @@ import pytest
 
 from ipc.native.records import address_of
 from runtime.pool.compiled import compiled
+from runtime.pool.estimates import class_of, learn_extends
 from runtime.pool.settings import Policy
-from runtime.pool.tables import MAX_CLASSES, Tables, class_of, learn_extends, tables_at
+from runtime.pool.tables import MAX_CLASSES, Tables, tables_at
 from tests.pool.scheduler import Scheduler
 
 

@@ -48,17 +48,17 @@ def test_preemption_is_limited_by_the_engines_slots() -> None:
     assert made.next(10) == Changes()
 
 
-def test_the_number_of_pauses_of_a_decode_query_is_bounded() -> None:
-    made = filled(scheduler(1, 1.0, prefill_target_ns=0, max_pauses=2), entry("decode", 1))
+def test_a_decode_query_advances_by_an_extend_between_two_pauses() -> None:
+    """So its pauses are no more than its extends, and after each it waits for the aging time at most."""
+    made = filled(scheduler(1, 1.0, prefill_target_ns=0), entry("decode", 1))
     made.next(0)
-    for turn in range(2):
+    for turn in range(3):
         late = entry("prefill", 10 + turn, arrival=10 * turn)
         filled(made, late)
         assert names(made.next(10 * turn).paused) == [1]
         made.finished(late, 9)
         assert names(made.next(10 * turn + 1).resumed) == [1]
-    filled(made, entry("prefill", 20, arrival=30))
-    assert made.next(30) == Changes()
+        made.advanced(1, 1)
 
 
 def test_after_the_aging_time_the_oldest_decode_query_runs_regardless_of_the_reserve() -> None:

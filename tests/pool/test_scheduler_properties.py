@@ -25,7 +25,6 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         reserve=st.floats(0.0, 1.0),
         queue=st.integers(1, 12),
         due_in=st.integers(0, 20),
-        max_pauses=st.integers(0, 3),
         aging=st.integers(1, 30),
         flush=st.sampled_from([0, 0, 3]),
         lost=st.sampled_from([20, 10**9]),
@@ -33,11 +32,11 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         rules=st.sampled_from(["trinity", *RULE_NAMES]),
         keep=st.booleans(),
     )
-    def start(self, slots: int, spare: int, reserve: float, queue: int, due_in: int, max_pauses: int, aging: int,
+    def start(self, slots: int, spare: int, reserve: float, queue: int, due_in: int, aging: int,
               flush: int, lost: int, each: float, rules: Rules, keep: bool) -> None:  # fmt: skip
         self.policy = Policy(
             slots=slots, engine_slots=slots + spare, reserve=reserve, queue=queue, prefill_target_ns=due_in,
-            aging_ns=aging, max_pauses=max_pauses, flush_prefill_ns=flush,
+            aging_ns=aging, flush_prefill_ns=flush,
             missed_ns=10**9 if flush else lost, rules=rules, keep_reserve=keep,
         )  # fmt: skip
         self.reserve = reserve
@@ -48,7 +47,6 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         self.waiting: list[Entry[int]] = []
         self.active: list[Entry[int]] = []
         self.paused: list[Entry[int]] = []
-        self.pauses: dict[int, int] = {}
         self.now = self.names = 0
         self.yields = False
         self.accepted: list[int] = []
@@ -115,7 +113,6 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
             assert one.stage == "decode"
             self.active.remove(one)
             self.paused.append(one)
-            self.pauses[one.query] = self.pauses.get(one.query, 0) + 1
         self.check_orders(changes.admitted)
         self.check_shares(credit, was_active, was_paused, [*changes.admitted, *changes.resumed])
         assert len(waiting) == len(self.waiting) + len(changes.admitted) + len(changes.late)
@@ -197,7 +194,6 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         assert self.scheduler.paused == len(self.paused)
         assert len(self.active) <= self.policy.slots
         assert len(self.active) + len(self.paused) <= self.policy.engine_slots
-        assert all(count <= self.policy.max_pauses for count in self.pauses.values())
         assert 0 <= self.scheduler.credit_ns <= self.policy.aging_ns
         here = [one.query for one in (*self.waiting, *self.active, *self.paused)]
         assert sorted(self.gone + here) == self.accepted
@@ -217,7 +213,6 @@ EXTENDS = 4  # of every query in the flood below
     spare=st.integers(0, 4),
     reserve=st.floats(0.0, 1.0),
     prefill_target_ns=st.integers(0, 20),
-    max_pauses=st.integers(0, 3),
     aging_ns=st.integers(1, 20),
     rules=st.sampled_from(["trinity", "paper"]),
     ahead=st.integers(0, 5),

@@ -10,9 +10,10 @@ from ipc.native.records import Array, address_of, array_from, array_over, new_ar
 from runtime.node.config import PoolSection
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool.compiled import compiled
+from runtime.pool.estimates import learn_cost
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import LOOP_NS, ExtendCost, fewest_slots
-from runtime.pool.tables import DECODE, NEVER_NS, PREFILL, Tables, learn_cost, new_tables, tables_at
+from runtime.pool.tables import DECODE, NEVER_NS, PREFILL, Tables, new_tables, tables_at
 from runtime.simulator.events import NEXT, Events, ns
 from runtime.simulator.stages import pool_core as core
 from runtime.simulator.stages import pool_tables as at

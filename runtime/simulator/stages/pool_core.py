@@ -8,7 +8,7 @@ arrival (`_interrupt`) ends it with the extend in progress.
 Production's policy (`runtime.pool.policy`) selects the active queries.
 """
 
-from runtime.pool import policy, tables
+from runtime.pool import policy, queues
 from runtime.pool.tables import NEVER_NS, PREFILL, active_count
 from runtime.simulator.stages.pool_tables import (
     ANSWERED,
@@ -57,8 +57,8 @@ def cancel(at: int, number: int) -> None:
     query = s.queries[number]
     if query.state == IN_POOL and not query.begun_ns:
         pool = s.pools[query.pool]
-        tables.release(pool.tables[0], query.entry)
-        tables.free_entry(pool.tables[0], query.entry)
+        queues.release(pool.tables[0], query.entry)
+        queues.free_entry(pool.tables[0], query.entry)
         pool.queries -= 1
         _free(s, number)
     else:
@@ -155,7 +155,7 @@ def _arrive(s: State, number: int) -> None:
     group.next = (group.next + 1) % group.count
     pool = s.pools[query.pool]
     t = pool.tables[0]
-    query.state, query.enqueued_ns, query.entry = IN_POOL, now - s.ring_ns, tables.new_entry(t)
+    query.state, query.enqueued_ns, query.entry = IN_POOL, now - s.ring_ns, queues.new_entry(t)
     entry = t.entries[query.entry]
     entry.stage, entry.arrival_ns, entry.deadline_ns = query.stage, now, query.deadline_ns
     entry.index = entry.scope = entry.patience = 0
@@ -166,7 +166,7 @@ def _arrive(s: State, number: int) -> None:
         pool.queries += 1
         _interrupt(s, pool)
     else:
-        tables.free_entry(t, query.entry)
+        queues.free_entry(t, query.entry)
         _answer(s, number, OVERLOADED if verdict == policy.OVERLOADED else LATE)
 
 
@@ -211,14 +211,14 @@ def _between_runs(s: State, pool: Pool) -> None:
             break
         number = members[entry].query
         policy.finish(t, entry, s.queries[number].extends)
-        tables.free_entry(t, entry)
+        queues.free_entry(t, entry)
         pool.served += 1
         pool.queries -= 1
         _answer(s, number, OK)
     policy.schedule(t, s.now_ns)
     for i in range(t.late.count):
         entry = t.late.numbers[i]
-        tables.free_entry(t, entry)
+        queues.free_entry(t, entry)
         pool.queries -= 1
         _answer(s, members[entry].query, LATE)
     for i in range(t.preempted.count):  # keep the number of remaining extends until it resumes
