@@ -1,11 +1,10 @@
-"""Export of dashboards and alerts as files, and push to a Grafana: a folder, a data source, dashboards by fixed uids.
+"""Export of dashboards and alerts as files, and push to a Grafana: a folder and dashboards by fixed uids.
 
 A push skips unchanged items. A dashboard is compared by a hash of its content in one of its tags, because Grafana
 rewrites the body that it stores. Dashboards that Grafana has loaded from files (provisioned) are not changed. Needs the
 extra [grafana], imported on first use.
 """
 
-import copy
 import hashlib
 import importlib
 import json
@@ -60,7 +59,6 @@ def _render_files() -> dict[str, str]:
 
 
 FOLDER_UID = "trinity"
-SOURCE_UID = "trinity-prometheus"
 _TAG = "trinity-hash:"
 _INSTALL = "URLLIB3_NO_OVERRIDE=1 pip install --no-binary urllib3-future 'trinity-runtime[grafana]'"
 
@@ -83,13 +81,11 @@ class Change:
 class Pusher:
     """Pushes to one Grafana. `credential`: a service account's token, or name and password; None uses the URL's.
 
-    With a `prometheus_url`, a data source of that address is maintained too and selected by the dashboards; without,
-    they select Grafana's default. Raises `ConfigError` without the extra, `UsageError` for an invalid URL.
+    The dashboards select Grafana's default data source. Raises `ConfigError` without the extra, `UsageError` for an
+    invalid URL.
     """
 
-    def __init__(
-        self, url: str, credential: Credential = None, prometheus_url: str = "", folder: str = "Trinity"
-    ) -> None:
+    def __init__(self, url: str, credential: Credential = None, folder: str = "Trinity") -> None:
         try:
             client = importlib.import_module("grafana_client")
             self._errors = importlib.import_module("grafana_client.client")
@@ -98,16 +94,13 @@ class Pusher:
             raise ConfigError(f"pushing dashboards needs grafana-client: {_INSTALL}") from error
         self._url = url
         self._api: Any = client.GrafanaApi.from_url(_with_slash(url), credential)
-        self._prometheus_url = prometheus_url
         self._folder = folder
 
     def changes(self) -> list[Change]:
         """Compare Grafana's state with the code; nothing is written. Raises as `push`."""
         with self._mapped_errors():
-            found = [self._folder_change()]
-            if self._prometheus_url:
-                found.append(self._source_change())
-            return found + [self._board_change(uid, board) for uid, board in all_dashboards().items()]
+            boards = [self._board_change(uid, board) for uid, board in all_dashboards().items()]
+            return [self._folder_change(), *boards]
 
     def push(self) -> list[Change]:
         """Write what is missing or different; return all items.
@@ -121,7 +114,7 @@ class Pusher:
                     change.write()
         return changes
 
-    # ---- folder, data source, dashboards
+    # ---- folder, dashboards
 
     def _folder_change(self) -> Change:
         item = f"folder {self._folder!r}"
@@ -135,30 +128,9 @@ class Pusher:
             item, "update", lambda: self._api.folder.update_folder(FOLDER_UID, title=self._folder, version=version)
         )
 
-    def _source_change(self) -> Change:
-        item = f"data source {SOURCE_UID!r}"
-        desired = {
-            "uid": SOURCE_UID,
-            "name": "Trinity",
-            "type": "prometheus",
-            "access": "proxy",
-            "url": self._prometheus_url,
-            "jsonData": {"httpMethod": "POST"},
-        }
-        found = self._get(lambda: self._api.datasource.get_datasource_by_uid(SOURCE_UID))
-        if found is None:
-            return Change(item, "create", lambda: self._api.datasource.create_datasource(desired))
-        method = (found.get("jsonData") or {}).get("httpMethod", "")
-        has = {key: found.get(key) for key in desired} | {"jsonData": {"httpMethod": method}}
-        if has == desired:
-            return _unchanged(item)
-        if found.get("readOnly"):
-            return Change(item, "provisioned", lambda: None)
-        return Change(item, "update", lambda: self._api.datasource.update_datasource_by_uid(SOURCE_UID, desired))
-
     def _board_change(self, uid: str, board: Json) -> Change:
         item = f"dashboard {uid!r}"
-        desired = _tagged(_with_source(board) if self._prometheus_url else board)
+        desired = _tagged(board)
         body = {"dashboard": desired, "folderUid": FOLDER_UID, "overwrite": True, "message": "trinity dashboards push"}
         found = self._get(lambda: self._api.dashboard.get_dashboard(uid))
         if found is not None and found["meta"].get("provisioned"):
@@ -207,15 +179,6 @@ def _with_slash(url: str) -> str:
         raise UsageError(f"{url!r} is not a Grafana URL: it must begin with http:// or https://")
     path = parts.path if not parts.path or parts.path.endswith("/") else f"{parts.path}/"
     return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
-
-
-def _with_source(board: Json) -> Json:
-    """Return the dashboard with our own data source selected."""
-    board = copy.deepcopy(board)
-    for variable in board["templating"]["list"]:
-        if variable["type"] == "datasource":
-            variable["current"] = {"text": "Trinity", "value": SOURCE_UID}
-    return board
 
 
 def _tagged(board: Json) -> Json:

@@ -35,9 +35,6 @@ def check(
 @dashboards_app.command()
 def push(
     url: Annotated[str, typer.Option(envvar="GRAFANA_URL", help="URL of Grafana.")],
-    prometheus_url: Annotated[
-        str, typer.Option(help="Also create a data source for this Prometheus URL, as seen from Grafana.")
-    ] = "",
     folder: Annotated[str, typer.Option(help="Title of the folder.")] = "Trinity",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes without writing them.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if there are changes; write nothing.")] = False,
@@ -46,7 +43,7 @@ def push(
 
     Credentials: environment variables GRAFANA_TOKEN, or GRAFANA_USER and GRAFANA_PASSWORD.
     """
-    pusher = Pusher(url, _credential(), prometheus_url, folder)
+    pusher = Pusher(url, _credential(), folder)
     changes = pusher.changes() if dry_run or check else pusher.push()
     for change in changes:
         print(f"{change.action:11} {change.item}")

@@ -25,7 +25,6 @@ class GrafanaServer:
     def __init__(self, prefix: str = "") -> None:
         self.prefix = prefix
         self.folders: dict[str, Json] = {}
-        self.sources: dict[str, Json] = {}
         self.boards: dict[str, Json] = {}
         self.provisioned: set[str] = set()
         self.writes: list[str] = []
@@ -89,15 +88,6 @@ class GrafanaServer:
                 return self._new_folder(_exactly(body, {"title", "uid"}))
             case "PUT", ["folders", uid]:
                 return self._change_folder(uid, _some(body, {"title", "version", "overwrite"}))
-            case "GET", ["datasources", "uid", uid]:
-                return _found(self.sources, uid, "Data source not found")
-            case "POST", ["datasources"]:
-                return self._new_source(body)
-            case "PUT", ["datasources", "uid", uid]:
-                _found(self.sources, uid, "Data source not found")
-                self.writes.append(f"data source {uid}")
-                self.sources[uid] = self.sources[uid] | _source(body)
-                return {"datasource": self.sources[uid], "message": "Datasource updated"}
             case "GET", ["dashboards", "uid", uid]:
                 return _found(self.boards, uid, "Dashboard not found")
             case "POST", ["dashboards", "db"]:
@@ -119,14 +109,6 @@ class GrafanaServer:
         folder |= {"title": body["title"], "version": folder["version"] + 1}
         self.folders[uid] = folder
         return folder
-
-    def _new_source(self, body: Json | None) -> Json:
-        source = _source(body)
-        if source["uid"] in self.sources or source["name"] in {known["name"] for known in self.sources.values()}:
-            raise Refused(409, "data source with the same name already exists")
-        self.writes.append(f"data source {source['uid']}")
-        self.sources[source["uid"]] = {"id": 3, "readOnly": False, "basicAuth": False, **source}
-        return {"datasource": self.sources[source["uid"]], "id": 3, "message": "Datasource added"}
 
     def _save(self, body: Json) -> Json:
         board = body["dashboard"]
@@ -170,10 +152,3 @@ def _exactly(body: Json | None, keys: set[str]) -> Json:
     if set(_some(body, keys)) != keys:
         raise Refused(400, "bad request data")
     return body or {}
-
-
-def _source(body: Json | None) -> Json:
-    source = _exactly(body, {"uid", "name", "type", "access", "url", "jsonData"})
-    if source["access"] not in ("proxy", "direct"):
-        raise Refused(400, "bad access mode")
-    return source

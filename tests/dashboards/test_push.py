@@ -8,15 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 import dashboards.provisioning as module
-from dashboards.provisioning import FOLDER_UID, SOURCE_UID, Pusher, all_dashboards
+from dashboards.provisioning import FOLDER_UID, Pusher, all_dashboards
 from launchers.main import command_line
 from runtime.errors import ConfigError, Unavailable, UsageError
 from tests.dashboards.grafana_server import TOKEN, GrafanaServer
 
 pytest.importorskip("grafana_client", reason="needs the extra [grafana]")
 
-PROMETHEUS = "http://prometheus:9090"
-EVERYTHING = [f"folder {FOLDER_UID}", f"data source {SOURCE_UID}", *(f"dashboard {uid}" for uid in all_dashboards())]
+EVERYTHING = [f"folder {FOLDER_UID}", *(f"dashboard {uid}" for uid in all_dashboards())]
 
 
 @pytest.fixture
@@ -30,35 +29,32 @@ def actions(pusher: Pusher) -> list[str]:
     return [change.action for change in pusher.push()]
 
 
-def test_an_empty_grafana_gets_the_folder_the_data_source_and_the_dashboards(grafana: GrafanaServer) -> None:
-    assert set(actions(Pusher(grafana.url, TOKEN, PROMETHEUS))) == {"create"}
+def test_an_empty_grafana_gets_the_folder_and_the_dashboards(grafana: GrafanaServer) -> None:
+    assert set(actions(Pusher(grafana.url, TOKEN))) == {"create"}
     assert grafana.writes == EVERYTHING
-    assert grafana.sources[SOURCE_UID]["url"] == PROMETHEUS
     for uid, board in all_dashboards().items():
         stored = grafana.boards[uid]
         assert stored["meta"]["folderUid"] == FOLDER_UID
         assert stored["dashboard"]["panels"] == board["panels"]
-        (source,) = [v for v in stored["dashboard"]["templating"]["list"] if v["type"] == "datasource"]
-        assert source["current"]["value"] == SOURCE_UID
 
 
 def test_a_second_push_writes_nothing(grafana: GrafanaServer) -> None:
-    Pusher(grafana.url, TOKEN, PROMETHEUS).push()
+    Pusher(grafana.url, TOKEN).push()
     grafana.writes.clear()
-    assert set(actions(Pusher(grafana.url, TOKEN, PROMETHEUS))) == {"unchanged"}
+    assert set(actions(Pusher(grafana.url, TOKEN))) == {"unchanged"}
     assert grafana.writes == []
 
 
 def test_only_changed_dashboards_are_written_again(grafana: GrafanaServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    Pusher(grafana.url, TOKEN, PROMETHEUS).push()
+    Pusher(grafana.url, TOKEN).push()
     grafana.writes.clear()
     changed = {uid: board | {"refresh": "1m"} for uid, board in all_dashboards().items()}
     monkeypatch.setattr(module, "all_dashboards", lambda: changed)
-    assert actions(Pusher(grafana.url, TOKEN, "http://elsewhere:9090", folder="Ours"))[:2] == ["update", "update"]
+    assert actions(Pusher(grafana.url, TOKEN, folder="Ours"))[:2] == ["update", "update"]
     assert grafana.writes == EVERYTHING
     assert grafana.folders[FOLDER_UID]["title"] == "Ours"
     assert grafana.boards["trinity-overview"]["dashboard"]["version"] == 2
-    assert set(actions(Pusher(grafana.url, TOKEN, "http://elsewhere:9090", folder="Ours"))) == {"unchanged"}
+    assert set(actions(Pusher(grafana.url, TOKEN, folder="Ours"))) == {"unchanged"}
 
 
 def test_a_moved_dashboard_is_moved_back(grafana: GrafanaServer) -> None:
@@ -66,11 +62,6 @@ def test_a_moved_dashboard_is_moved_back(grafana: GrafanaServer) -> None:
     grafana.boards["trinity-overview"]["meta"]["folderUid"] = "elsewhere"
     assert actions(Pusher(grafana.url, TOKEN)) == ["unchanged", "update", "unchanged"]
     assert grafana.boards["trinity-overview"]["meta"]["folderUid"] == FOLDER_UID
-
-
-def test_without_a_prometheus_url_no_data_source_is_touched(grafana: GrafanaServer) -> None:
-    Pusher(grafana.url, TOKEN).push()
-    assert grafana.sources == {}
 
 
 def test_a_provisioned_dashboard_is_left_alone(grafana: GrafanaServer) -> None:
@@ -128,6 +119,6 @@ def test_check_and_dry_run_do_not_write(grafana: GrafanaServer, monkeypatch: pyt
 
 @pytest.mark.skipif(not os.environ.get("GRAFANA_URL"), reason="GRAFANA_URL names no Grafana to try")
 def test_a_real_grafana_accepts_the_dashboards_and_a_second_push_writes_nothing() -> None:
-    pusher = Pusher(os.environ["GRAFANA_URL"], os.environ.get("GRAFANA_TOKEN"), "http://localhost:9090")
+    pusher = Pusher(os.environ["GRAFANA_URL"], os.environ.get("GRAFANA_TOKEN"))
     pusher.push()
     assert set(actions(pusher)) == {"unchanged"}
