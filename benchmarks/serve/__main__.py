@@ -1,4 +1,4 @@
-"""Benchmark prefill and decode under load on this machine, in one run of under nine minutes.
+"""Benchmark prefill and decode under load on this machine, in one run of seven minutes.
 
     python -m benchmarks.serve                                       # a small random Llama, random arrivals
     python -m benchmarks.serve --data DIR          # arrivals and lengths as in a real trace, scaled
@@ -19,8 +19,6 @@ from pathlib import Path
 from benchmarks.serve.bench import Bench
 from benchmarks.serve.report import Section, about, markdown, write
 from benchmarks.serve.sections import (
-    agreement,
-    disaggregation,
     goodput,
     handover,
     probes,
@@ -34,9 +32,6 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "ttft": ttft.run,
     "probes": probes.run,
     "goodput": goodput.run,
-    "disaggregation": disaggregation.chats,
-    "documents": disaggregation.documents,
-    "agreement": agreement.run,
 }
 
 

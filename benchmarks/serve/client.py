@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -112,29 +111,6 @@ async def _closed_loop(url: str, bodies: Sequence[Body], outstanding: int) -> li
             return await send(url, body)
 
     return await asyncio.gather(*(one(body) for body in bodies))
-
-
-def with_background(
-    url: str, bodies: Sequence[Body], outstanding: int, others: Sequence[Body]
-) -> tuple[list[Outcome], list[Outcome]]:
-    """`closed_loop` while `others` are sent sequentially and repeatedly; return the outcomes of both."""
-
-    async def run() -> tuple[list[Outcome], list[Outcome]]:
-        sent: list[Outcome] = []
-        more = cycle(others)
-
-        async def send_others() -> None:
-            while not done:
-                sent.append(await send(url, next(more)))
-
-        done = False
-        background = asyncio.create_task(send_others())
-        found = await _closed_loop(url, bodies, outstanding)
-        done = True
-        await background
-        return found, sent
-
-    return asyncio.run(run())
 
 
 def sequential(url: str, bodies: Sequence[Body]) -> list[Outcome]:
