@@ -42,7 +42,7 @@ def measure_overhead(options: argparse.Namespace, node: Node) -> Json:
         addresses = {"direct": server_of(node, section), "through": node_of(node)}
         async with Targets(addresses, section.name, options.seed, salted=isinstance(section, VllmSection)) as targets:
             return await overhead.measure(
-                targets, collection, section,
+                targets, collection,
                 only=options.only, pairs=options.pairs, rounds=options.rounds, tokens=options.tokens,
             )  # fmt: skip
 

@@ -24,7 +24,7 @@ from benchmarks.common.report import table
 from benchmarks.engines.targets import STREAMS, Answer, Targets
 from runtime.engines.openai.assembly import fit, inserted_text, with_passages
 from runtime.node.config import CollectionSection
-from runtime.node.engine_config import ServedSection
+from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.passages import Passage
 
@@ -131,7 +131,6 @@ async def throughput(targets: Targets, number: int, tokens: int) -> float:
 async def measure(
     targets: Targets,
     collection: CollectionSection | None,
-    section: ServedSection,
     *,
     only: Names[str],
     pairs: int,
@@ -151,12 +150,15 @@ async def measure(
         found["token_direct_ms"] = statistics.median(one["direct"].token_s for one in long) * 1e3
         found["token_ratio"] = [one["through"].token_s / one["direct"].token_s for one in long]
     if collection is not None and "retrieval" in only:
-        delays = [await with_retrieval(targets, collection.name, section.passage_tokens) for _ in range(pairs)]
+        delays = [await with_retrieval(targets, collection.name, PromptsSection().passage_tokens) for _ in range(pairs)]
         found["retrieval_ms"] = {name: [delay.parts[name] * 1e3 for delay in delays] for name in PARTS}
         found["retrieval_rest_ms"] = [delay.rest * 1e3 for delay in delays]
     if collection is not None and "probe" in only:
         texts = texts_of(collection)
-        probes = [await probe(targets, collection.name, section.probe_tokens, texts) for _ in range(max(5, pairs // 3))]
+        probes = [
+            await probe(targets, collection.name, ProbesSection().passage_tokens, texts)
+            for _ in range(max(5, pairs // 3))
+        ]
         found["probe_stall_ms"] = [stall * 1e3 for stall, _ in probes]
         found["probe_ratio"] = [stall / own for stall, own in probes]
     if "throughput" in only:

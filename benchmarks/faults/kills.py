@@ -64,12 +64,16 @@ context_tokens = 2048
 workers = 4
 slots = 3
 chunk_tokens = 128
-passage_tokens = 600
 
 [decode]
 workers = 4
 slots = 6
-probe_tokens = 128
+
+[prompts]
+passage_tokens = 600
+
+[probes]
+passage_tokens = 128
 
 [pool]
 workers = 4

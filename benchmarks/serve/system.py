@@ -48,8 +48,9 @@ class SystemParts:
             "node": {"name": f"bench-{kind}"},
             "http": {"port": 0, "max_in_flight": 10_000},
             "model": {"name": self.model, "context_tokens": self.context_tokens},
-            "prefill": {"workers": workers, "slots": 8, "chunk_tokens": 256, "passage_tokens": 160},
+            "prefill": {"workers": workers, "slots": 8, "chunk_tokens": 256},
             "decode": {"workers": workers, "slots": 16},
+            "prompts": {"passage_tokens": 160},
             "pool": {"workers": 1},
             "handover": {} if kind == "node" else {"disaggregate": "always"},  # to its own decode half
             "collections": [{"name": "docs", "path": str(self.collection)}],

@@ -45,5 +45,4 @@ def trinity_engine(worker: Worker, metrics: RequestMetrics) -> WorkerLink:
         on_end=metrics.record_end,
         on_refused=metrics.record_refusal,
         restarts=RestartLimits(http.restarts, int(http.restart_wait_s * 1e9)),
-        keep_traces=http.traces,
     )

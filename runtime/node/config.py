@@ -76,7 +76,6 @@ class HttpSection(Section, frozen=True):
     - `restart_wait_s`: how long such a request waits for a worker if there is no other one. New requests wait as long,
       unless `restarts` is 0. A restarted frontend accepts connections when it knows a worker of each role, and after
       this time at the latest.
-    - `traces`: number of finished requests whose traces are kept.
     - `overlap_weight`: routing picks the worker, or model server, with the fewest requests. One that recently received
       the whole prompt counts `overlap_weight` requests fewer, one that received a prefix of it a share of that. 0: load
       only.
@@ -95,7 +94,6 @@ class HttpSection(Section, frozen=True):
     request_timeout_s: Seconds = 600.0
     restarts: Annotated[int, Meta(ge=0, le=100)] = 3
     restart_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
-    traces: Annotated[int, Meta(ge=0, le=100_000)] = 512
     overlap_weight: Annotated[float, Meta(ge=0, le=1_000)] = 1.0
     max_connections: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
     max_connections_per_peer: Annotated[int, Meta(ge=1, le=1_000_000)] = 512
@@ -143,12 +141,10 @@ class PrefillSection(KvWorkerSection, frozen=True):
     - `slots`: prompts that a worker holds at once, from their first chunk until decode has pulled their KV.
     - `chunk_tokens`: tokens of one forward pass, of one prompt or of several. "auto" is 256 on CPUs and 1,024 on GPUs,
       from where on a longer pass is hardly faster per token, and other prompts wait for it longer.
-    - `passage_tokens`: maximum number of tokens of the passages that are inserted before the first token.
     """
 
     slots: Annotated[int, Meta(ge=1, le=256)] = 4
     chunk_tokens: Literal["auto"] | Annotated[int, Meta(ge=16, le=65_536)] = "auto"
-    passage_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 768
 
     @property
     def pass_tokens(self) -> int:
@@ -163,7 +159,6 @@ class DecodeSection(KvWorkerSection, frozen=True):
 
     - `slots`: rows of the running batch, one per request.
     - `chunk_tokens`: tokens per step of what a row must compute besides its next token, such as a prompt or passages.
-    - `probe_tokens`: maximum number of tokens of the passages that a probe inserts.
 
     When KV blocks run out, the youngest row is preempted. Later its KV is loaded from the tiers of `[kv]`, and the rest
     is recomputed.
@@ -171,7 +166,6 @@ class DecodeSection(KvWorkerSection, frozen=True):
 
     slots: Annotated[int, Meta(ge=1, le=512)] = 8
     chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
-    probe_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 192
 
 
 PoolPlacement = Literal["own", "with-prefill", "with-decode", "coupled"]
@@ -231,14 +225,13 @@ class HandoverSection(Section, frozen=True):
     - `disaggregate`: which prompts prefill workers compute. "auto": those that a decode worker would not finish as
       soon, in steps that keep `slo.tpot_s`. "never": none; prefill workers only retrieve, and decode workers compute
       the prompts.
-    - `failure_policy`: after a failed hand-over, "recompute" restarts the request elsewhere (`http.restarts`), "fail"
-      ends it. A hand-over fails if decode refuses it, dies, or sends nothing for 30 s (it reports every 5 s while the
-      hand-over waits for room).
+
+    After a failed hand-over the request is restarted elsewhere (`http.restarts`). A hand-over fails if decode refuses
+    it, dies, or sends nothing for 30 s (it reports every 5 s while the hand-over waits for room).
     """
 
     order: Literal["prefill_first", "decode_first"] = "prefill_first"
     disaggregate: Disaggregate = "auto"
-    failure_policy: Literal["recompute", "fail"] = "recompute"
 
 
 class KvSection(Section, frozen=True):

@@ -56,15 +56,10 @@ class ServedSection(Section, frozen=True):
 
     - `name`: the model's name on the server.
     - `context_tokens`: limit of prompt and answer together; 0: as reported by the server.
-    - `passage_tokens`: maximum number of tokens of the passages that are inserted before the first token.
-    - `probe_tokens`: maximum number of tokens of the passages that a probe inserts. The node has no tokenizer here:
-      both limits are estimated from bytes.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     context_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
-    passage_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 768
-    probe_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 192
 
 
 class OpenAiSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", tag="openai"):
@@ -115,12 +110,10 @@ class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", 
 
     With `[model.prefill]` and `[model.decode]` (both) each stage has its own instances:
 
-    - `kv_connector`: how KV is transferred between them: a connector of vLLM by name, or a class of
-      `kv_connector_module_path`, a module in vLLM's environment. "auto": NixlConnector if vLLM's environment has NIXL,
-      else TrinityKvFiles, which is part of Trinity and uses files of this machine.
+    - `kv_connector`: how KV is transferred between them: a connector of vLLM by name, or `module:Class` in vLLM's
+      environment. "auto": NixlConnector if vLLM's environment has NIXL, else TrinityKvFiles, which is part of Trinity
+      and uses files of this machine.
     - `kv_connector_extra_config`: options of the connector.
-    - `handover_tokens`: a prompt is computed by a decode instance if that has all of it but so many tokens. "auto": as
-      many as the instance computes in the time of a hand-over, both measured.
     """
 
     path: str = ""
@@ -134,9 +127,7 @@ class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", 
     prefill: VllmStage | None = None
     decode: VllmStage | None = None
     kv_connector: Annotated[str, Meta(min_length=1)] = "auto"
-    kv_connector_module_path: str = ""
     kv_connector_extra_config: dict[str, Any] = msgspec.field(default_factory=dict)
-    handover_tokens: Literal["auto"] | Annotated[int, Meta(ge=0, le=10_000_000)] = "auto"
 
     @property
     def loads(self) -> str:

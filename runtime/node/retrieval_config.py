@@ -1,4 +1,4 @@
-"""`[prompts]` and `[probes]`: where passages are inserted into a prompt, and when a running answer is probed."""
+"""`[prompts]` and `[probes]`: how passages are inserted into a prompt, and when a running answer is probed."""
 
 from typing import Annotated, Literal
 
@@ -10,15 +10,21 @@ PassagePlace = Literal["system", "question"]
 ProbeTrigger = Literal["every", "drift", "unsure"]
 
 
+PassageTokens = Annotated[int, Meta(ge=16, le=65_536)]
+
+
 class PromptsSection(Section, frozen=True):
-    """Defaults of chat prompts.
+    """Defaults of prompts with passages.
 
     - `passages`: where passages are inserted: "system" puts them into the system message, before the conversation;
       "question" puts them before the text of the last question. With "question" the earlier turns keep their position,
       so that their KV is reused (docs/prompts.md).
+    - `passage_tokens`: maximum number of tokens of the passages that are inserted before the first token. With another
+      engine the node has no tokenizer: this limit and that of probes are estimated from bytes.
     """
 
     passages: PassagePlace = "system"
+    passage_tokens: PassageTokens = 768
 
 
 class ProbesSection(Section, frozen=True):
@@ -31,8 +37,10 @@ class ProbesSection(Section, frozen=True):
       node's own engine supports it.
     - `drift_distance`: in the collection's metric; for cosine it is 1 - similarity.
     - `unsure_nats`: threshold of the entropy, in nats.
+    - `passage_tokens`: maximum number of tokens of the passages that a probe inserts.
     """
 
     trigger: ProbeTrigger = "every"
     drift_distance: Annotated[float, Meta(gt=0, le=1e6)] = 0.5
     unsure_nats: Annotated[float, Meta(gt=0, le=100)] = 2.0
+    passage_tokens: PassageTokens = 192

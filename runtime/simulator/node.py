@@ -112,7 +112,7 @@ class Simulation:
         prefill_pools = [self._pools.group([next(own_pool)]) if coupled["prefill"] else everyone for _ in prefill_gpus]
         decode_pools = [self._pools.group([next(own_pool)]) if coupled["decode"] else everyone for _ in decode_gpus]
         batches = Batches(
-            self.events, setup.times, config.decode, setup.workload, self._pools,
+            self.events, setup.times, config.decode, setup.workload, config.probes.passage_tokens, self._pools,
             [(gpu, decode_pools[i], Random(setup.seed * 64 + i)) for i, gpu in enumerate(decode_gpus)],
             self._most_steps,
         )  # fmt: skip

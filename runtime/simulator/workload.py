@@ -10,8 +10,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Retrieval of a trace's requests, whose prompts are assumed to contain their passages.
 
     Each request queries the pool once before prefill, and every `probe_every_tokens` during decode (0: never). A share
-    `probe_hit` of the probes returns new passages, of `decode.probe_tokens` tokens. A query takes top_m / search_width
-    extends plus 1 to 3.
+    `probe_hit` of the probes returns new passages, of `probes.passage_tokens` tokens. A query takes
+    top_m / search_width extends plus 1 to 3.
     """
 
     retrieval: bool = True

@@ -10,7 +10,6 @@ import pytest
 from benchmarks.engines import overhead
 from benchmarks.engines.overhead import Delay
 from benchmarks.engines.targets import Address, Answer, Targets
-from runtime.node.engine_config import OpenAiSection
 from tests.engines.fake_openai import MODEL, Behaviour, FakeServer
 from tests.engines.fake_vllm import HttpFront
 from tests.frontend.fake_workers import run
@@ -28,10 +27,9 @@ async def targets(home: Path, *names: str) -> AsyncIterator[tuple[Targets, FakeS
 
 def test_only_the_requested_parts_are_measured_and_each_has_its_bar(tmp_path: Path) -> None:
     async def test() -> None:
-        section = OpenAiSection(name=MODEL, url="http://fake/v1")
         async with targets(tmp_path, "direct", "through") as (made, _):
             only = ("ttft", "token", "same")
-            found = await overhead.measure(made, None, section, only=only, pairs=6, rounds=1, tokens=4)
+            found = await overhead.measure(made, None, only=only, pairs=6, rounds=1, tokens=4)
         assert found["same"] == 10
         assert len(found["ttft_added_ms"]) == 6
         assert "throughput_ratio" not in found

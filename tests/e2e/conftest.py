@@ -32,11 +32,15 @@ context_tokens = 2048
 [prefill]
 slots = 3
 chunk_tokens = 128
-passage_tokens = 1600
 
 [decode]
 slots = 6
-probe_tokens = 128
+
+[prompts]
+passage_tokens = 1600
+
+[probes]
+passage_tokens = 128
 
 [[collections]]
 name = "docs"

@@ -133,7 +133,7 @@ def test_the_vllm_command_sets_connector_role_and_recompute_policy() -> None:
     files = transfer_config(made, plan, prefill, nixl=False)
     assert (files["kv_connector"], files["kv_connector_module_path"]) == ("TrinityKvFiles", "trinity_kv_files")
     assert files["kv_connector_extra_config"]["directory"] == f"{plan.run_dir}/kv"
-    own = section(**STAGES, kv_connector="Mine", kv_connector_module_path="mine", kv_connector_extra_config={"a": 1})
+    own = section(**STAGES, kv_connector="mine:Mine", kv_connector_extra_config={"a": 1})
     found = transfer_config(own, plan, prefill, nixl=True)
     assert (found["kv_connector"], found["kv_connector_module_path"]) == ("Mine", "mine")
     assert found["kv_connector_extra_config"] == {"a": 1}

@@ -250,19 +250,16 @@ def test_the_death_of_prefill_does_not_affect_prompts_computed_by_decode(start: 
 # ---- hand-overs that fail
 
 
-@pytest.mark.parametrize(("policy", "code"), [("recompute", "worker_lost"), ("fail", "unavailable")])
 @pytest.mark.parametrize("disaggregate", ["always", "never"])
-def test_a_hand_over_rejected_by_decode_is_counted_and_restarted_as_configured(
-    start: Start, policy: str, code: str, disaggregate: str
-) -> None:
+def test_a_hand_over_rejected_by_decode_is_counted_and_restarted(start: Start, disaggregate: str) -> None:
     """The frontend restarts only requests that are lost."""
-    workers = start(handover={"failure_policy": policy, "disaggregate": disaggregate})
+    workers = start(handover={"disaggregate": disaggregate})
     workers.decodes["decode-0"].handovers.cancel("r")
     workers.submit("r", [5, 6, 7], 6)
     workers.run()
     failed = workers.outputs["r"].failed
     assert failed is not None
-    assert failed.code == code
+    assert failed.code == "worker_lost"
     assert failed.message == "decode-0 rejected the hand-over: cancelled"
     assert workers.metric("prefill-0", PrefillMetrics.OFFERS["rejected"]) == 1
     workers.assert_nothing_held()

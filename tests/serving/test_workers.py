@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.errors import Unavailable
+from runtime.errors import WorkerLost
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
@@ -336,11 +336,11 @@ def test_with_bfloat16_weights_kv_takes_half_the_bytes_from_gpu_to_gpu(start: St
 def test_a_decode_worker_with_another_kv_type_rejects_hand_overs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = iter(("bfloat16", "bfloat16", "float32"))  # prefill's type, and those of two decode workers
     monkeypatch.setattr("runtime.serving.model.language_model.kv_type", lambda weights, kernels: next(kinds))
-    workers = start(weights="bfloat16", decodes=2, handover={"failure_policy": "fail"})
+    workers = start(weights="bfloat16", decodes=2)
     workers.submit("r", list(range(3, 60)), 4, decode="decode-1")
     workers.run()
     failed = workers.outputs["r"].failed
-    assert isinstance(failed, Unavailable)
+    assert isinstance(failed, WorkerLost)
     assert "its KV is of another model or type" in failed.message
 
 

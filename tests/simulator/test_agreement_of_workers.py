@@ -26,7 +26,8 @@ TIMES = ServiceTimes(
 )  # fmt: skip
 SECTIONS: dict[str, Any] = {
     "prefill": {"slots": 8, "chunk_tokens": 256},
-    "decode": {"slots": 32, "probe_tokens": 64},
+    "decode": {"slots": 32},
+    "probes": {"passage_tokens": 64},
     "http": {"max_in_flight": 10_000},
     "kv": {"host_mib": 0},
 }

@@ -14,10 +14,11 @@ from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.writer import AnswerWriter, Dependencies
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
-from runtime.node.engine_config import OpenAiSection, ServedSection, VllmSection
+from runtime.node.engine_config import OpenAiSection, ServedSection
 from runtime.node.placement.plan import read_engine_key
+from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.node.worker import Worker
-from runtime.serving.frontend.engine import Engine, EngineStatistics, RestartLimits
+from runtime.serving.frontend.engine import KEPT_TRACES, Engine, EngineStatistics, RestartLimits
 from runtime.serving.frontend.observability import RequestMetrics
 from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request, RequestOutcome
 from runtime.serving.http.passthrough import single_request_field
@@ -48,15 +49,17 @@ class OpenAiEngine(Engine):
         max_in_flight: int,
         restarts: RestartLimits = RestartLimits(),  # noqa: B008
         handover_tokens: int | Literal["auto"] = "auto",
+        prompts: PromptsSection = PromptsSection(),  # noqa: B008
+        probes: ProbesSection = ProbesSection(),  # noqa: B008
         clock: Callable[[], int] = time.monotonic_ns,
         on_end: Callable[[RequestOutcome], None] | None = None,
         on_refused: Callable[[TrinityError], None] | None = None,
-        keep_traces: int = 0,
+        keep_traces: int = KEPT_TRACES,
     ) -> None:
         super().__init__(epoch=epoch, clock=clock, on_end=on_end, on_refused=on_refused, keep_traces=keep_traces)
         self.balancer = balancer
         handovers = Handovers(balancer, HandoverCosts(handover_tokens), clock)
-        self._deps = Dependencies(balancer, search, section, restarts, handovers, clock)
+        self._deps = Dependencies(balancer, search, section, prompts, probes, restarts, handovers, clock)
         self._max_in_flight = max_in_flight
         self._tasks: dict[Request, asyncio.Task[None]] = {}
         self._checks: set[asyncio.Task[None]] = set()
@@ -205,8 +208,8 @@ async def engine_over(
         epoch=worker.epoch,
         max_in_flight=http.max_in_flight,
         restarts=RestartLimits(http.restarts, int(http.restart_wait_s * 1e9)),
-        handover_tokens=section.handover_tokens if isinstance(section, VllmSection) else "auto",
+        prompts=worker.plan.config.prompts,
+        probes=worker.plan.config.probes,
         on_end=metrics.record_relayed,
         on_refused=metrics.record_refusal,
-        keep_traces=http.traces,
     )

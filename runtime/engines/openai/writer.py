@@ -26,6 +26,7 @@ from runtime.errors import (
     WorkerLost,
 )
 from runtime.node.engine_config import ServedSection
+from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.retrieval.passages import Passage, ignore_size, without_text
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving import stages
@@ -52,6 +53,8 @@ class Dependencies:
     balancer: LoadBalancer
     search: SearchSource
     section: ServedSection
+    prompts: PromptsSection
+    probes: ProbesSection
     restarts: RestartLimits
     handovers: Handovers
     clock: Callable[[], int]  # monotonic ns
@@ -67,7 +70,7 @@ class AnswerWriter:
         retrieval = generation.retrieval
         self._probing = None
         if retrieval is not None and retrieval.every_tokens:
-            self._probing = Probing(request.id, emit, deps.search, retrieval, deps.section.probe_tokens, deps.clock)
+            self._probing = Probing(request.id, emit, deps.search, retrieval, deps.probes.passage_tokens, deps.clock)
         self._chat = "messages" in body
         self._max_tokens: int | None = body.get("max_completion_tokens", body.get("max_tokens"))
         if self._probing is not None and not self._chat:
@@ -131,7 +134,7 @@ class AnswerWriter:
         stamps[stages.SEARCHED] = self._deps.clock()
         texts = [turn.content for turn in self._generation.messages] if self._chat else [str(self._generation.prompt)]
         size = sum(len(text.encode(errors="replace")) for text in texts)
-        budget_tokens = self._deps.section.passage_tokens
+        budget_tokens = self._deps.prompts.passage_tokens
         self._assemble(room_for_passages(size, self._max_tokens or 0, budget_tokens, self._context()))
 
     def _assemble(self, tokens: int) -> None:
@@ -406,11 +409,11 @@ class AnswerWriter:
         return f"{question}\n{self._relay.transcript.text}"
 
     def _room(self) -> int:
-        """Return the context's tokens left for a probe's passages; `probe_tokens` if the context is unknown."""
+        """Return the context's tokens left for a probe's passages; the limit of a probe if the context is unknown."""
         context, usage, transcript = self._context(), self._relay.usage, self._relay.transcript
         used = int(usage.get("prompt_tokens", 0)) + int(usage.get("completion_tokens", 0)) if usage else 0
         if transcript.prompt_ids is not None:
             used = len(transcript.prompt_ids) + len(transcript.ids)
         if not context or not used:
-            return self._deps.section.probe_tokens
+            return self._deps.probes.passage_tokens
         return max(0, context - used - max(1, (self._max_tokens or 0) - self._relay.sent_tokens))

@@ -58,8 +58,8 @@ def transfer_config(section: VllmSection, plan: NodePlan, place: WorkerPlan, *, 
         "kv_load_failure_policy": "recompute",
     }
     options: dict[str, Any] = {}
-    if section.kv_connector_module_path:
-        found["kv_connector_module_path"] = section.kv_connector_module_path
+    if ":" in connector:
+        found["kv_connector_module_path"], _, found["kv_connector"] = connector.partition(":")
     elif connector == FILES:
         found["kv_connector_module_path"] = _FILES_MODULE
         options = {"directory": str(plan.kv_directory), "owner": place.name, "lease_s": _LEASE_S}

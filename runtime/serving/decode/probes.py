@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 
 from ipc import IpcError
 from runtime.errors import DeadlineExceeded, TrinityError
-from runtime.node.config import DecodeSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics
 from runtime.retrieval.passages import without_text
@@ -29,13 +28,13 @@ class Probes:
         self,
         retriever: Retriever,
         tokenizer: Tokenizer,
-        limits: DecodeSection,
+        passage_tokens: int,
         context_tokens: int,
         table: WorkerTable,
         log: logging.Logger,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.retriever, self._tokenizer, self._limits = retriever, tokenizer, limits
+        self.retriever, self._tokenizer, self._passage_tokens = retriever, tokenizer, passage_tokens
         self._context_tokens, self._table, self._log, self.clock = context_tokens, table, log, clock
 
     def start(self, row: Row) -> None:
@@ -85,7 +84,7 @@ class Probes:
         near = not trigger.accepts(result.passages, row.seen)
         new = () if near else tuple(passage for passage in result.passages if passage.id not in row.seen)
         remaining = row.request.sampling.max_tokens - row.generated
-        allowed = min(self._limits.probe_tokens, retrieval.probe_tokens or self._limits.probe_tokens)
+        allowed = min(self._passage_tokens, retrieval.probe_tokens or self._passage_tokens)
         chunk = passages_chunk(self._tokenizer, new, min(allowed, self._context_tokens - len(row.context) - remaining))
         self._finish(row, "near" if near else "answered", len(chunk.used))
         if chunk.tokens:

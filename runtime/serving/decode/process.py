@@ -88,7 +88,7 @@ class DecodeWorker:
         self.probes = Probes(
             self._retriever,
             self._model.tokenizer,
-            config.decode,
+            config.probes.passage_tokens,
             model.context_tokens,
             self._table,
             worker.log,

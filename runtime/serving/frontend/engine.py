@@ -18,6 +18,8 @@ from runtime.serving.messages import Generation
 
 log = logging.getLogger(__name__)
 
+KEPT_TRACES = 512  # of the requests that ended last: a few hundred KB
+
 
 @dataclass(frozen=True, slots=True)
 class RestartLimits:
@@ -53,7 +55,7 @@ class Engine(ABC):
         clock: Callable[[], int],
         on_end: Callable[[RequestOutcome], None] | None,
         on_refused: Callable[[TrinityError], None] | None,
-        keep_traces: int,
+        keep_traces: int = KEPT_TRACES,
     ) -> None:
         self.epoch = epoch
         self.traces = Traces(keep_traces, clock)

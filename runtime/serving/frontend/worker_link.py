@@ -36,7 +36,7 @@ from runtime.errors import (
     error_from_code,
 )
 from runtime.serving.frontend.choice import prefix_blocks
-from runtime.serving.frontend.engine import Engine, EngineStatistics, RestartLimits
+from runtime.serving.frontend.engine import KEPT_TRACES, Engine, EngineStatistics, RestartLimits
 from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Router, known_prefix
 from runtime.serving.messages import (
@@ -103,7 +103,7 @@ class WorkerLink(Engine):
         on_end: Callable[[RequestOutcome], None] | None = None,
         on_refused: Callable[[TrinityError], None] | None = None,
         restarts: RestartLimits = RestartLimits(),  # noqa: B008
-        keep_traces: int = 0,
+        keep_traces: int = KEPT_TRACES,
     ) -> None:
         super().__init__(epoch=epoch, clock=clock, on_end=on_end, on_refused=on_refused, keep_traces=keep_traces)
         self.router = router

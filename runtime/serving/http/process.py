@@ -18,7 +18,6 @@ import uvloop
 
 from runtime.errors import Unavailable
 from runtime.node.api_keys import bound_attributes, read_api_keys
-from runtime.node.engine_config import ServedSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import CacheEvent, FrontendMetrics
 from runtime.node.stores_config import STORES
@@ -134,7 +133,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         open_paths=config.http.open_paths,
         cors_origins=config.http.cors_origins,
         max_k=config.pool.max_k,
-        max_probe_tokens=served.probe_tokens if isinstance(served, ServedSection) else config.decode.probe_tokens,
+        max_probe_tokens=config.probes.passage_tokens,
         probes=config.probes,
         prompts=config.prompts,
         default_max_tokens=min(256, own.context_tokens // 4) if own else 256,

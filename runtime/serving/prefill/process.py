@@ -11,7 +11,7 @@ from functools import partial
 from typing import get_args
 
 from ipc import IpcError
-from runtime.errors import InternalError, InvalidRequest, TrinityError, Unavailable, WorkerLost
+from runtime.errors import InternalError, InvalidRequest, TrinityError, WorkerLost
 from runtime.node.metrics.worker_metrics import OfferOutcome, PrefillMetrics
 from runtime.node.startup import run_in_background
 from runtime.node.worker import Worker
@@ -42,13 +42,12 @@ class PrefillWorker:
         config = worker.plan.config
         assert config.own_model is not None
         self._worker, self._limits = worker, config.prefill
-        # The frontend restarts a request that fails with WorkerLost, from the tokens sent so far; Unavailable ends it.
-        self._handover_error = WorkerLost if config.handover.failure_policy == "recompute" else Unavailable
         self._decode_first = config.handover.order == "decode_first"
         self._disaggregation = Disaggregation(
             config.handover.disaggregate, config.slo.tpot_s, config.decode.chunk_tokens
         )
         self._context_tokens = config.own_model.context_tokens
+        self._passage_tokens = config.prompts.passage_tokens
         blocks, block_tokens = config.prefill.blocks(config.own_model), config.own_model.kv_block_tokens
         transport = transport or transport_for(worker.placement.device)
         loading = run_in_background(lambda: CollectionRegistry.warm(worker.plan, threads=config.prefill.threads))
@@ -200,7 +199,7 @@ class PrefillWorker:
             generation.prompt,
             result.passages,
             budget_tokens=prompt_budget(self._context_tokens, generation.sampling.max_tokens),
-            passage_tokens=self._limits.passage_tokens,
+            passage_tokens=self._passage_tokens,
             bare=job.tokens,
             place=generation.retrieval.place if generation.retrieval else "system",
         )
@@ -334,7 +333,7 @@ class PrefillWorker:
             self._release(job)
             if not outcome.accepted:
                 reason = f"{job.request.decode_worker} rejected the hand-over: {outcome.reason}"
-                self._fail(job, self._handover_error(reason))
+                self._fail(job, WorkerLost(reason))  # the frontend restarts it, from the tokens sent so far
 
     def _publish(self) -> None:
         waiting, running = len(self._waiting) + len(self._retrieving), len(self._running) + len(self._offered)
