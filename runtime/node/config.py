@@ -193,23 +193,20 @@ class PoolSection(WorkerSection, frozen=True):
     Search:
 
     - `top_m`, `search_width`: defaults of queries that do not set them.
-    - `max_top_m`, `max_k`: maximum of `top_m` and of `k`.
+    - `max_top_m`: maximum of `top_m`, which is at least k; k is at most 128.
 
     Engine and client sessions:
 
     - `form`: "auto" uses a resident kernel on a GPU that no other worker of the node uses: one launch that fetches
       queries by itself (docs/gpu.md). "launches", as on other GPUs: launches that end when a query finishes or
       arrives; use it for a GPU on which other programs compute.
-    - `ring_slots`: slots of the request ring and of the result ring of each client.
     """
 
     placement: PoolPlacement = "own"
     slots: Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)] = "auto"
     form: Literal["auto", "launches"] = "auto"
     queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
-    ring_slots: Annotated[int, Meta(ge=2, le=65_536)] = 256
     reserve: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3
-    max_k: Annotated[int, Meta(ge=1, le=1024)] = 128
     max_top_m: Annotated[int, Meta(ge=1, le=4096)] = 512
     top_m: Annotated[int, Meta(ge=1, le=4096)] = 160
     search_width: Annotated[int, Meta(ge=1, le=32)] = 4

@@ -32,15 +32,12 @@ class ProbesSection(Section, frozen=True):
 
     - `trigger`: "every" probes after each `every_tokens` tokens. "drift" probes as often, but inserts the passages only
       if the text has drifted away from those in use: the nearest of them is farther from the last words than
-      `drift_distance`, or not among the `k` nearest. "unsure" probes when the entropy of the next token's distribution
-      (at temperature 1) exceeds `unsure_nats`, at the earliest `every_tokens` tokens after the last probe; only the
-      node's own engine supports it.
-    - `drift_distance`: in the collection's metric; for cosine it is 1 - similarity.
-    - `unsure_nats`: threshold of the entropy, in nats.
+      .5 in the collection's metric (for cosine 1 - similarity), or not among the `k` nearest. "unsure" probes when the
+      entropy of the next token's distribution (at temperature 1) exceeds 2 nats, at the earliest `every_tokens` tokens
+      after the last probe; only the node's own engine supports it. Requests set other thresholds themselves
+      (`retrieval.probe_threshold`).
     - `passage_tokens`: maximum number of tokens of the passages that a probe inserts.
     """
 
     trigger: ProbeTrigger = "every"
-    drift_distance: Annotated[float, Meta(gt=0, le=1e6)] = 0.5
-    unsure_nats: Annotated[float, Meta(gt=0, le=100)] = 2.0
     passage_tokens: PassageTokens = 192

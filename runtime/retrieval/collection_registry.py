@@ -235,7 +235,7 @@ class CollectionRegistry:
         in_background: bool = False,
     ) -> None:
         """in_background: open later builds on a thread, see `opening`. Raises `ModelError` for a missing embedder."""
-        self._threads, self._max_k = threads, plan.config.pool.max_k
+        self._threads, self._max_k = threads, plan.max_k
         self._builds = {
             c.name: CollectionBuilds(c.name, Path(c.path), c.verify, clock, in_background)
             for c in plan.config.searchable

@@ -7,22 +7,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from gpu import Engine
 from ipc import RingClient, SessionServer
 from runtime.node.config import parse_config
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import Histogram, Metric
 from runtime.node.placement.layout import lay_out
-from runtime.node.placement.plan import NodePlan
+from runtime.node.placement.plan import MAX_K, RING_SLOTS, NodePlan
 from runtime.pool.collections.shard import OpenShard, open_shard
 from runtime.pool.process import MakeArena, Pool, Timing
 from runtime.testing.worker import make_worker
 
 
-def plan_of(collection: Path, *others: dict[str, Any], shards: int = 1, demand: str = "", **pool: Any) -> NodePlan:
+def plan_of(
+    collection: Path,
+    *others: dict[str, Any],
+    shards: int = 1,
+    demand: str = "",
+    ring_slots: int = RING_SLOTS,
+    max_k: int = MAX_K,
+    **pool: Any,
+) -> NodePlan:
     """Return a plan with the collection `docs`, other collections, and these settings of the pool."""
     docs = {"name": "docs", "path": str(collection), "shards": shards, "demand": demand}
-    return lay_out(parse_config({"pool": pool, "collections": [docs, *others]}))
+    plan = lay_out(parse_config({"pool": pool, "collections": [docs, *others]}))
+    return structs.replace(plan, ring_slots=ring_slots, max_k=max_k)
 
 
 class InProcessPool:

@@ -170,7 +170,6 @@ def test_more_threads_than_cores_are_refused(tmp_path: Path) -> None:
 
 
 LIMITS = {
-    "pool.max_k = 200 exceeds pool.max_top_m = 100": {"pool": {"max_k": 200, "max_top_m": 100}},
     "pool.top_m = 200 exceeds pool.max_top_m = 150": {"pool": {"top_m": 200, "max_top_m": 150}},
 }
 

@@ -63,15 +63,13 @@ def test_entropy_is_that_of_the_softmax_and_handles_impossible_tokens() -> None:
     assert entropy(logits + 1000) == pytest.approx(entropy(logits), rel=1e-3), "a shift of all logits changes nothing"
 
 
-def test_the_nodes_threshold_is_the_default() -> None:
-    node = ProbesSection(drift_distance=0.7, unsure_nats=3.0)
-
+def test_each_trigger_has_a_default_threshold_and_a_request_may_set_another() -> None:
     def threshold(kind: str, **own: float) -> float:
         retrieval = {"every_tokens": 4, "probe_trigger": kind, **own}
         body = CompletionBody.model_validate({"model": "m", "prompt": "p", "retrieval": retrieval})
-        found = body.to_retrieval(node, "system")
+        found = body.to_retrieval(ProbesSection(), "system")
         assert found is not None
         return found.threshold
 
-    assert [threshold(kind) for kind in ("every", "drift", "unsure")] == [0.0, 0.7, 3.0]
+    assert [threshold(kind) for kind in ("every", "drift", "unsure")] == [0.0, 0.5, 2.0]
     assert threshold("drift", probe_threshold=0.2) == 0.2

@@ -113,8 +113,8 @@ def _plan(setup: Setup, form: str, folder: str) -> NodePlan:
         "devices": [setup.device],
         "form": form,
         "top_m": setup.params.top_m,
-        "ring_slots": _SMALL_RING_SLOTS if setup.small else _RING_SLOTS,
     }
     docs = {"name": "docs", "path": folder, "verify": "never"}
     plan = lay_out(parse_config({"pool": pool, "collections": [docs]}))
-    return replace(plan, workers=tuple(replace(one, exclusive_gpu=setup.on_gpu) for one in plan.workers))
+    workers = tuple(replace(one, exclusive_gpu=setup.on_gpu) for one in plan.workers)
+    return replace(plan, workers=workers, ring_slots=_SMALL_RING_SLOTS if setup.small else _RING_SLOTS)

@@ -85,15 +85,22 @@ class WorkerPlan(msgspec.Struct, frozen=True):
         return "" if self.device == "cpu" else self.gpu or None
 
 
+RING_SLOTS = 256  # 10 ms of the fastest pool measured; a client waits in its own queue beyond
+MAX_K = 128  # a result ring's slot has room for so many; OpenAI's limit is 50
+
+
 class NodePlan(msgspec.Struct, frozen=True):
     """A complete plan. `token` makes the endpoints of this run unique and hard to guess; `spares` are the standby
-    workers."""
+    workers. `ring_slots`: requests that a pool's client may have outstanding; `max_k`: maximum of a search's k. They
+    are constants, which tests and measurements replace."""
 
     config: NodeConfig
     run_dir: str
     token: str
     workers: tuple[WorkerPlan, ...]
     spares: tuple[WorkerPlan, ...] = ()
+    ring_slots: int = RING_SLOTS
+    max_k: int = MAX_K
 
     @property
     def processes(self) -> tuple[WorkerPlan, ...]:
@@ -156,7 +163,8 @@ def plan_workers(config: NodeConfig) -> NodePlan:
     _check_limits(config)
     run_dir = config.node.run_dir or str(default_run_dir(config.node.name))
     _check_sockets(run_dir, workers)
-    return NodePlan(config, run_dir, secrets.token_hex(8), tuple(workers), plan_spares(config, workers))
+    plan = NodePlan(config, run_dir, secrets.token_hex(8), tuple(workers), plan_spares(config, workers))
+    return msgspec.structs.replace(plan, max_k=min(MAX_K, config.pool.max_top_m))
 
 
 def plan_spares(config: NodeConfig, workers: Sequence[WorkerPlan]) -> tuple[WorkerPlan, ...]:
@@ -269,9 +277,8 @@ def _check_limits(config: NodeConfig) -> None:
             'probes.trigger = "unsure": only the node\'s own engine supports it; with '
             f'{config.model.__struct_config__.tag!r} use "every" or "drift"'
         )
-    for key, value in (("max_k", pool.max_k), ("top_m", pool.top_m)):
-        if value > pool.max_top_m:
-            raise ConfigError(f"pool.{key} = {value} exceeds pool.max_top_m = {pool.max_top_m}")
+    if pool.top_m > pool.max_top_m:
+        raise ConfigError(f"pool.top_m = {pool.top_m} exceeds pool.max_top_m = {pool.max_top_m}")
     for role, section in (("prefill", config.prefill), ("decode", config.decode)):
         if config.own_model is not None and section.blocks(config.own_model) < config.own_model.row_blocks:
             raise ConfigError(

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ipc import SearchSpec
 from runtime.errors import CollectionError, InvalidRequest, Unavailable
-from runtime.node.config import PoolSection
+from runtime.node.placement.plan import MAX_K
 from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.neighbors import FUSION_DEPTH
 from runtime.retrieval.open_build import OpenBuild, open_build
@@ -53,7 +53,7 @@ class HybridSearch:
             return spec, 0.0
         if spec.collection in self._remote:  # ranks of different nodes are not comparable
             raise InvalidRequest(f"collection {spec.collection!r} is on other nodes, without hybrid search", "hybrid")
-        max_k = min((pool.max_k for pool in self._pools.clients()), default=PoolSection().max_k)
+        max_k = min((pool.max_k for pool in self._pools.clients()), default=MAX_K)
         depth = max(spec.k, min(FUSION_DEPTH * spec.k, max_k, spec.top_m or max_k))
         return replace(spec, k=depth), 0.5 if hybrid is True else float(hybrid)
 

@@ -24,6 +24,7 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 2**31 - 1
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _CUSTOM = "trinity"
+_THRESHOLDS = {"every": 0.0, "drift": 0.5, "unsure": 2.0}  # of probes: a distance, an entropy in nats
 _TYPE_ERRORS = {"model_type": "must be an object", "dict_type": "must be an object", "list_type": "must be an array"}
 """Messages in place of pydantic's, which name Python's types."""
 DEFAULT_HYBRID = 0.5  # weight of the keyword search with `hybrid: true`
@@ -347,8 +348,7 @@ class GenerateBody(StrictModel):
             filter_bytes(options.filter) if options.filter else b"",
             options.hybrid,
             trigger,
-            options.probe_threshold
-            or {"every": 0.0, "drift": probes.drift_distance, "unsure": probes.unsure_nats}[trigger],
+            options.probe_threshold or _THRESHOLDS[trigger],
             options.passages or place,
         )
 

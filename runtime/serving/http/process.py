@@ -132,7 +132,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         access=access_by_key(keys),
         open_paths=config.http.open_paths,
         cors_origins=config.http.cors_origins,
-        max_k=config.pool.max_k,
+        max_k=plan.max_k,
         max_probe_tokens=config.probes.passage_tokens,
         probes=config.probes,
         prompts=config.prompts,

@@ -23,7 +23,7 @@ from runtime.node.config import NodeConfig
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.layout import lay_out
-from runtime.node.placement.plan import NodePlan
+from runtime.node.placement.plan import RING_SLOTS, NodePlan
 from runtime.node.supervisor.supervised_worker import COMMAND, kill_group, spawn
 from runtime.node.worker import WorkerSpec
 
@@ -92,7 +92,7 @@ def _send_queries(
     Raises `ConfigError` if a query fails.
     """
     pool, sent = config.pool, 0
-    window = min(window, pool.ring_slots, pool.queue - pool.queue // 4)
+    window = min(window, RING_SLOTS, pool.queue - pool.queue // 4)
     spec = SearchSpec(config.collections[0].name, 1, "decode", pool.top_m, pool.search_width)
     waits: list[int] = []
     until = time.monotonic() + _SILENT_S
