@@ -35,6 +35,11 @@ def without_text(passages: Iterable[Passage]) -> tuple[Passage, ...]:
     return tuple(msgspec.structs.replace(passage, text="") for passage in passages)
 
 
+def within(passages: Sequence[Passage], distance: float) -> list[Passage]:
+    """Return the passages that are not farther than a distance; those with none are kept."""
+    return [passage for passage in passages if not passage.distance > distance]
+
+
 def ignore_size(size: int) -> None:
     """An `OnRead` of a search whose passages are not sent to a client."""
 

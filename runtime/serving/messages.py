@@ -46,7 +46,8 @@ class Retrieval(msgspec.Struct, frozen=True):
     at most `probe_tokens` tokens of passages that the row does not have yet; 0: the node's limit. `filter`: the
     attribute filter in the pools' encoding, b"" for none. `hybrid`: the weight of the keyword search, 0 for none.
     `trigger` and its `threshold`: when to probe (`triggers.py`). `place`: the position of the passages in a chat.
-    `flow`: of the API key (`PassageQuery`).
+    `flow`: of the API key (`PassageQuery`). `max_distance`: farther passages are left out. `quote`: the passages found
+    before prefill are reported with their texts.
     """
 
     collection: str
@@ -60,6 +61,8 @@ class Retrieval(msgspec.Struct, frozen=True):
     threshold: float = 0.0
     place: PassagePlace = "system"
     flow: int = 0
+    max_distance: float = 1e30
+    quote: bool = False
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -132,7 +135,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 class Retrieved(msgspec.Struct, frozen=True, tag=True):
     """Passages found for a request: before prefill (`at_token` 0) or by a probe after `at_token` tokens. Their texts
-    stay with the worker and are not sent to clients.
+    stay with the worker, but for those of `Retrieval.quote`: `texts`, as they stand in the prompt.
 
     The prefill worker sends one for every request with retrieval, before the hand-over, even if nothing was found.
     `inserted`: the tokens that a probe inserted into the context, before the token that was the last one then.
@@ -145,6 +148,7 @@ class Retrieved(msgspec.Struct, frozen=True, tag=True):
     inserted: tuple[int, ...] = ()
     stages: dict[str, int] = {}  # stamps so far, with the passages found before prefill
     partial: bool = False
+    texts: tuple[str, ...] = ()
 
 
 class Probe(msgspec.Struct, frozen=True):

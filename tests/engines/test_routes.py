@@ -9,11 +9,14 @@ from typing import Any
 
 import httpx
 
+from runtime.node.retrieval_config import PromptsSection
+from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.requests import Relayed
 from runtime.serving.http.app import create_app
 from runtime.serving.http.responses import ChatResponse
-from runtime.serving.http.service import Service, Settings
+from runtime.serving.http.routes.responses import RESULTS
+from runtime.serving.http.service import NoCollections, Service, Settings
 from runtime.testing.waiting import until
 from tests.engines.engine_harness import EngineHarness, running_engine
 from tests.engines.fake_openai import MODEL, Behaviour
@@ -26,13 +29,21 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is a deco
 DOCS = {"collection": "docs", "k": 2}
 
 
+class _Catalogue(NoCollections):
+    def summary(self, collection: str) -> CollectionSummary:
+        return CollectionSummary(True, metric="cosine")
+
+
 @asynccontextmanager
 async def client(
-    *behaviours: Behaviour, answers: AnswerCache | None = None
+    *behaviours: Behaviour, answers: AnswerCache | None = None, prompts: PromptsSection | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, EngineHarness]]:
     async with running_engine(*behaviours) as harness:
-        settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096)
-        app = create_app(Service(harness.engine, harness.library, metrics, answers), settings)
+        settings = Settings(
+            model=MODEL, collections={"docs": 4}, context_tokens=4096, prompts=prompts or PromptsSection()
+        )
+        service = Service(harness.engine, harness.library, metrics, answers, catalogue=_Catalogue())
+        app = create_app(service, settings)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as made:
             yield made, harness
 
@@ -223,5 +234,28 @@ def test_a_cached_answer_equals_the_servers_and_any_relevant_change_misses(tmp_p
             await http.post("/v1/chat/completions", json=CHAT | {"top_k": 3})
             assert len(harness.fake.generations()) == 2
         cache.answers.close()
+
+    run(test())
+
+
+def test_a_response_searches_before_the_servers_prompt_and_a_continuation_repeats_its_passages() -> None:
+    async def test() -> None:
+        async with client(prompts=PromptsSection("question")) as (http, harness):
+            tool = {"type": "file_search", "vector_store_ids": ["docs"], "max_num_results": 2}
+            asked: Json = {"model": MODEL, "max_output_tokens": 6, "tools": [tool], "include": [RESULTS]}
+            first = (await http.post("/v1/responses", json=asked | {"input": "What is a decorator?"})).json()
+            call, message = first["output"]
+            assert [one["text"] for one in call["results"]] == ["passage 1.0.", "passage 1.1."]
+            assert (first["status"], len(message["content"][0]["text"])) == ("incomplete", 6)
+            assert first["usage"]["output_tokens"] == 6
+            (question,) = harness.fake.generations()[-1]["messages"]
+            assert question["content"].endswith("[T1.1]\npassage 1.1.\n\nWhat is a decorator?")
+            continued = asked | {"input": "And a class?", "previous_response_id": first["id"], "stream": True}
+            streamed = await http.post("/v1/responses", json=continued)
+            assert "event: response.incomplete" in streamed.text
+            before, answer, last = harness.fake.generations()[-1]["messages"]
+            assert before == question
+            assert answer["content"] == message["content"][0]["text"]
+            assert last["content"].endswith("[T2.1]\npassage 2.1.\n\nAnd a class?")
 
     run(test())

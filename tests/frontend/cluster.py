@@ -16,6 +16,7 @@ from runtime.node.config import HttpSection
 from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import PassageQuery
+from runtime.retrieval.stores.responses import ResponseStore
 from runtime.retrieval.stores.service import Stores
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.requests import RequestOutcome
@@ -95,6 +96,7 @@ class Cluster:
         catalogue: CollectionCatalogue | None = None,
         writes: WriterService | None = None,
         stores: Stores | None = None,
+        responses: ResponseStore | None = None,
         limits: HttpSection = HttpSection(),  # noqa: B008
         timeouts: Timeouts = Timeouts(),  # noqa: B008
         readiness: Readiness | None = None,
@@ -102,6 +104,7 @@ class Cluster:
     ) -> None:
         self._answers = answers
         self._catalogue, self._writes, self._stores = catalogue or NoCollections(), writes, stores
+        self._responses = responses
         self.limits, self.timeouts = limits, timeouts
         self.readiness = readiness or Readiness()
         self.drain_requests: list[bool] = []  # what the supervisor would receive
@@ -206,7 +209,7 @@ class Cluster:
         new_id = id_source(77)
         service = Service(
             self.link, self.search, metrics, self._answers, catalogue=self._catalogue, writes=self._writes,
-            stores=self._stores, readiness=self.readiness, drain=self._drain,
+            stores=self._stores, responses=self._responses, readiness=self.readiness, drain=self._drain,
         )  # fmt: skip
         app = create_app(service, self.settings, new_id)
         self._http = HttpConfig(app, self.limits, new_id, drain_s=1, timeouts=self.timeouts)

@@ -2,7 +2,7 @@
 
 `FakeWorker` sends only what the test sends. `ScriptedWorker` belongs to a `Cluster` and follows directions in the
 prompt: `say=5` answers with five words and stops, `hang=2` stops responding after two, `fail=2` fails after two,
-`probe=2` searches after two; prefill rejects `refuse=CODE`.
+`probe=2` searches after two; prefill rejects `refuse=CODE`. `answer=Some_words` answers with these words.
 """
 
 import asyncio
@@ -30,6 +30,7 @@ from runtime.serving.messages import (
     decode_to_worker,
     encode,
 )
+from runtime.serving.model.text import passage_text
 
 if TYPE_CHECKING:
     from tests.frontend.cluster import Cluster
@@ -180,12 +181,14 @@ class ScriptedWorker(FakeWorker):
             if "cite" in script:
                 long = {"notes": "x" * int(script["cite"])}
                 passages = tuple(replace(passage, attributes=long) for passage in passages)
-            await self.send(Retrieved(prefill.request_id, passages))
+            texts = tuple(passage_text(one.title, one.text) for one in passages) if generation.retrieval.quote else ()
+            await self.send(Retrieved(prefill.request_id, passages, texts=texts))
         self.cluster.players[prefill.decode_worker].start(prefill)
 
     async def _decode(self, prefill: Prefill) -> None:
         script, sampling = _script(prefill), prefill.generation.sampling
-        wanted = int(script.get("say", "1000000"))
+        words = script["answer"].split("_") if "answer" in script else []
+        wanted = len(words) or int(script.get("say", "1000000"))
         received_ns = prefill.generation.received_ns
         stages = {"received": received_ns, "first_token": received_ns + 5_000_000}
         stages["end"] = stages["first_token"] + 10_000_000
@@ -197,7 +200,7 @@ class ScriptedWorker(FakeWorker):
             if str(count) == script.get("fail"):
                 await self.send(Failed(prefill.request_id, "internal_error", "the fake failed"))
                 return
-            word, last = f"w{count} ", count + 1 == min(wanted, sampling.max_tokens)
+            word, last = f"{words[count] if words else f'w{count}'} ", count + 1 == min(wanted, sampling.max_tokens)
             stopped = any(stop in word for stop in sampling.stop)
             reason = "stop" if stopped or (last and wanted <= sampling.max_tokens) else "length" if last else None
             text = "" if stopped else word

@@ -11,7 +11,7 @@ from typing import Any
 
 from runtime.node.retrieval_config import PassagePlace
 from runtime.retrieval.passages import PartialPassages, Passage
-from runtime.serving.model.text import last_question_index, passage_text, passages_block
+from runtime.serving.model.text import last_question_index, passage_text, passages_block, question_with_block
 
 Json = dict[str, Any]
 
@@ -84,7 +84,7 @@ def with_passages(body: Json, fitted: Fitted, place: PassagePlace = "system") ->
         merged_question = (
             [{"type": "text", "text": f"{block}\n\n"}, *content]
             if isinstance(content, list)
-            else f"{block}\n\n{content}"
+            else question_with_block(block, str(content))
         )
         turns[last] = turns[last] | {"content": merged_question}
         return body | {"messages": turns}

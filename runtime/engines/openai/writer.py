@@ -27,7 +27,7 @@ from runtime.errors import (
 )
 from runtime.node.engine_config import ServedSection
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
-from runtime.retrieval.passages import Passage, ignore_size, without_text
+from runtime.retrieval.passages import Passage, ignore_size, within, without_text
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving import stages
 from runtime.serving.frontend.choice import prefix_blocks
@@ -131,6 +131,7 @@ class AnswerWriter:
             on_read=ignore_size,
             timeout_s=left_s,
         )
+        self._passages = type(self._passages)(within(self._passages, retrieval.max_distance))
         stamps[stages.SEARCHED] = self._deps.clock()
         texts = [turn.content for turn in self._generation.messages] if self._chat else [str(self._generation.prompt)]
         size = sum(len(text.encode(errors="replace")) for text in texts)
@@ -145,7 +146,10 @@ class AnswerWriter:
         retrieval = self._generation.retrieval
         self._body = with_passages(self._original, fitted, retrieval.place if retrieval else "system")
         stamps = dict(self._relay.stamps)
-        self._unreported = Retrieved(self._request.id, without_text(fitted.used), stages=stamps, partial=fitted.partial)
+        texts = fitted.texts if retrieval and retrieval.quote else ()
+        self._unreported = Retrieved(
+            self._request.id, without_text(fitted.used), stages=stamps, partial=fitted.partial, texts=texts
+        )
 
     def _context(self) -> int:
         """The context in tokens: as configured, else the least that a server reports; 0 if none does."""

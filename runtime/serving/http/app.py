@@ -20,11 +20,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
 from runtime.errors import InvalidRequest, TrinityError, Unavailable, UnknownCollection, UnknownModel
+from runtime.node.stores_config import StoresSection
 from runtime.retrieval.passages import PartialPassages
+from runtime.retrieval.stores.catalogue import Catalogue
+from runtime.retrieval.stores.responses import ResponseStore
 from runtime.serving.frontend.answer_cache import CacheHit, CacheKey
-from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.requests import ClientDisconnected
-from runtime.serving.frontend.requests import Request as InFlight
 from runtime.serving.http.api_types import (
     COMPLETION_TOKENS,
     ChatBody,
@@ -56,6 +57,7 @@ from runtime.serving.http.responses import (
     EventStream,
     GenerationResponse,
     Json,
+    cancel_on_disconnect,
     error_json,
     events,
     first_tokens,
@@ -67,6 +69,7 @@ from runtime.serving.http.routes.documents import DocumentRoutes
 from runtime.serving.http.routes.drain import DrainRoute
 from runtime.serving.http.routes.embeddings import EmbeddingsRoute
 from runtime.serving.http.routes.files import FileRoutes
+from runtime.serving.http.routes.responses import ResponsesRoutes
 from runtime.serving.http.routes.tokenize import TokenizeRoute
 from runtime.serving.http.routes.vector_store_files import StoreFileRoutes
 from runtime.serving.http.routes.vector_stores import StoreRoutes
@@ -132,6 +135,8 @@ def create_app(
     ):
         app.add_route(path, route, methods=["GET"])  # and HEAD
     routes.add_collection_routes(app)
+    stored = service.responses or ResponseStore(Catalogue(None), StoresSection(), now)
+    ResponsesRoutes(service, settings, routes.read_bytes, stored, routes.check_model, now, routes.seeds).add_to(app)
     TokenizeRoute(
         service.tokens, routes.read_bytes, context_tokens=settings.context_tokens, max_bytes=settings.max_prompt_bytes
     ).add_to(app)
@@ -147,7 +152,7 @@ class _Routes:
         self._bodies = BodyMemory()
         self._now = now
         self._created = int(now())
-        self._seeds = seeds
+        self.seeds = seeds
         self._searches = Searches(
             service.search, service.engine.traces, settings.max_searches, settings.search_timeout_s, service.on_embedded
         )
@@ -170,7 +175,7 @@ class _Routes:
         return await self._generate(http, body, response, COMPLETION_TOKENS, prompt=prompt, sent=sent)
 
     def _response_options(self, http: Request, body: GenerateBody) -> dict[str, Any]:
-        self._check_model(body.model)
+        self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         return {
@@ -199,7 +204,7 @@ class _Routes:
         engine, cache = self._service.engine, self._service.answers
         received_ns = engine.now_ns()
         deadline_ns = received_ns + int(self._settings.request_timeout_s * 1e9)
-        sampling = body.to_sampling(default_max_tokens, self._seeds.getrandbits(63))
+        sampling = body.to_sampling(default_max_tokens, self.seeds.getrandbits(63))
         store: Callable[[], None] = _discard
         if (
             cache is not None
@@ -217,7 +222,7 @@ class _Routes:
             client_id=client_id_of(http),
             sent=sent,
         )
-        watch = asyncio.create_task(_cancel_on_disconnect(http, engine, request))
+        watch = asyncio.create_task(cancel_on_disconnect(http, engine, request))
 
         def release() -> None:
             watch.cancel()
@@ -303,7 +308,7 @@ class _Routes:
         return json_response({"object": "list", "data": [self._model_json()] if self._settings.model else []})
 
     async def one_model(self, http: Request) -> Response:
-        self._check_model(http.path_params["model"])
+        self.check_model(http.path_params["model"])
         return json_response(self._model_json())
 
     async def trace(self, http: Request) -> Response:
@@ -346,7 +351,8 @@ class _Routes:
         except ClientDisconnect:
             raise ClientDisconnected("the client closed the connection before its body was complete") from None
 
-    def _check_model(self, model: str) -> None:
+    def check_model(self, model: str) -> None:
+        """Raise `UnknownModel` for another model than the node's."""
         served = self._settings.model
         if not served or model != served:
             served = repr(served) if served else "none"
@@ -384,13 +390,6 @@ class _Routes:
         model = {"id": self._settings.model, "object": "model", "created": self._created, "owned_by": "trinity"}
         context = self._settings.context_tokens
         return model | {"max_model_len": context} if context else model
-
-
-async def _cancel_on_disconnect(http: Request, engine: Engine, request: InFlight) -> None:
-    """Cancel the request when its client disconnects: the only message left after the body."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-    engine.cancel(request)
 
 
 def _discard() -> None:

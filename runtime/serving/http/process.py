@@ -33,6 +33,7 @@ from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.stores.catalogue import Catalogue
+from runtime.retrieval.stores.responses import ResponseStore
 from runtime.retrieval.stores.service import Stores
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.engine import Engine
@@ -153,17 +154,19 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
             partial(worker.table.observe, FrontendMetrics.WRITE_TIME),
             bound_attributes(keys),
         )
-    catalogue = stores = None
-    if writes is not None and config.stores.path:
-        catalogue = Catalogue(Path(config.stores.path) / "catalogue.sqlite")
+    stores = None
+    path = Path(config.stores.path) if config.stores.path else None
+    catalogue = Catalogue(path and path / "catalogue.sqlite")
+    if writes is not None and path is not None:
         stores = Stores(config.stores, catalogue, writes, partial(registry.embedder, STORES))
     answers = None
     if config.stores_answers:
         client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))
         answers = _open_answer_cache(worker, client)
     service = Service(
-        engine, source, supervisor.metrics_text, answers, tokens, source, writes, stores, readiness,
-        supervisor.drain, metrics.record_response, partial(worker.table.observe, FrontendMetrics.EMBED_TIME),
+        engine, source, supervisor.metrics_text, answers, tokens, source, writes, stores,
+        ResponseStore(catalogue, config.stores), readiness, supervisor.drain, metrics.record_response,
+        partial(worker.table.observe, FrontendMetrics.EMBED_TIME),
     )  # fmt: skip
     app = create_app(service, settings, new_id)
     _raise_descriptor_limit(config.http.max_connections)
@@ -209,8 +212,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
             task.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
         engine.close()
-        if catalogue is not None:
-            catalogue.close()
+        catalogue.close()
         if writes is not None:
             writes.close()
         if answers is not None:

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from runtime.errors import InternalError, ResponseTooLarge, TrinityError
 from runtime.retrieval.passages import MAX_PASSAGES_BYTES, Passage
+from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.requests import Piece, Relayed, Request
 from runtime.serving.messages import Retrieval, Retrieved, Tokens
 from runtime.serving.stages import stage_seconds
@@ -339,6 +341,13 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b""})
         finally:
             self.release()
+
+
+async def cancel_on_disconnect(http: HttpRequest, engine: Engine, request: Request) -> None:
+    """Cancel the request when its client disconnects: the only message left after the body."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+    engine.cancel(request)
 
 
 async def first_tokens(response: GenerationResponse, request: Request) -> Tokens:

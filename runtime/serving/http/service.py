@@ -24,6 +24,7 @@ from runtime.retrieval.fair_gate import FairLimit
 from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import PassageQuery
+from runtime.retrieval.stores.responses import ResponseStore
 from runtime.retrieval.stores.service import Stores
 from runtime.serving import stages
 from runtime.serving.frontend.answer_cache import AnswerCache
@@ -189,6 +190,7 @@ class Service:
     catalogue: CollectionCatalogue = field(default_factory=NoCollections)
     writes: WriterService | None = None  # None on a node without collections
     stores: Stores | None = None  # files and vector stores of clients; None without `[stores] path`
+    responses: ResponseStore | None = None  # None: in memory
     readiness: Readiness = field(default_factory=Readiness)
     drain: Callable[[bool], Awaitable[None]] | None = None  # stores the drain state in the supervisor
     on_response: Callable[[str, int, float], None] = lambda path, status, seconds: None

@@ -22,10 +22,11 @@ _FRAME_TOKENS = 64  # upper estimate of the tokens that the instruction and its 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the passages in them, best first (the last one may be truncated)."""
+    """Token ids, and the passages in them, best first, with their texts there (the last one may be truncated)."""
 
     tokens: list[int]
     used: tuple[Passage, ...] = ()
+    texts: tuple[str, ...] = ()
 
 
 def prompt_budget(context_tokens: int, max_tokens: int) -> int:
@@ -86,7 +87,7 @@ def build_prompt(
         tokens = _render(tokenizer, messages, prompt, passages_block(texts), place)
         excess = len(tokens) - budget_tokens
         if excess <= 0:
-            return Prompt(tokens, used)
+            return Prompt(tokens, used, tuple(texts))
         room -= excess  # tokens can split differently where texts meet: reduce the room by the excess
 
 
@@ -137,6 +138,11 @@ def passages_block(texts: Sequence[str]) -> str:
     return "\n\n".join([_INSTRUCTION, *texts])
 
 
+def question_with_block(block: str, question: str) -> str:
+    """Return the last question with the block before it."""
+    return f"{block}\n\n{question}"
+
+
 def _render(
     tokenizer: "Tokenizer",
     messages: Sequence[Message],
@@ -161,7 +167,7 @@ def last_question_index(roles: Sequence[str]) -> int:
 def _with_block(messages: Sequence[Message], block: str, place: PassagePlace) -> list[Message]:
     if place == "question":
         last = last_question_index([message.role for message in messages])
-        question = Message(messages[last].role, f"{block}\n\n{messages[last].content}")
+        question = Message(messages[last].role, question_with_block(block, messages[last].content))
         return [*messages[:last], question, *messages[last + 1 :]]
     first, *rest = messages
     if first.role == "system":

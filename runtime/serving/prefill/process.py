@@ -17,7 +17,7 @@ from runtime.node.startup import run_in_background
 from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
-from runtime.retrieval.passages import without_text
+from runtime.retrieval.passages import within, without_text
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
@@ -193,19 +193,25 @@ class PrefillWorker:
         job.stages[stages.EMBEDDED] = result.embedded_ns
         job.stages[stages.SEARCHED] = time.monotonic_ns()
         generation = job.request.generation
+        retrieval = generation.retrieval
+        assert retrieval is not None, "its result has arrived"
+        passages = within(result.passages, retrieval.max_distance)
         prompt = build_prompt(
             self._model.tokenizer,
             generation.messages,
             generation.prompt,
-            result.passages,
+            passages,
             budget_tokens=prompt_budget(self._context_tokens, generation.sampling.max_tokens),
             passage_tokens=self._passage_tokens,
             bare=job.tokens,
-            place=generation.retrieval.place if generation.retrieval else "system",
+            place=retrieval.place,
         )
         job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)
         job.build = result.build if prompt.used else ""
-        self._link.send(Retrieved(job.id, without_text(prompt.used), stages=job.stages, partial=result.partial))
+        texts = prompt.texts if retrieval.quote else ()
+        self._link.send(
+            Retrieved(job.id, without_text(prompt.used), stages=job.stages, partial=result.partial, texts=texts)
+        )
         self._enqueue(job)
 
     # ---- prefill

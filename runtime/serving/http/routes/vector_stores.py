@@ -61,7 +61,8 @@ def _validate_query(value: object) -> object:
     return queries
 
 
-def _validate_ranking(value: object) -> object:
+def validate_ranking(value: object) -> object:
+    """Validate ranking_options: refuse fields that are not supported."""
     if not isinstance(value, dict):
         raise field_error("ranking_options must be an object")
     options = without_null(value)
@@ -103,7 +104,7 @@ class StoreSearchBody(StrictModel):
 
     query: Annotated[list[str], BeforeValidator(_validate_query)]
     max_num_results: int = Field(10, ge=1, le=MAX_TOKENS)
-    ranking_options: Annotated[RankingOptions | None, BeforeValidator(_validate_ranking)] = None
+    ranking_options: Annotated[RankingOptions | None, BeforeValidator(validate_ranking)] = None
     rewrite_query: Annotated[bool, BeforeValidator(_validate_rewriting)] = False
     filters: Annotated[Any, BeforeValidator(filter_at("filters"))] = None
 
@@ -212,7 +213,7 @@ class StoreRoutes:
         threshold = ranking.score_threshold if ranking else -math.inf
         found = sorted(best.values(), key=lambda entry: entry[0])[: body.max_num_results]
         passages = [passage for (_, negated), passage in found if -negated >= threshold]
-        results = [_result(passage) for passage in passages] if own is None else await own_results(own, passages)
+        results = await results_of(own, passages)
         page: Json = {
             "object": "vector_store.search_results.page",
             "search_query": body.query,
@@ -271,32 +272,31 @@ def score_of(distance: float, metric: str) -> float:
     return 1.0 - distance if metric == "cosine" else -distance
 
 
-def _result(passage: Passage) -> tuple[Passage, Json]:
-    source = passage.attributes.get("source")
-    file = source if isinstance(source, str) else passage.id
-    return passage, {
-        "file_id": file,
-        "filename": PurePosixPath(file).name or file,
-        "attributes": passage.attributes,
-        "content": [{"type": "text", "text": passage.text}],
-        "id": passage.id,  # not in OpenAI's API: the passage of the file
-        "title": passage.title,
-    }
+def distance_of(score: float, metric: str) -> float:
+    """Return the distance with a score: the inverse of `score_of`. A score of 0 or less excludes nothing."""
+    if score <= 0:
+        return 1e30
+    if metric == "l2":
+        return 1.0 / score - 1.0
+    return 1.0 - score if metric == "cosine" else -score
 
 
-async def own_results(stores: Stores, passages: Sequence[Passage]) -> list[tuple[Passage, Json]]:
-    """Return the results for passages of clients' stores, without those of files that were removed meanwhile."""
-    keys = [(str(passage.attributes[STORE]), str(passage.attributes[FILE])) for passage in passages]
-    known = await stores.names(keys)
-    return [
-        (passage, {
-            "file_id": key[1],
-            "filename": known[key][1],
-            "attributes": known[key][0].attributes,
-            "content": [{"type": "text", "text": passage.text}],
-            "id": passage.id,
-            "title": passage.title,
-        })
-        for key, passage in zip(keys, passages, strict=True)
-        if key in known
-    ]  # fmt: skip
+async def results_of(stores: Stores | None, passages: Sequence[Passage]) -> list[tuple[Passage, Json]]:
+    """Return passages as results, without those of files that were removed from clients' stores meanwhile."""
+    own = [one for one in passages if one.id.startswith(STORE_PREFIX) and STORE in one.attributes]
+    keys = {one.id: (str(one.attributes[STORE]), str(one.attributes[FILE])) for one in own}
+    known = {} if stores is None or not keys else await stores.names(list(keys.values()))
+    results: list[tuple[Passage, Json]] = []
+    for passage in passages:
+        source = passage.attributes.get("source")
+        file = source if isinstance(source, str) else passage.id
+        name, attributes = PurePosixPath(file).name or file, passage.attributes
+        if (key := keys.get(passage.id)) is not None:
+            if key not in known:
+                continue
+            file, (entry, name) = key[1], known[key]
+            attributes = entry.attributes
+        result: Json = {"file_id": file, "filename": name, "attributes": attributes}
+        result |= {"content": [{"type": "text", "text": passage.text}]}
+        results.append((passage, result | {"id": passage.id, "title": passage.title}))  # not in OpenAI's API
+    return results

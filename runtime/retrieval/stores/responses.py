@@ -1,0 +1,59 @@
+"""Stored responses, which later ones continue: bounded in number, bytes and time, the oldest removed first."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from runtime.node.stores_config import StoresSection
+from runtime.retrieval.stores.catalogue import Catalogue, Quota
+from runtime.retrieval.stores.records import StoredResponse, UnknownObject
+
+MAX_BYTES = 256 << 20
+_TRIMMED = 16
+
+
+class ResponseStore:
+    """The responses in a catalogue. A restricted tenant has at most half of what the others leave."""
+
+    def __init__(self, catalogue: Catalogue, settings: StoresSection, clock: Callable[[], float] = time.time) -> None:
+        self._catalogue, self._clock, self._ttl_s = catalogue, clock, settings.response_ttl_s
+        self._number, self._bytes = Quota(settings.max_responses, "responses"), Quota(MAX_BYTES, "bytes of responses")
+
+    async def put(self, response: StoredResponse) -> None:
+        await asyncio.to_thread(self._put, response)
+
+    async def get(self, id: str, tenant: str) -> StoredResponse:
+        """Return a response. Raises `UnknownObject`, also for one whose time is over."""
+        found = await asyncio.to_thread(self._catalogue.get, StoredResponse, id, tenant or None)
+        if found.created_at + self._ttl_s <= self._clock():
+            await asyncio.to_thread(self._catalogue.remove, StoredResponse, id)
+            raise UnknownObject(f"no response has the id {id[:128]!r}", "id")
+        return found
+
+    async def delete(self, id: str, tenant: str) -> None:
+        """Delete a response. Raises `UnknownObject`."""
+        await self.get(id, tenant)
+        await asyncio.to_thread(self._catalogue.remove, StoredResponse, id)
+
+    def _put(self, response: StoredResponse) -> None:
+        tenant = response.tenant
+        with self._catalogue.transaction():
+            self._catalogue.put(response)
+            self._remove_expired()
+            while self._is_full(tenant) and (old := self._catalogue.oldest(StoredResponse, _TRIMMED, tenant)):
+                for one in old:
+                    if not self._is_full(tenant):
+                        return
+                    self._catalogue.remove(StoredResponse, one.id)
+
+    def _remove_expired(self) -> None:
+        for old in self._catalogue.oldest(StoredResponse, _TRIMMED):
+            if old.created_at + self._ttl_s <= self._clock():
+                self._catalogue.remove(StoredResponse, old.id)
+
+    def _is_full(self, tenant: str) -> bool:
+        total = self._catalogue.usage(StoredResponse)
+        own = self._catalogue.usage(StoredResponse, tenant=tenant)
+        return own.number > self._number.allowed(total.number, own.number, tenant) or own.bytes > self._bytes.allowed(
+            total.bytes, own.bytes, tenant
+        )

@@ -1,0 +1,431 @@
+"""/v1/responses: answers with file search, stored so that later ones can continue them."""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BeforeValidator, Field
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.errors import InternalError, InvalidRequest, TrinityError
+from runtime.node.stores_config import STORES
+from runtime.retrieval.attributes.filters import filter_bytes
+from runtime.retrieval.stores.records import StoredResponse, new_id
+from runtime.retrieval.stores.responses import ResponseStore
+from runtime.serving.frontend.requests import Request as InFlight
+from runtime.serving.http import unsupported_fields
+from runtime.serving.http.api_types import (
+    MAX_TOKENS,
+    StrictModel,
+    check_bytes,
+    field_error,
+    filter_at,
+    json_name,
+    parse_object,
+    validate,
+    without_null,
+)
+from runtime.serving.http.middleware import ReadBody, access_of, client_id_of, request_id
+from runtime.serving.http.response_objects import ResponseBuilder
+from runtime.serving.http.responses import EventStream, Json, cancel_on_disconnect, json_response
+from runtime.serving.http.routes.files import tenant_of
+from runtime.serving.http.routes.store_objects import STORE_PREFIX, Metadata
+from runtime.serving.http.routes.vector_stores import (
+    RankingOptions,
+    distance_of,
+    results_of,
+    score_of,
+    validate_ranking,
+)
+from runtime.serving.http.service import Service, Settings
+from runtime.serving.messages import Generation, Message, ProbeMode, Retrieval, Retrieved, Sampling, Tokens
+from runtime.serving.model.text import last_question, passages_block, question_with_block
+
+log = logging.getLogger(__name__)
+_TEXTS = ("input_text", "output_text", "text")
+RESULTS = "file_search_call.results"
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "background": (False,),
+    "truncation": ("disabled",),
+    "text": ({}, {"format": {"type": "text"}}),
+    "reasoning": ({},),
+    "top_logprobs": (0,),
+    "service_tier": ("auto", "default"),
+    "conversation": (),
+    "prompt": (),
+    "context_management": (),
+    "moderation": (),
+}
+"""Unsupported fields, and the values with which they have no effect."""
+_IGNORED = frozenset((
+    "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
+    "parallel_tool_calls", "max_tool_calls", "stream_options",
+))  # fmt: skip
+
+
+def _validate_item(value: object) -> object:
+    """Validate an item of the input: a message, as role and text. A file search call of an earlier response is {}."""
+    if not isinstance(value, dict):
+        raise field_error(f"an item of input must be an object, not {json_name(value)}")
+    if (kind := value.get("type", "message")) == "file_search_call":
+        return {}
+    if kind != "message":
+        raise field_error(f"input of type {str(kind)[:64]!r} is not supported, only messages with text")
+    content = value.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else json_name(part)
+                raise field_error(f"content of type {str(kind)[:64]!r} is not supported, only text")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise field_error(f"content must be a string or an array of text parts, not {json_name(content)}")
+    role = "system" if value.get("role") == "developer" else value.get("role")
+    if role not in ("system", "user", "assistant"):
+        raise field_error(f"role is {str(role)[:64]!r}, it must be system, developer, user or assistant")
+    return {"role": role, "content": content}
+
+
+def _validate_input(value: object) -> object:
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise field_error(f"input must be a string or an array, not {json_name(value)}")
+    messages = [item for item in map(_validate_item, value) if item]
+    if not messages:
+        raise field_error("input has no message")
+    return messages
+
+
+def _validate_tools(value: object) -> object:
+    if not isinstance(value, list):
+        raise field_error(f"tools must be an array, not {json_name(value)}")
+    for tool in value:
+        kind = tool.get("type") if isinstance(tool, dict) else json_name(tool)
+        if kind != "file_search":
+            raise field_error(f"the tool {str(kind)[:64]!r} is not supported, only file_search")
+    if len(value) > 1:
+        raise field_error(f"tools has {len(value)} file_search tools, the limit is 1, with several vector stores")
+    return [without_null(tool) for tool in value]
+
+
+def _validate_choice(value: object) -> object:
+    kind = value.get("type") if isinstance(value, dict) else value
+    if kind not in ("auto", "required", "none", "file_search"):
+        raise field_error("tool_choice must be auto, required, none or file_search")
+    return kind
+
+
+def _validate_include(value: object) -> object:
+    unknown = [one for one in value if one != RESULTS] if isinstance(value, list) else [value]
+    if unknown:
+        raise field_error(f"include: {str(unknown[0])[:64]!r} is not supported, only {RESULTS}")
+    return value
+
+
+class FileSearchTool(StrictModel, extra="forbid"):
+    """OpenAI's tool. `every_tokens`, `probe_mode` and `probe_tokens` are those of `retrieval`: probes of the answer."""
+
+    type: Literal["file_search"]
+    vector_store_ids: list[str] = Field(min_length=1)
+    max_num_results: int = Field(4, ge=1, le=MAX_TOKENS)
+    filters: Annotated[Any, BeforeValidator(filter_at("tools[0].filters"))] = None
+    ranking_options: Annotated[RankingOptions | None, BeforeValidator(validate_ranking)] = None
+    every_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
+    probe_mode: ProbeMode = "wait"
+    probe_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
+
+
+class ResponsesBody(StrictModel):
+    """POST /v1/responses."""
+
+    model: str
+    input: Annotated[list[dict[str, str]], BeforeValidator(_validate_input)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: Annotated[list[FileSearchTool], BeforeValidator(_validate_tools)] = Field([])
+    tool_choice: Annotated[str, BeforeValidator(_validate_choice)] = "auto"
+    include: Annotated[list[str], BeforeValidator(_validate_include)] = Field([])
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    metadata: Metadata = Field({})
+    store: bool = True
+    stream: bool = False
+
+    @property
+    def tool(self) -> FileSearchTool | None:
+        """The file search, unless it is not to be used."""
+        return self.tools[0] if self.tools and self.tool_choice != "none" else None
+
+
+def parse_responses(content: bytes) -> ResponsesBody:
+    """Parse a body. Raises InvalidRequest that names the parameter."""
+    sent = without_null(parse_object(content))
+    for name in [name for name in sent if name not in ResponsesBody.model_fields]:
+        value = sent.pop(name)
+        if name in _IGNORED:
+            continue
+        if name not in _NEUTRAL:
+            raise InvalidRequest(f"unknown field {name[:64]!r}", name[:64])
+        if unsupported_fields.is_set(value, _NEUTRAL[name]):
+            raise InvalidRequest(f"{name} is not supported", name)
+    return validate(ResponsesBody, sent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """The turns up to the answer, without instructions, and the search. metric: of the searched collection."""
+
+    turns: tuple[Message, ...]
+    retrieval: Retrieval | None
+    metric: str = ""
+
+
+class ResponsesRoutes:
+    """The routes. `read` reads a request's body; `now` returns Unix time, `seeds` seeds of samplings."""
+
+    def __init__(
+        self,
+        service: Service,
+        settings: Settings,
+        read: ReadBody,
+        stored: ResponseStore,
+        check_model: Callable[[str], None],
+        now: Callable[[], float],
+        seeds: random.Random,
+    ) -> None:
+        self._service, self._settings, self._read, self._stored = service, settings, read, stored
+        self._check_model, self._now, self._seeds = check_model, now, seeds
+
+    def add_to(self, app: Starlette) -> None:
+        """Register the routes."""
+        app.add_route("/v1/responses", self.create, methods=["POST"])
+        app.add_route("/v1/responses/{response}", self.get, methods=["GET"])
+        app.add_route("/v1/responses/{response}", self.delete, methods=["DELETE"])
+
+    async def get(self, http: Request) -> Response:
+        found = await self._stored.get(http.path_params["response"], tenant_of(http))
+        return Response(bytes(found.body), media_type="application/json")
+
+    async def delete(self, http: Request) -> Response:
+        id = http.path_params["response"]
+        await self._stored.delete(id, tenant_of(http))
+        return json_response({"id": id, "object": "response", "deleted": True})
+
+    async def create(self, http: Request) -> Response:
+        body = parse_responses(await self._read(http))
+        self._check_model(body.model)
+        conversation = await self._conversation(http, body)
+        builder = self._builder(body, conversation)
+        request = self._submit(http, body, conversation)
+        watch = asyncio.create_task(cancel_on_disconnect(http, self._service.engine, request))
+
+        def release() -> None:
+            watch.cancel()
+            self._service.engine.cancel(request)
+
+        answer = _Answer(self, http, body, conversation, builder, request)
+        try:
+            first = await answer.first()
+            if body.stream:
+                return EventStream(answer.events(first), release)
+            builder.add(first)
+            while builder.last is None:
+                if isinstance(piece := await request.next(), Tokens):
+                    builder.add(piece)
+                else:
+                    await answer.add_search(piece)
+            await answer.store()
+        except BaseException:
+            release()
+            raise
+        release()
+        return json_response(builder.body())
+
+    async def store(self, response: StoredResponse) -> None:
+        await self._stored.put(response)
+
+    async def results(self, http: Request, found: Retrieved, metric: str) -> tuple[list[Json], list[str]]:
+        """Return OpenAI's results for passages, and the texts that the model was given."""
+        given = dict(zip((one.id for one in found.passages), found.texts, strict=False))
+        pairs = await results_of(self._service.stores, found.passages)
+        results = [
+            {
+                "file_id": result["file_id"],
+                "filename": result["filename"],
+                "attributes": result["attributes"],
+                "score": score_of(passage.distance, metric),
+                "text": given.get(passage.id, "").removeprefix(f"[{passage.title.strip()}]\n"),
+            }
+            for passage, result in pairs
+        ]
+        return results, [result["text"] for result in results]
+
+    # ---- the request to the engine
+
+    async def _conversation(self, http: Request, body: ResponsesBody) -> _Conversation:
+        before: list[Message] = []
+        if body.previous_response_id is not None:
+            previous = await self._stored.get(body.previous_response_id, tenant_of(http))
+            before = [Message(role, text) for role, text in previous.turns]
+        turns = (*before, *(Message(item["role"], item["content"]) for item in body.input))
+        size = len((body.instructions or "").encode(errors="replace"))
+        size += sum(len(turn.content.encode(errors="replace")) for turn in turns)
+        check_bytes(size, self._settings.max_prompt_bytes, "input")
+        if (tool := body.tool) is None:
+            return _Conversation(turns, None)
+        collection, wanted = await self._searched(http, tool)
+        metric = self._service.catalogue.summary(collection).metric
+        ranking, settings = tool.ranking_options, self._settings
+        for name, value, limit in (
+            ("max_num_results", tool.max_num_results, settings.max_k),
+            ("probe_tokens", tool.probe_tokens, settings.max_probe_tokens),
+        ):
+            if value > limit:
+                raise InvalidRequest(f"{name} is {value}, the limit is {limit}", f"tools[0].{name}")
+        retrieval = Retrieval(
+            collection, tool.max_num_results, tool.every_tokens, tool.probe_mode, tool.probe_tokens, wanted,
+            ranking.hybrid_search.share if ranking and ranking.hybrid_search else 0.0,
+            place=settings.prompts.passages, flow=access_of(http).flow, quote=True,
+            max_distance=distance_of(ranking.score_threshold, metric) if ranking else 1e30,
+        )  # fmt: skip
+        return _Conversation(turns, retrieval, metric)
+
+    async def _searched(self, http: Request, tool: FileSearchTool) -> tuple[str, bytes]:
+        """Return the collection that a tool searches, and the filter there."""
+        own = [id for id in tool.vector_store_ids if id.startswith(STORE_PREFIX)]
+        if self._service.stores is not None and len(own) == len(tool.vector_store_ids):
+            wanted = await self._service.stores.filter(own, tenant_of(http), tool.filters)
+            return STORES, filter_bytes(wanted)
+        if len(tool.vector_store_ids) > 1:
+            raise InvalidRequest(
+                "several vector stores can be searched at once only if all of them were made by clients",
+                "tools[0].vector_store_ids",
+            )
+        name, access = tool.vector_store_ids[0], access_of(http)
+        collection = access.resolve(name, self._settings.collections, "tools[0].vector_store_ids", "vector store")
+        return collection, filter_bytes(access.restrict(collection, tool.filters))
+
+    def _submit(self, http: Request, body: ResponsesBody, conversation: _Conversation) -> InFlight:
+        engine = self._service.engine
+        received_ns = engine.now_ns()
+        messages = conversation.turns
+        if body.instructions is not None:
+            messages = (Message("system", body.instructions), *messages)
+        sampling = Sampling(
+            body.max_output_tokens or self._settings.default_max_tokens, float(body.temperature), float(body.top_p),
+            self._seeds.getrandbits(63),
+        )  # fmt: skip
+        deadline_ns = received_ns + int(self._settings.request_timeout_s * 1e9)
+        generation = Generation(
+            sampling, received_ns, deadline_ns, messages, "", conversation.retrieval, access_of(http).salt
+        )
+        return engine.submit(request_id(http), generation, client_id=client_id_of(http), sent=_sent(body, messages))
+
+    def _builder(self, body: ResponsesBody, conversation: _Conversation) -> ResponseBuilder:
+        base: Json = {
+            "created_at": int(self._now()),
+            "model": self._settings.model,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
+            "parallel_tool_calls": True,
+            "previous_response_id": body.previous_response_id,
+            "store": body.store,
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice,
+            "tools": [
+                {"type": tool.type, "vector_store_ids": tool.vector_store_ids, "max_num_results": tool.max_num_results}
+                for tool in body.tools
+            ],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+        }
+        query = None if conversation.retrieval is None else last_question(conversation.turns)
+        return ResponseBuilder(new_id("resp_"), base, query, RESULTS in body.include)
+
+
+class _Answer:
+    """One answer in progress."""
+
+    def __init__(
+        self,
+        routes: ResponsesRoutes,
+        http: Request,
+        body: ResponsesBody,
+        conversation: _Conversation,
+        builder: ResponseBuilder,
+        request: InFlight,
+    ) -> None:
+        self._routes, self._http, self._body = routes, http, body
+        self._conversation, self._builder, self._request = conversation, builder, request
+        self._block = ""  # the passages in the prompt
+
+    async def first(self) -> Tokens:
+        """Wait for the first tokens, with which the search has ended. Raises the request's error."""
+        while True:
+            piece = await self._request.next()
+            if isinstance(piece, Tokens):
+                return piece
+            await self.add_search(piece)
+
+    async def add_search(self, found: Retrieved) -> None:
+        """Add the passages of a search."""
+        if found.texts:
+            self._block = passages_block(found.texts)
+        self._builder.add_results(*await self._routes.results(self._http, found, self._conversation.metric))
+
+    async def events(self, first: Tokens) -> AsyncIterator[bytes]:
+        """Yield the events from the first tokens on."""
+        builder = self._builder
+        try:
+            yield builder.opening() + builder.delta(first)
+            while builder.last is None:
+                parts = []
+                for piece in await self._request.next_batch():
+                    if isinstance(piece, Tokens):
+                        parts.append(builder.delta(piece))
+                    else:
+                        await self.add_search(piece)
+                yield b"".join(parts)
+            await self.store()
+            yield builder.closing()
+        except TrinityError as error:
+            yield builder.failure(error)
+        except Exception:
+            log.exception("stream failed", extra={"request": self._request.id})
+            yield builder.failure(InternalError("internal error; the server's log has more"))
+
+    async def store(self) -> None:
+        """Store the response, with the passages where they stood in the prompt, so that its prefix stays the same."""
+        if not self._body.store:
+            return
+        turns = [(turn.role, turn.content) for turn in self._conversation.turns]
+        retrieval = self._conversation.retrieval
+        if self._block and retrieval is not None and retrieval.place == "question":
+            last = max((at for at, (role, _) in enumerate(turns) if role == "user"), default=len(turns) - 1)
+            turns[last] = turns[last][0], question_with_block(self._block, turns[last][1])
+        content = msgspec.Raw(msgspec.json.encode(self._builder.body()))
+        stored = StoredResponse(
+            id=self._builder.id,
+            tenant=tenant_of(self._http),
+            created_at=self._builder.base["created_at"],
+            body=content,
+            turns=[*turns, ("assistant", self._builder.text)],
+        )
+        await self._routes.store(stored)
+
+
+def _sent(body: ResponsesBody, messages: Sequence[Message]) -> Json:
+    """Return the chat for an engine that takes OpenAI's bodies."""
+    sent: Json = {"model": body.model, "messages": [{"role": one.role, "content": one.content} for one in messages]}
+    sent |= {"temperature": body.temperature, "top_p": body.top_p}
+    return sent if body.max_output_tokens is None else sent | {"max_tokens": body.max_output_tokens}

@@ -1,0 +1,341 @@
+"""OpenAI's unmodified client requests responses with file search, streams, continues, reads and deletes them."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.node.retrieval_config import PromptsSection
+from runtime.node.stores_config import STORES, StoresSection
+from runtime.retrieval.attributes.filters import decode_filter, filter_json
+from runtime.retrieval.stores.catalogue import Catalogue
+from runtime.retrieval.stores.records import StoredResponse, UnknownObject
+from runtime.retrieval.stores.responses import ResponseStore
+from runtime.serving.http.citations import Citation, Citations
+from runtime.serving.http.service import Settings
+from runtime.serving.messages import Generation
+from tests.frontend.cluster import Cluster
+from tests.frontend.fake_workers import PASSAGES, run
+from tests.frontend.store_node import store_node
+from tests.frontend.test_store_tenants import ACME, BLUE, SETTINGS
+from tests.frontend.test_stores import upload, wait_indexed
+from tests.frontend.test_vector_stores import Stand
+
+SEARCH: Any = [{"type": "file_search", "vector_store_ids": ["docs"], "max_num_results": 2}]
+CITING = "answer=The_with_statement_wraps_a_block._Nothing_of_it_is_here._The_try_statement_handles_exceptions"
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    stand = Stand()
+    settings = Settings("tiny", {"docs": 64, "bare": 0}, max_k=20, prompts=PromptsSection("question"))
+    with Cluster(settings=settings, search=stand, catalogue=stand) as made:
+        yield made
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with cluster.client() as client:
+        yield client
+
+
+def generation(cluster: Cluster) -> Generation:
+    """What the workers got last."""
+    return cluster.players["prefill-0"].prefills[-1].generation
+
+
+def test_a_response_without_tools_has_one_message(client: openai.OpenAI, cluster: Cluster) -> None:
+    made = client.responses.create(
+        model="tiny", input="say=3", instructions="Be brief.", temperature=0, top_p=0.5, max_output_tokens=9,
+        metadata={"a": "b"},
+    )  # fmt: skip
+    assert made.output_text == "w0 w1 w2 "
+    assert (made.status, made.metadata, made.instructions) == ("completed", {"a": "b"}, "Be brief.")
+    assert made.usage is not None
+    assert (made.usage.input_tokens, made.usage.output_tokens) == (3, 3)
+    sent = generation(cluster)
+    assert [(turn.role, turn.content) for turn in sent.messages] == [("system", "Be brief."), ("user", "say=3")]
+    assert (sent.sampling.temperature, sent.sampling.top_p, sent.sampling.max_tokens) == (0.0, 0.5, 9)
+    assert sent.retrieval is None
+
+
+def test_an_answer_that_is_cut_is_incomplete(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="tiny", input="say=9", max_output_tokens=2)
+    assert made.status == "incomplete"
+    assert made.incomplete_details is not None
+    assert made.incomplete_details.reason == "max_output_tokens"
+
+
+def test_messages_of_all_roles_and_parts_are_accepted(client: openai.OpenAI, cluster: Cluster) -> None:
+    turns: Any = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "one"}]},
+        {"type": "file_search_call", "id": "fs_1", "queries": ["one"], "status": "completed"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "two", "annotations": []}]},
+        {"role": "user", "content": "say=1"},
+    ]
+    client.responses.create(model="tiny", input=turns)
+    assert [(turn.role, turn.content) for turn in generation(cluster).messages] == [
+        ("system", "Be brief."), ("user", "one"), ("assistant", "two"), ("user", "say=1")
+    ]  # fmt: skip
+
+
+def test_file_search_returns_results_and_cites_sentences_that_repeat_a_passage(client: openai.OpenAI) -> None:
+    made = client.responses.create(
+        model="tiny", input=CITING, tools=SEARCH, include=["file_search_call.results"], temperature=0
+    )
+    call, message = made.output
+    assert call.type == "file_search_call"
+    assert call.queries == [CITING]
+    assert [(one.file_id, one.text, one.score) for one in call.results or []] == [
+        ("with-1", "The with statement wraps a block.", 0.75),
+        ("try-2", "The try statement handles exceptions.", 0.5),
+    ]
+    assert message.type == "message"
+    (part,) = message.content
+    assert part.type == "output_text"
+    cited = [(one.file_id, part.text[: one.index]) for one in part.annotations if one.type == "file_citation"]
+    assert cited == [
+        ("with-1", "The with statement wraps a block."),
+        ("try-2", "The with statement wraps a block. Nothing of it is here. The try statement handles exceptions"),
+    ]
+
+
+def test_results_are_only_included_on_request(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="tiny", input=CITING, tools=SEARCH)
+    assert made.output[0].type == "file_search_call"
+    assert made.output[0].results is None
+
+
+def test_a_stream_has_openais_events_in_order_and_ends_with_the_whole_response(client: openai.OpenAI) -> None:
+    events = list(client.responses.create(model="tiny", input=CITING, tools=SEARCH, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:9] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.file_search_call.in_progress",
+        "response.file_search_call.searching",
+        "response.file_search_call.completed",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed"
+    ]  # fmt: skip
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert last.response.output_text == deltas
+    assert client.responses.retrieve(last.response.id).output == last.response.output
+    added: list[Any] = [event.annotation for event in events if event.type == "response.output_text.annotation.added"]
+    message = last.response.output[1]
+    assert message.type == "message"
+    assert message.content[0].type == "output_text"
+    assert [one.index for one in added] == [getattr(one, "index") for one in message.content[0].annotations]  # noqa: B009
+    assert len(added) == 2
+    first_annotation = kinds.index("response.output_text.annotation.added")
+    assert first_annotation < len(kinds) - 6, "a sentence is cited once it is complete, not at the end"
+
+
+def test_the_client_helper_accumulates_a_stream(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="tiny", input="say=4", tools=SEARCH) as stream:
+        assert stream.get_final_response().output_text == "w0 w1 w2 w3 "
+
+
+def test_a_failure_within_a_stream_is_an_event_and_one_before_it_a_status(client: openai.OpenAI) -> None:
+    *_, last = client.responses.create(model="tiny", input="fail=2", stream=True)
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert last.response.error.message == "the fake failed"
+    with pytest.raises(openai.BadRequestError, match="refused: context_length_exceeded"):
+        client.responses.create(model="tiny", input="refuse=context_length_exceeded", stream=True)
+
+
+def test_a_conversation_continues_with_the_passages_where_they_stood(client: openai.OpenAI, cluster: Cluster) -> None:
+    first = client.responses.create(model="tiny", input=CITING, instructions="one", tools=SEARCH)
+    second = client.responses.create(
+        model="tiny", input="say=2", instructions="two", previous_response_id=first.id, tools=SEARCH
+    )
+    sent = generation(cluster).messages
+    assert [turn.role for turn in sent] == ["system", "user", "assistant", "user"]
+    assert sent[0].content == "two", "instructions are those of the last request"
+    block, _, question = sent[1].content.rpartition("\n\n")
+    assert question == CITING
+    for passage in PASSAGES:
+        assert f"[{passage.title}]\n{passage.text}" in block
+    assert sent[3].content == "say=2"
+    third = client.responses.create(model="tiny", input="say=1", previous_response_id=second.id)
+    assert [turn.content for turn in generation(cluster).messages][:2] == [sent[1].content, sent[2].content]
+    assert third.previous_response_id == second.id
+
+
+def test_stored_responses_are_read_and_deleted(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="tiny", input="say=1")
+    assert client.responses.retrieve(made.id).output_text == made.output_text
+    client.responses.delete(made.id)
+    for call in (lambda: client.responses.retrieve(made.id), lambda: client.responses.delete(made.id)):
+        with pytest.raises(openai.NotFoundError):
+            call()
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="tiny", input="say=1", previous_response_id=made.id)
+    unstored = client.responses.create(model="tiny", input="say=1", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unstored.id)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"background": True}, "background is not supported"),
+        ({"conversation": "c"}, "conversation is not supported"),
+        ({"reasoning": {"effort": "low"}}, "reasoning is not supported"),
+        ({"text": {"format": {"type": "json_object"}}}, "text is not supported"),
+        ({"truncation": "auto"}, "truncation is not supported"),
+        ({"tools": [{"type": "web_search"}]}, "the tool 'web_search' is not supported, only file_search"),
+        ({"tools": [{"type": "function", "name": "f"}]}, "the tool 'function' is not supported"),
+        ({"tools": SEARCH * 2}, "the limit is 1"),
+        ({"tools": [SEARCH[0] | {"max_num_results": 21}]}, "max_num_results is 21, the limit is 20"),
+        ({"tools": [SEARCH[0] | {"vector_store_ids": ["docs", "bare"]}]}, "several vector stores"),
+        ({"include": ["message.output_text.logprobs"]}, "only file_search_call.results"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "'input_image' is not"),
+        ({"input": [{"role": "user", "content": [{"type": "input_audio", "data": "x"}]}]}, "'input_audio' is not"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "'function_call_output' is not supported"),
+        ({"input": []}, "input has no message"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "role is 'tool'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(client: openai.OpenAI, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError) as found:
+        client.responses.create(**{"model": "tiny", "input": "say=1"} | fields)
+    assert message in str(found.value)
+
+
+def test_fields_with_no_effect_are_accepted(client: openai.OpenAI) -> None:
+    made = client.responses.create(
+        model="tiny", input="say=1", background=False, truncation="disabled", user="u", service_tier="auto",
+        text={"format": {"type": "text"}}, parallel_tool_calls=True, tool_choice="auto", prompt_cache_key="k",
+    )  # fmt: skip
+    assert made.status == "completed"
+
+
+def test_tool_choice_none_searches_nothing_and_a_threshold_becomes_a_distance(
+    client: openai.OpenAI, cluster: Cluster
+) -> None:
+    client.responses.create(model="tiny", input="say=1", tools=SEARCH, tool_choice="none")
+    assert generation(cluster).retrieval is None
+    ranked: Any = SEARCH[0] | {"ranking_options": {"ranker": "auto", "score_threshold": 0.75}}
+    client.responses.create(model="tiny", input="say=1", tools=[ranked])
+    retrieval = generation(cluster).retrieval
+    assert retrieval is not None
+    assert (retrieval.max_distance, retrieval.k, retrieval.quote) == (0.25, 2, True)
+
+
+def test_clients_stores_are_searched_by_their_filter(tmp_path: Path) -> None:
+    with store_node(tmp_path) as cluster, cluster.client() as client:
+        stores = []
+        for number in range(2):
+            store = client.vector_stores.create().id
+            client.vector_stores.files.create(store, file_id=upload(client), attributes={"year": 2020 + number})
+            wait_indexed(client, store)
+            stores.append(store)
+        wanted = {"type": "gte", "key": "year", "value": 2021}
+        tool: Any = {"type": "file_search", "vector_store_ids": stores, "filters": wanted}
+        client.responses.create(model="tiny", input="say=1", tools=[tool])
+        retrieval = generation(cluster).retrieval
+        assert retrieval is not None
+        assert retrieval.collection == STORES
+        (one, other) = filter_json(decode_filter(retrieval.filter))["filters"]
+        for part, store in zip((one, other), stores, strict=True):
+            assert {"type": "eq", "key": "store", "value": store} in part["filters"]
+            assert {"type": "gte", "key": "number0", "value": 2021} in part["filters"]
+
+
+def test_a_tenants_responses_and_stores_are_its_own(tmp_path: Path) -> None:
+    with store_node(tmp_path, SETTINGS) as cluster:
+        acme, blue = cluster.client(ACME), cluster.client(BLUE)
+        store = acme.vector_stores.create().id
+        tool: Any = {"type": "file_search", "vector_store_ids": [store]}
+        made = acme.responses.create(model="tiny", input="say=1", tools=[tool])
+        for call in (
+            lambda: blue.responses.retrieve(made.id),
+            lambda: blue.responses.delete(made.id),
+            lambda: blue.responses.create(model="tiny", input="say=1", previous_response_id=made.id),
+            lambda: blue.responses.create(model="tiny", input="say=1", tools=[tool]),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                call()
+        assert acme.responses.retrieve(made.id).id == made.id
+
+
+# ---- citations
+
+
+def test_a_sentence_without_a_run_of_a_passage_cites_nothing() -> None:
+    citations = Citations(["one two three four five six", "alpha beta"])
+    text = "Seven two three eight. One two three nine! Alpha beta? Yes. two THREE, four five"
+    found = [*citations.add(text), *citations.finish()]
+    assert found == [Citation(1, text.index("?") + 1), Citation(0, len(text))]
+
+
+@given(st.text("ab .\n", max_size=60), st.integers(1, 7))
+def test_citations_do_not_depend_on_how_the_text_is_cut_and_stand_behind_a_word_or_a_mark(text: str, size: int) -> None:
+    passages = ["a b a b a a b", "b b b b"]
+    whole, parts = Citations(passages), Citations(passages)
+    at_once = [*whole.add(text), *whole.finish()]
+    cut = [one for at in range(0, len(text), size) for one in parts.add(text[at : at + size])] + [*parts.finish()]
+    assert cut == at_once
+    for one in at_once:
+        assert 0 < one.position <= len(text)
+        assert re.search(r"\S$", text[: one.position])
+
+
+# ---- storage
+
+
+def stored(number: int, tenant: str = "") -> StoredResponse:
+    return StoredResponse(
+        id=f"resp_{number}", tenant=tenant, created_at=1000 + number, body=msgspec.Raw(b"{}"), turns=[]
+    )
+
+
+def kept(store: ResponseStore, tenant: str, *numbers: int) -> list[int]:
+    """Return those of the responses that are stored."""
+
+    async def find() -> list[int]:
+        found = []
+        for number in numbers:
+            with contextlib.suppress(UnknownObject):
+                await store.get(f"resp_{number}", tenant)
+                found.append(number)
+        return found
+
+    return list(run(find()))
+
+
+def test_stored_responses_are_bounded_in_number_and_time() -> None:
+    now = [1000.0]
+    store = ResponseStore(Catalogue(None), StoresSection(max_responses=4, response_ttl_s=100), lambda: now[0])
+    for number in range(6):
+        run(store.put(stored(number)))
+    assert kept(store, "", *range(6)) == [2, 3, 4, 5]
+    now[0] = 1104.0
+    assert kept(store, "", *range(6)) == [5]
+
+
+def test_a_tenant_that_stores_much_removes_only_its_own_responses() -> None:
+    store = ResponseStore(Catalogue(None), StoresSection(max_responses=5), lambda: 1000.0)
+    run(store.put(stored(0, "acme")))
+    for number in range(1, 9):
+        run(store.put(stored(number, "blue")))
+    assert kept(store, "acme", 0) == [0]
+    assert kept(store, "blue", *range(9)) == [7, 8]
