@@ -1,11 +1,55 @@
-"""Sharing of a limit between flows (API keys) in an event loop, without one flow taking all."""
+"""Sharing of places between flows (API keys) in an event loop: in turns, and without one flow taking all."""
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from runtime.errors import Overloaded
+from runtime.retrieval.fair_queue import FairQueue
+
+
+class FairGate:
+    """Lets `places` tasks through at once. Of those that wait, the one goes first whose flow has used least time."""
+
+    def __init__(self, places: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._free, self._clock = places, clock
+        self._waiting: FairQueue[int, asyncio.Future[None]] = FairQueue()
+
+    @asynccontextmanager
+    async def place(self, flow: int) -> AsyncIterator[None]:
+        """Hold a place, after waiting for it."""
+        if self._free:
+            self._free -= 1
+        else:
+            await self._wait(flow)
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._waiting.charge(flow, self._clock() - begin)
+            self._leave()
+
+    async def _wait(self, flow: int) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.push(flow, turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            self._waiting.remove(flow, turn)
+            if not turn.cancelled():  # its turn had come
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        found = self._waiting.pop()
+        while found is not None and found[1].done():  # cancelled
+            found = self._waiting.pop()
+        if found is None:
+            self._free += 1
+        else:
+            found[1].set_result(None)
 
 
 class FairLimit:
