@@ -94,7 +94,7 @@ class CudaEngine(Engine):
             # extends per launch, as requested or 1 if the device cannot do more.
             self.forms, self.fallback_reason, self.resident = graphs.forms, graphs.fallback_reason, graphs.resident
             self.extends_per_launch = graphs.limit
-            handle.words[backend.POLL_NS], handle.words[backend.TIMEOUT_NS] = fault_poll_ns, launch_timeout_ns
+            handle.host.poll_ns, handle.host.timeout_ns = fault_poll_ns, launch_timeout_ns
             self._start(self._functions(), handle.table)
             for number, one in enumerate(data):
                 handle.load(number, one)
@@ -127,7 +127,7 @@ class CudaEngine(Engine):
     @property
     def waited_ns(self) -> int:
         """Total time spent waiting for launches."""
-        return int(self.handle.words[backend.WAITED_NS])
+        return self.handle.host.waited_ns
 
     def _functions(self) -> Backend:
         handle, number = self.handle, self._collections.number
@@ -198,7 +198,7 @@ class CudaEngine(Engine):
     def interrupt_when(self, arrived: Callable[[], bool]) -> None:
         """See `Engine.interrupt_when`."""
         self._arrived = _ARRIVED(lambda _: arrived())
-        self.handle.words[backend.INTERRUPT] = ctypes.cast(self._arrived, ctypes.c_void_p).value or 0
+        self.handle.host.interrupt = ctypes.cast(self._arrived, ctypes.c_void_p).value or 0
 
     def _requested_k(self, slot: int) -> int:
         return self.handle.requested_k(slot)
@@ -214,7 +214,7 @@ class CudaEngine(Engine):
             return scanned
         if self.resident:
             self.stop()
-            return int(self.handle.slot_states[slot, resident.REACHED])
+            return self.handle.host.slot_states[slot].reached
         ticket = memory.head(slot)[layout.TICKET]
         if (head := memory.results[slot])["ticket"] != ticket:
             head = memory.device_heads()[slot]
@@ -224,12 +224,12 @@ class CudaEngine(Engine):
         """Make one extend and time each of its kernels; see `gpu.cuda.graphs.time_stages`. Raises DeviceError."""
         if self.resident:
             raise DeviceError("a resident kernel has no separate stages to time")
-        if self.handle.words[backend.PENDING]:
+        if self.handle.host.pending:
             raise DeviceError(
                 "slots were admitted, paused or released since the last extend; call extend() before timing stages"
             )
         times = time_stages(self._driver, self._stream, self._kernels, self.batch_memory(), fused)
-        self.handle.words[backend.LAUNCHES] = int(self.batch_memory().progress[0])
+        self.handle.host.launches = int(self.batch_memory().progress[0])
         return times
 
     def close(self) -> None:
@@ -263,8 +263,8 @@ class CudaEngine(Engine):
 
     def _check(self) -> None:
         """Raise DeviceError for a recorded failure."""
-        words = self.handle.words
-        failure, code, expected = (int(words[word]) for word in (backend.FAILURE, backend.CODE, backend.LAUNCHES))
+        host = self.handle.host
+        failure, code, expected = host.failure, host.code, host.launches
         if failure in _CALLS:
             self._driver.raise_for(_CALLS[failure], code)
         if failure == backend.NOT_REPORTED:
@@ -274,7 +274,7 @@ class CudaEngine(Engine):
             raise DeviceError(f"launch {expected} ended without records of {code} of its queries")
         if failure == backend.TIMED_OUT:
             self._timed_out = True
-            raise DeviceError(f"launch {expected} has not ended within {words[backend.TIMEOUT_NS] / 1e9:g} s")
+            raise DeviceError(f"launch {expected} has not ended within {host.timeout_ns / 1e9:g} s")
 
     def batch_memory(self) -> BatchMemory:
         """Return the batch's memory. Raises DeviceError if the engine is closed."""

@@ -15,7 +15,8 @@ from numba import carray
 from gpu.compiled import compiled
 from gpu.cpu.extend.keys import distance_of, may_be_result, node_of
 from gpu.cpu.simd import pointer
-from gpu.cpu.tables import Collection, Slot, collections_at, slots_at
+from gpu.cpu.tables import Collection, Slot
+from gpu.cuda.host import Host
 from gpu.slots import MAX_COLLECTIONS
 from ipc.native.records import Array, new_array
 
@@ -39,15 +40,10 @@ def new_host_scans(lines: npt.NDArray[np.uint8], head_bytes: int, max_k: int) ->
 
 
 @compiled
-def host_scans_at(collections: int, table: int, keys: int, slots: int, max_k: int) -> Any:
-    """Return the arrays at these addresses."""
-    lists = carray(pointer(keys), (slots, max_k), np.uint64)
-    return HostScans(
-        collections_at(collections),
-        slots_at(table),
-        lists,
-        lists,
-    )
+def host_scans_of(host: Host) -> Any:
+    """Return the arrays of a host."""
+    lists = carray(pointer(host.keys), (host.slots, host.max_k), np.uint64)
+    return HostScans(host.collections, host.searches, lists, lists)
 
 
 @compiled

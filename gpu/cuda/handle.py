@@ -1,94 +1,80 @@
-"""The handle of the CUDA engine's C functions; `gpu.cuda.backend` defines its words."""
+"""The handle of the CUDA engine's C functions: the address of a `Host`."""
 
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gpu.cpu.queries import QueryEncoding
 from gpu.cpu.state import collection_record
 from gpu.cpu.tables import Encoding
-from gpu.cuda import backend, filtered, layout, resident
+from gpu.cuda import filtered, layout, resident
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
 from gpu.cuda.graphs import Kernels, LaunchGraphs
+from gpu.cuda.host import Graph, Host, Resident, SlotState
 from gpu.index.data import IndexData
 from gpu.slots import MAX_COLLECTIONS, SlotTable
-from ipc.native.records import address_of, new_array
+from ipc.native.records import address_of, array_over, new_array
 
 
 class Handle:
-    """The handle's words. Keeps the arrays that they point to alive."""
+    """The host's state. Keeps alive what it points to."""
 
     def __init__(
         self, driver: Driver, stream: int, memory: BatchMemory, kernels: Kernels, graphs: LaunchGraphs, batch: Any
     ) -> None:
         """Fill the handle. batch: the kernels' BATCH as an argument."""
         slots, line_bytes = memory.lines.shape
-        self.words = np.zeros(backend.HANDLE_WORDS, np.int64)
-        self.address = int(self.words.ctypes.data)
         self.table = SlotTable(slots)
         self._memory = memory
         self._active = np.zeros(slots, np.int32)
-        self._places = np.zeros(slots, np.int64)
-        self._encodings = new_array(Encoding, MAX_COLLECTIONS)
-        self._ids = np.zeros(MAX_COLLECTIONS, np.int64)
         self._scans = filtered.new_host_scans(memory.lines, layout.SLOT.itemsize, memory.nodes.shape[1])
         self._graphs = graphs.table()
         self._commands_address = np.array([memory.commands_address], np.uint64)
-        self.slot_states = np.zeros((slots, backend.SLOT_STATE_WORDS), np.int64)
-        self._resident = np.zeros(resident.RESIDENT_WORDS, np.int64)
-        self._resident[resident.AT_RINGS] = memory.rings.ctypes.data
-        self._resident[resident.AT_GOALS] = memory.goals.ctypes.data
-        self._resident[resident.AT_RECORDS] = memory.records.ctypes.data
-        self._resident[resident.ENTRIES] = len(memory.records) // layout.RECORD.itemsize
-        self._queue = np.zeros(slots, np.int64)
-        self._finished = np.zeros(resident.FINISHED_PER_SLOT * slots, np.int64)
-        self._resident[resident.AT_QUEUE] = self._queue.ctypes.data
-        self._resident[resident.AT_FINISHED] = self._finished.ctypes.data
         self._batch = np.frombuffer(bytes(batch), np.uint8).copy()
         self._arguments = np.array([self._batch.ctypes.data, self._commands_address.ctypes.data], np.int64)
         self._alive: dict[int, tuple[IndexData, QueryEncoding]] = {}
-        arrays: dict[int, npt.NDArray[Any]] = {
-            backend.TABLE: self.table.words,
-            backend.ACTIVE: self._active,
-            backend.IDS: self._ids,
-            backend.KEYS: self._scans.keys,
-            backend.LINES: memory.lines,
-            backend.COMMANDS: memory.commands,
-            backend.PLACES: self._places,
-            backend.RESULTS: memory.results,
-            backend.GRAPHS: self._graphs,
-            backend.ARGUMENTS: self._arguments,
-            backend.RESIDENT: self._resident,
-            backend.SLOT_STATES: self.slot_states,
-        }
-        for word, array in arrays.items():
-            self.words[word] = array.ctypes.data
         entry = driver.entry_points()
-        values = {
-            backend.ENCODINGS: address_of(self._encodings),
-            backend.COLLECTIONS: address_of(self._scans.collections),
-            backend.SEARCHES: address_of(self._scans.slots),
-            backend.SLOTS: slots,
-            backend.DEVICE_LINES: memory.lines_address,
-            backend.LINE_BYTES: line_bytes,
-            backend.RESULT_BYTES: memory.result_bytes,
-            backend.MAX_K: memory.nodes.shape[1],
-            backend.PROGRESS: memory.progress.ctypes.data,
-            backend.DOORBELL: memory.doorbell.ctypes.data,
-            backend.BUCKETS: len(self._graphs),
-            backend.LIMIT: graphs.limit,
-            backend.STREAM: stream,
-            backend.REPLAY: entry.replay,
-            backend.LAUNCH: entry.launch,
-            backend.QUERY: entry.query,
-            backend.WRITE: kernels.write_slots,
-            backend.NEXT_TICKET: 1,
-        }
-        for word, value in values.items():
-            self.words[word] = value
+        self.host = Host(
+            table=self.table.words.ctypes.data,
+            active=self._active.ctypes.data,
+            slots=slots,
+            encodings=new_array(Encoding, MAX_COLLECTIONS),
+            ids=new_array(int, MAX_COLLECTIONS),
+            collections=self._scans.collections,
+            searches=self._scans.slots,
+            keys=self._scans.keys.ctypes.data,
+            lines=memory.lines.ctypes.data,
+            device_lines=memory.lines_address,
+            line_bytes=line_bytes,
+            commands=memory.commands.ctypes.data,
+            places=new_array(int, slots),
+            results=memory.results.ctypes.data,
+            result_bytes=memory.result_bytes,
+            max_k=memory.nodes.shape[1],
+            progress=memory.progress.ctypes.data,
+            doorbell=memory.doorbell.ctypes.data,
+            graphs=array_over(Graph, self._graphs),
+            limit=graphs.limit,
+            stream=stream,
+            replay=entry.replay,
+            launch=entry.launch,
+            query=entry.query,
+            write=kernels.write_slots,
+            arguments=self._arguments.ctypes.data,
+            slot_states=new_array(SlotState, slots),
+            next_ticket=1,
+            resident=Resident(
+                rings=memory.rings.ctypes.data,
+                goals=memory.goals.ctypes.data,
+                records=memory.records.ctypes.data,
+                entries=len(memory.records) // layout.RECORD.itemsize,
+                queue=new_array(int, slots),
+                finished=new_array(int, resident.FINISHED_PER_SLOT * slots),
+            ),
+        )
+        self.address = address_of(self.host)
 
     @property
     def graphs(self) -> list[int]:
@@ -101,13 +87,13 @@ class Handle:
         read = replace(data, rows=layout.without_sketch(data.rows), codes=None)
         encoding = QueryEncoding(read.rows)
         self._alive[number] = (read, encoding)
-        self._ids[number] = 0 if data.ids is None else data.ids.ctypes.data
+        self.host.ids[number] = 0 if data.ids is None else data.ids.ctypes.data
         self._scans.collections[number] = collection_record(read)
-        self._encodings[number] = encoding.record
+        self.host.encodings[number] = encoding.record
 
     def unload(self, number: int) -> None:
         """Unregister a collection. Precondition: no slot searches it."""
-        self._encodings[number] = Encoding()
+        self.host.encodings[number] = Encoding()
         del self._alive[number]
 
     def requested_k(self, slot: int) -> int:

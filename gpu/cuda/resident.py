@@ -43,6 +43,7 @@ from gpu.cuda.backend import (
     scans_of,
     table_of,
 )
+from gpu.cuda.host import Host, Resident, host_at
 from gpu.cuda.layout import (
     DECODE_RING,
     IS_DONE,
@@ -60,36 +61,7 @@ from gpu.slots import ACTIVE_COUNT, STATES, SlotState
 from ipc.native.arrays import int64_at as words_at
 from ipc.native.intrinsics import call_int, load_acquire_u32, monotonic_ns, store_release_u32
 
-# Words of the resident form's state, int64. AT_RINGS, AT_GOALS, AT_RECORDS: addresses in pinned memory (`layout`), with
-# ENTRIES in each ring and among the records. RUNNING: 1 while a launch is running. IN_FLIGHT: slots owned by the
-# device. PUSHED: entries pushed so far, by ring. SEEN: records consumed so far. ADVANCED: extends of single slots that
-# are not reported yet. AT_QUEUE, QUEUED: slots that the next `extend` looks at. AT_FINISHED, FINISHED: slots with
-# results to be reported, some of which may have been paused or released since. SCANS: whether the host may have slots
-# to scan.
-(
-    AT_RINGS,
-    AT_GOALS,
-    AT_RECORDS,
-    ENTRIES,
-    RUNNING,
-    IN_FLIGHT,
-    PUSHED,
-    _,
-    SEEN,
-    ADVANCED,
-    AT_QUEUE,
-    QUEUED,
-    AT_FINISHED,
-    FINISHED,
-    SCANS,
-) = range(15)
-RESIDENT_WORDS = 15
 FINISHED_PER_SLOT = 3  # at most: collected before an extend, resumed with a result, and collected during it
-# Words of a slot's state, behind ON_DEVICE. NEW: the flags of its entry until the device has the slot's line, then 0.
-# DONE: it has a result. PRIORITIZED: it uses the prefill ring. REACHED: extends of its query so far. IN_QUEUE: it is
-# among AT_QUEUE. PLACE: its index among the active slots.
-NEW, DONE, PRIORITIZED, REACHED, IN_QUEUE, PLACE = range(backend.ON_DEVICE + 1, backend.SLOT_STATE_WORDS - 1)
-
 _WORD = 0xFFFFFFFF
 _SLOT_MASK = (1 << SLOT_BITS) - 1
 _UNLIMITED = _WORD  # a goal that no query reaches
@@ -99,218 +71,208 @@ assert PROGRESS.names[:4] == ("launches", "extends", "taken", "recorded")  # typ
 
 
 @compiled
-def _resident(words: Any) -> Any:
-    return words_at(words[backend.RESIDENT], RESIDENT_WORDS)
+def _set_goal(resident: Resident, slot: int, goal: int) -> None:
+    store_release_u32(resident.goals + 4 * slot, goal)
 
 
 @compiled
-def _slot_state(words: Any, slot: int) -> Any:
-    return words_at(words[backend.SLOT_STATES] + 8 * backend.SLOT_STATE_WORDS * slot, backend.SLOT_STATE_WORDS)
-
-
-@compiled
-def _set_goal(resident: Any, slot: int, goal: int) -> None:
-    store_release_u32(resident[AT_GOALS] + 4 * slot, goal)
-
-
-@compiled
-def _push(words: Any, resident: Any, slot: int) -> None:
+def _push(host: Host, resident: Resident, slot: int) -> None:
     """Submit a slot to the device."""
-    state = _slot_state(words, slot)
-    ring = PREFILL_RING if state[PRIORITIZED] else DECODE_RING
-    position = resident[PUSHED + ring]
-    entry = (position // resident[ENTRIES] % MAX_LAP + 1) << LAP_SHIFT | state[NEW] | slot
+    state = host.slot_states[slot]
+    ring = PREFILL_RING if state.prioritized else DECODE_RING
+    position = resident.pushed[ring]
+    entry = (position // resident.entries % MAX_LAP + 1) << LAP_SHIFT | state.new | slot
     # SYNC POINT: a reader that loads the entry with acquire sees the slot's line and goal.
-    store_release_u32(resident[AT_RINGS] + 4 * (ring * resident[ENTRIES] + position % resident[ENTRIES]), entry)
-    resident[PUSHED + ring] = (position + 1) & _WORD
-    state[NEW], state[backend.ON_DEVICE] = 0, 1
-    resident[IN_FLIGHT] += 1
+    store_release_u32(resident.rings + 4 * (ring * resident.entries + position % resident.entries), entry)
+    resident.pushed[ring] = (position + 1) & _WORD
+    state.new, state.on_device = 0, True
+    resident.in_flight += 1
 
 
 @compiled
-def _enqueue(words: Any, resident: Any, slot: int) -> None:
+def _enqueue(host: Host, resident: Resident, slot: int) -> None:
     """Have the next `extend` look at a slot."""
-    state = _slot_state(words, slot)
-    if not state[IN_QUEUE]:
-        state[IN_QUEUE] = 1
-        words_at(resident[AT_QUEUE], words[backend.SLOTS])[resident[QUEUED]] = slot
-        resident[QUEUED] += 1
+    state = host.slot_states[slot]
+    if not state.in_queue:
+        state.in_queue = True
+        resident.queue[resident.queued] = slot
+        resident.queued += 1
 
 
 @compiled
-def _begin(words: Any, slot: int, flags: int) -> None:
+def _begin(host: Host, slot: int, flags: int) -> None:
     """Begin the query of a slot that was just assigned; `flags`: of its first entry."""
-    state = _slot_state(words, slot)
-    queued = state[IN_QUEUE]
-    state[:] = 0
-    state[NEW], state[IN_QUEUE], state[PLACE] = flags, queued, table_of(words)[ACTIVE_COUNT] - 1
-    _enqueue(words, _resident(words), slot)
+    state = host.slot_states[slot]
+    state.on_device = state.done = state.prioritized = False
+    state.new, state.reached, state.place = flags, 0, table_of(host)[ACTIVE_COUNT] - 1
+    _enqueue(host, host.resident, slot)
 
 
 @compiled
-def _add_finished(words: Any, resident: Any, slot: int) -> None:
-    words_at(resident[AT_FINISHED], FINISHED_PER_SLOT * words[backend.SLOTS])[resident[FINISHED]] = slot
-    resident[FINISHED] += 1
+def _add_finished(host: Host, resident: Resident, slot: int) -> None:
+    resident.finished[resident.finished_count] = slot
+    resident.finished_count += 1
 
 
 @compiled
-def _collect(words: Any, resident: Any) -> None:
+def _collect(host: Host, resident: Resident) -> None:
     """Consume the device's records and take their slots back.
 
     Active ones without a result (after the end of a launch, or a pause that was revoked) are submitted again.
     """
-    table = table_of(words)
+    table = table_of(host)
     while True:
-        record = resident[AT_RECORDS] + 8 * (resident[SEEN] % resident[ENTRIES])
+        record = resident.records + 8 * (resident.seen % resident.entries)
         # SYNC POINT: the slot's result and state, written by the device before, are visible.
         word = load_acquire_u32(record + 4)
-        if word >> LAP_SHIFT != resident[SEEN] // resident[ENTRIES] % MAX_LAP + 1:
+        if word >> LAP_SHIFT != resident.seen // resident.entries % MAX_LAP + 1:
             return
-        resident[SEEN] = (resident[SEEN] + 1) & _WORD
+        resident.seen = (resident.seen + 1) & _WORD
         slot, extends = word & _SLOT_MASK, load_acquire_u32(record)
-        state = _slot_state(words, slot)
-        resident[ADVANCED] += extends - state[REACHED]
-        state[backend.ON_DEVICE], state[REACHED] = 0, extends
-        resident[IN_FLIGHT] -= 1
+        state = host.slot_states[slot]
+        resident.advanced += extends - state.reached
+        state.on_device, state.reached = False, extends
+        resident.in_flight -= 1
         if word & IS_DONE:
-            state[DONE] = 1
+            state.done = True
         if table[STATES + slot] != _ACTIVE:
             continue
-        if state[DONE]:
-            _add_finished(words, resident, slot)
+        if state.done:
+            _add_finished(host, resident, slot)
         else:
-            _enqueue(words, resident, slot)
+            _enqueue(host, resident, slot)
 
 
 @compiled
-def _end_launch(words: Any, resident: Any) -> Any:
+def _end_launch(host: Host, resident: Resident) -> Any:
     """Register the end of a launch. Returns whether every slot that it took has been recorded."""
-    resident[RUNNING] = 0
-    untaken = (resident[PUSHED] + resident[PUSHED + 1] - load_acquire_u32(words[backend.PROGRESS] + 8)) & _WORD
-    if load_acquire_u32(words[backend.PROGRESS] + 12) != resident[SEEN] or untaken != resident[IN_FLIGHT]:
-        return failed(words, backend.RECORDS_MISSING, resident[IN_FLIGHT] - untaken)
+    resident.running = False
+    untaken = (resident.pushed[0] + resident.pushed[1] - load_acquire_u32(host.progress + 8)) & _WORD
+    if load_acquire_u32(host.progress + 12) != resident.seen or untaken != resident.in_flight:
+        return failed(host, backend.RECORDS_MISSING, resident.in_flight - untaken)
     return True
 
 
 @compiled
-def _poll(words: Any, resident: Any) -> Any:
+def _poll(host: Host, resident: Resident) -> Any:
     """Consume records, and launch if slots are submitted but no launch is running. Returns whether it succeeded."""
     if (
-        resident[RUNNING] and load_acquire_u32(words[backend.PROGRESS]) == words[backend.LAUNCHES]
+        resident.running and load_acquire_u32(host.progress) == host.launches
     ):  # its last records precede the progress word
-        _collect(words, resident)
-        if not _end_launch(words, resident):
+        _collect(host, resident)
+        if not _end_launch(host, resident):
             return False
-    if resident[IN_FLIGHT] and not resident[RUNNING]:
-        code = call_int(words[backend.REPLAY], (words_at(words[backend.GRAPHS], 2)[1], words[backend.STREAM]))
+    if resident.in_flight and not resident.running:
+        code = call_int(host.replay, (host.graphs[0].graph, host.stream))
         if code:
-            return failed(words, backend.REPLAY_FAILED, code)
-        words[backend.LAUNCHES] = (words[backend.LAUNCHES] + 1) & _WORD
-        resident[RUNNING] = 1
-    _collect(words, resident)
+            return failed(host, backend.REPLAY_FAILED, code)
+        host.launches = (host.launches + 1) & _WORD
+        resident.running = True
+    _collect(host, resident)
     return True
 
 
 @compiled
-def _submit(words: Any, resident: Any) -> None:
+def _submit(host: Host, resident: Resident) -> None:
     """Set the goals of queued slots and submit them; with a limit of one extend, of all active slots."""
-    table, active, scans = table_of(words), active_of(words), scans_of(words)
-    single = words[backend.LIMIT] == 1
+    table, active, scans = table_of(host), active_of(host), scans_of(host)
+    single = host.limit == 1
     for i in range(table[ACTIVE_COUNT] if single else 0):
-        _enqueue(words, resident, active[i])
-    queue, count = words_at(resident[AT_QUEUE], words[backend.SLOTS]), resident[QUEUED]
-    resident[QUEUED] = 0
+        _enqueue(host, resident, active[i])
+    queue, count = resident.queue, resident.queued
+    resident.queued = 0
     for i in range(count):
         slot = queue[i]
-        state = _slot_state(words, slot)
-        state[IN_QUEUE] = 0
+        state = host.slot_states[slot]
+        state.in_queue = False
         if table[STATES + slot] != _ACTIVE:
             continue
         if scans.slots[slot].scanning:
-            resident[SCANS] = 1
-        elif state[DONE]:
-            _add_finished(words, resident, slot)
+            resident.scans = True
+        elif state.done:
+            _add_finished(host, resident, slot)
         else:
-            _set_goal(resident, slot, state[REACHED] + 1 if single else _UNLIMITED)
-            if not state[backend.ON_DEVICE]:
-                _push(words, resident, slot)
+            _set_goal(resident, slot, state.reached + 1 if single else _UNLIMITED)
+            if not state.on_device:
+                _push(host, resident, slot)
 
 
 @compiled
-def _wait(words: Any, resident: Any) -> Any:
+def _wait(host: Host, resident: Resident) -> Any:
     """Wait until all slots are back (limit 1), else until one has finished or an interrupt. Does not wait if the host
     has slots to scan. Returns whether it succeeded."""
-    several = words[backend.LIMIT] > 1
-    polls = words[backend.INTERRUPT] != 0 and several
-    begin, elapsed, poll_at = begin_wait(words), 0, 0
+    several = host.limit > 1
+    polls = host.interrupt != 0 and several
+    begin, elapsed, poll_at = begin_wait(host), 0, 0
     while True:
-        if not _poll(words, resident):
+        if not _poll(host, resident):
             return False
-        if resident[IN_FLIGHT] == 0 or (several and (resident[FINISHED] or resident[SCANS])):
+        if resident.in_flight == 0 or (several and (resident.finished_count or resident.scans)):
             break
         if polls and elapsed >= poll_at:
-            if call_int(words[backend.INTERRUPT], (words[backend.INTERRUPT_ARGUMENT],)):
+            if call_int(host.interrupt, (host.interrupt_argument,)):
                 break
             poll_at = elapsed + backend.INTERRUPT_POLL_NS
-        elapsed = poll_wait(words, begin)
+        elapsed = poll_wait(host, begin)
         if elapsed < 0:
             return False
-    words[backend.WAITED_NS] += monotonic_ns() - begin
+    host.waited_ns += monotonic_ns() - begin
     return True
 
 
 @compiled
-def _deactivate(words: Any, slot: int) -> None:
+def _deactivate(host: Host, slot: int) -> None:
     """Remove a slot from the active ones, whose order changes."""
-    table, active = table_of(words), active_of(words)
-    place, last = _slot_state(words, slot)[PLACE], table[ACTIVE_COUNT] - 1
+    table, active = table_of(host), active_of(host)
+    place, last = host.slot_states[slot].place, table[ACTIVE_COUNT] - 1
     active[place] = active[last]
-    _slot_state(words, active[place])[PLACE] = place
+    host.slot_states[active[place]].place = place
     table[ACTIVE_COUNT] = last
 
 
 @compiled
-def _report(words: Any, resident: Any, report: int) -> Any:
+def _report(host: Host, resident: Resident, report: int) -> Any:
     """Report the slots with results, in the order in which they have finished. Returns their number."""
-    table, scans = table_of(words), scans_of(words)
-    slots = words_at(resident[AT_FINISHED], FINISHED_PER_SLOT * words[backend.SLOTS])
+    table, scans = table_of(host), scans_of(host)
+    slots = resident.finished
     done = 0
-    for i in range(resident[FINISHED]):
+    for i in range(resident.finished_count):
         slot = slots[i]
-        state = _slot_state(words, slot)
-        if table[STATES + slot] != _ACTIVE or not state[DONE]:
+        state = host.slot_states[slot]
+        if table[STATES + slot] != _ACTIVE or not state.done:
             continue
-        if not found_enough(words, scans, slot):
-            resident[SCANS] = 1
+        if not found_enough(host, scans, slot):
+            resident.scans = True
             continue
         slot_changes.finish(table, slot)
-        _deactivate(words, slot)
+        _deactivate(host, slot)
         finished = words_at(report + 16 + 16 * done, 2)
-        finished[0], finished[1] = slot, state[REACHED]
+        finished[0], finished[1] = slot, state.reached
         done += 1
-    resident[FINISHED] = 0
+    resident.finished_count = 0
     return done
 
 
 @compiled
-def _scan_and_report(words: Any, resident: Any, report: int) -> Any:
+def _scan_and_report(host: Host, resident: Resident, report: int) -> Any:
     """Make an extend of the slots that the host scans, and report all finished ones. Returns their number."""
-    done = report_finished(words, report)
-    active, scans = active_of(words), scans_of(words)
-    resident[FINISHED] = resident[SCANS] = 0
-    for i in range(table_of(words)[ACTIVE_COUNT]):
-        _slot_state(words, active[i])[PLACE] = i
-        resident[SCANS] |= scans.slots[active[i]].scanning
+    done = report_finished(host, report)
+    active, scans = active_of(host), scans_of(host)
+    resident.finished_count, resident.scans = 0, False
+    for i in range(table_of(host)[ACTIVE_COUNT]):
+        host.slot_states[active[i]].place = i
+        if scans.slots[active[i]].scanning:
+            resident.scans = True
     return done
 
 
 @compiled
-def _searching(words: Any, resident: Any) -> Any:
+def _searching(host: Host, resident: Resident) -> Any:
     """Return how many active slots the device searches."""
-    active, scans, count = active_of(words), scans_of(words), table_of(words)[ACTIVE_COUNT]
+    active, scans, count = active_of(host), scans_of(host), table_of(host)[ACTIVE_COUNT]
     scanning = 0
-    for i in range(count if resident[SCANS] else 0):
-        scanning += scans.slots[active[i]].scanning
+    for i in range(count if resident.scans else 0):
+        scanning += scans.slots[active[i]].scanning != 0
     return count - scanning
 
 
@@ -319,90 +281,90 @@ def _searching(words: Any, resident: Any) -> Any:
 
 @c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
 def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
-    words = words_at(handle, backend.HANDLE_WORDS)
-    slot = accept_query(words, vector, collection, k, top_m, width, patience)
+    host = host_at(handle)
+    slot = accept_query(host, vector, collection, k, top_m, width, patience)
     if slot != INVALID:
-        _begin(words, slot, IS_NEW)
+        _begin(host, slot, IS_NEW)
     return slot
 
 
 @c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
 def admit_in_place(handle: int, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
-    words = words_at(handle, backend.HANDLE_WORDS)
-    slot = accept_in_place(words, vector, collection, k, top_m, width, patience)
+    host = host_at(handle)
+    slot = accept_in_place(host, vector, collection, k, top_m, width, patience)
     if slot != INVALID:
-        _begin(words, slot, IS_NEW | IS_IN_PLACE)
+        _begin(host, slot, IS_NEW | IS_IN_PLACE)
     return slot
 
 
 @c_function("int64(int64, int64)")
 def prioritize(handle: int, slot: int) -> Any:
-    _slot_state(words_at(handle, backend.HANDLE_WORDS), slot)[PRIORITIZED] = 1
+    host_at(handle).slot_states[slot].prioritized = True
     return 0
 
 
 @c_function("int64(int64, int64, int64, int64)")
 def set_filter(handle: int, slot: int, allowed: int, allowed_count: int) -> Any:
-    apply_filter(words_at(handle, backend.HANDLE_WORDS), slot, allowed, allowed_count)
+    apply_filter(host_at(handle), slot, allowed, allowed_count)
     return 0
 
 
 @c_function("int64(int64, int64)")
 def extend(handle: int, report: int) -> Any:
-    words = words_at(handle, backend.HANDLE_WORDS)
-    resident, counts = _resident(words), words_at(report, 2)
-    _submit(words, resident)
+    host = host_at(handle)
+    resident, counts = host.resident, words_at(report, 2)
+    _submit(host, resident)
     counts[0], counts[1] = 1, 0
-    if words[backend.FAILURE] != backend.NO_FAILURE:
+    if host.failure != backend.NO_FAILURE:
         return FAILED
-    searching = _searching(words, resident)
+    searching = _searching(host, resident)
     if searching:
-        if not _wait(words, resident):
+        if not _wait(host, resident):
             return FAILED
-        counts[0] = resident[ADVANCED] // searching
-        resident[ADVANCED] -= counts[0] * searching
-    words[backend.EXTENDS] = counts[0]
-    if resident[SCANS]:
-        return _scan_and_report(words, resident, report)
-    return _report(words, resident, report)
+        counts[0] = resident.advanced // searching
+        resident.advanced -= counts[0] * searching
+    host.extends = counts[0]
+    if resident.scans:
+        return _scan_and_report(host, resident, report)
+    return _report(host, resident, report)
 
 
 @c_function("int64(int64, int64, int64)")
 def change_state(handle: int, slot: int, action: int) -> Any:
-    words = words_at(handle, backend.HANDLE_WORDS)
-    resident, table = _resident(words), table_of(words)
-    state = _slot_state(words, slot)
-    if state[backend.ON_DEVICE] and action != RESUME:  # the next extend sets the goal of a resumed query
+    host = host_at(handle)
+    resident, table = host.resident, table_of(host)
+    state = host.slot_states[slot]
+    if state.on_device and action != RESUME:  # the next extend sets the goal of a resumed query
         _set_goal(resident, slot, 0)
-    begin = begin_wait(words)
-    while action == RELEASE and state[backend.ON_DEVICE]:
-        if words[backend.FAILURE] != backend.NO_FAILURE or not _poll(words, resident) or poll_wait(words, begin) < 0:
+    begin = begin_wait(host)
+    while action == RELEASE and state.on_device:
+        if host.failure != backend.NO_FAILURE or not _poll(host, resident) or poll_wait(host, begin) < 0:
             return FAILED
     if table[STATES + slot] == _ACTIVE:
-        _deactivate(words, slot)
+        _deactivate(host, slot)
         table[STATES + slot] = _PAUSED
-    slot_changes.change(table, active_of(words), slot, action)
+    slot_changes.change(table, active_of(host), slot, action)
     if action == RESUME:
-        state[PLACE] = table[ACTIVE_COUNT] - 1
-        _enqueue(words, resident, slot)
+        state.place = table[ACTIVE_COUNT] - 1
+        _enqueue(host, resident, slot)
     return 0
 
 
 @c_function("int64(int64)")
 def stop(handle: int) -> Any:
     """End a running launch; active queries continue with the next one. Returns 0 or FAILED."""
-    words = words_at(handle, backend.HANDLE_WORDS)
-    resident = _resident(words)
-    if not resident[RUNNING]:
+    host = host_at(handle)
+    resident = host.resident
+    if not resident.running:
         return 0
-    for slot in range(words[backend.SLOTS]):
-        if _slot_state(words, slot)[backend.ON_DEVICE]:
+    for slot in range(host.slots):
+        if host.slot_states[slot].on_device:
             _set_goal(resident, slot, 0)
-    store_release_u32(words[backend.DOORBELL], 1)
-    begin = begin_wait(words)
-    while load_acquire_u32(words[backend.PROGRESS]) != words[backend.LAUNCHES]:
-        if poll_wait(words, begin) < 0:
+    store_release_u32(host.doorbell, 1)
+    begin = begin_wait(host)
+    while load_acquire_u32(host.progress) != host.launches:
+        if poll_wait(host, begin) < 0:
             return FAILED
-    store_release_u32(words[backend.DOORBELL], 0)
-    _collect(words, resident)
-    return 0 if _end_launch(words, resident) else FAILED
+    store_release_u32(host.doorbell, 0)
+    _collect(host, resident)
+    return 0 if _end_launch(host, resident) else FAILED

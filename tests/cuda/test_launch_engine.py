@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from gpu import DeviceError, GraphIndex, NoFreeSlot, SearchParams
 from gpu.compiled import c_function
-from gpu.cuda.backend import INTERRUPT, INTERRUPT_ARGUMENT, INTERRUPT_POLL_NS, NEXT_TICKET
+from gpu.cuda.backend import INTERRUPT_POLL_NS
 from gpu.cuda.engine import CudaEngine
 from ipc.native.arrays import int64_at as words_at
 from ipc.native.intrinsics import load_acquire_u32, store_release_u32
@@ -159,12 +159,12 @@ def test_finished_slots_are_returned_in_admission_order() -> None:
 
 def test_tickets_wrap_around_without_becoming_zero() -> None:
     setup = Setup(slots=1, length=1)
-    setup.engine.handle.words[NEXT_TICKET] = int(np.iinfo(np.uint32).max)
+    setup.engine.handle.host.next_ticket = int(np.iinfo(np.uint32).max)
     for _ in range(3):
         (slot,) = setup.admit()
         assert setup.engine.extend().tolist() == [slot]
         setup.engine.release(slot)
-    assert setup.engine.handle.words[NEXT_TICKET] == 3
+    assert setup.engine.handle.host.next_ticket == 3
 
 
 @pytest.mark.parametrize("form", ["loop", "fused"])
@@ -219,8 +219,8 @@ def test_the_host_looks_for_arrivals_every_2_us_at_most() -> None:
     setup = Setup(length=100, extends_per_launch=50, fault_poll_ns=10**12)
     setup.admit()
     counted = np.array([0, looks, setup.engine.batch_memory().progress.ctypes.data], np.int64)
-    words = setup.engine.handle.words
-    words[INTERRUPT], words[INTERRUPT_ARGUMENT] = ends_at_the_limit.address, counted.ctypes.data
+    host = setup.engine.handle.host
+    host.interrupt, host.interrupt_argument = ends_at_the_limit.address, counted.ctypes.data
     setup.device.silent = True
     before = setup.engine.waited_ns
     setup.engine.extend()

@@ -8,7 +8,7 @@ import pytest
 
 from gpu import DeviceError, GraphIndex, SearchParams
 from gpu.compiled import c_function
-from gpu.cuda.backend import INTERRUPT, INTERRUPT_ARGUMENT, INTERRUPT_POLL_NS, LAUNCHES, STREAM
+from gpu.cuda.backend import INTERRUPT_POLL_NS
 from gpu.cuda.engine import CudaEngine
 from gpu.cuda.layout import RECORD, SLOT_BITS
 from gpu.engine import PAUSE, RELEASE
@@ -50,7 +50,7 @@ def first_recorded(engine: CudaEngine) -> int:
 
 
 def launches(engine: CudaEngine) -> int:
-    return int(engine.handle.words[LAUNCHES])
+    return engine.handle.host.launches
 
 
 def run_all(engine: CudaEngine, vectors: FloatArray) -> list[list[int]]:
@@ -95,7 +95,7 @@ def test_blocks_exit_without_a_host(new_driver: NewDriver) -> None:
     for query in queries(12):
         compiled.ask(query, None, 0)
     first = compiled.step()
-    while not driver.idle(int(engine.handle.words[STREAM])):
+    while not driver.idle(engine.handle.host.stream):
         pass
     rest = sorted({*range(12)} - {*first})
     ids, _ = compiled.finish(rest)  # as if the host had come back
@@ -231,8 +231,8 @@ def counts_calls(counted: int) -> Any:
 
 def test_the_host_looks_for_arrivals_every_2_us_at_most(new_driver: NewDriver) -> None:
     engine = opened(new_driver(), slots=1, fault_poll_ns=20_000_000)
-    counted, words, waits = np.zeros(1, np.int64), engine.handle.words, 0
-    words[INTERRUPT], words[INTERRUPT_ARGUMENT] = counts_calls.address, counted.ctypes.data
+    counted, host, waits = np.zeros(1, np.int64), engine.handle.host, 0
+    host.interrupt, host.interrupt_argument = counts_calls.address, counted.ctypes.data
     before = engine.waited_ns
     engine.admit(queries(1)[0], LONG, "docs")
     while engine.active_slots:

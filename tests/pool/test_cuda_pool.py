@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from gpu import DeviceError, GraphIndex
-from gpu.cuda.backend import LAUNCHES
 from gpu.cuda.engine import CudaEngine
 from gpu.cuda.graphs import LaunchForm
 from runtime.node.metrics.worker_metrics import PoolMetrics
@@ -106,10 +105,10 @@ def test_a_single_search_on_a_shared_gpu_takes_one_or_two_launches(
     pool = make_pool(plan, make_arena=lambda worker, dim: None)
     with pool.attach() as client:
         for query in queries[:3]:
-            before = int(engines[0].handle.words[LAUNCHES])
+            before = engines[0].handle.host.launches
             number = ask(client, query, "prefill", top_m=64, search_width=1)
             assert collect(pool, client, 1)[number].extends > 41
-            assert int(engines[0].handle.words[LAUNCHES]) - before <= 2
+            assert engines[0].handle.host.launches - before <= 2
 
 
 @pytest.mark.parametrize("form", ["auto", "launches"])
