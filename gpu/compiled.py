@@ -35,7 +35,11 @@ class CFunction:
             made = CFunc(self._function, signature, locals={}, options={"error_model": "numpy"})
             if (cache := machine_code(self._function, _STAMP, "c")) is not None:
                 made._cache = cache
-            made.compile()
+            try:
+                made.compile()
+            finally:
+                if cache is not None:
+                    cache.compiled()
             self._made = made
         return int(self._made.address)
 

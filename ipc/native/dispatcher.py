@@ -36,8 +36,12 @@ class _Cached(CPUDispatcher):  # type: ignore[misc]
 
     def compile(self, signature: Any) -> Any:
         """See numba."""
-        _ = self.machine_code
-        return super().compile(signature)
+        cache = self.machine_code
+        try:
+            return super().compile(signature)
+        finally:
+            if cache is not None:
+                cache.compiled()
 
 
 class Dispatcher(_Cached, Generic[P, R]):

@@ -3,9 +3,18 @@
 numba reads and writes one directory: the first that this process can write to, of NUMBA_CACHE_DIR, `__pycache__` beside
 the source, and the user's cache. Here code beside the source is found also where that directory is read-only, as in an
 image whose caches were filled when it was made. Code is loaded from directories of this user or root alone.
+
+Processes that start together on an empty cache do not compile the same function: the first one holds the function's
+lock, and the others wait and load its code.
+
+    process A    not found ──▶ lock ──▶ compile ──▶ save ──▶ unlock
+    process B    not found ──▶ wait for the lock ··········▶ found
 """
 
+import contextlib
+import fcntl
 import os
+import time
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
@@ -15,6 +24,8 @@ from numba.core.caching import FunctionCache
 from ipc.native.private import is_private
 
 _Files: Any = FunctionCache._impl_class
+_LOCK_POLL_S = 0.01
+_LONGEST_S = 300.0  # a process that compiles for longer has been stopped: others compile, too
 
 
 class _Beside:
@@ -55,6 +66,9 @@ class MachineCode(FunctionCache):  # type: ignore[misc]
         self._kind = kind
         self._cache_file._source_stamp = stamp  # numba's is of the function's own file alone
 
+    def compiled(self) -> None:
+        """Release the lock that a search without a result has taken. Call it when the code has been saved."""
+
     def has(self, signature: Any, codegen: Any) -> bool:
         """Whether the code for a signature is in this directory."""
         return self._index_key(signature, codegen) in self._cache_file._load_index()
@@ -80,6 +94,10 @@ class _Both(MachineCode):
         self._installed = _installed(function, stamp, kind)
         if self._installed is not None and self._installed.cache_path == self.cache_path:
             self._installed = None
+        self._lock = Lock(Path(f"{self._cache_file._index_path}.lock"))
+
+    def compiled(self) -> None:
+        self._lock.release()
 
     def has(self, signature: Any, codegen: Any) -> bool:
         return super().has(signature, codegen) or bool(self._installed and self._installed.has(signature, codegen))
@@ -88,7 +106,59 @@ class _Both(MachineCode):
         found = super().load_overload(signature, context)
         if found is None and self._installed is not None:
             found = self._installed.load_overload(signature, context)
+        if found is None and self._lock.acquire():
+            found = super().load_overload(signature, context)
         return found
+
+
+class Lock:
+    """A lock of one function's code between processes, by a file beside the code. It ends with its process.
+
+    A function's lock is held while the functions that it calls are compiled, so locks are taken in the order of calls,
+    in which there are no cycles.
+    """
+
+    def __init__(self, path: Path, longest_s: float = _LONGEST_S) -> None:
+        self._path, self._longest_s = path, longest_s
+        self._file: int | None = None
+
+    def acquire(self) -> bool:
+        """Wait for the lock, unless this object holds it. Return whether it was taken now.
+
+        It is not where files cannot be locked, and after `longest_s`.
+        """
+        if self._file is not None:
+            return False
+        try:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return False
+        until = time.monotonic() + self._longest_s
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < until:
+                    time.sleep(_LOCK_POLL_S)
+                    continue
+                os.close(file)
+                return False
+            except OSError:  # not on this file system
+                os.close(file)
+                return False
+            self._file = file
+            return True
+
+    def release(self) -> None:
+        """Release the lock, if this object holds it.
+
+        Its file is removed: the processes that wait for it find the code.
+        """
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            os.close(self._file)
+            self._file = None
 
 
 def machine_code(function: Any, stamp: str, kind: str) -> MachineCode | None:

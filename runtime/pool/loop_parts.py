@@ -1,10 +1,11 @@
-"""Compilation of the pool's loop in parallel, where its machine code is not cached yet.
+"""Compilation of the pool's loop and of the CPU engine in parallel, where the machine code is not cached yet.
 
-The loop takes longer to compile than the engine. Its parts are compiled by processes of their own, which leave the code
-in the cache, while the pool's process compiles the engine:
+Parts are compiled by processes of their own, which leave the code in the cache, while the pool's process compiles the
+engine and needs them one after the other. It waits for a part that is being compiled, and compiles itself what nobody
+has begun (`ipc.native.machine_code`):
 
-    pool     engine ────────────────────▶ the rest of the loop
-    parts    search ─▶ schedule ─▶ … ─▶ cache
+    pool     admit ─▶ rabitq ─▶ (exact) ─▶ the rest of the engine ─▶ the rest of the loop
+    parts    exact ─▶ receive ─▶ schedule ─▶ …
 
 `python -m runtime.pool.loop_parts NAME …` compiles these parts.
 """
@@ -17,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from numba import int64
 
-from gpu.cpu import running_batch
+from gpu.cpu.extend import code_scan, rabitq, stages
 from ipc.native.records import numba_type
 from ipc.ring.exchange import ClientTable
 from runtime.pool import loop, loop_driver, policy
@@ -26,15 +27,23 @@ from runtime.pool.tables import Tables
 
 _LOOP, _CLIENTS = numba_type(Loop), numba_type(ClientTable)
 
-PARTS = {
-    "search": (running_batch.extend_active, (int64[:, ::1], int64)),
-    "schedule": (policy.schedule, (numba_type(Tables), int64)),
-    "receive": (loop.receive, (_LOOP, _CLIENTS)),
-    "admit": (loop.apply_schedule, (_LOOP, _CLIENTS, int64)),
-    "extend": (loop.extend, (_LOOP, _CLIENTS)),
+_HANDLE, _SLOTS = int64[:, ::1], int64[::1]
+
+_SEARCH = {
+    "exact": (stages.extend_exact, (_HANDLE, _SLOTS, _SLOTS)),
+    "code scan": (code_scan.extend_code_scan, (_HANDLE, _SLOTS, _SLOTS)),
+    "rabitq": (rabitq.extend_rabitq, (_HANDLE, _SLOTS, _SLOTS)),
 }
-"""Name → a function and the types with which compiled code calls it. `search` is of the CPU engine, which is compiled
-meanwhile, and reaches it last."""
+_LOOP_PARTS = {
+    "receive": (loop.receive, (_LOOP, _CLIENTS)),
+    "extend": (loop.extend, (_LOOP, _CLIENTS)),
+    "schedule": (policy.schedule, (numba_type(Tables), int64)),
+    "admit": (loop.apply_schedule, (_LOOP, _CLIENTS, int64)),
+    "run": (loop.run_loop, (int64, int64, int64)),
+}
+PARTS = {"exact": _SEARCH["exact"], **_LOOP_PARTS, **_SEARCH}
+"""Name → a function and the types with which compiled code calls it, in the order in which one process compiles them:
+the pool's own process begins with the CPU engine, and there with the last one."""
 
 
 def compile_parts(names: Sequence[str]) -> None:
@@ -57,7 +66,7 @@ def compiled_in_background(device: str = "cpu", cores: Collection[int] | None = 
     by default the parent process's, because a pool worker may have a single one; one is left to this process.
     """
     cores = _cores_of_parent() if cores is None else cores
-    names = [name for name in PARTS if name != "search" or (device == "cpu" and len(cores) > 2)]
+    names = list(PARTS if device == "cpu" else _LOOP_PARTS)
     count = min(len(cores) - 1, len(names))
     shares = [] if is_cached() else [names[first::count] for first in range(count)]
     if not shares:

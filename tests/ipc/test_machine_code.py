@@ -1,9 +1,11 @@
 """Compiled functions: one version for compiled code, another for Python; and where their machine code is cached."""
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,40 @@ from numba.core import event
 import ipc
 from ipc.native.compiled import compiled, stamp_of
 from ipc.native.dispatcher import Dispatcher
+from ipc.native.machine_code import Lock
 from ipc.native.private import is_private
 
+_TOGETHER = """
+import sys
+from pathlib import Path
+from numba.core import event
+from ipc.native.compiled import compiler_for
+
+compiled = compiler_for(Path(__file__).parent)
+
+@compiled
+def low(a):
+    return a + 1
+
+@compiled
+def high(a):
+    return 2 * low(a)
+
+class Compilations(event.Listener):
+    count = 0
+    def on_start(self, event):
+        self.count += event.data["dispatcher"].py_func.__module__ == __name__
+    def on_end(self, event):
+        pass
+
+if __name__ == "__main__":
+    listener = Compilations()
+    event.register("numba:compile", listener)
+    print("loaded", flush=True)
+    sys.stdin.readline()
+    assert high(1) == 4
+    print(listener.count)
+"""
 _PROGRAM = """
 from ipc.native.records import numba_type
 from ipc.ring import exchange
@@ -113,3 +147,62 @@ def test_a_change_of_any_source_of_a_folder_changes_the_stamp(tmp_path: Path) ->
     (tmp_path / "two.py").write_text("b = 2\n")
     assert stamp_of(tmp_path) != before
     assert compiled(add).is_cached() is False
+
+
+def test_processes_that_start_together_on_an_empty_cache_compile_each_function_once(tmp_path: Path) -> None:
+    program = tmp_path / "together.py"
+    program.write_text(_TOGETHER)
+    command, variables = [sys.executable, str(program)], os.environ | {"PYTHONPATH": str(Path(ipc.__file__).parents[1])}
+    with contextlib.ExitStack() as running:
+        processes = [
+            running.enter_context(
+                subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            for _ in range(3)
+        ]
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "loaded\n"
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        assert sum(int(process.communicate(timeout=250)[0]) for process in processes) == 2
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+def test_a_lock_is_waited_for_until_it_is_released(tmp_path: Path) -> None:
+    first, second = Lock(tmp_path / "f.lock"), Lock(tmp_path / "f.lock")
+    assert first.acquire()
+    assert not first.acquire(), "it is held"
+    waiting = threading.Thread(target=second.acquire)
+    waiting.start()
+    assert waiting.is_alive()
+    first.release()
+    waiting.join(timeout=60)
+    assert not waiting.is_alive()
+    second.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_holds_a_lock_for_too_long_is_not_waited_for(tmp_path: Path) -> None:
+    held = Lock(tmp_path / "f.lock")
+    assert held.acquire()
+    assert not Lock(tmp_path / "f.lock", longest_s=0.0).acquire()
+    held.release()
+
+
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+    program = "import sys, time\nfrom pathlib import Path\nfrom ipc.native.machine_code import Lock\n"
+    program += "Lock(Path(sys.argv[1])).acquire() and print(flush=True)\ntime.sleep(600)\n"
+    path = tmp_path / "f.lock"
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"\n"
+        assert not Lock(path, longest_s=0.0).acquire()
+        holder.kill()
+    assert Lock(path).acquire()
+
+
+def test_code_is_compiled_where_no_lock_can_be_made(tmp_path: Path) -> None:
+    assert not Lock(tmp_path / "missing" / "f.lock").acquire()

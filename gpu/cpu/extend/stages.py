@@ -213,7 +213,7 @@ def extend(handle, active, finished):  # type: ignore[no-untyped-def]
         elif method == _CODES:
             done += extend_code_scan(handle, active[begin:end], finished[done:])
         else:
-            done += extend_exact(batch, active[begin:end], finished[done:])
+            done += extend_exact(handle, active[begin:end], finished[done:])
         begin = end
     return done
 
@@ -227,8 +227,9 @@ def method_of(collections, slots, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def extend_exact(batch, active, finished):  # type: ignore[no-untyped-def]
+def extend_exact(handle, active, finished):  # type: ignore[no-untyped-def]
     """Make one extend of slots whose candidates are all scored exactly."""
+    batch = batch_at(handle)
     select_parents(batch, active)
     expand_neighbors(batch, active)
     mark_visited(batch, active)
