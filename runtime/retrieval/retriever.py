@@ -60,7 +60,8 @@ class Retriever:
         """Use every embedder and search every collection once, so that no user's request pays for first uses (compiled
         code, files, the session).
 
-        Ends without warm-up if no pool is attached in time: a pool may start later than its clients.
+        Ends without warm-up if no pool answers the first attempt to attach: a pool may start much later than its
+        clients, which do other work meanwhile.
         """
         self.registry.warm_up()
         end = self._clock() + _WARM_UP_NS
@@ -73,8 +74,10 @@ class Retriever:
         for query in (*vectors, *texts):
             with suppress(TrinityError):  # it may become searchable later
                 waiting.add(self._start(query, end))
-        while waiting and self._clock() < end:
+        while self._clock() < end:
             waiting -= {found.ticket for found in self.poll()}
+            if not (waiting and self.client.reachable):
+                break
             self.sleep((), 10)
         for ticket in waiting:
             self.cancel(ticket)

@@ -53,6 +53,10 @@ class Registry:
     def __init__(self) -> None:
         self.lengths, self.slow, self.stored = Embedder(), Embedder(max_concurrency=2), b""
         self.rebuilds = 0  # so many more results are of a build that is not open any more
+        self.dims = {"docs": 1}
+
+    def warm_up(self) -> None:
+        pass
 
     def has_attributes(self, collection: str, wanted: bytes) -> bool:
         if wanted == b"wrong type":
@@ -85,12 +89,14 @@ class Client:
     """Pool client that answers every vector with its first number at the next poll."""
 
     remote = frozenset[str]()
+    reachable = True
 
     def __init__(self) -> None:
         self.submitted: list[float] = []
         self.results: list[SearchResult] = []
         self.cancelled: list[int] = []
         self.full, self.holds, self.known = False, False, b""
+        self.polled = 0
         self.tickets, self.settings = count(101), PoolSection()
 
     @property
@@ -114,6 +120,7 @@ class Client:
         return ("first",)
 
     def poll(self) -> list[SearchResult]:
+        self.polled += 1
         if self.holds:
             return []
         results, self.results = self.results, []
@@ -323,3 +330,17 @@ def test_an_embedder_waiting_for_its_server_does_not_block_others(harness: Retri
     assert [found.ticket for found in harness.until_found()] == [quick]
     harness.registry.slow.gate.set()
     assert {found.ticket for found in harness.until_found(3)} == slow
+
+
+def test_each_collection_is_searched_once_at_start(harness: RetrieverHarness) -> None:
+    harness.retriever.warm_up()
+    assert harness.client.submitted == [1.0]
+    assert harness.client.cancelled == []
+
+
+def test_a_pool_that_cannot_be_attached_at_start_is_not_waited_for(harness: RetrieverHarness) -> None:
+    """The clock stands: a wait with a time limit would not end."""
+    harness.client.reachable, harness.client.holds = False, True
+    harness.retriever.warm_up()
+    assert harness.client.polled == 1
+    assert harness.client.cancelled == [101], "the search that waits for a pool"

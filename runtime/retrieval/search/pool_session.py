@@ -100,15 +100,15 @@ class PoolSession:
                 self._retry_ns = now_ns + self._retry_every_ns
                 self._connector = threading.Thread(target=self._connect, daemon=True)
                 self._connector.start()
-        elif not self.connecting and (live or not self.has_outstanding):  # its lost queries are polled first
+        elif not self._connector.is_alive() and (live or not self.has_outstanding):  # its lost queries are polled first
             self._connector = None
             self._adopt()
         return self.live
 
     @property
     def connecting(self) -> bool:
-        """Whether a connection attempt is in progress."""
-        return self._connector is not None and self._connector.is_alive()
+        """Whether there is a connection attempt whose outcome `maintain` has not seen yet."""
+        return self._connector is not None
 
     def _connect(self) -> None:
         timeout_ms, self._timeout_ms = self._timeout_ms, min(2 * self._timeout_ms, _CONNECT_MS[1])
