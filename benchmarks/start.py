@@ -2,8 +2,10 @@
 
 Every run starts the node (by default the demo's), measures the time until all of it is ready, then kills each worker
 once (kill -9) while the node is idle, and measures the time until it is ready again. Prints the median, the fastest and
-the slowest run, with the phases of each worker's startup from its log. `--cold` begins with two starts on empty caches
-of compiled code (Python's, numba's, torch's): one as they are, one after `trinity precompile`, whose time is a row too.
+the slowest run, with the phases of each worker's startup from its log. `--cold` begins with two starts as after an
+installation: with a copy of the sources without compiled code and empty caches (numba's, kernels, torch's), and with
+the byte code of other packages, which pip writes. One is of that state, one after `trinity precompile`, whose time is a
+row too.
 To compare two versions, alternate their runs.
 """
 
@@ -74,7 +76,7 @@ def _recovery_s(node: Node, name: str) -> float:
 def cold_starts(config: Path, times: dict[str, list[float]]) -> None:
     """Start on empty caches, as they are and after `trinity precompile`, and add the seconds to `times`."""
     for what in ("cold", "precompiled"):
-        with tempfile.TemporaryDirectory() as empty, _caches(empty):
+        with tempfile.TemporaryDirectory() as empty, _installed_in(Path(empty)):
             if what == "precompiled":
                 begin = time.monotonic()
                 command = [sys.executable, "-m", "launchers.main", "precompile", "--config", str(config)]
@@ -89,15 +91,25 @@ def cold_starts(config: Path, times: dict[str, list[float]]) -> None:
 
 
 @contextlib.contextmanager
-def _caches(directory: str) -> Iterator[None]:
-    """Put the caches of compiled code into a directory."""
-    names = {"NUMBA_CACHE_DIR": "numba", "PYTHONPYCACHEPREFIX": "python", "TORCHINDUCTOR_CACHE_DIR": "torch"}
-    os.environ.update({variable: f"{directory}/{name}" for variable, name in names.items()})
+def _installed_in(directory: Path) -> Iterator[None]:
+    """Work in a copy of the sources without compiled code, with an empty user's cache except for converted models."""
+    repository, cache = Path(__file__).parent.parent, directory / "cache" / "trinity"
+    for package in ("gpu", "ipc", "runtime", "launchers", "dashboards"):
+        shutil.copytree(repository / package, directory / package, ignore=shutil.ignore_patterns("__pycache__"))
+    cache.mkdir(mode=0o700, parents=True)
+    (cache / "models").symlink_to(smollm.models_directory())
+    variables = {"XDG_CACHE_HOME": str(cache.parent), "PYTHONPATH": str(directory)}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
-        yield
+        with contextlib.chdir(directory):
+            yield
     finally:
-        for variable in names:
-            del os.environ[variable]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def demo_config(directory: Path) -> Path:

@@ -65,7 +65,7 @@ _CONSTANTS = (
 """Names in gpu.cuda.layout; those of structs are upper case there."""
 _C_TYPES = {"u4": "uint32", "u8": "uint64", "f8": "double"}
 _INCLUDE = re.compile(r'^#include "([a-z_]+\.cuh)"$', re.MULTILINE)
-_ARCH = re.compile(r"sm_\d{2,3}[af]?\Z")
+_ARCH = re.compile(r"sm_(\d{2,3})[af]?\Z")
 _ERROR = re.compile(r"\b(error|fatal)\b")
 TESTED = "nvidia-cuda-nvrtc>=13.0.88,<=13.5.37"
 """The versions of NVRTC that CI compiles with: the oldest, which builds of torch for CUDA 13.0 pin, and the newest."""
@@ -152,8 +152,7 @@ def compile_source(source: str, arch: str, cpu_limit_s: float = nvrtc.CPU_LIMIT_
 
     It takes place in a process of its own, which ends after `cpu_limit_s` of processor time.
     """
-    if not _ARCH.match(arch):
-        raise DeviceError(f"architecture {arch!r} is invalid; expected a name such as sm_90")
+    check_architecture(arch)
     version, library = nvrtc_version(), nvrtc_path()
     done = subprocess.run(
         [sys.executable, "-P", nvrtc.__file__, arch, library, str(cpu_limit_s)],
@@ -170,6 +169,18 @@ def compile_source(source: str, arch: str, cpu_limit_s: float = nvrtc.CPU_LIMIT_
         f"the kernels do not compile for {arch} with NVRTC {version} ({library}): {reason}; "
         f"tested versions: pip install '{TESTED}'"
     )
+
+
+def check_architecture(arch: str) -> None:
+    """Raise DeviceError for a name that is not an architecture of NVRTC, DeviceUnavailable if NVRTC is missing."""
+    version = nvrtc_version()
+    from cuda.bindings import nvrtc as bindings
+
+    _, known = bindings.nvrtcGetSupportedArchs()
+    name = _ARCH.match(arch)
+    if name is None or int(name[1]) not in known:
+        names = ", ".join(f"sm_{number}" for number in known)
+        raise DeviceError(f"architecture {arch!r} is unknown to NVRTC {version}, which has {names}")
 
 
 def usage_of(report: str) -> dict[str, Usage]:

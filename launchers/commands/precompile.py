@@ -5,7 +5,7 @@ import importlib.util
 import itertools
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +15,11 @@ import typer
 from gpu.errors import GpuError
 from ipc.native.compiled import can_cache
 from runtime.errors import ConfigError, UsageError
-from runtime.node.config import NodeConfig
 from runtime.node.config_file import load_config
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
+from runtime.node.placement.plan import NodePlan
+from runtime.node.worker import LOOPS
 
 
 def precompile(
@@ -30,7 +31,7 @@ def precompile(
         Path | None, typer.Option(help="Also compile what torch compiles for this configuration's model on its GPUs.")
     ] = None,
 ) -> None:
-    """Compile the search engine, the pool's loop and the GPU kernels into this user's caches.
+    """Compile the search engine, the pool's loop, the GPU kernels and Trinity's modules into this user's caches.
 
     For images and environments: a node of the same user on the same kind of processor then starts without compiling.
     The kernels are compiled for this machine's GPUs and the named architectures.
@@ -38,25 +39,44 @@ def precompile(
     if not can_cache():
         raise ConfigError("compiled code cannot be cached: set NUMBA_CACHE_DIR to a directory of this user")
     has_cuda = importlib.util.find_spec("cuda") is not None
-    if arch and not has_cuda:
-        raise UsageError("--arch needs the extra [cuda]: pip install 'trinity-runtime[cuda]'")
-    node = load_config(config) if config else None
+    _check_architectures(arch or [], has_cuda)
     machine = Machine.read()
+    plan = lay_out(load_config(config), machine) if config else None
+    _timed("modules", _modules)
     _timed("search engine and pool", _pool)
     if importlib.util.find_spec("torch"):
         _timed("model on CPUs", lambda: importlib.import_module("runtime.serving.network.llama"))
     if has_cuda:
         _timed("search engine on GPUs", _cuda_engine)
-        for name in dict.fromkeys([*(arch or ()), *_architectures(machine)]):
+        for name in dict.fromkeys([*(arch or ()), *(gpu.arch for gpu in machine.gpus if gpu.arch)]):
             _timed(f"kernels for {name}", lambda name=name: _kernels(name))  # type: ignore[misc]
-    if node is not None:
-        _models(node, machine)
+    if plan is not None:
+        _models(plan)
+
+
+def _check_architectures(names: Sequence[str], has_cuda: bool) -> None:
+    """Raise UsageError for architectures for which no kernels can be compiled."""
+    if names and not has_cuda:
+        raise UsageError("--arch needs the extra [cuda]: pip install 'trinity-runtime[cuda]'")
+    for name in names:
+        from gpu.cuda.compiler import check_architecture
+
+        try:
+            check_architecture(name)
+        except GpuError as error:
+            raise UsageError(f"--arch: {error}") from error
 
 
 def _timed(what: str, compile_: Callable[[], object]) -> None:
     begin = time.monotonic()
     compile_()
     print(f"{what}: {time.monotonic() - begin:.1f} s", flush=True)
+
+
+def _modules() -> None:
+    """Import what workers of every role import, for Python's caches."""
+    for module in LOOPS.values():
+        importlib.import_module(module)
 
 
 def _pool() -> None:
@@ -86,17 +106,6 @@ def _cuda_engine() -> None:
     compile_c_functions(backend, resident)
 
 
-def _architectures(machine: Machine) -> list[str]:
-    from gpu.cuda.cuda_driver import CudaDriver
-
-    found = []
-    for gpu in machine.gpus:
-        driver = CudaDriver(gpu.uuid)
-        found.append(driver.arch)
-        driver.close()
-    return found
-
-
 def _kernels(arch: str) -> None:
     from gpu.cuda.block_copy import compile_block_copy
     from gpu.cuda.compiler import compile_kernels
@@ -108,32 +117,16 @@ def _kernels(arch: str) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _models(config: NodeConfig, machine: Machine) -> None:
+def _models(plan: NodePlan) -> None:
     """Load the model as each GPU's first decode worker does, which compiles its attention and captures its steps."""
-    from runtime.serving.kv.transport import transport_for
-    from runtime.serving.model.language_model import LanguageModel
-    from runtime.serving.model.model_info import weights_type
-
-    model, plan = config.own_model, lay_out(config, machine)
-    if model is None:
+    if plan.config.own_model is None:
         return
-    seen = set()
-    for worker in plan.of_role("decode"):
-        if worker.device == "cpu" or worker.device in seen:
-            continue
-        seen.add(worker.device)
-        transport = transport_for(worker.device)
+    from runtime.serving.decode.process import load_model
+    from runtime.serving.kv.transport import transport_for
 
-        def load(transport=transport) -> None:  # type: ignore[no-untyped-def]
-            loaded = LanguageModel.load(
-                model.name,
-                blocks=config.decode.blocks(model),
-                block_tokens=model.kv_block_tokens,
-                context_tokens=model.context_tokens,
-                device=transport.device,
-                weights=weights_type(model.weights, transport.device),
-                kernels=transport.kernels,
-            )
-            loaded.warm_up(rows=config.decode.slots, tokens=config.decode.slots + config.decode.chunk_tokens)
+    for device in dict.fromkeys(worker.device for worker in plan.of_role("decode") if worker.device != "cpu"):
+        _timed(f"model on {device}", lambda device=device: load_model(plan.config, transport_for(device), _no_stamp))  # type: ignore[misc]
 
-        _timed(f"model on {worker.device}", load)
+
+def _no_stamp(phase: str) -> None:
+    pass

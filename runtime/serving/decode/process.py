@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from runtime.errors import InternalError, TrinityError
+from runtime.node.config import NodeConfig
 from runtime.node.metrics.worker_metrics import DecodeMetrics
 from runtime.node.startup import run_in_background
 from runtime.node.worker import Worker
@@ -54,19 +55,7 @@ class DecodeWorker:
         blocks, block_tokens = config.decode.blocks(model), model.kv_block_tokens
         transport = transport or transport_for(worker.placement.device)
         loading = run_in_background(lambda: CollectionRegistry.warm(worker.plan, threads=config.decode.threads))
-        self._model = LanguageModel.load(
-            model.name,
-            blocks=blocks,
-            block_tokens=block_tokens,
-            context_tokens=model.context_tokens,
-            threads=config.decode.threads,
-            device=transport.device,
-            weights=weights_type(model.weights, transport.device),
-            kernels=transport.kernels,
-            stamp=worker.startup.mark,
-        )
-        self._model.warm_up(rows=config.decode.slots, tokens=config.decode.slots + config.decode.chunk_tokens)
-        worker.startup.mark("first pass")
+        self._model = load_model(config, transport, worker.startup.mark)
         registry = loading()
         worker.startup.mark("embedder")
         if worker.await_assignment():
@@ -349,6 +338,26 @@ class DecodeWorker:
         self._sink.close()
         self._tiers.close()
         self._retriever.close()
+
+
+def load_model(config: NodeConfig, transport: Transport, stamp: Callable[[str], None]) -> LanguageModel:
+    """Load and warm up the model as a decode worker uses it. `stamp` is called with each phase's name at its end."""
+    model = config.own_model
+    assert model is not None
+    loaded = LanguageModel.load(
+        model.name,
+        blocks=config.decode.blocks(model),
+        block_tokens=model.kv_block_tokens,
+        context_tokens=model.context_tokens,
+        threads=config.decode.threads,
+        device=transport.device,
+        weights=weights_type(model.weights, transport.device),
+        kernels=transport.kernels,
+        stamp=stamp,
+    )
+    loaded.warm_up(rows=config.decode.slots, tokens=config.decode.slots + config.decode.chunk_tokens)
+    stamp("first pass")
+    return loaded
 
 
 def run(worker: Worker) -> None:
