@@ -3,9 +3,13 @@
 import importlib
 import importlib.util
 import itertools
+import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +18,7 @@ import typer
 
 from gpu.errors import GpuError
 from ipc.native.compiled import can_cache
-from runtime.errors import ConfigError, UsageError
+from runtime.errors import ConfigError, TrinityError, UsageError
 from runtime.node.config_file import load_config
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
@@ -49,9 +53,9 @@ def precompile(
     if has_cuda:
         _timed("search engine on GPUs", _cuda_engine)
         for name in dict.fromkeys([*(arch or ()), *(gpu.arch for gpu in machine.gpus if gpu.arch)]):
-            _timed(f"kernels for {name}", lambda name=name: _kernels(name))  # type: ignore[misc]
-    if plan is not None:
-        _models(plan)
+            _timed(f"kernels for {name}", partial(_kernels, name))
+    if config and plan:
+        _models(config, plan, machine)
 
 
 def _check_architectures(names: Sequence[str], has_cuda: bool) -> None:
@@ -117,16 +121,38 @@ def _kernels(arch: str) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _models(plan: NodePlan) -> None:
-    """Load the model as each GPU's first decode worker does, which compiles its attention and captures its steps."""
+def _models(config: Path, plan: NodePlan, machine: Machine) -> None:
+    """Load the model once for each kind of GPU of the decode workers, in a process that sees what the worker sees."""
     if plan.config.own_model is None:
         return
+    kinds, seen = {gpu.uuid: gpu.name for gpu in machine.gpus}, {""}
+    for worker in plan.of_role("decode"):
+        kind = kinds.get(worker.gpu, "")
+        if kind not in seen:
+            seen.add(kind)
+            command = [sys.executable, "-m", "launchers.commands.precompile", str(config), worker.device]
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": worker.visible_devices or ""}
+            _timed(f"model on {kind}", partial(_run, command, environment))
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    if code := subprocess.run(command, env=environment, check=False).returncode:
+        raise typer.Exit(code)
+
+
+def load_model_on(config: Path, device: str) -> int:
+    """Load the model as a decode worker on `device` does, which compiles its layers and attention and captures its
+    steps. Return the exit code."""
     from runtime.serving.decode.process import load_model
     from runtime.serving.kv.transport import transport_for
 
-    for device in dict.fromkeys(worker.device for worker in plan.of_role("decode") if worker.device != "cpu"):
-        _timed(f"model on {device}", lambda device=device: load_model(plan.config, transport_for(device), _no_stamp))  # type: ignore[misc]
+    try:
+        load_model(load_config(config), transport_for(device), lambda phase: None)
+    except TrinityError as error:
+        print(f"trinity: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
 
 
-def _no_stamp(phase: str) -> None:
-    pass
+if __name__ == "__main__":
+    sys.exit(load_model_on(Path(sys.argv[1]), sys.argv[2]))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from launchers.commands.precompile import load_model_on
 from launchers.commands.precompile import precompile as command
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig
@@ -41,8 +42,10 @@ def test_an_unknown_architecture_is_refused_before_anything_is_compiled() -> Non
     assert done.stdout == ""
 
 
+KINDS = (("H200", "sm_90"), ("H200", "sm_90"), ("H200", "sm_90"), ("RTX 5090", "sm_120"))
 GPUS = tuple(
-    Gpu(number, f"GPU-{number}", "H200", f"0000:1{number}:00.0", 141 << 30, 140 << 30, arch="sm_90") for number in "01"
+    Gpu(str(number), f"GPU-{number}", name, f"0000:1{number}:00.0", 141 << 30, 140 << 30, arch=arch)
+    for number, (name, arch) in enumerate(KINDS)
 )
 NODE = """
 [model]
@@ -50,41 +53,65 @@ name = "smollm2-135m-instruct"
 [prefill]
 devices = ["cuda:0"]
 [decode]
-devices = ["cuda:0", "cuda:1"]
+devices = ["cuda:1", "cuda:2", "cuda:3"]
 workers = 3
-slots = 8
+slots = 16
 """
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is compiled on a machine with two GPUs, in order; nothing is."""
+    """What would be compiled on a machine with GPUs of two kinds, in order."""
     found: list[str] = []
     for name in ("_pool", "_modules", "_cuda_engine"):
         monkeypatch.setattr(f"launchers.commands.precompile.{name}", partial(found.append, name.strip("_")))
     monkeypatch.setattr("gpu.cuda.compiler.compile_kernels", lambda arch: found.append(f"search {arch}"))
     monkeypatch.setattr("gpu.cuda.block_copy.compile_block_copy", lambda arch: found.append(f"copy {arch}"))
-    monkeypatch.setattr("runtime.serving.kv.transport.transport_for", lambda device: device)
     monkeypatch.setattr(Machine, "read", lambda: Machine(GPUS, (0, 1, 2, 3), 64 << 30))
 
-    def load(config: NodeConfig, device: Any, stamp: Any) -> None:
-        found.append(f"{config.decode.slots} rows on {device}")
+    def run(command: list[str], env: dict[str, str], check: bool) -> "subprocess.CompletedProcess[str]":
+        found.append(
+            f"{' '.join(command[1:3])}, {Path(command[3]).name} on {command[4]}: {env['CUDA_VISIBLE_DEVICES']}"
+        )
+        return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr("runtime.serving.decode.process.load_model", load)
+    monkeypatch.setattr("launchers.commands.precompile.subprocess.run", run)
     return found
 
 
-def test_of_a_configuration_each_gpu_of_decode_compiles_as_its_worker_does(compiled: list[str], tmp_path: Path) -> None:
+def test_of_a_configuration_the_model_is_compiled_once_for_each_kind_of_gpu_that_decode_uses(
+    compiled: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "node.toml").write_text(NODE)
     command(arch=["sm_100"], config=tmp_path / "node.toml")
+    module = "launchers.commands.precompile, node.toml"
     assert compiled == [
         "modules", "pool", "cuda_engine", "search sm_100", "copy sm_100", "search sm_90", "copy sm_90",
-        "8 rows on GPU-0", "8 rows on GPU-1",
+        "search sm_120", "copy sm_120", f"{module} on cuda:0: GPU-1", f"{module} on cuda:0: GPU-3",
     ]  # fmt: skip
 
 
+def test_the_model_is_loaded_as_its_decode_workers_load_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "node.toml").write_text(NODE)
+    loaded: list[tuple[int, str]] = []
+
+    def load(config: NodeConfig, transport: str, stamp: Any) -> None:
+        loaded.append((config.decode.slots, transport))
+
+    monkeypatch.setattr("runtime.serving.kv.transport.transport_for", lambda device: f"transport of {device}")
+    monkeypatch.setattr("runtime.serving.decode.process.load_model", load)
+    assert load_model_on(tmp_path / "node.toml", "cuda:0") == 0
+    assert loaded == [(16, "transport of cuda:0")]
+
+
+def test_a_device_that_torch_lacks_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "node.toml").write_text(NODE)
+    assert load_model_on(tmp_path / "node.toml", "cuda:0") == 78
+    assert capsys.readouterr().err.startswith("trinity: error: ")
+
+
 def test_a_configuration_that_does_not_fit_the_machine_is_refused_first(compiled: list[str], tmp_path: Path) -> None:
-    (tmp_path / "node.toml").write_text(NODE.replace('"cuda:1"', '"cuda:7"'))
+    (tmp_path / "node.toml").write_text(NODE.replace('"cuda:0"', '"cuda:7"'))
     with pytest.raises(ConfigError, match="'cuda:7' is not a GPU of this machine"):
         command(config=tmp_path / "node.toml")
     assert compiled == []
