@@ -70,9 +70,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(Machine, "read", lambda: Machine(GPUS, (0, 1, 2, 3), 64 << 30))
 
     def run(command: list[str], env: dict[str, str], check: bool) -> "subprocess.CompletedProcess[str]":
-        found.append(
-            f"{' '.join(command[1:3])}, {Path(command[3]).name} on {command[4]}: {env['CUDA_VISIBLE_DEVICES']}"
-        )
+        _, _, module, config, device = command
+        found.append(f"{module}, {Path(config).name} on {device}: {env['CUDA_VISIBLE_DEVICES']}")
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr("launchers.commands.precompile.subprocess.run", run)

@@ -7,6 +7,7 @@ import pytest
 from numba import int64
 from numba.core import event
 
+from gpu.cpu import running_batch
 from ipc.native.dispatcher import Dispatcher
 from runtime.pool import loop_parts
 from runtime.pool.loop import run_loop
@@ -32,6 +33,15 @@ def test_after_its_parts_the_loop_compiles_little_else() -> None:
         loop.compile((int64, int64, int64))
     parts = {function.py_func.__name__ for function, _ in PARTS.values()}
     assert parts & set(listener.names) == {"run_loop"}
+
+
+def test_after_its_parts_the_engine_compiles_no_search() -> None:
+    compile_parts(["exact", "rabitq", "code scan"])
+    engine = Dispatcher(running_batch.extend_active.py_func, {"nogil": True, "error_model": "numpy"}, "another stamp")
+    listener = Compilations()
+    with event.install_listener("numba:compile", listener):
+        engine.compile((int64[:, ::1], int64))
+    assert not {"extend_exact", "extend_rabitq", "extend_code_scan"} & set(listener.names)
 
 
 def test_no_process_is_started_where_the_loop_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
