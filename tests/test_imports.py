@@ -14,7 +14,7 @@ HEAVY = {
 }  # fmt: skip
 
 NEEDED = {
-    "runtime.node.worker": set(),  # every worker before it receives its role
+    "runtime.worker_process": set(),  # every worker before it receives its role
     "runtime.pool.process": {"numba", "zmq"},
     "runtime.serving.prefill.process": {"jinja2", "numba", "tokenizers", "zmq"},
     "runtime.serving.decode.process": {"jinja2", "numba", "tokenizers", "zmq"},

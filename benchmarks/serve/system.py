@@ -96,7 +96,7 @@ class System:
         try:
             for worker in self.plan.workers:
                 if self.kind == "node" or worker.role not in ("prefill", "decode"):
-                    self._start("runtime.node.worker", worker.name)
+                    self._start("runtime.worker_process", worker.name)
                 elif worker.role == "prefill":
                     self._start("benchmarks.serve.colocated", worker.name, f"decode-{worker.index}")
             self._await_ready()

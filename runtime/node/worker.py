@@ -1,13 +1,12 @@
 """A worker process: reads its `WorkerSpec` from standard input and runs the loop of its role until it is stopped.
 
-The supervisor starts it as `python -m runtime.node.worker`. It is killed when the supervisor dies.
+The supervisor starts it as `python -m runtime.worker_process`. It is killed when the supervisor dies.
 """
 
 import contextlib
 import ctypes
 import faulthandler
 import gc
-import importlib
 import logging
 import os
 import platform
@@ -15,12 +14,14 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import msgspec
 
 from ipc import MemoryReference
 from runtime.errors import TrinityError
+from runtime.node.config import Role
 from runtime.node.logs.log import log_to_file, log_to_stderr
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.metrics.worker_metrics import WorkerMetrics
@@ -30,14 +31,6 @@ from runtime.node.startup import StartupTimer, process_age_s
 DRAIN_SIGNAL = signal.SIGRTMIN
 """From the supervisor: drain, while the node keeps running. Nothing else sends it, as terminals send SIGHUP."""
 _BEAT_S = 0.1  # interval of a standby worker's heartbeats
-
-LOOPS = {
-    "pool": "runtime.pool.process",
-    "prefill": "runtime.serving.prefill.process",
-    "decode": "runtime.serving.decode.process",
-    "engine": "runtime.engines.vllm.process",
-    "frontend": "runtime.engines.frontend",
-}
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -165,7 +158,11 @@ def die_with_parent(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> No
         os._exit(1)
 
 
-def main() -> int:
+def main(loop_of: Callable[[Role], Callable[[Worker], None]]) -> int:
+    """Run the worker that the first line of the standard input describes; return the exit code.
+
+    loop_of: imports and returns the loop of a role.
+    """
     gc.disable()  # until `Worker.ready`: during imports it frees nothing and takes a fifth of the time
     try:
         spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
@@ -176,12 +173,12 @@ def main() -> int:
         return 1
     worker.open_logs()
     try:
-        return _run(worker)
+        return _run(worker, loop_of)
     finally:
         worker.close_logs()
 
 
-def _run(worker: Worker) -> int:
+def _run(worker: Worker, loop_of: Callable[[Role], Callable[[Worker], None]]) -> int:
     """Run the role's loop and return the exit code."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -201,9 +198,9 @@ def _run(worker: Worker) -> int:
     if node is not None and not prefer_numa_node(node, platform.machine()):
         worker.log.warning("the kernel refuses to prefer memory of NUMA node %d", node)
     try:
-        loop = importlib.import_module(LOOPS[worker.placement.role])
+        run = loop_of(worker.placement.role)
         worker.startup.mark("imports")
-        loop.run(worker)
+        run(worker)
     except TrinityError as error:
         worker.log.error("%s: %s", error.code, error.message)
         worker.table.note = error.message
@@ -231,7 +228,3 @@ def prefer_numa_node(node: int, machine: str) -> bool:
     mask = ctypes.c_ulong(1 << node)
     libc = ctypes.CDLL(None, use_errno=True)
     return int(libc.syscall(number, _MPOL_PREFERRED, ctypes.byref(mask), ctypes.c_ulong(_MAX_NODE + 1))) == 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

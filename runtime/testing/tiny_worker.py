@@ -1,6 +1,6 @@
 """A scripted worker process without a role: it writes heartbeats and follows the test's orders.
 
-A supervisor runs this file instead of `python -m runtime.node.worker`. The orders are a JSON file named by the
+A supervisor runs this file instead of `python -m runtime.worker_process`. The orders are a JSON file named by the
 environment variable TINY_ORDERS: for each worker the behaviours of its processes, of which the last one repeats. It
 writes its table by the layout of `runtime.node.metrics.table` and imports nothing of Trinity, so that it starts fast; a
 behaviour "real …" runs the real `main` with the scripted loop.
@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 STATE, BEAT, EPOCH = 2, 3, 4  # words of the table
@@ -102,12 +101,8 @@ def real(life: str, line: bytes) -> int:
         worker.await_assignment()
         live(life, worker.name, worker.ready, lambda: worker.table.beat(), lambda: worker.stopping)
 
-    role = ModuleType("tiny_role")
-    role.run = run  # type: ignore[attr-defined]
-    sys.modules["tiny_role"] = role
-    module.LOOPS.update(dict.fromkeys(module.LOOPS, "tiny_role"))
     sys.stdin = Unread(line)
-    return module.main()
+    return module.main(lambda role: run)
 
 
 class Unread:

@@ -16,7 +16,9 @@ from runtime.node.worker import WorkerSpec
 
 def said(order: bytes) -> str:
     """Return the one line with which the process exits."""
-    done = subprocess.run([sys.executable, "-m", "runtime.node.worker"], input=order, capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "runtime.worker_process"], input=order, capture_output=True, timeout=120
+    )
     (line,) = done.stderr.decode().splitlines()
     assert done.returncode == 1
     return line

@@ -20,7 +20,7 @@ from runtime.node.worker import WorkerSpec
 MAX_FAILED_STARTS = 3  # consecutive failed starts after which a worker is reported as unable to run
 _MISSED_HEARTBEAT_S = 3.0  # `trinity status` shows a note from this age on; a loop writes several heartbeats a second
 _MAX_STACKS_BYTES = 32 << 10
-COMMAND = (sys.executable, "-m", "runtime.node.worker")
+COMMAND = (sys.executable, "-m", "runtime.worker_process")
 
 
 class Desired(Enum):
