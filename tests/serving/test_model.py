@@ -14,8 +14,9 @@ import pytest
 from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelError
 from runtime.serving.kv.transport import Transfer, kv_array
 from runtime.serving.messages import Sampling
-from runtime.serving.model.language_model import Chunk, LanguageModel, Sampler
+from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import ModelInfo, model_identity
+from runtime.serving.model.sampler import Sampler
 from runtime.testing.reference import Reference
 from runtime.testing.tiny_model import make_tiny_llama
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.serving.messages import Sampling
-from runtime.serving.model.language_model import Sampler
+from runtime.serving.model.sampler import Sampler
 
 
 def logits_of(probabilities: list[float]) -> np.ndarray:

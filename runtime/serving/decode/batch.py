@@ -18,7 +18,8 @@ from runtime.serving.decode.handover_queue import HandoverQueue
 from runtime.serving.kv.blocks import BlockManager, BlockTable, OutOfBlocks
 from runtime.serving.kv.tiers import Load, Tiers
 from runtime.serving.messages import Decode, FinishReason, Probe
-from runtime.serving.model.language_model import Chunk, Sampler
+from runtime.serving.model.language_model import Chunk
+from runtime.serving.model.sampler import Sampler
 from runtime.serving.model.text import TextStream
 from runtime.serving.triggers import Trigger, trigger_of
 

@@ -28,8 +28,9 @@ from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.tiers import BUSY_SHARE, Tiers
 from runtime.serving.kv.transport import Transport, transport_for
 from runtime.serving.messages import Cancel, Decode, Failed, Hello, Tokens, Welcome
-from runtime.serving.model.language_model import LanguageModel, SampledToken, Sampler
+from runtime.serving.model.language_model import LanguageModel, SampledToken
 from runtime.serving.model.model_info import weights_type
+from runtime.serving.model.sampler import Sampler
 from runtime.serving.model.text import TextStream
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from runtime.serving.model.language_model import SampleSpec
+from runtime.serving.model.sampler import SampleSpec
 
 _NUCLEUS_GUESS = 256  # most likely tokens that are sorted first; all are sorted only if these are not enough
 _LOW_BITS = (1 << 31) - 1

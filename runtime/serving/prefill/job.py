@@ -7,7 +7,7 @@ from runtime.node.config import Disaggregate
 from runtime.serving.kv.blocks import BlockTable
 from runtime.serving.kv.tiers import Load
 from runtime.serving.messages import Decode, DecodeLoad, Prefill, Reserve
-from runtime.serving.model.language_model import Sampler
+from runtime.serving.model.sampler import Sampler
 from runtime.serving.triggers import Trigger, trigger_of
 
 if TYPE_CHECKING:
