@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from msgspec.structs import replace
+
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
@@ -12,7 +14,7 @@ from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.retrieval_steps import PAUSE_MS, Read, RetrievalSteps, Step
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import PassageQuery, Query, deadline_after_ms
+from runtime.retrieval.search.query import Query, deadline_after_ms
 
 _DOCUMENT_THREADS = 4
 
@@ -20,7 +22,7 @@ _DOCUMENT_THREADS = 4
 class AsyncRetriever:
     """Retrieval for the tasks of one event loop. Embedding, keyword search and reading documents run on threads.
 
-    Embeddings and keyword searches take turns by API key (`PassageQuery.flow`), as filters that are new to the pools do
+    Embeddings and keyword searches take turns by API key (`SearchSpec.flow`), as filters that are new to the pools do
     there.
     """
 
@@ -35,16 +37,16 @@ class AsyncRetriever:
         return [] if self.client.live else ["pool"]
 
     async def search(
-        self, request: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+        self, query: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> list[Passage]:
         """Return the passages, nearest first. Raises `TrinityError`.
 
         `on_embedded` is called once, when the query's vector is ready, and `on_read` with the size of the passages. The
         pool's deadline is what is left of `timeout_s`.
         """
-        steps = self._steps.retrieve(
-            next(self._tickets), request, deadline_after_ms(timeout_s * 1e3), on_embedded=on_embedded, on_read=on_read
-        )
+        spec = replace(query.spec, deadline_ns=deadline_after_ms(timeout_s * 1e3))
+        query = replace(query, spec=spec, ticket=next(self._tickets))
+        steps = self._steps.retrieve(query, on_embedded=on_embedded, on_read=on_read)
         try:
             step = next(steps)
             while True:

@@ -18,11 +18,12 @@ import msgspec
 
 from runtime.errors import DeadlineExceeded, InvalidRequest, TrinityError, Unavailable, error_from_code
 from runtime.node.remote_config import RemoteSection
-from runtime.retrieval.attributes.filters import decode_filter, filter_bytes, filter_json
+from runtime.retrieval.attributes.filters import decode_filter, filter_json
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.loading import read_key
 from runtime.retrieval.passages import MAX_PASSAGES_BYTES, OnRead, PartialPassages, Passage, check_size, ignore_size
-from runtime.retrieval.search.query import PassageQuery
+from runtime.retrieval.search.query import Query
+from runtime.retrieval.search.vectors import on_host
 
 PROBE_EVERY_S = 2.0
 _MAX_SEARCH_S = 3600.0
@@ -214,17 +215,18 @@ class RemoteCollections:
         self._client_session: aiohttp.ClientSession | None = None
         self.by_name = {section.name: RemoteCollection(section, self._session) for section in sections}
 
-    async def search(self, query: PassageQuery, timeout_s: float, on_read: OnRead = ignore_size) -> list[Passage]:
+    async def search(self, query: Query, timeout_s: float, on_read: OnRead = ignore_size) -> list[Passage]:
         """Return the nearest passages over all nodes of the collection; the nodes embed a text. `PartialPassages` if
         some nodes are missing. Raises `TrinityError`."""
+        spec = query.spec
         if query.hybrid:  # ranks of different nodes are not comparable
-            message = f"collection {query.collection!r} is on other nodes, without hybrid search"
+            message = f"collection {spec.collection!r} is on other nodes, without hybrid search"
             raise InvalidRequest(message, "hybrid")
-        body: dict[str, Any] = {"k": query.k}
-        body |= {"query": query.query} if query.query is not None else {"vector": query.vector}
-        if content := filter_bytes(query.filter):
-            body["filter"] = filter_json(decode_filter(content))
-        return await self.by_name[query.collection].search(body, timeout_s, on_read)
+        body: dict[str, Any] = {"k": spec.k}
+        body |= {"query": query.text} if query.vector is None else {"vector": on_host(query.vector).tolist()}
+        if spec.filter:
+            body["filter"] = filter_json(decode_filter(spec.filter))
+        return await self.by_name[spec.collection].search(body, timeout_s, on_read)
 
     async def probe(self) -> None:
         """Probe the nodes that are down."""

@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from ipc import SearchSpec
 from runtime.errors import (
     CollectionError,
     CollectionReplaced,
@@ -30,7 +29,6 @@ from runtime.errors import (
     ModelError,
     TrinityError,
 )
-from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_registry import CollectionRegistry, KeywordQuery
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.embedder import Embedder, Vectors
@@ -38,13 +36,13 @@ from runtime.retrieval.fair_threads import FairThreads
 from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.passages import OnRead, Passage, ignore_size
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import PassageQuery, Query, SearchResult
-from runtime.retrieval.search.vectors import query_vector
+from runtime.retrieval.search.query import Query, SearchResult
 
 MAX_BUILD_ATTEMPTS = 4
 """Maximum attempts of a retrieval whose collection is replaced by another build meanwhile."""
 NEW_ATTRIBUTE_WAIT_NS = 2_000_000_000
 """How long a query waits for the pools to learn an attribute that its filter uses and that was stored just now."""
+NO_DEADLINE = 1 << 62
 PAUSE_MS = 10
 PAUSE: Literal["pause"] = "pause"
 
@@ -110,83 +108,66 @@ class RetrievalSteps:
 
     def retrieve(
         self,
-        ticket: int,
-        asked: PassageQuery,
-        deadline_ns: int,
-        *,
+        query: Query,
         build: str = "",
         on_embedded: Callable[[], None] = ignore_embedded,
         on_read: OnRead = ignore_size,
     ) -> Steps:
-        """Return the steps of a retrieval, whose queries have its ticket.
+        """Return the steps of a retrieval by text or vector, whose queries to the pools have the ticket of this one.
 
         `build`: accept results of this build only. `on_embedded` is called once, when the query's vector is ready, and
         `on_read` with the size of the passages. Raises `TrinityError`.
         """
-        if asked.hybrid and asked.query is None:
+        if query.hybrid and query.vector is not None:
             raise InvalidRequest("hybrid requires a text: use query instead of vector", "hybrid")
-        spec = SearchSpec(
-            asked.collection, asked.k, asked.stage, search_width=self._client.dispatcher.settings.search_width,
-            deadline_ns=deadline_ns, filter=filter_bytes(asked.filter), flow=asked.flow,
-        )  # fmt: skip
-        if asked.collection in self._client.remote:
-            return (yield from self._on_other_nodes(ticket, asked, spec))
+        if query.spec.collection in self._client.remote:
+            return (yield from self._on_other_nodes(query))
         attempts = 0
         while True:
             attempts += 1
             try:
-                return (yield from self._retrieve(ticket, asked, spec, build, on_embedded, on_read))
+                return (yield from self._retrieve(query, build, on_embedded, on_read))
             except CollectionReplaced:
                 if build or attempts == MAX_BUILD_ATTEMPTS:
                     raise
             on_embedded = ignore_embedded
 
-    def _on_other_nodes(self, ticket: int, asked: PassageQuery, spec: SearchSpec) -> Steps:
-        """Send the text to the nodes of the collection, which embed it and return passages."""
-        if asked.hybrid:  # ranks of different nodes are not comparable
-            message = f"collection {asked.collection!r} is on other nodes, without hybrid search"
+    def _on_other_nodes(self, query: Query) -> Steps:
+        """Send the query to the nodes of the collection, which embed a text and return passages."""
+        if query.hybrid:  # ranks of different nodes are not comparable
+            message = f"collection {query.spec.collection!r} is on other nodes, without hybrid search"
             raise InvalidRequest(message, "hybrid")
         sent_ns = self._clock()
-        result: SearchResult = yield Query(ticket, query_vector(asked.vector or ()), spec, text=asked.query or "")
-        return RetrievalResult(ticket, result.passages, None, sent_ns, result.identity, result.partial)
+        result: SearchResult = yield query
+        return RetrievalResult(query.ticket, result.passages, None, sent_ns, result.identity, result.partial)
 
-    def _retrieve(
-        self,
-        ticket: int,
-        asked: PassageQuery,
-        spec: SearchSpec,
-        build: str,
-        on_embedded: Callable[[], None],
-        on_read: OnRead,
-    ) -> Steps:
-        registry, collection = self._registry, asked.collection
+    def _retrieve(self, query: Query, build: str, on_embedded: Callable[[], None], on_read: OnRead) -> Steps:
+        registry, collection, k, flow = self._registry, query.spec.collection, query.spec.k, query.spec.flow
+        spec = replace(query.spec, search_width=self._client.dispatcher.settings.search_width)
         registry.follow(collection, self._client.identities(collection))
         while (opening := registry.opening(collection)) is not None:
             yield Read(opening.join)
             registry.follow(collection, self._client.identities(collection))
+        embedder, vector, embedded_ns = "", query.vector, self._clock()
         ranking: Future[Neighbors] | None = None
-        if asked.query is None:
-            embedder, vector, embedded_ns = "", query_vector(asked.vector), self._clock()
-        else:
+        if vector is None:
             model, keywords = registry.embedder(collection), None
-            if asked.hybrid:
-                keywords = registry.keyword_query(
-                    collection, asked.query, asked.k, spec.filter, spec.deadline_ns, build
-                )
+            if query.hybrid:
+                until_ns = spec.deadline_ns or NO_DEADLINE
+                keywords = registry.keyword_query(collection, query.text, k, spec.filter, until_ns, build)
                 spec, build = replace(spec, k=keywords.depth), keywords.identity
-            embedded: tuple[Vectors, int] = yield self.embedding(model).submit(
-                asked.flow, partial(_embed, model, asked.query, self._clock)
-            )
+            embed = partial(_embed, model, query.text, self._clock)
+            embedded: tuple[Vectors, int] = yield self.embedding(model).submit(flow, embed)
             embedder, (vector, embedded_ns) = model.name, embedded
             if keywords is not None:
-                ranking = self._keywords.submit(asked.flow, partial(_rank, keywords, embedded[0]))
+                ranking = self._keywords.submit(flow, partial(_rank, keywords, embedded[0]))
         on_embedded()
         try:
-            query = Query(ticket, vector, spec, accept=registry.accept(collection, embedder, build))
-            result = yield from self._search(query, embedded_ns)
+            accept = registry.accept(collection, embedder, build)
+            result = yield from self._search(Query(spec, vector, accept=accept, ticket=query.ticket), embedded_ns)
             if ranking is not None:
                 found: Neighbors = yield ranking
-                fuse = partial(registry.fuse, collection, result, found, asked.k, asked.hybrid)
+                fuse = partial(registry.fuse, collection, result, found, k, query.hybrid)
                 result = yield Read(fuse)  # the log of a live collection
         finally:
             if ranking is not None:
@@ -194,12 +175,12 @@ class RetrievalSteps:
         lookup = registry.lookup(collection, result)
         documents: Sequence[Document | None] | CollectionError = yield Read(partial(lookup.read, on_read))
         passages = registry.found(collection, result, lookup, documents)
-        return RetrievalResult(ticket, passages, None, embedded_ns, result.identity)
+        return RetrievalResult(query.ticket, passages, None, embedded_ns, result.identity)
 
     def _search(self, query: Query, embedded_ns: int) -> Generator[Step, Any, SearchResult]:
         """Search the pools, once they know an attribute that a document stored a moment ago has."""
         spec = query.spec
-        until_ns = min(spec.deadline_ns, embedded_ns + NEW_ATTRIBUTE_WAIT_NS)
+        until_ns = min(spec.deadline_ns or NO_DEADLINE, embedded_ns + NEW_ATTRIBUTE_WAIT_NS)
         while True:
             try:
                 result: SearchResult = yield query

@@ -9,12 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ipc import IpcError, Stage
+import numpy as np
+from msgspec.structs import replace
+
+from ipc import IpcError, SearchSpec
 from runtime.errors import DeadlineExceeded, TrinityError, Unavailable
 from runtime.retrieval.collection_registry import CollectionRegistry
-from runtime.retrieval.retrieval_steps import PAUSE_MS, Read, RetrievalResult, RetrievalSteps, Steps
+from runtime.retrieval.retrieval_steps import NO_DEADLINE, PAUSE_MS, Read, RetrievalResult, RetrievalSteps, Steps
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import PassageQuery, Query
+from runtime.retrieval.search.query import Query
 
 if TYPE_CHECKING:
     import zmq
@@ -65,15 +68,17 @@ class Retriever:
         """
         self.registry.warm_up()
         end = self._clock() + _WARM_UP_NS
-        vectors = [
-            PassageQuery(name, 1, vector=[1.0] * max(dim, 1), stage="decode")
+        queries = [
+            Query(SearchSpec(name, 1, "decode", deadline_ns=end), np.ones(max(dim, 1), np.float32))
             for name, dim in self.registry.dims.items()
         ]
-        texts = [PassageQuery(name, 1, "a first text", stage="decode") for name in self.client.remote]
+        queries += [
+            Query(SearchSpec(name, 1, "decode", deadline_ns=end), text="a first text") for name in self.client.remote
+        ]
         waiting = set()
-        for query in (*vectors, *texts):
+        for query in queries:
             with suppress(TrinityError):  # it may become searchable later
-                waiting.add(self._start(query, end))
+                waiting.add(self.submit(query))
         while self._clock() < end:
             waiting -= {found.ticket for found in self.poll()}
             if not (waiting and self.client.reachable):
@@ -82,31 +87,15 @@ class Retriever:
         for ticket in waiting:
             self.cancel(ticket)
 
-    def submit(
-        self,
-        text: str,
-        collection: str,
-        k: int,
-        stage: Stage,
-        deadline_ns: int,
-        build: str = "",
-        filter: bytes = b"",
-        hybrid: float = 0.0,
-        flow: int = 0,
-    ) -> int:
-        """Start a retrieval of the `k` passages nearest to a text; return its ticket.
+    def submit(self, query: Query, build: str = "") -> int:
+        """Start a retrieval of the passages nearest to a text or vector; return its ticket.
 
-        `build`: accept results of this build only. `filter`: passages must pass it (`filter_bytes`). `hybrid`: weight
-        of the keyword search, 0 for none. `flow`: of the API key, see `SearchSpec`. Raises `Overloaded` if too many
-        texts wait to be embedded, `UnknownCollection`, `Unavailable`, and `InvalidRequest` for a collection without
-        texts.
+        `build`: accept results of this build only. Raises `Overloaded` if too many texts wait to be embedded,
+        `UnknownCollection`, `Unavailable`, and `InvalidRequest` for a collection without texts.
         """
-        query = PassageQuery(collection, k, text, stage=stage, filter=filter, hybrid=hybrid, flow=flow)
-        return self._start(query, deadline_ns, build)
-
-    def _start(self, query: PassageQuery, deadline_ns: int, build: str = "") -> int:
         ticket = next(self.client.dispatcher.tickets)
-        retrieval = _Retrieval(ticket, deadline_ns, self._steps.retrieve(ticket, query, deadline_ns, build=build))
+        steps = self._steps.retrieve(replace(query, ticket=ticket), build)
+        retrieval = _Retrieval(ticket, query.spec.deadline_ns or NO_DEADLINE, steps)
         self._running[ticket] = retrieval
         self._advance(retrieval)
         if self._ended and self._ended[-1].ticket == ticket and (error := self._ended[-1].error) is not None:

@@ -28,8 +28,10 @@ from typing import Literal
 
 import msgspec
 
+from ipc import SearchSpec, Stage
 from runtime.node.retrieval_config import PassagePlace, ProbeTrigger
 from runtime.retrieval.passages import Passage
+from runtime.retrieval.search.query import Query
 
 FinishReason = Literal["stop", "length"]
 Role = Literal["prefill", "decode"]
@@ -46,7 +48,7 @@ class Retrieval(msgspec.Struct, frozen=True):
     at most `probe_tokens` tokens of passages that the row does not have yet; 0: the node's limit. `filter`: the
     attribute filter in the pools' encoding, b"" for none. `hybrid`: the weight of the keyword search, 0 for none.
     `trigger` and its `threshold`: when to probe (`triggers.py`). `place`: the position of the passages in a chat.
-    `flow`: of the API key (`PassageQuery`). `max_distance`: farther passages are left out. `quote`: the passages found
+    `flow`: of the API key (`SearchSpec`). `max_distance`: farther passages are left out. `quote`: the passages found
     before prefill are reported with their texts.
     """
 
@@ -63,6 +65,11 @@ class Retrieval(msgspec.Struct, frozen=True):
     flow: int = 0
     max_distance: float = 1e30
     quote: bool = False
+
+    def query(self, text: str, stage: Stage, deadline_ns: int = 0) -> Query:
+        """Return the query for passages to a text."""
+        spec = SearchSpec(self.collection, self.k, stage, deadline_ns=deadline_ns, filter=self.filter, flow=self.flow)
+        return Query(spec, text=text, hybrid=self.hybrid)
 
 
 class Sampling(msgspec.Struct, frozen=True):

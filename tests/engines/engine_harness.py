@@ -22,7 +22,7 @@ from runtime.errors import (
 )
 from runtime.node.engine_config import OpenAiSection, Stage
 from runtime.retrieval.passages import OnRead, PartialPassages, Passage
-from runtime.retrieval.search.query import PassageQuery
+from runtime.retrieval.search.query import Query
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Sampling, Tokens
@@ -37,14 +37,14 @@ class FakeSearch:
     """A search that returns new passages on every call unless a test configures it otherwise."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[PassageQuery, float]] = []
+        self.calls: list[tuple[Query, float]] = []
         self.error: TrinityError | None = None
         self.hangs = self.partial = self.same = False
         self.long = 0  # bytes of padding per passage
         self._count = itertools.count(1)
 
     async def search(
-        self, query: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+        self, query: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> list[Passage]:
         on_embedded()
         self.calls.append((query, timeout_s))
@@ -53,7 +53,7 @@ class FakeSearch:
         if self.error is not None:
             raise self.error
         number = 1 if self.same else next(self._count)
-        names = [f"{number}.{k}" for k in range(query.k)]
+        names = [f"{number}.{k}" for k in range(query.spec.k)]
         found = [Passage(f"p{one}", f"T{one}", 0.1, f"passage {one}." + "x" * self.long) for one in names]
         return PartialPassages(found) if self.partial else found
 

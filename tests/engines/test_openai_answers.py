@@ -70,7 +70,7 @@ def test_passages_are_added_to_the_system_message_and_reported_before_the_first_
             assert [passage.id for passage in told.searches[0].passages] == ["p1.0", "p1.1"]
             assert told.pieces[0] is told.searches[0]
             ((asked, timeout_s),) = harness.library.calls
-            assert (asked.query, asked.stage) == ("What is a decorator?", "prefill")
+            assert (asked.text, asked.spec.stage) == ("What is a decorator?", "prefill")
             assert 59 < timeout_s <= 60  # the request's own deadline
             (body,) = harness.fake.generations()
             first, *rest = body["messages"]

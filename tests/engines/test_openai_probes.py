@@ -23,8 +23,8 @@ def test_a_probe_interrupts_the_answer_and_continues_after_the_new_passages(kind
         async with running_engine(SERVER_KINDS[kind]) as harness:
             told = await read_answer(harness.chat(retrieval=PROBES, max_tokens=24))
             assert [search.at_token for search in told.searches] == [0, 8, 16]
-            assert [asked.stage for asked, _ in harness.library.calls[1:]] == ["decode", "decode"]
-            assert told.text[:8] in (harness.library.calls[1][0].query or "")
+            assert [asked.spec.stage for asked, _ in harness.library.calls[1:]] == ["decode", "decode"]
+            assert told.text[:8] in harness.library.calls[1][0].text
             first, second, third = harness.fake.generations()
             assert [body["max_tokens"] for body in (first, second, third)] == [8, 8, 8]
             block = "\n\n[T2.0]\npassage 2.0.\n\n"

@@ -168,7 +168,7 @@ def test_content_parts_tools_and_unknown_fields_are_forwarded() -> None:
             body = {"model": MODEL, "messages": turns, "max_tokens": 2, "mm_processor_kwargs": {"x": 1}, "top_k": 3}
             answer = await http.post("/v1/chat/completions", json=body | {"retrieval": DOCS})
             assert answer.status_code == 200
-            assert harness.library.calls[0][0].query == "What is in it?"
+            assert harness.library.calls[0][0].text == "What is in it?"
             (sent,) = harness.fake.generations()
             assert sent["messages"][1:] == turns
             assert (sent["mm_processor_kwargs"], sent["top_k"]) == ({"x": 1}, 3)

@@ -15,7 +15,7 @@ import uvloop
 from runtime.node.config import HttpSection
 from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.passages import OnRead, Passage
-from runtime.retrieval.search.query import PassageQuery
+from runtime.retrieval.search.query import Query
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.retrieval.stores.service import Stores
 from runtime.serving.frontend.answer_cache import AnswerCache
@@ -38,7 +38,7 @@ class FakeSearch:
     """A search that always returns the same passages, or raises `error` if a test sets it."""
 
     def __init__(self) -> None:
-        self.calls: list[PassageQuery] = []
+        self.calls: list[Query] = []
         self.error: Exception | None = None
         self.missing_workers: list[str] = []
         self.unavailable_collections: dict[str, str] = {}
@@ -46,7 +46,7 @@ class FakeSearch:
         self.timeout_s = 0.0
 
     async def search(
-        self, query: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+        self, query: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> list[Passage]:
         on_embedded()
         self.calls.append(query)
@@ -55,7 +55,7 @@ class FakeSearch:
             await asyncio.sleep(0.005)
         if self.error is not None:
             raise self.error
-        return list(PASSAGES[: query.k])
+        return list(PASSAGES[: query.spec.k])
 
     def missing(self) -> list[str]:
         return self.missing_workers

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.retrieval.attributes.filters import decode_filter, filter_bytes, parse_filter
+from runtime.retrieval.attributes.filters import decode_filter, parse_filter
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.collection import create
@@ -15,7 +15,7 @@ from runtime.retrieval.live.reader import LiveReader, passage_attributes
 from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
 from runtime.retrieval.passages import OnRead, Passage
-from runtime.retrieval.search.query import PassageQuery
+from runtime.retrieval.search.query import Query
 
 HASHING = HashingEmbedder(64)
 KEY = "a-key"
@@ -42,15 +42,15 @@ class NodeCollection:
         self._directory = directory
 
     async def search(
-        self, query: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+        self, query: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> list[Passage]:
         on_embedded()
-        vector = query.vector if query.query is None else HASHING.embed([query.query], "query")[0]
+        vector = query.vector if query.vector is not None else HASHING.embed([query.text], "query")[0]
         with LiveReader(self._directory) as reader:
             rows, distances = reader.search(
                 np.array([vector], np.float32),
-                query.k,
-                filter=decode_filter(filter_bytes(query.filter)) if query.filter else None,
+                query.spec.k,
+                filter=decode_filter(query.spec.filter) if query.spec.filter else None,
             )
             found = reader.documents(rows[0][rows[0] >= 0].tolist())
         return [

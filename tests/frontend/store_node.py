@@ -10,13 +10,13 @@ import numpy as np
 
 from runtime.errors import Unavailable
 from runtime.node.stores_config import STORES, StoresSection
-from runtime.retrieval.attributes.filters import decode_filter, filter_bytes
+from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.live.reader import LiveReader, passage_attributes
 from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.passages import OnRead, Passage
-from runtime.retrieval.search.query import PassageQuery
+from runtime.retrieval.search.query import Query
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.collection import ensure
 from runtime.retrieval.stores.service import Stores
@@ -31,20 +31,20 @@ class StoreSearch(NoCollections):
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.calls: list[PassageQuery] = []
+        self.calls: list[Query] = []
         self.paused = False
 
     async def search(  # type: ignore[override]
-        self, query: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+        self, query: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> list[Passage]:
         on_embedded()
         self.calls.append(query)
-        assert query.collection == STORES
-        assert query.query is not None
-        vector = HASHING.embed([query.query], "query")[0]
+        assert query.spec.collection == STORES
+        assert query.vector is None
+        vector = HASHING.embed([query.text], "query")[0]
         with LiveReader(self.directory) as reader:
-            wanted = decode_filter(filter_bytes(query.filter))
-            rows, distances = reader.search(np.array([vector], np.float32), query.k, filter=wanted)
+            wanted = decode_filter(query.spec.filter)
+            rows, distances = reader.search(np.array([vector], np.float32), query.spec.k, filter=wanted)
             found = reader.documents(rows[0][rows[0] >= 0].tolist())
         return [
             Passage(one.id, one.title, float(distance), one.text, passage_attributes(one))

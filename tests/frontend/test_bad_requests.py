@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ipc import SearchSpec
 from runtime.errors import InvalidFilter, InvalidRequest, Unavailable
 from runtime.node.retrieval_config import ProbesSection
-from runtime.retrieval.attributes.filters import check_filter, parse_filter
+from runtime.retrieval.attributes.filters import check_filter, filter_bytes, parse_filter
 from runtime.retrieval.attributes.schema import AttributeType
-from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.api_types import (
     MAX_STOP_CHARS,
     ChatBody,
@@ -295,12 +295,14 @@ def test_retrieval_accepts_text_or_a_vector(cluster: Cluster, http: httpx.Client
         {"id": passage.id, "title": passage.title, "distance": passage.distance, "text": passage.text}
         for passage in PASSAGES
     ]
-    assert cluster.search.calls[-1] == PassageQuery("docs", 2, "with")
+    asked = cluster.search.calls[-1]
+    assert (asked.spec, asked.text, asked.vector) == (SearchSpec("docs", 2), "with", None)
     assert cluster.search.timeout_s == 10.0
     http.post("/v1/retrieval", json=SEARCH | {"filter": {"type": "eq", "key": "page", "value": 3}})
-    assert cluster.search.calls[-1].filter == parse_filter({"type": "eq", "key": "page", "value": 3})
+    assert cluster.search.calls[-1].spec.filter == filter_bytes({"type": "eq", "key": "page", "value": 3})
     http.post("/v1/retrieval", json={"collection": "docs", "vector": [1, 2, 3, 4.5], "k": 1})
-    assert cluster.search.calls[-1] == PassageQuery("docs", 1, vector=[1, 2, 3, 4.5])
+    asked = cluster.search.calls[-1]
+    assert (asked.spec, asked.text, list(asked.vector)) == (SearchSpec("docs", 1), "", [1, 2, 3, 4.5])
     assert http.post("/v1/retrieval", json=SEARCH).json()["id"] != found["id"]
 
 

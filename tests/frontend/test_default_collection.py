@@ -44,7 +44,7 @@ def test_a_search_uses_the_only_collection(one: Cluster, query: dict[str, Any]) 
         answer = http.post("/v1/retrieval", json=query)
     assert answer.status_code == 200, answer.text
     assert answer.json()["collection"] == "docs"
-    assert one.search.calls[-1].collection == "docs"
+    assert one.search.calls[-1].spec.collection == "docs"
 
 
 def test_with_several_collections_the_error_lists_them() -> None:

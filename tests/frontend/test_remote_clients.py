@@ -16,12 +16,12 @@ import pytest
 from runtime import AsyncSearchClient, SearchClient
 from runtime.errors import ConfigError, DeadlineExceeded, InvalidFilter, InvalidRequest, Overloaded, Unavailable
 from runtime.node.remote_config import RemoteSection
-from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.passages import Passage, ignore_size
 from runtime.retrieval.remote_collections import RemoteCollection
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
-from runtime.retrieval.search.query import PassageQuery, QueueLimits
+from runtime.retrieval.search.query import QueueLimits
+from runtime.testing.queries import query_of
 from tests.frontend.fake_workers import WAIT, run
 from tests.frontend.remote_nodes import DOCUMENTS, HASHING, KEY, SOME_FILTER, UNREACHABLE_URL, raw_server, url_of
 
@@ -61,7 +61,7 @@ def silent() -> Iterator[str]:
 
 def nearest(start_node: Any, query: str | None, **asked: Any) -> list[Passage]:
     """Return the results of one index over a node's documents."""
-    wanted = PassageQuery("docs", **({"k": 10, "query": query} | asked))
+    wanted = query_of(query, **({"k": 10} | asked))
     found: list[Passage] = asyncio.run(
         start_node.search(wanted, on_embedded=lambda: None, on_read=ignore_size, timeout_s=60.0)
     )
@@ -216,7 +216,7 @@ def test_a_worker_sends_the_text_to_the_nodes_and_returns_their_passages(start_n
     with retriever(tmp_path, even, odd) as asker:
         asker.warm_up()
         for text, wanted in itertools.product(TEXTS, (None, SOME_FILTER)):
-            ticket = asker.submit(text, "all", 10, "decode", LATE, filter=filter_bytes(wanted))
+            ticket = asker.submit(query_of(text, "all", 10, "decode", LATE, filter=wanted))
             found = ended(asker)
             assert (found.ticket, found.error, found.build, found.partial) == (ticket, None, "", False)
             assert list(found.passages) == nearest(whole, text, filter=wanted)
@@ -226,21 +226,21 @@ def test_a_worker_sends_the_text_to_the_nodes_and_returns_their_passages(start_n
 def test_missing_nodes_are_reported_to_the_worker(start_node: Any, tmp_path: Path) -> None:
     _, even = start_node(DOCUMENTS[::2])
     with retriever(tmp_path, even, UNREACHABLE_URL, missing="partial") as asker:
-        asker.submit("cats", "all", 10, "prefill", LATE)
+        asker.submit(query_of("cats", "all", 10, "prefill", LATE))
         assert ended(asker).partial
     with retriever(tmp_path, even, UNREACHABLE_URL) as asker:
-        asker.submit("cats", "all", 10, "prefill", LATE)
+        asker.submit(query_of("cats", "all", 10, "prefill", LATE))
         assert isinstance(ended(asker).error, Unavailable)
         with pytest.raises(InvalidRequest, match="on other nodes") as caught:
-            asker.submit("cats", "all", 10, "prefill", LATE, hybrid=0.5)
+            asker.submit(query_of("cats", "all", 10, "prefill", LATE, hybrid=0.5))
         assert caught.value.param == "hybrid"
 
 
 def test_a_cancelled_query_is_never_returned(tmp_path: Path, start_node: Any) -> None:
     _, even = start_node(DOCUMENTS)
     with retriever(tmp_path, even) as asker:
-        dropped = asker.submit("cats", "all", 10, "decode", LATE)
+        dropped = asker.submit(query_of("cats", "all", 10, "decode", LATE))
         asker.cancel(dropped)
-        kept = asker.submit("dogs", "all", 10, "decode", LATE)
+        kept = asker.submit(query_of("dogs", "all", 10, "decode", LATE))
         assert ended(asker).ticket == kept
         assert asker.poll() == []

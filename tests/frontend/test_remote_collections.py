@@ -23,9 +23,10 @@ from runtime.node.config import NodeConfig
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.passages import OnRead, PartialPassages, Passage, ignore_size
-from runtime.retrieval.search.query import PassageQuery
+from runtime.retrieval.search.query import Query
 from runtime.serving.http.remote_collections import CollectionRouter
 from runtime.serving.http.service import NoCollections, Settings
+from runtime.testing.queries import query_of
 from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import run
 from tests.frontend.remote_nodes import DOCUMENTS, HASHING, KEY, SOME_FILTER, UNREACHABLE_URL, raw_server, url_of
@@ -52,9 +53,9 @@ def ask(
     on_read: OnRead = ignore_size,
     **changed: Any,
 ) -> Awaitable[list[Passage]]:
-    options: dict[str, Any] = {"collection": "all", "k": 10, "query": query} | changed
+    options: dict[str, Any] = {"collection": "all", "k": 10, "text": query} | changed
     found: Awaitable[list[Passage]] = search.search(
-        PassageQuery(**options), on_embedded=lambda: None, on_read=on_read, timeout_s=timeout_s
+        query_of(**options), on_embedded=lambda: None, on_read=on_read, timeout_s=timeout_s
     )
     return found
 
@@ -261,8 +262,8 @@ def test_a_wrong_key_is_reported_and_an_unreadable_key_file_is_an_error_at_start
 
 def test_over_http_an_answer_without_some_nodes_is_marked_partial() -> None:
     class Some:
-        async def search(self, asked: PassageQuery, **options: object) -> list[Passage]:
-            return PartialPassages([Passage("a", "A", 0.5, "text")]) if asked.query == "some" else []
+        async def search(self, asked: Query, **options: object) -> list[Passage]:
+            return PartialPassages([Passage("a", "A", 0.5, "text")]) if asked.text == "some" else []
 
         def summary(self, collection: str) -> CollectionSummary:
             return CollectionSummary(True, metric="cosine")

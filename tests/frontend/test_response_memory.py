@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from runtime.errors import Overloaded, ResponseTooLarge
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.passages import MAX_PASSAGES_BYTES, OnRead, Passage, check_size
-from runtime.retrieval.search.query import PassageQuery
+from runtime.retrieval.search.query import Query
 from runtime.serving.frontend.requests import MAX_UNREAD_PIECES, Request
 from runtime.serving.http.response_memory import (
     CONNECTION_BYTES,
@@ -117,14 +117,14 @@ class LongTexts:
         self.read = 0
 
     async def search(
-        self, query: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+        self, query: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> list[Passage]:
         on_embedded()
-        for number in range(query.k):
+        for number in range(query.spec.k):
             self.read += 1
-            check_size((number + 1) * len(TEXT), query.k)
+            check_size((number + 1) * len(TEXT), query.spec.k)
             on_read((number + 1) * len(TEXT))
-        return [Passage(str(number), "", 0.0, TEXT) for number in range(query.k)]
+        return [Passage(str(number), "", 0.0, TEXT) for number in range(query.spec.k)]
 
     def summary(self, collection: str) -> CollectionSummary:
         return CollectionSummary(True, metric="cosine")

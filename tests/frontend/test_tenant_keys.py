@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from runtime.retrieval.attributes.filters import AttributeBinding, decode_filter, filter_bytes, parse_filter
+from runtime.retrieval.attributes.filters import AttributeBinding, decode_filter, parse_filter
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.collection import create
@@ -90,7 +90,7 @@ def search(
         prefills = cluster.players["prefill-0"].prefills
         retrieval = prefills[-1].generation.retrieval if prefills else None
         return answer, retrieval.filter if retrieval else b""
-    return answer, filter_bytes(cluster.search.calls[-1].filter) if cluster.search.calls else b""
+    return answer, cluster.search.calls[-1].spec.filter if cluster.search.calls else b""
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion", "retrieval"])
@@ -100,7 +100,7 @@ def test_searches_and_chats_have_the_flow_of_their_key(cluster: Cluster, kind: s
         answer, _ = search(cluster, kind, key, "notes")
         assert answer.status_code == 200
         if kind == "retrieval":
-            flows.append(cluster.search.calls[-1].flow)
+            flows.append(cluster.search.calls[-1].spec.flow)
         else:
             retrieval = cluster.players["prefill-0"].prefills[-1].generation.retrieval
             flows.append(retrieval.flow if retrieval else 0)

@@ -10,10 +10,11 @@ import openai
 import pytest
 
 from runtime.errors import EmbedderFailed, UnknownCollection
+from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.passages import OnRead, Passage
-from runtime.retrieval.search.query import PassageQuery
+from runtime.retrieval.search.query import Query
 from runtime.serving.http.routes.vector_stores import score_of
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
@@ -37,7 +38,7 @@ class Stand:
 
     def __init__(self) -> None:
         self.kinds: list[TextKind] = []
-        self.asked: list[PassageQuery] = []
+        self.asked: list[Query] = []
         self.error: Exception | None = None
 
     def summary(self, collection: str) -> CollectionSummary:
@@ -57,11 +58,11 @@ class Stand:
         return embedder.embed(texts, kind), sum(map(embedder.count_tokens, texts))
 
     async def search(
-        self, asked: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+        self, asked: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> list[Passage]:
         on_embedded()
         self.asked.append(asked)
-        return FOUND[asked.query or ""][: asked.k]
+        return FOUND[asked.text][: asked.spec.k]
 
     def missing(self) -> list[str]:
         return []
@@ -128,7 +129,7 @@ def test_a_search_returns_files_scores_and_attributes(client: openai.OpenAI, sta
     assert first.attributes == {"source": "hr/leave.pdf", "heading": "A", "page": 3}
     assert [(part.type, part.text) for part in first.content] == [("text", "Twelve weeks.")]
     assert (second.file_id, second.filename, second.attributes) == ("plain", "plain", {})
-    assert (stand.asked[-1].collection, stand.asked[-1].k) == ("docs", 2)
+    assert (stand.asked[-1].spec.collection, stand.asked[-1].spec.k) == ("docs", 2)
 
 
 def test_filters_in_openais_format_reach_the_search(client: openai.OpenAI, stand: Stand) -> None:
@@ -140,7 +141,7 @@ def test_filters_in_openais_format_reach_the_search(client: openai.OpenAI, stand
             "filters": [{"type": "eq", "key": "team", "value": "hr"}, {"type": "gt", "key": "page", "value": 2}],
         },
     )
-    wanted: Any = stand.asked[-1].filter
+    wanted: Any = decode_filter(stand.asked[-1].spec.filter)
     (one, other) = wanted.filters
     assert {(part.key, part.operator, part.values) for part in (one, other)} == {
         ("team", "eq", ("hr",)), ("page", "gt", (2,)),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.retrieval.attributes.filters import decode_filter, filter_bytes
+from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.live.collection import create
@@ -16,7 +16,7 @@ from runtime.retrieval.live.reader import LiveReader, passage_attributes
 from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.neighbors import fuse_ranks
 from runtime.retrieval.passages import OnRead, Passage
-from runtime.retrieval.search.query import PassageQuery
+from runtime.retrieval.search.query import Query
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 
@@ -33,19 +33,19 @@ class Notes:
         self._directory = directory
 
     async def search(
-        self, asked: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+        self, asked: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> list[Passage]:
         on_embedded()
-        text = asked.query or ""
-        wanted = decode_filter(filter_bytes(asked.filter)) if asked.filter else None
+        text, k = asked.text, asked.spec.k
+        wanted = decode_filter(asked.spec.filter) if asked.spec.filter else None
         query = np.asarray(HASHING.embed([text], "query"))
         with LiveReader(self._directory) as reader:
-            rows, distances = (one[0] for one in reader.search(query, asked.k, filter=wanted))
+            rows, distances = (one[0] for one in reader.search(query, k, filter=wanted))
             if asked.hybrid:
                 words = LiveKeywordSearch(reader.state)
-                by_words = words.search_keywords(text, query[0], asked.k, wanted, 1 << 62)
+                by_words = words.search_keywords(text, query[0], k, wanted, 1 << 62)
                 words.close()
-                rows, distances = fuse_ranks((rows, distances), by_words, asked.k, asked.hybrid)
+                rows, distances = fuse_ranks((rows, distances), by_words, k, asked.hybrid)
             found = reader.documents(rows[rows >= 0].tolist())
         return [
             Passage(one.id, one.title, float(distance), one.text, passage_attributes(one))

@@ -17,6 +17,7 @@ from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool
+from runtime.testing.queries import query_of
 from runtime.testing.waiting import until
 
 DIM = 16
@@ -53,7 +54,7 @@ def retriever(plan: NodePlan, clock: Callable[[], int] = time.monotonic_ns) -> I
 def ask(retriever: Retriever, text: str = "what?", k: int = 5, build: str = "") -> RetrievalResult:
     """Run one query to its end."""
     found: list[RetrievalResult] = []
-    ticket = retriever.submit(text, "docs", k, "decode", LATER_NS, build)
+    ticket = retriever.submit(query_of(text, "docs", k, "decode", LATER_NS), build)
 
     def poll() -> None:
         found.extend(retriever.poll())

@@ -23,8 +23,8 @@ from runtime.retrieval.open_build import OpenBuild, open_build
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import PassageQuery
 from runtime.testing.pool import InProcessPool, plan_of
+from runtime.testing.queries import query_of
 from runtime.testing.waiting import until as eventually
 from tests.gpu.datasets import clustered
 from tests.pool.conftest import MakePool
@@ -53,8 +53,8 @@ def search(plan: NodePlan, pool: InProcessPool) -> Iterator[AsyncRetriever]:
     client.close()
 
 
-async def found(search: AsyncRetriever, flow: int = 0, **options: Any) -> list[str]:
-    query = PassageQuery("docs", 1, flow=flow, **({"query": "text"} | options))
+async def found(search: AsyncRetriever, flow: int = 0, text: str | None = "text", **options: Any) -> list[str]:
+    query = query_of(text, k=1, flow=flow, **options)
     return [
         one.id for one in await search.search(query, on_embedded=lambda: None, on_read=lambda size: None, timeout_s=60)
     ]
@@ -153,7 +153,7 @@ def test_chats_of_several_keys_take_turns_with_filters_too(
 
         def start(number: int, flow: int) -> int:
             wanted = filter_bytes(number_is(number))
-            return chats.submit("text", "docs", 1, "prefill", deadline_ns, filter=wanted, flow=flow)
+            return chats.submit(query_of("text", "docs", 1, "prefill", deadline_ns, filter=wanted, flow=flow))
 
         eventually(lambda: chats.client.live, chats.client.poll)
         numbers = {start(number, 1): number for number in range(6)}
@@ -184,7 +184,7 @@ def test_a_chat_s_keyword_search_delays_no_embedding_and_keys_take_turns(
             ended.extend(one.ticket for one in chats.poll() if one.error is None)
 
         def start(text: str, flow: int, hybrid: float) -> int:
-            return chats.submit(text, "docs", 1, "prefill", deadline_ns, hybrid=hybrid, flow=flow)
+            return chats.submit(query_of(text, "docs", 1, "prefill", deadline_ns, hybrid=hybrid, flow=flow))
 
         eventually(lambda: chats.client.live, chats.client.poll)
         storm = [start(f"storm n{number}", 1, 0.5) for number in range(5)]
@@ -209,10 +209,10 @@ def test_keys_take_turns_with_keyword_searches(search: AsyncRetriever, monkeypat
     async def body() -> None:
         await found(search, hybrid=0.5)
         monkeypatch.setattr(KeywordSearch, "search_keywords", search_keywords)
-        storm = [asyncio.create_task(found(search, 1, query=f"storm n{n}", hybrid=0.5)) for n in range(5)]
+        storm = [asyncio.create_task(found(search, 1, text=f"storm n{n}", hybrid=0.5)) for n in range(5)]
         await until(lambda: bool(order))
-        other = asyncio.create_task(found(search, 2, query="other n7", hybrid=1.0))
-        assert await found(search, query=None, vector=[0.0] * DIM)
+        other = asyncio.create_task(found(search, 2, text="other n7", hybrid=1.0))
+        assert await found(search, text=None, vector=[0.0] * DIM)
         for _ in range(100):
             await asyncio.sleep(0)
         released.set()
@@ -237,10 +237,10 @@ def test_keys_take_turns_with_embeddings_of_queries_documents_and_texts(
         (embedder,) = search.embedders().values()
         monkeypatch.setattr(HashingEmbedder, "embed", embed)
         asked: list[Awaitable[Any]] = [search.embed(embedder, [f"storm {n}"], "passage", 1) for n in range(5)]
-        asked += [found(search, 1, query=f"storm {n}") for n in range(5, 10)]
+        asked += [found(search, 1, text=f"storm {n}") for n in range(5, 10)]
         storm = [asyncio.ensure_future(one) for one in asked]
         await until(lambda: bool(order))
-        asked = [found(search, 2, query="other query"), search.embed(embedder, ["other text"], "query", 3)]
+        asked = [found(search, 2, text="other query"), search.embed(embedder, ["other text"], "query", 3)]
         waiting = [asyncio.ensure_future(one) for one in asked]
         for _ in range(100):
             await asyncio.sleep(0)

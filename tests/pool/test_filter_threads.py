@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.attributes import evaluation
-from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
+from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.collection import create
@@ -21,8 +20,8 @@ from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import PassageQuery
 from runtime.testing.pool import plan_of
+from runtime.testing.queries import query_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakeClient, MakePool
@@ -77,7 +76,7 @@ def test_filters_of_searches_chats_hybrid_searches_and_deletes_are_evaluated_on_
         search = AsyncRetriever(registry, client)
         serving = asyncio.create_task(search.run())
         for number, hybrid in enumerate((0.0, 0.5, 0.0, 0.5)):
-            query = PassageQuery("docs", 3, "text n35", filter=parse_filter(above(number)), hybrid=hybrid)
+            query = query_of("text n35", k=3, filter=above(number), hybrid=hybrid)
             found = await search.search(query, on_embedded=lambda: None, on_read=lambda size: None, timeout_s=60)
             assert found
         assert await writes.delete_where("docs", parse_filter(above(37))) == 2
@@ -90,10 +89,7 @@ def test_filters_of_searches_chats_hybrid_searches_and_deletes_are_evaluated_on_
         until(lambda: chats.client.live, chats.client.poll)
         ended: list[RetrievalResult] = []
         for number, hybrid in enumerate((0.0, 0.5), 10):
-            chats.submit(
-                "text n35", "docs", 3, "prefill", time.monotonic_ns() + 60 * 10**9,
-                filter=filter_bytes(above(number)), hybrid=hybrid,
-            )  # fmt: skip
+            chats.submit(query_of("text n35", k=3, filter=above(number), hybrid=hybrid))
         until(lambda: len(ended) == 2, lambda: ended.extend(chats.poll()))
         assert [one.error for one in ended] == [None, None]
     assert set(threads) == {"filters", "keyword search", "filters of writes", "writes"}

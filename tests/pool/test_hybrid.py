@@ -25,8 +25,8 @@ from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import PassageQuery
 from runtime.testing.pool import InProcessPool, plan_of
+from runtime.testing.queries import query_of
 from runtime.testing.waiting import until
 from tests.pool.conftest import MakePool
 from tests.pool.live_harness import tenant_filter
@@ -76,8 +76,8 @@ def ended(retriever: Retriever, ticket: int) -> RetrievalResult:
     return found[0]
 
 
-def ask(retriever: Retriever, text: str, k: int = 4, **options: Any) -> tuple[Passage, ...]:
-    found = ended(retriever, retriever.submit(text, "docs", k, "prefill", LATER_NS, **options))
+def ask(retriever: Retriever, text: str, k: int = 4, build: str = "", **options: Any) -> tuple[Passage, ...]:
+    found = ended(retriever, retriever.submit(query_of(text, "docs", k, "prefill", LATER_NS, **options), build))
     if found.error is not None:
         raise found.error
     return found.passages
@@ -110,7 +110,7 @@ def test_a_filter_applies_to_keywords_and_vectors(asker: Retriever) -> None:
 
 
 def test_a_query_whose_keyword_search_is_slow_ends_at_its_deadline(asker: Retriever) -> None:
-    found = ended(asker, asker.submit("all of s7", "docs", 4, "decode", 1, hybrid=0.5))
+    found = ended(asker, asker.submit(query_of("all of s7", "docs", 4, "decode", 1, hybrid=0.5)))
     assert isinstance(found.error, DeadlineExceeded)
 
 
@@ -130,7 +130,7 @@ def test_keyword_results_are_of_the_build_that_answers(tmp_path: Path, make_pool
     plan = plan_of(tmp_path / "docs")
     (pool,) = serve(plan, make_pool)
     with retriever(plan) as asker:
-        first = ended(asker, asker.submit("n77", "docs", 4, "prefill", LATER_NS, hybrid=1.0))
+        first = ended(asker, asker.submit(query_of("n77", "docs", 4, "prefill", LATER_NS, hybrid=1.0)))
         assert first.passages[0].id == "g1-77"
         build(tmp_path / "docs", generation=2)
         assert ask(asker, "n78", hybrid=1.0)[0].id == "g1-78", "the build that the pool still serves"
@@ -160,8 +160,8 @@ def test_asyncio_searches_return_the_same_results(plan: NodePlan, make_pool: Mak
     client = SearchClient.of_plan(plan, "test")
     search = AsyncRetriever(CollectionRegistry(plan), client)
 
-    async def found(**options: Any) -> list[str]:
-        passage_query = PassageQuery("docs", 10, **({"query": "all of s7"} | options))
+    async def found(text: str | None = "all of s7", **options: Any) -> list[str]:
+        passage_query = query_of(text, k=10, **options)
         passages = await search.search(passage_query, on_embedded=lambda: None, on_read=ignore_size, timeout_s=60)
         return [passage.id for passage in passages]
 
@@ -171,7 +171,7 @@ def test_asyncio_searches_return_the_same_results(plan: NodePlan, make_pool: Mak
         blue = await found(hybrid=1.0, filter=tenant_filter("blue"))
         assert set(blue[:5]) == {f"g1-{row}" for row in range(71, 80, 2)}
         with pytest.raises(InvalidRequest, match="use query instead of vector"):
-            await found(query=None, vector=[1.0] * DIM, hybrid=0.5)
+            await found(text=None, vector=[1.0] * DIM, hybrid=0.5)
         running.cancel()
 
     try:

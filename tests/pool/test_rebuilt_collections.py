@@ -9,6 +9,7 @@ import pytest
 from runtime.errors import CollectionReplaced, Unavailable
 from runtime.testing.clock import Clock
 from runtime.testing.pool import plan_of
+from runtime.testing.queries import query_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakePool
@@ -79,7 +80,7 @@ def test_shards_of_different_builds_are_never_merged(tmp_path: Path, make_pool: 
         killed(first)
         make_pool(plan, "pool-0", epoch=2).start()
         attached(asking.client)
-        ticket = asking.submit("what?", "docs", 5, "decode", LATER_NS)  # waits because no build has both shards
+        ticket = asking.submit(query_of("what?", "docs", 5, "decode", LATER_NS))  # no build has both shards
         assert all(found.ticket != ticket for _ in range(20) for found in asking.poll())
         killed(second)
         make_pool(plan, "pool-1", epoch=2).start()
@@ -96,7 +97,7 @@ def test_a_text_is_embedded_again_after_a_rebuild_with_another_embedder(tmp_path
         ask(asking)
         build(tmp_path / "docs", 2, dim=24)
         with first.held():
-            ticket = asking.submit("what?", "docs", 5, "decode", LATER_NS)
+            ticket = asking.submit(query_of("what?", "docs", 5, "decode", LATER_NS))
         killed(first)
         make_pool(plan, epoch=2).start()
         attached(asking.client)

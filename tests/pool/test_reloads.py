@@ -13,6 +13,7 @@ from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.testing.pool import InProcessPool, plan_of
+from runtime.testing.queries import query_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakePool
@@ -32,7 +33,7 @@ class Readers:
 
     def step(self) -> None:
         while len(self._asked) < IN_FLIGHT:
-            ticket = self._retriever.submit(f"question {self._count}", "docs", 4, "decode", LATER_NS)
+            ticket = self._retriever.submit(query_of(f"question {self._count}", "docs", 4, "decode", LATER_NS))
             self._asked[ticket] = self._count
             self._count += 1
         self._read(self._retriever.poll())

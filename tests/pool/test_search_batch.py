@@ -167,7 +167,7 @@ def test_sending_a_batch_copies_each_query_only_a_few_times(
     make_pool(plan).start()
     client = attached(make_client(plan))
     many = np.tile(queries, (4, 1))
-    parts = Parts(Query(ticket, row, SearchSpec("docs", 3)) for ticket, row in enumerate(many, 1))
+    parts = Parts(Query(SearchSpec("docs", 3), row, ticket=ticket) for ticket, row in enumerate(many, 1))
     batch = BatchSearch(client.dispatcher, parts, many, 3)
     batch.send()
     assert len(many) <= parts.copied <= 2 * len(many)

@@ -18,6 +18,7 @@ from runtime.retrieval.passages import Passage
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.query import Query, SearchResult
+from runtime.testing.queries import query_of
 
 SOON_S = 60.0
 
@@ -149,9 +150,7 @@ class RetrieverHarness:
     def ask(
         self, text: str, deadline_ns: int = 1000, wanted: bytes = b"", collection: str = "docs", flow: int = 0
     ) -> int:
-        return self.retriever.submit(
-            text, collection, 4, stage="decode", deadline_ns=deadline_ns, filter=wanted, flow=flow
-        )
+        return self.retriever.submit(query_of(text, collection, 4, "decode", deadline_ns, filter=wanted, flow=flow))
 
     def until_embedded(self) -> list[RetrievalResult]:
         """Forward the next vector; return the queries that ended."""
@@ -299,7 +298,7 @@ def test_a_retrieval_whose_collection_is_replaced_starts_again_at_most_four_time
 ) -> None:
     harness.registry.rebuilds = rebuilds
     harness.registry.lengths.gate.set()
-    ticket = harness.retriever.submit("four", "docs", 4, "decode", 1000, build)
+    ticket = harness.retriever.submit(query_of("four", "docs", 4, "decode", 1000), build)
     (found,) = harness.until_found()
     assert (found.ticket, len(harness.client.submitted)) == (ticket, searches)
     assert harness.registry.lengths.seen == ["four"] * searches

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.retrieval.passages import PartialPassages, Passage, ignore_size
-from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieval, Retrieved
 from runtime.serving.triggers import trigger_of
@@ -85,20 +84,11 @@ class Probing:
         self._search_task = None
         return Probe(self._begin_token, self._begin_ns, self._clock(), 0, 0, "dropped")
 
-    async def _run(self, query: str) -> list[Passage]:
-        retrieval = self._retrieval
+    async def _run(self, text: str) -> list[Passage]:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 return await self._search.search(
-                    PassageQuery(
-                        retrieval.collection,
-                        retrieval.k,
-                        query,
-                        stage="decode",
-                        filter=retrieval.filter,
-                        hybrid=retrieval.hybrid,
-                        flow=retrieval.flow,
-                    ),
+                    self._retrieval.query(text, "decode"),
                     on_embedded=_ignore,
                     on_read=ignore_size,
                     timeout_s=_TIMEOUT_S,

@@ -28,7 +28,6 @@ from runtime.errors import (
 from runtime.node.engine_config import ServedSection
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.retrieval.passages import Passage, ignore_size, within, without_text
-from runtime.retrieval.search.query import PassageQuery
 from runtime.serving import stages
 from runtime.serving.frontend.choice import prefix_blocks
 from runtime.serving.frontend.engine import RestartLimits
@@ -119,14 +118,7 @@ class AnswerWriter:
         text = last_question(self._generation.messages) if self._chat else str(self._generation.prompt)
         left_s = max(1e-3, (self._generation.deadline_ns - self._deps.clock()) / 1e9)
         self._passages = await self._deps.search.search(
-            PassageQuery(
-                retrieval.collection,
-                retrieval.k,
-                text,
-                filter=retrieval.filter,
-                hybrid=retrieval.hybrid,
-                flow=retrieval.flow,
-            ),
+            retrieval.query(text, "prefill"),
             on_embedded=on_embedded,
             on_read=ignore_size,
             timeout_s=left_s,

@@ -165,7 +165,7 @@ class SearchClient:
         if type(deadline_ns) is not int or deadline_ns or flow:
             spec = replace(spec, deadline_ns=check_deadline(deadline_ns), flow=flow)
         for_others = self.remote and isinstance(vector, str) and vector
-        row = query_vector(() if for_others else vector)
+        row = None if for_others else query_vector(vector)
         if not spec.collection:
             spec = replace(spec, collection=self._only_collection())
         if for_others:
@@ -177,7 +177,7 @@ class SearchClient:
         weight = 0.0
         if hybrid is not False or (text != "" and not for_others):
             spec, weight = self.hybrid.widen(spec, text, hybrid)
-        return Query(next(self.dispatcher.tickets), row, spec, accept=accept, text=text, hybrid=weight)
+        return Query(spec, row, text, weight, accept, next(self.dispatcher.tickets))
 
     def submit(self, vector: Any, k: int, *, wait_for_room: bool = False, **options: Unpack[SubmitOptions]) -> int:
         """Submit a query for the `k` nearest neighbors of `vector` [d]; return its ticket for `poll`.
@@ -290,7 +290,7 @@ class SearchClient:
         if len(rows) and not spec.collection:
             spec = replace(spec, collection=self._only_collection())
         transport, tickets = self.transport(spec.collection), self.dispatcher.tickets
-        return BatchSearch(transport, [Query(next(tickets), row, spec) for row in rows], rows, spec.k)
+        return BatchSearch(transport, [Query(spec, row, ticket=next(tickets)) for row in rows], rows, spec.k)
 
     def cancel(self, ticket: int) -> None:
         """Cancel a query: it ends with an error, or is not returned by `poll`."""

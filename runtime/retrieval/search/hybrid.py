@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from msgspec.structs import replace
 
 from ipc import SearchSpec
@@ -63,7 +62,8 @@ class HybridSearch:
         Raises `InvalidRequest` for a build without a keyword index, `DeadlineExceeded`, and `Unavailable` if the build
         cannot be opened here.
         """
-        spec, row = query.spec, np.asarray(on_host(query.vector), np.float32)
+        assert query.vector is not None, "it has been searched"
+        spec, row = query.spec, on_host(query.vector)
         try:
             with self._lock:
                 build = self._opened(spec.collection, result.identity)

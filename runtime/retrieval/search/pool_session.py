@@ -138,6 +138,7 @@ class PoolSession:
         session, vector = self._session, query.vector
         if session is None:
             raise PeerLost(f"no session with {self.endpoint}")
+        assert vector is not None, "it is embedded"
         if isinstance(vector, DeviceVectors):
             request_id = self._submit_from_gpu(session.client, vector, query.spec)
         else:

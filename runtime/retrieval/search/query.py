@@ -6,7 +6,7 @@ arguments ── `make_spec` ──▶ `Query`, one per shard, kept until it has
 import numbers
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -89,24 +89,6 @@ def deadline_after_ms(deadline_ms: Any) -> int:
     if not 0 < number <= _MAX_DEADLINE_MS:
         raise InvalidRequest(f"deadline_ms is {deadline_ms}, outside 0..{_MAX_DEADLINE_MS}", "deadline_ms")
     return time.monotonic_ns() + int(float(number) * 1e6)
-
-
-@dataclass(frozen=True, slots=True)
-class PassageQuery:
-    """Request for the `k` passages nearest to a text (`query`) or to a `vector`; one of the two is set.
-
-    `filter`: passages must pass it. `hybrid`: weight of the keyword search in the fused ranks, 0 for none. `flow`: of
-    the API key, with which the others share what is limited.
-    """
-
-    collection: str
-    k: int
-    query: str | None = None
-    vector: Sequence[float] | None = None
-    stage: Stage = "prefill"
-    filter: FilterLike = None
-    hybrid: float = 0.0
-    flow: int = 0
 
 
 # ---- results
@@ -283,26 +265,30 @@ class SubmitOptions(SearchOptions, total=False):
 
 
 class Query(msgspec.Struct, eq=False):
-    """A query, or one shard's part of it (then `gather` is set), with all that a retry needs.
+    """A query from where it enters to its end, or one shard's part of it (then `gather` is set).
 
-    `text`: replaces the vector for other nodes; or, with `hybrid`, what a keyword search is for, whose weight that is.
-    `in_flight`: sessions that have it and have not answered; more than one if it was hedged. `identity`: the build that
-    answered it. `accept`: acceptable builds, None for any.
+    `spec`: what is wanted, and for whom. `vector` [d]: None until the text is embedded, here or by other nodes; on a
+    GPU the caller's own array, from which a retry copies again. `text`: to be embedded, or what a keyword search is
+    for, whose weight in the fused ranks is `hybrid`, 0 for none. `accept`: acceptable builds, None for any.
+
+    The rest is a client's, with all that a retry needs. `parked_ns`: since when it has been waiting for a pool; 0: not
+    waiting. `in_flight`: sessions that have it and have not answered; more than one if it was hedged. `ended`: later
+    answers are ignored. `identity`: the build that answered it.
     """
 
-    ticket: int
-    vector: Vectors  # on a GPU the caller's own array, from which a retry copies again
     spec: SearchSpec
-    parked_ns: int = 0  # since when it has been waiting for a pool; 0: not waiting
+    vector: Vectors | None = None
+    text: str = ""
+    hybrid: float = 0.0
+    accept: AcceptBuild | None = None
+    ticket: int = 0
+    parked_ns: int = 0
     shard: int = 0
     attempts: int = 0
     in_flight: int = 0
-    ended: bool = False  # later answers are ignored
+    ended: bool = False
     gather: ShardGather | None = None
-    accept: AcceptBuild | None = None
     identity: str = ""
-    text: str = ""
-    hybrid: float = 0.0
 
 
 def status_error(status: str, query: Query) -> TrinityError:
@@ -314,8 +300,9 @@ def status_error(status: str, query: Query) -> TrinityError:
             return DeadlineExceeded("the pool could not answer the query before its deadline")
         case "invalid_request":
             try:
-                check_finite(on_host(query.vector))
-                check_length(on_host(query.vector))
+                if query.vector is not None:
+                    check_finite(on_host(query.vector))
+                    check_length(on_host(query.vector))
             except InvalidRequest as error:
                 return error
             if query.spec.filter:

@@ -14,8 +14,8 @@ from runtime.errors import InternalError, Overloaded, TrinityError
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.passages import PartialPassages
 from runtime.retrieval.remote_collections import RemoteCollections
-from runtime.retrieval.search.query import PassageQuery, Query, SearchResult, failed_result
-from runtime.retrieval.search.vectors import Vectors, on_host
+from runtime.retrieval.search.query import Query, SearchResult, failed_result
+from runtime.retrieval.search.vectors import Vectors
 
 _BATCH_CONCURRENCY = 64  # nodes refuse more concurrent searches than they support
 _CLOSE_S = 5.0
@@ -124,12 +124,10 @@ class RemoteDispatcher:
             task.cancel()
 
     async def _answer(self, query: Query) -> None:
-        spec, vector = query.spec, query.vector
+        spec = query.spec
         timeout_s = (spec.deadline_ns - time.monotonic_ns()) / 1e9 if spec.deadline_ns else float("inf")
         try:
-            row = None if query.text else on_host(vector).tolist()
-            request = PassageQuery(spec.collection, spec.k, query.text or None, row, filter=spec.filter)
-            found = await self._remote.search(request, timeout_s)
+            found = await self._remote.search(query, timeout_s)
             result = SearchResult(
                 query.ticket,
                 np.full(len(found), -1, np.int64),

@@ -44,11 +44,8 @@ class Probes:
         window = self._tokenizer.decode(row.context[-_WINDOW_TOKENS:])
         row.last_probe_at, row.probe_sent_ns = row.generated, self.clock()
         try:
-            row.ticket = self.retriever.submit(
-                window, retrieval.collection, retrieval.k, stage="decode",
-                deadline_ns=row.probe_sent_ns + _TIMEOUT_NS, build=row.build, filter=retrieval.filter,
-                hybrid=retrieval.hybrid, flow=retrieval.flow,
-            )  # fmt: skip
+            query = retrieval.query(window, "decode", row.probe_sent_ns + _TIMEOUT_NS)
+            row.ticket = self.retriever.submit(query, row.build)
         except (TrinityError, IpcError) as error:
             self._log.warning("probe not sent: %s", error, extra={"request": row.id})
             row.probes.append(Probe(row.generated, row.probe_sent_ns, self.clock(), 0, 0, "failed"))

@@ -8,7 +8,7 @@ from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.passages import OnRead, Passage, check_size, size_of
 from runtime.retrieval.remote_collections import RemoteCollections
-from runtime.retrieval.search.query import PassageQuery
+from runtime.retrieval.search.query import Query
 from runtime.serving.http.service import CollectionCatalogue, SearchSource
 
 
@@ -26,10 +26,10 @@ class CollectionRouter:
         self.dims: Mapping[str, int] = dict.fromkeys(self.remote.by_name, 0)  # 0: the remote nodes check the length
 
     async def search(
-        self, query: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+        self, query: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> list[Passage]:
         """See `SearchSource`. Queries of a remote collection are embedded by its nodes; the stage ends at once here."""
-        if query.collection not in self.dims:
+        if query.spec.collection not in self.dims:
             return await self._local.search(query, on_embedded=on_embedded, on_read=on_read, timeout_s=timeout_s)
         on_embedded()
         found = await self.remote.search(query, timeout_s, on_read)

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ipc import SearchSpec
 from runtime.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -18,12 +19,14 @@ from runtime.errors import (
     UnknownModel,
 )
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
+from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.fair_gate import FairLimit
 from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.passages import OnRead, Passage
-from runtime.retrieval.search.query import PassageQuery
+from runtime.retrieval.search.query import Query
+from runtime.retrieval.search.vectors import query_vector
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.retrieval.stores.service import Stores
 from runtime.serving import stages
@@ -44,7 +47,7 @@ class SearchSource(Protocol):
     """Interface for searches in collections."""
 
     def search(
-        self, query: PassageQuery, /, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+        self, query: Query, /, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> Awaitable[list[Passage]]:
         """Return the passages, nearest first. `on_embedded` is called once, when the query's vector is computed, and
         `on_read` with the size of the passages so far; the pool receives the remainder of `timeout_s`. Raises
@@ -115,17 +118,20 @@ class Searches:
         `reserve`: see `UnsentResponse.reserve`. Raises Forbidden or Overloaded (before the search starts),
         DeadlineExceeded, or errors of the source and of `reserve`.
         """
-        wanted = access.restrict(collection, body.filter)
-        query = PassageQuery(
-            collection, body.k, body.query, body.vector, filter=wanted, hybrid=body.hybrid, flow=access.flow
+        wanted = filter_bytes(access.restrict(collection, body.filter))
+        query = Query(
+            SearchSpec(collection, body.k, filter=wanted, flow=access.flow),
+            query_vector(body.vector) if body.query is None else None,
+            body.query or "",
+            body.hybrid,
         )
         async with self._limit.counted(access.flow):
             return await self._run(query, request_id, client_id, reserve)
 
     async def _run(
-        self, query: PassageQuery, request_id: str, client_id: str, reserve: Callable[[int], None]
+        self, query: Query, request_id: str, client_id: str, reserve: Callable[[int], None]
     ) -> list[Passage]:
-        self._traces.start_search(request_id, client_id, Retrieval(query.collection, query.k))
+        self._traces.start_search(request_id, client_id, Retrieval(query.spec.collection, query.spec.k))
         state, found = "internal_error", 0
         try:
             passages = await self._search(query, request_id, reserve)
@@ -143,12 +149,12 @@ class Searches:
             result = f"{found} passages" if state == "found" else state
             log.info("search ended: %s, %.1f ms", result, took_ms, extra={"request": request_id})
 
-    async def _search(self, query: PassageQuery, request_id: str, reserve: Callable[[int], None]) -> list[Passage]:
+    async def _search(self, query: Query, request_id: str, reserve: Callable[[int], None]) -> list[Passage]:
         begin = time.monotonic()
 
         def on_embedded() -> None:
             self._traces.stamp(request_id, stages.EMBEDDED)
-            if query.query is not None:
+            if query.vector is None:
                 self._on_embedded(time.monotonic() - begin)
 
         try:

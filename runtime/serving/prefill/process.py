@@ -171,10 +171,7 @@ class PrefillWorker:
             self._enqueue(job)
             return
         text = query_text(self._model.tokenizer, generation.messages, generation.prompt)
-        job.ticket = self.retriever.submit(
-            text, retrieval.collection, retrieval.k, stage="prefill", deadline_ns=generation.deadline_ns,
-            filter=retrieval.filter, hybrid=retrieval.hybrid, flow=retrieval.flow,
-        )  # fmt: skip
+        job.ticket = self.retriever.submit(retrieval.query(text, "prefill", generation.deadline_ns))
         self._retrieving[job.ticket] = job
 
     # ---- retrieve

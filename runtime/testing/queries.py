@@ -1,0 +1,25 @@
+"""Queries as requests make them."""
+
+from typing import Any
+
+from ipc import SearchSpec, Stage
+from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
+from runtime.retrieval.search.query import Query
+from runtime.retrieval.search.vectors import query_vector
+
+
+def query_of(
+    text: str | None,
+    collection: str = "docs",
+    k: int = 4,
+    stage: Stage = "prefill",
+    deadline_ns: int = 0,
+    *,
+    vector: Any = None,
+    filter: FilterLike = None,
+    hybrid: float = 0.0,
+    flow: int = 0,
+) -> Query:
+    """Return the query for a text, or for a vector."""
+    spec = SearchSpec(collection, k, stage, deadline_ns=deadline_ns, filter=filter_bytes(filter), flow=flow)
+    return Query(spec, None if vector is None else query_vector(vector), text or "", hybrid)
