@@ -83,9 +83,8 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_three_programs_serve_all_layers_and_sizes_with_transformers_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # a kernel from a cache is not counted
     directory = make_tiny_llama(tmp_path / "model", layers=6)
     (network, cache), random = loaded(directory), np.random.default_rng(4)
     with Operations() as eager, torch.inference_mode():
@@ -97,7 +96,7 @@ def test_three_programs_serve_all_layers_and_sizes_with_transformers_tokens(
     assert counters["stats"]["unique_graphs"] == 3
     fused = metrics.generated_kernel_count
     assert eager.count >= 40 * 6, "operations a layer"
-    assert fused <= 40, "kernels of all three programs, most of them in loops of one"
+    assert 3 <= fused <= 40, "kernels of all three programs, most of them in loops of one"
     random.permutation(BLOCKS)
     reference = Reference(directory)
     assert answers == [reference.generate(prompt, 12) for prompt in prompts_of(random)]
