@@ -5,14 +5,17 @@ from collections.abc import Callable
 
 
 def until(
-    condition: Callable[[], object], do: Callable[[], object] = lambda: None, within_s: float = 60.0, what: str = "it"
+    condition: Callable[[], object], do: Callable[[], object] | None = None, within_s: float = 60.0, what: str = "it"
 ) -> None:
-    """Call `do` repeatedly until `condition` holds."""
-    end = time.monotonic() + within_s
+    """Call `do` repeatedly until `condition` holds; without it, look less often the longer it takes."""
+    begin = time.monotonic()
     while not condition():
-        assert time.monotonic() < end, f"waited {within_s:.0f} s for {what}"
-        do()
-        time.sleep(0.0002)  # without it, two polling threads can starve a third of the GIL for minutes
+        waited_s = time.monotonic() - begin
+        assert waited_s < within_s, f"waited {within_s:.0f} s for {what}"
+        if do is not None:
+            do()
+        # Never without a pause: two polling threads can starve a third of the GIL for minutes.
+        time.sleep(0.0002 if do is not None else min(max(waited_s / 10, 0.0002), 0.02))
 
 
 def pause_s(waited_s: float) -> float:
