@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 
-from runtime.node.retrieval_config import PromptsSection
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.requests import Relayed
@@ -36,12 +35,10 @@ class _Catalogue(NoCollections):
 
 @asynccontextmanager
 async def client(
-    *behaviours: Behaviour, answers: AnswerCache | None = None, prompts: PromptsSection | None = None
+    *behaviours: Behaviour, answers: AnswerCache | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, EngineHarness]]:
     async with running_engine(*behaviours) as harness:
-        settings = Settings(
-            model=MODEL, collections={"docs": 4}, context_tokens=4096, prompts=prompts or PromptsSection()
-        )
+        settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096)
         service = Service(harness.engine, harness.library, metrics, answers, catalogue=_Catalogue())
         app = create_app(service, settings)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as made:
@@ -170,7 +167,10 @@ def test_content_parts_tools_and_unknown_fields_are_forwarded() -> None:
             assert answer.status_code == 200
             assert harness.library.calls[0][0].text == "What is in it?"
             (sent,) = harness.fake.generations()
-            assert sent["messages"][1:] == turns
+            assert sent["messages"][1:] == turns[1:]
+            (block, part) = sent["messages"][0]["content"]
+            assert part == {"type": "text", "text": "What is in it?"}
+            assert "passage 1.0." in block["text"]
             assert (sent["mm_processor_kwargs"], sent["top_k"]) == ({"x": 1}, 3)
             assert "retrieval" not in sent
 
@@ -240,7 +240,7 @@ def test_a_cached_answer_equals_the_servers_and_any_relevant_change_misses(tmp_p
 
 def test_a_response_searches_before_the_servers_prompt_and_a_continuation_repeats_its_passages() -> None:
     async def test() -> None:
-        async with client(prompts=PromptsSection("question")) as (http, harness):
+        async with client() as (http, harness):
             tool = {"type": "file_search", "vector_store_ids": ["docs"], "max_num_results": 2}
             asked: Json = {"model": MODEL, "max_output_tokens": 6, "tools": [tool], "include": [RESULTS]}
             first = (await http.post("/v1/responses", json=asked | {"input": "What is a decorator?"})).json()

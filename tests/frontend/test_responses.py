@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.node.retrieval_config import PromptsSection
 from runtime.node.stores_config import STORES, StoresSection
 from runtime.retrieval.attributes.filters import decode_filter, filter_json
 from runtime.retrieval.stores.catalogue import Catalogue
@@ -35,7 +34,7 @@ CITING = "answer=The_with_statement_wraps_a_block._Nothing_of_it_is_here._The_tr
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     stand = Stand()
-    settings = Settings("tiny", {"docs": 64, "bare": 0}, max_k=20, prompts=PromptsSection("question"))
+    settings = Settings("tiny", {"docs": 64, "bare": 0}, max_k=20)
     with Cluster(settings=settings, search=stand, catalogue=stand) as made:
         yield made
 

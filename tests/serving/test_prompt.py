@@ -35,7 +35,8 @@ def test_without_passages_a_chat_is_its_template_and_a_prompt_its_tokens(tokeniz
 
 
 def test_passages_are_in_search_order_in_a_system_message_before_the_conversation(tokenizer: Tokenizer) -> None:
-    prompt = build_prompt(tokenizer, ASKED, passages=[passage("words", 0.9), passage("near", 0.1)], budget_tokens=500)
+    found = [passage("words", 0.9), passage("near", 0.1)]
+    prompt = build_prompt(tokenizer, ASKED, passages=found, budget_tokens=500, place="system")
     text = tokenizer.decode(prompt.tokens)
     assert ids(prompt.used) == ["words", "near"], "with keyword search the best need not be the nearest"
     order = [
@@ -47,7 +48,7 @@ def test_passages_are_in_search_order_in_a_system_message_before_the_conversatio
 
 def test_a_system_message_keeps_its_text_and_gets_the_passages(tokenizer: Tokenizer) -> None:
     messages = [Message("system", "Speak like a pirate."), *ASKED]
-    prompt = build_prompt(tokenizer, messages, passages=[passage("p", 0.1)], budget_tokens=500)
+    prompt = build_prompt(tokenizer, messages, passages=[passage("p", 0.1)], budget_tokens=500, place="system")
     text = tokenizer.decode(prompt.tokens)
     assert text.count("system\n") == 1
     assert text.index("pirate") < text.index("Text of p.")
@@ -56,7 +57,7 @@ def test_a_system_message_keeps_its_text_and_gets_the_passages(tokenizer: Tokeni
 def test_passages_before_the_last_question_leave_the_conversation_unchanged(tokenizer: Tokenizer) -> None:
     messages = [Message("system", "Be brief."), *ASKED, Message("assistant", "A queue."), Message("user", "Whose?")]
     found = [passage("p", 0.1)]
-    prompt = build_prompt(tokenizer, messages, passages=found, budget_tokens=900, place="question")
+    prompt = build_prompt(tokenizer, messages, passages=found, budget_tokens=900)
     text, before = tokenizer.decode(prompt.tokens), tokenizer.chat(messages[:3])
     assert text.index("A queue.") < text.index("Text of p.") < text.index("Whose?")
     shared = next(i for i, (a, b) in enumerate(zip(prompt.tokens, before, strict=False)) if a != b)

@@ -70,7 +70,7 @@ def room_for_passages(prompt_bytes: int, answer_tokens: int, passage_tokens: int
     return max(0, min(passage_tokens, context_tokens - prompt - answer_tokens))
 
 
-def with_passages(body: Json, fitted: Fitted, place: PassagePlace = "system") -> Json:
+def with_passages(body: Json, fitted: Fitted, place: PassagePlace = "question") -> Json:
     """Return the request with passages in its system turn or last question, or in a block before its prompt."""
     if not fitted.used:
         return body

@@ -60,7 +60,7 @@ def build_prompt(
     budget_tokens: int,
     passage_tokens: int | None = None,
     bare: Sequence[int] | None = None,
-    place: PassagePlace = "system",
+    place: PassagePlace = "question",
 ) -> Prompt:
     """Return the tokens of a chat (with its template) or a raw prompt, with passages, at most `budget_tokens`.
 
@@ -148,7 +148,7 @@ def _render(
     messages: Sequence[Message],
     prompt: str | Sequence[int],
     block: str,
-    place: PassagePlace = "system",
+    place: PassagePlace = "question",
 ) -> list[int]:
     """Return the request's tokens, with `block` inserted unless it is empty."""
     if messages:
