@@ -9,9 +9,22 @@ import numpy as np
 import pytest
 
 from runtime.testing.node import Node
+from tests.e2e.conftest import StartNode
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+
+
+STORES = """
+[stores]
+path = "stores"
+embedder = "hashing-128"
+"""
+
+
+@pytest.fixture(scope="module")
+def node(start_node: StartNode) -> Node:
+    return start_node(more=STORES)
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
@@ -21,6 +34,7 @@ def test_the_example_answers(script: Path, node: Node, tmp_path: Path) -> None:
         "URL": f"{node.info.url}/v1",
         "MODEL": "tiny",
         "SOURCE": "python",
+        "FILE": str(ROOT / "docs" / "quickstart.md"),
         "QUESTION": "with statement",
         "NODE": str(node.run_dir),
         "QUERIES.npy": str(tmp_path / "queries.npy"),
