@@ -63,7 +63,6 @@ class Simulation:
         self._samples: list[Sample] = []
         self._timeout_ns = ns(setup.config.http.request_timeout_s)
         self._timeouts: Timeouts[SimRequest] = Timeouts(self.events, self._timeout_ns, self._expire)
-        self._frontend_ns = ns(setup.times.frontend_s)
         config = setup.config
         self.router = Router(
             max_in_flight=config.http.max_in_flight,
@@ -132,7 +131,7 @@ class Simulation:
             prefill = SimPrefill(
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
                 submit, self._offer, self._roles.report, self._end_once,
-                Disaggregation(config.handover.disaggregate, setup.slos.tpot_s, config.decode.chunk_tokens), batches,
+                Disaggregation(config.handover.disaggregate, setup.slos.tpot_s, config.decode.chunk_tokens),
                 prompts, self._decode_of, config.handover.order == "decode_first",
             )  # fmt: skip
             self.prefills[prefill.name] = prefill
@@ -211,13 +210,7 @@ class Simulation:
         request = SimRequest(arrival, now, deadline_ns, placement)
         self.requests.append(request)
         self._timeouts.start(request)
-        prefill = self.prefills[placement.prefill]
-        if self._setup.times.request_core_s:
-            self._decode_of(request).delay_next_step(self._setup.times.request_core_s)
-        if self._frontend_ns:
-            self.events.after(self._frontend_ns, partial(prefill.receive, request))
-        else:
-            prefill.receive(request)
+        self.prefills[placement.prefill].receive(request)
 
     def _offer(self, request: SimRequest, pulled: Callable[[], None]) -> None:
         request.left_prefill = True

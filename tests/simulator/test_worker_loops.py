@@ -50,15 +50,8 @@ def test_an_idle_worker_receives_messages_at_once() -> None:
     assert one.searched_ns - one.embedded_ns < MS
 
 
-def test_building_the_prompt_takes_loop_time_and_delays_the_next_pass() -> None:
-    (plain,) = ran(TIMES, Arrival(0.0, 10, 1))
-    (slower,) = ran(replace(TIMES, prompt_s=2e-3), Arrival(0.0, 10, 1))
-    assert slower.begun_ns - plain.begun_ns == slower.prefilled_ns - plain.prefilled_ns == 2 * MS
-
-
-def test_frontend_and_link_times_precede_the_worker_and_the_hand_over() -> None:
-    (one,) = ran(replace(TIMES, frontend_s=4e-3, link_s=5e-3), Arrival(0.0, 10, 1))
-    assert one.taken_ns - one.received_ns == 4 * MS
+def test_the_links_time_precedes_the_hand_over() -> None:
+    (one,) = ran(replace(TIMES, link_s=5e-3), Arrival(0.0, 10, 1))
     assert one.first_token_ns - one.prefilled_ns == 5 * MS
 
 
@@ -66,35 +59,6 @@ def test_later_chunks_take_their_measured_extra_time() -> None:
     first, both = (ran(replace(TIMES, prefill_behind_s=1e-3), Arrival(0.0, tokens, 1))[0] for tokens in (100, 130))
     assert first.prefilled_ns - first.begun_ns == 100 * MS
     assert both.prefilled_ns - both.begun_ns == 160 * MS
-
-
-def test_embedding_a_text_on_a_passs_core_slows_the_pass() -> None:
-    arrivals = Arrival(0.0, 400, 1), Arrival(0.050, 10, 1)
-    apart, shared = (ran(replace(TIMES, embed_core_s=core_s), *arrivals)[0] for core_s in (0.0, 1e-3))
-    assert shared.begun_ns == apart.begun_ns  # its own text: no pass was running
-    assert shared.prefilled_ns - apart.prefilled_ns == MS
-
-
-def test_a_request_takes_frontend_time_from_decodes_core_during_a_step() -> None:
-    arrivals = Arrival(0.0, 10, 40), Arrival(0.060, 10, 1), Arrival(5.0, 10, 1)
-    alone, held_up = (ran(replace(TIMES, request_core_s=core_s), *arrivals) for core_s in (0.0, 2e-3))
-    assert held_up[0].end_ns - alone[0].end_ns == 2 * MS, "of the second request's: nothing ran when the others arrived"
-    assert held_up[2].end_ns == alone[2].end_ns
-
-
-# ---- interference
-
-
-def test_a_pass_takes_longer_only_while_decode_is_busy() -> None:
-    running, other = ran(replace(TIMES, prefill_beside=1.5), Arrival(0.0, 10, 40), Arrival(0.030, 10, 1))
-    assert running.prefilled_ns - running.begun_ns == 10 * MS
-    assert other.prefilled_ns - other.begun_ns == 15 * MS
-
-
-def test_steps_that_begin_during_a_pass_take_longer() -> None:
-    running, other = ran(replace(TIMES, decode_beside=2.0), Arrival(0.0, 10, 40), Arrival(0.030, 30, 1))
-    assert other.prefilled_ns - other.begun_ns == 30 * MS
-    assert running.end_ns - running.first_token_ns == (34 + 2 * 5) * 3 * MS  # five steps begin during the pass
 
 
 # ---- decode
@@ -137,17 +101,3 @@ def test_probes_are_sent_and_their_answers_received_between_steps(others: int, s
         assert stalled_ns == pytest.approx(steps * 3 * MS, rel=0.02)
     else:
         assert stalled_ns == pytest.approx(MS, rel=0.1)
-
-
-def test_a_probe_delays_the_next_step() -> None:
-    times = replace(TIMES, prefill_token_s=0.0)
-    free, costly = (node(replace(times, probe_s=cost_s), Arrival(0.0, 10, 12), every=10) for cost_s in (0.0, 2e-3))
-    assert costly.requests[0].end_ns - free.requests[0].end_ns == 2 * MS
-
-
-def test_a_probing_rows_wait_delays_no_other_row() -> None:
-    times = replace(TIMES, prefill_token_s=0.0)
-    arrivals = Arrival(0.0, 10, 200), Arrival(0.001, 10, 12)
-    free, waits = (node(replace(times, probe_wait_s=wait_s), *arrivals, every=100) for wait_s in (0.0, 8e-3))
-    assert waits.requests[1].end_ns == free.requests[1].end_ns
-    assert waits.requests[0].stalled_ns - free.requests[0].stalled_ns == 8 * MS

@@ -341,12 +341,6 @@ class SimDecode:
         early = self._slice_ns and self.early.first(self._events.now_ns)
         self.batch.resume(1 if self._computing or self._computed or sliced or early else most)
 
-    def delay_next_step(self, seconds: float) -> None:
-        """Delay the next step: other processes use its core."""
-        if self._running:
-            self.batch.delay_next_step(seconds)
-            self.batch.interrupt()
-
     def expire(self, request: SimRequest) -> None:
         """End a request that is past its deadline."""
         if request.row >= 0:

@@ -55,9 +55,6 @@ class Batches:
                 chunk_token_s=times.prefill_token_s,
                 chunk_behind_s=times.prefill_behind_s,
                 chunk_pair_s=times.prefill_pair_s,
-                embed_core_s=times.embed_core_s,
-                probe_s=times.probe_s,
-                busy_factor=times.decode_beside,
             ),
             worker_count=count,
             workers=new_array(at.Worker, count),
@@ -76,7 +73,6 @@ class Batches:
             most_steps=most_steps,
             embed_ns=ns(times.embed_s),
             timeout_ns=_PROBE_TIMEOUT_NS,
-            wait_ns=ns(times.probe_wait_s),
         )
         self._workers = [
             at.Worker(
@@ -107,21 +103,6 @@ class Batches:
         self._callbacks.append(between)
         self._state.workers[number].most_tokens = most_tokens
         return Batch(self._events, self._pools, self.handle, self._state, number, self._most_steps)
-
-    @property
-    def at_work(self) -> bool:
-        """Whether a worker has a step in progress."""
-        return any(self._state.workers[number].steps for number in range(self._state.worker_count))
-
-    def add_busy_prefills(self, prefills: int) -> None:
-        """Change the number of busy prefill workers, which slow down later steps."""
-        state = self._state
-        before = state.busy_prefills
-        state.busy_prefills += prefills
-        if state.costs.busy_factor > 1.0 and (before == 0) != (state.busy_prefills == 0):
-            for number in range(state.worker_count):
-                if state.workers[number].steps > 1:
-                    core.interrupt(self.handle, number, self._events.now_ns)
 
     def run(self, until_ns: int, planned: int) -> bool:
         """See `EventSource`."""

@@ -149,14 +149,10 @@ def _begin_run(s: State, pools: int, worker: Worker, now: int, most: int) -> Non
         share = worker.share[0]
         share.model_busy = members > 0
         extra_ns, share.debt_ns = share.debt_ns, 0
-    if members:
-        worker.extra_s += worker.probing.count * s.costs.embed_core_s
     if worker.extra_s:
         extra_ns += round(worker.extra_s * 1e9)
         worker.extra_s = 0.0
     each_ns = _step_ns(s, worker, members)
-    if s.busy_prefills:
-        each_ns, extra_ns = round(each_ns * s.costs.busy_factor), round(extra_ns * s.costs.busy_factor)
     if worker.probing.count:
         _embed(s, pools, worker, now, now + extra_ns + each_ns if members else 0)
     worker.appended = 0
@@ -216,7 +212,7 @@ def _embed(s: State, pools: int, worker: Worker, now: int, boundary: int) -> Non
 @compiled
 def _send(s: State, pools: int, number: int, when: int) -> None:
     row = s.rows[number]
-    when += s.wait_ns + pool_state_at(pools).ring_ns
+    when += pool_state_at(pools).ring_ns
     row.query = pool.submit(pools, 1, s.workers[row.worker].group, when, row.deadline_ns, 0, s.top_m, number)
     s.clock[0].next_ns = min(s.clock[0].next_ns, when)
 
@@ -263,7 +259,6 @@ def _process_answers(s: State, worker: Worker, now: int) -> None:
         row = s.rows[number]
         worker.stalled -= 1
         row.stall_ns += now - row.deadline_ns + s.timeout_ns
-        worker.extra_s += s.costs.probe_s
         if row.status == pool.OK:
             hit = worker.drawn[worker.drawn_used] < s.probe_hit
             worker.drawn_used += 1

@@ -99,7 +99,7 @@ class Clock(Record):
 
 @record
 class Costs(Record):
-    """Times of a step in ns; of a chunk, of a text embedded during a step and of a probe in s."""
+    """Times of a step in ns; of a chunk in s."""
 
     step_ns: float
     row_ns: float
@@ -107,9 +107,6 @@ class Costs(Record):
     chunk_token_s: float
     chunk_behind_s: float
     chunk_pair_s: float
-    embed_core_s: float
-    probe_s: float
-    busy_factor: float  # slowdown while prefill is busy
 
 
 @record
@@ -135,10 +132,8 @@ class State(Record):
     probe_tokens: int  # of passages
     top_m: int
     most_steps: int  # of a run
-    busy_prefills: int
     embed_ns: int
     timeout_ns: int  # of a probe
-    wait_ns: int  # of a probe, which delays its own row only
 
 
 state_at = record_at(State)

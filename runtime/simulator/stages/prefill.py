@@ -17,7 +17,6 @@ from runtime.simulator.events import Events, ns
 from runtime.simulator.kv.prompt_blocks import PromptBlocks
 from runtime.simulator.kv.write_through import WriteThrough
 from runtime.simulator.stages.decode import SimDecode
-from runtime.simulator.stages.decode_batches import Batches
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
@@ -40,7 +39,6 @@ class SimPrefill:
         report: Callable[[Report], None],
         fail: Callable[[SimRequest, str], None],
         disaggregation: Disaggregation,
-        decodes: Batches,
         prompts: PromptBlocks | None,
         decode_of: Callable[[SimRequest], SimDecode],
         decode_first: bool,
@@ -49,19 +47,18 @@ class SimPrefill:
         self.name = name
         self._events, self._times, self._gpu = events, times, gpu
         self._submit, self._offer, self._report, self._fail = submit, offer, report, fail
-        self._disaggregation, self._decodes = disaggregation, decodes
+        self._disaggregation = disaggregation
         self.prompts = prompts
         self._decode_of, self._decode_first = decode_of, decode_first
         self._writes = WriteThrough(events, prompts, lambda: not self._busy) if prompts is not None else None
         self._queued_tokens = 0  # tokens of prompts that wait or run
-        self._embed_ns, self._embeds = ns(times.embed_s), 0  # per text; texts since the last pass
+        self._embed_ns = ns(times.embed_s)  # per text
         self._embedded_ns = 0  # when the embedding thread, which processes one text at a time, is done
         self._arrived: list[SimRequest] = []
         self._answered: list[tuple[SimRequest, str]] = []
         self.retrieving = 0  # arrived and not waiting yet
         self.waiting: list[SimRequest] = []  # by descending virtual deadline
         self._running: list[SimRequest] = []
-        self._prompt_ns = ns(times.prompt_s) if submit is not None else 0
         self._chunk_tokens = limits.pass_tokens
         self._overhead_ns = 0  # the loop's own work before the next pass
         self.slots = self.free = limits.slots
@@ -94,7 +91,6 @@ class SimPrefill:
                 if self._submit is None:
                     self._enqueue(request)
                 else:
-                    self._embeds += 1
                     self._embedded_ns = max(self._embedded_ns, self._events.now_ns) + self._embed_ns
                     self._events.at(self._embedded_ns, partial(self._send_query, request))
         if self._answered:
@@ -119,7 +115,6 @@ class SimPrefill:
 
     def _enqueue(self, request: SimRequest) -> None:
         request.searched_ns = self._events.now_ns
-        self._overhead_ns += self._prompt_ns
         self.retrieving -= 1
         place, tokens = request.placement, request.arrival.prompt_tokens
         own = tokens - self.prompts.cached_tokens(request.arrival) if self.prompts is not None else tokens
@@ -187,7 +182,6 @@ class SimPrefill:
         admitted = self._admit()
         if admitted:
             self._running.sort(key=lambda one: one.virtual_deadline_ns)
-        embeds, self._embeds = self._embeds, 0
         self._set_busy(bool(self._running))
         if self._writes is not None:
             self._writes.write_for()  # blocks written before an eviction
@@ -207,9 +201,7 @@ class SimPrefill:
             chunks.append((request, tokens))
             seconds += self._times.prefill_s(request.done_tokens, tokens)
             budget -= tokens
-        seconds += self._times.prefill_pass_s * bool(chunks) + embeds * self._times.embed_core_s
-        if self._times.prefill_beside > 1.0 and self._decodes.at_work:
-            seconds *= self._times.prefill_beside
+        seconds += self._times.prefill_pass_s * bool(chunks)
         if chunks:
             self._disaggregation.record_pass(self._chunk_tokens - budget, seconds)
             if self.prompts is not None:
@@ -221,9 +213,7 @@ class SimPrefill:
         self._events.after(took, partial(self._finish_pass, chunks, ns(seconds)))
 
     def _set_busy(self, busy: bool) -> None:
-        if busy != self._busy:
-            self._busy = self._gpu.model_busy = busy
-            self._decodes.add_busy_prefills(1 if busy else -1)
+        self._busy = self._gpu.model_busy = busy
 
     def _finish_pass(self, chunks: list[tuple[SimRequest, int]], took_ns: int) -> None:
         for request, tokens in chunks:

@@ -18,15 +18,7 @@ The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that
 | `tier_block_s` | 50 µs | fixed cost of writing or loading a KV block: open, rename; measured by `calibrate` |
 | `tier_write_bytes_s` | 2e9 | write bandwidth with checksum and copies; measured on two CPU cores, not next to a GPU |
 | `tier_load_bytes_s` | 2e9 | the same for loading |
-| `frontend_s` | 0 | latency from the frontend to a prefill worker; fitted to a node at c2acf60c |
-| `request_core_s` | 0 | time of frontend and client per request on decode's core |
-| `prompt_s` | 0 | time of prefill's loop for a request's passages and prompt; fitted to a node at c2acf60c |
-| `prefill_beside` | 1 | slowdown of a pass while decode is busy; fitted to a node at c2acf60c |
-| `decode_beside` | 1 | slowdown of a step while prefill is busy; fitted to a node at c2acf60c |
-| `probe_s` | 0 | time of decode's loop per probe; fitted to a node at c2acf60c |
-| `probe_wait_s` | 0 | further wait of a probe's row, during which others continue; fitted to a node at c2acf60c |
 | `embed_s` | 2 ms | one query through a small embedder; an assumption |
-| `embed_core_s` | 0 | part of that on the core of the worker's passes or steps; fitted to a node at c2acf60c |
 | `ring_s` | 10 µs | latency through the ring; measured on two CPU cores (4–8 µs busy) |
 | `extend_s` | 30 µs | one captured extend with few slots; an assumption until measured |
 | `extend_slot_s` | 0.1 µs | a slot's 4 · 32 rows of 768 float16 at 60% of 3.35 TB/s |
@@ -75,15 +67,7 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tier_block_s: _Cost = 50e-6
     tier_write_bytes_s: Annotated[float, Meta(gt=0)] = 2e9
     tier_load_bytes_s: Annotated[float, Meta(gt=0)] = 2e9
-    frontend_s: _Cost = 0.0
-    request_core_s: _Cost = 0.0
-    prompt_s: _Cost = 0.0
-    prefill_beside: _Factor = 1.0
-    decode_beside: _Factor = 1.0
-    probe_s: _Cost = 0.0
-    probe_wait_s: _Cost = 0.0
     embed_s: _Cost = 2e-3
-    embed_core_s: _Cost = 0.0
     ring_s: _Cost = 10e-6
     extend_s: _Cost = 30e-6
     extend_slot_s: _Cost = 0.1e-6
