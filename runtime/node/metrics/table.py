@@ -18,17 +18,35 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from typing import Literal
 
 import numpy as np
 
 from ipc import MemoryReference, SharedMemory
 from runtime.node.config import Role, SloSection
-from runtime.node.metrics.worker_metrics import KNOBS, METRICS, Counter, Gauge, Histogram, Knob, Metric
+from runtime.node.metrics.worker_metrics import METRICS, Counter, Gauge, Histogram, Metric
 
 _MAGIC = 0x545249_4E495459  # "TRINITY"
 _VERSION = 4
 _HEADER_WORDS = 8
 _NOTE_BYTES = 1024
+
+Knob = Literal[
+    "reserve",  # share of the slots that is reserved for prefill queries, 0 to 1
+    "flush_prefill_s",  # how long a prefill query leaves free slots to decode queries
+    "reload_of",  # index of the collection to reload in the configuration, or -1 for all
+    "reload",  # number of the requested reload
+    "draining",  # 1 while the node drains on request of an operator
+]
+_RELOADS: tuple[Knob, ...] = ("reload_of", "reload")
+KNOBS: dict[Role, tuple[Knob, ...]] = {
+    "pool": ("reserve", "flush_prefill_s", *_RELOADS),
+    "prefill": _RELOADS,
+    "decode": _RELOADS,
+    "engine": (),
+    "frontend": (*_RELOADS, "draining"),
+}
+"""Values that the supervisor sets in a worker at run time, through its table."""
 
 
 class State(IntEnum):

@@ -383,20 +383,3 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
     "engine": _of(WorkerMetrics),  # vLLM exports its own
     "frontend": _of(FrontendMetrics),
 }
-
-Knob = Literal[
-    "reserve",  # share of the slots that is reserved for prefill queries, 0 to 1
-    "flush_prefill_s",  # how long a prefill query leaves free slots to decode queries
-    "reload_of",  # index of the collection to reload in the configuration, or -1 for all
-    "reload",  # number of the requested reload
-    "draining",  # 1 while the node drains on request of an operator
-]
-_RELOADS: tuple[Knob, ...] = ("reload_of", "reload")
-KNOBS: dict[Role, tuple[Knob, ...]] = {
-    "pool": ("reserve", "flush_prefill_s", *_RELOADS),
-    "prefill": _RELOADS,
-    "decode": _RELOADS,
-    "engine": (),
-    "frontend": (*_RELOADS, "draining"),
-}
-"""Values that the supervisor sets in a worker at run time, through its table."""
