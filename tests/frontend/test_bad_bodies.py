@@ -11,7 +11,13 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message, Scope
 
-from runtime.serving.http.middleware import BodyMemory, BodyTooLarge, RequestTooSlow, bounded_body, error_response
+from runtime.serving.http.middleware import (
+    BodyMemory,
+    BodyTooLarge,
+    RequestTooSlow,
+    bounded_body,
+    error_response,
+)
 from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import WAIT
 from tests.frontend.request_errors import COMPLETION, SETTINGS, assert_error

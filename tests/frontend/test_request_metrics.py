@@ -14,8 +14,9 @@ from runtime.node.metrics.worker_metrics import FrontendMetrics, Slo
 from runtime.serving import stages
 from runtime.serving.frontend.observability import RequestMetrics, Traces
 from runtime.serving.frontend.requests import ClientDisconnected, RequestOutcome
+from runtime.serving.http.access import FULL_ACCESS
 from runtime.serving.http.api_types import RetrievalBody
-from runtime.serving.http.middleware import FULL_ACCESS, RequestContextMiddleware
+from runtime.serving.http.middleware import RequestContextMiddleware
 from runtime.serving.http.service import Searches
 from tests.frontend.cluster import FakeSearch
 

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from runtime.retrieval.attributes.filters import AttributeBinding
-from runtime.serving.http.middleware import Access
+from runtime.serving.http.access import Access
 from runtime.serving.http.service import Settings
 from runtime.testing.waiting import eventually
 from tests.frontend.cluster import Cluster

@@ -26,6 +26,7 @@ from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.serving.frontend.answer_cache import CacheHit, CacheKey
 from runtime.serving.frontend.requests import ClientDisconnected
+from runtime.serving.http.access import Access, access_of
 from runtime.serving.http.api_types import (
     COMPLETION_TOKENS,
     ChatBody,
@@ -37,12 +38,10 @@ from runtime.serving.http.api_types import (
 )
 from runtime.serving.http.middleware import (
     REQUEST_ID_HEADER,
-    Access,
     AuthMiddleware,
     BodyMemory,
     CompressedBody,
     RequestContextMiddleware,
-    access_of,
     client_id_of,
     error_response,
     id_source,

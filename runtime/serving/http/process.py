@@ -38,9 +38,10 @@ from runtime.retrieval.stores.service import Stores
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.observability import RequestMetrics
+from runtime.serving.http.access import access_by_key
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig
-from runtime.serving.http.middleware import access_by_key, id_source
+from runtime.serving.http.middleware import id_source
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.routes.tokenize import Tokens
 from runtime.serving.http.service import NoCollections, SearchSource, Service, Settings, missing_roles

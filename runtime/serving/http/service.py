@@ -33,8 +33,9 @@ from runtime.serving import stages
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.observability import Traces
+from runtime.serving.http.access import Access
 from runtime.serving.http.api_types import RetrievalBody
-from runtime.serving.http.middleware import BODY_TIMEOUT_S, MAX_BODY_BYTES, Access
+from runtime.serving.http.middleware import BODY_TIMEOUT_S, MAX_BODY_BYTES
 from runtime.serving.http.response_memory import MAX_UNSENT_BYTES
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.routes.tokenize import Tokens

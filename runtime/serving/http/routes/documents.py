@@ -11,8 +11,9 @@ from starlette.responses import Response
 from runtime.errors import InvalidRequest
 from runtime.retrieval.live.validation import MAX_BATCH, UpsertDocument
 from runtime.retrieval.live.writer_service import WriterService
+from runtime.serving.http.access import access_of
 from runtime.serving.http.api_types import StrictModel, field_error, filter_at, json_name, parse, without_null
-from runtime.serving.http.middleware import ReadBody, access_of
+from runtime.serving.http.middleware import ReadBody
 from runtime.serving.http.responses import Json, json_response
 
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest
-from runtime.serving.http.middleware import access_of
+from runtime.serving.http.access import access_of
 from runtime.serving.http.responses import json_response
 
 WATCHED_S = 30.0

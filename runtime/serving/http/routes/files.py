@@ -9,7 +9,7 @@ from starlette.responses import FileResponse, Response
 from runtime.errors import Forbidden, InvalidRequest
 from runtime.retrieval.stores.records import StoredFile
 from runtime.retrieval.stores.service import NewFile, Stores
-from runtime.serving.http.middleware import access_of
+from runtime.serving.http.access import access_of
 from runtime.serving.http.multipart import Write, declared_bytes, receive_form
 from runtime.serving.http.responses import Json, json_response
 from runtime.serving.http.routes.paging import MAX_FILES_LISTED, list_json, page_of

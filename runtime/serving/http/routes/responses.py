@@ -20,6 +20,7 @@ from runtime.retrieval.stores.records import StoredResponse, new_id
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.serving.frontend.requests import Request as InFlight
 from runtime.serving.http import unsupported_fields
+from runtime.serving.http.access import access_of
 from runtime.serving.http.api_types import (
     MAX_TOKENS,
     StrictModel,
@@ -31,7 +32,7 @@ from runtime.serving.http.api_types import (
     validate,
     without_null,
 )
-from runtime.serving.http.middleware import ReadBody, access_of, client_id_of, request_id
+from runtime.serving.http.middleware import ReadBody, client_id_of, request_id
 from runtime.serving.http.response_objects import ResponseBuilder
 from runtime.serving.http.responses import EventStream, Json, cancel_on_disconnect, json_response
 from runtime.serving.http.routes.files import tenant_of
