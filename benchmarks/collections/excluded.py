@@ -18,7 +18,7 @@ from benchmarks.common.data import Array, nearest
 from benchmarks.common.report import table
 from gpu import CpuEngine, GraphIndex
 from gpu.index.data import bitmap
-from runtime.node.config import PoolSection
+from runtime.node.worker_config import PoolSection
 
 CLUSTERS = 64
 LEFT = 1 / 3

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from runtime.node.config import PoolPlacement
+from runtime.node.worker_config import PoolPlacement
 from runtime.simulator.traces import MAX_REQUESTS
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from runtime.checks import gpu_sharing, permissions, preflight, remote, vllm
 from runtime.checks.finding import Finding, Level
 from runtime.engines.openai.capabilities import check_servers
 from runtime.errors import ConfigError, EmbedderUnreachable, TrinityError
-from runtime.node.config import KvWorkerSection, NodeConfig
+from runtime.node.config import NodeConfig
 from runtime.node.engine_config import OpenAiSection, VllmSection
 from runtime.node.placement.gpus import Gpu, Gpus
 from runtime.node.placement.layout import lay_out
@@ -30,6 +30,7 @@ from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import find_node
 from runtime.node.supervisor.listen import listen
+from runtime.node.worker_config import KvWorkerSection
 from runtime.retrieval.embedding.embedder import ServerSpec
 from runtime.retrieval.embedding.loading import embedder_location, load_embedder
 from runtime.retrieval.live.collection import collection_info

@@ -16,11 +16,9 @@ from runtime.node.engine_config import ModelSection, OpenAiSection, Seconds, Sec
 from runtime.node.remote_config import Name, RemoteSection
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.node.stores_config import STORES, StoresSection
+from runtime.node.worker_config import DecodeSection, PoolSection, PrefillSection
 
 Role = Literal["pool", "prefill", "decode", "engine", "frontend"]
-MAX_WORKERS = 8
-Workers = Annotated[int, Meta(ge=0, le=MAX_WORKERS)]
-Threads = Annotated[int, Meta(ge=1, le=256)]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
 Verify = Literal["start", "background", "never"]
 
@@ -101,115 +99,6 @@ class HttpSection(Section, frozen=True):
     open_paths: tuple[Literal["/health", "/ready", "/metrics"], ...] = ("/health", "/ready", "/metrics")
     cors_origins: tuple[Origin, ...] = ()
     vllm_metrics: bool = False
-
-
-class WorkerSection(Section, frozen=True):
-    """Keys of every worker role:
-
-    - `workers`, `threads`: number of workers, and of threads of each.
-    - `devices`: "cpu", "cuda:N" or a GPU's UUID; one entry per worker, or one for all.
-    - `cores`: lists of core numbers, one per worker or one for all; without, the kernel places the worker, or, on a
-      GPU, the layout does by NUMA node.
-    """
-
-    workers: Workers = 1
-    devices: tuple[str, ...] = ("cpu",)
-    cores: tuple[tuple[Annotated[int, Meta(ge=0, le=4096)], ...], ...] = ()
-    threads: Threads = 1
-
-
-class KvWorkerSection(WorkerSection, frozen=True):
-    """Keys of the roles that hold KV:
-
-    - `kv_blocks`: KV blocks per worker; 0 allocates what `slots` sequences of full context need.
-    - `spares`: number of standby workers: processes that have loaded the model and replace a worker that dies. Each
-      needs as much memory as a worker.
-    """
-
-    slots: Annotated[int, Meta(ge=1, le=512)] = 8
-    kv_blocks: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
-    spares: Annotated[int, Meta(ge=0, le=8)] = 0
-
-    def blocks(self, model: ModelSection) -> int:
-        """Return the number of KV blocks of one worker."""
-        return self.kv_blocks or self.slots * model.row_blocks
-
-
-class PrefillSection(KvWorkerSection, frozen=True):
-    """Prefill workers.
-
-    - `slots`: prompts that a worker holds at once, from their first chunk until decode has pulled their KV.
-    - `chunk_tokens`: tokens of one forward pass, of one prompt or of several. "auto" is 256 on CPUs and 1,024 on GPUs,
-      from where on a longer pass is hardly faster per token, and other prompts wait for it longer.
-    """
-
-    slots: Annotated[int, Meta(ge=1, le=256)] = 4
-    chunk_tokens: Literal["auto"] | Annotated[int, Meta(ge=16, le=65_536)] = "auto"
-
-    @property
-    def pass_tokens(self) -> int:
-        """`chunk_tokens`, where "auto" is the number for the workers' devices."""
-        if self.chunk_tokens != "auto":
-            return self.chunk_tokens
-        return 256 if self.devices[0] == "cpu" else 1024
-
-
-class DecodeSection(KvWorkerSection, frozen=True):
-    """Decode workers.
-
-    - `slots`: rows of the running batch, one per request.
-    - `chunk_tokens`: tokens per step of what a row must compute besides its next token, such as a prompt or passages.
-
-    When KV blocks run out, the youngest row is preempted. Later its KV is loaded from the tiers of `[kv]`, and the rest
-    is recomputed.
-    """
-
-    slots: Annotated[int, Meta(ge=1, le=512)] = 8
-    chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
-
-
-PoolPlacement = Literal["own", "with-prefill", "with-decode", "coupled"]
-
-
-class PoolSection(WorkerSection, frozen=True):
-    """Vector-pool workers: replicas of each other, or of each shard of a sharded collection.
-
-    Placement:
-
-    - `placement`: "own" places them on `devices`. "with-prefill", "with-decode" and "coupled" (both) place one beside
-      each worker of these roles, on its GPU or its cores; `workers` and `devices` are then left out. A worker queries
-      the pool worker beside it first, and another one while that is down, slow or overloaded; workers without one use
-      all in turn.
-
-    Scheduling (docs/scheduler.md):
-
-    - `slots`: maximum number of active queries. "auto" measures at start, for at most a second: the fewest with
-      which an extend wastes at most a tenth of its time, or whose rate is 95% of the best (few on a CPU, up to hundreds
-      on a GPU). The engine has as many slots again for paused queries.
-    - `reserve`: share r of the slots that is reserved for prefill queries. On a GPU decode leaves them free while
-      prefill is present, used or not; elsewhere it uses those that prefill does not.
-    - `queue`: maximum number of waiting queries; further ones are refused.
-
-    Search:
-
-    - `top_m`, `search_width`: defaults of queries that do not set them.
-    - `max_top_m`: maximum of `top_m`, which is at least k; k is at most 128.
-
-    Engine and client sessions:
-
-    - `form`: "auto" uses a resident kernel on a GPU that no other worker of the node uses: one launch that fetches
-      queries by itself (docs/gpu.md). "launches", as on other GPUs: launches that end when a query finishes or
-      arrives; use it for a GPU on which other programs compute.
-    """
-
-    placement: PoolPlacement = "own"
-    slots: Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)] = "auto"
-    form: Literal["auto", "launches"] = "auto"
-    queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
-    reserve: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3
-    max_top_m: Annotated[int, Meta(ge=1, le=4096)] = 512
-    top_m: Annotated[int, Meta(ge=1, le=4096)] = 160
-    search_width: Annotated[int, Meta(ge=1, le=32)] = 4
 
 
 Disaggregate = Literal["auto", "always", "never"]

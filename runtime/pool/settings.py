@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from runtime.node.config import NodeConfig, PoolSection, SloSection
+from runtime.node.config import NodeConfig, SloSection
+from runtime.node.worker_config import PoolSection
 
 Rules = Literal["trinity", "paper"]
 RULE_NAMES: tuple[Rules, ...] = get_args(Rules)

@@ -12,11 +12,11 @@ from random import Random
 from msgspec.structs import replace
 
 from runtime.errors import TrinityError
-from runtime.node.config import KvWorkerSection
 from runtime.node.control.law import INTERVAL_S, ControlLaw, Readings, SignalMeter
 from runtime.node.control.planner import Planner, Work
 from runtime.node.engine_config import ModelSection
 from runtime.node.metrics.worker_metrics import Stage
+from runtime.node.worker_config import KvWorkerSection
 from runtime.serving.frontend.choice import PREFIX_BLOCKS
 from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Hello, Role

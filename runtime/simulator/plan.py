@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from runtime.errors import ConfigError
-from runtime.node.config import PoolPlacement
+from runtime.node.worker_config import PoolPlacement
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import simulate
 from runtime.simulator.setup import Setup

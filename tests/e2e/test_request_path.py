@@ -12,7 +12,7 @@ import pytest
 from launchers.commands.demo import greedy, node_tokens, ragged_prompts
 from launchers.http_client import get_json, stream
 from runtime import SearchClient
-from runtime.node.config import PoolSection
+from runtime.node.worker_config import PoolSection
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.testing.node import Node

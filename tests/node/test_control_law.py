@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from runtime.node.config import ControlSection, NodeConfig, PoolSection, SloSection
+from runtime.node.config import ControlSection, NodeConfig, SloSection
 from runtime.node.control.law import (
     DECODE_STALL_TARGET,
     DWELL_S,
@@ -25,6 +25,7 @@ from runtime.node.control.law import (
 from runtime.node.control.loop import ControlLoop
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PoolMetrics
+from runtime.node.worker_config import PoolSection
 
 WAIT_TARGET_S = 0.01
 SLO = SloSection(ttft_s=20 * WAIT_TARGET_S)

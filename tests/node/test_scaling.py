@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.node.config import NodeConfig, PoolSection, SloSection
+from runtime.node.config import NodeConfig, SloSection
 from runtime.node.control.loop import ControlLoop
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PoolMetrics
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.supervisor.admin import NodeStatus, admin_request, restart_node, scale_workers
 from runtime.node.supervisor.supervisor import Supervisor
+from runtime.node.worker_config import PoolSection
 from runtime.testing.tiny_node import TinyNode, serve_eight_gpus, worker
 from tests.node.conftest import StartTiny
 

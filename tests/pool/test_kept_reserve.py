@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from gpu import SearchParams
 from ipc import Stage
-from runtime.node.config import NodeConfig, PoolSection, parse_config
+from runtime.node.config import NodeConfig, parse_config
 from runtime.node.metrics.worker_metrics import PoolMetrics
+from runtime.node.worker_config import PoolSection
 from runtime.pool.settings import Policy
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.times.service import ServiceTimes

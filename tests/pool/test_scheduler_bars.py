@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from ipc import Stage
-from runtime.node.config import NodeConfig, PoolSection
+from runtime.node.config import NodeConfig
+from runtime.node.worker_config import PoolSection
 from runtime.simulator.times.service import ServiceTimes
 from runtime.testing.standalone_pool import Query, run_pool
 

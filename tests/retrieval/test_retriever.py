@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from runtime.errors import CollectionReplaced, DeadlineExceeded, InvalidFilter, InvalidRequest, ModelError, Overloaded
-from runtime.node.config import PoolSection
+from runtime.node.worker_config import PoolSection
 from runtime.retrieval.embedding.embedder import TextKind
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retrieval_steps import RetrievalResult

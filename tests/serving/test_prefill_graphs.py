@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.node.config import PrefillSection
+from runtime.node.worker_config import PrefillSection
 from runtime.serving.model.model_info import ModelInfo
 from runtime.testing.reference import Reference
 

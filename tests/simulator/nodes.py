@@ -4,17 +4,8 @@ from random import Random
 
 from msgspec.structs import replace
 
-from runtime.node.config import (
-    DecodeSection,
-    Disaggregate,
-    HandoverSection,
-    HttpSection,
-    KvSection,
-    NodeConfig,
-    PoolPlacement,
-    PoolSection,
-    PrefillSection,
-)
+from runtime.node.config import Disaggregate, HandoverSection, HttpSection, KvSection, NodeConfig
+from runtime.node.worker_config import DecodeSection, PoolPlacement, PoolSection, PrefillSection
 from runtime.simulator.node import Simulation
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.setup import Setup

@@ -8,7 +8,8 @@ import pytest
 from gpu import GraphIndex
 from gpu.roofline import ExtendTime, Saturation, SearchRoofline
 from runtime.errors import ConfigError
-from runtime.node.config import CollectionSection, NodeConfig, PoolSection, parse_config
+from runtime.node.config import CollectionSection, NodeConfig, parse_config
+from runtime.node.worker_config import PoolSection
 from runtime.retrieval.collections.collection import Collection
 from runtime.simulator.times.calibrate import Line, calibrate, search_times
 from runtime.simulator.times.calibrate_pool import Totals, loop_times, solve

@@ -6,7 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from runtime.node.config import DecodeSection, HandoverSection, NodeConfig, PrefillSection
+from runtime.node.config import HandoverSection, NodeConfig
+from runtime.node.worker_config import DecodeSection, PrefillSection
 from runtime.simulator.node import Simulation
 from runtime.simulator.setup import Setup
 from runtime.simulator.times.service import ServiceTimes

@@ -4,7 +4,8 @@ from random import Random
 
 import pytest
 
-from runtime.node.config import DecodeSection, Disaggregate, HandoverSection, HttpSection, NodeConfig, PrefillSection
+from runtime.node.config import Disaggregate, HandoverSection, HttpSection, NodeConfig
+from runtime.node.worker_config import DecodeSection, PrefillSection
 from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.result import Result
 from runtime.simulator.setup import Setup

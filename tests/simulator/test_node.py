@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from runtime.errors import ConfigError
-from runtime.node.config import Disaggregate, PoolPlacement, SloSection
+from runtime.node.config import Disaggregate, SloSection
+from runtime.node.worker_config import PoolPlacement
 from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.plan import PLACEMENTS, fitting_slots, greatest_rate, plans
 from runtime.simulator.policies import PolicyChoice

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from runtime.node.config import DecodeSection, HttpSection, NodeConfig, PrefillSection
+from runtime.node.config import HttpSection, NodeConfig
+from runtime.node.worker_config import DecodeSection, PrefillSection
 from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.setup import Setup
 from runtime.simulator.traces import Arrival

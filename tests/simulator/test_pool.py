@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from runtime.node.config import PoolSection
+from runtime.node.worker_config import PoolSection
 from runtime.pool.settings import Policy
 from runtime.simulator.events import Events
 from runtime.simulator.stages.gpu import Gpu

@@ -5,7 +5,8 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from runtime.node.config import DecodeSection, HandoverSection, HttpSection, NodeConfig, PrefillSection
+from runtime.node.config import HandoverSection, HttpSection, NodeConfig
+from runtime.node.worker_config import DecodeSection, PrefillSection
 from runtime.serving.prefill import job
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import Simulation, simulate

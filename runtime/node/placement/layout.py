@@ -7,12 +7,13 @@ the NUMA node of a GPU, placement is left to the kernel.
 import msgspec
 
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig, Role, WorkerSection
+from runtime.node.config import NodeConfig, Role
 from runtime.node.engine_config import VllmSection
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan, plan_spares, plan_workers
 from runtime.node.placement.pool_placement import resolve_pool_placement
+from runtime.node.worker_config import WorkerSection
 
 _PLACED: tuple[Role, ...] = ("prefill", "decode", "pool")  # a pool worker beside one has its placement
 

@@ -12,10 +12,11 @@ import msgspec
 from runtime.errors import ConfigError
 from runtime.files import read_regular
 from runtime.node.api_keys import read_api_keys
-from runtime.node.config import CollectionSection, NodeConfig, Role, WorkerSection
+from runtime.node.config import CollectionSection, NodeConfig, Role
 from runtime.node.engine_config import OpenAiSection, ServedSection, Stage, VllmSection
 from runtime.node.placement.pool_placement import check_device, paired_workers, worker_devices
 from runtime.node.placement.vllm import check_vllm
+from runtime.node.worker_config import WorkerSection
 
 CPU = "cpu"
 ANSWERS = "@answers"

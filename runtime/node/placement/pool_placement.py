@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from gpu import is_device_name
 from runtime.errors import ConfigError
-from runtime.node.config import MAX_WORKERS, NodeConfig, PoolSection, Role, WorkerSection
+from runtime.node.config import NodeConfig, Role
+from runtime.node.worker_config import MAX_WORKERS, PoolSection, WorkerSection
 
 _ROLES: dict[str, tuple[Role, ...]] = {
     "own": (),

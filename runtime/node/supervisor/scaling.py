@@ -18,9 +18,10 @@ from typing import Literal, get_args
 import msgspec
 
 from runtime.errors import InvalidRequest
-from runtime.node.config import MAX_WORKERS, Role
+from runtime.node.config import Role
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.supervisor.supervised_worker import Desired, Phase, SupervisedWorker
+from runtime.node.worker_config import MAX_WORKERS
 
 ScaleAction = Literal["add", "drain", "flip"]
 _OTHER_ROLE: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 from ipc import Memo, SearchSpec, Stage
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.node.config import PoolSection
 from runtime.node.placement.plan import NodePlan
 from runtime.node.remote_config import RemoteSection
 from runtime.node.run_dir import collection_paths, find_node
+from runtime.node.worker_config import PoolSection
 from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
 from runtime.retrieval.search.batch_search import BatchSearch
 from runtime.retrieval.search.dispatcher import Dispatcher

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFull
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
-from runtime.node.config import PoolSection
+from runtime.node.worker_config import PoolSection
 from runtime.retrieval.search.pool_session import PoolSession, ReplicaPolicy, Replicas
 from runtime.retrieval.search.query import (
     Query,

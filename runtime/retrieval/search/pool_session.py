@@ -26,7 +26,7 @@ from ipc import (
     StaleEpoch,
 )
 from runtime.errors import TrinityError
-from runtime.node.config import PoolSection
+from runtime.node.worker_config import PoolSection
 from runtime.retrieval.search.query import PoolState, PoolStatistics, Query
 from runtime.retrieval.search.vectors import DeviceVectors, Vectors, on_host
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from runtime.node.config import DecodeSection
+from runtime.node.worker_config import DecodeSection
 from runtime.serving.decode.handover_queue import SLICE_NS
 from runtime.serving.kv.tiers import BUSY_SHARE
 from runtime.serving.messages import Report

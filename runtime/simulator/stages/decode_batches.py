@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 
 from ipc.native.records import address_of, array_from, array_over, new_array
-from runtime.node.config import DecodeSection
+from runtime.node.worker_config import DecodeSection
 from runtime.simulator.events import Events, ns
 from runtime.simulator.stages import decode_core as core
 from runtime.simulator.stages import decode_tables as at

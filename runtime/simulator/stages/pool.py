@@ -7,8 +7,8 @@ import numpy as np
 
 from ipc import STAGES, Stage
 from ipc.native.records import Array, address_of, array_from, array_over, new_array
-from runtime.node.config import PoolSection
 from runtime.node.metrics.worker_metrics import PoolMetrics
+from runtime.node.worker_config import PoolSection
 from runtime.pool.compiled import compiled
 from runtime.pool.estimates import learn_cost
 from runtime.pool.settings import Policy

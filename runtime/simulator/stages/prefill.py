@@ -9,7 +9,7 @@ from bisect import insort
 from collections.abc import Callable
 from functools import partial
 
-from runtime.node.config import PrefillSection
+from runtime.node.worker_config import PrefillSection
 from runtime.serving.kv.tiers import LOAD_NS
 from runtime.serving.messages import Report
 from runtime.serving.prefill.job import Disaggregation, virtual_deadline_ns

@@ -20,8 +20,9 @@ from gpu import GraphIndex, SearchParams, open_engine
 from gpu.backends import copy_bytes_s
 from gpu.roofline import SearchRoofline, measure_extends, search_roofline, typical_queries
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig, PoolSection
+from runtime.node.config import NodeConfig
 from runtime.node.engine_config import ModelSection
+from runtime.node.worker_config import PoolSection
 from runtime.retrieval.collections.collection import Collection
 from runtime.simulator.times.calibrate_pool import loop_times
 from runtime.simulator.times.roofline import PassRoofline
