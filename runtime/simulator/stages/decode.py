@@ -12,7 +12,6 @@ except the part that tiers hold.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from runtime.node.worker_config import DecodeSection
@@ -25,20 +24,9 @@ from runtime.simulator.kv.prompt_blocks import PromptBlocks
 from runtime.simulator.kv.rows import KvRows
 from runtime.simulator.kv.write_through import WriteThrough
 from runtime.simulator.stages.decode_batches import Batches
+from runtime.simulator.stages.pull import Link, Pull
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
-
-
-@dataclass(slots=True, eq=False)
-class _Pull:
-    """A pull: `left_ns` of copying remain, until `end_ns` once it runs uninterrupted. `min_slice_ns`: it is a load from
-    tiers by the loop itself, in slices of at least this time."""
-
-    request: SimRequest
-    pulled: Callable[[], None]
-    left_ns: int
-    end_ns: int = 0
-    min_slice_ns: int = 0
 
 
 class SimDecode:
@@ -62,8 +50,8 @@ class SimDecode:
         self.offers: deque[tuple[SimRequest, Callable[[], None], bool]] = (
             deque()
         )  # (request, callback, is an announcement)
-        self._pulling: deque[_Pull] = deque()
-        self._computing: deque[_Pull] = deque()  # prompts without KV
+        self._pulling: deque[Pull] = deque()
+        self._computing: deque[Pull] = deque()  # prompts without KV
         self._computed: list[SimRequest] = []  # complete with the current step
         self._chunk_tokens = limits.chunk_tokens
         self._link_ns = ns(times.link_s)
@@ -71,10 +59,11 @@ class SimDecode:
         self.slots = self.free = limits.slots
         self.kv, self.prompts = kv, prompts
         self.early = EarlyPulls(kv, prompts)
-        self._writes = WriteThrough(events, prompts, lambda: not self._running) if prompts is not None else None
+        self._writes = WriteThrough(events, prompts, lambda: not self._link.batch_runs) if prompts is not None else None
         self._steps = 0  # steps of the batch at the last write-through
         self.batch = batches.add(self._between_runs, kv.most_tokens if kv is not None else NEVER_NS)
         self.batch.call_between_runs(kv is not None)
+        self._link = Link(events, self.batch, self._slice_ns)
         self._requests: dict[int, SimRequest] = {}  # by row
         self.rows = 0
         self.preemptions = 0
@@ -134,31 +123,26 @@ class SimDecode:
         else:  # the loop sees it after the current step, and only has to start the copy
             self._admit()
             if self._pulling and not self._pulling[0].min_slice_ns:
-                self._schedule_end(self._pulling[0], self.batch.boundary_ns())
+                self._link.schedule_end(self._pulling[0], self.batch.boundary_ns())
             if self._computing or self._pulling:
                 self.batch.interrupt()
         self._send_report()
 
-    def _remaining_pull(self, early: EarlyPull, pulled: Callable[[], None]) -> _Pull:
+    def _remaining_pull(self, early: EarlyPull, pulled: Callable[[], None]) -> Pull:
         """Return the remaining pull of a complete prompt that was pulled early."""
         request, now = early.request, self._events.now_ns
         took = ns(self._times.copy_s(max(request.arrival.prompt_tokens - early.found_tokens, 0)))
         left = max(took - early.copied_ns, 0)
         self.link_busy_ns += left
-        return _Pull(request, pulled, left + max(early.end_ns - now, 0))
-
-    @property
-    def _running(self) -> bool:
-        """Whether there is a batch that a copy would delay."""
-        return bool(len(self.batch) or self.batch.joining)
+        return Pull(request, pulled, left + max(early.end_ns - now, 0))
 
     def _pull(self) -> None:
         """Admit offers and pull KV."""
         self._admit()
-        while self._pulling and self._copy(self._pulling[0]):
+        while self._pulling and self._link.copy(self._pulling[0]):
             self._finish_pull(self._pulling.popleft())
             self._admit()
-            if self._slice_ns and self._running:
+            if self._slice_ns and self._link.batch_runs:
                 return  # one between two steps
         if self._slice_ns and not self._pulling:
             self._pull_early()
@@ -170,7 +154,7 @@ class SimDecode:
         if early is None:
             return
         left = early.available_ns - early.copied_ns
-        if self._running:
+        if self._link.batch_runs:
             left = min(left, self._slice_ns, self.batch.step_ns() // BUSY_SHARE)
             self.batch.delay_next_step(left / 1e9)
         else:
@@ -205,7 +189,7 @@ class SimDecode:
             else:
                 took = ns(self._times.copy_s(request.arrival.prompt_tokens - found))
                 self.link_busy_ns += took
-                self._pulling.append(_Pull(request, pulled, took))
+                self._pulling.append(Pull(request, pulled, took))
 
     def _take_blocks(self, request: SimRequest) -> int:
         """Allocate blocks for a prompt. Return how many of its tokens are cached."""
@@ -218,9 +202,9 @@ class SimDecode:
         request.done_tokens = request.found_tokens = found
         if self.prompts is not None and (load_ns := self.prompts.begin_load(request)):
             min_slice_ns = self.prompts.tiers.costs.load_ns
-            self._pulling.append(_Pull(request, pulled, load_ns, min_slice_ns=min_slice_ns))
+            self._pulling.append(Pull(request, pulled, load_ns, min_slice_ns=min_slice_ns))
         else:
-            self._computing.append(_Pull(request, pulled, 0))
+            self._computing.append(Pull(request, pulled, 0))
 
     def _has_room(self, request: SimRequest) -> bool:
         """Return whether there are blocks for a prompt, after evicting early pulls if necessary."""
@@ -228,28 +212,6 @@ class SimDecode:
             if self.batch.preempted or not self.early.evict():
                 return False  # preempted rows have priority
         return True
-
-    def _copy(self, pull: _Pull) -> bool:
-        """Continue a pull. Return whether it is complete."""
-        now = self._events.now_ns
-        if pull.end_ns:
-            return pull.end_ns <= now
-        if (self._slice_ns or pull.min_slice_ns) and self._running:
-            slice_ns = max(min(SLICE_NS, self.batch.step_ns() // BUSY_SHARE), pull.min_slice_ns)
-            copied = min(pull.left_ns, slice_ns)
-            pull.left_ns -= copied
-            self.batch.delay_next_step(copied / 1e9)
-            return pull.left_ns == 0
-        self._schedule_end(pull, now)
-        return pull.end_ns <= now
-
-    def _schedule_end(self, pull: _Pull, at_ns: int) -> None:
-        """Let the rest of a pull run uninterrupted from `at_ns`."""
-        pull.end_ns = at_ns + pull.left_ns
-        if pull.end_ns > self._events.now_ns:
-            self._events.at(pull.end_ns, self.batch.interrupt)
-        else:
-            self.batch.interrupt()
 
     def _compute(self) -> None:
         """Add a chunk of prompts that decode computes to the next step; a prompt that it completes has its first token
@@ -275,20 +237,20 @@ class SimDecode:
             budget -= tokens
             if self.prompts is not None:
                 self.prompts.record_compute(tokens, ns(seconds))
-            if not self._running:
+            if not self._link.batch_runs:
                 prompt.left_ns = ns(seconds) + self.batch.step_ns()
-                self._schedule_end(prompt, now)
+                self._link.schedule_end(prompt, now)
                 break
             self.batch.delay_next_step(seconds)
             if tokens == left:
                 self._computed.append(self._computing.popleft().request)
 
-    def _finish_pull(self, pull: _Pull) -> None:
+    def _finish_pull(self, pull: Pull) -> None:
         request = pull.request
         if pull.min_slice_ns:
             assert self.prompts is not None, "only prompt blocks are loaded from tiers"
             request.done_tokens = request.found_tokens = self.prompts.end_load(request)
-            self._computing.append(_Pull(request, pull.pulled, 0))
+            self._computing.append(Pull(request, pull.pulled, 0))
             return
         pull.pulled()
         self._join(request)
@@ -328,7 +290,7 @@ class SimDecode:
             self.kv.tiers.write(steps * self.batch.step_ns() // BUSY_SHARE)  # blocks of preempted rows
         if self._writes is not None:
             took_ns = self._writes.write_for(steps * self.batch.step_ns())
-            if self._running:
+            if self._link.batch_runs:
                 self.batch.delay_next_step(took_ns / 1e9)
             else:
                 self._writes.write_when_idle()
