@@ -1,6 +1,5 @@
 """`trinity precompile`: compile everything that a node compiles at its first start, into the caches."""
 
-import importlib
 import importlib.util
 import itertools
 import os
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import numpy as np
 import typer
@@ -19,11 +18,12 @@ import typer
 from gpu.errors import GpuError
 from ipc.native.compiled import can_cache
 from runtime.errors import ConfigError, TrinityError, UsageError
+from runtime.node.config import Role
 from runtime.node.config_file import load_config
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan
-from runtime.node.worker import LOOPS
+from runtime.worker_process import loop_of
 
 
 def precompile(
@@ -79,8 +79,8 @@ def _timed(what: str, compile_: Callable[[], object]) -> None:
 
 def _modules() -> None:
     """Import what workers of every role import, for Python's caches."""
-    for module in LOOPS.values():
-        importlib.import_module(module)
+    for role in get_args(Role):
+        loop_of(role)
 
 
 def _pool() -> None:
