@@ -15,6 +15,8 @@ ALLOWED = {
     "runtime/serving/http/app.py": "the time that an answer shows as `created`",
     "runtime/engines/vllm/plugins/trinity_kv_files.py": "how old files are, whose dates are the wall clock's",
     "runtime/serving/frontend/spans.py": "when a span began, for who reads it among those of others",
+    "runtime/retrieval/stores/service.py": "when stores and files were made and expire, which outlasts a restart",
+    "runtime/retrieval/stores/responses.py": "when responses were made and expire, which outlasts a restart",
     "runtime/testing/tiny_node.py": "to have it jump, for a supervisor that is to take no notice",
 }
 

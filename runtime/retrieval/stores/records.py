@@ -68,7 +68,7 @@ class Store(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file in a store. `revision` rises when it must be indexed again."""
+    """A file in a store. `revision` changes when it must be indexed again."""
 
     id: str
     store: str

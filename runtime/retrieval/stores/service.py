@@ -7,6 +7,7 @@ made with the same access rights. What belongs to others does not exist for it. 
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -263,7 +264,7 @@ class Stores:
                 store = self._catalogue.get(Store, store_id, tenant or None)
                 entry = self._catalogue.get(StoreFile, file, tenant or None, store_id)
                 self._catalogue.put(replace(store, columns=with_columns(store.columns, attributes)))
-                entry = replace(entry, attributes=dict(attributes), revision=time.time_ns())
+                entry = replace(entry, attributes=dict(attributes), revision=secrets.randbits(62))
                 if entry.status == "completed":
                     entry = replace(entry, status="in_progress")
                 self._catalogue.put(entry)
@@ -326,7 +327,7 @@ class Stores:
             columns = with_columns(columns, new.attributes)
             entry = StoreFile(
                 id=file.id, store=store.id, tenant=store.tenant, created_at=now, usage_bytes=file.bytes,
-                attributes=dict(new.attributes), chunking=new.chunking, batch=batch, revision=time.time_ns(),
+                attributes=dict(new.attributes), chunking=new.chunking, batch=batch, revision=secrets.randbits(62),
             )  # fmt: skip
             self._catalogue.put(entry)
             entries.append(entry)
