@@ -12,6 +12,8 @@ from pathlib import Path
 from gpu.cuda import compiler, nvrtc
 from gpu.cuda.compiler import Usage
 
+_CPU_LIMIT_S = 40.0
+"""Of a compilation: kernels take at most 20 s on an idle core, and a core's time on a busy machine is worth half."""
 _FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trinity" / "tests"
 
 
@@ -32,7 +34,7 @@ def compiled(source: str, arch: str) -> tuple[bytes, dict[str, Usage]]:
     """Return the cached result of `gpu.cuda.compiler.compile_source`."""
 
     def make(folder: Path) -> None:
-        image, usage = compiler.compile_source(source, arch)
+        image, usage = compiler.compile_source(source, arch, _CPU_LIMIT_S)
         (folder / "image").write_bytes(image)
         (folder / "usage").write_text(json.dumps(usage))
 
