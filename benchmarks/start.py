@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 from benchmarks.common.machine import machine_load
@@ -32,20 +33,33 @@ from runtime.retrieval.collections.sources import no_progress
 from runtime.serving.model import smollm
 from runtime.testing.node import Node
 
+_LOOK_S = 0.2  # often enough to notice the end; a look takes several milliseconds of a core, so times are the log's
 _READY = re.compile(r"\b((?:pool|prefill|decode|frontend)-\d+)\b.*ready after ([\d.]+) s: (.*)$")
 
 
 def started_and_killed(config: Path, times: dict[str, list[float]]) -> None:
     """Perform one run and add its seconds to `times`, by name."""
-    begin = time.monotonic()
-    node = Node(config, look_s=0.02)
+    seconds, node = started(config)
     try:
-        times["node"].append(time.monotonic() - begin)
+        times["node"].append(seconds)
         for name in [worker.name for worker in node.status().workers]:
             times[f"kill -9 {name}"].append(_recovery_s(node, name))
     finally:
         node.stop()
     add_phases(node, times)
+
+
+def started(config: Path) -> tuple[float, Node]:
+    """Start a node. Return the seconds until all of it was ready, and the node."""
+    begin = time.time()
+    node = Node(config, look_s=_LOOK_S)
+    return _logged_at(node, "supervisor: node .* serves at") - begin, node
+
+
+def _logged_at(node: Node, pattern: str) -> float:
+    """Return the wall time in seconds of the last line of the node's log with this pattern."""
+    lines = [line for line in node.log.read_text(errors="replace").splitlines() if re.search(pattern, line)]
+    return datetime.fromisoformat(lines[-1].split()[0]).timestamp()
 
 
 def add_phases(node: Node, times: dict[str, list[float]], before: str = "") -> None:
@@ -60,7 +74,7 @@ def add_phases(node: Node, times: dict[str, list[float]], before: str = "") -> N
 def _recovery_s(node: Node, name: str) -> float:
     """Return the seconds from a kill -9 of a worker until its next process is ready."""
     worker = next(found for found in node.status().workers if found.name == name)
-    begin = time.monotonic()
+    begin = time.time()
     os.kill(worker.pid, signal.SIGKILL)
 
     def recovered() -> bool:
@@ -70,7 +84,7 @@ def _recovery_s(node: Node, name: str) -> float:
         )
 
     node.wait(recovered)
-    return time.monotonic() - begin
+    return _logged_at(node, f"{name}: ready after") - begin
 
 
 def cold_starts(config: Path, times: dict[str, list[float]]) -> None:
@@ -82,9 +96,8 @@ def cold_starts(config: Path, times: dict[str, list[float]]) -> None:
                 command = [sys.executable, "-m", "launchers.main", "precompile", "--config", str(config)]
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
                 times["trinity precompile"].append(time.monotonic() - begin)
-            begin = time.monotonic()
-            node = Node(config, look_s=0.02)
-            times[f"node, {what}"].append(time.monotonic() - begin)
+            seconds, node = started(config)
+            times[f"node, {what}"].append(seconds)
             node.stop()
             add_phases(node, times, f"{what}, ")
         print(f"start, {what}: {times[f'node, {what}'][0]:.1f} s", flush=True)
