@@ -94,9 +94,15 @@ def test_a_node_can_compute_all_or_no_prompts_in_decode() -> None:
 # ---- the workers
 
 
-@pytest.mark.parametrize("disaggregate", ["auto", "never"])
-@pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
-@pytest.mark.parametrize("host_mib", [0, 64])
+@pytest.mark.parametrize(
+    ("disaggregate", "order", "host_mib"),
+    [
+        ("auto", "prefill_first", 0),
+        ("auto", "decode_first", 64),
+        ("never", "prefill_first", 64),
+        ("never", "decode_first", 0),
+    ],
+)
 def test_answers_equal_generate_wherever_prompts_are_computed_and_under_preemption(
     start: Start, reference: Reference, disaggregate: str, order: str, host_mib: int, tmp_path: Path
 ) -> None:
