@@ -5,6 +5,9 @@ from pathlib import PurePosixPath
 
 ORDER = ("nodes", "e2e", "process", "unit")
 
+NODES = {"engines": ("test_vllm", "test_vllm_stages")}
+"""Files outside tests/e2e whose tests start whole nodes."""
+
 E2E = ("test_command_line", "test_examples", "test_frontend_death", "test_request_path")
 """Files of tests/e2e whose tests share one node; the others are in the layer `nodes`."""
 
@@ -14,7 +17,7 @@ PROCESS = {
         "test_launch_bindings", "test_fault_injection", "test_in_place", "test_resident", "test_stage_times",
     ),
     "dashboards": ("test_fleet", "test_metric_window", "test_rules", "test_top"),
-    "engines": ("test_real_vllm", "test_vllm", "test_vllm_setup", "test_vllm_stages"),
+    "engines": ("test_real_vllm", "test_vllm_setup"),
     "fleet": ("test_configurations", "test_kubernetes"),
     "fuzz": ("test_collections",),
     "gpu": (
@@ -48,4 +51,6 @@ def layer_of(nodeid: str) -> str:
     folder = path.parent.name
     if folder == "e2e":
         return "e2e" if path.stem in E2E else "nodes"
+    if path.stem in NODES.get(folder, ()):
+        return "nodes"
     return "process" if path.stem in PROCESS.get(folder, ()) else "unit"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import pytest_ignore_collect, pytest_xdist_auto_num_workers
-from tests.layers import E2E, ORDER, PROCESS, layer_of
+from tests.layers import E2E, NODES, ORDER, PROCESS, layer_of
 
 TESTS = Path(__file__).parent
 
@@ -30,7 +30,7 @@ def test_a_test_has_the_layer_of_its_file(test: str, layer: str) -> None:
 def test_every_listed_file_exists() -> None:
     files = [
         (TESTS if folder == "tests" else TESTS / folder) / f"{name}.py"
-        for folder, names in [*PROCESS.items(), ("e2e", E2E)]
+        for folder, names in [*PROCESS.items(), *NODES.items(), ("e2e", E2E)]
         for name in names
     ]
     assert [file for file in files if not file.exists()] == []

@@ -14,11 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from runtime.errors import EXIT_CONFIG, ConfigError, Unavailable
-from runtime.node.config import NodeConfig, parse_config
-from runtime.node.engine_config import VllmSection
-from runtime.node.placement.layout import lay_out
-from runtime.node.placement.machine import Machine
+from runtime.errors import EXIT_CONFIG, Unavailable
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status, stop_node
 from runtime.node.supervisor.supervised_worker import COMMAND
@@ -265,50 +261,3 @@ def test_a_version_that_is_too_old_ends_the_node_with_one_line(start: Start) -> 
     node.process.join(timeout=120)
     assert node.process.exitcode == EXIT_CONFIG
     assert "vLLM 0.19.1 at model.python = " in node.log.read_text()
-
-
-# ---- the plan
-
-
-def config(**model: Any) -> NodeConfig:
-    return parse_config({"model": {"engine": "vllm", "name": "m", "python": sys.executable} | model})
-
-
-def test_each_instance_has_gpus_of_its_own_in_order() -> None:
-    made = config(instances=2, tensor_parallel_size=2, pipeline_parallel_size=2)
-    first, second = lay_out(made, Machine.with_simulated_gpus(8)).of_role("engine")
-    assert first.gpu_numbers == ("0", "1", "2", "3")
-    assert second.gpu_numbers == ("4", "5", "6", "7")
-    assert second.visible_devices == "4,5,6,7"
-    assert second.shown_device == "cuda:4,5,6,7"
-    assert second.is_on("cuda:6")
-    assert not first.is_on("cuda:6")
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"instances": 2, "devices": ["cuda:0"]}, "model.devices has 1 entries: 2 instances of 1 GPUs"),
-        ({"devices": ["cpu", "cuda:0"], "instances": 2}, '"cpu" cannot be combined with GPUs'),
-        ({"devices": ["cuda:0", "cuda:0"], "instances": 2}, "names a GPU twice"),
-        ({"devices": ["gpu0"]}, "'gpu0' is not a device"),
-        ({"python": "/nowhere/python"}, "no such program"),
-    ],
-)
-def test_an_invalid_plan_is_refused_with_its_key(model: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        lay_out(config(**model))
-
-
-def test_a_run_directory_too_long_for_a_socket_path_is_refused() -> None:
-    raw = {"node": {"run_dir": "/tmp/" + "d" * 100}, "model": {"engine": "vllm", "name": "m", "python": sys.executable}}
-    with pytest.raises(ConfigError, match=r"Linux allows 107: give a shorter node\.run_dir"):
-        lay_out(parse_config(raw))
-
-
-def test_paths_are_distinguished_from_hub_names() -> None:
-    section = config(path="Qwen/Qwen3-8B").model
-    assert isinstance(section, VllmSection)
-    assert section.loads == "Qwen/Qwen3-8B"
-    with pytest.raises(ConfigError, match="did you mean 'tensor_parallel_size'"):
-        config(tensor_parallel=2)

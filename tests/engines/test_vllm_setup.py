@@ -21,20 +21,14 @@ from runtime.engines.vllm.process import drain
 from runtime.errors import ConfigError, ResourceBusy
 from runtime.node.config import NodeConfig
 from runtime.node.config_file import load_config
-from runtime.node.engine_config import VllmSection
 from runtime.node.metrics.exporter import engine_families
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
-from tests.engines.test_vllm import config, fake_python
+from tests.engines.test_vllm import fake_python
+from tests.engines.test_vllm_plan import config, section
 
 LAUNCHERS = Path(__file__).parents[2] / "launchers"
-
-
-def section(**model: object) -> VllmSection:
-    made = config(**model).model
-    assert isinstance(made, VllmSection)
-    return made
 
 
 def test_the_vllm_command_sets_model_socket_and_parallelism() -> None:
