@@ -92,7 +92,8 @@ class Message(msgspec.Struct, frozen=True):
 
 class Generation(msgspec.Struct, frozen=True):
     """A generation request: continue either `messages` (a chat, rendered with the model's chat template) or `prompt`
-    (text or token ids) until `deadline_ns`. Requests share KV only if they have the same `salt`."""
+    (text or token ids) until `deadline_ns`. Requests share KV only if they have the same `salt`. The prompt is computed
+    before those that were received up to `head_start_s` earlier. `expected_tokens`: of the answer, 0: unknown."""
 
     sampling: Sampling
     received_ns: int
@@ -101,6 +102,8 @@ class Generation(msgspec.Struct, frozen=True):
     prompt: str | tuple[int, ...] = ""
     retrieval: Retrieval | None = None
     salt: bytes = b""
+    head_start_s: float = 0.0
+    expected_tokens: int = 0
 
 
 # ---- worker → frontend

@@ -95,7 +95,8 @@ class SteppedWorkers:
         fields of the message."""
         sampling = Sampling(max_tokens, ignore_eos=True, **more.pop("sampling", {}))
         salt = more.pop("salt", b"")
-        generation = Generation(sampling, 1, deadline_ns, (), tuple(prompt), more.pop("retrieval", None), salt)
+        retrieval, head_start_s = more.pop("retrieval", None), more.pop("head_start_s", 0.0)
+        generation = Generation(sampling, 1, deadline_ns, (), tuple(prompt), retrieval, salt, head_start_s)
         message = Prefill(request_id, EPOCH, generation, decode, self.plan.endpoint(decode), **more)
         self.send("prefill-0", message)
         return message

@@ -163,6 +163,8 @@ def test_content_parts_tools_and_unknown_fields_are_forwarded() -> None:
                 {"role": "tool", "content": "nothing", "tool_call_id": "1"},
             ]
             body = {"model": MODEL, "messages": turns, "max_tokens": 2, "mm_processor_kwargs": {"x": 1}, "top_k": 3}
+            hints = {"priority": 2, "nvext": {"agent_hints": {"priority": 1, "osl": 9}, "router": {"ttft_target": 1}}}
+            body |= hints
             answer = await http.post("/v1/chat/completions", json=body | {"retrieval": DOCS})
             assert answer.status_code == 200
             assert harness.library.calls[0][0].text == "What is in it?"
@@ -172,6 +174,7 @@ def test_content_parts_tools_and_unknown_fields_are_forwarded() -> None:
             assert part == {"type": "text", "text": "What is in it?"}
             assert "passage 1.0." in block["text"]
             assert (sent["mm_processor_kwargs"], sent["top_k"]) == ({"x": 1}, 3)
+            assert {name: sent[name] for name in hints} == hints
             assert "retrieval" not in sent
 
     run(test())

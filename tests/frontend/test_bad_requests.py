@@ -158,7 +158,7 @@ def test_an_invalid_prompt_is_refused(http: httpx.Client, change: dict[str, Any]
         ("tool_choice", "auto"), ("tool_choice", {"type": "function"}), ("parallel_tool_calls", True),
         ("prediction", {"type": "content", "content": "x"}), ("audio", {"voice": "alloy", "format": "wav"}),
         ("web_search_options", {}), ("service_tier", "flex"), ("functions", [{"name": "f"}]), ("verbosity", "low"),
-        ("moderation", {"model": "m"}), ("prompt_cache_retention", "24h"), ("priority", 1), ("request_id", "mine"),
+        ("moderation", {"model": "m"}), ("prompt_cache_retention", "24h"), ("request_id", "mine"),
     ],
 )  # fmt: skip
 def test_a_field_that_would_change_the_answer_is_refused(http: httpx.Client, field: str, value: Any) -> None:

@@ -130,6 +130,23 @@ def test_without_a_seed_each_request_gets_its_own_and_openais_default_temperatur
     assert (first.temperature, first.top_p) == (1.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("fields", "head_start_s", "expected"),
+    [
+        ({}, 0.0, 0),
+        ({"priority": 3}, -3.0, 0),
+        ({"nvext": {"agent_hints": {"priority": 5, "osl": 64, "speculative_prefill": True}}}, 5.0, 64),
+        ({"nvext": {"agent_hints": {"strict_priority": 1, "priority": -1}, "annotations": []}}, 99_999.0, 0),
+    ],
+)
+def test_priorities_become_the_head_start_of_a_prompt(
+    cluster: Cluster, client: openai.OpenAI, fields: dict[str, Any], head_start_s: float, expected: int
+) -> None:
+    client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "say=1"}], extra_body=fields)
+    sent = cluster.players["prefill-0"].prefills[-1].generation
+    assert (sent.head_start_s, sent.expected_tokens) == (head_start_s, expected)
+
+
 def test_roles_and_text_parts_become_messages(cluster: Cluster, client: openai.OpenAI) -> None:
     parts: Any = [{"type": "text", "text": "say="}, {"type": "text", "text": "1"}]
     client.chat.completions.create(

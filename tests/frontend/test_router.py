@@ -135,6 +135,7 @@ def test_a_decode_worker_with_enough_free_blocks_is_preferred() -> None:
     made.report(Report("d1", 1, 1, 0, 2, 2, free_blocks=10))
     assert made.place((), tokens=320).decode == "d1"
     assert made.place((), tokens=288).decode == "d0"
+    assert made.place((), tokens=1000, expected=288).decode == "d0", "it is not expected to need all of them"
 
 
 def test_a_prefill_worker_without_free_blocks_counts_one_more_request() -> None:

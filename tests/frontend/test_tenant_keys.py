@@ -57,6 +57,14 @@ def cluster(directory: Path) -> Iterator[Cluster]:
     writes.close()
 
 
+def test_a_tenant_cannot_go_before_others_but_after_them(cluster: Cluster) -> None:
+    wanted = {"model": "tiny", "messages": [{"role": "user", "content": "say=1"}]}
+    for key, priority, head_start_s in ((ACME, -5, 0.0), (ACME, 5, -5.0), (ALL, -5, 5.0)):
+        with asking(cluster, key) as http:
+            assert http.post("/v1/chat/completions", json=wanted | {"priority": priority}).status_code == 200
+        assert cluster.players["prefill-0"].prefills[-1].generation.head_start_s == head_start_s
+
+
 def asking(cluster: Cluster, key: str = ACME) -> httpx.Client:
     http = cluster.http()
     http.headers["authorization"] = f"Bearer {key}"

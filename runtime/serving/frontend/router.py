@@ -132,29 +132,32 @@ class Router:
         """Return the roles without a worker that accepts requests; empty when the node is ready."""
         return [role for role in get_args(Role) if not self._ready(role)]
 
-    def place(self, prefix: Sequence[int], tokens: int = 0, avoid: str = "", blocks: int = 0) -> Placement:
+    def place(
+        self, prefix: Sequence[int], tokens: int = 0, avoid: str = "", blocks: int = 0, expected: int = 0
+    ) -> Placement:
         """Choose both workers for a prompt with these prefix blocks that needs at least `tokens` of context.
 
-        `blocks`: the prompt's number of blocks, if not all are known. `avoid` is chosen only if there is no other
-        worker. Raises Overloaded (too many in flight), Unavailable (a role has no worker) or ContextLengthExceeded.
+        `blocks`: the prompt's number of blocks, if not all are known. `expected`: tokens that it is expected to need,
+        if fewer than `tokens`. `avoid` is chosen only if there is no other worker. Raises Overloaded (too many in
+        flight), Unavailable (a role has no worker) or ContextLengthExceeded.
         """
         if self.in_flight >= self.max_in_flight:
             raise Overloaded(
                 f"{self.in_flight} requests are in flight, the limit is {self.max_in_flight}; try again later"
             )
-        choice = self._choice
+        choice, likely = self._choice, min(expected or tokens, tokens)
         prefill = choice.choose(
             self._fitting("prefill", tokens),
             lambda worker: (
                 worker.hello.worker == avoid,
-                choice.cost(worker, prefix, blocks, full=not worker.has_free_blocks(tokens)),
+                choice.cost(worker, prefix, blocks, full=not worker.has_free_blocks(likely)),
             ),
         )
         decode = choice.choose(
             self._fitting("decode", tokens),
             lambda worker: (
                 worker.hello.worker == avoid,
-                not (worker.has_free_slot and worker.has_free_blocks(tokens)),
+                not (worker.has_free_slot and worker.has_free_blocks(likely)),
                 choice.cost(worker, prefix, blocks) / worker.hello.slots,
             ),
         )

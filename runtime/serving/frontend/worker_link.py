@@ -172,7 +172,9 @@ class WorkerLink(Engine):
         tokens += len(prompt) if isinstance(prompt, tuple) else 1
         prefix, blocks = (prefix_blocks(prompt, salt=generation.salt), 0) if resume else known_prefix(generation)
         while True:
-            placement = self.router.place(prefix, tokens, avoid=avoid, blocks=blocks)
+            placement = self.router.place(
+                prefix, tokens, avoid=avoid, blocks=blocks, expected=generation.expected_tokens
+            )
             if self._send(placement.prefill, request.message(self.epoch, placement, resume)):
                 request.placement, request.placed = placement, True
                 return

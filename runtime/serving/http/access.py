@@ -36,6 +36,10 @@ class Access:
             return b""
         return blake2b(repr(sorted(self.grants.items())).encode(), digest_size=16).digest()
 
+    def head_start_s(self, wanted_s: float) -> float:
+        """Return the head start of a prompt: a restricted key may let others go first, not go before them."""
+        return wanted_s if self.grants is None else min(wanted_s, 0.0)
+
     def visible(self, collections: Iterable[str]) -> list[str]:
         """Return those of the collections that the key may access."""
         return [name for name in collections if self.grants is None or name in self.grants]

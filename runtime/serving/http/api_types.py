@@ -27,6 +27,8 @@ _CUSTOM = "trinity"
 _THRESHOLDS = {"every": 0.0, "drift": 0.5, "unsure": 2.0}  # of probes: a distance, an entropy in nats
 _TYPE_ERRORS = {"model_type": "must be an object", "dict_type": "must be an object", "list_type": "must be an array"}
 """Messages in place of pydantic's, which name Python's types."""
+MAX_PRIORITY, MAX_TIER = 1000, 15
+_TIER_S = 100_000  # more than any two priorities and waits differ by
 DEFAULT_HYBRID = 0.5  # weight of the keyword search with `hybrid: true`
 FLOAT32_MAX = 3.4028234663852886e38
 
@@ -294,8 +296,25 @@ class ChatMessage(StrictModel):
     content: Annotated[str, BeforeValidator(_validate_content)]
 
 
+class AgentHints(StrictModel):
+    """Dynamo's hints of a request. `priority`: higher ones go first. `strict_priority`: a higher tier goes before all
+    lower ones. `osl`: expected number of answer tokens. `speculative_prefill` has no effect."""
+
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    strict_priority: int = Field(0, ge=0, le=MAX_TIER)
+    osl: int = Field(0, ge=0, le=MAX_TOKENS)
+    speculative_prefill: bool = False
+
+
+class NvExt(StrictModel, extra="ignore"):
+    """Dynamo's extension of a body; other fields of it are for other engines."""
+
+    agent_hints: AgentHints = Field(default_factory=lambda: AgentHints.model_validate({}))
+
+
 class GenerateBody(StrictModel):
-    """Fields of both endpoints. `answer_cache` false: neither read nor store an answer in the cache."""
+    """Fields of both endpoints. `answer_cache` false: neither read nor store an answer in the cache. `priority` is
+    vLLM's field: lower ones go first."""
 
     model: str
     stream: bool = False
@@ -308,11 +327,18 @@ class GenerateBody(StrictModel):
     ignore_eos: bool = False
     return_token_ids: bool = False
     answer_cache: bool = True
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    nvext: NvExt = Field(default_factory=NvExt)
     retrieval: Annotated[RetrievalOptions | None, BeforeValidator(_validate_retrieval)] = None
 
     def token_limit(self, default: int) -> int:
         """Return the maximum number of answer tokens; `default` if the body has none."""
         return self.max_tokens if self.max_tokens is not None else default
+
+    def head_start_s(self) -> float:
+        """Return how many seconds before it arrived the prompt counts as received."""
+        hints = self.nvext.agent_hints
+        return float(hints.priority - self.priority + _TIER_S * hints.strict_priority)
 
     def to_sampling(self, default_max_tokens: int, random_seed: int) -> Sampling:
         """Convert to the workers' message. Without a seed `random_seed` is used; negative seeds are mapped to

@@ -215,12 +215,12 @@ class _Routes:
             if hit is not None:
                 return self._cached_response(response, hit, body.stream)
             store = lambda: cache.store(key, vector, response.to_pieces())  # noqa: E731
-        request = engine.submit(
-            response.id,
-            Generation(sampling, received_ns, deadline_ns, messages, prompt, response.retrieval, access_of(http).salt),
-            client_id=client_id_of(http),
-            sent=sent,
-        )
+        access = access_of(http)
+        generation = Generation(
+            sampling, received_ns, deadline_ns, messages, prompt, response.retrieval, access.salt,
+            access.head_start_s(body.head_start_s()), body.nvext.agent_hints.osl,
+        )  # fmt: skip
+        request = engine.submit(response.id, generation, client_id=client_id_of(http), sent=sent)
         watch = asyncio.create_task(cancel_on_disconnect(http, engine, request))
 
         def release() -> None:

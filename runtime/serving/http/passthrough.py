@@ -34,6 +34,7 @@ _CACHEABLE = frozenset(
     {
         *("model", "messages", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens"),
         *("temperature", "top_p", "seed", "stop", "ignore_eos", "retrieval", "answer_cache", "user", "metadata"),
+        *("priority", "nvext"),
     }
 )
 

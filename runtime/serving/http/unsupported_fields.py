@@ -63,7 +63,6 @@ UNSUPPORTED: dict[str, UnsupportedField] = {
     "moderation": UnsupportedField("moderation is not supported"),
     "store": UnsupportedField("answers are not stored for later requests", (False,)),
     "service_tier": UnsupportedField("there is only one tier", ("auto", "default")),
-    "priority": UnsupportedField("requests are ordered by deadline", (0,)),
     "prompt_cache_retention": UnsupportedField("cached prefixes are evicted by LRU", ("in_memory",)),
     "prompt_cache_options": UnsupportedField("prefix caching is automatic", ({}, {"mode": "implicit"})),
     "cache_salt": UnsupportedField("the API key determines the sharing of the prefix cache"),

@@ -225,7 +225,9 @@ class PrefillWorker:
         self._table.add(PrefillMetrics.NEW_TOKENS["decode" if by_decode else "prefill"], uncached)
         if not by_decode:
             job.virtual_deadline_ns = virtual_deadline_ns(
-                request.generation.received_ns, uncached, self._disaggregation.token_s
+                request.generation.received_ns - round(request.generation.head_start_s * 1e9),
+                uncached,
+                self._disaggregation.token_s,
             )
             self._waiting.append(job)
             return
