@@ -18,6 +18,7 @@ PROCESS = {
     ),
     "dashboards": ("test_fleet", "test_metric_window", "test_rules", "test_top"),
     "engines": ("test_real_vllm", "test_vllm_setup"),
+    "frontend": ("test_store_reader",),
     "fleet": ("test_configurations", "test_kubernetes"),
     "fuzz": ("test_collections",),
     "gpu": (

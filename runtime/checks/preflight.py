@@ -80,12 +80,16 @@ def check_without_start(plan: NodePlan) -> None:
             )
         if info.embedder:
             _check_embedder(collection, info.embedder)
-    answers = plan.config.answer_cache
-    if plan.config.stores_answers:
+    answers, stores = plan.config.answer_cache, plan.config.stores
+    for key, embedder, used in (
+        ("answer_cache.embedder", answers.embedder, plan.config.stores_answers),
+        ("stores.embedder", stores.embedder, bool(stores.path)),
+    ):
         try:
-            check_embedder(answers.embedder)
+            if used:
+                check_embedder(embedder)
         except ModelError as error:
-            raise ConfigError(f"answer_cache.embedder: {error.message}") from error
+            raise ConfigError(f"{key}: {error.message}") from error
     if plan.config.tracing.enabled:
         _check_tracing()
     if plan.config.own_model is not None:

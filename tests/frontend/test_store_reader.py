@@ -1,0 +1,44 @@
+"""Files of clients that are not plain text are read by a process of their own, with limits."""
+
+from pathlib import Path
+
+import pytest
+
+from runtime.retrieval.ingestion import isolated_reader
+from runtime.retrieval.stores import indexing
+from tests.frontend.store_node import store_node
+from tests.frontend.test_stores import upload, wait_indexed
+
+PAGE = (
+    b"<html><title>Leave</title><body><h1>Leave</h1><p>Parental leave is twelve weeks.</p><script>x()</script></body>"
+)
+
+
+def test_a_page_is_indexed_without_its_markup_and_one_that_kills_its_reader_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reader(isolated_reader.IsolatedReader):
+        """A reader whose process dies of a file with the word \"fatal\"."""
+
+        def read(self, name: str, content: bytes) -> isolated_reader.ParsedFile:
+            if b"fatal" in content:
+                self.close()
+                raise isolated_reader.UnreadableFile("its reader ended with SIGSEGV")
+            return super().read(name, content)
+
+    monkeypatch.setattr(indexing, "IsolatedReader", Reader)
+    with store_node(tmp_path) as cluster, cluster.client() as client:
+        store = client.vector_stores.create().id
+        fatal, page = upload(client, "fatal.html", b"<p>fatal</p>"), upload(client, "page.HTML", PAGE)
+        for file in (fatal, page):
+            client.vector_stores.files.create(store, file_id=file)
+        wait_indexed(client, store)
+        failed = client.vector_stores.files.retrieve(fatal, vector_store_id=store)
+        assert failed.last_error is not None
+        assert (failed.status, failed.last_error.code) == ("failed", "invalid_file")
+        assert failed.last_error.message == "its reader ended with SIGSEGV"
+        (found,) = client.vector_stores.search(store, query="leave").data
+        assert found.file_id == page
+        assert "twelve weeks" in found.content[0].text
+        assert "<p>" not in found.content[0].text
+        assert "x()" not in found.content[0].text
