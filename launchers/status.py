@@ -55,7 +55,7 @@ def _live_line(written: LiveCollectionsStatus) -> str:
     progress = f" (rows {rows:.0%}, graph {graph:.0%}, written {file:.0%})"
     building = f", {written.building} building{progress}" if written.building else ""
     return (
-        f"live collections: {written.documents:,} documents in {written.segments} segments{building}; "
+        f"collections: {written.documents:,} documents in {written.segments} segments{building}; "
         f"{written.growing:,} growing rows in the log ({written.log_bytes / 2**20:,.1f} MiB); "
         f"{written.tombstones:,} tombstones"
     )

@@ -13,7 +13,7 @@ from gpu import GraphIndex
 from gpu.compiled import compile_c_functions
 from gpu.cuda import backend, resident
 from gpu.index.rows import DTYPES, METRICS
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load
 from runtime.simulator.node import Simulation
 from runtime.testing.pool import InProcessPool, plan_of
 from tests.simulator.nodes import poisson, setup
@@ -29,7 +29,7 @@ def main() -> None:
             index = GraphIndex.build(vectors, metric=metric, dtype=dtype, degree=16)  # type: ignore[arg-type]
             index.search(vectors[:3], 5)
     with tempfile.TemporaryDirectory() as folder:
-        Collection.build(vectors, Path(folder) / "docs", metric="l2", degree=16)
+        bulk_load.build(vectors, Path(folder) / "docs", metric="l2", degree=16)
         pool = InProcessPool(plan_of(Path(folder) / "docs"))  # the pool's loop
         pool.close()
         pool.worker.table.close()

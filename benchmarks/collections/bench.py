@@ -42,10 +42,10 @@ from benchmarks.common.data import Array, load, nearest  # noqa: E402
 from benchmarks.common.machine import machine, machine_load  # noqa: E402
 from benchmarks.common.report import table, write  # noqa: E402
 from gpu import GraphIndex  # noqa: E402
-from runtime.retrieval.live.collection import create  # noqa: E402
-from runtime.retrieval.live.search import search_segment  # noqa: E402
-from runtime.retrieval.live.validation import UpsertDocument  # noqa: E402
-from runtime.retrieval.live.writer import LiveWriter  # noqa: E402
+from runtime.retrieval.collections.bulk_load import create  # noqa: E402
+from runtime.retrieval.collections.search import search_segment  # noqa: E402
+from runtime.retrieval.collections.validation import UpsertDocument  # noqa: E402
+from runtime.retrieval.collections.writer import CollectionWriter  # noqa: E402
 
 K = 10
 EFFORTS = (16, 32, 64, 128, 256)
@@ -129,7 +129,7 @@ def replaced(base: Array, queries: Array, metric: str, directory: Path) -> dict[
     count = len(base) * 10 // 13
     rest = len(base) - count
     create(directory, base.shape[1], metric=metric)
-    with LiveWriter(directory, background=False) as writer:
+    with CollectionWriter(directory, background=False) as writer:
         for begin in range(0, count, 1024):
             numbers = range(begin, min(begin + 1024, count))
             writer.upsert([UpsertDocument(str(number), vector=base[number]) for number in numbers])
@@ -162,7 +162,7 @@ def replaced(base: Array, queries: Array, metric: str, directory: Path) -> dict[
     }  # fmt: skip
 
 
-def _against_plain(writer: LiveWriter, queries: Array) -> float:
+def _against_plain(writer: CollectionWriter, queries: Array) -> float:
     """Return the speed of a collection of one segment relative to its index; the median of pairs."""
     plain, pairs = writer.state.segments[0].index, []
     for _ in range(50):
@@ -179,7 +179,7 @@ def upserts(base: Array, metric: str, directory: Path, batches: int = 300) -> di
     """Measure milliseconds until a batch of 32 is acknowledged, and of an fsync of the same number of bytes."""
     create(directory, base.shape[1], metric=metric)
     taken, alone = [], []
-    with LiveWriter(directory) as writer, (directory / "fsync").open("wb") as file:
+    with CollectionWriter(directory) as writer, (directory / "fsync").open("wb") as file:
         for batch in range(batches):
             documents = [
                 UpsertDocument(str(row % len(base)), "x" * 800, vector=base[row % len(base)])

@@ -22,8 +22,8 @@ import numpy as np
 
 from benchmarks.common.machine import machine_load
 from benchmarks.common.report import table
+from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.embedding.embedder import HashingEmbedder
-from runtime.retrieval.live.collection import create
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.background import Background
 from runtime.testing.live_node import DIM, DOCUMENTS, FLUSH

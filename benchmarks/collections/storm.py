@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from benchmarks.common.report import table
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.testing.node import Node
 
 ROWS, DIM, TENANTS, TAGS, SEGMENTS = 300_000, 32, 20, 200, 3
@@ -64,7 +64,7 @@ def build(home: Path, rows: int) -> None:
         return
     numbers, vectors = random.Random(0), np.random.default_rng(0)
     create(home / "notes", DIM, metric="l2", degree=16, embedder=f"hashing-{DIM}")
-    with LiveWriter(home / "notes", background=False, seal_rows=rows, threads=2) as writer:
+    with CollectionWriter(home / "notes", background=False, seal_rows=rows, threads=2) as writer:
         for begin in range(0, rows, 1000):
             batch = vectors.standard_normal((1000, DIM)).astype(np.float32)
             writer.upsert([

@@ -171,8 +171,7 @@ async def measure(
 def texts_of(collection: CollectionSection) -> dict[str, str]:
     """Return all passages of a collection by id."""
     with closing(Collection.open(Path(collection.path))) as held:
-        assert held.documents is not None, "it has passages"
-        return {found.id: found.text for found in held.documents.get(range(held.documents.size))}
+        return {found.id: found.text for found in held.documents()}
 
 
 def spread(values: Sequence[float], form: str) -> tuple[str, str]:

@@ -32,8 +32,8 @@ from benchmarks.common.report import table
 from launchers.http_client import post, stream
 from runtime.errors import TrinityError
 from runtime.node.supervisor.admin import NodeStatus
-from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.python_docs import python_documents
+from runtime.retrieval.collections import bulk_load
+from runtime.retrieval.ingestion.python_docs import python_documents
 from runtime.testing.background import Background
 from runtime.testing.node import Node
 from runtime.testing.tiny_model import make_tiny_llama
@@ -278,7 +278,7 @@ def order(workers: list[str], count: int, source: random.Random) -> Iterator[lis
 def make_node(home: Path) -> Path:
     """Create model, collection and configuration; returns the path of the configuration."""
     make_tiny_llama(home / "tiny")
-    Collection.build(python_documents()[:_PASSAGES], home / "docs", embedder="hashing-128")
+    bulk_load.build(python_documents()[:_PASSAGES], home / "docs", embedder="hashing-128")
     config = home / "node.toml"
     config.write_text(_CONFIG.format(home=home))
     return config

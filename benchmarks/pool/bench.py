@@ -44,6 +44,7 @@ from benchmarks.pool.clients import Load, Outcome, Vectors
 from benchmarks.pool.processes import IDLE_PER_S, Bench
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.worker_metrics import PoolMetrics
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 
 _PREFILL_SHARE, _OVERLOAD = 0.15, 2.0
@@ -245,7 +246,7 @@ def _built(
     if not collection.exists():
         print("building the index", file=sys.stderr)
         metric = "l2" if "l2" in name else "cosine"
-        Collection.build(base, collection, metric=metric, degree=32)  # type: ignore[arg-type]
+        bulk_load.build(base, collection, metric=metric, degree=32)  # type: ignore[arg-type]
     with Collection.open(collection) as opened:
         found, _ = opened.index.search(queries, 10, top_m=options.top_m, search_width=options.search_width)
     recall = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(found.tolist(), truth.tolist(), strict=True)])

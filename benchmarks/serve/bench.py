@@ -12,8 +12,8 @@ import numpy as np
 from benchmarks.serve.arrivals import Shape, arrivals
 from benchmarks.serve.client import Body, sequential
 from benchmarks.serve.system import Kind, System, SystemParts
-from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.python_docs import python_documents
+from runtime.retrieval.collections import bulk_load
+from runtime.retrieval.ingestion.python_docs import python_documents
 from runtime.serving.model.model_info import ModelInfo
 from runtime.testing.tiny_model import make_tiny_llama
 
@@ -33,7 +33,7 @@ class Bench:
             self.model, embedder = "smollm2-135m-instruct", "all-minilm-l6-v2"
         else:
             self.model, embedder = str(make_tiny_llama(folder / "tiny", layers=4, hidden=256)), "hashing-256"
-        Collection.build(python_documents()[:DOCUMENTS], folder / "docs", embedder=embedder)
+        bulk_load.build(python_documents()[:DOCUMENTS], folder / "docs", embedder=embedder)
         self.info = ModelInfo.read(self.model)
         self.parts = SystemParts(self.model, folder / "docs", folder, CONTEXT_TOKENS)
         # SmolLM2 is ten times slower: use shorter requests.

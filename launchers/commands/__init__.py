@@ -4,7 +4,6 @@ MAIN_COMMANDS = ("serve", "status", "top", "restart", "stop")  # defined in `lau
 
 LAZY_COMMANDS = {  # command or command group → module and attribute, imported on use
     "index": ("commands.index", "index_app"),
-    "live": ("commands.live", "live_app"),
     "dashboards": ("commands.dashboards", "dashboards_app"),
     "workers": ("commands.workers", "workers_app"),
     "search": ("commands.index", "search"),

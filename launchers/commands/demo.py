@@ -22,9 +22,10 @@ from launchers.progress import BuildProgress
 from runtime.errors import CollectionError, InternalError, Unavailable
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import node_status, stop_node
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.python_docs import python_documents
 from runtime.retrieval.collections.sources import Progress
+from runtime.retrieval.ingestion.python_docs import python_documents
 from runtime.serving import stages
 from runtime.serving.model import smollm
 from runtime.serving.model.model_info import model_directory
@@ -113,7 +114,7 @@ def prepare_collection(home: Path, progress: Progress) -> Path:
         Collection.open(path).close()
     except CollectionError:
         cores = len(os.sched_getaffinity(0))
-        Collection.build(python_documents(), path, threads=cores, force=path.exists(), progress=progress)
+        bulk_load.build(python_documents(), path, threads=cores, force=path.exists(), progress=progress)
     return path
 
 

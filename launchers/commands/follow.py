@@ -1,4 +1,4 @@
-"""`trinity index follow`: replicate a collection of another database into a live collection."""
+"""`trinity index follow`: replicate a collection of another database into a collection."""
 
 import importlib.util
 import signal
@@ -19,18 +19,18 @@ from runtime.integrations.follow.document_mapper import FieldMapping
 from runtime.integrations.follow.follower import BATCH, Follower, SyncResult
 from runtime.integrations.follow.source import Source
 from runtime.node.logs.log import escape_control
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.disk import Disk, storage_error
+from runtime.retrieval.collections.manifest import is_collection, read_description
+from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.loading import load_embedder, read_key
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.storage.disk import Disk, storage_error
-from runtime.retrieval.live.storage.manifest import is_live, read_description
-from runtime.retrieval.live.writer import LiveWriter
 
 _FOLLOWED = "followed.json"
 _NEEDS = {"qdrant": ("qdrant_client", "qdrant-client"), "milvus": ("pymilvus", "pymilvus")}
 
 
 class _Followed(msgspec.Struct, forbid_unknown_fields=True):
-    """Source of a live collection, stored in its directory, so that it is never mixed with another source.
+    """Source of a collection, stored in its directory, so that it is never mixed with another source.
 
     embeds: vectors are computed from the texts, not copied.
     """
@@ -50,7 +50,7 @@ def follow(
     directory: Annotated[
         Path,
         typer.Argument(
-            help="The live collection: an empty one of `trinity live create`, with the queries' embedder. If it is "
+            help="The collection: an empty one of `trinity index build`, with the queries' embedder. If it is "
             "missing, it is created without an embedder."
         ),
     ],
@@ -78,15 +78,15 @@ def follow(
     batch: Annotated[int, typer.Option(help="Points read in a batch.", min=1, max=4096)] = BATCH,
     threads: Annotated[int, typer.Option(help="Threads that embed texts and build segments.", min=1)] = 1,
 ) -> None:
-    """Replicate a collection of Qdrant or Milvus into a live collection until Ctrl-C: changed points are stored,
+    """Replicate a collection of Qdrant or Milvus into a collection until Ctrl-C: changed points are stored,
     removed ones are deleted. A node may serve the collection at the same time."""
     source = _source(database, url, collection, filter, vector, read_key(key_file, "the database's"))
     followed = _Followed(database, url, collection, embed)
-    if not is_live(directory):
+    if not is_collection(directory):
         create(directory, source.dim, metric=source.metric)
     description = read_description(directory)
     if embed and description.embedder is None:
-        raise ConfigError(f"{directory} has no embedder: create it by `trinity live create --embedder …` for --embed")
+        raise ConfigError(f"{directory} has no embedder: create it by `trinity index build --embedder …` for --embed")
     if not embed and description.dim != source.dim:
         raise ConfigError(
             f"the vectors of {directory} have {description.dim} dimensions, those of {collection!r} {source.dim}: "
@@ -95,7 +95,7 @@ def follow(
     model = load_embedder(description.embedder, threads=threads, for_build=True) if embed else None  # type: ignore[arg-type]
     with (
         _stop_signals() as stop,
-        LiveWriter(directory, embedder=model, threads=threads) as writer,
+        CollectionWriter(directory, embedder=model, threads=threads) as writer,
         BuildProgress(sys.stderr) as progress,
     ):
         _check_followed(writer, followed)
@@ -148,7 +148,7 @@ def _stop_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _check_followed(writer: LiveWriter, followed: _Followed) -> None:
+def _check_followed(writer: CollectionWriter, followed: _Followed) -> None:
     """Record the source of an empty collection. Raises `ConfigError` if it has other documents or another source."""
     path = writer.directory / _FOLLOWED
     try:

@@ -15,38 +15,43 @@ import numpy as np
 import typer
 
 from gpu.params import MAX_SEARCH_WIDTH, MAX_TOP_M
+from launchers.commands import writes
 from launchers.commands.follow import follow
-from launchers.commands.live import compact, show_info, show_verified
 from launchers.progress import BuildProgress
 from runtime.errors import BuildRefused, CollectionError, UsageError
 from runtime.node.placement.plan import nodes_dir
 from runtime.node.run_dir import collection_paths, find_node, running_nodes
 from runtime.node.supervisor.admin import reload_collections
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.disk import Disk, writing
+from runtime.retrieval.collections.log import begin_log
 from runtime.retrieval.collections.sources import read_truth, read_vectors
 from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec, embedder_name
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, EmbedderLocation, choose_embedder
 from runtime.retrieval.ingestion.ingest import IngestReport, ingest
 from runtime.retrieval.ingestion.ingest import add as update
 from runtime.retrieval.ingestion.readers import SUFFIXES
-from runtime.retrieval.live.storage.manifest import is_live
 from runtime.retrieval.neighbors import recall
 
 index_app = typer.Typer(help="Build and check collections: an index and its documents.", no_args_is_help=True)
 index_app.command()(follow)
-index_app.command()(compact)
+for command in (writes.upsert, writes.delete, writes.flush, writes.compact, writes.query):
+    index_app.command()(command)
 
 Directory = Annotated[Path, typer.Argument(help="A collection's directory.")]
 
 
 @index_app.command()
 def build(
+    *,
     sources: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
-            help=f"Folders and files ({', '.join(SUFFIXES)}), .jsonl or .jsonl.gz (id, text, title), or .npy vectors."
+            help=f"Folders and files ({', '.join(SUFFIXES)}), .jsonl or .jsonl.gz (id, text, title), or .npy vectors. "
+            "None: an empty collection."
         ),
-    ],
+    ] = None,
     out: Annotated[Path, typer.Option(help="The collection's new directory.")],
     metric: Annotated[Literal["cosine", "l2", "ip"], typer.Option(help="Distance metric.")] = "cosine",
     passage_tokens: Annotated[
@@ -73,6 +78,11 @@ def build(
         Path | None, typer.Option(help="Precomputed vectors of the texts: .npy, one row per text.")
     ] = None,
     ids: Annotated[Path | None, typer.Option(help="Ids of .npy vectors: .npy integers. Default: row numbers.")] = None,
+    dim: Annotated[int, typer.Option(help="Dimensions of the vectors, of an empty collection without embedder.")] = 0,
+    demand: Annotated[str, typer.Option(help="An attribute that the filter of every search must bind.")] = "",
+    attribute: Annotated[
+        list[str] | None, typer.Option(help="An attribute and its type, such as year=integer; may be repeated.")
+    ] = None,
     degree: Annotated[int, typer.Option(help="Edges per node of the graph, 2 to 512.")] = 32,
     dtype: Annotated[
         Literal["float32", "float16", "int8"],
@@ -97,7 +107,7 @@ def build(
     ] = "cpu",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing collection.")] = False,
 ) -> None:
-    """Build a collection. It appears at --out atomically, when it is complete."""
+    """Build a collection. It appears at --out atomically, when it is complete. Documents can be added and deleted."""
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: removes the incomplete build
     threads = threads or len(os.sched_getaffinity(0))
@@ -112,7 +122,12 @@ def build(
         "threads": threads,
         "device": device,
         "force": force,
+        "demanded": demand or None,
+        "schema": dict(writes.declared(one) for one in attribute or ()),
     }
+    if not sources or dim:
+        _build_empty(sources, out, dim, embedder or "", embedder_model, embedder_key_file, options)
+        return
     given = vectors is not None or any(source.name.endswith(".npy") for source in sources)
     if given and len(sources) > 1:
         raise BuildRefused(f"vectors require exactly one source, not {len(sources)}")
@@ -132,7 +147,7 @@ def build(
     with BuildProgress(sys.stderr) as progress:
         if given or chosen is None:
             spec, model = chosen or (None, None)
-            Collection.build(
+            bulk_load.build(
                 sources[0], out, embedder=spec, model=model, vectors=vectors, ids=ids, progress=progress, **options
             )
         else:
@@ -166,6 +181,22 @@ def add(
     else:
         _print_skipped(ingested)
         print(f"{out}: nothing changed")
+
+
+def _build_empty(
+    sources: list[Path] | None, out: Path, dim: int, embedder: str, model: str, key_file: str, options: dict[str, Any]
+) -> None:
+    if sources:
+        raise BuildRefused("dim is of an empty collection: sources have vectors, or an embedder")
+    if embedder and dim:
+        raise BuildRefused("give --embedder or --dim, not both")
+    spec = None
+    if not dim:
+        spec, loaded = choose_embedder(embedder or DEFAULT_EMBEDDER, model=model, key_file=key_file)
+        dim = loaded.dim
+    kept = ("metric", "dtype", "degree", "demanded", "schema", "shards")
+    bulk_load.create(out, dim, embedder=spec, **{name: options[name] for name in kept})
+    print(f"{out}: an empty collection of vectors of {dim} dimensions")
 
 
 def _print_built(out: Path, ingested: IngestReport, begin: float) -> None:
@@ -222,10 +253,9 @@ def reload(
 @index_app.command()
 def info(directory: Directory) -> None:
     """Describe a collection."""
-    if is_live(directory):
-        show_info(directory)
-        return
     found = Collection.info(directory)
+    with Collection.open(directory) as opened:
+        schema = opened.state.schema
     sizes = {name: f"yes, {size / 1e6:,.1f} MB" if size else "no" for name, size in (
         ("documents", found.document_bytes), ("keyword index", found.keyword_bytes),
     )}  # fmt: skip
@@ -236,21 +266,35 @@ def info(directory: Directory) -> None:
         "dtype": found.dtype,
         "degree": found.degree,
         "shards": found.shards,
+        "segments": ", ".join(f"{number}: {rows:,}" for number, rows, _ in found.segments) or "none",
+        "tombstones": f"{sum(deleted for _, _, deleted in found.segments):,}",
+        "log": f"{found.growing:,} rows, {found.log_bytes / 1e6:,.1f} MB",
         "index": f"{found.index_bytes / 1e6:,.1f} MB, of which neighbour codes {found.code_bytes / 1e6:,.1f} MB",
         **sizes,
+        "attributes": ", ".join(f"{name} ({kind})" for name, kind in sorted(schema.items())) or "none",
+        "demanded": found.demanded or "none",
         "embedder": _describe(found.embedder),
     }.items():
         print(f"{name:13} {value}")
+    if found.torn_bytes:
+        print(f"the last {found.torn_bytes} bytes of the log are an incomplete record; the next writer cuts them")
 
 
 @index_app.command()
 def verify(directory: Directory) -> None:
     """Verify the checksum of every file of a collection."""
-    if is_live(directory):
-        show_verified(directory)
-        return
-    Collection.verify(directory)
+    torn = Collection.verify(directory)
     print(f"{directory}: every checksum is correct")
+    if torn:
+        print(torn)
+
+
+@index_app.command()
+def upgrade(directory: Directory) -> None:
+    """Give a collection of an earlier version, or one that was never written to, its log: what its first write does."""
+    with writing(directory):
+        begin_log(Disk(), directory)
+    print(f"{directory}: it can be written to")
 
 
 def search(

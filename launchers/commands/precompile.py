@@ -23,6 +23,7 @@ from runtime.node.config_file import load_config
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan
+from runtime.retrieval.collections import bulk_load
 from runtime.worker_process import loop_of
 
 
@@ -86,7 +87,6 @@ def _modules() -> None:
 def _pool() -> None:
     """Start a pool on the CPU, over rows of each data type, without serving."""
     from runtime.pool.loop_parts import compiled_in_background
-    from runtime.retrieval.collections.collection import Collection
 
     with compiled_in_background(), tempfile.TemporaryDirectory() as folder:
         from gpu.index.rows import DTYPES, METRICS
@@ -95,7 +95,7 @@ def _pool() -> None:
         vectors = np.random.default_rng(0).normal(size=(400, 32)).astype(np.float32)
         paths = [Path(folder) / f"{metric}-{dtype}" for metric in METRICS for dtype in DTYPES]
         for path, (metric, dtype) in zip(paths, itertools.product(METRICS, DTYPES), strict=True):
-            Collection.build(vectors, path, metric=metric, dtype=dtype, degree=16)  # type: ignore[arg-type]
+            bulk_load.build(vectors, path, metric=metric, dtype=dtype, degree=16)  # type: ignore[arg-type]
         pool = InProcessPool(plan_of(paths[0], *({"name": path.name, "path": str(path)} for path in paths[1:])))
     pool.close()
     pool.worker.table.close()

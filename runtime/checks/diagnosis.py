@@ -31,9 +31,9 @@ from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import find_node
 from runtime.node.supervisor.listen import listen
 from runtime.node.worker_config import KvWorkerSection
+from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.embedder import ServerSpec
 from runtime.retrieval.embedding.loading import embedder_location, load_embedder
-from runtime.retrieval.live.collection import collection_info
 from runtime.serving.model.packages import torch_cuda
 
 _NOFILE = 4096
@@ -247,7 +247,7 @@ def _embedders(config: NodeConfig) -> Iterator[Finding]:
     """Check that the embedding servers answer, with vectors of the right dimension."""
     for collection in config.collections:
         try:
-            embedder = collection_info(Path(collection.path)).embedder
+            embedder = Collection.info(Path(collection.path)).embedder
         except TrinityError:
             continue  # reported by `preflight`
         if not isinstance(embedder, ServerSpec):

@@ -14,11 +14,10 @@ from runtime.node.config import CollectionSection, Role
 from runtime.node.engine_config import VllmSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
-from runtime.retrieval.collections.collection import CollectionInfo
+from runtime.retrieval.collections.collection import Collection, CollectionInfo
 from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec
 from runtime.retrieval.embedding.loading import embedder_location, model_bytes
 from runtime.retrieval.embedding.onnx_model import MINILM
-from runtime.retrieval.live.collection import collection_info
 from runtime.serving.model.model_info import ModelInfo, WeightsType, kernels_on, kv_type, weights_type
 
 _MIB = 1 << 20
@@ -117,7 +116,7 @@ def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:
 def _info(collection: CollectionSection) -> CollectionInfo | None:
     """Return None for an optional collection that does not exist. Raises `CollectionError`."""
     try:
-        return collection_info(Path(collection.path))
+        return Collection.info(Path(collection.path))
     except CollectionError:
         if collection.required:
             raise

@@ -22,8 +22,6 @@ from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.embedding.loading import check_embedder, embedder_location
-from runtime.retrieval.live.collection import collection_info
-from runtime.retrieval.live.storage.manifest import is_live
 from runtime.serving.model import smollm
 from runtime.serving.model.model_info import ModelInfo, model_directory
 from runtime.serving.model.packages import require_packages, torch_cuda
@@ -64,9 +62,7 @@ def check_without_start(plan: NodePlan) -> None:
             ) from error
     for collection in plan.config.collections:
         try:
-            info = collection_info(Path(collection.path))
-            if not is_live(Path(collection.path)):  # `collection_info` has opened all of it
-                Collection.open(Path(collection.path)).close()  # detects truncated files and other versions
+            info = Collection.info(Path(collection.path))
         except CollectionError as error:
             if collection.required:
                 raise
@@ -76,7 +72,7 @@ def check_without_start(plan: NodePlan) -> None:
             raise ConfigError(
                 f"collections: {collection.name!r}: shards = {collection.shards}, but {collection.path} was built with "
                 f"{info.shards}: set shards = {info.shards}, or rebuild it with "
-                f"`trinity {'live create' if is_live(info.directory) else 'index build'} --shards {collection.shards}`"
+                f"`trinity index build --shards {collection.shards}`"
             )
         if info.embedder:
             _check_embedder(collection, info.embedder)

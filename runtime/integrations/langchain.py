@@ -52,7 +52,7 @@ class TrinityRetriever(BaseRetriever):  # type: ignore[misc]
 
 
 class TrinityVectorStore(VectorStore):  # type: ignore[misc]
-    """Vector store of a live collection of a node. The node embeds the texts, so there is no `embedding`.
+    """Vector store of a collection of a node. The node embeds the texts, so there is no `embedding`.
 
     The `filter` of a search is in OpenAI's format; `hybrid` adds keyword search. Metadata become the documents'
     attributes: strings, integers, floats, booleans and lists of strings. Searches find texts once they are added, and

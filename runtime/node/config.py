@@ -198,7 +198,7 @@ class AnswerCacheSection(Section, frozen=True):
 
     - `enabled`: whether answers are stored and looked up.
     - `embedder`, `threshold`: two questions match if the cosine of their embeddings is at least `threshold`.
-    - `ttl_s`, `entries`: lifetime and maximum number of stored answers. They are kept in a live collection of the pools
+    - `ttl_s`, `entries`: lifetime and maximum number of stored answers. They are kept in a collection of the pools
       in the node's run directory.
     """
 

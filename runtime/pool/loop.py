@@ -131,13 +131,11 @@ def enqueue(loop: Loop, clients: ClientTable, vector: int, now: int) -> None:
     entry.index, entry.scope = request.index, request.scope
     if request.scope >= 0:
         scoped_search.bind_scope(loop, search, request.scope, now)
-    if (
-        search.index < 0
-        or search.k > entry.top_m
-        or entry.search_width > loop.max_width
-        or (in_place and request.scope >= 0)  # the host scans rows of scopes: its client was told
-    ):
+    if search.index < 0 or search.k > entry.top_m or entry.search_width > loop.max_width:
         _reject(loop, clients, number, _INVALID)
+        return
+    if in_place and not scoped_search.is_whole_index(search):  # its client is being told: the host scans rows of parts
+        _reject(loop, clients, number, _OVERLOADED)
         return
     verdict = policy.add(t, number, now)
     if verdict == policy.ACCEPTED:

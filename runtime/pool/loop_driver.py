@@ -51,7 +51,7 @@ SERVER_EVENT = layout.CANCEL + 1
 """Exit reason of `serve_loop` besides those of `run_loop`: the server's descriptor is readable, but not for a query."""
 
 _MS = 1_000_000
-_EVENTS_NS = _MS  # how often a busy loop looks for session messages, dead clients and writes to live collections
+_EVENTS_NS = _MS  # how often a busy loop looks for session messages, dead clients and writes to collections
 
 
 @record

@@ -16,8 +16,8 @@ from runtime.errors import CollectionError, ConfigError, ResourceBusy, TrinityEr
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.worker import Worker
 from runtime.pool.collections.catalogue import PoolCatalogue
-from runtime.pool.collections.live import LiveCollections, sample_index
 from runtime.pool.collections.scopes import Scopes
+from runtime.pool.collections.served import ServedCollections, sample_index
 from runtime.pool.collections.shard import OpenShard, Shard, engine_key, open_shard
 from runtime.pool.collections.updater import CollectionUpdater
 from runtime.pool.loop_driver import SERVER_EVENT, PoolLoop
@@ -84,20 +84,18 @@ class Pool:
             opener=opener,
             check_every_ns=self._timing.check_ns,
         )
-        indexes = {shard.key: shard.index for shard in catalogue.served if shard.index is not None}
         worker.startup.mark("collections")
         auto = AUTO_SLOTS.get(worker.placement.device, AUTO_GPU_SLOTS)
         most = limits.slots if isinstance(limits.slots, int) else auto
         with compiled_in_background(worker.placement.device):
-            self.engine = _open_engine(worker, indexes, catalogue.served, min(2 * most, MAX_SLOTS))
+            self.engine = _open_engine(worker, catalogue.served, min(2 * most, MAX_SLOTS))
         self._backend = backend = self.engine.backend()
         self.scopes = Scopes()
-        self.live = LiveCollections(self.engine, self.scopes, worker.log)
+        self.live = ServedCollections(self.engine, self.scopes, worker.log)
         with _device_errors(worker):
             for shard in catalogue.served:
-                if shard.live is not None:
-                    self.live.add(shard.key, shard.live, shard.served.demanded)
-        measured = self._measure(indexes | self.live.indexes, most)
+                self.live.add(shard.key, shard.reader, shard.served.demanded, self.engine.dims)
+        measured = self._measure(self.live.indexes, most)
         policy = policy_of(config, slots_of(limits.slots, measured), worker.placement.device)
         worker.startup.mark("first searches")
         self.arena = (make_arena or arena_of)(worker, catalogue.offer.max_dim)
@@ -128,9 +126,7 @@ class Pool:
         if (writes := self.live.watch.fileno()) is not None:
             self.server.wake_on(writes)
         self.engine.interrupt_when(self.server.has_requests)
-        self._updater = CollectionUpdater(
-            catalogue, self.engine, self.server, worker.table, self.loop, self.scopes, self.live
-        )
+        self._updater = CollectionUpdater(catalogue, self.server, worker.table, self.loop, self.live)
         self._table.begin_knob("reserve", limits.reserve)
         self._table.begin_knob("flush_prefill_s", 0.0)
         self._table.set(PoolMetrics.SLOTS, policy.slots)
@@ -141,10 +137,9 @@ class Pool:
     def _searches(self, served: Served) -> SessionCollection:
         """Return what requests without a filter search: nothing where every request must have one."""
         key = engine_key(served.name, served.identity)
-        if (live := self.live.find(key)) is not None:
-            return SessionCollection(number=live.number, index=-1, scope=-1 if served.demanded else live.scope)
-        index = self._backend.number(key)
-        return SessionCollection(number=index, index=-1 if served.demanded else index, scope=-1)
+        live = self.live.find(key)
+        assert live is not None, "it is in the catalogue"
+        return SessionCollection(number=live.scope, index=-1, scope=-1 if served.demanded else live.scope)
 
     def _measure(self, indexes: Mapping[str, GraphIndex], most: int) -> list[list[ExtendCost]]:
         """Measure extends over every collection. This also compiles the engine and faults in memory at start."""
@@ -254,11 +249,15 @@ def _ensure_stores(worker: Worker) -> None:
         worker.log.warning("vector stores are unavailable: %s", error.message)
 
 
-def _open_engine(worker: Worker, indexes: Mapping[str, GraphIndex], served: Sequence[Shard], slots: int) -> Engine:
+def _open_engine(worker: Worker, served: Sequence[Shard], slots: int) -> Engine:
     """Open the engine on this worker's device. Raises ConfigError, ResourceBusy."""
     limits, device = worker.plan.config.pool, worker.placement.device
-    lives = {} if device == "cpu" else {shard.key: shard.live for shard in served if shard.live is not None}
-    samples = {f"{key}/sample": sample_index(live.description) for key, live in lives.items()}
+    indexes, samples = dict[str, GraphIndex](), dict[str, GraphIndex]()
+    for shard in served if device != "cpu" else ():  # buffers of a GPU get their sizes when it is opened
+        segments = shard.reader.state.segments
+        indexes |= {f"{shard.key}/{segment.info.number}": segment.index for segment in segments}
+        if not segments:
+            samples[f"{shard.key}/sample"] = sample_index(shard.reader.description)
     with _device_errors(worker):
         engine = open_engine(
             device,
@@ -269,7 +268,7 @@ def _open_engine(worker: Worker, indexes: Mapping[str, GraphIndex], served: Sequ
             max_search_width=max(limits.search_width, _MAX_SEARCH_WIDTH),
             resident=worker.placement.exclusive_gpu and limits.form == "auto",
         )
-    for name in samples:  # they were loaded for the sizes of buffers only
+    for name in samples:  # they were loaded for these sizes only
         engine.unload(name)
     return engine
 

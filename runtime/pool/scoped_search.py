@@ -26,6 +26,12 @@ def bind_scope(loop: Loop, search: Search, number: int, now: int) -> None:
 
 
 @compiled
+def is_whole_index(search: Search) -> bool:
+    """Whether a query is one for all rows of one index."""
+    return search.part_count == 0 or (search.part_count == 1 and search.parts[0].allowed == 0)
+
+
+@compiled
 def admit(loop: Loop, number: int) -> int:
     """Admit a query to a slot, with its collection or its scope's current part. Return the slot, below 0 on failure."""
     entry, search, engine = loop.tables.entries[number], loop.searches[number], loop.engine

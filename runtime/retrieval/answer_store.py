@@ -1,4 +1,4 @@
-"""Storage of the answer cache: a live collection, private to the node, searched by its pools, written by its frontend.
+"""Storage of the answer cache: a collection, private to the node, searched by its pools, written by its frontend.
 
 An answer is looked up by its question's vector among those with the same `key`; the collection demands a filter on the
 key in every search, so no search crosses keys. Expired answers, and the oldest ones beyond the limit, are deleted by
@@ -22,10 +22,10 @@ from runtime.node.config import AnswerCacheSection
 from runtime.node.metrics.worker_metrics import CacheEvent
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.attributes.schema import AttributeType
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.storage.manifest import is_live
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.manifest import is_collection
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.search.query import SearchResult
 
 KEY, STORED_MS, NUMBER = "key", "stored_ms", "number"
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 def ensure(directory: Path, dim: int) -> None:
     """Create the collection, readable by this user alone, if it is missing. Raises `CollectionError`, `NoRoom`."""
-    if is_live(directory):
+    if is_collection(directory):
         return
     temporary = directory.with_name(f"{directory.name}-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -83,7 +83,7 @@ class AnswerStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory, self._dim, self.limits, self.count, self._clock = directory, dim, limits, count, clock
-        self._writer: LiveWriter | None = None
+        self._writer: CollectionWriter | None = None
         self._lock = threading.Lock()  # held while the writer is read or replaced
         self._errors: dict[str, str] = {}
         self._closed = False
@@ -115,7 +115,7 @@ class AnswerStore:
     def store(self, answers: Sequence[NewAnswer]) -> None:
         """Insert or replace answers, and delete the oldest ones beyond the limit."""
 
-        def work(writer: LiveWriter) -> None:
+        def work(writer: CollectionWriter) -> None:
             first, now = writer.state.growing.next_row, self._now_ms()
             documents = [
                 UpsertDocument(one.id, one.text, "", {KEY: one.key, STORED_MS: now, NUMBER: first + n}, one.vector)
@@ -150,10 +150,10 @@ class AnswerStore:
             log.warning("answers are not %s: %s", what, error)
         self._errors[what] = error
 
-    def _delete(self, writer: LiveWriter, attribute: str, limit: int, event: CacheEvent) -> None:
+    def _delete(self, writer: CollectionWriter, attribute: str, limit: int, event: CacheEvent) -> None:
         self.count(event, writer.delete_where(parse_filter({"type": "lte", "key": attribute, "value": limit})))
 
-    def _with_writer(self, work: Callable[[LiveWriter], None]) -> None:
+    def _with_writer(self, work: Callable[[CollectionWriter], None]) -> None:
         if self._closed:
             return
         try:
@@ -167,9 +167,9 @@ class AnswerStore:
         else:
             self.log_state("stored", "")
 
-    def _opened(self) -> LiveWriter:
+    def _opened(self) -> CollectionWriter:
         """Return the writer. Raises `NoRoom`, `CollectionBusy`; `CollectionError` if recreating failed too."""
-        if self._writer is not None and is_live(self._directory):
+        if self._writer is not None and is_collection(self._directory):
             return self._writer
         self._close_writer()
         try:
@@ -183,9 +183,9 @@ class AnswerStore:
             self._writer = writer
         return writer
 
-    def _open(self) -> LiveWriter:
+    def _open(self) -> CollectionWriter:
         ensure(self._directory, self._dim)
-        return LiveWriter(self._directory, seal_rows=max(_MIN_SEAL_ROWS, self.limits.entries // 4))
+        return CollectionWriter(self._directory, seal_rows=max(_MIN_SEAL_ROWS, self.limits.entries // 4))
 
     def _close_writer(self) -> None:
         with self._lock:

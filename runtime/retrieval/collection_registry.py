@@ -24,15 +24,14 @@ from runtime.errors import (
 from runtime.node.config import Verify
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.attributes.filters import decode_filter
+from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collection_summary import CollectionSummary
-from runtime.retrieval.collections.background_task import BackgroundTask
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.manifest import read_identity
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name
 from runtime.retrieval.embedding.loading import EmbedderLocation, LazyEmbedder, embedder_location, load_embedder
-from runtime.retrieval.live.reader import LiveDocumentStore
-from runtime.retrieval.live.storage.documents import StoredDocument
 from runtime.retrieval.neighbors import FUSION_DEPTH, Neighbors
-from runtime.retrieval.open_build import OpenBuild, directory_identity, documents_stamp, open_build
+from runtime.retrieval.open_build import OpenBuild, documents_stamp, open_build
 from runtime.retrieval.passages import OnRead, Passage, check_size, size_of
 from runtime.retrieval.search.query import AcceptBuild, SearchResult
 
@@ -155,11 +154,7 @@ class CollectionBuilds:
     def _reopen_if_replaced(self, identity: str) -> None:
         """Reopen a build that is served again: the open file may not be the one that the pools loaded."""
         build = self.by_identity.get(identity)
-        if (
-            build is None
-            or isinstance(build.documents, LiveDocumentStore)
-            or build.stamp == documents_stamp(self.directory)
-        ):
+        if build is None or build.documents.was_written() or build.stamp == documents_stamp(self.directory):
             return
         try:
             found = open_build(self.directory, self._verify, verify_first=True)
@@ -203,19 +198,16 @@ class DocumentLookup:
 
         Raises `ResponseTooLarge`, and the errors of `on_read`.
         """
-        documents = self.build.documents
-        if documents is None:
-            return [Document(str(row), "", "") for row in self.rows]
         size = 0
 
-        def count(one: Document | StoredDocument) -> None:
+        def count(one: Document) -> None:
             nonlocal size
             size += size_of(one.id, one.title, one.text, one.attributes)
             check_size(size, len(self.rows))
             on_read(size)
 
         try:
-            return documents.get(self.rows, count)
+            return self.build.documents.get(self.rows, count)
         except CollectionError as error:
             return error
 
@@ -294,7 +286,7 @@ class CollectionRegistry:
         Reads the directory. Raises `UnknownCollection`.
         """
         builds, identities = self.builds_of(collection), tuple(served)
-        return not identities or (identities == (directory_identity(builds.directory),) and builds.has(identities[0]))
+        return not identities or (identities == (read_identity(builds.directory),) and builds.has(identities[0]))
 
     def is_unusable(self, collection: str, served: Iterable[str]) -> bool:
         """Return whether the served build's documents cannot be used and the directory contains no other build.
@@ -304,7 +296,7 @@ class CollectionRegistry:
         builds, identities = self.builds_of(collection), tuple(served)
         if len(identities) != 1 or builds.has(identities[0]) or identities[0] in builds.by_identity or builds.opening:
             return False
-        return directory_identity(builds.directory) in ("", identities[0])
+        return read_identity(builds.directory) in ("", identities[0])
 
     def accept(self, collection: str, embedder: str = "", build: str = "") -> AcceptBuild:
         """Return a predicate on build identities: whether results of that build can be resolved here.
@@ -329,7 +321,7 @@ class CollectionRegistry:
     def summary(self, collection: str) -> CollectionSummary:
         """Return the size and properties of a collection. Raises `UnknownCollection`."""
         current = self.builds_of(collection).current
-        return CollectionSummary() if current is None else current.current_summary
+        return CollectionSummary() if current is None else current.summary
 
     # ---- embedders
 
@@ -372,16 +364,16 @@ class CollectionRegistry:
     # ---- documents
 
     def has_attributes(self, collection: str, filter: bytes) -> bool:
-        """Return whether a live collection's documents, as of now, have the attributes that a filter compares.
+        """Return whether the documents of a collection that was written to have, as of now, the attributes of a filter:
+        the clients' sessions may not know them yet.
 
-        Raises `InvalidFilter` if a live collection lacks one, or has it with another type.
+        Raises `InvalidFilter` if it lacks one, or has it with another type.
         """
         build = self.builds_of(collection).current
-        documents = None if build is None else build.documents
-        if not filter or not isinstance(documents, LiveDocumentStore):
+        if not filter or build is None or not build.documents.was_written():
             return False
         try:
-            documents.check_filter(decode_filter(filter))
+            build.documents.check_filter(decode_filter(filter))
         except CollectionError:
             return False
         return True
@@ -391,20 +383,14 @@ class CollectionRegistry:
     ) -> KeywordQuery:
         """Return a keyword search for a text in the build `identity`, or in the one that the pools serve now.
 
-        Raises `InvalidRequest` for a build without a keyword index, `CollectionReplaced` for one that is not open.
+        Raises `CollectionReplaced` for a build that is not open.
         """
         builds = self.builds_of(collection)
         build = builds.by_identity.get(identity) if identity else builds.current
         if build is None:
             raise CollectionReplaced(f"collection {collection!r}: the keyword index of this build is not open")
-        if build.keywords is None:
-            raise InvalidRequest(
-                f"collection {collection!r} has no keyword index: "
-                "`trinity index add` with its files, or `trinity index build --force`, creates one",
-                "hybrid",
-            )
         depth = min(FUSION_DEPTH * k, max(self._max_k, k))
-        keywords, parsed = build.keywords, decode_filter(filter) if filter else None
+        keywords, parsed = build.documents, decode_filter(filter) if filter else None
 
         def search(vector: Vectors) -> Neighbors:
             try:

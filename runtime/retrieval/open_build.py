@@ -2,77 +2,79 @@
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs
 
 from runtime.errors import CollectionError
 from runtime.node.config import Verify
+from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collection_summary import CollectionSummary
-from runtime.retrieval.collections.background_task import BackgroundTask
-from runtime.retrieval.collections.checksums import Checksums, open_consistent
-from runtime.retrieval.collections.documents import DocumentStore
-from runtime.retrieval.collections.keyword_search import KeywordSearch
-from runtime.retrieval.collections.manifest import DOCUMENTS, KEYWORDS, MANIFEST, Manifest, read_identity
+from runtime.retrieval.collections.checksums import SegmentChecksums
+from runtime.retrieval.collections.collection import document_bytes
+from runtime.retrieval.collections.manifest import DESCRIPTION, DOCUMENTS
+from runtime.retrieval.collections.reader import CollectionDocuments
 from runtime.retrieval.embedding.embedder import EmbedderSpec, embedder_name
-from runtime.retrieval.live.reader import LiveDocumentStore
-from runtime.retrieval.live.storage.checksums import LiveChecksums
-from runtime.retrieval.live.storage.manifest import is_live, read_description
 from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.search.query import SearchResult, fuse_keywords
 
 
 @dataclass(frozen=True)
 class OpenBuild:
-    """One build of a collection: its open documents (None: bare vectors), its keyword index (None: built without), and
-    the embedder it was built with.
+    """One build of a collection: its open documents, and when the directory was made.
 
-    `stamp`: `documents_stamp` at the time of opening. `check` verifies the documents' checksums; None: not verified.
-    `verify_first`: the documents must not be used before the check has ended.
+    It is one build for its lifetime, however it is written to: a row stands for one text. `stamp`: `documents_stamp` at
+    the time of opening. `check` verifies the documents' checksums; None: not verified. `verify_first`: the documents
+    must not be used before the check has ended.
     """
 
-    identity: str
-    documents: DocumentStore | LiveDocumentStore | None
-    keywords: KeywordSearch | LiveDocumentStore | None
-    embedder: EmbedderSpec | None
-    dim: int
-    summary: CollectionSummary
+    documents: CollectionDocuments
+    created_at: int
     stamp: tuple[int, ...]
-    check: "BackgroundTask[None] | LiveVerification | None"
+    check: "SegmentVerification | None"
     verify_first: bool
 
     @property
-    def current_summary(self) -> CollectionSummary:
-        """The summary as of now: a live collection grows."""
-        documents = self.documents
-        if not isinstance(documents, LiveDocumentStore):
-            return self.summary
-        return replace(self.summary, size=documents.size, files=documents.size)
+    def identity(self) -> str:
+        return self.documents.description.identity
+
+    @property
+    def embedder(self) -> EmbedderSpec | None:
+        """The embedder that the collection was built with."""
+        return self.documents.description.embedder
+
+    @property
+    def dim(self) -> int:
+        return self.documents.description.dim
+
+    @property
+    def summary(self) -> CollectionSummary:
+        """The collection's size and properties as of now."""
+        state, about = self.documents.state, self.documents.description
+        size = state.count
+        sealed = [segment.documents.file_count or segment.size for segment in state.segments]
+        return CollectionSummary(
+            is_open=True,
+            size=size,
+            files=min(sum(sealed) + state.growing.count, size),
+            document_bytes=document_bytes(state),
+            created_at=self.created_at,
+            dim=about.dim,
+            metric=about.metric,
+            embedder="" if about.embedder is None else embedder_name(about.embedder),
+        )
 
     def fuse(self, result: SearchResult, keywords: Neighbors, k: int, weight: float) -> SearchResult:
         """Fuse a result of the pools with one of a keyword search. Raises `CollectionError`."""
-        if isinstance(self.documents, LiveDocumentStore):
-            (ids, distances), keywords = self.documents.align((result.ids, result.distances), keywords)
-            result = structs.replace(result, ids=ids, distances=distances)
-        return fuse_keywords(result, keywords, k, weight)
+        (ids, distances), keywords = self.documents.align((result.ids, result.distances), keywords)
+        return fuse_keywords(structs.replace(result, ids=ids, distances=distances), keywords, k, weight)
 
     def close(self) -> None:
         """Stop the check and close the files."""
         if self.check is not None:
             self.check.cancel()
-        if self.documents is not None:
-            self.documents.close()
-        if self.keywords is not None and self.keywords is not self.documents:  # a live collection is both
-            self.keywords.close()
-
-
-def directory_identity(directory: Path) -> str:
-    """Return the identity of the build that a directory contains now; "" if it cannot be read."""
-    try:
-        return read_description(directory).identity if is_live(directory) else read_identity(directory)
-    except CollectionError:
-        return ""
+        self.documents.close()
 
 
 def documents_stamp(directory: Path) -> tuple[int, ...]:
@@ -88,49 +90,16 @@ def documents_stamp(directory: Path) -> tuple[int, ...]:
 
 def _built_at(directory: Path) -> int:
     try:
-        return int(os.stat(directory / MANIFEST).st_mtime)
+        return int(os.stat(directory / DESCRIPTION).st_mtime)
     except OSError:
         return 0
 
 
 def open_build(directory: Path, verify: Verify, verify_first: bool) -> OpenBuild:
     """Open the build that a directory contains now. Raises `CollectionError`."""
-    if is_live(directory):
-        return _open_live(directory, verify, verify_first)
-
-    def opened(manifest: Manifest) -> OpenBuild:
-        stamp, check, documents, keywords = documents_stamp(directory), None, None, None
-        if (facts := manifest.files.get(DOCUMENTS)) is not None:
-            documents = DocumentStore.open(directory / DOCUMENTS, manifest.size)
-            try:
-                keywords = KeywordSearch(directory, manifest) if KEYWORDS in manifest.files else None
-                if verify != "never":
-                    files = {directory / name: manifest.files.get(name) for name in (DOCUMENTS, KEYWORDS)}
-                    sums = Checksums({path: expected for path, expected in files.items() if expected is not None})
-                    check = BackgroundTask(
-                        "documents", lambda work: sums.verify(work.check_cancelled if verify_first else work.throttle)
-                    )
-            except CollectionError:
-                documents.close()
-                if keywords is not None:
-                    keywords.close()
-                raise
-        summary = CollectionSummary(
-            is_open=True,
-            size=manifest.size,
-            files=(documents.file_count if documents else 0) or manifest.size,
-            document_bytes=facts.bytes if facts else 0,
-            created_at=_built_at(directory),
-            dim=manifest.dim,
-            metric=manifest.metric,
-            embedder="" if manifest.embedder is None else embedder_name(manifest.embedder),
-        )
-        return OpenBuild(
-            manifest.identity, documents, keywords, manifest.embedder, manifest.dim, summary, stamp, check,
-            verify_first and check is not None,
-        )  # fmt: skip
-
-    return open_consistent(directory, opened, OpenBuild.close)
+    stamp, documents = documents_stamp(directory), CollectionDocuments(directory)
+    check = None if verify == "never" else SegmentVerification(documents.checksums, verify_first=verify_first)
+    return OpenBuild(documents, _built_at(directory), stamp, check, verify_first and check is not None)
 
 
 def check_documents(directory: Path, identity: str) -> None:
@@ -141,13 +110,13 @@ def check_documents(directory: Path, identity: str) -> None:
         raise CollectionError(f"{directory} was replaced by another collection while it was opened")
 
 
-class LiveVerification:
-    """Background verification of a live collection's documents, segment by segment, including segments added later.
+class SegmentVerification:
+    """Background verification of a collection's documents, segment by segment, including segments added later.
 
     `done`: the segments that existed at first have been verified.
     """
 
-    def __init__(self, checksums: LiveChecksums, *, verify_first: bool) -> None:
+    def __init__(self, checksums: SegmentChecksums, *, verify_first: bool) -> None:
         self._checksums = checksums
         self._work = BackgroundTask(
             "documents", lambda work: checksums.verify(work.check_cancelled if verify_first else work.throttle)
@@ -176,23 +145,3 @@ class LiveVerification:
     def join(self, timeout_s: float | None = None) -> None:
         """Wait for the running verification."""
         self._work.join(timeout_s)
-
-
-def _open_live(directory: Path, verify: Verify, verify_first: bool) -> OpenBuild:
-    """Open a live collection. It is one build for its lifetime: a row stands for one text."""
-    stamp, documents = documents_stamp(directory), LiveDocumentStore(directory)
-    description = documents.description
-    summary = CollectionSummary(
-        is_open=True,
-        size=documents.size,
-        files=documents.size,
-        created_at=_built_at(directory),
-        dim=description.dim,
-        metric=description.metric,
-        embedder="" if description.embedder is None else embedder_name(description.embedder),
-    )
-    check = None if verify == "never" else LiveVerification(documents.checksums, verify_first=verify_first)
-    return OpenBuild(
-        description.identity, documents, documents, description.embedder, description.dim, summary, stamp, check,
-        verify_first and check is not None,
-    )  # fmt: skip

@@ -168,7 +168,7 @@ class RetrievalSteps:
             if ranking is not None:
                 found: Neighbors = yield ranking
                 fuse = partial(registry.fuse, collection, result, found, k, query.hybrid)
-                result = yield Read(fuse)  # the log of a live collection
+                result = yield Read(fuse)  # the log of a collection
         finally:
             if ranking is not None:
                 ranking.cancel()

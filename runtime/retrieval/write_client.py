@@ -1,4 +1,4 @@
-"""Client of a node's write API for live collections: HTTP, because the frontend is their only writer."""
+"""Client of a node's write API for collections: HTTP, because the frontend is their only writer."""
 
 import http.client
 import json
@@ -14,7 +14,7 @@ _TIMEOUT_S = 60.0
 
 
 class WriteClient:
-    """Writes documents of live collections. `url`: returns the node's URL. `key`: API key, "" for none."""
+    """Writes documents of collections. `url`: returns the node's URL. `key`: API key, "" for none."""
 
     def __init__(self, url: Callable[[], str], key: str = "") -> None:
         self._url, self._key = url, key

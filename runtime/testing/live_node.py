@@ -1,12 +1,12 @@
-"""A node that serves a live collection, for tests that write to it and kill its processes."""
+"""A node that serves a collection, for tests that write to it and kill its processes."""
 
 from pathlib import Path
 from typing import Self
 
 import psutil
 
-from runtime.retrieval.live import build
-from runtime.retrieval.live.collection import create
+from runtime.retrieval.collections import segment_build
+from runtime.retrieval.collections.bulk_load import create
 from runtime.testing.node import Node
 
 DIM = 64
@@ -33,7 +33,7 @@ path = "plain"
 
 
 class LiveNode:
-    """A node that serves the live collection `notes`, created if missing, and the collection `plain`, if it exists.
+    """A node that serves the collection `notes`, created if missing, and the collection `plain`, if it exists.
 
     more: appended to the configuration.
     """
@@ -59,7 +59,7 @@ class LiveNode:
         """Return the pids of the writer's build processes."""
         try:
             children = psutil.Process(self.node.pid("frontend-0")).children()
-            return [child.pid for child in children if build.__name__ in child.cmdline()]
+            return [child.pid for child in children if segment_build.__name__ in child.cmdline()]
         except psutil.Error:
             return []
 

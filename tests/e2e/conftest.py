@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("torch", reason="the node's model needs the extra [llm]")
 
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.python_docs import python_documents
+from runtime.retrieval.ingestion.python_docs import python_documents
 from runtime.testing.node import Node
 from runtime.testing.tiny_model import make_tiny_llama
 
@@ -77,7 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("collections") / "docs"
-    Collection.build(documents(), path, embedder="hashing-128")
+    bulk_load.build(documents(), path, embedder="hashing-128")
     return path
 
 

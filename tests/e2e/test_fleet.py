@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from runtime.retrieval.live.collection import create
+from runtime.retrieval.collections.bulk_load import create
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually
 from tests.e2e.conftest import GATEWAY

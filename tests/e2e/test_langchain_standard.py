@@ -17,7 +17,7 @@ from langchain_tests.integration_tests import RetrieversIntegrationTests, Vector
 
 from runtime.integrations.langchain import TrinityRetriever, TrinityVectorStore
 from runtime.retrieval.attributes.schema import AttributeType
-from runtime.retrieval.live.collection import create
+from runtime.retrieval.collections.bulk_load import create
 from runtime.testing.live_node import DIM, DOCUMENTS, LiveNode
 
 ALL = {"type": "ne", "key": "unused", "value": ""}

@@ -12,7 +12,7 @@ import pytest
 from dashboards.overview import overview
 from dashboards.provisioning import all_dashboards
 from dashboards.rules import alerts, rules_yaml
-from runtime.retrieval.live.collection import create
+from runtime.retrieval.collections.bulk_load import create
 from runtime.testing.background import Background
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from runtime import SearchClient
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
 from runtime.testing.node import Node, running
 from tests.e2e.conftest import CONFIG, documents
@@ -34,7 +34,7 @@ QUERIES = ["How does a with statement call __exit__?", "comparison chaining", "d
 
 def _part(home: Path, name: str, some: list[Document]) -> Path:
     """Return the configuration of a node with a part of the documents."""
-    Collection.build(some, home / name, embedder="hashing-128")
+    bulk_load.build(some, home / name, embedder="hashing-128")
     config = home / f"{name}.toml"
     config.write_text(PART.format(home=home, name=name))
     return config

@@ -80,12 +80,11 @@ def test_an_answer_contains_the_passages_of_exact_search_and_stage_timings(node:
     status, answer = node.post("/v1/chat/completions", CHAT | {"retrieval": {"collection": "docs", "k": 4}})
     assert status == 200
     with Collection.open(collection) as opened:
-        assert opened.documents is not None
         assert opened.embedder is not None
         vector = load_embedder(opened.embedder).embed([CHAT["messages"][0]["content"]])  # type: ignore[index]
         limits = PoolSection()
         ids, distances = opened.index.search(vector, 4, limits.top_m, limits.search_width)
-        expected = [document.id for document in opened.documents.get(ids[0])]
+        expected = [document.id for document in opened.get(ids[0])]
     passages = answer["retrieval"]["passages"]
     assert [passage["id"] for passage in passages] == expected[: len(passages)]
     assert [passage["distance"] for passage in passages] == pytest.approx(distances[0][: len(passages)], abs=1e-5)
@@ -162,10 +161,9 @@ def test_a_seeded_answer_is_reproducible_and_a_stop_string_ends_it(node: Node) -
 
 def test_retrieval_of_texts_and_vectors_equals_a_search_of_the_index(node: Node, collection: Path) -> None:
     with Collection.open(collection) as opened:
-        assert opened.documents is not None
         assert opened.embedder is not None
         vector = load_embedder(opened.embedder).embed(["the yield expression"])
-        expected = [document.id for document in opened.documents.get(opened.index.search(vector, 5)[0][0])]
+        expected = [document.id for document in opened.get(opened.index.search(vector, 5)[0][0])]
     for question in ({"query": "the yield expression"}, {"vector": vector[0].tolist()}):
         status, answer = node.post("/v1/retrieval", question | {"collection": "docs", "k": 5})
         assert status == 200

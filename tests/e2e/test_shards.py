@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from runtime import AsyncSearchClient, SearchClient
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load
 from runtime.testing.node import Node
 
 CONFIG = """
@@ -34,7 +34,7 @@ VECTORS = np.random.default_rng(0).normal(size=(300, 12)).astype(np.float32)
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("split")
-    Collection.build(VECTORS, home / "docs", metric="l2", degree=8, shards=2)
+    bulk_load.build(VECTORS, home / "docs", metric="l2", degree=8, shards=2)
     return home
 
 

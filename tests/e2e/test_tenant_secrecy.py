@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from runtime.retrieval.live.collection import create
+from runtime.retrieval.collections.bulk_load import create
 from runtime.testing.live_node import DIM, DOCUMENTS
 from runtime.testing.node import Node
 from runtime.testing.waiting import until

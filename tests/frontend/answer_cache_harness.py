@@ -12,8 +12,8 @@ from runtime.node.metrics.worker_metrics import CacheEvent
 from runtime.node.placement.plan import ANSWERS
 from runtime.retrieval.answer_store import AnswerStore
 from runtime.retrieval.attributes.filters import parse_filter
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.embedding.embedder import TextKind
-from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.search.query import SearchResult
 from runtime.serving.frontend.answer_cache import AnswerCache, CacheHit, CacheKey, Vector
 from runtime.serving.frontend.requests import Piece
@@ -58,7 +58,7 @@ class DirectClient:
         assert collection == ANSWERS
         if self.error is not None:
             raise self.error
-        with LiveReader(self._directory) as reader:
+        with CollectionReader(self._directory) as reader:
             rows, distances = reader.search(np.asarray(vector)[None], k, filter=parse_filter(filter))
             found = rows[0] >= 0
             return SearchResult(0, rows[0][found], distances[0][found], identity=reader.description.identity)

@@ -13,11 +13,11 @@ import uvicorn
 import uvloop
 
 from runtime.node.config import HttpSection
-from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import Query
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.retrieval.stores.service import Stores
+from runtime.retrieval.writer_service import WriterService
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.requests import RequestOutcome
 from runtime.serving.frontend.router import Router

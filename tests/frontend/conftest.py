@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.retrieval.live.validation import UpsertDocument
+from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 from tests.frontend.remote_nodes import KEY, NodeCollection

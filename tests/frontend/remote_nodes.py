@@ -9,11 +9,11 @@ import numpy as np
 
 from runtime.retrieval.attributes.filters import decode_filter, parse_filter
 from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import HashingEmbedder
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.reader import LiveReader, passage_attributes
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer import LiveWriter
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import Query
 
@@ -34,7 +34,7 @@ class NodeCollection:
 
     def __init__(self, directory: Path, documents: list[UpsertDocument]) -> None:
         create(directory, 64, degree=8)
-        with LiveWriter(directory, background=False, embedder=HASHING) as writer:
+        with CollectionWriter(directory, background=False, embedder=HASHING) as writer:
             writer.upsert(documents)
         self.reported_summary = CollectionSummary(
             True, len(documents), len(documents), dim=64, metric="cosine", embedder="hashing-64"
@@ -46,7 +46,7 @@ class NodeCollection:
     ) -> list[Passage]:
         on_embedded()
         vector = query.vector if query.vector is not None else HASHING.embed([query.text], "query")[0]
-        with LiveReader(self._directory) as reader:
+        with CollectionReader(self._directory) as reader:
             rows, distances = reader.search(
                 np.array([vector], np.float32),
                 query.spec.k,
@@ -54,7 +54,7 @@ class NodeCollection:
             )
             found = reader.documents(rows[0][rows[0] >= 0].tolist())
         return [
-            Passage(one.id, one.title, float(distance), one.text, passage_attributes(one))
+            Passage(one.id, one.title, float(distance), one.text, one.attributes)
             for one, distance in zip(found, distances[0], strict=False)
             if one is not None
         ]

@@ -12,14 +12,14 @@ from runtime.errors import Unavailable
 from runtime.node.stores_config import STORES, StoresSection
 from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
-from runtime.retrieval.live.reader import LiveReader, passage_attributes
-from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import Query
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.collection import ensure
 from runtime.retrieval.stores.service import Stores
+from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.service import NoCollections, Settings
 from tests.frontend.cluster import Cluster
 
@@ -42,12 +42,12 @@ class StoreSearch(NoCollections):
         assert query.spec.collection == STORES
         assert query.vector is None
         vector = HASHING.embed([query.text], "query")[0]
-        with LiveReader(self.directory) as reader:
+        with CollectionReader(self.directory) as reader:
             wanted = decode_filter(query.spec.filter)
             rows, distances = reader.search(np.array([vector], np.float32), query.spec.k, filter=wanted)
             found = reader.documents(rows[0][rows[0] >= 0].tolist())
         return [
-            Passage(one.id, one.title, float(distance), one.text, passage_attributes(one))
+            Passage(one.id, one.title, float(distance), one.text, one.attributes)
             for one, distance in zip(found, distances[0], strict=False)
             if one is not None
         ]

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from runtime.errors import CollectionBusy, Unavailable
 from runtime.retrieval.answer_store import NewAnswer
-from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.storage.disk import Disk, acquire_lock
+from runtime.retrieval.collections.disk import Disk, acquire_lock
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.answer_cache import MAX_QUESTION_CHARS, CacheKey
 from runtime.serving.frontend.requests import Relayed
@@ -152,7 +152,7 @@ def test_a_question_is_stored_once_and_large_or_partial_answers_are_not_stored(h
     hit = harness.find(asked())
     assert hit is not None
     assert [piece.text for piece in hit.pieces if isinstance(piece, Tokens)] == ["two"]
-    with LiveReader(harness.directory) as reader:
+    with CollectionReader(harness.directory) as reader:
         assert reader.state.count == 2
 
 

@@ -12,13 +12,13 @@ import pytest
 
 from runtime.errors import CollectionError, InvalidRequest, NoRoom, Overloaded, Unavailable
 from runtime.retrieval.attributes.columns import Columns
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer import LiveWriter
-from runtime.retrieval.live.writer_service import MAX_CONCURRENT_WRITES, Stored, WriterService
+from runtime.retrieval.writer_service import MAX_CONCURRENT_WRITES, Stored, WriterService
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 
@@ -42,7 +42,7 @@ def embedder_of(name: str) -> Embedder:
 def directory(tmp_path: Path) -> Path:
     create(tmp_path / "notes", DIM, metric="l2", degree=8)
     create(tmp_path / "bare", DIM, metric="l2", degree=8)
-    Collection.build(np.eye(DIM, dtype=np.float32), tmp_path / "sealed", degree=2)
+    bulk_load.build(np.eye(DIM, dtype=np.float32), tmp_path / "sealed", degree=2)
     return tmp_path
 
 
@@ -69,7 +69,7 @@ def delete(http: httpx.Client, **asked: Any) -> httpx.Response:
 
 
 def held(path: Path) -> dict[str, str]:
-    with LiveReader(path) as reader:
+    with CollectionReader(path) as reader:
         state = reader.state
         rows = [row for row in range(1000) if not state.deleted([row])[0]]
         return {document.id: document.text for document in state.documents(rows) if document is not None}
@@ -96,7 +96,7 @@ def test_a_document_without_a_vector_is_embedded_and_one_with_a_vector_is_not(
 ) -> None:
     vector = [1.0] + [0.0] * (DIM - 1)
     put(http, {"id": "a", "text": "some words"}, {"id": "b", "text": "some words", "vector": vector})
-    with LiveReader(directory / "notes") as reader:
+    with CollectionReader(directory / "notes") as reader:
         (text,) = HASHING.embed(["some words"], "passage")
         for query, row in ((text, 0), (vector, 1)):
             rows, _ = reader.search([query], k=1)  # type: ignore[arg-type]
@@ -148,18 +148,19 @@ def test_a_null_field_of_a_document_counts_as_absent(http: httpx.Client, directo
     assert held(directory / "notes") == {"a": ""}
 
 
-def test_writes_to_a_read_only_collection_are_refused_with_the_reason(http: httpx.Client, directory: Path) -> None:
+def test_a_bulk_load_is_written_to_and_what_cannot_be_written_is_refused_with_the_reason(
+    http: httpx.Client, directory: Path
+) -> None:
     assert put(http, {"id": "a"}, name="none").status_code == 404
-    refused = put(http, {"id": "a"}, name="sealed")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
-    assert "not a live collection" in refused.json()["error"]["message"]
+    assert put(http, {"id": "a", "text": "a"}, name="sealed").status_code == 200
+    assert held(directory / "sealed")["a"] == "a"
     (directory / "notes").rename(directory / "moved")
     moved = put(http, {"id": "a"})
     assert (moved.status_code, moved.json()["error"]["code"]) == (503, "unavailable")
     assert "notes does not exist" in moved.json()["error"]["message"]
     (directory / "moved").rename(directory / "notes")
     assert "has no embedder" in put(http, {"id": "a"}, name="bare").json()["error"]["message"]
-    with LiveWriter(directory / "notes", background=False):
+    with CollectionWriter(directory / "notes", background=False):
         busy = put(http, {"id": "a"})
     assert (busy.status_code, busy.json()["error"]["code"]) == (503, "collection_busy")
     assert put(http, {"id": "a"}).status_code == 200  # it is free again
@@ -169,7 +170,7 @@ def test_writes_to_a_read_only_collection_are_refused_with_the_reason(http: http
 def test_a_damaged_collection_is_unavailable_to_writes_as_to_searches(
     http: httpx.Client, directory: Path, damaged: str
 ) -> None:
-    with LiveWriter(directory / "notes", embedder=HASHING, background=False) as writer:
+    with CollectionWriter(directory / "notes", embedder=HASHING, background=False) as writer:
         writer.upsert([UpsertDocument("b", "stored before")])
     path = directory / "notes" / damaged
     if path.is_dir():
@@ -212,13 +213,13 @@ def test_concurrent_writes_are_bounded(writes: WriterService) -> None:
 def test_a_writer_reopens_after_a_failed_sync_and_continues_after_a_full_disk(
     writes: WriterService, monkeypatch: pytest.MonkeyPatch, error: CollectionError, kept: bool
 ) -> None:
-    def fails(self: LiveWriter, documents: object, owner: object) -> int:
+    def fails(self: CollectionWriter, documents: object, owner: object) -> int:
         raise error
 
     async def both() -> None:
         await writes.upsert("notes", [UpsertDocument("a", "t")])
         with monkeypatch.context() as patch:
-            patch.setattr(LiveWriter, "upsert", fails)
+            patch.setattr(CollectionWriter, "upsert", fails)
             with pytest.raises(NoRoom if kept else Unavailable, match=error.message):
                 await writes.upsert("notes", [UpsertDocument("b", "t")])
         assert ("notes" in await writes.states()) == kept

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 import runtime.serving.http.connections
 from runtime.errors import InternalError, TrinityError
 from runtime.node.config import HttpSection
-from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.stores.service import Stores
+from runtime.retrieval.writer_service import WriterService
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.api_types import ChatBody, CompletionBody, GenerateBody, RetrievalBody
 from runtime.serving.http.connections import Timeouts

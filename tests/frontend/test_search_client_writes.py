@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from runtime.errors import InvalidDocument, InvalidFilter, InvalidRequest, TrinityError, Unauthorized, Unavailable
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.embedding.embedder import HashingEmbedder
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.write_client import WriteClient
+from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 from tests.frontend.test_documents import DIM, Embeds
@@ -43,7 +43,7 @@ def test_documents_are_stored_with_numpys_vectors_and_deleted_by_id_or_filter(ur
         {"id": "c"},
     ]
     assert writes.upsert("notes", documents) == 3
-    with LiveReader(notes) as reader:
+    with CollectionReader(notes) as reader:
         assert reader.search(vector[None], 1)[0].tolist() == [[0]]
     assert writes.delete("notes", ["a", "nobody"], None) == 1
     assert writes.delete("notes", None, {"type": "eq", "key": "year", "value": 2025}) == 1

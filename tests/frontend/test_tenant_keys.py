@@ -9,10 +9,11 @@ import pytest
 
 from runtime.retrieval.attributes.filters import AttributeBinding, decode_filter, parse_filter
 from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.embedding.embedder import HashingEmbedder
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.writer_service import WriterService
+from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.access import Access
+from runtime.serving.http.middleware import Access
 from runtime.serving.http.service import NoCollections, Settings
 from tests.frontend.cluster import Cluster
 from tests.frontend.test_documents import DIM, Embeds, held

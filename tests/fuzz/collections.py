@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from runtime.retrieval.collections import manifest
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load, manifest
 from runtime.retrieval.collections.documents import Document
 
 Damage = Callable[[Path], None]
@@ -27,9 +26,9 @@ def build_all(home: Path) -> list[Path]:
     """Build one collection of each type: with documents and sketches; int8 with custom ids; float16 in two shards."""
     documents = [Document(f"id-{n}", f"title {n}", f"the text of number {n * 7919} is {n}") for n in range(SIZE)]
     vectors = np.random.default_rng(1).normal(size=(SIZE, 48)).astype(np.float32)
-    Collection.build(documents, home / "docs", embedder="hashing-256", degree=8)
-    Collection.build(vectors, home / "int8", metric="l2", dtype="int8", degree=8, ids=np.arange(SIZE) * 3)
-    Collection.build(documents, home / "split", vectors=vectors, metric="ip", dtype="float16", degree=4, shards=2)
+    bulk_load.build(documents, home / "docs", embedder="hashing-256", degree=8)
+    bulk_load.build(vectors, home / "int8", metric="l2", dtype="int8", degree=8, ids=np.arange(SIZE) * 3)
+    bulk_load.build(documents, home / "split", vectors=vectors, metric="ip", dtype="float16", degree=4, shards=2)
     return [home / name for name in ("docs", "int8", "split")]
 
 
@@ -263,10 +262,10 @@ def reseal(collection: Path, *, whole: bool) -> None:
     if not path.is_file():
         return
     try:
-        description = msgspec.json.decode(path.read_bytes(), type=manifest.Manifest)
+        description = msgspec.json.decode(path.read_bytes(), type=manifest.Description)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return
-    manifest.write_manifest(collection, description)
+    manifest.write_description(collection, description)
 
 
 def _refresh(description: Path, folder: Path) -> None:

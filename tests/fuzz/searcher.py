@@ -31,14 +31,14 @@ def answered(directory: Path) -> dict[str, Any]:
     """Open, search and fetch texts as a node's worker does, and verify as `index verify` does."""
     Collection.info(directory)
     with Collection.open(directory) as collection:
-        ids, distances = collection.search(queries(collection.dim), K, TOP_M, search_width=2)
-        collection.search(queries(collection.dim), 1, 1)
+        ids, distances = collection.search(queries(collection.description.dim), K, TOP_M, search_width=2)
+        collection.search(queries(collection.description.dim), 1, 1)
         assert ids.shape == distances.shape == (4, K)
         answer = [[int(i) for i in row] for row in ids]
         texts: list[list[str]] = []
         if collection.documents is not None:
             for row in ids:
-                found = collection.documents.get(row[row >= 0])
+                found = collection.get(row[row >= 0])
                 for document in found:
                     assert {type(document.id), type(document.title), type(document.text)} == {str}, document
                 texts.append([document.id for document in found])

@@ -9,14 +9,14 @@ import pytest
 
 from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.keyword_search import KeywordSearch
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.keyword_search import LiveKeywordSearch
-from runtime.retrieval.live.reader import LiveReader, passage_attributes
-from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.neighbors import fuse_ranks
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import Query
+from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 
@@ -39,16 +39,16 @@ class Notes:
         text, k = asked.text, asked.spec.k
         wanted = decode_filter(asked.spec.filter) if asked.spec.filter else None
         query = np.asarray(HASHING.embed([text], "query"))
-        with LiveReader(self._directory) as reader:
+        with CollectionReader(self._directory) as reader:
             rows, distances = (one[0] for one in reader.search(query, k, filter=wanted))
             if asked.hybrid:
-                words = LiveKeywordSearch(reader.state)
+                words = KeywordSearch(reader.state)
                 by_words = words.search_keywords(text, query[0], k, wanted, 1 << 62)
                 words.close()
                 rows, distances = fuse_ranks((rows, distances), by_words, k, asked.hybrid)
             found = reader.documents(rows[rows >= 0].tolist())
         return [
-            Passage(one.id, one.title, float(distance), one.text, passage_attributes(one))
+            Passage(one.id, one.title, float(distance), one.text, one.attributes)
             for one, distance in zip(found, distances, strict=False)
             if one is not None
         ]

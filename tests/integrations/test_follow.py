@@ -12,10 +12,10 @@ from runtime.integrations.follow.document_mapper import FieldMapping
 from runtime.integrations.follow.follower import Follower, SyncResult
 from runtime.integrations.follow.source import call_with_retries
 from runtime.retrieval.attributes.filters import parse_filter
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import HashingEmbedder
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer import LiveWriter
 from tests.integrations.databases import (
     DIM,
     EVERY_DATABASE,
@@ -40,18 +40,18 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Databas
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> Iterator[LiveWriter]:
+def writer(tmp_path: Path) -> Iterator[CollectionWriter]:
     create(tmp_path / "live", DIM, degree=8)
-    with LiveWriter(tmp_path / "live", background=False) as opened:
+    with CollectionWriter(tmp_path / "live", background=False) as opened:
         yield opened
 
 
-def _nearest(writer: LiveWriter, vector: Any, **options: Any) -> list[str]:
+def _nearest(writer: CollectionWriter, vector: Any, **options: Any) -> list[str]:
     rows, _ = writer.search(np.array([vector], np.float32), 2, **options)
     return [one.id for one in writer.state.documents(rows[0][rows[0] >= 0].tolist()) if one is not None]
 
 
-def test_only_new_changed_and_deleted_documents_are_written(database: Database, writer: LiveWriter) -> None:
+def test_only_new_changed_and_deleted_documents_are_written(database: Database, writer: CollectionWriter) -> None:
     for key in range(5):
         database.put(key, UP if key else RIGHT, text=f"text {key}", n=key)
     follower = Follower(database.source(), writer, FieldMapping(), batch=2)
@@ -72,7 +72,7 @@ def test_only_new_changed_and_deleted_documents_are_written(database: Database, 
     assert _nearest(writer, UP, filter=parse_filter({"type": "eq", "key": "n", "value": 22})) == ["2"]
 
 
-def test_a_changed_vector_is_detected_in_the_log_and_in_a_segment(database: Database, writer: LiveWriter) -> None:
+def test_a_changed_vector_is_detected_in_the_log_and_in_a_segment(database: Database, writer: CollectionWriter) -> None:
     for key in range(40):
         database.put(key, UP, text="text", n=key)
     follower = Follower(database.source(), writer, FieldMapping())
@@ -87,7 +87,7 @@ def test_a_changed_vector_is_detected_in_the_log_and_in_a_segment(database: Data
     assert _nearest(writer, BACK)[0] == "40"
 
 
-def test_documents_that_no_longer_match_the_filter_are_deleted(database: Database, writer: LiveWriter) -> None:
+def test_documents_that_no_longer_match_the_filter_are_deleted(database: Database, writer: CollectionWriter) -> None:
     for key in range(4):
         database.put(key, UP, text="text", n=key)
     follower = Follower(database.source(least_n=2), writer, FieldMapping())
@@ -97,7 +97,7 @@ def test_documents_that_no_longer_match_the_filter_are_deleted(database: Databas
     assert list(contents(writer)) == ["3"]
 
 
-def test_with_a_version_field_only_changed_points_are_read(database: Database, writer: LiveWriter) -> None:
+def test_with_a_version_field_only_changed_points_are_read(database: Database, writer: CollectionWriter) -> None:
     for key in range(4):
         database.put(key, UP, text=f"text {key}", n=1, other="x")
     follower = Follower(database.source(), writer, FieldMapping(attributes=("other",)), version="n", batch=3)
@@ -114,7 +114,7 @@ def test_with_a_version_field_only_changed_points_are_read(database: Database, w
 
 
 def test_objects_are_flattened_and_unsupported_attributes_are_dropped_and_reported(
-    database: Database, writer: LiveWriter
+    database: Database, writer: CollectionWriter
 ) -> None:
     told: list[str] = []
     fields = FieldMapping(text="meta.body", title="meta.head")
@@ -138,7 +138,7 @@ def test_objects_are_flattened_and_unsupported_attributes_are_dropped_and_report
 def test_texts_are_embedded_on_request(database: Database, tmp_path: Path) -> None:
     hashing = HashingEmbedder(64)
     create(tmp_path / "made", 64, degree=8, embedder="hashing-64")
-    with LiveWriter(tmp_path / "made", background=False, embedder=hashing) as writer:
+    with CollectionWriter(tmp_path / "made", background=False, embedder=hashing) as writer:
         database.put(1, UP, text="cats purr", n=1)
         database.put(2, UP, text="dogs bark", n=2)
         follower = Follower(database.source(), writer, FieldMapping(), embeds=True)
@@ -150,7 +150,7 @@ def test_texts_are_embedded_on_request(database: Database, tmp_path: Path) -> No
 # --- what goes wrong
 
 
-def test_a_failed_pass_deletes_nothing_and_the_next_one_continues(writer: LiveWriter) -> None:
+def test_a_failed_pass_deletes_nothing_and_the_next_one_continues(writer: CollectionWriter) -> None:
     fake, told, result = FakeDatabase(), list[str](), list[SyncResult]()
     for key in range(6):
         fake.put(key, UP, text=f"text {key}")
@@ -172,7 +172,7 @@ def test_a_failed_pass_deletes_nothing_and_the_next_one_continues(writer: LiveWr
     ]
 
 
-def test_a_failed_first_pass_is_an_error_and_its_documents_are_not_written_again(writer: LiveWriter) -> None:
+def test_a_failed_first_pass_is_an_error_and_its_documents_are_not_written_again(writer: CollectionWriter) -> None:
     fake = FakeDatabase()
     for key in range(4):
         fake.put(key, UP, text="text")
@@ -190,7 +190,7 @@ def test_a_failed_first_pass_is_an_error_and_its_documents_are_not_written_again
     assert follower.sync() == SyncResult(stored=2, unchanged=2, complete=True)
 
 
-def test_a_stopped_pass_ends_after_its_batch_and_deletes_nothing(writer: LiveWriter) -> None:
+def test_a_stopped_pass_ends_after_its_batch_and_deletes_nothing(writer: CollectionWriter) -> None:
     fake = FakeDatabase()
     for key in range(6):
         fake.put(key, UP, text="text")
@@ -202,7 +202,7 @@ def test_a_stopped_pass_ends_after_its_batch_and_deletes_nothing(writer: LiveWri
     assert len(contents(writer)) == 6
 
 
-def test_an_invalid_document_is_reported_and_blocks_no_other(writer: LiveWriter) -> None:
+def test_an_invalid_document_is_reported_and_blocks_no_other(writer: CollectionWriter) -> None:
     fake, told = FakeDatabase(), list[str]()
     fake.put(1, UP, text="fine")
     fake.put(2, (1.0, 2.0), text="two numbers")
@@ -220,7 +220,7 @@ def test_a_backlog_of_rows_is_sealed_before_continuing(tmp_path: Path) -> None:
     fake = FakeDatabase()
     for key in range(80):
         fake.put(key, (1.0, key, 0.0), text="text")
-    with LiveWriter(tmp_path / "small", background=False, seal_rows=2) as writer:
+    with CollectionWriter(tmp_path / "small", background=False, seal_rows=2) as writer:
         assert Follower(fake.source(), writer, FieldMapping(), batch=16).sync().stored == 80
         assert writer.state.count == 80
 
@@ -253,7 +253,7 @@ def test_a_client_is_retried_on_failures_but_not_on_refusals() -> None:
 
 
 @needs_qdrant
-def test_one_of_several_qdrant_vectors_must_be_named(tmp_path: Path, writer: LiveWriter) -> None:
+def test_one_of_several_qdrant_vectors_must_be_named(tmp_path: Path, writer: CollectionWriter) -> None:
     from qdrant_client.models import Distance, PointStruct, VectorParams
 
     from runtime.integrations.follow.qdrant import Qdrant
@@ -317,12 +317,12 @@ def test_the_command_follows_and_refuses_a_collection_with_other_documents(
         trinity(*follow, "a", "--embed")
 
     create(tmp_path / "notes", DIM)
-    with LiveWriter(tmp_path / "notes", background=False) as writer:
+    with CollectionWriter(tmp_path / "notes", background=False) as writer:
         writer.upsert([UpsertDocument("mine", "text", vector=UP)])
     notes = ("index", "follow", "qdrant", tmp_path / "notes", *follow[4:], "a")
     with pytest.raises(ConfigError, match="1 documents that are not from a source"):
         trinity(*notes)
-    trinity("live", "delete", tmp_path / "notes", "mine")
+    trinity("index", "delete", tmp_path / "notes", "mine")
     assert trinity(*notes) == "2 stored, 0 deleted, 0 unchanged; 2 in the collection\n"
 
     (tmp_path / "docs" / "followed.json").write_text("{}")

@@ -100,7 +100,7 @@ def test_a_missing_file_exits_with_78_for_every_command(
 @pytest.mark.parametrize(
     "words",
     [
-        ("live", "delete", "none"),
+        ("index", "delete", "none"),
         ("workers", "drain", "--gpu", "three"),
         ("status", "a", "--node", "b"),
         ("mcp", "notes", "--url", "n"),

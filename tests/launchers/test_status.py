@@ -13,12 +13,12 @@ from runtime.node.config import SloSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.run_dir import NodeInfo
 from runtime.node.supervisor.admin import LiveCollectionsStatus, NodeStatus, WorkerStatus
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.segment_build import SegmentProgress
+from runtime.retrieval.collections.state import WriterState
+from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.embedding.embedder import HashingEmbedder
-from runtime.retrieval.live.build import SegmentProgress
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.state import WriterState
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer_service import WriterService
+from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.process import report_live_collections
 from tests.frontend.test_documents import Embeds
 

@@ -5,7 +5,7 @@ import random
 import shutil
 from pathlib import Path
 
-from runtime.retrieval.live.storage.disk import Disk
+from runtime.retrieval.collections.disk import Disk
 
 
 class LossyDisk(Disk):

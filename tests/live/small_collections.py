@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.maintenance import BuildSegment
-from runtime.retrieval.live.storage.disk import Disk
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.disk import Disk
+from runtime.retrieval.collections.maintenance import BuildSegment
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.collections.writer import CollectionWriter
 
 DIM = 8
 
@@ -28,16 +28,16 @@ def documents(names: range, **attributes: Any) -> list[UpsertDocument]:
     return [document(str(number), number, **attributes) for number in names]
 
 
-def new_writer(directory: Path, **options: Any) -> LiveWriter:
+def new_writer(directory: Path, **options: Any) -> CollectionWriter:
     """Create a collection and open its writer, by default without a background process."""
     dim, shards = options.pop("dim", DIM), options.pop("shards", 1)
     create(directory, dim, metric="l2", degree=8, shards=shards)
     return open_writer(directory, **options)
 
 
-def open_writer(directory: Path, **options: Any) -> LiveWriter:
+def open_writer(directory: Path, **options: Any) -> CollectionWriter:
     disk = options.pop("disk", None) or Disk()
-    return LiveWriter(directory, background=options.pop("background", False), disk=disk, **options)
+    return CollectionWriter(directory, background=options.pop("background", False), disk=disk, **options)
 
 
 def contents(writer: Any) -> dict[str, str]:

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from runtime.errors import CollectionError, Overloaded
-from runtime.retrieval.live.build import BuildJob, build, progress_of_stage
-from runtime.retrieval.live.maintenance import (
+from runtime.retrieval.collections.disk import Disk
+from runtime.retrieval.collections.maintenance import (
     MAX_DELETED_SHARE,
     MAX_SEGMENTS_PER_SHARD,
     MERGE_FAN_IN,
@@ -18,9 +18,9 @@ from runtime.retrieval.live.maintenance import (
     BuildThread,
     pick_merge,
 )
-from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.storage.disk import Disk
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.segment_build import BuildJob, build, progress_of_stage
+from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.testing.background import Background
 from runtime.testing.waiting import until
 from tests.live.small_collections import contents, document, documents, maintain, new_writer, open_writer
@@ -69,7 +69,10 @@ def test_rows_written_during_a_merge_are_sealed_without_waiting_for_it(tmp_path:
 
 
 def test_threads_write_seal_and_merge_concurrently(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "a", seal_rows=16, background=True) as writer, LiveReader(tmp_path / "a") as reader:
+    with (
+        new_writer(tmp_path / "a", seal_rows=16, background=True) as writer,
+        CollectionReader(tmp_path / "a") as reader,
+    ):
 
         def write(first: int) -> None:
             for begin in range(first, first + 90, 5):
@@ -134,7 +137,7 @@ def test_a_failed_build_is_retried_with_back_off() -> None:
     assert done[:6] == ["tried", RETRY_S] * 3
 
 
-def _until(writer: LiveWriter, there: Callable[[], bool]) -> bool:
+def _until(writer: CollectionWriter, there: Callable[[], bool]) -> bool:
     for number in range(200):
         try:
             writer.upsert(documents(range(8 * number, 8 * number + 8)))

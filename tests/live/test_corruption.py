@@ -10,10 +10,10 @@ import pytest
 from runtime.errors import (
     CollectionError,
 )
-from runtime.retrieval.live.collection import verify
-from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.storage.log import HEADER, RECORD, header_of, log_path
-from runtime.retrieval.live.validation import UpsertDocument
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.log import HEADER, RECORD, header_of, log_path
+from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.validation import UpsertDocument
 from tests.live.small_collections import contents, document, documents, new_writer, open_writer, vector_of
 
 
@@ -37,7 +37,7 @@ def test_a_torn_log_is_truncated_after_the_last_whole_record_and_reported(tmp_pa
             file.truncate(size)
         kept = max([number for number, end in enumerate(ends) if end <= size], default=0)
         whole = size == 0 or size in ends
-        assert (verify(torn) == "") == whole
+        assert (Collection.verify(torn) == "") == whole
         with open_writer(torn) as writer:
             assert (writer.repaired == "") == whole
             assert len(contents(writer)) == kept
@@ -63,7 +63,7 @@ def test_a_log_corrupt_before_whole_records_is_an_error_and_is_not_truncated(tmp
 
 def test_a_reader_reports_a_corrupt_log_and_keeps_its_state(tmp_path: Path) -> None:
     whole, path = tmp_path / "whole", log_path(tmp_path / "whole", 0)
-    with new_writer(whole) as writer, LiveReader(whole) as reader:
+    with new_writer(whole) as writer, CollectionReader(whole) as reader:
         for number in range(3):
             writer.upsert([document(str(number), number)])
             if number == 0:
@@ -82,7 +82,7 @@ def test_a_reader_reports_a_corrupt_log_and_keeps_its_state(tmp_path: Path) -> N
     for place in range(0, ends[2], 3):
         path.write_bytes(content[:place] + bytes([content[place] ^ 0x41]) + content[place + 1 :])
         with pytest.raises(CollectionError, match="damaged"):
-            LiveReader(whole)
+            CollectionReader(whole)
 
 
 def test_a_reader_waits_for_the_rest_of_the_last_record_unless_a_newer_file_exists(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_reader_waits_for_the_rest_of_the_last_record_unless_a_newer_file_exis
             writer.upsert([document(str(number), number)])
     content = path.read_bytes()
     path.write_bytes(content[:-5])
-    with LiveReader(whole) as reader:
+    with CollectionReader(whole) as reader:
         assert set(contents(reader)) == {"0"}
         assert not reader.poll()
         log_path(whole, 2).write_bytes(header_of(reader.description.identity, 2))
@@ -142,12 +142,12 @@ def test_any_corrupt_file_raises_a_typed_error(tmp_path: Path) -> None:
             damaged = tmp_path / "damaged"
             shutil.copytree(whole, damaged)
             (damaged / name).write_bytes(bad)
-            for use in (verify, _opened_and_searched, _read):
+            for use in (Collection.verify, _opened_and_searched, _read):
                 try:
                     use(damaged)
                 except CollectionError:
                     continue
-                if use is verify and name.parts[0] != "log":
+                if use is Collection.verify and name.parts[0] != "log":
                     pytest.fail(f"the corruption of {name} was not detected")
             shutil.rmtree(damaged)
     with open_writer(whole) as writer:
@@ -161,12 +161,12 @@ def _opened_and_searched(directory: Path) -> None:
 
 
 def _read(directory: Path) -> None:
-    with LiveReader(directory) as reader:
+    with CollectionReader(directory) as reader:
         reader.search(vector_of(1)[None], k=5)
 
 
 def test_a_reader_that_could_not_open_the_log_recovers(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "a") as writer, LiveReader(tmp_path / "a") as reader:
+    with new_writer(tmp_path / "a") as writer, CollectionReader(tmp_path / "a") as reader:
         writer.upsert(documents(range(5)))
         writer.flush()
         first = contents(writer)

@@ -11,11 +11,11 @@ import pytest
 
 from runtime.errors import Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
-from runtime.retrieval.live.keyword_search import LiveKeywordSearch
-from runtime.retrieval.live.reader import LiveDocumentStore, LiveReader
-from runtime.retrieval.live.replaced_rows import ReplacedRows
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.collections.keyword_search import KeywordSearch
+from runtime.retrieval.collections.reader import CollectionDocuments, CollectionReader
+from runtime.retrieval.collections.replaced_rows import ReplacedRows
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.testing.waiting import until
 from tests.live.small_collections import new_writer, vector_of
 
@@ -24,8 +24,8 @@ LATER_NS = 1 << 62
 
 class KeywordHarness:
     def __init__(self, directory: Path) -> None:
-        self.writer: LiveWriter = new_writer(directory, seal_rows=1 << 20)
-        self.documents = LiveDocumentStore(directory)
+        self.writer: CollectionWriter = new_writer(directory, seal_rows=1 << 20)
+        self.documents = CollectionDocuments(directory)
 
     def upsert(self, *names: str, words: str = "entry", **attributes: Any) -> None:
         self.writer.upsert([
@@ -108,8 +108,8 @@ Find = Callable[..., list[str]]
 @contextmanager
 def searching(harness: KeywordHarness, clock: Callable[[], float]) -> Iterator[Find]:
     """Yield a search for the ids of documents with words of a text, by an index with this clock."""
-    with LiveReader(harness.documents.path, replaced=ReplacedRows()) as reader:
-        search = LiveKeywordSearch(reader.state, clock)
+    with CollectionReader(harness.documents.path, replaced=ReplacedRows()) as reader:
+        search = KeywordSearch(reader.state, clock)
 
         def find(text: str, wanted: dict[str, Any] | None = None) -> list[str]:
             reader.poll()
@@ -216,7 +216,7 @@ def test_the_order_does_not_depend_on_segments_or_on_others(harness: KeywordHarn
     until(lambda: found_by(harness, "acme", "entry") == ["a0", "a1", "a2", "a3"])
     harness.writer.compact()
     harness.documents.close()
-    harness.documents = LiveDocumentStore(harness.documents.path)
+    harness.documents = CollectionDocuments(harness.documents.path)
     assert found_by(harness, "acme", "entry") == ["a0", "a1", "a2", "a3"]
 
 
@@ -233,7 +233,7 @@ def test_the_distance_is_to_the_texts_vector(harness: KeywordHarness) -> None:
 
 
 def test_an_index_with_mostly_deleted_rows_is_rebuilt(harness: KeywordHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.retrieval.live.keyword_search._MAX_DELETED", 10)
+    monkeypatch.setattr("runtime.retrieval.collections.keyword_search._MAX_DELETED", 10)
     for round_number in range(30):
         harness.upsert("a", "b", words=f"round{round_number}")
         assert sorted(harness.find(f"round{round_number}")) == ["a", "b"]

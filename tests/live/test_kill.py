@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.retrieval.live.collection import create, verify
-from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.reader import CollectionReader
 from tests.live.small_collections import DIM, contents, document, open_writer
 
 
@@ -36,9 +37,9 @@ def test_a_killed_writer_loses_no_acknowledged_write_and_revives_no_deleted_docu
             held = contents(writer)
             sealed += len(writer.state.segments)
         assert held in possible
-        with LiveReader(directory) as reader:
+        with CollectionReader(directory) as reader:
             assert contents(reader) == held
-        assert verify(directory) == ""
+        assert Collection.verify(directory) == ""
         assert not list((directory / "segments").glob(".building-*"))
         expected = held
     assert sealed, "no segment was ever sealed: the test is ineffective"

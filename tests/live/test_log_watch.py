@@ -3,7 +3,7 @@
 import select
 from pathlib import Path
 
-from runtime.retrieval.live.storage.log_watch import LogWatch
+from runtime.retrieval.collections.log_watch import LogWatch
 from tests.live.small_collections import documents, new_writer
 
 

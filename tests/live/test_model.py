@@ -11,12 +11,12 @@ from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from runtime.retrieval.attributes.filters import Filter, parse_filter
-from runtime.retrieval.live.build import BuildJob
-from runtime.retrieval.live.maintenance import pick_merge
-from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.storage.manifest import SegmentInfo
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.collections.maintenance import pick_merge
+from runtime.retrieval.collections.manifest import SegmentInfo
+from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.segment_build import BuildJob
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.collections.writer import CollectionWriter
 from tests.live.small_collections import DIM, contents, document, maintain, new_writer, open_writer, vector_of
 
 _NAMES = some.sampled_from([str(number) for number in range(30)])
@@ -29,8 +29,8 @@ class Model(RuleBasedStateMachine):
     @initialize(shards=some.sampled_from([1, 2]))
     def begin(self, shards: int) -> None:
         self.directory = type(self).directories() / "collection"
-        self.writer: LiveWriter = new_writer(self.directory, seal_rows=8, shards=shards)
-        self.reader = LiveReader(self.directory)
+        self.writer: CollectionWriter = new_writer(self.directory, seal_rows=8, shards=shards)
+        self.reader = CollectionReader(self.directory)
         self.expected: dict[str, UpsertDocument] = {}
         self.seeds = itertools.count()
 
@@ -96,7 +96,7 @@ class Model(RuleBasedStateMachine):
     @rule()
     def reopen_the_reader(self) -> None:
         self.reader.close()
-        self.reader = LiveReader(self.directory)
+        self.reader = CollectionReader(self.directory)
 
     @rule()
     def poll(self) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.retrieval.live.collection import create, verify
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.writer import CollectionWriter
 from tests.live.lossy_disk import LossyDisk
 from tests.live.small_collections import DIM, contents, document, maintain, open_writer
 
@@ -17,7 +18,7 @@ def test_acknowledged_writes_survive_a_power_cut_at_any_write(tmp_path: Path, se
     root = tmp_path / "collection"
     disk = LossyDisk(root)
     create(root, DIM, metric="l2", degree=8, disk=disk)
-    writer: LiveWriter = open_writer(root, seal_rows=6, disk=disk)
+    writer: CollectionWriter = open_writer(root, seal_rows=6, disk=disk)
     expected: dict[str, str] = {}
     try:
         for step in range(40):
@@ -27,13 +28,13 @@ def test_acknowledged_writes_survive_a_power_cut_at_any_write(tmp_path: Path, se
                 disk.write_after_power_cut(after, chance)
                 with open_writer(after) as found:
                     assert contents(found) == expected
-                assert verify(after) == ""
+                assert Collection.verify(after) == ""
     finally:
         writer.close()
         disk.close()
 
 
-def _do_something(writer: LiveWriter, chance: random.Random, expected: dict[str, str], step: int) -> None:
+def _do_something(writer: CollectionWriter, chance: random.Random, expected: dict[str, str], step: int) -> None:
     names = [str(number) for number in chance.sample(range(25), chance.randint(1, 5))]
     match chance.choice(["upsert", "upsert", "upsert", "delete", "maintain", "flush", "compact"]):
         case "upsert":
@@ -115,7 +116,7 @@ def test_acknowledged_writes_survive_a_power_cut_within_any_operation(tmp_path: 
 class _Recorded:
     """A writer that records each write before making it: an interrupted write may be present or not."""
 
-    def __init__(self, writer: LiveWriter, attempted: dict[str, str]) -> None:
+    def __init__(self, writer: CollectionWriter, attempted: dict[str, str]) -> None:
         self._writer, self._attempted = writer, attempted
         self.flush, self.compact = writer.flush, writer.compact
         self.seal_if_due, self.merge_if_due = writer.seal_if_due, writer.merge_if_due

@@ -9,13 +9,13 @@ import pytest
 
 from runtime.errors import Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
-from runtime.retrieval.live.storage.reader_barrier import VISIBLE_S, WAIT_S, ReaderBarrier, ReaderPosition
+from runtime.retrieval.collections.reader_barrier import VISIBLE_S, WAIT_S, ReaderBarrier, ReaderPosition
 from tests.live.small_collections import contents, documents, new_writer
 
 _SERVES = """
 import sys
 from pathlib import Path
-from runtime.retrieval.live.storage.reader_barrier import ReaderPosition
+from runtime.retrieval.collections.reader_barrier import ReaderPosition
 applied = ReaderPosition(Path(sys.argv[1]))
 applied.publish(3)
 print("serves", flush=True)

@@ -10,17 +10,17 @@ from msgspec.structs import replace
 from gpu.index.data import bitmap
 from runtime.errors import InvalidFilter
 from runtime.retrieval.attributes.filters import Comparison
-from runtime.retrieval.live.reader import LiveDocumentStore, LiveReader
-from runtime.retrieval.live.replaced_rows import KEPT_S, ReplacedRows
-from runtime.retrieval.live.storage.documents import StoredDocument
-from runtime.retrieval.live.storage.operations import Upsert, decode, encode
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.operations import Upsert, decode, encode
+from runtime.retrieval.collections.reader import CollectionDocuments, CollectionReader
+from runtime.retrieval.collections.replaced_rows import KEPT_S, ReplacedRows
+from runtime.retrieval.collections.writer import CollectionWriter
 from tests.live.small_collections import DIM, contents, document, documents, new_writer
 
 
 def test_documents_of_segments_sealed_since_the_last_poll_are_found(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
-        reading = LiveDocumentStore(tmp_path / "a")
+        reading = CollectionDocuments(tmp_path / "a")
         for part in range(3):
             writer.upsert(documents(range(10 * part, 10 * part + 10)))
             writer.flush()  # the log that it was in goes
@@ -33,13 +33,13 @@ def test_documents_of_segments_sealed_since_the_last_poll_are_found(tmp_path: Pa
 def test_an_unwritten_row_has_no_document(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
         writer.upsert(documents(range(3)))
-        reading = LiveDocumentStore(tmp_path / "a")
+        reading = CollectionDocuments(tmp_path / "a")
         assert reading.get([7]) == [None]
         reading.close()
 
 
 def test_a_large_write_is_applied_in_parts_and_becomes_visible_as_a_whole(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "notes") as writer, LiveReader(tmp_path / "notes") as reader:
+    with new_writer(tmp_path / "notes") as writer, CollectionReader(tmp_path / "notes") as reader:
         writer.upsert(documents(range(500), kind="old"))
         writer.flush()
         reader.poll()
@@ -58,7 +58,7 @@ def test_a_large_write_is_applied_in_parts_and_becomes_visible_as_a_whole(tmp_pa
 
 
 def test_a_write_that_is_applied_in_part_is_completed_before_segments_are_replaced(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "notes") as writer, LiveReader(tmp_path / "notes") as reader:
+    with new_writer(tmp_path / "notes") as writer, CollectionReader(tmp_path / "notes") as reader:
         writer.upsert(documents(range(2000)))
         reader.poll(budget_ns=1)
         assert reader.applying
@@ -82,7 +82,7 @@ def test_a_segment_s_bitmap_follows_its_deletions(tmp_path: Path) -> None:
 
 def test_filters_are_checked_against_the_documents_of_now(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
-        reading = LiveDocumentStore(tmp_path / "a")
+        reading = CollectionDocuments(tmp_path / "a")
         writer.upsert([replace(document, attributes={"fresh": 1}) for document in documents(range(3))])
         reading.check_filter(Comparison("fresh", "eq", (1,)))
         with pytest.raises(InvalidFilter, match="'fresh' is an integer; it cannot be compared with 'text'"):
@@ -96,30 +96,30 @@ def test_filters_are_checked_against_the_documents_of_now(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> Iterator[LiveWriter]:
+def writer(tmp_path: Path) -> Iterator[CollectionWriter]:
     with new_writer(tmp_path / "a") as made:
         yield made
 
 
 @pytest.fixture
-def store(writer: LiveWriter) -> Iterator[LiveDocumentStore]:
-    made = LiveDocumentStore(writer.directory)
+def store(writer: CollectionWriter) -> Iterator[CollectionDocuments]:
+    made = CollectionDocuments(writer.directory)
     yield made
     made.close()
 
 
-def put(writer: LiveWriter, seed: int) -> int:
+def put(writer: CollectionWriter, seed: int) -> int:
     """Store a version of the document a; return its row."""
     writer.upsert([document("a", seed)])
     return writer.state.rows_of(["a"])["a"]
 
 
-def texts(store: LiveDocumentStore, *rows: int) -> list[str | None]:
+def texts(store: CollectionDocuments, *rows: int) -> list[str | None]:
     return [None if found is None else found.text for found in store.get(rows)]
 
 
 def test_a_replaced_row_has_its_text_until_the_document_is_deleted(
-    writer: LiveWriter, store: LiveDocumentStore
+    writer: CollectionWriter, store: CollectionDocuments
 ) -> None:
     rows = [put(writer, seed) for seed in range(3)]
     for number, row in enumerate(rows):
@@ -130,7 +130,9 @@ def test_a_replaced_row_has_its_text_until_the_document_is_deleted(
     assert [texts(store, row) for row in (*rows, new)] == [[None], [None], [None], ["text 3"]]
 
 
-def test_of_two_versions_in_one_result_the_newer_is_returned(writer: LiveWriter, store: LiveDocumentStore) -> None:
+def test_of_two_versions_in_one_result_the_newer_is_returned(
+    writer: CollectionWriter, store: CollectionDocuments
+) -> None:
     writer.upsert(documents(range(2)))
     old, middle, new = (put(writer, seed) for seed in range(7, 10))
     assert texts(store, old, 0, new, 1, middle) == [None, "text 0", "text 9", "text 1", None]
@@ -148,9 +150,9 @@ def test_of_two_versions_in_one_result_the_newer_is_returned(writer: LiveWriter,
 @pytest.mark.parametrize("was_sealed", [False, True])
 @pytest.mark.parametrize("polls", [False, True])
 def test_a_replaced_row_has_its_text_even_if_it_is_merged_away(
-    writer: LiveWriter,
-    store: LiveDocumentStore,
-    merge_away: Callable[[LiveWriter], object],
+    writer: CollectionWriter,
+    store: CollectionDocuments,
+    merge_away: Callable[[CollectionWriter], object],
     was_sealed: bool,
     polls: bool,
 ) -> None:
@@ -170,7 +172,7 @@ def test_a_replaced_row_has_its_text_even_if_it_is_merged_away(
 
 
 def test_the_same_row_stands_for_a_document_in_two_results_of_a_query(
-    writer: LiveWriter, store: LiveDocumentStore
+    writer: CollectionWriter, store: CollectionDocuments
 ) -> None:
     writer.upsert(documents(range(2)))
     old, middle, new = (put(writer, seed) for seed in range(3))
@@ -190,7 +192,7 @@ def test_the_same_row_stands_for_a_document_in_two_results_of_a_query(
 def test_replaced_rows_are_forgotten_after_a_while() -> None:
     now = 0.0
     replaced = ReplacedRows(lambda: now)
-    one = StoredDocument(1, "a", "", "one", {})
+    one = Document("a", "", "one", row=1)
     replaced.add([1, 5], [2, 6])
     replaced.retire({1: one}.get)
     now = KEPT_S / 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import CollectionError
-from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.collections.reader import CollectionReader
 from tests.live.small_collections import contents, documents, maintain, new_writer, open_writer
 
 
@@ -104,11 +104,12 @@ def test_a_build_during_a_replacement_is_discarded(tmp_path: Path) -> None:
 def test_a_reader_reports_a_replaced_collection_and_keeps_its_state(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
         writer.upsert(documents(range(10)))
-        with LiveReader(tmp_path / "a") as reader:
+        with CollectionReader(tmp_path / "a") as reader:
+            assert not reader.replaced
             _another(tmp_path / "a")
             for _ in range(2):
-                with pytest.raises(CollectionError, match="another collection"):
-                    reader.poll()
+                assert not reader.poll()
+                assert reader.replaced
             assert len(contents(reader)) == 10
 
 
@@ -119,7 +120,7 @@ def test_verifying_a_directory_replaced_meanwhile_reports_no_corruption(
     with new_writer(tmp_path / "a") as writer:
         writer.upsert(documents(range(10)))
         writer.flush()
-        with LiveReader(tmp_path / "a") as reader:
+        with CollectionReader(tmp_path / "a") as reader:
             replace(tmp_path / "a")
             reader.checksums.verify()
             assert not reader.checksums.pending
@@ -139,7 +140,7 @@ def test_a_reader_reports_a_restored_backup_and_a_new_reader_opens_it(
         writer.upsert(documents(range(12, 20)))
         if sealed:
             writer.flush()
-        with LiveReader(tmp_path / "a") as reader:
+        with CollectionReader(tmp_path / "a") as reader:
             assert reader.outdated == ""
             restore(tmp_path / "a")
             for _ in range(2):
@@ -147,7 +148,7 @@ def test_a_reader_reports_a_restored_backup_and_a_new_reader_opens_it(
                     reader.poll()
             assert "was restored" in reader.outdated
             assert len(contents(reader)) == 20
-    with LiveReader(tmp_path / "a") as anew:
+    with CollectionReader(tmp_path / "a") as anew:
         assert len(contents(anew)) == 12
 
 
@@ -172,7 +173,7 @@ def test_a_stalled_reader_detects_a_restored_copy_that_has_new_writes(tmp_path: 
         writer.upsert(documents(range(10)))
         _backed_up(tmp_path / "a")
         writer.upsert(documents(range(10, 20)))
-    with LiveReader(tmp_path / "a") as reader:
+    with CollectionReader(tmp_path / "a") as reader:
         _whole(tmp_path / "a")
         with open_writer(tmp_path / "a") as anew:
             for part in range(3):

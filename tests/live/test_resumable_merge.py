@@ -12,14 +12,14 @@ import msgspec
 import pytest
 
 from runtime.errors import CollectionError
-from runtime.retrieval.live.build import BuildJob, build
-from runtime.retrieval.live.maintenance import MERGE_FAN_IN, BuildSegment
-from runtime.retrieval.live.state import replay
-from runtime.retrieval.live.storage.disk import Disk
-from runtime.retrieval.live.storage.manifest import SegmentInfo
-from runtime.retrieval.live.storage.resumable_merge import merging_path
-from runtime.retrieval.live.storage.segment import segment_path
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.collections.disk import Disk
+from runtime.retrieval.collections.maintenance import MERGE_FAN_IN, BuildSegment
+from runtime.retrieval.collections.manifest import SegmentInfo
+from runtime.retrieval.collections.resumable_merge import merging_path
+from runtime.retrieval.collections.segment import segment_path
+from runtime.retrieval.collections.segment_build import BuildJob, build
+from runtime.retrieval.collections.state import replay
+from runtime.retrieval.collections.writer import CollectionWriter
 from tests.live.small_collections import contents, documents, maintain, new_writer, open_writer
 from tests.process_context import FORKSERVER
 
@@ -40,7 +40,7 @@ def sealed(tmp_path: Path) -> Path:
 def test_a_build_does_not_start_for_a_dead_writer(sealed: Path) -> None:
     there = sorted(sealed.rglob("*"))
     job = msgspec.json.encode(BuildJob(99, 0, 0, list(range(MERGE_FAN_IN)))).decode()
-    ended = subprocess.run([sys.executable, "-m", "runtime.retrieval.live.build", str(sealed), job, "1"])
+    ended = subprocess.run([sys.executable, "-m", "runtime.retrieval.collections.segment_build", str(sealed), job, "1"])
     assert ended.returncode == 1
     assert sorted(sealed.rglob("*")) == there
 
@@ -66,7 +66,7 @@ def killed(last: str) -> BuildSegment:
     return run
 
 
-def kill(writer: LiveWriter, last: str) -> None:
+def kill(writer: CollectionWriter, last: str) -> None:
     with pytest.raises(CollectionError, match="it was killed"):
         maintain(writer, killed(last))
 
@@ -80,7 +80,7 @@ def made(directory: Path) -> Made:
     return {name: (told.st_ino, told.st_mtime_ns) for name, told in found.items()}
 
 
-def merged(writer: LiveWriter, look: Callable[[], None] = lambda: None) -> bytes:
+def merged(writer: CollectionWriter, look: Callable[[], None] = lambda: None) -> bytes:
     """Merge, call `look` before the segment is installed, and return the graph."""
 
     def run(directory: Path, job: BuildJob) -> SegmentInfo | None:
@@ -90,7 +90,7 @@ def merged(writer: LiveWriter, look: Callable[[], None] = lambda: None) -> bytes
 
     assert maintain(writer, run)
     (segment,) = writer.state.segments
-    return (segment_path(writer.directory, segment.info.number) / "index" / "graph.npy").read_bytes()
+    return (segment_path(writer.directory, segment.info) / "index" / "graph.npy").read_bytes()
 
 
 @pytest.mark.parametrize(

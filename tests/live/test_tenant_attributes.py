@@ -11,13 +11,14 @@ import pytest
 
 from runtime.errors import InvalidDocument, InvalidFilter
 from runtime.retrieval.attributes.filters import AttributeBinding, Comparison
-from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, AttributeType
-from runtime.retrieval.live import collection as live
-from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.storage.operations import Upsert
-from runtime.retrieval.live.tenant_attributes import MAX_INTRODUCED, MAX_SHARED
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, AttributeType, Schema
+from runtime.retrieval.collections import bulk_load
+from runtime.retrieval.collections import collection as live
+from runtime.retrieval.collections.operations import Upsert
+from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.tenant_attributes import MAX_INTRODUCED, MAX_SHARED
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.collections.writer import CollectionWriter
 
 DIM = 4
 ACME, BLUE = AttributeBinding("tenant", "acme"), AttributeBinding("tenant", "blue")
@@ -33,17 +34,17 @@ def names(prefix: str, count: int) -> dict[str, int]:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    live.create(tmp_path / "notes", DIM, metric="l2", degree=4, schema={"year": AttributeType.INTEGER})
+    bulk_load.create(tmp_path / "notes", DIM, metric="l2", degree=4, schema={"year": AttributeType.INTEGER})
     return tmp_path / "notes"
 
 
-def writer_of(directory: Path) -> LiveWriter:
-    return LiveWriter(directory, background=False, bound_attributes=("tenant", "team"))
+def writer_of(directory: Path) -> CollectionWriter:
+    return CollectionWriter(directory, background=False, bound_attributes=("tenant", "team"))
 
 
 def found(directory: Path, key: str, value: Any) -> list[str]:
     """Return the ids of the documents that a reader finds with this value."""
-    with LiveReader(directory) as reader:
+    with CollectionReader(directory) as reader:
         rows, _ = reader.search(np.ones((1, DIM), np.float32), 20, filter=Comparison(key, "eq", (value,)))
         return sorted(one.id for one in reader.documents([row for row in rows[0] if row >= 0]) if one is not None)
 
@@ -81,7 +82,7 @@ def test_all_tenants_together_leave_names_for_others(directory: Path) -> None:
 
 @pytest.mark.parametrize("seal", [False, True])
 def test_names_whose_last_document_is_gone_are_free_for_any_type(directory: Path, seal: bool) -> None:
-    with writer_of(directory) as writer, LiveReader(directory) as reader:
+    with writer_of(directory) as writer, CollectionReader(directory) as reader:
         for round_number, kind in enumerate((1, "text", ["list"], 2.5, True)):
             given = {f"n{round_number}-{number}": kind for number in range(MAX_ATTRIBUTES - 2)}
             writer.upsert([document("all", again=kind, **given), document("other", year=2024)])
@@ -100,15 +101,20 @@ def test_names_whose_last_document_is_gone_are_free_for_any_type(directory: Path
         writer.compact()
         assert writer.state.schema == {"year": AttributeType.INTEGER, "again": AttributeType.STRING}
         assert found(directory, "again", "text") == ["new"]
-    assert live.verify(directory) == ""
-    assert set(live.info(directory).schema) == {"year", "again"}
+    assert live.Collection.verify(directory) == ""
+    assert set(schema_of(directory)) == {"year", "again"}
+
+
+def schema_of(directory: Path) -> Schema:
+    with live.Collection.open(directory) as opened:
+        return opened.state.schema
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_name_changes_its_type_in_every_reader(tmp_path: Path, shards: int) -> None:
     directory = tmp_path / "notes"
-    live.create(directory, DIM, metric="l2", degree=4, shards=shards)
-    readers = [LiveReader(directory, shard=shard) for shard in range(shards)]
+    bulk_load.create(directory, DIM, metric="l2", degree=4, shards=shards)
+    readers = [CollectionReader(directory, shard=shard) for shard in range(shards)]
     with writer_of(directory) as writer:
         writer.upsert([document(str(number), kind=number) for number in range(8)])
         writer.flush()
@@ -131,7 +137,7 @@ def test_a_name_changes_its_type_in_every_reader(tmp_path: Path, shards: int) ->
             writer.flush()
     for reader in readers:
         reader.close()
-    assert live.verify(directory) == ""
+    assert live.Collection.verify(directory) == ""
 
 
 @pytest.mark.parametrize("first", ["acme", ["acme"]])
@@ -202,7 +208,7 @@ def test_errors_name_no_attribute_that_the_filter_does_not(directory: Path) -> N
 
 def test_writes_that_share_a_record_agree_on_the_type_of_a_free_name(directory: Path) -> None:
     """A name is free, but still known, when the first write of a record uses it, and another takes it with its type."""
-    with writer_of(directory) as writer, LiveReader(directory) as reader:
+    with writer_of(directory) as writer, CollectionReader(directory) as reader:
         for first, second in ((1, "text"), ("text", 1)):
             writer.upsert([document("old", kind=2)])
             writer.delete(["old"])
@@ -226,7 +232,7 @@ def test_concurrent_writes_of_different_types_leave_a_log_that_can_be_read(direc
                 writer.upsert([document(f"{number}-{turn}", kind=kinds[(number + turn) % len(kinds)])])
                 writer.delete([f"{number}-{turn}"])
 
-    with writer_of(directory) as writer, LiveReader(directory) as reader:
+    with writer_of(directory) as writer, CollectionReader(directory) as reader:
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(write, range(8)))
         reader.poll()
@@ -234,4 +240,4 @@ def test_concurrent_writes_of_different_types_leave_a_log_that_can_be_read(direc
     with writer_of(directory) as writer:
         writer.upsert([document("last", kind="text")])
         writer.compact()
-    assert live.verify(directory) == ""
+    assert live.Collection.verify(directory) == ""

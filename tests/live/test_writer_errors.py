@@ -22,12 +22,13 @@ from runtime.errors import (
     TrinityError,
 )
 from runtime.retrieval.attributes.filters import parse_filter
-from runtime.retrieval.live import validation
-from runtime.retrieval.live import writer as writer_module
-from runtime.retrieval.live.collection import create, info, verify
-from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.storage.disk import LOCK, Disk, acquire_lock
-from runtime.retrieval.live.validation import UpsertDocument
+from runtime.retrieval.collections import validation
+from runtime.retrieval.collections import writer as writer_module
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.disk import LOCK, Disk, acquire_lock
+from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.validation import UpsertDocument
 from tests.live.small_collections import (
     DIM,
     contents,
@@ -97,7 +98,7 @@ class _FullDisk(Disk):
 
 def test_a_full_disk_refuses_a_write_atomically_until_space_is_free(tmp_path: Path) -> None:
     disk = _FullDisk()
-    with new_writer(tmp_path / "a", disk=disk) as writer, LiveReader(tmp_path / "a") as reader:
+    with new_writer(tmp_path / "a", disk=disk) as writer, CollectionReader(tmp_path / "a") as reader:
         writer.upsert(documents(range(3)))
         held = contents(writer)
         for room in range(0, 300, 7):
@@ -264,7 +265,7 @@ def test_concurrent_writes_are_all_stored_and_share_records(tmp_path: Path) -> N
 
 
 def test_a_search_keeps_its_snapshot_and_a_delete_hides_at_once(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "a") as writer, LiveReader(tmp_path / "a") as reader:
+    with new_writer(tmp_path / "a") as writer, CollectionReader(tmp_path / "a") as reader:
         writer.upsert(documents(range(40)))
         writer.flush()
         reader.poll()
@@ -279,7 +280,7 @@ def test_a_search_keeps_its_snapshot_and_a_delete_hides_at_once(tmp_path: Path) 
         reader.poll()
         assert reader.state.segments[0] is not old
         assert reader.documents([7, 8])[0] is None
-        assert info(tmp_path / "a").segments == [(1, 39, 0)]
+        assert Collection.info(tmp_path / "a").segments == [(1, 39, 0)]
 
 
 @pytest.mark.parametrize("leave", ["segments/.building-7", "segments/9", "tombstones/5.npy", "log/.x.part"])
@@ -292,7 +293,7 @@ def test_files_of_a_killed_build_are_removed(tmp_path: Path, leave: str) -> None
         (path / "x").write_bytes(b"x")
     else:
         path.write_bytes(b"x")
-    assert verify(tmp_path / "a") == ""
+    assert Collection.verify(tmp_path / "a") == ""
     with open_writer(tmp_path / "a") as writer:
         assert len(contents(writer)) == 4
     assert not path.exists() or leave.startswith("log")

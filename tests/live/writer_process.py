@@ -7,13 +7,13 @@ import random
 import sys
 from pathlib import Path
 
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.collections.writer import CollectionWriter
 from tests.live.small_collections import document
 
 
 def main(directory: Path, seed: int) -> None:
     chance = random.Random(seed)
-    with LiveWriter(directory, seal_rows=16) as writer:
+    with CollectionWriter(directory, seal_rows=16) as writer:
         print("open", flush=True)
         for step in range(1_000_000):
             names = [str(number) for number in chance.sample(range(60), chance.randint(1, 8))]

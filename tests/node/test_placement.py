@@ -23,7 +23,7 @@ from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, plan_spares
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load
 from runtime.serving.model.packages import torch_cuda
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -359,7 +359,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path: Pat
 
 def test_a_truncated_index_is_refused_before_anything_starts(tmp_path: Path) -> None:
     vectors = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
-    Collection.build(vectors, tmp_path / "docs", metric="l2", degree=4)
+    bulk_load.build(vectors, tmp_path / "docs", metric="l2", degree=4)
     preflight.check(plan(tmp_path))
     codes = tmp_path / "docs" / "index" / "codes.npy"
     codes.write_bytes(codes.read_bytes()[:-1])
@@ -377,7 +377,7 @@ def test_kv_blocks_that_cannot_hold_one_whole_context_are_refused(role: str, tmp
 
 
 def test_an_optional_collection_may_be_missing_or_corrupt(tmp_path: Path) -> None:
-    Collection.build(np.eye(8, dtype=np.float32), tmp_path / "docs", degree=2)
+    bulk_load.build(np.eye(8, dtype=np.float32), tmp_path / "docs", degree=2)
     (tmp_path / "docs" / "index" / "codes.npy").write_bytes(b"cut")
     for name in ("docs", "nowhere"):
         sections: dict[str, Any] = {"name": name, "path": str(tmp_path / name)}

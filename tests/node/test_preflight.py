@@ -13,7 +13,7 @@ from runtime.checks import preflight
 from runtime.errors import EXIT_CONFIG, ConfigError, TrinityError
 from runtime.node.config import parse_config
 from runtime.node.placement.layout import lay_out
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load
 from runtime.serving.model.smollm import CONFIG
 
 OPENAI = {"engine": "openai", "name": "big", "url": "http://127.0.0.1:9/v1"}
@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def ask(folder: Path, sections: dict[str, Any], *command: str) -> Result:
     """Run a command on the node of these sections, with a collection `docs`."""
     if not (folder / "docs").exists():
-        Collection.build(np.eye(8, dtype=np.float32), folder / "docs", degree=2)
+        bulk_load.build(np.eye(8, dtype=np.float32), folder / "docs", degree=2)
     (folder / "file").touch()
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "config.json").write_text(json.dumps(CONFIG))

@@ -13,6 +13,7 @@ from gpu import GraphIndex
 from runtime.node.placement.plan import NodePlan
 from runtime.pool.collections.shard import OpenShard, open_shard
 from runtime.pool.process import MakeArena, Timing
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.pool_session import ReplicaPolicy
@@ -28,7 +29,7 @@ DIM = 16
 def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pool") / "docs"
     vectors = np.random.default_rng(0).normal(size=(400, DIM)).astype(np.float32)
-    Collection.build(vectors, path, metric="l2", degree=16)
+    bulk_load.build(vectors, path, metric="l2", degree=16)
     return path
 
 
@@ -47,7 +48,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a collection with the vectors of `collection` in two shards."""
     path = tmp_path_factory.mktemp("pool") / "split"
     vectors = np.random.default_rng(0).normal(size=(400, DIM)).astype(np.float32)
-    Collection.build(vectors, path, metric="l2", degree=16, shards=2)
+    bulk_load.build(vectors, path, metric="l2", degree=16, shards=2)
     return path
 
 

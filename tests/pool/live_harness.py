@@ -8,9 +8,9 @@ import numpy as np
 
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collection_registry import CollectionRegistry
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool
 from runtime.testing.waiting import until
@@ -31,7 +31,7 @@ class LiveHarness:
 
     def __init__(self, path: Path, **made: Any) -> None:
         create(path, DIM, metric="l2", **made)
-        self.path, self.writer = path, LiveWriter(path, background=False, seal_rows=1 << 20)
+        self.path, self.writer = path, CollectionWriter(path, background=False, seal_rows=1 << 20)
         self.held: dict[str, tuple[Vectors, dict[str, Any]]] = {}
         self._random = np.random.default_rng(5)
 

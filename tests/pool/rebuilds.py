@@ -9,9 +9,9 @@ import numpy as np
 
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collection_registry import CollectionRegistry
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import read_manifest
+from runtime.retrieval.collections.manifest import read_description
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
@@ -30,10 +30,10 @@ def build(path: Path, generation: int, *, shards: int = 1, dim: int = DIM, rows:
     """Replace the collection by another build, with other texts of the same rows. Return its identity."""
     documents = [Document(f"g{generation}-{row}", "", f"text {row} of generation {generation}") for row in range(rows)]
     vectors = np.random.default_rng(generation).normal(size=(rows, dim)).astype(np.float32)
-    Collection.build(
+    bulk_load.build(
         documents, path, metric="l2", embedder=f"hashing-{dim}", vectors=vectors, degree=8, shards=shards, force=True
     )
-    return read_manifest(path).identity
+    return read_description(path).identity
 
 
 def generation_of(passages: tuple[Passage, ...]) -> int:

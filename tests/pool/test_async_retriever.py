@@ -15,9 +15,9 @@ from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_registry import CollectionRegistry
-from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.documents import Document, DocumentStore
-from runtime.retrieval.collections.keyword_search import KeywordSearch
+from runtime.retrieval.collections import bulk_load
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.reader import CollectionDocuments
 from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind
 from runtime.retrieval.open_build import OpenBuild, open_build
 from runtime.retrieval.retrieval_steps import RetrievalResult
@@ -37,7 +37,7 @@ ROWS, DIM = 64, 16
 def plan(tmp_path: Path) -> NodePlan:
     vectors = clustered(np.random.default_rng(4), ROWS, DIM)
     documents = [Document(f"d{row}", "", f"text n{row}", {"number": row}) for row in range(ROWS)]
-    Collection.build(documents, tmp_path / "docs", metric="l2", embedder=f"hashing-{DIM}", vectors=vectors)
+    bulk_load.build(documents, tmp_path / "docs", metric="l2", embedder=f"hashing-{DIM}", vectors=vectors)
     return plan_of(tmp_path / "docs")
 
 
@@ -78,16 +78,16 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_the_event_loop_goes_on_while_documents_are_read(
     search: AsyncRetriever, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    released, reading, real = threading.Event(), threading.Event(), DocumentStore.get
+    released, reading, real = threading.Event(), threading.Event(), CollectionDocuments.get
 
-    def get(self: DocumentStore, rows: Any, on_read: Any) -> Any:
+    def get(self: CollectionDocuments, rows: Any, on_read: Any) -> Any:
         reading.set()
         assert released.wait(60)
         return real(self, rows, on_read)
 
     async def body() -> None:
         await found(search)
-        monkeypatch.setattr(DocumentStore, "get", get)
+        monkeypatch.setattr(CollectionDocuments, "get", get)
         asked = asyncio.create_task(found(search, filter=number_is(5)))
         await until(reading.is_set)  # in the loop's thread: it would not come here before the end
         assert not asked.done()
@@ -169,14 +169,14 @@ def test_chats_of_several_keys_take_turns_with_filters_too(
 def test_a_chat_s_keyword_search_delays_no_embedding_and_keys_take_turns(
     pool: InProcessPool, plan: NodePlan, search: AsyncRetriever, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    released, order, real = threading.Event(), list[str](), KeywordSearch.search_keywords
+    released, order, real = threading.Event(), list[str](), CollectionDocuments.search_keywords
 
-    def search_keywords(self: KeywordSearch, text: str, *options: Any) -> Any:
+    def search_keywords(self: CollectionDocuments, text: str, *options: Any) -> Any:
         order.append(text)
         assert released.wait(60)
         return real(self, text, *options)
 
-    monkeypatch.setattr(KeywordSearch, "search_keywords", search_keywords)
+    monkeypatch.setattr(CollectionDocuments, "search_keywords", search_keywords)
     with closing(Retriever(search.registry, SearchClient.of_plan(plan, "prefill-0"))) as chats:
         deadline_ns, ended = time.monotonic_ns() + 60 * 10**9, list[int]()
 
@@ -199,16 +199,16 @@ def test_a_chat_s_keyword_search_delays_no_embedding_and_keys_take_turns(
 
 
 def test_keys_take_turns_with_keyword_searches(search: AsyncRetriever, monkeypatch: pytest.MonkeyPatch) -> None:
-    released, order, real = threading.Event(), list[str](), KeywordSearch.search_keywords
+    released, order, real = threading.Event(), list[str](), CollectionDocuments.search_keywords
 
-    def search_keywords(self: KeywordSearch, text: str, *options: Any) -> Any:
+    def search_keywords(self: CollectionDocuments, text: str, *options: Any) -> Any:
         order.append(text)
         assert released.wait(60)
         return real(self, text, *options)
 
     async def body() -> None:
         await found(search, hybrid=0.5)
-        monkeypatch.setattr(KeywordSearch, "search_keywords", search_keywords)
+        monkeypatch.setattr(CollectionDocuments, "search_keywords", search_keywords)
         storm = [asyncio.create_task(found(search, 1, text=f"storm n{n}", hybrid=0.5)) for n in range(5)]
         await until(lambda: bool(order))
         other = asyncio.create_task(found(search, 2, text="other n7", hybrid=1.0))

@@ -20,7 +20,7 @@ from runtime.node.config import CollectionSection
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool.collections.shard import Shard, open_shard
 from runtime.pool.process import Timing
-from runtime.retrieval.collections.checksums import Checksums, Throttle, unthrottled
+from runtime.retrieval.collections.checksums import SegmentChecksums, Throttle, unthrottled
 from runtime.retrieval.collections.collection import Collection
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
@@ -121,11 +121,11 @@ def pool_of(plan: Any, **options: Any) -> InProcessPool:
     return InProcessPool(plan, **options).start()
 
 
-class HeldChecksums(Checksums):
+class HeldChecksums(SegmentChecksums):
     """Checksums whose comparison blocks until `end` is set and then reports altered files."""
 
     def __init__(self) -> None:
-        super().__init__({})
+        super().__init__(Path())
         self.begun, self.end = threading.Event(), threading.Event()
 
     @property

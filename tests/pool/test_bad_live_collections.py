@@ -11,8 +11,8 @@ import pytest
 from runtime.errors import CollectionError, Unavailable
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collection_registry import CollectionRegistry
-from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.clock import Clock
 from runtime.testing.pool import plan_of
@@ -28,7 +28,7 @@ FILES = ["index/codes.npy", "index/graph.npy", "documents.sqlite"]
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> Iterator[LiveWriter]:
+def writer(tmp_path: Path) -> Iterator[CollectionWriter]:
     writer = new_writer(tmp_path / "notes")
     writer.upsert(documents(range(40)))
     writer.flush()
@@ -65,7 +65,7 @@ def taken_out(client: SearchClient, name: str) -> None:
 @pytest.mark.parametrize("verify", ["start", "background"])
 @pytest.mark.parametrize("name", FILES)
 def test_an_altered_segment_is_detected_and_its_collection_removed(
-    name: str, verify: str, writer: LiveWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
+    name: str, verify: str, writer: CollectionWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
 ) -> None:
     altered(writer.directory, name)
     plan = make_plan(verify)
@@ -74,7 +74,7 @@ def test_an_altered_segment_is_detected_and_its_collection_removed(
 
 
 def test_a_newly_sealed_segment_is_verified_and_served_again_once_repaired(
-    writer: LiveWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
+    writer: CollectionWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
 ) -> None:
     plan = make_plan()
     pool = make_pool(plan).start()
@@ -94,7 +94,7 @@ def test_a_newly_sealed_segment_is_verified_and_served_again_once_repaired(
 
 
 def test_verification_can_be_disabled(
-    writer: LiveWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
+    writer: CollectionWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
 ) -> None:
     altered(writer.directory, "documents.sqlite")
     plan = make_plan("never")
@@ -106,7 +106,7 @@ def test_verification_can_be_disabled(
     assert pool.table.note == ""
 
 
-def test_altered_documents_are_not_returned(writer: LiveWriter, make_plan: Any) -> None:
+def test_altered_documents_are_not_returned(writer: CollectionWriter, make_plan: Any) -> None:
     clock = Clock()
     identity = writer.state.description.identity
     registry = CollectionRegistry(make_plan(), clock=clock)
@@ -131,7 +131,7 @@ def test_altered_documents_are_not_returned(writer: LiveWriter, make_plan: Any) 
 
 
 def test_a_replaced_collection_is_served_after_a_reload(
-    writer: LiveWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
+    writer: CollectionWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
 ) -> None:
     plan = make_plan()
     pool = make_pool(plan).start()
@@ -147,7 +147,7 @@ def test_a_replaced_collection_is_served_after_a_reload(
 
 
 def test_a_restored_earlier_state_replaces_the_served_one(
-    writer: LiveWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
+    writer: CollectionWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
 ) -> None:
     plan = make_plan()
     make_pool(plan).start()
@@ -172,8 +172,8 @@ def test_a_restored_earlier_state_replaces_the_served_one(
         until(lambda: answers() == 43)
 
 
-def test_a_reader_verifies_its_open_segments_and_not_merged_ones(writer: LiveWriter) -> None:
-    with LiveReader(writer.directory) as reader:
+def test_a_reader_verifies_its_open_segments_and_not_merged_ones(writer: CollectionWriter) -> None:
+    with CollectionReader(writer.directory) as reader:
         writer.upsert(documents(range(40, 80)))
         writer.flush()
         writer.compact()
@@ -186,7 +186,7 @@ def test_a_reader_verifies_its_open_segments_and_not_merged_ones(writer: LiveWri
     assert not reader.checksums.pending
 
 
-def test_merging_an_altered_segment_fails(writer: LiveWriter) -> None:
+def test_merging_an_altered_segment_fails(writer: CollectionWriter) -> None:
     writer.upsert(documents(range(40, 80)))
     writer.flush()
     altered(writer.directory, "index/codes.npy")

@@ -17,7 +17,7 @@ from gpu.cuda.graphs import LaunchForm
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool import process
 from runtime.pool.tables import DECODE, PREFILL
-from runtime.retrieval.live.validation import UpsertDocument
+from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.cuda.conftest import NewDriver

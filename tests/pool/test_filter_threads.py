@@ -13,13 +13,13 @@ from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.attributes import evaluation
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collection_registry import CollectionRegistry
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.embedding.embedder import HashingEmbedder
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.writer_service import WriterService
 from runtime.testing.pool import plan_of
 from runtime.testing.queries import query_of
 from runtime.testing.waiting import until

@@ -14,7 +14,7 @@ from runtime.node.placement.plan import NodePlan
 from runtime.pool import filtered_requests
 from runtime.pool.collections.scopes import FilterableCollection, Finish
 from runtime.retrieval.attributes.filters import filter_bytes
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
@@ -64,7 +64,7 @@ def vectors() -> Vectors:
 def docs(tmp_path_factory: pytest.TempPathFactory, vectors: Vectors) -> Path:
     path = tmp_path_factory.mktemp("waits") / "docs"
     documents = [Document(f"d{row}", "", f"text {row}", {"number": row}) for row in range(ROWS)]
-    Collection.build(documents, path, metric="l2", embedder=f"hashing-{DIM}", vectors=vectors)
+    bulk_load.build(documents, path, metric="l2", embedder=f"hashing-{DIM}", vectors=vectors)
     return path
 
 
@@ -230,7 +230,7 @@ def test_a_write_during_an_evaluation_is_seen_by_later_queries_and_no_query_miss
     harness.writer.flush()
     harness.upsert("c", tenant="acme")
     served = serve(harness.path)
-    slow = Evaluations(served.pool, (1 << 20) + 0)
+    slow = Evaluations(served.pool, 0)
     old = harness.writer.state.rows_of(["a", "b", "c"])
     searches, query = Searches(served.client), np.zeros(DIM, np.float32)
     searches.start(query, 10, tenant_filter("acme"))
@@ -255,7 +255,7 @@ def test_a_filter_in_evaluation_survives_changes_of_the_segments(
     harness.writer.flush()
     harness.upsert(*(f"b-{n}" for n in range(40)), tenant="acme")
     served = serve(harness.path)
-    slow = Evaluations(served.pool, (1 << 20) + 0)
+    slow = Evaluations(served.pool, 0)
     searches, query = Searches(served.client), np.zeros(DIM, np.float32)
     searches.start(query, 5, tenant_filter("acme"))
     until(lambda: slow.begun == 1)

@@ -17,7 +17,7 @@ from runtime.pool.collections.scopes import InUse, Scopes, part_of
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.filters import canonical, filter_bytes, parse_filter
 from runtime.retrieval.attributes.schema import AttributeType
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
@@ -49,14 +49,14 @@ def documents(rows: int = ROWS) -> list[Document]:
 @pytest.fixture(scope="module")
 def docs(tmp_path_factory: pytest.TempPathFactory, vectors: Vectors) -> Path:
     path = tmp_path_factory.mktemp("filters") / "docs"
-    Collection.build(documents(), path, metric="l2", embedder=f"hashing-{DIM}", vectors=vectors)
+    bulk_load.build(documents(), path, metric="l2", embedder=f"hashing-{DIM}", vectors=vectors)
     return path
 
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory, vectors: Vectors) -> Path:
     path = tmp_path_factory.mktemp("filters") / "split"
-    Collection.build(documents(), path, metric="l2", embedder=f"hashing-{DIM}", vectors=vectors, shards=2)
+    bulk_load.build(documents(), path, metric="l2", embedder=f"hashing-{DIM}", vectors=vectors, shards=2)
     return path
 
 

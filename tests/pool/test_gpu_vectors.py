@@ -17,7 +17,7 @@ from ipc.memory.device import CudaReference, DeviceMemory
 from ipc.session.device_arena import DeviceArena, arena_bytes
 from runtime.errors import DeadlineExceeded, InvalidRequest
 from runtime.node.worker import Worker
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
@@ -135,7 +135,7 @@ def test_gpu_vectors_with_filters_are_staged_wait_for_them_and_each_ends_once(
 ) -> None:
     vectors = clustered(np.random.default_rng(4), 64, DIM)
     documents = [Document(f"d{row}", "", "text", {"number": row}) for row in range(64)]
-    Collection.build(documents, tmp_path / "docs", metric="l2", embedder=f"hashing-{DIM}", vectors=vectors)
+    bulk_load.build(documents, tmp_path / "docs", metric="l2", embedder=f"hashing-{DIM}", vectors=vectors)
     client, (pool,) = start(16, at=tmp_path / "docs")
     slow = Evaluations(pool, 0)
     try:

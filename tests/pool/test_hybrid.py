@@ -17,9 +17,10 @@ from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_registry import CollectionRegistry
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import KEYWORDS, read_manifest
+from runtime.retrieval.collections.manifest import KEYWORDS, read_description
 from runtime.retrieval.passages import Passage, ignore_size
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
@@ -44,7 +45,7 @@ def build(path: Path, shards: int = 1, generation: int = 1) -> None:
         for row in range(ROWS)
     ]
     vectors = np.random.default_rng(generation).normal(size=(ROWS, DIM)).astype(np.float32)
-    Collection.build(documents, path, embedder=f"hashing-{DIM}", vectors=vectors, shards=shards, force=True)
+    bulk_load.build(documents, path, embedder=f"hashing-{DIM}", vectors=vectors, shards=shards, force=True)
 
 
 def serve(plan: NodePlan, make_pool: MakePool) -> list[InProcessPool]:
@@ -114,15 +115,16 @@ def test_a_query_whose_keyword_search_is_slow_ends_at_its_deadline(asker: Retrie
     assert isinstance(found.error, DeadlineExceeded)
 
 
-def test_the_error_for_a_build_without_keyword_index_names_the_command(tmp_path: Path, make_pool: MakePool) -> None:
+def test_a_build_of_an_older_version_without_keyword_index_gets_one_in_memory(
+    tmp_path: Path, make_pool: MakePool
+) -> None:
     build(tmp_path / "docs")
     without_words(tmp_path / "docs")
     plan = plan_of(tmp_path / "docs")
     make_pool(plan).start()
     with retriever(plan) as asker:
         assert len(ask(asker, "n77")) == 4
-        with pytest.raises(InvalidRequest, match="`trinity index add`"):
-            ask(asker, "n77", hybrid=0.5)
+        assert "g1-77" in [one.id for one in ask(asker, "n77", hybrid=0.9)]
 
 
 def test_keyword_results_are_of_the_build_that_answers(tmp_path: Path, make_pool: MakePool) -> None:
@@ -150,7 +152,7 @@ def test_an_altered_keyword_index_is_detected(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(CollectionError, match=r"keywords\.sqlite is damaged"):
         Collection.verify(tmp_path / "docs")
-    registry, identity = CollectionRegistry(plan_of(tmp_path / "docs")), read_manifest(tmp_path / "docs").identity
+    registry, identity = CollectionRegistry(plan_of(tmp_path / "docs")), read_description(tmp_path / "docs").identity
     until(lambda: bool(registry.unavailable), lambda: registry.follow("docs", (identity,)))
     assert "keywords.sqlite is damaged" in registry.unavailable["docs"]
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from runtime.errors import InvalidFilter, InvalidRequest
-from runtime.pool.collections.live import POLL_NS
 from runtime.pool.collections.scopes import Part, Parts, Scopes
+from runtime.pool.collections.served import POLL_NS
 from runtime.pool.process import Timing
-from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.gpu.datasets import clustered
@@ -108,15 +108,15 @@ def test_queries_are_answered_between_the_parts_of_a_large_write(
     query = harness.held["a"][0]
     assert served.find(query, 1) == ["a"]
     parts: list[int] = []
-    real = LiveReader.poll
+    real = CollectionReader.poll
 
-    def poll(self: LiveReader, budget_ns: int | None = None) -> bool:
+    def poll(self: CollectionReader, budget_ns: int | None = None) -> bool:
         found = real(self, None if budget_ns is None else 1)
         if self.applying:  # the loop goes on with queries before it polls again
             parts.append(self.state.count)
         return found
 
-    monkeypatch.setattr(LiveReader, "poll", poll)
+    monkeypatch.setattr(CollectionReader, "poll", poll)
     harness.upsert(*(f"n{number}" for number in range(1000)))
     until(lambda: len(served.client.search(query, 10).ids) == 10)
     assert len(parts) > 10
@@ -125,9 +125,9 @@ def test_queries_are_answered_between_the_parts_of_a_large_write(
 
 def test_parts_of_earlier_updates_are_kept_only_while_queries_use_them() -> None:
     scopes, old = Scopes(), Parts([Part(0, None, 1)])
-    number, before = scopes.add_live(old), weakref.ref(old)
+    number, before = scopes.add_collection(old), weakref.ref(old)
     del old
-    scopes.replace_live(number, Parts([Part(0, None, 2)]))
+    scopes.replace_collection(number, Parts([Part(0, None, 2)]))
     scopes.drop_unused(lambda: lambda address: True)
     assert before() is not None
     scopes.drop_unused(lambda: lambda address: False)

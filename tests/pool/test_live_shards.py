@@ -68,7 +68,7 @@ def test_an_acknowledged_delete_holds_in_all_shards_and_replicas(split: LiveHarn
 
 
 def test_a_live_collection_with_another_number_of_shards_is_rejected(split: LiveHarness, make_pool: MakePool) -> None:
-    with pytest.raises(CollectionError, match="made with 2 shards, not 1"):
+    with pytest.raises(CollectionError, match="built with 2 shards, not 1"):
         make_pool(plan_of(split.path))
     with pytest.raises(BuildRefused, match=r"shards is 9, outside 1\.\.8"):
         LiveHarness(split.path.parent / "more", shards=9)

@@ -10,7 +10,7 @@ from gpu import GraphIndex
 from runtime.errors import CollectionError, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import Vectors, attached, collect, exact
@@ -52,7 +52,7 @@ def test_sharded_and_unsharded_collections_of_different_dimensions_are_served_to
     split: Path, tmp_path: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
 ) -> None:
     vectors = np.random.default_rng(5).normal(size=(100, 6)).astype(np.float32)
-    Collection.build(vectors, tmp_path / "small", metric="l2", degree=8)
+    bulk_load.build(vectors, tmp_path / "small", metric="l2", degree=8)
     plan = plan_of(split, {"name": "small", "path": str(tmp_path / "small")}, shards=2, workers=2)
     pools_of(plan, make_pool)
     client = attached(make_client(plan))

@@ -5,7 +5,9 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.retrieval.collections.manifest import KEYWORDS, Manifest, read_manifest, write_manifest
+import msgspec
+
+from runtime.retrieval.collections.manifest import KEYWORDS, read_description, write_description
 from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind, Vectors
 
 
@@ -97,8 +99,7 @@ def docx_of(body: str) -> bytes:
 
 def without_words(path: Path) -> None:
     """Remove the keyword index from a build, as in builds of older versions."""
-    found = read_manifest(path)
+    found = read_description(path)
     (path / KEYWORDS).unlink()
     files = {name: facts for name, facts in found.files.items() if name != KEYWORDS}
-    told = {name: getattr(found, name) for name in Manifest.__struct_fields__ if name not in ("files", "sha256")}
-    write_manifest(path, Manifest(files=files, **told))
+    write_description(path, msgspec.structs.replace(found, files=files))

@@ -3,13 +3,15 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.checksums import Checksums, open_consistent
+from runtime.retrieval.collections.checksums import Checksums
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.manifest import Manifest, checksum_file, read_manifest
+from runtime.retrieval.collections.manifest import checksum_file
+from runtime.retrieval.collections.segment import Segment
 from tests.pool.rebuilds import build
 
 
@@ -61,37 +63,38 @@ def test_an_identity_covers_every_array(tmp_path: Path) -> None:
         Collection.open(tmp_path / "docs")
 
 
-def test_files_that_are_replaced_while_they_are_opened_are_opened_again(tmp_path: Path) -> None:
+def test_files_that_are_replaced_while_they_are_opened_are_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build(tmp_path / "docs", 1)
-    build(tmp_path / "next", 2)
-    seen: list[str] = []
+    second = build(tmp_path / "next", 2)
+    load = Segment.load
 
-    def opened(manifest: Manifest) -> str:
-        seen.append(manifest.identity)
-        if len(seen) == 1:
+    def replacing(*arguments: Any) -> Segment:
+        if (tmp_path / "next").exists():
             shutil.rmtree(tmp_path / "docs")
             (tmp_path / "next").rename(tmp_path / "docs")
-        return manifest.identity
+        return load(*arguments)
 
-    closed: list[str] = []
-    found = open_consistent(tmp_path / "docs", opened, closed.append)
-    assert found == seen[1] == read_manifest(tmp_path / "docs").identity
-    assert seen[0] != seen[1]
-    assert closed == seen[:1]
+    monkeypatch.setattr(Segment, "load", replacing)
+    with Collection.open(tmp_path / "docs") as found:
+        assert found.identity == second
+        assert found.get([0])[0].text.endswith("generation 2")
 
 
-def test_a_collection_that_is_replaced_at_every_attempt_is_not_opened(tmp_path: Path) -> None:
+def test_a_collection_that_is_replaced_at_every_attempt_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build(tmp_path / "docs", 1)
-    generation = 1
+    generation, load = 1, Segment.load
 
-    def opened(manifest: Manifest) -> int:
+    def replacing(*arguments: Any) -> Segment:
         nonlocal generation
         generation += 1
+        segment = load(*arguments)
         build(tmp_path / "docs", generation)
-        return generation
+        return segment
 
-    closed: list[int] = []
-
-    with pytest.raises(CollectionError, match="was replaced by another collection while it was opened, 3 times"):
-        open_consistent(tmp_path / "docs", opened, closed.append)
-    assert closed == [2, 3, 4]
+    monkeypatch.setattr(Segment, "load", replacing)
+    with pytest.raises(CollectionError, match="was replaced by another collection while it was opened"):
+        Collection.open(tmp_path / "docs")

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from runtime.errors import CollectionError, ModelError, TrinityError
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import FileChecksum, read_manifest, write_manifest
+from runtime.retrieval.collections.manifest import FileChecksum, read_description, write_description
 from runtime.retrieval.embedding.embedder import embedding_text
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.neighbors import recall
@@ -35,7 +36,7 @@ FILES = [
 
 
 def build(out: Path, **options: Any) -> Path:
-    Collection.build(DOCUMENTS, out, embedder="hashing-256", degree=8, **options)
+    bulk_load.build(DOCUMENTS, out, embedder="hashing-256", degree=8, **options)
     return out
 
 
@@ -56,13 +57,16 @@ def vectors() -> np.ndarray:
 
 def test_a_question_finds_its_document(built: Path) -> None:
     with Collection.open(built) as collection:
-        assert (collection.embedder, collection.metric, collection.index.size) == ("hashing-256", "cosine", 43)
+        assert (collection.embedder, collection.description.metric, collection.index.size) == (
+            "hashing-256",
+            "cosine",
+            43,
+        )
         query = load_embedder("hashing-256").embed(
             ["Which board game has two players?", "What comes from below the surface?"]
         )
         ids, distances = collection.index.search(query, k=3)
-        assert collection.documents is not None
-        assert [collection.documents.get(row)[0].id for row in ids] == ["chess", "volcano"]
+        assert [collection.get(row)[0].id for row in ids] == ["chess", "volcano"]
         assert (np.diff(distances, axis=1) >= 0).all()
 
 
@@ -76,26 +80,26 @@ def test_title_and_text_are_embedded(built: Path) -> None:
 def test_a_path_builds_the_same_as_its_documents(tmp_path: Path, built: Path) -> None:
     source = tmp_path / "d.jsonl"
     source.write_text("".join(json.dumps({"id": d.id, "title": d.title, "text": d.text}) + "\n" for d in DOCUMENTS))
-    Collection.build(source, tmp_path / "docs", embedder="hashing-256", degree=8)
+    bulk_load.build(source, tmp_path / "docs", embedder="hashing-256", degree=8)
     for name in FILES[2:]:
         assert (tmp_path / "docs" / name).read_bytes() == (built / name).read_bytes()
 
 
 def test_vectors_alone_make_a_collection_without_documents(tmp_path: Path, vectors: np.ndarray) -> None:
     np.save(tmp_path / "v.npy", vectors)
-    Collection.build(tmp_path / "v.npy", tmp_path / "from-path", metric="l2", degree=8, dtype="float16")
-    Collection.build(vectors, tmp_path / "from-array", metric="l2", degree=8, dtype="float16")
+    bulk_load.build(tmp_path / "v.npy", tmp_path / "from-path", metric="l2", degree=8, dtype="float16")
+    bulk_load.build(vectors, tmp_path / "from-array", metric="l2", degree=8, dtype="float16")
     for name in ("from-path", "from-array"):
         Collection.verify(tmp_path / name)
         with Collection.open(tmp_path / name) as collection:
-            assert collection.documents is None
+            assert collection.get([7]) == [Document("7", "", "", row=7)]
             assert collection.embedder is None
             ids, _ = collection.index.search(vectors, k=1)
             np.testing.assert_array_equal(ids[:, 0], np.arange(200))
 
 
 def test_ids_of_vectors_are_what_a_search_returns(tmp_path: Path, vectors: np.ndarray) -> None:
-    Collection.build(vectors, tmp_path / "docs", degree=8, ids=np.arange(200) * 3 + 1_000_000)
+    bulk_load.build(vectors, tmp_path / "docs", degree=8, ids=np.arange(200) * 3 + 1_000_000)
     with Collection.open(tmp_path / "docs") as collection:
         assert collection.index.search(vectors[40:41], k=1)[0].item() == 1_000_120
 
@@ -136,8 +140,7 @@ def test_several_processes_can_open_a_collection(built: Path) -> None:
 def _finds_chess(directory: Path) -> None:
     with Collection.open(directory) as collection:
         ids, _ = collection.index.search(load_embedder("hashing-256").embed(["a board game"]), k=1)
-        assert collection.documents is not None
-        assert collection.documents.get(ids[0])[0].id == "chess"
+        assert collection.get(ids[0])[0].id == "chess"
 
 
 # ---- all or nothing
@@ -171,7 +174,7 @@ def test_a_failed_build_leaves_no_files(tmp_path: Path, vectors: np.ndarray) -> 
     ]
     for kind, message, source, options in attempts:
         with pytest.raises(kind, match=message):
-            Collection.build(source, tmp_path / "parent" / "docs", **({"embedder": "hashing-256"} | options))
+            bulk_load.build(source, tmp_path / "parent" / "docs", **({"embedder": "hashing-256"} | options))
         assert not (tmp_path / "parent").exists() or not os.listdir(tmp_path / "parent")
 
 
@@ -180,7 +183,7 @@ def test_an_existing_directory_is_replaced_only_with_force(copy: Path) -> None:
     with pytest.raises(CollectionError, match="already exists: use another --out, or --force"):
         build(copy, seed=1)
     assert (copy / "collection.json").read_bytes() == before
-    Collection.build(DOCUMENTS[:20], copy, embedder="hashing-64", degree=4, force=True)
+    bulk_load.build(DOCUMENTS[:20], copy, embedder="hashing-64", degree=4, force=True)
     assert Collection.info(copy).size == 20
     Collection.verify(copy)
     assert os.listdir(copy.parent) == ["docs"]
@@ -223,15 +226,14 @@ def test_a_manifest_that_is_not_a_regular_file_is_refused(copy: Path) -> None:
 
 def test_readers_keep_the_replaced_collection_open(copy: Path) -> None:
     with Collection.open(copy) as old:
-        Collection.build(DOCUMENTS[3:], copy, embedder="hashing-64", degree=4, force=True)
+        bulk_load.build(DOCUMENTS[3:], copy, embedder="hashing-64", degree=4, force=True)
         ids, _ = old.index.search(load_embedder("hashing-256").embed(["a board game"]), k=1)
-        assert old.documents is not None
-        assert old.documents.get(ids[0])[0].id == "chess"
+        assert old.get(ids[0])[0].id == "chess"
 
 
 def test_a_failed_replacement_keeps_the_old_collection(copy: Path) -> None:
     with pytest.raises(CollectionError, match="no documents"):
-        Collection.build([], copy, force=True, embedder="hashing-64")
+        bulk_load.build([], copy, force=True, embedder="hashing-64")
     Collection.verify(copy)
     assert os.listdir(copy.parent) == ["docs"]
 
@@ -314,10 +316,10 @@ def test_directories_that_are_not_collections_are_named(tmp_path: Path, copy: Pa
     ],
 )
 def test_an_invalid_manifest_with_a_valid_checksum_is_refused(copy: Path, change: dict[str, Any], says: str) -> None:
-    manifest = read_manifest(copy)
+    manifest = read_description(copy)
     if "files" in change:
         change = {"files": {name: FileChecksum(*checksum) for name, checksum in change["files"].items()}}
-    write_manifest(copy, msgspec.structs.replace(manifest, **change))
+    write_description(copy, msgspec.structs.replace(manifest, **change))
     for call in (Collection.open, Collection.info, Collection.verify):
         with pytest.raises(CollectionError, match=says):
             call(copy)
@@ -332,7 +334,7 @@ def test_a_circular_link_is_named(copy: Path) -> None:
 
 
 def test_the_index_of_another_collection_is_refused(copy: Path, tmp_path: Path) -> None:
-    Collection.build(DOCUMENTS, tmp_path / "other", embedder="hashing-64", degree=8)
+    bulk_load.build(DOCUMENTS, tmp_path / "other", embedder="hashing-64", degree=8)
     meta = (tmp_path / "other" / "index" / "meta.json").read_bytes()
     for path in (copy / "index").iterdir():
         path.write_bytes((tmp_path / "other" / "index" / path.name).read_bytes())

@@ -15,6 +15,7 @@ from runtime.node.config_file import load_config
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collection_registry import CollectionRegistry
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.loading import choose_embedder
@@ -39,7 +40,7 @@ def test_passages_and_queries_are_embedded_with_their_prefixes(tmp_path: Path) -
     directory = str(write_tiny_model(tmp_path / "m"))
     spec, model = choose_embedder(directory, query_prefix="query: ", passage_prefix="passage: ")
     _, bare = choose_embedder(directory)
-    Collection.build(DOCUMENTS, tmp_path / "docs", embedder=spec, model=model, degree=2)
+    bulk_load.build(DOCUMENTS, tmp_path / "docs", embedder=spec, model=model, degree=2)
     with Collection.open(tmp_path / "docs") as collection:
         assert collection.embedder == spec
         _, distances = collection.search(bare.embed([f"passage: {found.text}" for found in DOCUMENTS]), k=1)
@@ -50,7 +51,7 @@ def test_passages_and_queries_are_embedded_with_their_prefixes(tmp_path: Path) -
 
 def test_a_missing_embedder_is_reported_at_start_and_can_be_configured(tmp_path: Path) -> None:
     spec, model = choose_embedder(str(write_tiny_model(tmp_path / "m")))
-    Collection.build(DOCUMENTS, tmp_path / "docs", embedder=spec, model=model, degree=2)
+    bulk_load.build(DOCUMENTS, tmp_path / "docs", embedder=spec, model=model, degree=2)
     assert sum(estimate_host_bytes(plan_of(tmp_path)).values()) > sum(
         path.stat().st_size for path in (tmp_path / "m").rglob("*") if path.is_file()
     )
@@ -67,7 +68,7 @@ def test_a_node_starts_without_its_embedding_server_but_not_without_a_key(
 ) -> None:
     with embedding_server() as server:
         spec, model = choose_embedder(server.url, model="words", query_prefix="query: ", passage_prefix="passage: ")
-        Collection.build(DOCUMENTS, tmp_path / "docs", embedder=spec, model=model, degree=2)
+        bulk_load.build(DOCUMENTS, tmp_path / "docs", embedder=spec, model=model, degree=2)
         assert server.texts[1:] == [f"passage: {document.text}" for document in DOCUMENTS]
         CollectionRegistry.warm(plan_of(tmp_path))
         assert server.texts[-1] == "query: a first text"

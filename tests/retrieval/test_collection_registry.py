@@ -17,9 +17,9 @@ from runtime.node.metrics.worker_metrics import RetrievingMetrics
 from runtime.node.placement.layout import lay_out
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import read_manifest
+from runtime.retrieval.collections.manifest import read_description
 from runtime.retrieval.open_build import OpenBuild, open_build
 from runtime.retrieval.search.query import SearchResult
 from runtime.testing.waiting import until
@@ -28,7 +28,7 @@ from runtime.testing.waiting import until
 def test_reopening_the_registry_shows_rebuilt_collections(tmp_path: Path) -> None:
     def build(words: str) -> None:
         documents = [Document(str(n), f"title {n}", f"{words} {n}") for n in range(40)]
-        Collection.build(documents, tmp_path / "docs", embedder="hashing-64", force=True)
+        bulk_load.build(documents, tmp_path / "docs", embedder="hashing-64", force=True)
 
     build("old")
     plan = lay_out(parse_config({"collections": [{"name": "docs", "path": str(tmp_path / "docs")}]}))
@@ -37,7 +37,7 @@ def test_reopening_the_registry_shows_rebuilt_collections(tmp_path: Path) -> Non
     build("new")
     registry.refresh()
     assert registry.embedder("docs") is embedder  # which takes long to load
-    identity = read_manifest(tmp_path / "docs").identity
+    identity = read_description(tmp_path / "docs").identity
     result = SearchResult(1, np.array([7]), np.array([0.5], np.float32), identity=identity)
     assert [passage.text for passage in registry.passages("docs", result)] == ["new 7"]
 
@@ -51,9 +51,9 @@ class Docs:
     def __init__(self, home: Path) -> None:
         self.path, self.kept, self.now_ns = home / "docs", home / "kept", 0
         documents = [Document(str(n), f"title {n}", f"text {n} " + "x" * 500) for n in range(400)]
-        Collection.build(documents, self.path, embedder="hashing-64")
+        bulk_load.build(documents, self.path, embedder="hashing-64")
         shutil.copytree(self.path, self.kept)
-        self.identity = read_manifest(self.path).identity
+        self.identity = read_description(self.path).identity
 
     def registry(self, verify: Verify = "background", *, in_background: bool = False) -> CollectionRegistry:
         section = {"name": "docs", "path": str(self.path), "verify": verify}
@@ -112,10 +112,8 @@ def test_modified_documents_are_detected_and_unused_until_restored(docs: Docs, v
 
 def test_a_new_build_is_opened_on_a_thread_for_an_event_loop(docs: Docs, monkeypatch: pytest.MonkeyPatch) -> None:
     registry, released = docs.registry("never", in_background=True), threading.Event()
-    Collection.build(
-        [Document(str(n), "", f"new {n}") for n in range(40)], docs.path, embedder="hashing-64", force=True
-    )
-    docs.identity = read_manifest(docs.path).identity
+    bulk_load.build([Document(str(n), "", f"new {n}") for n in range(40)], docs.path, embedder="hashing-64", force=True)
+    docs.identity = read_description(docs.path).identity
 
     def held(*told: Any) -> OpenBuild:
         assert released.wait(60)
@@ -183,7 +181,7 @@ def test_a_build_whose_place_another_has_taken_stays_open_while_the_pools_serve_
     registry = docs.registry()
     registry.follow("docs", [docs.identity])
     documents = [Document(str(n), "", f"other {n}") for n in range(30)]
-    Collection.build(documents, docs.path, embedder="hashing-64", force=True)
+    bulk_load.build(documents, docs.path, embedder="hashing-64", force=True)
     for offered in ([], [docs.identity]):
         registry.follow("docs", offered)
     assert docs.text(registry) == "text 7"
@@ -194,8 +192,8 @@ def test_a_library_is_up_to_date_when_the_build_in_the_directory_is_all_that_the
     registry, first = docs.registry(), docs.identity
     assert registry.is_current("docs", [])
     assert registry.is_current("docs", [first])
-    Collection.build([Document("0", "", "another build")], docs.path, embedder="hashing-64", force=True)
-    second = read_manifest(docs.path).identity
+    bulk_load.build([Document("0", "", "another build")], docs.path, embedder="hashing-64", force=True)
+    second = read_description(docs.path).identity
     assert not registry.is_current("docs", [first])
     assert not registry.is_current("docs", [first, second])
     assert registry.is_current("docs", [second])
@@ -207,10 +205,10 @@ def test_a_worker_tells_that_a_reload_is_over_when_it_has_the_documents(tmp_path
     with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
         follower = BuildFollower(registry, lambda _: offered, table)
         table.set_knob("reload", 3.0)
-        Collection.build([Document("0", "", "another build")], docs.path, embedder="hashing-64", force=True)
+        bulk_load.build([Document("0", "", "another build")], docs.path, embedder="hashing-64", force=True)
         follower.step(10**9)
         assert table.value(RetrievingMetrics.RELOAD) == 0  # the pools have not moved on, as far as it is known here
-        offered[:] = [read_manifest(docs.path).identity]
+        offered[:] = [read_description(docs.path).identity]
         follower.step(10**9 + 20_000_000)
         assert table.value(RetrievingMetrics.RELOAD) == 3
 
@@ -222,10 +220,10 @@ def test_a_worker_whose_documents_of_a_reload_are_damaged_says_so_at_once(tmp_pa
         follower = BuildFollower(registry, lambda _: offered, table)
 
         def reload(number: float) -> None:
-            offered[:] = [read_manifest(docs.path).identity]
+            offered[:] = [read_description(docs.path).identity]
             table.set_knob("reload", number)
 
-        Collection.build([Document("0", "", "another build")], docs.path, embedder="hashing-64", force=True)
+        bulk_load.build([Document("0", "", "another build")], docs.path, embedder="hashing-64", force=True)
         reload(1.0)
         whole = (docs.path / "documents.sqlite").read_bytes()
         (docs.path / "documents.sqlite").write_bytes(b"no database")
@@ -268,11 +266,11 @@ def test_a_reload_is_reported_without_the_error_of_the_build_before(tmp_path: Pa
 def test_a_reload_of_one_collection_does_not_wait_for_another_that_was_rebuilt_too(tmp_path: Path) -> None:
     sections, served = [], {}
     for name in ("docs", "code"):
-        Collection.build([Document("0", "", "a build")], tmp_path / name, embedder="hashing-64")
+        bulk_load.build([Document("0", "", "a build")], tmp_path / name, embedder="hashing-64")
         sections.append({"name": name, "path": str(tmp_path / name)})
-        served[name] = [read_manifest(tmp_path / name).identity]
+        served[name] = [read_description(tmp_path / name).identity]
     registry = CollectionRegistry(lay_out(parse_config({"collections": sections})))
-    Collection.build([Document("0", "", "another")], tmp_path / "code", embedder="hashing-64", force=True)
+    bulk_load.build([Document("0", "", "another")], tmp_path / "code", embedder="hashing-64", force=True)
     with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
         follower = BuildFollower(registry, lambda name: served[name], table)
         for number, collection in ((1, 0.0), (2, 1.0), (3, -1.0)):
@@ -280,6 +278,6 @@ def test_a_reload_of_one_collection_does_not_wait_for_another_that_was_rebuilt_t
             table.set_knob("reload", float(number))
             follower.step(number * 10**9)
             assert table.value(RetrievingMetrics.RELOAD) == 1  # the others ask for what is not served yet
-        served["code"] = [read_manifest(tmp_path / "code").identity]
+        served["code"] = [read_description(tmp_path / "code").identity]
         follower.step(4 * 10**9)
         assert table.value(RetrievingMetrics.RELOAD) == 3

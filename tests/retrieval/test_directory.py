@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import EXIT_BUSY, EXIT_CONFIG, CollectionError
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.directory import atomic_directory
 from tests.retrieval.long_builds import long_source, wait_until_it_reads
 
@@ -21,7 +21,7 @@ VECTORS = np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32)
 
 
 def build(out: Path) -> None:
-    Collection.build(VECTORS, out, degree=4, force=True)
+    bulk_load.build(VECTORS, out, degree=4, force=True)
 
 
 def full_database() -> sqlite3.Error:

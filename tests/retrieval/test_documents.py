@@ -13,19 +13,21 @@ import pytest
 from runtime.errors import CollectionError
 from runtime.retrieval.collections.documents import Document, DocumentStore
 
-DOCUMENTS = [Document(f"id-{row}", f"title {row}" if row % 2 else "", f"text {row} – ünï\x00") for row in range(100)]
+DOCUMENTS = [
+    Document(f"id-{row}", f"title {row}" if row % 2 else "", f"text {row} – ünï\x00", row=row) for row in range(100)
+]
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "a #?%41 documents.sqlite"  # characters that mean something in SQLite's addresses
-    DocumentStore.create(path, DOCUMENTS).close()
+    DocumentStore.write(path, DOCUMENTS)
     return path
 
 
 def test_documents_come_back_by_row_in_the_order_asked_for(path: Path) -> None:
     with DocumentStore.open(path) as store:
-        assert store.size == 100
+        assert store.last_row == 99
         assert store.get([7, 3, 7]) == [DOCUMENTS[7], DOCUMENTS[3], DOCUMENTS[7]]
         assert store.get(np.array([99, 0], np.int64)) == [DOCUMENTS[99], DOCUMENTS[0]]
         assert store.get(range(100)) == DOCUMENTS
@@ -34,26 +36,26 @@ def test_documents_come_back_by_row_in_the_order_asked_for(path: Path) -> None:
 
 @pytest.mark.parametrize("row", [-1, 100])
 def test_a_row_that_is_not_there_is_named_with_the_limit(path: Path, row: int) -> None:
-    with DocumentStore.open(path) as store, pytest.raises(CollectionError, match=f"no row {row}: its rows are 0 to 99"):
+    with DocumentStore.open(path) as store, pytest.raises(CollectionError, match=f"no row {row}: its last one is 99"):
         store.get([0, row])
 
 
 def test_two_documents_with_one_id_are_refused_by_their_places(tmp_path: Path) -> None:
     documents = [*DOCUMENTS[:5], Document("id-2", "", "again")]
     with pytest.raises(CollectionError, match="documents 3 and 6 have the same id 'id-2'"):
-        DocumentStore.create(tmp_path / "d", documents)
+        DocumentStore.write(tmp_path / "d", documents)
 
 
 def test_no_documents_or_too_many_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CollectionError, match="no documents"):
-        DocumentStore.create(tmp_path / "none", [])
+        DocumentStore.write(tmp_path / "none", [])
     with pytest.raises(CollectionError, match="more than 99 documents"):
-        DocumentStore.create(tmp_path / "many", DOCUMENTS, limit=99)
+        DocumentStore.write(tmp_path / "many", DOCUMENTS, limit=99)
 
 
 def test_text_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CollectionError, match="document 1 holds an unpaired surrogate"):
-        DocumentStore.create(tmp_path / "d", [Document("a", "", "\ud800")])
+        DocumentStore.write(tmp_path / "d", [Document("a", "", "\ud800")])
 
 
 def test_reading_does_not_change_the_file_or_its_directory(path: Path) -> None:

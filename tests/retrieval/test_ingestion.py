@@ -1,18 +1,20 @@
 """Folders of files as collections: citation data and incremental updates."""
 
 import errno
-import fcntl
 import importlib.util
 import os
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from runtime.errors import BuildRefused, CollectionError, ResourceBusy
+from runtime.errors import BuildRefused, CollectionBusy, CollectionError
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.disk import writing
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import read_manifest
+from runtime.retrieval.collections.manifest import read_description
 from runtime.retrieval.ingestion import source_files
 from runtime.retrieval.ingestion.ingest import IngestReport, add, ingest
 from runtime.retrieval.open_build import open_build
@@ -49,8 +51,7 @@ class Handbook:
     @property
     def documents(self) -> list[Document]:
         with Collection.open(self.out) as collection:
-            assert collection.documents is not None
-            return collection.documents.get(range(collection.documents.size))
+            return [msgspec.structs.replace(found, row=-1) for found in collection.documents()]
 
     @property
     def texts(self) -> dict[str, str]:
@@ -159,10 +160,10 @@ def test_a_file_is_identified_regardless_of_how_its_path_is_written(
 def test_without_changes_nothing_is_built(handbook: Handbook) -> None:
     handbook.write("one.txt", "one")
     handbook.ingest()
-    identity = read_manifest(handbook.out).identity
+    identity = read_description(handbook.out).identity
     inode = handbook.out.stat().st_ino
     assert not handbook.add()[0].changed
-    assert (read_manifest(handbook.out).identity, handbook.out.stat().st_ino) == (identity, inode)
+    assert (read_description(handbook.out).identity, handbook.out.stat().st_ino) == (identity, inode)
 
 
 def test_an_old_collection_without_a_keyword_index_gets_one_without_embedding(handbook: Handbook) -> None:
@@ -289,7 +290,7 @@ def test_the_settings_of_a_collection_are_kept(handbook: Handbook, options: dict
 
 
 def test_files_can_be_added_to_an_old_collection(handbook: Handbook) -> None:
-    Collection.build([Document(str(n), "", f"text {n}") for n in range(9)], handbook.out, embedder=SPEC, degree=4)
+    bulk_load.build([Document(str(n), "", f"text {n}") for n in range(9)], handbook.out, embedder=SPEC, degree=4)
     handbook.write("one.txt", "one")
     done, embedded = handbook.add()
     assert (done.kept, embedded) == (9, ["one\none"])
@@ -299,11 +300,8 @@ def test_files_can_be_added_to_an_old_collection(handbook: Handbook) -> None:
 def test_concurrent_runs_on_one_collection_are_serialized(handbook: Handbook) -> None:
     handbook.write("one.txt", "one")
     handbook.ingest()
-    fd = os.open(handbook.out, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    with pytest.raises(ResourceBusy, match="is being updated by another process"):
+    with writing(handbook.out), pytest.raises(CollectionBusy, match="has a writer already"):
         handbook.add()
-    os.close(fd)
     handbook.add()
 
 
@@ -311,7 +309,7 @@ def test_collections_that_cannot_be_updated_are_refused(handbook: Handbook, tmp_
     handbook.write("one.txt", "one")
     with pytest.raises(CollectionError, match="there is no collection at"):
         handbook.add()
-    Collection.build(np.eye(20, 8, dtype=np.float32), handbook.out, degree=4)
+    bulk_load.build(np.eye(20, 8, dtype=np.float32), handbook.out, degree=4)
     with pytest.raises(BuildRefused, match="was built from vectors"):
         handbook.add()
     with pytest.raises(CollectionError, match="No such file"):

@@ -9,10 +9,9 @@ import pytest
 
 from runtime.checks.permissions import findings, is_readable_by_others
 from runtime.node.config import parse_config
-from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.live import collection as live
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.collections import bulk_load
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.collections.writer import CollectionWriter
 
 VECTORS = np.random.default_rng(5).standard_normal((80, 4), np.float32)
 
@@ -24,9 +23,9 @@ def open_to_others(directory: Path) -> list[Path]:
 
 def test_a_live_collection_is_private_while_it_is_written_and_merged(tmp_path: Path) -> None:
     directory = tmp_path / "notes"
-    live.create(directory, 4)
+    bulk_load.create(directory, 4)
     assert open_to_others(directory) == []
-    with LiveWriter(directory, background=False) as writer:
+    with CollectionWriter(directory, background=False) as writer:
         for begin in (0, 40):
             rows = range(begin, begin + 40)
             writer.upsert([UpsertDocument(f"d{row}", "text", vector=VECTORS[row]) for row in rows])
@@ -39,12 +38,12 @@ def test_a_live_collection_is_private_while_it_is_written_and_merged(tmp_path: P
 
 def test_a_build_is_private_and_a_rebuild_keeps_the_permissions_that_its_owner_gave(tmp_path: Path) -> None:
     directory = tmp_path / "docs"
-    Collection.build(VECTORS, directory, degree=8)
+    bulk_load.build(VECTORS, directory, degree=8)
     assert open_to_others(directory) == []
     for path in directory.rglob("*"):
         path.chmod(0o750 if path.is_dir() else 0o640)
     directory.chmod(0o750)
-    Collection.build(VECTORS, directory, degree=8, force=True)
+    bulk_load.build(VECTORS, directory, degree=8, force=True)
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (directory, *directory.rglob("*")) if path.is_dir()}
     assert modes == {0o750}
     assert {stat.S_IMODE(path.stat().st_mode) for path in directory.rglob("*") if path.is_file()} == {0o640}

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.python_docs import MAX_WORDS, OVERLAP_WORDS, python_documents
 from runtime.retrieval.embedding.embedder import embedding_text
 from runtime.retrieval.embedding.loading import load_embedder
+from runtime.retrieval.ingestion.python_docs import MAX_WORDS, OVERLAP_WORDS, python_documents
 from tests.retrieval.test_embedder import needs_minilm
 
 

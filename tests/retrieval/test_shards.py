@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import CollectionError
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.neighbors import merge_neighbors
@@ -18,15 +19,15 @@ VECTORS = np.random.default_rng(0).normal(size=(101, 8)).astype(np.float32)
 
 def test_a_sharded_collection_equals_an_unsharded_one(tmp_path: Path) -> None:
     ids = np.arange(101) * 3 + 7
-    Collection.build(VECTORS, tmp_path / "one", metric="l2", degree=8, ids=ids)
-    Collection.build(VECTORS, tmp_path / "three", metric="l2", degree=8, ids=ids, shards=3)
+    bulk_load.build(VECTORS, tmp_path / "one", metric="l2", degree=8, ids=ids)
+    bulk_load.build(VECTORS, tmp_path / "three", metric="l2", degree=8, ids=ids, shards=3)
     with Collection.open(tmp_path / "one") as one, Collection.open(tmp_path / "three") as three:
-        assert [index.size for index in three.shards] == [34, 34, 33]
+        assert [index.size for index in three.indexes] == [34, 34, 33]
         expected, near = one.search(VECTORS[:20], 5, top_m=101)
         found, distances = three.search(VECTORS[:20], 5, top_m=101)
         assert found.tolist() == expected.tolist()
         assert distances == pytest.approx(near, abs=1e-5)
-        with pytest.raises(CollectionError, match="has 3 shards"):
+        with pytest.raises(CollectionError, match="has 3 segments"):
             _ = three.index
     assert Collection.info(tmp_path / "three").shards == 3
     Collection.verify(tmp_path / "three")
@@ -34,15 +35,14 @@ def test_a_sharded_collection_equals_an_unsharded_one(tmp_path: Path) -> None:
 
 def test_documents_keep_their_rows_in_a_sharded_collection(tmp_path: Path) -> None:
     documents = [Document(id=f"d{row}", title="", text=f"text {row}") for row in range(20)]
-    Collection.build(documents, tmp_path / "docs", vectors=VECTORS[:20], metric="l2", degree=4, shards=2)
+    bulk_load.build(documents, tmp_path / "docs", vectors=VECTORS[:20], metric="l2", degree=4, shards=2)
     with Collection.open(tmp_path / "docs") as docs:
         ids, _ = docs.search(VECTORS[:20], 1, top_m=20)
-        assert docs.documents is not None
-        assert [document.id for document in docs.documents.get(ids[:, 0])] == [f"d{row}" for row in range(20)]
+        assert [document.id for document in docs.get(ids[:, 0])] == [f"d{row}" for row in range(20)]
 
 
 def test_a_corrupt_shard_is_named(tmp_path: Path) -> None:
-    Collection.build(VECTORS, tmp_path / "split", metric="l2", degree=8, shards=2)
+    bulk_load.build(VECTORS, tmp_path / "split", metric="l2", degree=8, shards=2)
     target = next((tmp_path / "split" / "index-1").glob("*.npy"))
     content = bytearray(target.read_bytes())
     content[-1] ^= 1
@@ -53,19 +53,19 @@ def test_a_corrupt_shard_is_named(tmp_path: Path) -> None:
 
 def test_a_sharded_collection_can_be_replaced_and_foreign_files_are_kept(tmp_path: Path) -> None:
     out = tmp_path / "split"
-    Collection.build(VECTORS, out, metric="l2", degree=8, shards=2)
-    Collection.build(VECTORS, out, metric="l2", degree=8, force=True)
+    bulk_load.build(VECTORS, out, metric="l2", degree=8, shards=2)
+    bulk_load.build(VECTORS, out, metric="l2", degree=8, force=True)
     assert Collection.info(out).shards == 1
-    Collection.build(VECTORS, out, metric="l2", degree=8, shards=3, force=True)
+    bulk_load.build(VECTORS, out, metric="l2", degree=8, shards=3, force=True)
     (out / "index-2" / "notes.txt").write_text("mine")
     with pytest.raises(CollectionError, match=r"notes.txt is not part"):
-        Collection.build(VECTORS, out, metric="l2", degree=8, force=True)
+        bulk_load.build(VECTORS, out, metric="l2", degree=8, force=True)
 
 
 @pytest.mark.parametrize("shards", [0, 9])
 def test_a_number_of_shards_out_of_bounds_is_refused(tmp_path: Path, shards: int) -> None:
     with pytest.raises(CollectionError, match=rf"shards is {shards}, outside 1..8"):
-        Collection.build(VECTORS, tmp_path / "x", shards=shards)
+        bulk_load.build(VECTORS, tmp_path / "x", shards=shards)
     assert not (tmp_path / "x").exists()
 
 

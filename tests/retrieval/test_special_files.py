@@ -13,14 +13,14 @@ from runtime.errors import CollectionError, ConfigError, ModelError, NoRoom, Tri
 from runtime.files import check_regular, open_regular, read_regular
 from runtime.node.api_keys import read_api_keys
 from runtime.node.config_file import load_config
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import ServerSpec
 from runtime.retrieval.embedding.loading import read_key
-from runtime.retrieval.live import collection as live
-from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer import LiveWriter
 from runtime.serving.model.model_info import read_config
 from runtime.serving.model.tokenizer import Tokenizer
 
@@ -73,8 +73,8 @@ def test_a_file_of_proc_is_read_up_to_the_limit() -> None:
 
 def live_collection(directory: Path) -> Path:
     """A collection with a sealed segment, a deleted row and a growing one."""
-    live.create(directory, 4)
-    with LiveWriter(directory, background=False) as writer:
+    bulk_load.create(directory, 4)
+    with CollectionWriter(directory, background=False) as writer:
         writer.upsert(
             [UpsertDocument(f"d{row}", "text", vector=VECTORS[row], attributes={"n": row}) for row in range(80)]
         )
@@ -93,7 +93,7 @@ def live_collection(directory: Path) -> Path:
 def built_collection(directory: Path) -> Path:
     documents = [Document(f"d{row}", "title", "text", {"n": row}) for row in range(80)]
     embedder = ServerSpec(name="embedder", dim=4, url="http://127.0.0.1:1/v1")
-    Collection.build(documents, directory, vectors=VECTORS, embedder=embedder, degree=8)
+    bulk_load.build(documents, directory, vectors=VECTORS, embedder=embedder, degree=8)
     return directory
 
 
@@ -114,9 +114,9 @@ def test_a_collection_with_a_replaced_file_is_refused(
         shutil.copytree(whole, copy)
         replace(copy / name)
         with pytest.raises(TrinityError):
-            live.verify(copy) if make is live_collection else Collection.verify(copy)
+            Collection.verify(copy)
         if make is live_collection and name.parts[0] != "segments":
-            for open_collection in (LiveReader, LiveWriter):
+            for open_collection in (CollectionReader, CollectionWriter):
                 with pytest.raises(CollectionError) as refused:
                     open_collection(copy).close()
                 assert not isinstance(refused.value, NoRoom)  # the disk is not full
@@ -128,7 +128,7 @@ def test_a_lock_that_is_a_pipe_or_a_device_is_refused(tmp_path: Path) -> None:
     for replace in (pipe, endless):
         replace(directory / "writer.lock")
         with pytest.raises(TrinityError, match=r"writer\.lock cannot be opened: it is"):
-            LiveWriter(directory)
+            CollectionWriter(directory)
 
 
 @REPLACEMENTS

@@ -10,7 +10,7 @@ from gpu.roofline import ExtendTime, Saturation, SearchRoofline
 from runtime.errors import ConfigError
 from runtime.node.config import CollectionSection, NodeConfig, parse_config
 from runtime.node.worker_config import PoolSection
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections import bulk_load
 from runtime.simulator.times.calibrate import Line, calibrate, search_times
 from runtime.simulator.times.calibrate_pool import Totals, loop_times, solve
 from runtime.simulator.times.roofline import PassRoofline, Roofline, draw_roofline
@@ -75,7 +75,7 @@ def test_calibration_of_a_sharded_collection_measures_one_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vectors = np.random.default_rng(0).standard_normal((301, 16), np.float32)
-    Collection.build(vectors, tmp_path / "split", metric="l2", degree=8, shards=3)
+    bulk_load.build(vectors, tmp_path / "split", metric="l2", degree=8, shards=3)
     sizes: list[int] = []
 
     def noted(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
@@ -121,7 +121,7 @@ def test_a_model_is_measured_on_decodes_device_without_a_cpu_fallback(tmp_path: 
 
 def test_a_pool_with_a_short_queue_is_measured_without_rejections(tmp_path: Path) -> None:
     vectors = np.random.default_rng(0).standard_normal((300, 16), np.float32)
-    Collection.build(vectors, tmp_path / "docs", metric="l2", degree=8)
+    bulk_load.build(vectors, tmp_path / "docs", metric="l2", degree=8)
     pool = {"slots": 4, "top_m": 16, "search_width": 1, "queue": 4}
     config = parse_config({"pool": pool, "collections": [{"name": "docs", "path": str(tmp_path / "docs")}]})
     assert loop_times(config, vectors[:8]).round_s > 0

@@ -10,6 +10,7 @@ p99s are compared. The flood is a decode client that always has as many queries 
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,13 +21,12 @@ from benchmarks.gpu_check.load_driver import LoadResult, poisson
 from benchmarks.gpu_check.report import Outcome, micros, rate
 from benchmarks.gpu_check.sections.load import figures, recall_of
 from benchmarks.gpu_check.setup import Setup
-from ipc import Served
-from runtime.node.config import CollectionSection, parse_config
+from gpu import GraphIndex
+from runtime.node.config import parse_config
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import NodePlan
-from runtime.pool.collections.shard import Shard
-from runtime.retrieval.collections.checksums import Checksums
+from runtime.retrieval.collections.manifest import INDEX, Description, checksum_file, write_description
 from runtime.testing.pool import InProcessPool
 
 FORMS = {"auto": "as planned", "launches": "launches"}
@@ -93,18 +93,23 @@ def _blocks(resident: bool, setup: Setup, pool: InProcessPool) -> str:
 @contextmanager
 def pool_over(setup: Setup, form: str) -> Iterator[InProcessPool]:
     """Open a pool over the run's index with this `pool.form` for the duration of the block."""
-    served = Served("docs", setup.index.dim, identity="made")
-
-    def opened(section: CollectionSection, worker: int) -> Shard:
-        return Shard(served, setup.index, Checksums({}))
-
     with tempfile.TemporaryDirectory() as folder:
-        pool = InProcessPool(_plan(setup, form, folder), opener=opened, make_arena=lambda worker, dim: None)
+        _save(setup.index, Path(folder))
+        pool = InProcessPool(_plan(setup, form, folder), make_arena=lambda worker, dim: None)
         try:
             yield pool
         finally:
             pool.close()
             pool.table.close()
+
+
+def _save(index: GraphIndex, folder: Path) -> None:
+    """Write the index as a collection."""
+    index.save(folder / INDEX)
+    meta = f"{INDEX}/meta.json"
+    files = {meta: checksum_file(folder / meta)}
+    description = Description(index.size, index.dim, index.metric, index.dtype, index.degree, None, files)
+    write_description(folder, description)
 
 
 def _plan(setup: Setup, form: str, folder: str) -> NodePlan:

@@ -1,1 +1,1 @@
-"""Replication of a collection of another database, the source of truth, into a live collection."""
+"""Replication of a collection of another database, the source of truth, into a collection."""

@@ -7,7 +7,7 @@ from typing import Any
 from runtime.errors import InvalidDocument
 from runtime.integrations.follow.source import Point
 from runtime.retrieval.attributes.schema import Schema, extend_schema, preview
-from runtime.retrieval.live.validation import UpsertDocument
+from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.passages import Attribute
 
 

@@ -1,4 +1,4 @@
-"""Synchronises a live collection with a source, in repeated passes that write only changes.
+"""Synchronises a collection with a source, in repeated passes that write only changes.
 
 No state is kept beside the documents: each pass compares the points with the stored documents. So the next pass
 continues after an interruption, and a pass over an unchanged source writes nothing.
@@ -14,10 +14,10 @@ from runtime.errors import EmbedderFailed, EmbedderUnreachable, InvalidDocument,
 from runtime.integrations.follow.document_mapper import DocumentMapper, FieldMapping, flattened
 from runtime.integrations.follow.source import Point, Source
 from runtime.retrieval.attributes.schema import extend_schema
+from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.sources import Progress, no_progress
-from runtime.retrieval.live.storage.documents import StoredDocument
-from runtime.retrieval.live.validation import UpsertDocument, resolve_vectors
-from runtime.retrieval.live.writer import LiveWriter
+from runtime.retrieval.collections.validation import UpsertDocument, resolve_vectors
+from runtime.retrieval.collections.writer import CollectionWriter
 
 BATCH = 256
 _TOLERANCE = 2.0**-9  # relative to a vector's largest number: twice the rounding error of float16
@@ -42,7 +42,7 @@ class SyncResult:
 
 
 class Follower:
-    """Synchronises a live collection, through its writer, with a source.
+    """Synchronises a collection, through its writer, with a source.
 
     version: a field that changes whenever its point does: a pass reads only this field of all points, and then the
     points where it changed. embeds: the writer's embedder computes the vectors from the texts, instead of copying them.
@@ -52,7 +52,7 @@ class Follower:
     def __init__(
         self,
         source: Source,
-        writer: LiveWriter,
+        writer: CollectionWriter,
         fields: FieldMapping,
         *,
         version: str = "",
@@ -69,8 +69,8 @@ class Follower:
         self._mapper, self._first = DocumentMapper(fields, report), True
 
     def sync(self) -> SyncResult:
-        """Run one pass. Raises `Unavailable` if the source does not respond, and the errors of `LiveWriter.upsert` and
-        `delete`; documents that the pass already stored stay stored."""
+        """Run one pass. Raises `Unavailable` if the source does not respond, and the errors of the writer's `upsert`
+        and `delete`; documents that the pass already stored stay stored."""
         result, self._first = SyncResult(self._first), False
         state = self._writer.state
         unseen = set(state.alive_rows().tolist())
@@ -113,12 +113,12 @@ class Follower:
             return self._source.pages(self._batch, [self._version], False)
         return self._source.pages(self._batch, None, self._vectors)
 
-    def _has_version(self, stored: StoredDocument | None, point: Point) -> bool:
+    def _has_version(self, stored: Document | None, point: Point) -> bool:
         version = dict(flattened(point.fields)).get(self._version)
         return stored is not None and version is not None and stored.attributes.get(self._version) == version
 
     def _changed_documents(
-        self, page: list[Point], stored: dict[str, StoredDocument | None], rows: dict[str, int], result: SyncResult
+        self, page: list[Point], stored: dict[str, Document | None], rows: dict[str, int], result: SyncResult
     ) -> list[UpsertDocument]:
         """Return the documents of a page that differ from the stored ones."""
         same: list[UpsertDocument] = []

@@ -50,7 +50,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class LiveCollectionsStatus(msgspec.Struct, frozen=True):
-    """Totals over the live collections that the node writes to, see the metrics `trinity_live_…`."""
+    """Totals over the collections that the node writes to, see the metrics `trinity_live_…`."""
 
     documents: int
     segments: int

@@ -22,8 +22,9 @@ from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
 from runtime.node.placement.plan import ANSWERS
 from runtime.pool.collections.shard import OpenShard, Shard, open_shard
-from runtime.retrieval.collections.background_task import BackgroundTask
-from runtime.retrieval.open_build import check_documents, directory_identity
+from runtime.retrieval.background_task import BackgroundTask
+from runtime.retrieval.collections.manifest import read_identity
+from runtime.retrieval.open_build import check_documents
 
 _JOIN_S = 5.0
 
@@ -50,8 +51,7 @@ class _Entry:
 
         Operators do not reload the latter.
         """
-        live = None if self.shard is None else self.shard.live
-        return self.shard is None or (self.section.name == ANSWERS and live is not None and live.replaced)
+        return self.shard is None or (self.section.name == ANSWERS and self.shard.reader.replaced)
 
 
 @dataclass(frozen=True)
@@ -183,11 +183,12 @@ class PoolCatalogue:
         entry.offered = False
         self._log.info("collection %s: %s is served", change.name, change.new.served.identity[:12])
 
-    def set_attributes(self, name: str, attributes: dict[str, str]) -> None:
-        """Update the attributes of a served collection."""
+    def set_offered(self, name: str, *, attributes: dict[str, str], in_place: bool) -> None:
+        """Update what sessions are told of a served collection."""
         entry = self._entries[name]
         assert entry.shard is not None
-        entry.shard = replace(entry.shard, served=structs.replace(entry.shard.served, attributes=attributes))
+        served = structs.replace(entry.shard.served, attributes=attributes, in_place=in_place)
+        entry.shard = replace(entry.shard, served=served)
 
     def refuse(self, change: Change, reason: str) -> None:
         """Record that the new shard cannot be served; the old one still is."""
@@ -215,11 +216,11 @@ class PoolCatalogue:
         return [Change(name, old, None)]
 
     def _close_outdated(self, name: str, entry: _Entry) -> list[Change]:
-        """Mark a live collection whose directory was restored to an earlier state as unavailable, and reopen it."""
+        """Mark a collection whose directory was restored to an earlier state as unavailable, and reopen it."""
         old = entry.shard
-        if old is None or old.live is None or not old.live.outdated:
+        if old is None or not old.reader.outdated:
             return []
-        self._mark_unavailable(entry, old.live.outdated, None)
+        self._mark_unavailable(entry, old.reader.outdated, None)
         entry.next_check_ns = 0
         return [Change(name, old, None)]
 
@@ -241,10 +242,9 @@ class PoolCatalogue:
             else:
                 shard.checksums.verify(work.check_cancelled)
             if shard.served.identity == identity:
-                if shard.live is not None:
-                    shard.live.close()
+                shard.reader.close()
                 return None
-            if reload and shard.live is None:  # do not replace a build by one without valid documents
+            if reload:  # do not replace a build by one without valid documents
                 check_documents(Path(section.path), shard.served.identity)
             shard.warm_up()
             return shard
@@ -257,7 +257,7 @@ class PoolCatalogue:
         signature = entry.opened[0] if entry.opened else None
         if task.error_message:
             old = entry.shard
-            if old is not None and directory_identity(Path(entry.section.path)) == old.served.identity:
+            if old is not None and read_identity(Path(entry.section.path)) == old.served.identity:
                 # These are the served files: they were altered after they had been opened.
                 entry.reload_requested, entry.reload_error = False, task.error_message
                 self._mark_unavailable(entry, task.error_message, signature)

@@ -2,7 +2,7 @@
 
 A filter is evaluated once, on a thread of its own (`resolver.py`), to a bitmap for each index; later requests with the
 same filter find its scope by number, in compiled code. Scopes are bounded in number and bytes: the least recently used
-ones are evicted, unless a query in the pool uses them. A live collection also has a scope of its own, of its rows that
+ones are evicted, unless a query in the pool uses them. A collection also has a scope of its own, of its rows that
 are not deleted. When the collection changes its filters are invalidated, and queries in flight finish on the parts that
 they started with.
 """
@@ -23,8 +23,6 @@ from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter, decode_filter
 from runtime.retrieval.attributes.schema import Schema
 
-FIRST_LIVE = 1 << 20
-"""Number of the first live collection in the client table; the others have the numbers of their indexes."""
 MAX_SCOPES = 1024
 MAX_BITMAP_BYTES = 64 << 20
 _MOST_RETIRED = 64  # lists of parts, before those that no query uses are dropped
@@ -126,7 +124,7 @@ class Scopes:
         self._bytes = 0  # of the scopes' bitmaps
         self._free = list(range(max_scopes))  # numbers, a heap
         self._numbers: dict[tuple[int, bytes], int] = {}
-        self._live: dict[int, Parts] = {}  # of live collections, by scope number
+        self._own: dict[int, Parts] = {}  # of collections, by scope number
         self._retired: list[Parts] = []  # replaced, but queries in the pool may still use them
         self.evaluated = 0
         """Number of filters evaluated so far."""
@@ -183,24 +181,27 @@ class Scopes:
         self._retired.append(self._scopes[number].parts)
         self._drop([number])
 
-    # ---- live collections
+    # ---- collections
 
-    def add_live(self, parts: Parts) -> int:
-        """Add a live collection's scope and return its number. Raises `Overloaded` if none is free."""
+    def add_collection(self, parts: Parts) -> int:
+        """Add a collection's scope and return its number, which is the collection's too.
+
+        Raises `Overloaded` if none is free.
+        """
         number = self._free_number()
-        self._live[number] = parts
+        self._own[number] = parts
         self._set(number, parts)
         return number
 
-    def replace_live(self, number: int, parts: Parts) -> None:
-        """Replace a live collection's parts for new queries."""
-        self._retired.append(self._live[number])
-        self._live[number] = parts
+    def replace_collection(self, number: int, parts: Parts) -> None:
+        """Replace a collection's parts for new queries."""
+        self._retired.append(self._own[number])
+        self._own[number] = parts
         self._set(number, parts)
 
-    def remove_live(self, number: int) -> None:
-        """Remove a live collection's scope, which no session offers any more."""
-        self._retired.append(self._live.pop(number))
+    def remove_collection(self, number: int) -> None:
+        """Remove a collection's scope, which no session offers any more."""
+        self._retired.append(self._own.pop(number))
         self.table[number] = Scope()
         heappush(self._free, number)
 
@@ -213,7 +214,7 @@ class Scopes:
     def used_indexes(self, in_use: InUse) -> set[int]:
         """Return the engine's numbers of all indexes that queries may search. Drops retired parts that none uses."""
         self._retired = [parts for parts in self._retired if in_use(parts.address)]
-        used = [*self._live.values(), *self._retired, *(scope.parts for scope in self._scopes.values())]
+        used = [*self._own.values(), *self._retired, *(scope.parts for scope in self._scopes.values())]
         return set().union(*(parts.indexes for parts in used))
 
     # ---- numbers

@@ -1,12 +1,11 @@
 """Replacement of a pool's collections between two extends: load the new index, renew sessions, unload the old index."""
 
-from gpu import Engine, GpuError
+from gpu import GpuError
 from ipc import SessionServer
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool.collections.catalogue import Change, PoolCatalogue
-from runtime.pool.collections.live import LiveCollections
-from runtime.pool.collections.scopes import Scopes
+from runtime.pool.collections.served import ServedCollections
 from runtime.pool.collections.shard import Shard
 from runtime.pool.loop_driver import PoolLoop
 
@@ -21,18 +20,13 @@ class CollectionUpdater:
     def __init__(
         self,
         catalogue: PoolCatalogue,
-        engine: Engine,
         server: SessionServer,
         table: WorkerTable,
         loop: PoolLoop,
-        scopes: Scopes,
-        live: LiveCollections,
+        live: ServedCollections,
     ) -> None:
-        self._catalogue, self._engine, self._server, self._table = catalogue, engine, server, table
-        self._loop, self._scopes, self._live, self._backend = loop, scopes, live, engine.backend()
-        for shard in catalogue.served:
-            if shard.live is None:
-                self._register_filters(shard)
+        self._catalogue, self._server, self._table = catalogue, server, table
+        self._loop, self._live = loop, live
         self._names = catalogue.names
         self._unloading: dict[str, Shard] = {}
         self._pending: list[Change] = []
@@ -53,7 +47,7 @@ class CollectionUpdater:
         for key, shard in tuple(self._unloading.items()):
             if self._server.in_use(shard.served.name, shard.served.identity):
                 continue
-            if self._unload(key, shard):
+            if self._unload(key):
                 del self._unloading[key]
         self._report()
         return renewed
@@ -83,45 +77,33 @@ class CollectionUpdater:
 
     def _load(self, shard: Shard) -> None:
         """Load a shard into the engine. Raises `GpuError`."""
-        if shard.live is not None:
-            self._live.add(shard.key, shard.live, shard.served.demanded)
-        elif shard.index is not None:
-            self._engine.load(shard.key, shard.index)
-            self._register_filters(shard)
+        self._live.add(shard.key, shard.reader, shard.served.demanded)
 
-    def _unload(self, key: str, shard: Shard) -> bool:
+    def _unload(self, key: str) -> bool:
         """Unload a shard that no session offers any more. Return whether it is unloaded."""
-        if shard.live is not None:
-            return self._live.remove(key, self._loop.parts_in_use(), self._loop.filters_changed)
-        number = self._backend.number(key)
-        if not self._engine.unload(key):
-            return False
-        self._loop.filters_changed(number, self._scopes.unregister(number))
-        return True
-
-    def _register_filters(self, shard: Shard) -> None:
-        """Accept filters for a collection."""
-        number = self._backend.number(shard.key)
-        self._scopes.register(number, shard.filterable(number))
+        return self._live.remove(key, self._loop.parts_in_use(), self._loop.filters_changed)
 
     @property
     def due_ns(self) -> int:
-        """When live collections are next due."""
+        """When collections are next due to be read."""
         return self._live.due_ns
 
     def update_live(self, now_ns: int) -> bool:
-        """Apply new writes of live collections, if that is due. Return whether sessions were renewed."""
+        """Apply new writes, if that is due. Return whether sessions were renewed."""
         self._live.look()
         if now_ns < self._live.due_ns:
             return False
         self._live.step(now_ns, self._loop.parts_in_use, self._loop.filters_changed)
         changed = False
         for shard in self._catalogue.served:
-            if shard.live is not None:
-                schema = {name: str(kind) for name, kind in self._live.schema(shard.key).items()}
-                if schema != shard.served.attributes:
-                    self._catalogue.set_attributes(shard.served.name, schema)
-                    changed = True
+            served = shard.served
+            found = self._live.find(shard.key)
+            if found is None:
+                continue
+            schema = {name: str(kind) for name, kind in found.schema.items()}
+            if (schema, found.reads_in_place) != (served.attributes, served.in_place):
+                self._catalogue.set_offered(served.name, attributes=schema, in_place=found.reads_in_place)
+                changed = True
         if changed:
             self._server.renew(self._catalogue.offer)
         return changed

@@ -197,6 +197,13 @@ class Columns:
             columns.append(part, schema)
         return columns
 
+    @classmethod
+    def empty(cls, size: int) -> "Columns":
+        """Return the columns of rows without attributes."""
+        columns = cls()
+        columns.size = size
+        return columns
+
     @property
     def schema(self) -> dict[str, AttributeType]:
         """The attributes that occur, and their types."""

@@ -5,15 +5,16 @@ from pathlib import Path
 
 from runtime.errors import CollectionError, InvalidDocument
 from runtime.retrieval.attributes.columns import Columns
-from runtime.retrieval.attributes.schema import AttributeType, extend_schema
+from runtime.retrieval.attributes.schema import Schema, extend_schema
 from runtime.retrieval.collections.documents import Document
 
 
 class AttributeCollector:
     """Collects the attributes of a stream of documents into columns."""
 
-    def __init__(self) -> None:
-        self._columns, self._schema = Columns(), dict[str, AttributeType]()
+    def __init__(self, declared: Schema) -> None:
+        """declared: attributes whose types are given."""
+        self._columns, self._schema = Columns(), dict(declared)
 
     def collect(self, documents: Iterable[Document]) -> Iterator[Document]:
         """Yield the documents unchanged. Raises `CollectionError` if an attribute's type differs between documents."""
@@ -28,5 +29,5 @@ class AttributeCollector:
 
     def write(self, path: Path) -> None:
         """Write the columns to a file, if any document has an attribute."""
-        if self._schema:
+        if self._columns.schema:
             path.write_bytes(self._columns.encode())

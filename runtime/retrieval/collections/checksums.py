@@ -1,17 +1,15 @@
-"""Checksum verification of a collection's files, and opening several files as those of one build.
-
-Verification reads open file descriptors, so it is independent of files that later replace them.
-"""
+"""Checksum verification of a collection's files, including those of segments that are added while it is open."""
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 from runtime.errors import CollectionError
 from runtime.files import open_regular
-from runtime.retrieval.collections.manifest import FileChecksum, Manifest, has_checksum, read_manifest
+from runtime.retrieval.collections.manifest import FileChecksum, read_manifest
+from runtime.retrieval.collections.segment import Segment
 
 Throttle = Callable[[int], None]
 """Called with the number of bytes that were just read; may sleep to limit the read rate."""
@@ -84,56 +82,61 @@ def _digest(path: Path, fd: int, size: int, throttle: Throttle) -> str:
     return digest.hexdigest() if offset == size else f"{offset} bytes"
 
 
-# ---- opening files of one build, although another build may replace it at any moment
+class SegmentChecksums:
+    """`Checksums` of the open segments of the collection at `directory`. One thread adds, another verifies.
 
-
-_ATTEMPTS = 3
-_T = TypeVar("_T")
-
-
-def open_consistent(directory: Path, open_files: Callable[[Manifest], _T], close: Callable[[_T], None]) -> _T:
-    """Return `open_files(manifest)`, whose files all belong to the build that the manifest describes.
-
-    If another build replaces the collection in the meantime, the result is passed to `close`, and opening is retried.
-
-    Raises the errors of `open_files`, and `CollectionError` for a directory without a collection, for an index
-    description that differs from its sealed checksum, or if the collection is replaced during every attempt.
+    names: the files to verify, as in `Segment.files`; None: all.
     """
-    for _ in range(_ATTEMPTS):
-        before, manifest = _directory_id(directory), read_manifest(directory)
+
+    def __init__(self, directory: Path, names: Collection[str] | None = None) -> None:
+        self._directory, self._names = directory, names
+        self._pending: deque[Segment] = deque()
+        self._closed = False
+        self.total_bytes = self.read_bytes = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether segments remain to be verified."""
+        return bool(self._pending)
+
+    def add(self, segments: Iterable[Segment]) -> None:
+        """Add segments that were opened."""
+        for segment in segments:
+            if not self._closed:
+                self.total_bytes += self._bytes(segment)
+                self._pending.append(segment)
+
+    def verify(self, throttle: Throttle = unthrottled) -> None:
+        """Verify the pending segments. Raises `CollectionError` that names the first damaged file."""
+        while self._pending:
+            segment, before = self._pending.popleft(), self.read_bytes
+            try:
+                self._verify_segment(segment, throttle)
+            except CollectionError:
+                if self._contains(segment):  # else it was merged away, or the directory was moved
+                    raise
+            self.read_bytes = before + self._bytes(segment)
+
+    def _contains(self, segment: Segment) -> bool:
         try:
-            found = open_files(manifest)
-        except CollectionError:
-            if _directory_id(directory) == before:
-                raise
-            continue
-        try:
-            damaged = _damaged_description(directory, manifest, before)
-            unchanged = _directory_id(directory) == before and read_manifest(directory).identity == manifest.identity
-        except CollectionError:
-            close(found)
-            raise
-        if damaged is None and unchanged:
-            return found
-        close(found)
-        if damaged is not None:
-            raise CollectionError(f"{damaged} is damaged: its checksum is not the one it was built with")
-    raise CollectionError(f"{directory} was replaced by another collection while it was opened, {_ATTEMPTS} times")
+            return segment.info in read_manifest(self._directory).segments
+        except CollectionError:  # the reader reports it
+            return False
 
+    def _verify_segment(self, segment: Segment, throttle: Throttle) -> None:
+        def counted(read_bytes: int) -> None:
+            self.read_bytes += read_bytes
+            throttle(read_bytes)
 
-def _damaged_description(directory: Path, manifest: Manifest, directory_id: tuple[int, int]) -> Path | None:
-    """Return a description that differs from its sealed checksum although the directory was not replaced."""
-    for name, checksum in manifest.files.items():
-        damaged = name.endswith(".json") and not has_checksum(directory / name, checksum)
-        if damaged and _directory_id(directory) == directory_id:
-            return directory / name
-    return None
+        Checksums({segment.path / name: info for name, info in self._files(segment).items()}).verify(counted)
 
+    def _files(self, segment: Segment) -> dict[str, FileChecksum]:
+        return {name: info for name, info in segment.files.items() if self._names is None or name in self._names}
 
-def _directory_id(directory: Path) -> tuple[int, int]:
-    """Return the device and inode that the path leads to now."""
-    try:
-        found = os.stat(directory)
-    except OSError:  # the next read in it raises the error
-        return 0, 0
-    return found.st_dev, found.st_ino
+    def _bytes(self, segment: Segment) -> int:
+        return sum(info.bytes for info in self._files(segment).values())
+
+    def close(self) -> None:
+        """Drop the pending segments. Idempotent."""
+        self._closed = True
+        self._pending.clear()

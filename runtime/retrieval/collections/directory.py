@@ -1,7 +1,6 @@
 """Atomic creation of a collection's directory. Files that Trinity did not write are never deleted."""
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
@@ -14,8 +13,10 @@ from pathlib import Path
 
 from runtime.errors import CollectionError, NoRoom, OutputRefused
 from runtime.files import set_modes
+from runtime.retrieval.collections.disk import LOCK, NO_ROOM, writing
 from runtime.retrieval.collections.manifest import (
     ATTRIBUTES,
+    DESCRIPTION,
     DOCUMENTS,
     INDEX,
     KEYWORDS,
@@ -26,18 +27,19 @@ from runtime.retrieval.collections.manifest import (
 
 _INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?")
 _PARTIAL_INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?|\.{INDEX}(-\d+)?\.[0-9a-f]{{32}}")  # see `gpu.index.storage.save`
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # SQLite reports SQLITE_FULL for a full disk only; an exceeded quota or file size limit is a failed write.
-_FILES = (MANIFEST, DOCUMENTS, ATTRIBUTES, KEYWORDS, OLD_KEYWORDS)
+_FILES = (DESCRIPTION, DOCUMENTS, ATTRIBUTES, KEYWORDS, OLD_KEYWORDS)
+_WRITTEN = (MANIFEST, LOCK, "log", "segments", "tombstones", "served")
 _SQLITE_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
 _NUMPY_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # has no errno
 
 
 @contextlib.contextmanager
-def atomic_directory(out: Path, *, replace: bool) -> Iterator[Path]:
+def atomic_directory(out: Path, *, replace: bool, locked: bool = False) -> Iterator[Path]:
     """Yield a temporary directory to fill; rename it to `out` if the block succeeds, remove it if the block raises.
 
-    replace: delete an existing collection at `out` once the new one is complete. Anything else at `out` is refused
+    replace: delete an existing collection at `out` once the new one is complete, unless another process writes to it
+    then (`CollectionBusy`). locked: the caller holds the writer's lock. Anything else at `out` is refused
     with `CollectionError` before the block runs. Raises `NoRoom` if the disk, a quota or memory is exhausted.
 
     Leftovers of killed builds of `out` are removed first; a running build holds a lock on its directory.
@@ -57,7 +59,8 @@ def atomic_directory(out: Path, *, replace: bool) -> Iterator[Path]:
             raise _creation_error(error) from error
         yield building
         _check_output(out, replace)  # again: `out` may have changed since
-        _rename_into_place(building, out)
+        with contextlib.nullcontext() if locked or not out.exists() else writing(out):
+            _rename_into_place(building, out)
     except (OSError, sqlite3.Error) as error:  # mostly a full disk
         free = shutil.disk_usage(out.parent).free
         raise _error_class(error)(f"{out} cannot be built: {error} ({free >> 20:,} MiB are free there)") from error
@@ -156,7 +159,7 @@ def _check_output(out: Path, replace: bool) -> None:
 def _foreign_files(directory: Path, index_name: re.Pattern[str]) -> list[Path]:
     """Return the paths that are not part of a collection."""
     indexes = [path for path in directory.iterdir() if index_name.fullmatch(path.name) and path.is_dir()]
-    foreign = [path for path in directory.iterdir() if path not in indexes and path.name not in _FILES]
+    foreign = [path for path in directory.iterdir() if path not in indexes and path.name not in (*_FILES, *_WRITTEN)]
     for index in indexes:
         foreign += [path for path in index.iterdir() if path.name != "meta.json" and path.suffix != ".npy"]
     return foreign

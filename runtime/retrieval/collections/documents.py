@@ -1,7 +1,7 @@
-"""Document store of a collection: one read-only SQLite file beside the index, one row a document.
+"""Documents of a sealed segment: one read-only SQLite file, one row a document.
 
-Rows count from 0 in source order, and are the ids that the index returns. For documents that were read from files, the
-store also records the files with their checksums: see `runtime.retrieval.ingestion`.
+A row number permanently denotes one text, and is the id that an index returns. For documents that were read from files,
+the store also records the files with their checksums: see `runtime.retrieval.ingestion`.
 """
 
 import os
@@ -9,9 +9,8 @@ import sqlite3
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -22,65 +21,106 @@ from runtime.errors import CollectionError
 from runtime.retrieval.passages import Attributes
 
 MAX_DOCUMENTS = 50_000_000
-_APPLICATION_ID = 0x54524E59  # "TRNY", in SQLite's own header: distinguishes our files from other databases
-_VERSION = 2
-_TABLES = {  # by version; version 1 has neither attributes nor files
-    1: ("CREATE TABLE documents (row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, title TEXT, text TEXT)",),
+_APPLICATION_ID, _BINARY_ID = 0x54524E59, 0x54524E4C  # "TRNY", "TRNL": in SQLite's own header
+_VERSION, _BINARY = 2, 0
+_DOCUMENTS = "CREATE TABLE documents (row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, title TEXT, text TEXT"
+_TABLES = {  # by version: 1 has neither attributes nor files; `_BINARY` has attributes in MessagePack, and no files
+    _BINARY: (f"{_DOCUMENTS}, attributes BLOB)",),
+    1: (f"{_DOCUMENTS})",),
     2: (
-        "CREATE TABLE documents (row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, title TEXT, text TEXT, "
-        "attributes TEXT, file INTEGER)",
+        f"{_DOCUMENTS}, attributes TEXT, file INTEGER)",
         "CREATE TABLE files (number INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE, sha256 TEXT NOT NULL)",
         "CREATE TABLE sources (root TEXT NOT NULL, passage_tokens INTEGER NOT NULL)",
     ),
 }
+_COLUMNS = {
+    _BINARY: "row, id, title, text, attributes, '' FROM documents",
+    1: "row, id, title, text, '', '' FROM documents",
+    2: "row, id, title, text, coalesce(attributes, ''), coalesce(path, '') "
+    "FROM documents LEFT JOIN files ON file = number",
+}
 _MAX_TEXT_BYTES = 64 << 20
-_BATCH_ROWS = 256  # rows that `texts` reads at a time
+_MAX_IDS = 500  # in one SQL query
+_BATCH_ROWS = 256  # that `all` and `texts` read at a time
 
 Rows = Sequence[int] | NDArray[np.int64]
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A passage of text with the id from its source, its title and its attributes. `file`: see `Sources`."""
+class Document(msgspec.Struct, frozen=True):
+    """A passage of text with its id, title and attributes. `file`: see `Sources`. `row`: its permanent row; -1: none
+    yet."""
 
     id: str
     title: str
     text: str
-    attributes: Attributes = field(default_factory=dict, hash=False)
+    attributes: Attributes = {}
     file: str = ""
+    row: int = -1
 
 
-@dataclass(slots=True)
-class Sources:
+class Sources(msgspec.Struct):
     """The files that documents were read from: SHA-256 in hexadecimal by path, relative to the folder `root`."""
 
     root: str
     passage_tokens: int
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = {}
+
+
+class Documents(Protocol):
+    """The documents of a segment. Methods raise `CollectionError` for damaged files."""
+
+    file_count: int
+    """Files in `sources`, and the documents that are of none, or of a file with one document a line."""
+
+    def find(self, row: int) -> Document | None:
+        """Return the document of a row; None if it is not here."""
+
+    def get(self, rows: Rows, on_read: Callable[[Document], None] = ...) -> list[Document]:
+        """Return the documents of rows, in order; `on_read` is called with each before the next is read.
+
+        Raises `CollectionError` for a row that is not here.
+        """
+
+    def all(self, first: int = 0) -> Iterator[Document]:
+        """Yield the documents from row `first` on, by row."""
+
+    def texts(self, first: int = 0) -> Iterator[tuple[int, str, str]]:
+        """Yield row, title and text of the documents from row `first` on, by row."""
+
+    def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
+        """Return the rows of those ids that exist."""
+
+    def sources(self) -> Sources | None:
+        """Return the files that documents were read from; None if none were."""
+
+    def rows_by_file(self) -> dict[str, list[int]]:
+        """Return the rows of the documents of each file of `sources`, by row."""
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
 
 
 class DocumentStore:
     """Documents in a SQLite file, which any number of processes may read. Thread-safe."""
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path) -> None:
         """Use `create` or `open`."""
         self.path = path
-        self.size = size
-        self.file_count = 0  # files in `sources`; each document of one that has one document a line counts
+        self.file_count = self.last_row = 0
         self._lock = threading.Lock()  # a row takes microseconds, so a connection a thread would not be faster
         self._connection: sqlite3.Connection | None = None
         self._owner = 0
         self._version = _VERSION
 
-    @classmethod
-    def create(
-        cls, path: Path, documents: Iterable[Document], *, sources: Sources | None = None, limit: int = MAX_DOCUMENTS
-    ) -> Self:
-        """Write `documents` to a new file and open it. `sources` may be filled in while they are read.
+    @staticmethod
+    def write(
+        path: Path, documents: Iterable[Document], *, sources: Sources | None = None, limit: int = MAX_DOCUMENTS
+    ) -> int:
+        """Write a new file; return how many documents it has. `sources` may be filled in while they are read.
 
-        Raises `CollectionError` for no documents, more than `limit`, or a duplicate id. A crash may leave an incomplete
-        file: build in a temporary directory and rename that.
+        Documents without a row get the row behind the one before. Raises `CollectionError` for no documents, more than
+        `limit`, or a duplicate id, and `sqlite3.Error`. The file is incomplete then, as after a crash.
         """
         if path.exists():
             raise CollectionError(f"{path} already exists")
@@ -99,93 +139,100 @@ class DocumentStore:
             writer.close()
         if size == 0:
             raise CollectionError("the source contains no documents")
-        return cls(path, size)
+        return size
 
     @classmethod
-    def open(cls, path: Path, size: int | None = None) -> Self:
-        """Open a file that `create` wrote. Raises `CollectionError` if it is missing, foreign or damaged, or if its
-        number of documents is not the number of vectors (`size`)."""
+    def open(cls, path: Path) -> Self:
+        """Open a file that `write` wrote. Raises `CollectionError` if it is missing, foreign or damaged."""
         if not path.is_file():
             raise CollectionError(f"{path} is missing")
-        store = cls(path, 0)
+        store = cls(path)
 
-        def read(connection: sqlite3.Connection) -> int:
+        def read(connection: sqlite3.Connection) -> None:
             (application_id,) = connection.execute("PRAGMA application_id").fetchone()
             (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if application_id != _APPLICATION_ID or version not in _TABLES:
+            binary = application_id == _BINARY_ID and version == _BINARY
+            if not binary and (application_id != _APPLICATION_ID or version not in (1, _VERSION)):
                 raise CollectionError(f"{path} is not a document store of version {_VERSION} or earlier")
             tables = connection.execute("SELECT type, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'").fetchall()
             # Other tables could hold other types, and a query of a view could run forever.
             if sorted(tables) != sorted(("table", table) for table in _TABLES[version]):
                 raise CollectionError(f"{path} is damaged: its tables have another schema")
             store._version = version
-            if version > 1:
-                (store.file_count,) = connection.execute(_COUNT_FILES).fetchone()
             (last,) = connection.execute("SELECT max(row) FROM documents").fetchone()
-            return -1 if last is None else int(last)
+            store.last_row = -1 if last is None else int(last)
+            if version == _VERSION:
+                (store.file_count,) = connection.execute(_COUNT_FILES).fetchone()
 
         try:
-            store.size = store._read(read) + 1
-            if size not in (None, store.size):
-                raise CollectionError(f"{path} has {store.size} documents for {size} vectors")
+            store._read(read)
         except CollectionError:
             store.close()
             raise
         return store
 
+    def find(self, row: int) -> Document | None:
+        found = self._select("WHERE row = ?", int(row))
+        return found[0] if found else None
+
     def get(self, rows: Rows, on_read: Callable[[Document], None] = lambda document: None) -> list[Document]:
-        """Return the documents of these rows, in order; `on_read` is called with each before the next is read.
+        found = []
+        for row in rows:
+            one = self.find(int(row))
+            if one is None:
+                raise CollectionError(f"{self.path} has no row {row}: its last one is {self.last_row}")
+            on_read(one)
+            found.append(one)
+        return found
 
-        Raises `CollectionError` for a row that does not exist.
-        """
+    def all(self, first: int = 0) -> Iterator[Document]:
+        while part := self._select("WHERE row >= ? ORDER BY row LIMIT ?", first, _BATCH_ROWS):
+            yield from part
+            first = part[-1].row + 1
 
-        def read(connection: sqlite3.Connection) -> list[Document]:
-            found = []
-            for row in rows:
-                found.append(self._row(connection, int(row)))
-                on_read(found[-1])
-            return found
+    def texts(self, first: int = 0) -> Iterator[tuple[int, str, str]]:
+        sql = "SELECT row, title, text FROM documents WHERE row >= ? ORDER BY row LIMIT ?"
+        while part := self._query(sql, first, _BATCH_ROWS):
+            yield from ((int(row), str(title), str(text)) for row, title, text in part)
+            first = part[-1][0] + 1
 
-        return self._read(read)
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield the title and the text of every row. Raises `CollectionError`."""
-        for begin in range(0, self.size, _BATCH_ROWS):
-            rows = range(begin, min(begin + _BATCH_ROWS, self.size))
-            yield from ((found.title, found.text) for found in self.get(rows))
+    def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for begin in range(0, len(ids), _MAX_IDS):
+            part = ids[begin : begin + _MAX_IDS]
+            placeholders = ", ".join("?" * len(part))
+            found.update(self._query(f"SELECT id, row FROM documents WHERE id IN ({placeholders})", *part))
+        return found
 
     def sources(self) -> Sources | None:
-        """Return the files that the documents were read from; None if they were not read from files."""
-
-        def read(connection: sqlite3.Connection) -> Sources | None:
-            source = connection.execute("SELECT root, passage_tokens FROM sources").fetchone()
-            if source is None:
-                return None
-            files = dict(connection.execute("SELECT path, sha256 FROM files").fetchall())
-            texts = (source[0], *files, *files.values())
-            if not all(isinstance(text, str) for text in texts) or not isinstance(source[1], int):
-                raise CollectionError(f"{self.path} is damaged: its table of sources has wrong types")
-            return Sources(source[0], source[1], files)
-
-        return self._read(read) if self._version > 1 else None
+        if self._version != _VERSION:
+            return None
+        source = self._query("SELECT root, passage_tokens FROM sources")
+        if not source:
+            return None
+        (root, passage_tokens), files = source[0], dict(self._query("SELECT path, sha256 FROM files"))
+        texts = (root, *files, *files.values())
+        if not all(isinstance(text, str) for text in texts) or not isinstance(passage_tokens, int):
+            raise CollectionError(f"{self.path} is damaged: its table of sources has wrong types")
+        return Sources(root, passage_tokens, files)
 
     def rows_by_file(self) -> dict[str, list[int]]:
-        """Return the rows of the documents of each file of `sources`."""
-
-        def read(connection: sqlite3.Connection) -> dict[str, list[int]]:
-            rows: dict[str, list[int]] = defaultdict(list)
-            for row, path in connection.execute("SELECT row, path FROM documents JOIN files ON file = number"):
+        rows: dict[str, list[int]] = defaultdict(list)
+        if self._version == _VERSION:
+            sql = "SELECT row, path FROM documents JOIN files ON file = number ORDER BY row"
+            for row, path in self._query(sql):
                 rows[str(path)].append(int(row))
-            return {path: sorted(found) for path, found in rows.items()}
-
-        return self._read(read) if self._version > 1 else {}
+        return dict(rows)
 
     def close(self) -> None:
-        """Close the file. Idempotent; the next read reopens it."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
                 self._connection = None
+
+    def __del__(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -193,17 +240,22 @@ class DocumentStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _row(self, connection: sqlite3.Connection, row: int) -> Document:
-        found = connection.execute(_SELECT[self._version], (row,)).fetchone()
-        if found is None:
-            raise CollectionError(f"{self.path} has no row {row}: its rows are 0 to {self.size - 1}")
-        if not all(isinstance(value, str) for value in found):
+    def _select(self, condition: str, *values: object) -> list[Document]:
+        rows = self._query(f"SELECT {_COLUMNS[self._version]} {condition}", *values)
+        return [self._document(*columns) for columns in rows]
+
+    def _document(self, row: int, *columns: Any) -> Document:
+        name, title, text, attributes, file = columns
+        if not all(isinstance(value, str) for value in (name, title, text, file)):
             raise CollectionError(f"{self.path} is damaged: row {row} holds something other than text")
-        name, title, text, attributes, file = found
+        decode = _decode_binary if self._version == _BINARY else _decode_attributes
         try:
-            return Document(name, title, text, _decode_attributes(attributes) if attributes else {}, file)
-        except (msgspec.MsgspecError, UnicodeError) as error:
+            return Document(name, title, text, decode(attributes) if attributes else {}, file, row)
+        except (msgspec.MsgspecError, UnicodeError, TypeError) as error:
             raise CollectionError(f"{self.path} is damaged: row {row} has no attributes: {error}") from error
+
+    def _query(self, sql: str, *values: object) -> list[Any]:
+        return self._read(lambda connection: connection.execute(sql, values).fetchall())
 
     def _read(self, query: Callable[[sqlite3.Connection], _T]) -> _T:
         with self._lock:
@@ -220,61 +272,83 @@ class DocumentStore:
         return self._connection
 
 
+class BareRows:
+    """The documents of a segment of bare vectors: of row 7, an empty one with the id "7"."""
+
+    def __init__(self, rows: Callable[[], NDArray[np.int64]], has: Callable[[int], bool]) -> None:
+        """rows: returns the rows of the segment, in any order. has: whether a row is among them."""
+        self._rows, self._has = rows, has
+        self.file_count = 0
+
+    def find(self, row: int) -> Document | None:
+        return Document(str(row), "", "", row=int(row)) if self._has(int(row)) else None
+
+    def get(self, rows: Rows, on_read: Callable[[Document], None] = lambda document: None) -> list[Document]:
+        found = [one for row in rows if (one := self.find(int(row))) is not None]
+        if len(found) < len(rows):
+            raise CollectionError("a row is not in the segment")
+        return found
+
+    def all(self, first: int = 0) -> Iterator[Document]:
+        rows = np.sort(self._rows())
+        return (Document(str(row), "", "", row=row) for row in rows[rows >= first].tolist())
+
+    def texts(self, first: int = 0) -> Iterator[tuple[int, str, str]]:
+        return iter(())
+
+    def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
+        numbers = {name: int(name) for name in ids if name.isascii() and name.isdecimal() and len(name) < 19}
+        return {name: row for name, row in numbers.items() if str(row) == name and self._has(row)}
+
+    def sources(self) -> Sources | None:
+        return None
+
+    def rows_by_file(self) -> dict[str, list[int]]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def read_only(path: Path) -> sqlite3.Connection:
     """Connect to an immutable file: without locks or a journal, so that no write permission is needed. Raises
     `CollectionError`."""
-    address = f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1"
     try:
-        return sqlite3.connect(address, uri=True, check_same_thread=False)
+        return sqlite3.connect(read_only_uri(path), uri=True, check_same_thread=False)
     except sqlite3.Error as error:
         raise CollectionError(f"{path} is damaged: {error}") from error
 
 
-def open_table(path: Path, application_id: int, name: str, table: str) -> sqlite3.Connection:
-    """Connect, as `read_only`, to a file with exactly this table. Raises `CollectionError` if the file is missing,
-    foreign or damaged."""
-    if not path.is_file():
-        raise CollectionError(f"{path} is missing")
-    connection = read_only(path)
-    try:
-        (own,) = connection.execute("PRAGMA application_id").fetchone()
-        tables = connection.execute("SELECT type, sql FROM sqlite_master WHERE name = ?", (name,)).fetchall()
-    except (sqlite3.Error, UnicodeDecodeError) as error:
-        connection.close()
-        raise CollectionError(f"{path} is damaged: {error}") from error
-    if own != application_id or tables != [("table", table)]:
-        connection.close()
-        raise CollectionError(f"{path} is damaged: its table {name!r} has another schema")
-    return connection
+def read_only_uri(path: Path) -> str:
+    """Return SQLite's address of an immutable file."""
+    return f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1"
 
 
-_SELECT = {
-    1: "SELECT id, title, text, '', '' FROM documents WHERE row = ?",
-    2: "SELECT id, title, text, coalesce(attributes, ''), coalesce(path, '') "
-    "FROM documents LEFT JOIN files ON file = number WHERE row = ?",
-}
 _COUNT_FILES = """
 WITH lines AS (SELECT number FROM files WHERE path GLOB '*.jsonl' OR path GLOB '*.jsonl.gz')
 SELECT (SELECT count(*) FROM files) - (SELECT count(*) FROM lines)
      + CASE WHEN EXISTS (SELECT 1 FROM lines) THEN (SELECT count(*) FROM documents WHERE file IN lines) ELSE 0 END"""
 _decode_attributes = msgspec.json.Decoder(Attributes).decode
+_decode_binary = msgspec.msgpack.Decoder(Attributes).decode
 
 
 def _insert(writer: sqlite3.Connection, documents: Iterable[Document], sources: Sources | None, limit: int) -> int:
-    size = 0
+    size, row = 0, -1
     numbers: dict[str, int] = {}
     for document in documents:
         if size == limit:
             raise CollectionError(f"the source contains more than {limit:,} documents, the limit of a collection")
+        row = document.row if document.row >= 0 else row + 1
         try:
             attributes = msgspec.json.encode(document.attributes).decode() if document.attributes else None
             file = numbers.setdefault(document.file, len(numbers)) if document.file else None
-            row = (size, document.id, document.title, document.text, attributes, file)
-            writer.execute("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?)", row)
+            columns = (row, document.id, document.title, document.text, attributes, file)
+            writer.execute("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?)", columns)
         except sqlite3.IntegrityError as error:
-            (first,) = writer.execute("SELECT row FROM documents WHERE id = ?", (document.id,)).fetchone()
+            before = "SELECT count(*) FROM documents WHERE row <= (SELECT row FROM documents WHERE id = ?)"
+            (first,) = writer.execute(before, (document.id,)).fetchone()
             raise CollectionError(
-                f"documents {first + 1} and {size + 1} have the same id {document.id!r}: ids must be unique"
+                f"documents {first} and {size + 1} have the same id {document.id!r}: ids must be unique"
             ) from error
         except UnicodeEncodeError as error:
             raise CollectionError(f"document {size + 1} holds an unpaired surrogate: {error.reason}") from error

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, CollectionReplaced, DeadlineExceeded
 from runtime.retrieval.attributes.columns import Bits
-from runtime.retrieval.collections.documents import open_table
+from runtime.retrieval.collections.documents import read_only_uri
 from runtime.retrieval.collections.words import stem, words_of
 
 MAX_WORDS = 32  # in a query
@@ -111,12 +111,12 @@ class _StemNumbers(dict[str, int]):
 class KeywordIndex:
     """An inverted index in an SQLite file. Thread-safe; searches are serialised by a lock."""
 
-    def __init__(self, connection: sqlite3.Connection, name: str) -> None:
-        """Use `create`, `open` or `temporary`."""
-        self._connection, self._name = connection, name
+    def __init__(self, connection: sqlite3.Connection, name: str, databases: Sequence[str] = ("main",)) -> None:
+        """Use `create`, `open` or `temporary`. databases: SQLite's names, in the order of their documents."""
+        self._connection, self._name, self._databases = connection, name, databases
         self._lock = threading.Lock()
-        chunks = connection.execute("SELECT lengths FROM documents ORDER BY first").fetchall()
-        self._lengths = np.frombuffer(b"".join(lengths for (lengths,) in chunks), np.uint32)  # of the chunks
+        chunks = [connection.execute(f"SELECT lengths FROM {name}.documents ORDER BY first") for name in databases]
+        self._lengths = np.frombuffer(b"".join(lengths for (lengths,) in chain(*chunks)), np.uint32)  # of the chunks
         self._recent = _Chunk()
 
     @staticmethod
@@ -133,12 +133,24 @@ class KeywordIndex:
 
     @classmethod
     def open(cls, path: Path) -> "KeywordIndex":
-        """Open a file that `create` wrote. Raises `CollectionError` if it is missing, foreign or damaged."""
-        connection = open_table(path, _APPLICATION_ID, "postings", _POSTINGS)
+        """Open a file that `create` wrote, which does not change: documents are added in a temporary file.
+
+        Raises `CollectionError` if it is missing, foreign or damaged.
+        """
+        if not path.is_file():
+            raise CollectionError(f"{path} is missing")
+        connection: sqlite3.Connection | None = None
         try:
-            return cls(connection, str(path))
+            connection = sqlite3.connect("", isolation_level=None, check_same_thread=False, uri=True)
+            connection.execute("ATTACH ? AS sealed", (read_only_uri(path),))
+            (own,) = connection.execute("PRAGMA sealed.application_id").fetchone()
+            tables = connection.execute("SELECT type, sql FROM sealed.sqlite_master ORDER BY name").fetchall()
+            if own != _APPLICATION_ID or tables != [("table", _DOCUMENTS), ("table", _POSTINGS)]:
+                raise CollectionError(f"{path} is damaged: its tables have another schema")
+            return cls(_prepared(connection), str(path), ("sealed", "main"))
         except (sqlite3.Error, ValueError, TypeError) as error:
-            connection.close()
+            if connection is not None:
+                connection.close()
             raise CollectionError(f"{path} is damaged: {error}") from error
 
     @classmethod
@@ -213,18 +225,19 @@ class KeywordIndex:
         first, lengths = len(self._lengths), np.array(self._recent.lengths, np.uint32)
         entries = ((word, first, found) for word, found in self._recent.all_entries())
         self._connection.execute("BEGIN")
-        self._connection.execute("INSERT INTO documents VALUES (?, ?)", (first, lengths.tobytes()))
-        self._connection.executemany("INSERT INTO postings VALUES (?, ?, ?)", entries)
+        self._connection.execute("INSERT INTO main.documents VALUES (?, ?)", (first, lengths.tobytes()))
+        self._connection.executemany("INSERT INTO main.postings VALUES (?, ?, ?)", entries)
         self._connection.execute("COMMIT")
         self._lengths, self._recent = np.concatenate([self._lengths, lengths]), _Chunk()
 
     def _matches(self, word: str, shown: Bits) -> Matches:
         """Return the shown documents with a stem, and how often each has it. Stops when there are over `MAX_ROWS`."""
         found = [np.empty((2, 0), np.int64)]
-        chunks = self._connection.execute("SELECT first, entries FROM postings WHERE stem = ? ORDER BY first", (word,))
+        sql = "SELECT first, entries FROM {}.postings WHERE stem = ? ORDER BY first"
+        chunks = [self._connection.execute(sql.format(name), (word,)) for name in self._databases]
         recent = self._recent.entries(word)
         size = 0
-        for first, content in chain(chunks, [(len(self._lengths), recent)] if recent else []):
+        for first, content in chain(*chunks, [(len(self._lengths), recent)] if recent else []):
             entries = np.frombuffer(content, np.uint32)
             numbers = first + (entries >> 8).astype(np.int64)
             here = shown[numbers]
@@ -232,7 +245,8 @@ class KeywordIndex:
             size += found[-1].shape[1]
             if size > MAX_ROWS:
                 break
-        chunks.close()
+        for cursor in chunks:
+            cursor.close()
         return np.concatenate(found, axis=1)
 
 

@@ -1,35 +1,56 @@
-"""`collection.json`: the manifest of a collection, with the checksums of its files.
+"""What a collection's directory contains: an immutable description with, after a bulk load, its first segment; and once
+documents were put into it or deleted, a log and more segments.
 
-collection.json     this manifest, with a checksum of itself
-documents.sqlite    the documents (not in a collection of bare vectors)
-keywords.sqlite     their keyword index, for hybrid searches (missing in collections of older versions)
-attributes.msgpack  the documents' attributes, by column, for filters (if any document has one)
-index/meta.json     the index's own description, with the checksums of its arrays
-index/*.npy
-index-0/ …          instead of index/ in a sharded collection: one index a shard
+collection.json     what never changes (`Description`), with a checksum of itself and of the files of the bulk load:
+documents.sqlite      the documents (not of bare vectors)
+keywords.sqlite       their keyword index, for hybrid searches (missing in collections of older versions)
+attributes.msgpack    their attributes, by column, for filters (if any document has one)
+index/                the index: meta.json, with the checksums of its arrays, and index/*.npy
+index-0/ …            instead of index/ in a sharded collection: one index a shard
+MANIFEST            the segments, and the log's position behind them (`Manifest`); missing before the first write
+log/                write-ahead log of upserts and deletes, which acknowledges them (`log`)
+segments/<number>/  sealed: an index with row numbers as ids, documents, attributes (`segment`)
+tombstones/         <generation>.npy: int64, the deleted rows of the manifest's segments
+served/             the log position of each process that serves the collection (`reader_barrier`)
+writer.lock         lock of the only writing process
+
+A document gets a row number when it is stored; row numbers are never reused. An upsert of an existing id stores the
+document under a new row and deletes the old one. A row number therefore denotes one text permanently, and a result
+cannot mix texts.
 """
 
 import errno
 import hashlib
 import os
 import re
+import secrets
 import stat
+import zlib
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
+from gpu.index.rows import DTYPES, MAX_DIM, METRICS
 from runtime.errors import CollectionError
 from runtime.files import open_regular, read_regular
+from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, AttributeType
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 
-MANIFEST, DOCUMENTS, INDEX = "collection.json", "documents.sqlite", "index"
+DESCRIPTION, MANIFEST, DOCUMENTS, INDEX = "collection.json", "MANIFEST", "documents.sqlite", "index"
 ATTRIBUTES, KEYWORDS = "attributes.msgpack", "keywords.sqlite"
 OLD_KEYWORDS = "words.sqlite"  # of an earlier version; not read
-_FORMAT, _VERSION = "trinity-collection", 1
-LIVE_FORMAT = "trinity-live-collection"
-_MAX_BYTES = 1 << 16
-_NAME = re.compile(r"(index(-\d)?/)?[a-z]{1,32}\.[a-z]{1,8}")
 MAX_SHARDS = 8
+MAX_SEGMENTS = 512
+LOG_HEADER_BYTES = 36
+_FORMAT, _VERSION = "trinity-collection", 1
+_SEGMENTS_FORMAT = "trinity-live-collection"
+_MAX_BYTES = 1 << 20
+_NAME = re.compile(r"(index(-\d)?/)?[a-z]{1,32}\.[a-z]{1,8}")
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
+MAX_ROWS = 1 << 62
+_T = TypeVar("_T", "Description", "Manifest", "_OldDescription")
 
 
 class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,10 +60,13 @@ class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of `collection.json`. `embedder` is null if queries must be vectors.
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of `collection.json`: what never changes, and the files of the bulk load.
 
-    `shards` is omitted for an unsharded collection, so that collections of earlier versions keep their checksums.
+    size: rows of the bulk load; 0: none. embedder: null if queries and documents must be vectors. shards: number of
+    shards, one a pool worker. nonce: distinguishes collections that were made empty. demanded: an attribute that the
+    filter of every search must bind (a tenant). declared: attributes whose types were given at creation. The last four
+    are omitted where they do not apply, so that collections of earlier versions keep their checksums.
     """
 
     size: int
@@ -55,26 +79,110 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shards: int | msgspec.UnsetType = msgspec.UNSET
     format: str = _FORMAT
     version: int = _VERSION
-    sha256: str = ""  # checksum of this manifest, encoded with this field empty
+    sha256: str = ""  # checksum of this struct, encoded with this field empty
+    nonce: str | msgspec.UnsetType = msgspec.UNSET
+    demanded: str | msgspec.UnsetType = msgspec.UNSET
+    declared: dict[str, AttributeType] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def identity(self) -> str:
-        """Hash of the collection's content: equal for two collections if and only if all of their files are equal.
+        """Identifies the collection: a hash of the content of a bulk load, or random.
 
-        It is the checksum of this manifest, which contains the checksums of the documents and of each index's
-        description, which contains the checksums of the arrays.
+        Two collections from bulk loads have the same one if and only if all of their files are equal, until they are
+        written to: it is the checksum of this struct, which contains those of the documents and of each index's
+        description, which contains those of the arrays.
         """
-        return self.sha256
+        return self.sha256 if self.nonce is msgspec.UNSET else self.nonce
 
     @property
-    def indexes(self) -> tuple[str, ...]:
-        """The folders of the indexes, one a shard."""
-        return index_folders(1 if self.shards is msgspec.UNSET else self.shards)
+    def shard_count(self) -> int:
+        return 1 if self.shards is msgspec.UNSET else self.shards
+
+    @property
+    def schema(self) -> dict[str, AttributeType]:
+        """The attributes whose types were given at creation."""
+        return {} if self.declared is msgspec.UNSET else self.declared
+
+    @property
+    def demands(self) -> str | None:
+        """The attribute that the filter of every search must bind."""
+        return None if self.demanded is msgspec.UNSET else self.demanded
+
+    def shard_of(self, name: str) -> int:
+        """Return the shard of the document with this id, if it is not in the bulk load. It never changes."""
+        return zlib.crc32(name.encode()) % self.shard_count
+
+
+class _OldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The description of a collection that an earlier version made empty."""
+
+    identity: str
+    dim: int
+    metric: str
+    dtype: str = "float32"
+    degree: int = 32
+    embedder: EmbedderSpec | None = None
+    demanded: str | None = None
+    schema: dict[str, AttributeType] = {}
+    kind: str = "live"
+    format: str = _SEGMENTS_FORMAT
+    version: int = _VERSION
+    sha256: str = ""
+    shards: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class SegmentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A sealed segment: the number of its directory, its rows, the checksum of its description, and its shard.
+
+    bulk: it is a shard of the bulk load, whose files are beside `collection.json` instead.
+    """
+
+    number: int
+    size: int
+    sha256: str
+    shard: int = 0
+    bulk: bool = False
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """State of a collection's segments.
+
+    sequence: the first log record that the segments do not contain, which begins a log file. next_row, next_segment:
+    the lowest numbers that were never used. introduced: by attribute, the owner (`AttributeBinding.text`) who was
+    the first to write it; omitted without any, so that collections of earlier versions keep their checksums.
+    generation: -1 of a collection without a log, which was never written to.
+    """
+
+    generation: int
+    segments: list[SegmentInfo]
+    sequence: int
+    next_row: int
+    next_segment: int
+    schema: dict[str, AttributeType]
+    tombstones: FileChecksum | None = None
+    format: str = _SEGMENTS_FORMAT
+    version: int = _VERSION
+    sha256: str = ""
+    introduced: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def has_log(self) -> bool:
+        return self.generation >= 0
+
+    def tombstones_path(self, directory: Path) -> Path:
+        return directory / "tombstones" / f"{self.generation}.npy"
 
 
 def index_folders(shards: int) -> tuple[str, ...]:
-    """Return the folders of the indexes of a collection with this many shards."""
+    """Return the folders of the indexes of a bulk load with this many shards."""
     return (INDEX,) if shards == 1 else tuple(f"{INDEX}-{shard}" for shard in range(shards))
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(16)
+
+
+# ---- checksums
 
 
 def checksum_file(path: Path) -> FileChecksum:
@@ -98,85 +206,174 @@ def has_checksum(path: Path, known: FileChecksum) -> bool:
     return status is not None and status.st_size == known.bytes and checksum_file(path) == known
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest, which seals `directory`: its files are immutable from then on."""
-    (directory / MANIFEST).write_bytes(encode_with_checksum(manifest))
-
-
-def encode_with_checksum(content: msgspec.Struct) -> bytes:
+def encode_with_checksum(content: Description | Manifest) -> bytes:
     """Encode a struct as a JSON file, with its own checksum in its field `sha256`."""
-    whole = msgspec.structs.replace(content, sha256=compute_digest(content))
+    whole = msgspec.structs.replace(content, sha256=_digest(content))
     return msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
 
 
-def compute_digest(content: msgspec.Struct) -> str:
-    """Compute the value of the field `sha256`."""
+def _digest(content: msgspec.Struct) -> str:
     return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(content, sha256=""))).hexdigest()
 
 
-def read_identity(directory: Path) -> str:
-    """Return the identity of the build in a directory; "" if its manifest cannot be read."""
+def write_description(directory: Path, description: Description) -> None:
+    """Write the description of a bulk load, whose files are immutable from then on."""
+    (directory / DESCRIPTION).write_bytes(encode_with_checksum(description))
+
+
+# ---- reading
+
+
+def is_collection(directory: Path) -> bool:
+    """Whether Trinity wrote this directory, intact or damaged."""
     try:
-        return read_manifest(directory).identity
+        return _format_of(_bytes(directory / DESCRIPTION)) in (_FORMAT, _SEGMENTS_FORMAT)
+    except CollectionError:
+        return False
+
+
+def read_identity(directory: Path) -> str:
+    """Return the identity of the collection in a directory; "" if its description cannot be read."""
+    try:
+        return read_description(directory).identity
     except CollectionError:
         return ""
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a collection, and check that its files exist and have the right sizes.
+def read_description(directory: Path) -> Description:
+    """Read and check the description.
 
-    Raises `CollectionError` for a directory that is missing, foreign, of another version, incomplete or damaged.
+    Raises `CollectionError` for a directory that is missing, foreign, of another version or damaged.
     """
-    path = directory / MANIFEST
+    path = directory / DESCRIPTION
     status = _status(directory)
     if status is None or not stat.S_ISDIR(status.st_mode):
         raise CollectionError(f"there is no collection at {directory}")
     if _status(path) is None:
         raise CollectionError(f"{directory} is not a collection: {path} is missing")
     content = _bytes(path)
-    if _has_format(content, LIVE_FORMAT):
-        raise CollectionError(f"{directory} is a live collection: use the commands of `trinity live`")
-    if not _has_format(content):
-        raise CollectionError(f"{directory} is not a collection: {path} was not written by Trinity")
-    try:
-        manifest = msgspec.json.decode(content, type=Manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CollectionError(f"{path} is damaged: {error}") from error
-    if manifest.version != _VERSION:
-        raise CollectionError(f"{path} has version {manifest.version}; this Trinity reads {_VERSION}: build it again")
-    if manifest.sha256 != compute_digest(manifest):
-        raise CollectionError(f"{path} is damaged: its checksum does not match its content")
-    if manifest.shards is not msgspec.UNSET and not 1 <= manifest.shards <= MAX_SHARDS:
-        raise CollectionError(f"{path} is damaged: shards is {manifest.shards}, outside 1..{MAX_SHARDS}")
-    if missing := {f"{folder}/meta.json" for folder in manifest.indexes} - set(manifest.files):
+    match _format_of(content):
+        case "trinity-collection":
+            found = _decoded(path, content, Description)
+        case "trinity-live-collection":
+            found = _converted(path, _decoded(path, content, _OldDescription))
+        case _:
+            raise CollectionError(f"{directory} is not a collection: {path} was not written by Trinity")
+    if found.metric not in METRICS or found.dtype not in DTYPES or not 1 <= found.dim <= MAX_DIM:
+        raise CollectionError(f"{path} is damaged: metric {found.metric!r:.40}, dtype {found.dtype!r:.40}")
+    if found.nonce is not msgspec.UNSET and not _IDENTITY.fullmatch(found.nonce):
+        raise CollectionError(f"{path} is damaged: its nonce is {found.nonce!r:.40}")
+    if not 2 <= found.degree <= 512 or not 0 <= found.size <= MAX_ROWS:
+        raise CollectionError(f"{path} is damaged: degree is {found.degree}, size {found.size}")
+    if not 1 <= found.shard_count <= MAX_SHARDS:
+        raise CollectionError(f"{path} is damaged: shards is {found.shard_count}, outside 1..{MAX_SHARDS}")
+    indexes = {f"{folder}/meta.json" for folder in index_folders(found.shard_count)} if found.size else set()
+    if missing := indexes - set(found.files):
         raise CollectionError(f"{path} is damaged: it does not list {', '.join(sorted(missing))}")
-    if foreign := [name for name in manifest.files if not _NAME.fullmatch(name)]:
+    if foreign := [name for name in found.files if not _NAME.fullmatch(name)]:
         raise CollectionError(f"{path} is damaged: it lists {foreign[0][:64]!r}, which is not a file of a collection")
-    for name, checksum in manifest.files.items():
+    return found
+
+
+def read_manifest(directory: Path, description: Description | None = None) -> Manifest:
+    """Read and check the manifest; before the first write, that of the bulk load.
+
+    Checks that the files of the bulk load, if it is a part of the manifest, exist and have the right sizes. Raises
+    `CollectionError`.
+    """
+    description = description or read_description(directory)
+    path = directory / MANIFEST
+    if _status(path) is None and description.size:
+        found = _of_bulk_load(directory, description)
+    else:
+        found = _decoded(path, _bytes(path), Manifest)
+    numbers = [segment.number for segment in found.segments]
+    sound = len(numbers) <= MAX_SEGMENTS and len(set(numbers)) == len(numbers) and len(found.schema) <= MAX_ATTRIBUTES
+    if not sound or min([found.sequence, found.next_row, found.next_segment, found.generation + 1, *numbers]) < 0:
+        raise CollectionError(f"{path} is damaged: its numbers are inconsistent")
+    if any(segment.bulk and segment.shard >= description.shard_count for segment in found.segments):
+        raise CollectionError(f"{path} is damaged: it has a shard that the collection does not have")
+    _check_files(directory, description, {segment.shard for segment in found.segments if segment.bulk})
+    return found
+
+
+def _of_bulk_load(directory: Path, description: Description) -> Manifest:
+    shards, size = description.shard_count, description.size
+    if _was_written(directory):
+        raise CollectionError(f"{directory} is damaged: it has a log, but no file {MANIFEST}")
+    next_row = size
+    if DOCUMENTS not in description.files:
+        for folder in index_folders(shards):
+            next_row = max(next_row, _highest_id(directory / folder / "ids.npy") + 1)
+    sizes = [len(range(shard, size, shards)) for shard in range(shards)]
+    segments = [SegmentInfo(n, rows, description.sha256, n, bulk=True) for n, rows in enumerate(sizes)]
+    return Manifest(-1, segments, 0, next_row, shards, {})
+
+
+def _was_written(directory: Path) -> bool:
+    """Return whether there is more of a log and of segments than a conversion begins with: the header of a log file."""
+    found: list[tuple[str, int]] = []
+    for folder in ("log", "segments"):
+        try:
+            found += [(path.name, path.stat().st_size) for path in (directory / folder).iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise CollectionError(f"{directory / folder} cannot be read: {error.strerror}") from error
+    return any(size > LOG_HEADER_BYTES or name != f"{0:020d}.log" for name, size in found)
+
+
+def _highest_id(path: Path) -> int:
+    if _status(path) is None:
+        return -1
+    try:
+        return int(np.load(path, mmap_mode="r", allow_pickle=False).max())
+    except (OSError, ValueError, TypeError) as error:
+        raise CollectionError(f"{path} is damaged: {error}") from error
+
+
+def _check_files(directory: Path, description: Description, shards: set[int]) -> None:
+    """Check the files of some shards of the bulk load, and those that they share."""
+    folders = [folder for shard, folder in enumerate(index_folders(description.shard_count)) if shard in shards]
+    for name, checksum in description.files.items() if shards else ():
+        if "/" in name and name.partition("/")[0] not in folders:
+            continue
         status = _status(directory / name)
         if status is None or not stat.S_ISREG(status.st_mode):
             raise CollectionError(f"{directory / name} is missing")
         if status.st_size != checksum.bytes:
             raise CollectionError(f"{directory / name} is damaged: it has {status.st_size} bytes, not {checksum.bytes}")
-    return manifest
 
 
-def is_collection(directory: Path) -> bool:
-    """Whether Trinity wrote this directory, intact or damaged."""
+def _converted(path: Path, old: _OldDescription) -> Description:
+    if old.kind != "live" or not _IDENTITY.fullmatch(old.identity):
+        raise CollectionError(f"{path} is damaged: it is of kind {old.kind!r:.40}")
+    return Description(
+        0, old.dim, old.metric, old.dtype, old.degree, old.embedder, {}, old.shards,
+        nonce=old.identity, demanded=old.demanded or msgspec.UNSET, declared=old.schema,
+    )  # fmt: skip
+
+
+def _decoded(path: Path, content: bytes, struct: type[_T]) -> _T:
     try:
-        return _has_format(_bytes(directory / MANIFEST))
-    except CollectionError:
-        return False
+        found: Any = msgspec.json.decode(content, type=struct)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CollectionError(f"{path} is damaged: {error}") from error
+    if found.version != _VERSION:
+        raise CollectionError(f"{path} has version {found.version}; this Trinity reads {_VERSION}: build it again")
+    if found.sha256 != _digest(found):
+        raise CollectionError(f"{path} is damaged: its checksum does not match its content")
+    return found  # type: ignore[no-any-return]
 
 
-def _has_format(content: bytes, expected: str = _FORMAT) -> bool:
+def _format_of(content: bytes) -> str:
     class Format(msgspec.Struct):
         format: str
 
     try:
-        return msgspec.json.decode(content, type=Format).format == expected
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return False
+        return msgspec.json.decode(content, type=Format).format
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
 
 
 def _status(path: Path) -> os.stat_result | None:
@@ -192,6 +389,8 @@ def _status(path: Path) -> os.stat_result | None:
 def _bytes(path: Path) -> bytes:
     try:
         return read_regular(path, _MAX_BYTES)
+    except FileNotFoundError as error:
+        raise CollectionError(f"{path.parent} is damaged: it has no file {path.name}") from error
     except OSError as error:
         if error.errno == errno.EINVAL:
             raise CollectionError(f"{path.parent} is not a collection: {path}: {error.strerror}") from error

@@ -4,21 +4,25 @@ report = ingest([Path("handbook")], Path("docs"), spec, embedder)     # create a
 report = add([Path("handbook")], Path("docs"))                        # read and embed what changed since
 """
 
-import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import BuildRefused, CollectionError, ResourceBusy
+from runtime.errors import BuildRefused, CollectionError
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.disk import writing
 from runtime.retrieval.collections.documents import Document, Sources
+from runtime.retrieval.collections.manifest import DOCUMENTS
+from runtime.retrieval.collections.segment import sources_of
+from runtime.retrieval.collections.segment_build import code_bits
 from runtime.retrieval.collections.sources import Progress, no_progress, read_documents
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedding_text
 from runtime.retrieval.embedding.loading import EmbedderLocation, load_embedder
@@ -61,16 +65,16 @@ def ingest(
     progress: Progress = no_progress,
     **options: Any,
 ) -> IngestReport:
-    """Build a collection of files and folders at `out`; `options` are those of `Collection.build`.
+    """Build a collection of files and folders at `out`; `options` are those of `bulk_load.build`.
 
     passage_tokens: maximum per passage, as counted by the embedder; 0: 192, or three quarters of its limit if less.
-    Raises as `Collection.build`, and `BuildRefused` for an invalid number or a missing package.
+    Raises as `bulk_load.build`, and `BuildRefused` for an invalid number or a missing package.
     """
     limit = passage_limit(passage_tokens, embedder)
     root = common_root(paths)
     with IsolatedReader() as reader:
         job = _IngestJob(paths, Sources(str(root), limit), embedder, None, reader, progress)
-        Collection.build(
+        bulk_load.build(
             job.documents(), out, embedder=spec, model=embedder, sources=job.sources, progress=progress, **options
         )
         return job.report
@@ -89,13 +93,13 @@ def add(
     files missing from the folders removed; everything else is kept.
 
     The collection is rebuilt with its own settings and replaced atomically, unless nothing changed and it has a keyword
-    index. Raises as `ingest`, and `ResourceBusy` while another process updates the same collection.
+    index. Raises as `ingest`, and `CollectionBusy` while another process writes to the collection.
     """
-    with _lock_collection(out), Collection.open(out) as old, IsolatedReader() as reader:
-        if old.embedder is None or old.documents is None:
+    with writing(out), Collection.open(out) as old, IsolatedReader() as reader:
+        if old.embedder is None or any(DOCUMENTS not in segment.files for segment in old.state.segments):
             raise BuildRefused(f"{out} was built from vectors: files cannot be added to it")
         embedder = load(old.embedder, threads=threads, location=location or EmbedderLocation(), for_build=True)
-        before = old.documents.sources()
+        before = sources_of(old.state.segments)
         root = Path(before.root) if before else common_root(paths)
         limit = before.passage_tokens if before else passage_limit(0, embedder)
         folders = [Path(os.path.abspath(path)) for path in paths]
@@ -106,16 +110,18 @@ def add(
         job.report.keyword_index_added = not info.keyword_bytes
         if not job.find_changes() and not job.report.keyword_index_added:
             return job.report
-        codes = old.shards[0].data.codes
+        bits = code_bits(old.state)
         as_before: dict[str, Any] = {
             "metric": info.metric,
             "degree": info.degree,
             "dtype": info.dtype,
-            "neighbor_codes": codes is not None,
-            "code_bits": 0 if codes is None else codes.bits,
+            "neighbor_codes": bits is not None,
+            "code_bits": bits or 0,
             "shards": info.shards,
+            "demanded": info.demanded,
+            "schema": old.description.schema,
         }
-        Collection.build(
+        bulk_load.build(
             job.documents(),
             out,
             embedder=old.embedder,
@@ -124,6 +130,7 @@ def add(
             known_vectors=job.known,
             threads=threads,
             force=True,
+            locked=True,
             progress=progress,
             **as_before,
         )
@@ -131,21 +138,27 @@ def add(
 
 
 class _ExistingCollection:
-    """The collection before an update. `expected`: its files below `folders`, which should still exist."""
+    """The collection before an update: its `rows`, and those `by_file`.
+
+    `expected`: its files below `folders`, which should still exist.
+    """
 
     def __init__(self, collection: Collection, folders: Sequence[Path], root: Path) -> None:
-        assert collection.documents is not None, "looked at before"
         self.collection = collection
-        self.documents = collection.documents
-        sources = self.documents.sources()
+        sources = sources_of(collection.state.segments)
         self.files = sources.files if sources else {}
-        self.rows = self.documents.rows_by_file()
+        self.rows = sorted(collection.state.alive_rows().tolist())
+        self.by_file: dict[str, list[int]] = {}
+        alive = set(self.rows)
+        for segment in collection.state.segments:
+            for path, rows in segment.documents.rows_by_file().items():
+                self.by_file.setdefault(path, []).extend(row for row in rows if row in alive)
         self.expected = {path for path in self.files if any(_within(root / path, folder) for folder in folders)}
 
     def get(self, rows: Sequence[int]) -> Iterator[tuple[int, Document]]:
         for begin in range(0, len(rows), _ROWS_AT_ONCE):
             some = rows[begin : begin + _ROWS_AT_ONCE]
-            yield from zip(some, self.documents.get(some), strict=True)
+            yield from zip(some, self.collection.get(some), strict=True)
 
 
 class _IngestJob:
@@ -201,7 +214,7 @@ class _IngestJob:
         to_read = [f for f in self._files if f.source not in self._checksums and f.source not in self.report.skipped]
         for number, found in enumerate(to_read):
             self._progress("read", number / len(to_read))
-            old = list(self._before.get(self._before.rows.get(found.source, []))) if self._before else []
+            old = list(self._before.get(self._before.by_file.get(found.source, []))) if self._before else []
             try:
                 digest, passages = self._read(found)
             except UnreadableFile as error:
@@ -231,7 +244,7 @@ class _IngestJob:
         return any(folder == "." or path.startswith(f"{folder}/") for folder in self._unread)
 
     def known(self) -> tuple[NDArray[np.int64], Vectors]:
-        """See `Collection.build`."""
+        """See `bulk_load.build`."""
         assert self._before is not None, "only an update reuses vectors"
         rows = np.array(self._rows, np.int64)
         had = np.flatnonzero(rows >= 0)
@@ -239,8 +252,8 @@ class _IngestJob:
 
     def _kept(self, before: _ExistingCollection) -> Iterator[Document]:
         again = {found.source for found in self._files} - set(self._checksums) - set(self.report.skipped)
-        left_out = {row for file in again | self._gone for row in before.rows.get(file, [])}
-        for row, document in before.get([row for row in range(before.documents.size) if row not in left_out]):
+        left_out = {row for file in again | self._gone for row in before.by_file.get(file, [])}
+        for row, document in before.get([row for row in before.rows if row not in left_out]):
             if document.file:
                 self.sources.files[document.file] = before.files[document.file]
             yield self._record(document, row)
@@ -249,7 +262,7 @@ class _IngestJob:
         self._rows.append(row)
         self.report.kept += row >= 0
         self.report.embedded += row < 0
-        return document
+        return msgspec.structs.replace(document, row=-1)
 
     def _skip(self, found: SourceFile, error: UnreadableFile) -> None:
         self.report.skipped[found.source] = str(error)
@@ -280,22 +293,3 @@ class _IngestJob:
 
 def _within(path: Path, folder: Path) -> bool:
     return Path(os.path.normpath(path)).is_relative_to(folder)
-
-
-@contextmanager
-def _lock_collection(out: Path) -> Iterator[None]:
-    """Lock the collection's directory against other updates; the lock ends when the directory is replaced."""
-    try:
-        fd = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CollectionError(f"there is no collection at {out}") from error
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ResourceBusy(f"{out} is being updated by another process: retry when that has ended") from error
-        if not os.path.samestat(os.stat(out), os.fstat(fd)):
-            raise ResourceBusy(f"{out} was replaced meanwhile: retry")
-        yield
-    finally:
-        os.close(fd)

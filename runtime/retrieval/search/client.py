@@ -309,10 +309,10 @@ class SearchClient:
         self._unclaimed.clear()
         return results
 
-    # ---- live collections
+    # ---- collections
 
     def upsert(self, documents: Sequence[Mapping[str, Any]], *, collection: str = "") -> int:
-        """Insert or replace documents of a live collection, all of them or none; return their number.
+        """Insert or replace documents of a collection, all of them or none; return their number.
 
         Each has an `id`, and may have `text`, `title`, `attributes` and a `vector` [d]; without one it is embedded.
         When this returns the documents are durable, and searches find them. Raises `InvalidRequest`,
@@ -323,7 +323,7 @@ class SearchClient:
     def delete(
         self, ids: Sequence[str] | None = None, *, filter: Mapping[str, Any] | None = None, collection: str = ""
     ) -> int:
-        """Delete documents of a live collection by `ids` or by `filter` (its JSON object); return their number.
+        """Delete documents of a collection by `ids` or by `filter` (its JSON object); return their number.
 
         No search that starts after this returns finds them. Raises as `upsert`, and `InvalidFilter`.
         """

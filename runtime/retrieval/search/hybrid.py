@@ -59,18 +59,15 @@ class HybridSearch:
     def fuse(self, result: SearchResult, query: Query, k: int) -> SearchResult:
         """Search the keyword index of the build that `result` comes from; return the `k` best of both.
 
-        Raises `InvalidRequest` for a build without a keyword index, `DeadlineExceeded`, and `Unavailable` if the build
-        cannot be opened here.
+        Raises `DeadlineExceeded`, and `Unavailable` if the build cannot be opened here.
         """
         assert query.vector is not None, "it has been searched"
         spec, row = query.spec, on_host(query.vector)
         try:
             with self._lock:
                 build = self._opened(spec.collection, result.identity)
-            if (keywords := build.keywords) is None:
-                raise InvalidRequest(f"{spec.collection!r} has no keyword index (docs/hybrid.md)", "hybrid")
             parsed = decode_filter(spec.filter) if spec.filter else None
-            found = keywords.search_keywords(query.text, row, spec.k, parsed, spec.deadline_ns or _NO_DEADLINE)
+            found = build.documents.search_keywords(query.text, row, spec.k, parsed, spec.deadline_ns or _NO_DEADLINE)
             return build.fuse(result, found, k, query.hybrid)
         except CollectionError as error:
             raise Unavailable(

@@ -23,9 +23,9 @@ from runtime.retrieval.attributes.filters import (
     comparisons,
 )
 from runtime.retrieval.attributes.schema import AttributeType
+from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.manifest import is_collection
 from runtime.retrieval.embedding.loading import embedder_dim
-from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.storage.manifest import is_live
 
 STORE, FILE = "store", "file"
 COLUMNS_PER_TYPE = 16
@@ -41,7 +41,7 @@ Columns = Mapping[str, str]
 
 def ensure(directory: Path, embedder: str) -> None:
     """Create the collection, readable by this user alone, if it is missing. Raises `CollectionError`, `ModelError`."""
-    if is_live(directory):
+    if is_collection(directory):
         return
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = directory.with_name(f"{directory.name}-{os.getpid()}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from runtime.files import open_regular
-from runtime.retrieval.live.storage.disk import storage_error
+from runtime.retrieval.collections.disk import storage_error
 
 _PART = ".part"
 T = TypeVar("T")

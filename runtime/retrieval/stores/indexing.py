@@ -22,18 +22,18 @@ from runtime.errors import BuildRefused, CollectionBusy, Overloaded, TrinityErro
 from runtime.files import read_regular
 from runtime.node.stores_config import STORES
 from runtime.retrieval.attributes.filters import Comparison, Filter
+from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.fair_gate import FairGate
 from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
 from runtime.retrieval.ingestion.passages import FilePassage, file_passages, passage_limit
 from runtime.retrieval.ingestion.readers import PLAIN, SUFFIXES, check_packages, read_file
 from runtime.retrieval.ingestion.sections import UnreadableFile
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer_service import Stored, WriterService
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.collection import STORE, file_filter, stored_attributes
 from runtime.retrieval.stores.file_folder import FileFolder
 from runtime.retrieval.stores.records import Chunking, ErrorCode, FileStatus, Store, StoredFile, StoreFile
+from runtime.retrieval.writer_service import Stored, WriterService
 
 CONCURRENT_FILES = 4
 MAX_READ_BYTES = 512 << 20

@@ -23,12 +23,12 @@ from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.fair_gate import FairLimit
 from runtime.retrieval.ingestion.passages import FilePassage
 from runtime.retrieval.ingestion.sections import UnreadableFile
-from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.stores.catalogue import Catalogue, Page, Quota, Usage
 from runtime.retrieval.stores.collection import store_filter, with_columns
 from runtime.retrieval.stores.file_folder import FileFolder
 from runtime.retrieval.stores.indexing import Indexer, flow_of
 from runtime.retrieval.stores.records import Batch, Chunking, FileStatus, Store, StoredFile, StoreFile, new_id
+from runtime.retrieval.writer_service import WriterService
 
 MAX_UPLOADS = 16
 MAX_SEARCHED_STORES = 16

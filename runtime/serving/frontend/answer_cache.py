@@ -2,7 +2,7 @@
 
 The lookup compares the embedding of the question: the last user turn, or a completion's text. Everything else must be
 equal (`CacheKey.digest`): API key, model, earlier turns, numbers in the question, sampling, retrieval. The answers are
-a live collection of the pools (`runtime.retrieval.answer_store`), which outlives the frontend's process.
+a collection of the pools (`runtime.retrieval.answer_store`), which outlives the frontend's process.
 
 A failed lookup is a miss and a failed write is dropped: no request fails because of the cache or waits for a write.
 """

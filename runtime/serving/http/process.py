@@ -27,14 +27,14 @@ from runtime.retrieval.answer_store import AnswerStore
 from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
+from runtime.retrieval.collections.state import WriterState
 from runtime.retrieval.embedding.loading import load_embedder
-from runtime.retrieval.live.state import WriterState
-from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.retrieval.stores.service import Stores
+from runtime.retrieval.writer_service import WriterService
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.observability import RequestMetrics
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 _HEARTBEAT_S = 0.1
 _SWITCH_S = 0.0005  # how long a thread keeps the interpreter's lock when the event loop wants it
 _READY_POLL_S = 0.01
-_REPORT_S = 2.0  # interval of the live collections' metrics
+_REPORT_S = 2.0  # interval of the collections' metrics
 _FINAL_ERRORS_S = 1.0  # before the drain timeout, to send errors to the remaining clients
 _RESERVED_DESCRIPTORS = 256  # besides connections: sockets to workers, shared memory, files
 
@@ -277,7 +277,7 @@ def _open_answer_cache(worker: Worker, client: AsyncSearchClient) -> AnswerCache
 
 
 def report_live_collections(table: WorkerTable, writers: Mapping[str, WriterState]) -> None:
-    """Set the metrics of live collections: sums over those open for writing."""
+    """Set the metrics of collections: sums over those open for writing."""
     states = list(writers.values())
     builds = [state.build for state in states if state.build is not None]
     table.set(FrontendMetrics.LIVE_DOCUMENTS, sum(state.documents for state in states))

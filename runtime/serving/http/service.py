@@ -23,12 +23,12 @@ from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.fair_gate import FairLimit
-from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import Query
 from runtime.retrieval.search.vectors import query_vector
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.retrieval.stores.service import Stores
+from runtime.retrieval.writer_service import WriterService
 from runtime.serving import stages
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.engine import Engine

@@ -94,7 +94,7 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
         for collection in config.collections:
             progress(f"extends of collection {collection.name!r}")
             with Collection.open(Path(collection.path)) as opened:
-                index = opened.shards[0]  # a pool worker has one shard, and this is the largest
+                index = opened.indexes[0]  # a pool worker has one shard, and this is the largest
                 curves.append(search_times(index, config.pool))
                 queries.append(typical_queries(index, _QUERIES))
         first = curves[0].measured

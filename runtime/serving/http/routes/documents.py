@@ -1,4 +1,4 @@
-"""Routes of live collections: PUT and DELETE documents, flush, and state."""
+"""Routes of collections: PUT and DELETE documents, flush, and state."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest
-from runtime.retrieval.live.validation import MAX_BATCH, UpsertDocument
-from runtime.retrieval.live.writer_service import WriterService
+from runtime.retrieval.collections.validation import MAX_BATCH, UpsertDocument
+from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.access import access_of
 from runtime.serving.http.api_types import StrictModel, field_error, filter_at, json_name, parse, without_null
 from runtime.serving.http.middleware import ReadBody

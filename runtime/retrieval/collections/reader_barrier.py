@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtime.errors import Unavailable
-from runtime.retrieval.live.storage.disk import storage_error
+from runtime.retrieval.collections.disk import storage_error
 
 WAIT_S = 10.0
 """Timeout of a delete. The supervisor kills a pool that stalls for this long."""

@@ -18,10 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.files import open_regular, read_regular
-from runtime.retrieval.live.storage.disk import Disk
-from runtime.retrieval.live.storage.log import log_files
-from runtime.retrieval.live.storage.manifest import Manifest, SegmentInfo
-from runtime.retrieval.live.storage.segment import building_path, segment_path
+from runtime.retrieval.collections.disk import Disk
+from runtime.retrieval.collections.log import log_files
+from runtime.retrieval.collections.manifest import (
+    ATTRIBUTES,
+    DOCUMENTS,
+    INDEX,
+    KEYWORDS,
+    OLD_KEYWORDS,
+    Manifest,
+    SegmentInfo,
+)
+from runtime.retrieval.collections.segment import building_path, segment_path
 
 MERGING = ".merging"
 _JOB, _VERSION = "job.json", 1  # version of the meaning of the arrays
@@ -85,10 +93,9 @@ def obsolete_files(directory: Path, manifest: Manifest, building: Collection[int
     Excludes the segments that are being built, by number, and the checkpoints of a merge that can resume or, with
     `merging`, may be running.
     """
-    kept = {segment_path(directory, info.number) for info in manifest.segments}
-    kept |= {
-        path for number in building for path in (segment_path(directory, number), building_path(directory, number))
-    }
+    kept = {segment_path(directory, info) for info in manifest.segments}
+    for number in building:
+        kept |= {directory / "segments" / str(number), building_path(directory, number)}
     kept.add(manifest.tombstones_path(directory))
     if merging or resumable_segments(directory, manifest):
         kept.add(merging_path(directory))
@@ -97,6 +104,11 @@ def obsolete_files(directory: Path, manifest: Manifest, building: Collection[int
         for folder in ("segments", "tombstones"):
             found += [path for path in (directory / folder).iterdir() if path not in kept]
         found += [path for first, path in log_files(directory) if first < manifest.sequence]
+        shards = {info.shard for info in manifest.segments if info.bulk}
+        indexes = {path: path.name for path in directory.glob(f"{INDEX}*")}
+        kept |= {path for path, name in indexes.items() if int(name.partition("-")[2] or 0) in shards}
+        bulk = [*indexes, *(directory / name for name in (DOCUMENTS, ATTRIBUTES, KEYWORDS, OLD_KEYWORDS) if not shards)]
+        found += [path for path in bulk if path not in kept and path.exists()]
     return found
 
 

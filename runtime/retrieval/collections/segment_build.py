@@ -1,4 +1,7 @@
-"""Segment builds from growing rows or by merging. Also a process: `python -m …live.build DIRECTORY JOB WRITER_PID`."""
+"""Segment builds from growing rows or by merging.
+
+Also a process: `python -m …segment_build DIRECTORY JOB WRITER_PID`.
+"""
 
 import os
 import signal
@@ -11,14 +14,14 @@ import numpy as np
 
 from runtime.errors import CollectionError, TrinityError
 from runtime.node.worker import die_with_parent
+from runtime.retrieval.collections.checksums import SegmentChecksums
+from runtime.retrieval.collections.disk import Disk, storage_error
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.manifest import SegmentInfo, read_manifest
+from runtime.retrieval.collections.resumable_merge import ResumableMerge
+from runtime.retrieval.collections.segment import sources_of, write_segment
 from runtime.retrieval.collections.sources import Progress, no_progress
-from runtime.retrieval.live.state import State, replay
-from runtime.retrieval.live.storage.checksums import LiveChecksums
-from runtime.retrieval.live.storage.disk import Disk, storage_error
-from runtime.retrieval.live.storage.documents import StoredDocument
-from runtime.retrieval.live.storage.manifest import SegmentInfo, read_manifest
-from runtime.retrieval.live.storage.resumable_merge import ResumableMerge
-from runtime.retrieval.live.storage.segment import write_segment
+from runtime.retrieval.collections.state import State, replay
 
 NICENESS = 10
 
@@ -70,12 +73,12 @@ def progress_of_stage(stage: str, part: float) -> SegmentProgress:
 
 def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progress) -> SegmentInfo | None:
     """Build a segment; None if all of its rows are deleted. Raises `CollectionError`, `NoRoom`."""
-    documents: list[StoredDocument] = []
+    documents: list[Document] = []
     parts, checkpoint = [], None
+    merged = [segment for segment in state.segments if segment.info.number in job.merged]
     progress("rows", 0.0)
     if job.merged:
-        merged = [segment for segment in state.segments if segment.info.number in job.merged]
-        checksums = LiveChecksums(state.directory)
+        checksums = SegmentChecksums(state.directory)
         checksums.add(merged)
         checksums.verify()  # a damaged segment must not be sealed again under a new checksum
         try:
@@ -86,6 +89,7 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
         rows = checkpoint("rows", lambda: np.concatenate([segment.rows[segment.alive] for segment in merged]))
         for number, segment in enumerate(merged, 1):
             positions = segment.positions(rows)
+            positions = positions[np.argsort(segment.rows[positions])]  # by row, as its documents are
             kept = set(segment.rows[positions].tolist())
             documents += [document for document in segment.documents.all() if document.row in kept]
             parts.append(segment.vectors(positions))
@@ -113,8 +117,24 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
         job.threads,
         progress,
         checkpoint,
+        code_bits=code_bits(state),
+        sources=sources_of(merged),
     )
     return msgspec.structs.replace(info, shard=job.shard)
+
+
+def code_bits(state: State) -> int | None:
+    """Return the bits of the neighbour codes of the largest segment, which were chosen when it was built.
+
+    0: none was built; None: without codes.
+    """
+    if state.description.dtype == "int8":
+        return None
+    largest = max(state.segments, key=lambda segment: segment.size, default=None)
+    if largest is None:
+        return 0
+    codes = largest.index.data.codes
+    return None if codes is None else codes.bits
 
 
 def _replayed(directory: Path, job: BuildJob) -> State:

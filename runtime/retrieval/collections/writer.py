@@ -1,4 +1,4 @@
-"""Writer of a live collection, one at a time: upserts, deletes, seals and merges."""
+"""Writer of a collection, one at a time: upserts, deletes, seals and merges."""
 
 import logging
 import os
@@ -14,27 +14,41 @@ from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, Forbidden, InternalError, InvalidDocument, Overloaded, TrinityError
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
-from runtime.retrieval.collections.sources import Progress, no_progress
-from runtime.retrieval.embedding.embedder import Embedder
-from runtime.retrieval.live import build as building
-from runtime.retrieval.live.build import BuildJob, SegmentProgress, progress_of_stage
-from runtime.retrieval.live.maintenance import BuildSegment, Maintenance, pick_merge, too_many_segments
-from runtime.retrieval.live.search import search
-from runtime.retrieval.live.state import Loaded, Rows, WriterState, close, replay, tombstones_content, writer_state
-from runtime.retrieval.live.storage.disk import Disk, acquire_lock, lock_is_current, storage_error
-from runtime.retrieval.live.storage.log import LogWriter, log_path
-from runtime.retrieval.live.storage.manifest import (
+from runtime.retrieval.collections import segment_build as building
+from runtime.retrieval.collections.disk import Disk, acquire_lock, lock_is_current, storage_error
+from runtime.retrieval.collections.log import LogWriter, begin_log, log_path
+from runtime.retrieval.collections.maintenance import BuildSegment, Maintenance, pick_merge, too_many_segments
+from runtime.retrieval.collections.manifest import (
     MANIFEST,
     Manifest,
     SegmentInfo,
+    encode_with_checksum,
     read_description,
-    write_with_checksum,
 )
-from runtime.retrieval.live.storage.operations import Delete, Operation, PendingWrite, Upsert, WriteGroup, encode
-from runtime.retrieval.live.storage.reader_barrier import ReaderBarrier
-from runtime.retrieval.live.storage.resumable_merge import obsolete_files, resumable_segments
-from runtime.retrieval.live.tenant_attributes import introduced_by, with_bound_attribute
-from runtime.retrieval.live.validation import UpsertDocument, check_batch, check_owner, resolve_vectors, to_stored_value
+from runtime.retrieval.collections.operations import Delete, Operation, PendingWrite, Upsert, WriteGroup, encode
+from runtime.retrieval.collections.reader_barrier import ReaderBarrier
+from runtime.retrieval.collections.resumable_merge import obsolete_files, resumable_segments
+from runtime.retrieval.collections.search import search
+from runtime.retrieval.collections.segment_build import BuildJob, SegmentProgress, progress_of_stage
+from runtime.retrieval.collections.sources import Progress, no_progress
+from runtime.retrieval.collections.state import (
+    Loaded,
+    Rows,
+    WriterState,
+    close,
+    replay,
+    tombstones_content,
+    writer_state,
+)
+from runtime.retrieval.collections.tenant_attributes import introduced_by, with_bound_attribute
+from runtime.retrieval.collections.validation import (
+    UpsertDocument,
+    check_batch,
+    check_owner,
+    resolve_vectors,
+    to_stored_value,
+)
+from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.neighbors import Neighbors
 
 SEAL_ROWS = 4096  # growing rows that become a segment: comparing this many takes as long as one or two graph walks
@@ -43,7 +57,7 @@ _MAX_GROWING = 16  # times the sealing threshold: beyond that, upserts are rejec
 _log = logging.getLogger("live")
 
 
-class LiveWriter:
+class CollectionWriter:
     """Upserts and deletes, which return once they are synced to the log. Thread-safe.
 
     Concurrent writes share a log record and its sync (group commit). `state` is searched as a reader's.
@@ -70,9 +84,10 @@ class LiveWriter:
         self.directory, self.repaired = directory, ""
         self._bound_attributes = bound_attributes
         self._disk, self._embedder, self._seal_rows, self._threads = disk or Disk(), embedder, seal_rows, threads
-        read_description(directory)  # first: creates no lock file where there is no live collection
+        read_description(directory)  # first: creates no lock file where there is no collection
         self.lock_fd = acquire_lock(directory)
         try:
+            begin_log(self._disk, directory)
             self.state, self._manifest, first, end, torn = replay(directory)
             try:
                 self.log = LogWriter(
@@ -471,7 +486,7 @@ class LiveWriter:
                     content, tombstones = tombstones_content(dead)
                     self._disk.write_file(manifest.tombstones_path(self.directory), content)
                     manifest = msgspec.structs.replace(manifest, tombstones=tombstones)
-                write_with_checksum(self._disk, self.directory / MANIFEST, manifest)
+                self._disk.write_file(self.directory / MANIFEST, encode_with_checksum(manifest))
             except OSError as error:
                 raise storage_error(error, f"{self.directory / MANIFEST} cannot be written") from error
             self.state.advance(manifest, fresh)

@@ -1,4 +1,4 @@
-"""Reader of a live collection that another process writes to."""
+"""Reader of a collection that another process may write to."""
 
 import os
 import threading
@@ -14,39 +14,41 @@ from numpy.typing import NDArray
 from runtime.errors import CollectionError
 from runtime.files import open_regular
 from runtime.retrieval.attributes.filters import Filter, check_filter
-from runtime.retrieval.collections.background_task import BackgroundTask
+from runtime.retrieval.background_task import BackgroundTask
+from runtime.retrieval.collections.checksums import SegmentChecksums
+from runtime.retrieval.collections.disk import storage_error
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.live.keyword_search import LiveKeywordSearch
-from runtime.retrieval.live.replaced_rows import ReplacedRows
-from runtime.retrieval.live.search import search
-from runtime.retrieval.live.state import Loaded, State
-from runtime.retrieval.live.storage.checksums import LiveChecksums
-from runtime.retrieval.live.storage.disk import storage_error
-from runtime.retrieval.live.storage.documents import StoredDocument
-from runtime.retrieval.live.storage.log import LogFollower, Record
-from runtime.retrieval.live.storage.manifest import (
+from runtime.retrieval.collections.keyword_search import KeywordSearch
+from runtime.retrieval.collections.log import LogFollower, Record
+from runtime.retrieval.collections.manifest import (
     DESCRIPTION,
+    DOCUMENTS,
+    KEYWORDS,
     MANIFEST,
     Description,
     Manifest,
     read_description,
+    read_identity,
     read_manifest,
 )
-from runtime.retrieval.live.storage.operations import decode
-from runtime.retrieval.live.storage.segment import DOCUMENTS, Segment
+from runtime.retrieval.collections.operations import decode
+from runtime.retrieval.collections.replaced_rows import ReplacedRows
+from runtime.retrieval.collections.search import search
+from runtime.retrieval.collections.segment import Segment
+from runtime.retrieval.collections.state import Loaded, State
 from runtime.retrieval.neighbors import Neighbors
-from runtime.retrieval.passages import Attributes
 
 _ATTEMPTS = 5
 _NO_END_NS = 1 << 62
 
 
-class LiveReader:
+class CollectionReader:
     """A collection as of the last `poll`. Any number of processes may read; each sees all acknowledged writes, and may
     see a write shortly before it is acknowledged. Files that the writer removes stay readable while they are open.
 
     checksums: of the open segments, for a thread of a long-running reader to verify.
-    replaced: whether another collection replaced this one in the directory; `poll` raises then.
+    replaced: whether another collection replaced this one in the directory, or it was moved; the state stays as it is
+        then, which is the last one, because no write is acknowledged to a directory that was replaced.
     applying: whether a write is applied in part, so that `poll` should be called again soon.
     outdated: an error message if the collection must be reopened because an earlier state of it was restored from a
         backup, else ""; `poll` raises it too.
@@ -62,30 +64,23 @@ class LiveReader:
         checksum_files: Collection[str] | None = None,
         shard: int | None = None,
         replaced: ReplacedRows | None = None,
+        searched: bool = True,
     ) -> None:
         """Open the collection. Raises `CollectionError`.
 
         background: open new segments on a thread, and install them in a later `poll`, so that `poll` never blocks.
         checksum_files: the files of a segment that `checksums` verifies; None: all. shard: read only this shard.
-        replaced: see `State`.
+        replaced, searched: see `State`.
         """
         self.directory, self.replaced, self.outdated = directory, False, ""
         self.segments_ready: Callable[[Sequence[Segment]], bool] = lambda segments: True
         self._parts: Iterator[None] | None = None  # of the records that are applied
-        self._loads_in_background, self._replaced = background, replaced
+        self._loads_in_background, self._replaced, self._searched = background, replaced, searched
         self._loading: tuple[int, BackgroundTask[Loaded]] | None = None
-        self.description = read_description(directory)
-        try:
-            self._description_fd = open_regular(directory / DESCRIPTION)  # detects copies
-        except OSError as error:
-            raise storage_error(error, f"{directory / DESCRIPTION} cannot be read") from error
-        try:
-            manifest = self._open_state(shard)
-        except BaseException:
-            os.close(self._description_fd)
-            raise
+        self._description_fd = -1
+        manifest = self._open_state(shard)
         self._generation = manifest.generation
-        self.checksums = LiveChecksums(directory, checksum_files)
+        self.checksums = SegmentChecksums(directory, checksum_files)
         self.checksums.add(self.state.segments)
         try:
             self.poll()
@@ -94,18 +89,35 @@ class LiveReader:
             raise
 
     def _open_state(self, shard: int | None) -> Manifest:
-        """Load the state of the current manifest and open its log; return the manifest. Raises `CollectionError`."""
+        """Open the description, the segments of the current manifest, and its log; return the manifest.
+
+        Raises `CollectionError`.
+        """
         attempts = _ATTEMPTS
         while True:
             self._last_stat = self._manifest_stat()
-            manifest = read_manifest(self.directory)
+            self.description = read_description(self.directory)
             try:
-                self.state = State(self.directory, self.description, manifest, shard, self._replaced)
+                self._description_fd = open_regular(self.directory / DESCRIPTION)  # detects copies
+            except OSError as error:
+                raise storage_error(error, f"{self.directory / DESCRIPTION} cannot be read") from error
+            opened: State | None = None
+            try:
+                manifest = read_manifest(self.directory, self.description)
+                self.state = opened = State(
+                    self.directory, self.description, manifest, shard, self._replaced, searched=self._searched
+                )
                 self._follower = self._follow(manifest)
+                if self._is_restored_copy():  # the files may be of either
+                    raise CollectionError(f"{self.directory} was replaced by another collection while it was opened")
                 return manifest
             except CollectionError:  # the writer may have installed another manifest in the meantime
+                if opened is not None:
+                    opened.close()
                 attempts -= 1
-                if not attempts or self._manifest_stat() == self._last_stat:
+                unchanged = self._manifest_stat() == self._last_stat and not self._is_restored_copy()
+                os.close(self._description_fd)
+                if not attempts or unchanged:
                     raise
 
     def poll(self, budget_ns: int | None = None) -> bool:
@@ -115,12 +127,12 @@ class LiveReader:
         Raises `CollectionError` for damaged files; the state so far stays usable.
         """
         stat = self._manifest_stat()
-        changed = False
+        changed = self.replaced = False
         if stat != self._last_stat:
-            self.replaced = read_description(self.directory).identity != self.description.identity
+            self.replaced = read_identity(self.directory) != self.description.identity
             if self.replaced:
-                raise CollectionError(f"{self.directory} was replaced by another collection: reload it")
-            manifest = read_manifest(self.directory)
+                return False
+            manifest = read_manifest(self.directory, self.description)
             if manifest.generation < self._generation or self._is_restored_copy():
                 raise self._restored_error()
             if manifest.generation != self._generation:
@@ -140,8 +152,15 @@ class LiveReader:
     def applying(self) -> bool:
         return self._parts is not None
 
+    @property
+    def has_log(self) -> bool:
+        """Whether the collection was ever written to."""
+        return self._follower is not None
+
     def _apply_records(self, budget_ns: int | None = None) -> bool:
         """Apply the new records of the log; return whether any was completed. Raises `CollectionError`."""
+        if self._follower is None:
+            return False
         before, end_ns = self.state.sequence, time.monotonic_ns() + (budget_ns or _NO_END_NS)
         while True:
             resumed = self._parts is not None
@@ -160,11 +179,15 @@ class LiveReader:
     def _is_restored_copy(self) -> bool:
         try:
             return not os.path.samestat(os.fstat(self._description_fd), os.stat(self.directory / DESCRIPTION))
+        except FileNotFoundError:
+            return True
         except OSError as error:
             raise storage_error(error, f"{self.directory / DESCRIPTION} cannot be read") from error
 
     def _log_was_replaced(self) -> bool:
         """Whether the open log file is no longer the collection's, although it was not sealed."""
+        if self._follower is None:
+            return False
         is_current = self._follower.is_current
         return read_manifest(self.directory).sequence <= self._follower.first if is_current is None else not is_current
 
@@ -184,22 +207,24 @@ class LiveReader:
 
     def _advance(self, manifest: Manifest) -> bool:
         """Install a newer manifest if its segments are open; return whether they are."""
-        fresh = self._load_in_background(manifest) if self._loads_in_background else None
-        if self._loads_in_background and fresh is None:
+        in_background = self._loads_in_background and self.state.lacks(manifest)
+        fresh = self._load_in_background(manifest) if in_background else None
+        if in_background and fresh is None:
             return False
         before = set(self.state.segments)
         with suppress(CollectionError):  # the log is sealed, and may be gone; else it tells which rows were replaced
             self._apply_records()
-        behind = self._follower.sequence < manifest.sequence
+        behind = self._follower is None or self._follower.sequence < manifest.sequence
         follower = self._follow(manifest) if behind else self._follower  # opened first: state and log advance together
         try:
             self.state.advance(manifest, fresh)
         except CollectionError:
-            if behind:
+            if behind and follower is not None:
                 follower.close()
             raise
         if behind:
-            self._follower.close()
+            if self._follower is not None:
+                self._follower.close()
             self._follower = follower
         self.checksums.add(segment for segment in self.state.segments if segment not in before)
         self._generation = manifest.generation
@@ -238,13 +263,14 @@ class LiveReader:
         """See `search.search`."""
         return search(self.state, queries, k, top_m, search_width, filter)
 
-    def documents(self, rows: Sequence[int]) -> list[StoredDocument | None]:
+    def documents(self, rows: Sequence[int]) -> list[Document | None]:
         """Return the documents of rows that a search found; None for one that was deleted and merged away since."""
         return self.state.documents(rows)
 
     def close(self) -> None:
         self.checksums.close()
-        self._follower.close()
+        if self._follower is not None:
+            self._follower.close()
         self.state.close()
         os.close(self._description_fd)
 
@@ -254,25 +280,29 @@ class LiveReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _follow(self, manifest: Manifest) -> LogFollower:
+    def _follow(self, manifest: Manifest) -> LogFollower | None:
+        if not manifest.has_log:
+            return None
         try:
             return LogFollower(self.directory, self.description.identity, manifest.sequence)
         except OSError as error:
             raise storage_error(error, f"the log of {self.directory} cannot be read") from error
 
-    def _manifest_stat(self) -> tuple[int, int, int]:
+    def _manifest_stat(self) -> tuple[int, int, int] | None:
         try:
             found = os.stat(self.directory / MANIFEST)
+        except (FileNotFoundError, NotADirectoryError):  # never written to; or the directory was moved
+            return None
         except OSError as error:
             raise storage_error(error, f"{self.directory / MANIFEST} cannot be read") from error
         return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-# ---- the documents of a live collection, for the processes that answer with them
+# ---- the documents of a collection, for the processes that answer with them
 
 
-class LiveDocumentStore:
-    """Documents by row, as `DocumentStore`, of the present state: a row that a pool just found may be deleted.
+class CollectionDocuments:
+    """Documents by row, of the present state: a row that a pool just found may be deleted.
 
     Of a document that was replaced a moment ago, a pool finds the old row or the new one, and either has a text here.
     Thread-safe.
@@ -281,17 +311,33 @@ class LiveDocumentStore:
     def __init__(self, directory: Path) -> None:
         """Open the collection. Raises `CollectionError`."""
         self.path, self._lock = directory, threading.Lock()
-        self._reader = LiveReader(directory, background=True, checksum_files=(DOCUMENTS,), replaced=ReplacedRows())
-        self._keywords = LiveKeywordSearch(self._reader.state)
+        self._reader = CollectionReader(
+            directory, background=True, checksum_files=(DOCUMENTS, KEYWORDS), replaced=ReplacedRows(), searched=False
+        )
+        try:
+            self._keywords = KeywordSearch(self._reader.state)
+        except CollectionError:
+            self._reader.close()
+            raise
 
     @property
-    def checksums(self) -> LiveChecksums:
+    def checksums(self) -> SegmentChecksums:
         """Of the document files only."""
         return self._reader.checksums
 
     @property
     def description(self) -> Description:
         return self._reader.description
+
+    @property
+    def state(self) -> State:
+        return self._reader.state
+
+    def was_written(self) -> bool:
+        """Return whether the collection was ever written to. Raises `CollectionError`."""
+        with self._lock:
+            self._reader.poll()
+            return self._reader.has_log
 
     @property
     def size(self) -> int:
@@ -305,7 +351,7 @@ class LiveDocumentStore:
             check_filter(filter, self._reader.state.schema)
 
     def get(
-        self, rows: Sequence[int], on_read: Callable[[StoredDocument], None] = lambda document: None
+        self, rows: Sequence[int], on_read: Callable[[Document], None] = lambda document: None
     ) -> list[Document | None]:
         """Return the documents of these rows, in order; None for a deleted one, and for an older version of another.
 
@@ -321,9 +367,7 @@ class LiveDocumentStore:
             found = state.documents(rows, on_read)
         shown = {document: row for document, row in sorted(zip(newest, rows, strict=True))}
         return [
-            Document(one.id, one.title, one.text, passage_attributes(one))
-            if one is not None and not is_deleted and shown[document] == row
-            else None
+            one if one is not None and not is_deleted and shown[document] == row else None
             for row, document, one, is_deleted in zip(rows, newest, found, deleted, strict=True)
         ]
 
@@ -344,7 +388,7 @@ class LiveDocumentStore:
     def search_keywords(
         self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int
     ) -> Neighbors:
-        """Poll, then search: see `LiveKeywordSearch.search_keywords`."""
+        """Poll, then search: see `KeywordSearch.search_keywords`."""
         with self._lock:
             self._reader.poll()
         return self._keywords.search_keywords(text, vector, depth, filter, deadline_ns)
@@ -352,11 +396,3 @@ class LiveDocumentStore:
     def close(self) -> None:
         self._keywords.close()
         self._reader.close()
-
-
-def passage_attributes(document: StoredDocument) -> Attributes:
-    """Return a document's attributes as those of a passage."""
-    return {
-        name: value if isinstance(value, str | int | float) else list(value)
-        for name, value in document.attributes.items()
-    }

@@ -1,11 +1,11 @@
-"""Notifications of writes to the logs of live collections, by inotify: readers learn of a write when it is made."""
+"""Notifications of writes to the logs of collections, by inotify: readers learn of a write when it is made."""
 
 import ctypes
 import os
 from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_IN_MODIFY, _IN_CREATE, _IN_ONLYDIR = 0x2, 0x100, 0x01000000  # sys/inotify.h
+_IN_MODIFY, _IN_MOVED_TO, _IN_CREATE, _IN_ONLYDIR = 0x2, 0x80, 0x100, 0x01000000  # sys/inotify.h
 _EVENTS_BYTES = 1 << 16
 
 
@@ -24,11 +24,10 @@ class LogWatch:
         return self._fd
 
     def add(self, directory: Path) -> None:
-        """Watch the log of the collection in a directory, as long as it exists."""
+        """Watch the collection in a directory: its log, or until it has one the manifest with which it begins."""
         if self._fd is not None:
-            _libc.inotify_add_watch(
-                self._fd, os.fsencode(directory / "log"), ctypes.c_uint32(_IN_MODIFY | _IN_CREATE | _IN_ONLYDIR)
-            )
+            for path, events in ((directory, _IN_MOVED_TO), (directory / "log", _IN_MODIFY | _IN_CREATE)):
+                _libc.inotify_add_watch(self._fd, os.fsencode(path), ctypes.c_uint32(events | _IN_ONLYDIR))
 
     def poll(self) -> bool:
         """Return whether a log was written to since the last call."""

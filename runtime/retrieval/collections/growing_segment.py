@@ -12,8 +12,8 @@ from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.attributes.schema import Schema
-from runtime.retrieval.live.storage.documents import StoredDocument
-from runtime.retrieval.live.storage.operations import Upsert, decode_vectors
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.operations import Upsert, decode_vectors
 
 _INITIAL_ROWS = 8192  # untouched pages take no memory
 _PART = 64  # documents that are appended at once, with up to 256 strings in each list: some ms
@@ -24,7 +24,7 @@ class GrowingSegment:
 
     def __init__(self, first: int, dim: int, metric: str) -> None:
         self.first, self.count = first, 0
-        self.documents: list[StoredDocument] = []
+        self.documents: list[Document] = []
         self._dim, self._metric = dim, metric
         self.columns = Columns()
         self._matrix = self._allocate(_INITIAL_ROWS)
@@ -69,7 +69,7 @@ class GrowingSegment:
             self._matrix, self._alive = matrix, alive  # running searches keep the old arrays
         self._matrix[self.count : total, : self._dim] = decode_vectors(operation, self._dim)
         parts = zip(operation.ids, operation.titles, operation.texts, operation.attributes, strict=True)
-        documents = (StoredDocument(row, *one) for row, one in enumerate(parts, operation.first))
+        documents = (Document(*one, row=row) for row, one in enumerate(parts, operation.first))
         while part := list(islice(documents, _PART)):
             self.documents += part
             self.columns.append([one.attributes for one in part], schema)
@@ -81,7 +81,7 @@ class GrowingSegment:
         self._by_id.update(zip(operation.ids, range(self.count, total), strict=True))
         self.count = total
 
-    def document_lookup(self) -> Callable[[int], StoredDocument | None]:
+    def document_lookup(self) -> Callable[[int], Document | None]:
         """Return a lookup of the documents by row that does not keep the vectors in memory."""
         first, documents = self.first, self.documents
         return lambda row: documents[row - first] if 0 <= row - first < len(documents) else None

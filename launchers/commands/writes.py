@@ -1,11 +1,11 @@
-"""`trinity live …`: creating, writing and searching live collections from the command line."""
+"""`trinity index upsert | delete | flush | compact | query`: what is written to a collection, and found in it."""
 
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import typer
@@ -15,17 +15,12 @@ from runtime.errors import BuildRefused, CollectionError, InvalidDocument, Inval
 from runtime.node.logs.log import escape_control
 from runtime.retrieval.attributes.filters import Filter, parse_filter
 from runtime.retrieval.attributes.schema import NAME, AttributeType
+from runtime.retrieval.collections.manifest import read_description
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.sources import explain_decode_error
-from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, choose_embedder, load_embedder
-from runtime.retrieval.live import collection
-from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.storage.manifest import read_description
-from runtime.retrieval.live.validation import UpsertDocument
-from runtime.retrieval.live.writer import LiveWriter
-
-live_app = typer.Typer(
-    help="Live collections: documents are stored and deleted while they are searched.", no_args_is_help=True
-)
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.collections.writer import CollectionWriter
+from runtime.retrieval.embedding.loading import load_embedder
 
 Directory = Annotated[Path, typer.Argument(help="The collection's directory.")]
 Filtered = Annotated[str, typer.Option("--filter", help='A filter: {"type": "eq", "key": "year", "value": 2024}.')]
@@ -43,45 +38,14 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 _TYPES = {str(kind) if kind is not AttributeType.STRINGS else "strings": kind for kind in AttributeType}
 
 
-def _declared(attribute: str) -> tuple[str, AttributeType]:
+def declared(attribute: str) -> tuple[str, AttributeType]:
+    """Parse an attribute and its type, NAME=TYPE. Raises `BuildRefused`."""
     name, _, kind = attribute.partition("=")
     if not NAME.fullmatch(name) or kind not in _TYPES:
         raise BuildRefused(f"--attribute {attribute[:80]}: give NAME=TYPE; the types are {', '.join(_TYPES)}")
     return name, _TYPES[kind]
 
 
-@live_app.command()
-def create(
-    directory: Directory,
-    embedder: Annotated[str, typer.Option(help="The embedder of texts; see `trinity index build`.")] = "",
-    embedder_model: Annotated[str, typer.Option(help="Model name, if the embedder is a server.")] = "",
-    embedder_key_file: Annotated[str, typer.Option(help="File with the API key, if the embedder is a server.")] = "",
-    dim: Annotated[int, typer.Option(help="Dimensions of the vectors, without an embedder.")] = 0,
-    metric: Annotated[Literal["cosine", "l2", "ip"], typer.Option(help="Distance metric.")] = "cosine",
-    dtype: Annotated[Literal["float32", "float16", "int8"], typer.Option(help="Type of stored vectors.")] = "float32",
-    degree: Annotated[int, typer.Option(help="Edges per node of a segment's graph, 2 to 512.")] = 32,
-    demand: Annotated[str, typer.Option(help="An attribute that the filter of every search must bind.")] = "",
-    attribute: Annotated[
-        list[str] | None, typer.Option(help="An attribute and its type, such as year=integer; may be repeated.")
-    ] = None,
-    shards: Annotated[int, typer.Option(help="Number of shards, one per pool worker, 1 to 8.")] = 1,
-) -> None:
-    """Create an empty live collection."""
-    schema = dict(_declared(one) for one in attribute or ())
-    if bool(dim) == bool(embedder) and dim:
-        raise BuildRefused("give --embedder or --dim, not both")
-    spec = None
-    if not dim:
-        spec, model = choose_embedder(embedder or DEFAULT_EMBEDDER, model=embedder_model, key_file=embedder_key_file)
-        dim = model.dim
-    collection.create(
-        directory, dim, metric=metric, dtype=dtype, degree=degree, embedder=spec, demanded=demand or None,
-        schema=schema, shards=shards,
-    )  # fmt: skip
-    print(f"{directory}: an empty collection of vectors of {dim} dimensions")
-
-
-@live_app.command()
 def upsert(
     directory: Directory,
     source: Annotated[Path, typer.Argument(help='JSON lines of id, text, title, attributes, vector; or "-".')],
@@ -92,7 +56,7 @@ def upsert(
     begin, stored = time.monotonic(), 0
     spec = read_description(directory).embedder
     embedder = None if spec is None else load_embedder(spec, threads=threads, for_build=True)
-    with LiveWriter(directory, embedder=embedder, threads=threads) as writer:
+    with CollectionWriter(directory, embedder=embedder, threads=threads) as writer:
         if writer.repaired:
             print(writer.repaired, file=sys.stderr)
         waiting: list[UpsertDocument] = []
@@ -107,7 +71,6 @@ def upsert(
         )
 
 
-@live_app.command()
 def delete(
     directory: Directory,
     ids: Annotated[list[str] | None, typer.Argument(help="Of documents.")] = None,
@@ -116,32 +79,29 @@ def delete(
     """Delete documents by id, or all that pass a filter."""
     if bool(ids) == bool(filter):
         raise UsageError("give ids, or --filter")
-    with LiveWriter(directory, background=False) as writer:
+    with CollectionWriter(directory, background=False) as writer:
         deleted = writer.delete(ids) if ids else writer.delete_where(_filter(filter))
         print(f"{deleted:,} documents deleted; {writer.state.count:,} in the collection")
 
 
-@live_app.command()
 def flush(directory: Directory) -> None:
     """Seal the growing rows of the log into segments, which are searched by a graph."""
-    with LiveWriter(directory, background=False) as writer:
+    with CollectionWriter(directory, background=False) as writer:
         writer.flush()
         print(f"{directory}: {len(writer.state.segments)} segments")
 
 
-@live_app.command()
 def compact(directory: Directory, threads: Annotated[int, typer.Option(help="Cores to use.", min=1)] = 1) -> None:
     """Rewrite the collection, or each shard, into one segment without deleted rows."""
     with (
         BuildProgress(sys.stderr) as progress,
-        LiveWriter(directory, background=False, threads=threads) as writer,
+        CollectionWriter(directory, background=False, threads=threads) as writer,
     ):
         writer.compact(progress)
         print(f"{directory}: {writer.state.count:,} documents in {len(writer.state.segments)} segments")
 
 
-@live_app.command()
-def search(
+def query(
     directory: Directory,
     text: Annotated[str, typer.Argument(help="The query.")],
     k: Annotated[int, typer.Option(help="Documents to find.", min=1, max=1000)] = 5,
@@ -152,7 +112,7 @@ def search(
     if spec is None:
         raise CollectionError(f"{directory} has no embedder, so it cannot be searched for a text")
     vector = load_embedder(spec).embed([text], "query")
-    with LiveReader(directory) as reader:
+    with CollectionReader(directory) as reader:
         rows, distances = reader.search(vector, k, max(64, k), filter=_filter(filter) if filter else None)
         found = reader.documents(rows[0][rows[0] >= 0].tolist())
     for document, distance in zip(found, distances[0], strict=False):
@@ -161,39 +121,7 @@ def search(
             print(f"{distance:.4f}  {escape_control(document.id)}  {escape_control(words[:100])}")
 
 
-def show_info(directory: Path) -> None:
-    """Print `trinity index info` of a live collection."""
-    found = collection.info(directory)
-    description = found.description
-    tombstones = sum(deleted for _, _, deleted in found.segments)
-    for name, value in {
-        "kind": "live",
-        "documents": f"{found.documents:,}",
-        "segments": ", ".join(f"{number}: {rows:,}" for number, rows, _ in found.segments) or "none",
-        "tombstones": f"{tombstones:,}",
-        "log": f"{found.growing:,} rows, {found.log_bytes / 1e6:,.1f} MB",
-        "on disk": f"{found.disk_bytes / 1e6:,.1f} MB",
-        "dimensions": description.dim,
-        "metric": description.metric,
-        "dtype": description.dtype,
-        "shards": description.shard_count,
-        "attributes": ", ".join(f"{name} ({kind})" for name, kind in sorted(found.schema.items())) or "none",
-        "demanded": description.demanded or "none",
-    }.items():
-        print(f"{name:11} {value}")
-    if found.torn_bytes:
-        print(f"the last {found.torn_bytes} bytes of the log are an incomplete record; the next writer cuts them")
-
-
-def show_verified(directory: Path) -> None:
-    """Print `trinity index verify` of a live collection."""
-    torn = collection.verify(directory)
-    print(f"{directory}: every checksum is correct")
-    if torn:
-        print(torn)
-
-
-def _stored(writer: LiveWriter, documents: list[UpsertDocument]) -> int:
+def _stored(writer: CollectionWriter, documents: list[UpsertDocument]) -> int:
     try:
         return writer.upsert(documents)
     except Overloaded:  # faster than background builds seal segments

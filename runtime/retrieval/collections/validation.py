@@ -1,4 +1,4 @@
-"""Validation of the documents that a live collection's writer receives, and their vectors."""
+"""Validation of the documents that a collection's writer receives, and their vectors."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ from gpu.index.rows import checked_vectors
 from runtime.errors import Forbidden, InvalidDocument
 from runtime.retrieval.attributes.filters import AttributeBinding
 from runtime.retrieval.attributes.schema import preview
+from runtime.retrieval.collections.manifest import Description
 from runtime.retrieval.embedding.embedder import Embedder, embedding_text
-from runtime.retrieval.live.storage.manifest import Description
 from runtime.retrieval.passages import Attributes
 
 MAX_BATCH = 4096  # documents

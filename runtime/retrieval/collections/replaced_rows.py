@@ -9,11 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from runtime.retrieval.live.storage.documents import StoredDocument
+from runtime.retrieval.collections.documents import Document
 
 KEPT_S = 60.0
 """How long replaced rows stay readable: longer than a pool may stall before it is killed."""
-Lookup = Callable[[int], StoredDocument | None]
+Lookup = Callable[[int], Document | None]
 
 
 class ReplacedRows:
@@ -54,7 +54,7 @@ class ReplacedRows:
             self._successors[row] = found  # a shorter way next time
         return found
 
-    def document(self, row: int) -> StoredDocument | None:
+    def document(self, row: int) -> Document | None:
         """Return the document of a replaced row that is no longer part of the state."""
         if row not in self._successors:
             return None

@@ -1,4 +1,4 @@
-"""Live collections in a pool: new queries find what the collections' writers have written.
+"""Collections in a pool: new queries find what the collections' writers have written.
 
 Sealed segments and the growing segment of a collection are separate indexes of the engine: sealed ones with their
 graphs, the growing one without edges, searched exhaustively. The collection's scope lists them as parts, with bitmaps
@@ -7,12 +7,13 @@ new bitmaps where rows changed. A query finishes on the parts that it began with
 in its old version or the new one. Indexes that no query searches any more are unloaded from the engine.
 
 Updates follow the writers at once (`LogWatch`), but take at most a tenth of the pool's time. A large write is applied
-in parts, between which queries go on, and becomes visible as a whole.
+in parts, between which queries go on, and becomes visible as a whole. A collection that was never written to has no
+growing segment, and its directory is only watched.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,6 @@ from gpu import Engine, GpuError, GraphIndex
 from gpu.index.data import IndexData, bitmap
 from runtime.errors import CollectionError
 from runtime.pool.collections.scopes import (
-    FIRST_LIVE,
     FilterableCollection,
     Finish,
     InUse,
@@ -34,15 +34,17 @@ from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.attributes.schema import Schema
-from runtime.retrieval.live.growing_segment import GrowingSegment
-from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.storage.log_watch import LogWatch
-from runtime.retrieval.live.storage.manifest import Description, SegmentInfo
-from runtime.retrieval.live.storage.reader_barrier import ReaderPosition
-from runtime.retrieval.live.storage.segment import Segment
+from runtime.retrieval.collections.growing_segment import GrowingSegment
+from runtime.retrieval.collections.log_watch import LogWatch
+from runtime.retrieval.collections.manifest import Description, SegmentInfo
+from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.reader_barrier import ReaderPosition
+from runtime.retrieval.collections.segment import Segment
 
 POLL_NS = 20_000_000
 """Interval of polling for writes that were not notified, and longest interval of updates."""
+IDLE_POLL_NS = 500_000_000
+"""The same, while no collection has a log and the kernel notifies."""
 _REST = 9  # times the duration of an update that passes before the next one
 _APPLY_NS = 2_000_000  # of a large write at once: the queries go on for as long before the next part
 PART_NS = 1_000_000
@@ -82,7 +84,7 @@ class _LoadedIndex:
     def __init__(self, key: str, number: int, rows: int, source: object) -> None:
         self.key, self.number, self.rows, self.source = key, number, rows, source
         self.bits: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
-        self.count = 0
+        self.count = rows
         self.deletions = -1
 
     def set_alive(self, bits: npt.NDArray[np.uint64], count: int) -> None:
@@ -93,13 +95,23 @@ class _LoadedIndex:
         return Part(self.number, None if self.count == self.rows else self.bits, self.count)
 
 
-class LiveIndexes:
-    """The indexes of one live collection in the engine, under names that begin with `key`. One thread.
+class ServedCollection:
+    """The indexes of one collection in the engine, under names that begin with `key`. One thread.
 
     Raises `GpuError` if the engine has no room.
     """
 
-    def __init__(self, key: str, reader: LiveReader, demanded: str, engine: Engine, scopes: Scopes) -> None:
+    def __init__(
+        self,
+        key: str,
+        reader: CollectionReader,
+        demanded: str,
+        engine: Engine,
+        scopes: Scopes,
+        loaded: Collection[str] = (),
+    ) -> None:
+        """loaded: indexes that the engine was opened with."""
+        self._preloaded = loaded
         self._key, self.reader, self._engine, self._scopes = key, reader, engine, scopes
         self._number_of = engine.backend().number
         self._segments: dict[int, _LoadedIndex] = {}
@@ -111,10 +123,9 @@ class LiveIndexes:
         self._unloading: dict[str, int] = {}
         self._stale = False
         self._position: ReaderPosition | None = None
-        self.scope = scopes.add_live(self._update_parts())
-        self.number = FIRST_LIVE + self.scope
-        """The collection's number in the client table."""
-        scopes.register(self.number, FilterableCollection(lambda: self.schema, self._passing, demanded))
+        self.scope = scopes.add_collection(self._update_parts())
+        """The scope of all rows that are not deleted, and the collection's number in the client table."""
+        scopes.register(self.scope, FilterableCollection(lambda: self.schema, self._passing, demanded))
 
     @property
     def schema(self) -> Schema:
@@ -127,8 +138,8 @@ class LiveIndexes:
         stale, self._stale = self._stale, True  # also after an error in the middle
         self._stale = self.reader.poll(_APPLY_NS) or stale
         if self._stale:
-            self._scopes.replace_live(self.scope, self._update_parts())
-            invalidate(self.number, self._scopes.invalidate(self.number))
+            self._scopes.replace_collection(self.scope, self._update_parts())
+            invalidate(self.scope, self._scopes.invalidate(self.scope))
             self._stale = False
         self._position.publish(self.reader.state.sequence)
         if self._unloading:
@@ -137,6 +148,11 @@ class LiveIndexes:
             self._scopes.drop_unused(in_use)
         if self._load_error is not None:
             raise self._load_error
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether all rows are in one index, so that vectors of requests may stay in a GPU's memory."""
+        return not self.reader.has_log and len(self._segments) == 1
 
     @property
     def loading(self) -> bool:
@@ -174,8 +190,8 @@ class LiveIndexes:
     def close(self, invalidate: Invalidate) -> None:
         """Stop serving the collection, which no session offers any more."""
         self.close_position()
-        invalidate(self.number, self._scopes.unregister(self.number))
-        self._scopes.remove_live(self.scope)
+        invalidate(self.scope, self._scopes.unregister(self.scope))
+        self._scopes.remove_collection(self.scope)
         for loaded in (*self._segments.values(), *([self._growing] if self._growing else [])):
             self._unloading[loaded.key] = loaded.number
         for info in self._loading:
@@ -218,12 +234,15 @@ class LiveIndexes:
             loaded = self._segments[segment.info.number]
             if loaded.deletions != segment.deletions:
                 loaded.deletions = segment.deletions
-                loaded.set_alive(segment.alive_bits(), segment.count)
+                if segment.count < segment.size:
+                    loaded.set_alive(segment.alive_bits(), segment.count)
+        found = [loaded.part() for loaded in self._segments.values() if loaded.count]
+        if found and not self.reader.has_log:
+            return Parts(found)
         growing = self._load_growing(state.growing)
         alive = _padded(state.growing.alive, growing.rows)
         growing.set_alive(bitmap(alive, growing.rows), int(np.count_nonzero(alive)))
-        found = [loaded.part() for loaded in (*self._segments.values(), growing) if loaded.count]
-        return Parts(found or [growing.part()])
+        return Parts([*found, growing.part()] if growing.count or not found else found)
 
     def _load_growing(self, growing: GrowingSegment) -> _LoadedIndex:
         """Return the growing segment's index, loading it if its buffers were replaced."""
@@ -238,7 +257,8 @@ class LiveIndexes:
         return loaded
 
     def _load(self, key: str, index: GraphIndex, source: object) -> _LoadedIndex:
-        self._engine.load(key, index)
+        if key not in self._preloaded:
+            self._engine.load(key, index)
         return self._loaded_index(key, index, source)
 
     def _loaded_index(self, key: str, index: GraphIndex, source: object) -> _LoadedIndex:
@@ -255,23 +275,25 @@ class LiveIndexes:
             loaded, index = [self._segments.get(segment.info.number) for segment in segments], self._growing
             if self.reader.state.segments is not segments or self.reader.state.growing is not growing:
                 return None  # rows were sealed or merged meanwhile
+            found = [part._replace(number=one.number) for part, one in zip(sealed, loaded, strict=True) if one]
+            if index is None and not growing.count and len(found) == len(loaded) > 0:  # never written to
+                return [part for part in found if part.passing] or found[:1]
             if None in loaded or index is None or index.source is not growing.rows.codes:
                 return None  # the engine has no room for them yet
-            found = [part._replace(number=one.number) for part, one in zip(sealed, loaded, strict=True) if one]
             grown_part = part_of(index.number, _padded(grown, index.rows))
             return [part for part in (*found, grown_part) if part.passing] or [grown_part]
 
         return finish
 
 
-class LiveCollections:
-    """All live collections of a pool, by their names in the engine."""
+class ServedCollections:
+    """All collections of a pool, by their names in the engine."""
 
     def __init__(self, engine: Engine, scopes: Scopes, log: logging.Logger, watch: LogWatch | None = None) -> None:
         self._engine, self._scopes, self._log = engine, scopes, log
         self.watch = watch or LogWatch()
-        self._served: dict[str, LiveIndexes] = {}
-        self._unloading: dict[str, LiveIndexes] = {}
+        self._served: dict[str, ServedCollection] = {}
+        self._unloading: dict[str, ServedCollection] = {}
         self._errors: dict[str, str] = {}
         self._due_ns = self._rested_ns = 0
 
@@ -285,10 +307,10 @@ class LiveCollections:
         if self.watch.poll():
             self._due_ns = min(self._due_ns, self._rested_ns)
 
-    def add(self, key: str, reader: LiveReader, demanded: str) -> None:
-        """Serve a collection. Raises `GpuError`."""
+    def add(self, key: str, reader: CollectionReader, demanded: str, loaded: Collection[str] = ()) -> None:
+        """Serve a collection. loaded: the indexes that the engine was opened with. Raises `GpuError`."""
         self.watch.add(reader.directory)
-        self._served[key] = LiveIndexes(key, reader, demanded, self._engine, self._scopes)
+        self._served[key] = ServedCollection(key, reader, demanded, self._engine, self._scopes, loaded)
         self._due_ns = 0  # poll before the first query
 
     def remove(self, key: str, in_use: InUse, invalidate: Invalidate) -> bool:
@@ -301,7 +323,7 @@ class LiveCollections:
             return True
         return False
 
-    def find(self, key: str) -> LiveIndexes | None:
+    def find(self, key: str) -> ServedCollection | None:
         """Return a served collection."""
         return self._served.get(key)
 
@@ -320,9 +342,13 @@ class LiveCollections:
             return
         begin_ns = time.monotonic_ns()
         for key, live in self._served.items():
+            had_log = live.reader.has_log
             try:
                 live.step(in_use, invalidate)
                 error = ""
+                if live.reader.has_log and not had_log:
+                    self.watch.add(live.reader.directory)  # its log, which the first write has created
+                    live.step(in_use, invalidate)
             except (CollectionError, GpuError) as raised:
                 error = str(raised)
             if error and error != self._errors.get(key, ""):
@@ -334,7 +360,9 @@ class LiveCollections:
         applying = any(live.reader.applying for live in self._served.values())
         took_ns = time.monotonic_ns() - begin_ns
         self._rested_ns = now_ns + min(took_ns * (1 + _REST), POLL_NS)
-        self._due_ns = now_ns + (2 * took_ns if applying else PART_NS if loading else POLL_NS)
+        written = self.watch.fileno() is None or any(live.reader.has_log for live in self._served.values())
+        usual = POLL_NS if written else IDLE_POLL_NS
+        self._due_ns = now_ns + (2 * took_ns if applying else PART_NS if loading else usual)
 
     def close(self) -> None:
         """Release writers at the end of the process."""

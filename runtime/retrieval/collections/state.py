@@ -1,4 +1,4 @@
-"""In-memory state of a live collection: sealed segments, growing rows and deletions.
+"""In-memory state of a collection: sealed segments, growing rows and deletions.
 
 The writer and every reader hold a `State` each, and apply the same log records to it.
 """
@@ -19,20 +19,21 @@ from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import BoundedWork, Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check_filter
 from runtime.retrieval.attributes.schema import AttributeType, Schema, agrees, by_shape, extend_schema
-from runtime.retrieval.collections.manifest import FileChecksum, checksum_of
-from runtime.retrieval.live.growing_segment import GrowingSegment
-from runtime.retrieval.live.replaced_rows import ReplacedRows
-from runtime.retrieval.live.storage.documents import StoredDocument
-from runtime.retrieval.live.storage.log import log_files, read_log
-from runtime.retrieval.live.storage.manifest import (
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.growing_segment import GrowingSegment
+from runtime.retrieval.collections.log import log_files, read_log
+from runtime.retrieval.collections.manifest import (
     Description,
+    FileChecksum,
     Manifest,
     SegmentInfo,
+    checksum_of,
     read_description,
     read_manifest,
 )
-from runtime.retrieval.live.storage.operations import Delete, Operation, Upsert, decode
-from runtime.retrieval.live.storage.segment import Segment, locate_rows
+from runtime.retrieval.collections.operations import Delete, Operation, Upsert, decode
+from runtime.retrieval.collections.replaced_rows import ReplacedRows
+from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.passages import Attributes
 
 Rows = NDArray[np.int64]
@@ -55,17 +56,33 @@ class State:
         manifest: Manifest,
         shard: int | None = None,
         replaced: ReplacedRows | None = None,
+        *,
+        searched: bool = True,
     ) -> None:
-        """Open the segments of a manifest. Raises `CollectionError`."""
-        self._replaced = replaced
+        """Open the segments of a manifest. searched: their graphs are checked and their attributes read at once.
+
+        Raises `CollectionError`.
+        """
+        self._replaced, self._searched = replaced, searched
         self.directory, self.description, self.shard = directory, description, shard
         self.lock = threading.RLock()
         self.segments: tuple[Segment, ...] = ()
         self.growing = GrowingSegment(manifest.next_row, description.dim, description.metric)
-        self.schema: Schema = {}
+        self._schema: Schema | None = None  # None: to be read from the segments
+        self._sealed_schema = manifest.schema
         self.introduced: dict[str, str] = {} if manifest.introduced is UNSET else dict(manifest.introduced)
         self.sequence = 0
         self.advance(manifest)
+
+    @property
+    def schema(self) -> Schema:
+        """The attributes and their types. The first use after a change of segments reads their attributes."""
+        with self.lock:
+            if self._schema is None:
+                found = {**self._sealed_schema, **self.occurring_schema()}
+                self._keep_columns(found)
+                self._schema = found
+            return self._schema
 
     def apply(self, operations: Sequence[Operation]) -> None:
         """Apply the operations of the next record. Raises `CollectionError` if they are inconsistent."""
@@ -86,7 +103,7 @@ class State:
                 yield
             with self.lock:
                 if not agrees(self.schema, shapes.values()):
-                    self.schema = self.extended_schema(self.schema, list(shapes.values()))
+                    self._schema = self.extended_schema(self.schema, list(shapes.values()))
                 self.introduced |= operation.introduced
             yield from self.growing.prepare(operation, self.schema)
             with self.lock:
@@ -128,11 +145,11 @@ class State:
         """Return the attributes that were declared, and those that a document has now."""
         with self.lock:
             found = dict(self.description.schema)
-            columns = [(segment.columns, segment.alive) for segment in self.segments]
-            for one, alive in (*columns, (self.growing.columns, self.growing.alive)):
-                kinds = one.schema
-                found |= {name: kinds[name] for name in one.occurring(alive)}
-            return found
+            for segment in self.segments:
+                kinds = segment.schema
+                found |= {name: kinds[name] for name in segment.occurring()}
+            kinds = self.growing.columns.schema
+            return found | {name: kinds[name] for name in self.growing.columns.occurring(self.growing.alive)}
 
     def introduced_in(self, schema: Schema) -> dict[str, str]:
         """Return the attributes of a schema that an owner was the first to write, and the owners."""
@@ -140,7 +157,7 @@ class State:
 
     def _keep_columns(self, schema: Schema) -> None:
         for segment in self.segments:
-            segment.columns.keep(schema)
+            segment.keep(schema)
         self.growing.columns.keep(schema)
 
     def _hide_others(self, operation: Upsert) -> None:
@@ -151,6 +168,11 @@ class State:
 
     def _own_segments(self, manifest: Manifest) -> list[SegmentInfo]:
         return [info for info in manifest.segments if self.shard in (None, info.shard)]
+
+    def lacks(self, manifest: Manifest) -> bool:
+        """Return whether a manifest has segments that are not open."""
+        known = {segment.info for segment in self.segments}
+        return any(info not in known for info in self._own_segments(manifest))
 
     def load(self, manifest: Manifest, preloaded: "Loaded | None" = None) -> "Loaded":
         """Open the segments of a manifest that are not open yet, for `advance`. Raises `CollectionError`.
@@ -172,7 +194,9 @@ class State:
         fresh: Loaded = {}
         try:
             for info in infos:
-                fresh[info] = Segment.load(self.directory, info, self.description, schema)
+                fresh[info] = Segment.load(self.directory, info, self.description, None if info.bulk else schema)
+                if self._searched:
+                    fresh[info].check()
         except CollectionError:
             close(list(fresh.values()))
             raise
@@ -194,15 +218,14 @@ class State:
                 segment.delete(dead)
             gone = [segment for segment in known.values() if segment not in segments]
             before = self.growing
-            self.growing = before.tail(manifest.next_row, {**manifest.schema, **self.schema})
+            self.growing = before.tail(manifest.next_row, {**manifest.schema, **(self.schema if before.count else {})})
             if self._replaced is not None:
                 for segment in gone:
                     self._replaced.retire(segment.documents.find)
                 if before is not self.growing:
                     self._replaced.retire(before.document_lookup())
             self.segments = tuple(segments)
-            self.schema = {**manifest.schema, **self.occurring_schema()}
-            self._keep_columns(self.schema)
+            self._schema, self._sealed_schema = None, manifest.schema
             self.sequence = max(self.sequence, manifest.sequence)
         return gone
 
@@ -239,7 +262,7 @@ class State:
             grown = rows >= self.growing.first
             found[grown] = self.growing.vectors(rows[grown] - self.growing.first)
             for segment in self.segments:
-                here, at = locate_rows(segment.rows, rows)
+                here, at = segment.locate(rows)
                 found[here] = segment.vectors(at)
             return found
 
@@ -280,31 +303,31 @@ class State:
             growing = np.flatnonzero(rows >= self.growing.first)
             held[growing] = self.growing.held_by(owner)[rows[growing] - self.growing.first]
             for segment in self.segments:
-                here, at = locate_rows(segment.rows, rows)
+                here, at = segment.locate(rows)
                 held[here] = segment.held_by(owner)[at]
         return held
 
     def documents(
-        self, rows: Sequence[int], on_read: Callable[[StoredDocument], None] = lambda document: None
-    ) -> list[StoredDocument | None]:
+        self, rows: Sequence[int], on_read: Callable[[Document], None] = lambda document: None
+    ) -> list[Document | None]:
         """Return the documents of rows; None for a row that is not here, for example because it was merged away.
 
         `on_read` is called with each before the next is read.
         """
         with self.lock:
             growing, segments = self.growing, self.segments
-        found: list[StoredDocument | None] = []
+        found: list[Document | None] = []
         for row in rows:
             if growing.first <= row < growing.first + len(growing.documents):
                 found.append(growing.documents[row - growing.first])
             else:
-                here = [s for s in segments if len(s.positions(np.array([row], np.int64)))]
+                here = [segment for segment in segments if segment.has(row)]
                 found.append(here[0].documents.get([row])[0] if here else self._replaced_document(row))
             if (document := found[-1]) is not None:
                 on_read(document)
         return found
 
-    def _replaced_document(self, row: int) -> StoredDocument | None:
+    def _replaced_document(self, row: int) -> Document | None:
         if self._replaced is None:
             return None
         with self.lock:
@@ -368,13 +391,13 @@ def _extended(schema: Schema, documents: Sequence[Attributes]) -> Schema:
 
 
 def _deleted(segment: Segment) -> Rows:
-    return segment.rows[~segment.alive]
+    return segment.rows[~segment.alive] if segment.count < segment.size else np.empty(0, np.int64)
 
 
 def close(segments: Sequence[Segment]) -> None:
-    """Close the segments' document files; an index's memory is freed with its last reference."""
+    """Close the files of segments."""
     for segment in segments:
-        segment.documents.close()
+        segment.close()
 
 
 def tombstones_content(rows: Rows) -> tuple[bytes, FileChecksum]:
@@ -447,13 +470,16 @@ class Replayed(NamedTuple):
     torn_bytes: int
 
 
-def replay(directory: Path, until: int | None = None) -> Replayed:
+def replay(directory: Path, until: int | None = None, *, searched: bool = True) -> Replayed:
     """Read a collection, up to the record `until`, the first of a log file. Changes no file.
 
     Raises `CollectionError`.
     """
-    description, manifest = read_description(directory), read_manifest(directory)
-    state = State(directory, description, manifest)
+    description = read_description(directory)
+    manifest = read_manifest(directory, description)
+    state = State(directory, description, manifest, searched=searched)
+    if not manifest.has_log:
+        return Replayed(state, manifest, 0, 0, 0)
     try:
         files = [found for found in log_files(directory) if found[0] >= manifest.sequence]
         files = [found for found in files if until is None or found[0] < until]

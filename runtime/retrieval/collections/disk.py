@@ -1,17 +1,18 @@
 """Durable writes: a write survives a power failure only once its file and, for a new name, its directory are synced."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from runtime.errors import CollectionBusy, CollectionError, NoRoom
 from runtime.files import open_regular
-from runtime.retrieval.collections.directory import NO_ROOM
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OWNER = "process "
 _INHERITED_S = 2.0
 """A child that a killed writer had just forked holds its lock until it calls exec."""
@@ -83,7 +84,7 @@ def storage_error(error: OSError, message: str) -> CollectionError:
     return error_class(f"{message}: {error.strerror or error}")
 
 
-# ---- the writer's lock of a live collection
+# ---- the writer's lock of a collection
 
 
 LOCK = "writer.lock"
@@ -116,6 +117,18 @@ def acquire_lock(directory: Path, sleep: Callable[[float], None] = time.sleep) -
             raise storage_error(error, f"{path} cannot be locked") from error
         raise
     return fd
+
+
+@contextlib.contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Hold the writer's lock. Raises `CollectionBusy`, and `CollectionError` if there is no directory."""
+    if not directory.is_dir():
+        raise CollectionError(f"there is no collection at {directory}")
+    lock = acquire_lock(directory)
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def _try_lock(fd: int) -> bool:

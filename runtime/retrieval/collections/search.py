@@ -1,4 +1,4 @@
-"""Search over the state of a live collection: sealed segments by their graphs, growing rows exactly, then a merge.
+"""Search over the state of a collection: sealed segments by their graphs, growing rows exactly, then a merge.
 
 Where only a share of a segment's rows may be results (because of a filter or deletions), either each of those rows is
 compared with the query, or the graph is walked with a candidate list that is longer in inverse proportion to that
@@ -16,7 +16,7 @@ from runtime.errors import InvalidRequest
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import BoundedWork
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter
-from runtime.retrieval.live.state import State
+from runtime.retrieval.collections.state import State
 from runtime.retrieval.neighbors import Neighbors, merge_neighbors
 
 
@@ -28,6 +28,7 @@ def search(
     search_width: int = 1,
     filter: Filter | None = None,
     threads: int = 1,
+    patience: int | None = None,
 ) -> Neighbors:
     """Return the k nearest rows of each query [q, d]: row numbers int64 [q, k] and distances float32 [q, k].
 
@@ -36,7 +37,7 @@ def search(
     """
     from gpu.cpu.exact import nearest  # compiled code, loaded by the first search
 
-    demanded = state.description.demanded
+    demanded = state.description.demands
     if demanded is not None and not binds(filter, demanded):
         raise InvalidRequest(f"this collection demands a filter that binds {demanded!r} by eq or in", "filter")
     with state.lock:
@@ -47,7 +48,7 @@ def search(
     count, first, positions = len(growing), found.growing.first, np.flatnonzero(growing)
     try:
         parts = [
-            search_segment(segment.index, queries, k, top_m, search_width, _mask(bits, filter), threads)
+            search_segment(segment.index, queries, k, top_m, search_width, _mask(bits, filter), threads, patience)
             for segment, bits in zip(found.segments, allowed, strict=True)
         ]
         if len(positions) or not parts:
@@ -66,11 +67,12 @@ def search_segment(
     search_width: int,
     allowed: Bits | None,
     threads: int = 1,
+    patience: int | None = None,
 ) -> Neighbors:
     """Return the k nearest allowed rows of a segment, as `search` does. Raises `GpuError`."""
     top_m = max(k, top_m)
     if allowed is None:
-        return index.search(queries, k, top_m, search_width, threads=threads)
+        return index.search(queries, k, top_m, search_width, patience, threads)
     from gpu.cpu.extend import filtered
 
     rows, queries = np.flatnonzero(allowed), np.asarray(queries)
@@ -80,7 +82,7 @@ def search_segment(
     longer = int(filtered.filtered_top_m(top_m, len(rows), index.size, MAX_TOP_M, scan_rows))
     if not longer:
         return index.exact(queries, k, rows)
-    return index.search(queries, k, longer, search_width, threads=threads, allowed=allowed, min_allowed=top_m)
+    return index.search(queries, k, longer, search_width, patience, threads, allowed=allowed, min_allowed=top_m)
 
 
 def _mask(allowed: Bits, filter: Filter | None) -> Bits | None:

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from runtime.errors import InvalidDocument
 from runtime.retrieval.attributes.filters import AttributeBinding
 from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, AttributeType, Schema
-from runtime.retrieval.live.state import State
-from runtime.retrieval.live.validation import UpsertDocument
+from runtime.retrieval.collections.state import State
+from runtime.retrieval.collections.validation import UpsertDocument
 
 MAX_INTRODUCED = 8  # names, by one tenant
 MAX_SHARED = 48  # names of a collection, beyond which only keys without a restriction introduce more

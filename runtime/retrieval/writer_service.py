@@ -1,4 +1,4 @@
-"""Write service of a node's live collections for an event loop: one `LiveWriter` a collection, in this process.
+"""Write service of a node's collections for an event loop: one `CollectionWriter` a collection, in this process.
 
 A writer is opened by the first write to its collection, and holds the collection's lock from then on; another process
 gets `CollectionBusy`. A write that returned is in the log, and in the pools, unless it says otherwise. A process that
@@ -25,13 +25,12 @@ from runtime.errors import (
 )
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections.manifest import is_collection
+from runtime.retrieval.collections.state import WriterState
+from runtime.retrieval.collections.validation import UpsertDocument, check_batch
+from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text, in_turns
 from runtime.retrieval.fair_gate import FairLimit
 from runtime.retrieval.fair_threads import FairThreads
-from runtime.retrieval.live.state import WriterState
-from runtime.retrieval.live.storage.manifest import is_live
-from runtime.retrieval.live.validation import UpsertDocument, check_batch
-from runtime.retrieval.live.writer import LiveWriter
 
 MAX_CONCURRENT_WRITES = 32
 """Writes in progress; more are rejected with `Overloaded`, of one API key those beyond what is left."""
@@ -53,10 +52,10 @@ class Stored:
 
 
 class WriterService:
-    """Writers of the live collections among `directories`, which are given by collection name.
+    """Writers of the collections in `directories`, which are given by collection name.
 
     embedder_of: returns a collection's embedder, for documents without vectors. observe: called with the seconds that
-    each write took until it was acknowledged. bound_attributes: by collection, see `LiveWriter`.
+    each write took until it was acknowledged. bound_attributes: by collection, see `CollectionWriter`.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class WriterService:
     ) -> None:
         self._directories, self._embed, self._embedder_of, self._observe = directories, embed, embedder_of, observe
         self._bound_attributes = bound_attributes
-        self._writers: dict[str, LiveWriter] = {}
+        self._writers: dict[str, CollectionWriter] = {}
         self._opening: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in directories}
         self._flushing: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in directories}
         self._threads, self._filters = FairThreads(_THREADS, "writes"), FairThreads(1, "filters of writes")
@@ -82,8 +81,8 @@ class WriterService:
 
         flow: the API key's.
 
-        Raises as `LiveWriter.upsert`, but `Unavailable` for a damaged collection or a failed disk, as searches do;
-        `InvalidRequest` for a collection that is not a live one, `Overloaded`.
+        Raises as `CollectionWriter.upsert`, but `Unavailable` for a damaged collection or a failed disk, as searches
+        do, and `Overloaded`.
         """
         check_batch(documents)
         return await self._write(
@@ -105,7 +104,8 @@ class WriterService:
 
         Flushes of a collection are serialised, so that they never occupy all threads of the writes.
         """
-        async with self._flushing[self._check_live(name)]:
+        self._directory(name)
+        async with self._flushing[name]:
             await self._run(name, lambda writer, _: writer.flush(), (), _FLUSHES)
 
     async def states(self) -> dict[str, WriterState]:
@@ -124,7 +124,7 @@ class WriterService:
     async def _write(
         self,
         name: str,
-        write: Callable[[LiveWriter, Sequence[UpsertDocument]], _T],
+        write: Callable[[CollectionWriter, Sequence[UpsertDocument]], _T],
         flow: int,
         documents: Sequence[UpsertDocument] = (),
         filter: Filter | None = None,
@@ -140,7 +140,7 @@ class WriterService:
     async def _run(
         self,
         name: str,
-        write: Callable[[LiveWriter, Sequence[UpsertDocument]], _T],
+        write: Callable[[CollectionWriter, Sequence[UpsertDocument]], _T],
         documents: Sequence[UpsertDocument],
         flow: int,
     ) -> _T:
@@ -189,26 +189,23 @@ class WriterService:
                 given[number] = msgspec.structs.replace(given[number], vector=vector)
         return given
 
-    def _check_live(self, name: str) -> str:
-        """Return the name of a live collection.
-
-        Raises `InvalidRequest` for another collection, `Unavailable` if the directory is missing or damaged.
-        """
-        directory = self._directories.get(name)
-        if directory is not None and not directory.exists():
+    def _directory(self, name: str) -> Path:
+        """Return the directory of a collection. Raises `Unavailable` if it is missing or damaged."""
+        directory = self._directories[name]
+        if not directory.exists():
             raise Unavailable(f"collection {name!r} is unavailable: {directory} does not exist")
-        if directory is None or not is_live(directory):
-            if directory is not None and not is_collection(directory):
-                raise Unavailable(f"collection {name!r} is unavailable: {directory} is not a collection, or damaged")
-            raise InvalidRequest(f"collection {name!r} is not a live collection: rebuild it to change it", "collection")
-        return name
+        if not is_collection(directory):
+            raise Unavailable(f"collection {name!r} is unavailable: {directory} is not a collection, or damaged")
+        return directory
 
-    async def _writer(self, name: str) -> LiveWriter:
-        directory = self._directories[self._check_live(name)]
+    async def _writer(self, name: str) -> CollectionWriter:
+        directory = self._directory(name)
         async with self._opening[name]:
             writer = self._writers.get(name)
             if writer is None:
-                open_writer = partial(LiveWriter, directory, bound_attributes=self._bound_attributes.get(name, ()))
+                open_writer = partial(
+                    CollectionWriter, directory, bound_attributes=self._bound_attributes.get(name, ())
+                )
                 try:
                     writer = await self._threads.run(_OPENING, open_writer)
                 except (NoRoom, CollectionBusy):

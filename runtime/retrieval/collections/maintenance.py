@@ -1,4 +1,4 @@
-"""Background sealing and merging of a live collection's segments, each in a niced build process.
+"""Background sealing and merging of a collection's segments, each in a niced build process.
 
 A merge takes `MERGE_FAN_IN` segments of similar size, so a document is rewritten only each time its segment grows by
 that factor. A segment with too many deleted rows is rewritten alone.
@@ -17,9 +17,9 @@ from typing import IO
 import msgspec
 
 from runtime.errors import CollectionError
-from runtime.retrieval.live.build import BuildJob, BuildReport, SegmentProgress, progress_of_stage
-from runtime.retrieval.live.storage.manifest import SegmentInfo
-from runtime.retrieval.live.storage.segment import Segment
+from runtime.retrieval.collections.manifest import SegmentInfo
+from runtime.retrieval.collections.segment import Segment
+from runtime.retrieval.collections.segment_build import BuildJob, BuildReport, SegmentProgress, progress_of_stage
 
 MERGE_FAN_IN = 4
 MAX_DELETED_SHARE = 0.25  # of a segment's rows, before it is rewritten
@@ -64,7 +64,7 @@ class BuildProcess:
 
     def __init__(self, directory: Path, job: BuildJob) -> None:
         arguments = (str(directory), msgspec.json.encode(job).decode(), str(os.getpid()))
-        command = [sys.executable, "-m", "runtime.retrieval.live.build", *arguments]
+        command = [sys.executable, "-m", "runtime.retrieval.collections.segment_build", *arguments]
         limited = {name: str(job.threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, **limited}

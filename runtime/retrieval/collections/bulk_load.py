@@ -1,0 +1,314 @@
+"""Making collections: by a bulk load of documents or vectors into one segment a shard, or empty."""
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu import GpuError, GraphIndex
+from gpu.build.params import BuildDevice, BuildParams, check_within
+from gpu.index.rows import MAX_DIM
+from runtime.errors import BuildRefused, CollectionError, OutputRefused
+from runtime.retrieval.attributes.schema import AttributeType, Schema
+from runtime.retrieval.collections.attributes import AttributeCollector
+from runtime.retrieval.collections.directory import atomic_directory
+from runtime.retrieval.collections.disk import Disk, storage_error
+from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
+from runtime.retrieval.collections.keyword_index import KeywordIndex
+from runtime.retrieval.collections.log import LogWriter, log_path
+from runtime.retrieval.collections.manifest import (
+    ATTRIBUTES,
+    DESCRIPTION,
+    DOCUMENTS,
+    KEYWORDS,
+    MANIFEST,
+    MAX_SHARDS,
+    Description,
+    Manifest,
+    checksum_file,
+    encode_with_checksum,
+    index_folders,
+    new_nonce,
+    write_description,
+)
+from runtime.retrieval.collections.sources import (
+    DOCUMENT_SUFFIXES,
+    Progress,
+    no_progress,
+    read_documents,
+    read_ids,
+    read_vectors,
+)
+from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name, embedding_text
+from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, embedder_dim, load_embedder
+
+Metric = Literal["cosine", "l2", "ip"]
+Dtype = Literal["float32", "float16", "int8"]
+Source = Path | Iterable[Document] | NDArray[Any]
+KnownVectors = Callable[[], tuple[NDArray[np.int64], Vectors]]
+_EMBED_BATCH = 64  # texts a thread between two progress reports
+
+
+def build(
+    source: Source,
+    out: Path,
+    *,
+    metric: Metric = "cosine",
+    embedder: EmbedderSpec | None = None,
+    demanded: str | None = None,
+    schema: Schema | None = None,
+    model: Embedder | None = None,
+    sources: Sources | None = None,
+    known_vectors: KnownVectors | None = None,
+    vectors: Path | NDArray[Any] | None = None,
+    ids: Path | NDArray[np.int64] | None = None,
+    degree: int = 32,
+    dtype: Dtype = "float32",
+    neighbor_codes: bool | None = None,
+    code_bits: int = 0,
+    shards: int = 1,
+    seed: int = 0,
+    threads: int = 1,
+    device: BuildDevice = "cpu",
+    force: bool = False,
+    locked: bool = False,
+    progress: Progress = no_progress,
+) -> None:
+    """Build a collection at `out`, atomically.
+
+    source: a path (.jsonl, .jsonl.gz or .npy), documents, or vectors [n, d] of float32, float16 or uint8.
+    embedder: the embedder of the documents (None: all-minilm-l6-v2). For vectors, the embedder that made them, so
+        that queries may be texts.
+    demanded: an attribute that the filter of every search must bind. schema: attributes whose types are given.
+    model: that embedder, if it is already loaded (`choose_embedder`).
+    sources: the files that the documents are read from; filled in while they are read.
+    known_vectors: called when all documents are read; returns the rows that already have a vector, and the vectors.
+    vectors: the documents' vectors by row, if they are already known; may be a .npy file.
+    ids: int64 [n], the ids that a search returns in place of row numbers, for bare vectors only; may be a file.
+    shards: number of shards, each for one pool worker: row i goes to shard i mod shards and keeps its id.
+    degree, dtype, neighbor_codes, code_bits, seed, device: see `GraphIndex.build`; neighbour codes are on by
+        default, except with int8. threads: cores to use.
+    force: replace an existing collection at `out`. locked: the caller holds its writer's lock.
+    progress: called with a stage's name and the fraction of it that is done, 0..1.
+
+    Raises `BuildRefused` for an invalid argument, before reading (before embedding, if it depends on the number of
+    rows); `CollectionError` for an invalid source or `out`, `ModelError` for the embedder.
+    """
+    codes = dtype != "int8" if neighbor_codes is None else neighbor_codes
+    check_arguments(BuildParams, metric, degree, dtype, codes, code_bits, seed, threads, device)
+    check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
+    if embedder is not None:
+        embedder_dim(embedder)
+    bare = _read_bare_vectors(source)
+    if bare is not None and vectors is not None:
+        raise BuildRefused("the source contains vectors: give separate vectors only with documents")
+    if bare is None and ids is not None:
+        raise BuildRefused("documents have their own ids: give ids only with bare vectors")
+    if device == "cuda":
+        _check_gpu_build()
+    given = read_vectors(vectors) if isinstance(vectors, Path) else vectors if bare is None else bare
+    if given is not None:
+        _check_embedder(embedder, given)
+        _check_shards(shards, len(given))
+    own_ids = read_ids(ids) if isinstance(ids, Path) else ids
+    columns = AttributeCollector(_declared(demanded, schema))
+    with atomic_directory(out, replace=force, locked=locked) as building:
+        if bare is not None:
+            matrix = bare
+        elif given is not None:
+            matrix = given
+            read = columns.collect(_documents(source, progress))
+            DocumentStore.write(building / DOCUMENTS, read)
+            with DocumentStore.open(building / DOCUMENTS) as documents:
+                if len(matrix) != documents.last_row + 1:
+                    raise CollectionError(f"{len(matrix)} vectors do not match {documents.last_row + 1} documents")
+                KeywordIndex.create(building / KEYWORDS, ((title, text) for _, title, text in documents.texts()))
+        else:
+            embedder = embedder or DEFAULT_EMBEDDER
+            # Loaded before the documents are read: it may be missing, and reading may take long.
+            model = model or load_embedder(embedder, threads=threads, for_build=True)
+            read = columns.collect(_documents(source, progress))
+            DocumentStore.write(building / DOCUMENTS, read, sources=sources)
+            with DocumentStore.open(building / DOCUMENTS) as documents:
+                _check_shards(shards, documents.last_row + 1)
+                KeywordIndex.create(building / KEYWORDS, ((title, text) for _, title, text in documents.texts()))
+                matrix = _embed(documents, model, known_vectors, threads, progress)
+        columns.write(building / ATTRIBUTES)
+        if own_ids is None and shards > 1:
+            own_ids = np.arange(len(matrix))
+        if own_ids is not None and own_ids.shape != (len(matrix),):
+            raise CollectionError(f"ids have shape {list(own_ids.shape)}; they need shape [{len(matrix)}]")
+        for shard, folder in enumerate(index_folders(shards)):
+            with index_errors():
+                index = GraphIndex.build(
+                    matrix[shard::shards],
+                    metric=metric,
+                    degree=degree,
+                    dtype=dtype,
+                    neighbor_codes=codes,
+                    code_bits=code_bits,
+                    ids=None if own_ids is None else own_ids[shard::shards],
+                    seed=seed,
+                    threads=threads,
+                    device=device,
+                    progress=_shard_progress(progress, shard, shards),
+                )
+                index.save(building / folder)
+        _seal(building, index, len(matrix), shards, embedder, demanded, _declared(demanded, schema))
+
+
+def create(
+    directory: Path,
+    dim: int,
+    *,
+    metric: str = "cosine",
+    dtype: str = "float32",
+    degree: int = 32,
+    embedder: EmbedderSpec | None = None,
+    demanded: str | None = None,
+    schema: Schema | None = None,
+    shards: int = 1,
+    disk: Disk | None = None,
+) -> None:
+    """Create an empty collection. demanded: a string attribute that the filter of every search must bind.
+    shards: number of shards, each for one pool worker; documents are assigned by a hash of their ids.
+
+    Raises `BuildRefused`, `OutputRefused` if the directory exists, `CollectionError`, `NoRoom`.
+    """
+    disk = disk or Disk()
+    check_arguments(BuildParams, metric, degree, dtype, dtype != "int8")
+    check_arguments(check_within, "dim", dim, 1, MAX_DIM)
+    check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
+    declared = _declared(demanded, schema)
+    description = Description(
+        0, dim, metric, dtype, degree, embedder, {}, msgspec.UNSET if shards == 1 else shards,
+        nonce=new_nonce(), demanded=demanded or msgspec.UNSET, declared=declared or msgspec.UNSET,
+    )  # fmt: skip
+    try:
+        directory.mkdir(mode=0o700, parents=True)
+    except FileExistsError as error:
+        raise OutputRefused(f"{directory} already exists") from error
+    except OSError as error:
+        raise storage_error(error, f"{directory} cannot be made") from error
+    try:
+        for folder in ("log", "segments", "tombstones"):
+            (directory / folder).mkdir(mode=0o700)
+        LogWriter(disk, log_path(directory, 0), description.identity, 0).close()
+        disk.write_file(directory / MANIFEST, encode_with_checksum(Manifest(0, [], 0, 0, 0, declared)))
+        disk.write_file(directory / DESCRIPTION, encode_with_checksum(description))
+        disk.sync_directory(directory.absolute().parent)
+    except OSError as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise storage_error(error, f"{directory} cannot be made") from error
+
+
+def _shard_progress(progress: Progress, shard: int, shards: int) -> Progress:
+    """Scale the progress of one shard to the progress of all."""
+    return lambda stage, fraction: progress(stage, (shard + fraction) / shards)
+
+
+def check_arguments(check: Callable[..., object], *arguments: object) -> None:
+    """Run a check of the index on arguments; raise its `GpuError` as `BuildRefused`."""
+    try:
+        check(*arguments)
+    except GpuError as error:
+        raise BuildRefused(str(error)) from error
+
+
+def _check_shards(shards: int, rows: int) -> None:
+    if shards > rows:
+        raise BuildRefused(f"shards is {shards}, outside 1..{rows}: each shard needs one of the {rows} vectors")
+
+
+def _check_gpu_build() -> None:
+    from gpu.build.graph import check_gpu_build  # compiled code that only this device needs
+
+    with index_errors():
+        check_gpu_build()
+
+
+def _read_bare_vectors(source: Source) -> NDArray[Any] | None:
+    if isinstance(source, np.ndarray):
+        return source
+    if isinstance(source, Path) and source.name.endswith(".npy"):
+        return read_vectors(source)
+    return None
+
+
+def _documents(source: Source, progress: Progress) -> Iterable[Document]:
+    if not isinstance(source, Path):
+        return source
+    if not source.name.endswith(DOCUMENT_SUFFIXES):
+        raise CollectionError(f"{source}: supported sources end in {', '.join(DOCUMENT_SUFFIXES)} or .npy")
+    return read_documents(source, progress)
+
+
+def _embed(
+    documents: DocumentStore, model: Embedder, known_vectors: KnownVectors | None, threads: int, progress: Progress
+) -> Vectors:
+    vectors = np.empty((documents.last_row + 1, model.dim), np.float32)
+    missing = np.arange(documents.last_row + 1)
+    if known_vectors is not None:
+        rows, known = known_vectors()
+        vectors[rows] = known
+        missing = np.setdiff1d(missing, rows)
+    batch = _EMBED_BATCH * threads
+    for begin in range(0, len(missing), batch):
+        progress("embed", begin / len(missing))
+        rows = missing[begin : begin + batch]
+        texts = [embedding_text(found.title, found.text) for found in documents.get(rows)]
+        vectors[rows] = model.embed(texts, "passage")
+    progress("embed", 1.0)
+    return vectors
+
+
+def _check_embedder(embedder: EmbedderSpec | None, vectors: NDArray[Any]) -> None:
+    if embedder is not None and vectors.shape[1:] != (embedder_dim(embedder),):
+        raise CollectionError(
+            f"vectors of shape {list(vectors.shape)} are not from {embedder_name(embedder)}, "
+            f"whose vectors have {embedder_dim(embedder)} dimensions"
+        )
+
+
+def _declared(demanded: str | None, schema: Schema | None) -> dict[str, AttributeType]:
+    return ({} if demanded is None else {demanded: AttributeType.STRING}) | dict(schema or {})
+
+
+def _seal(
+    building: Path,
+    index: GraphIndex,
+    size: int,
+    shards: int,
+    embedder: EmbedderSpec | None,
+    demanded: str | None,
+    declared: dict[str, AttributeType],
+) -> None:
+    metas = [f"{folder}/meta.json" for folder in index_folders(shards)]
+    files = [name for name in (DOCUMENTS, ATTRIBUTES, KEYWORDS, *metas) if (building / name).exists()]
+    description = Description(
+        size=size,
+        dim=index.dim,
+        metric=index.metric,
+        dtype=index.dtype,
+        degree=index.degree,
+        embedder=embedder,
+        files={name: checksum_file(building / name) for name in files},
+        shards=msgspec.UNSET if shards == 1 else shards,
+        demanded=demanded or msgspec.UNSET,
+        declared=declared or msgspec.UNSET,
+    )
+    write_description(building, description)
+
+
+@contextmanager
+def index_errors() -> Iterator[None]:
+    """Raise `GpuError` as `CollectionError`."""
+    try:
+        yield
+    except GpuError as error:
+        raise CollectionError(str(error)) from error

@@ -1,0 +1,255 @@
+"""Collections that begin with a bulk load are written to like those that begin empty; old directories are converted."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime.errors import CollectionBusy, CollectionError, OutputRefused
+from runtime.retrieval.attributes.filters import parse_filter
+from runtime.retrieval.collections import bulk_load
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.disk import Disk
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.manifest import read_description, read_manifest
+from runtime.retrieval.collections.reader import CollectionDocuments, CollectionReader
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.collections.writer import CollectionWriter
+from tests.live.small_collections import contents, open_writer, vector_of
+
+DIM = 16
+ROWS = 20
+OF_TENANT = parse_filter({"type": "eq", "key": "tenant", "value": "t"})
+
+
+def given(name: str, seed: int) -> UpsertDocument:
+    return UpsertDocument(name, f"text {seed}", f"title {seed}", {"year": seed}, vector_of(seed, DIM))
+
+
+def bulk(directory: Path, shards: int = 1, rows: int = ROWS) -> Path:
+    documents = [Document(f"d{n}", f"title {n}", f"text {n}", {"year": 2000 + n}) for n in range(rows)]
+    vectors = np.array([vector_of(n, DIM) for n in range(rows)])
+    bulk_load.build(documents, directory, metric="l2", degree=4, vectors=vectors, shards=shards)
+    return directory
+
+
+def nearest(reader: CollectionReader, seed: int, k: int = 1, **options: object) -> list[str]:
+    rows, _ = reader.search(vector_of(seed, DIM)[None], k, **options)  # type: ignore[arg-type]
+    return [one.id for one in reader.documents(rows[0][rows[0] >= 0].tolist()) if one is not None]
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories that version 1.2 made: `built`, `sharded` and `bare` by bulk loads, `live` by writes."""
+    found = tmp_path_factory.mktemp("golden")
+    with tarfile.open(Path(__file__).with_name("golden.tar.gz")) as archive:
+        archive.extractall(found, filter="data")
+    return found
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_bulk_load_is_put_into_deleted_from_and_replaced_in(tmp_path: Path, shards: int) -> None:
+    directory = bulk(tmp_path / "docs", shards)
+    with CollectionReader(directory) as reader:
+        assert not reader.has_log
+        with open_writer(directory) as writer:
+            writer.upsert([given("new", 100), given("d3", 103)])
+            writer.delete(["d4"])
+            reader.poll()
+            assert reader.has_log
+            assert nearest(reader, 100) == ["new"]
+            assert nearest(reader, 103) == ["d3"]
+            assert not {"d3", "d4"} & set(nearest(reader, 3)) | {"d4"} & set(nearest(reader, 4))
+            assert len(contents(writer)) == ROWS
+    with CollectionReader(directory) as again:
+        assert contents(again)["d3"] == "text 103"
+        assert "d4" not in contents(again)
+    assert Collection.verify(directory) == ""
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_seals_and_merges_replace_a_bulk_load_and_remove_its_files(tmp_path: Path, shards: int) -> None:
+    directory = bulk(tmp_path / "docs", shards)
+    with CollectionReader(directory) as reader, open_writer(directory) as writer:
+        writer.upsert([given(f"n{n}", 100 + n) for n in range(10)])
+        writer.delete([f"d{n}" for n in range(0, ROWS, 2)])
+        writer.flush()
+        expected = contents(writer)
+        writer.compact()
+        assert contents(writer) == expected
+        reader.poll()
+        assert contents(reader) == expected
+        assert len(writer.state.segments) == shards
+        assert nearest(reader, 105, filter=parse_filter({"type": "eq", "key": "year", "value": 105})) == ["n5"]
+    assert not list(directory.glob("index*"))
+    assert not (directory / "documents.sqlite").exists()
+    assert Collection.verify(directory) == ""
+    assert Collection.info(directory).size == len(expected)
+
+
+def test_a_bulk_load_that_is_only_read_gets_no_log(tmp_path: Path) -> None:
+    directory = bulk(tmp_path / "docs")
+    before = sorted(path for path in directory.rglob("*"))
+    with CollectionReader(directory) as reader:
+        reader.poll()
+        assert len(nearest(reader, 3, k=5)) == 5
+    assert sorted(path for path in directory.rglob("*")) == before
+    assert not read_manifest(directory).has_log
+
+
+_WRITER = """
+import os, signal, sys
+from pathlib import Path
+from runtime.retrieval.collections.writer import CollectionWriter
+from tests.live.test_bulk_loads import given
+writer = CollectionWriter(Path(sys.argv[1]))
+writer.upsert([given("new", 100)])
+print("acknowledged", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_an_acknowledged_document_in_a_bulk_load_survives_kill_9(tmp_path: Path) -> None:
+    directory = bulk(tmp_path / "docs")
+    ran = subprocess.run([sys.executable, "-c", _WRITER, directory], stdout=subprocess.PIPE, text=True, timeout=120)
+    assert (ran.stdout, ran.returncode) == ("acknowledged\n", -signal.SIGKILL)
+    with CollectionReader(directory) as reader:
+        assert nearest(reader, 100) == ["new"]
+    with open_writer(directory) as writer:
+        assert len(contents(writer)) == ROWS + 1
+
+
+class _Stop(Exception):
+    pass
+
+
+class _StoppingDisk(Disk):
+    """Stops at the nth operation, as a process that is killed."""
+
+    def __init__(self, operations: int) -> None:
+        self.left = operations
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise _Stop
+
+    def write(self, fd: int, content: bytes) -> None:
+        half = len(content) // 2
+        super().write(fd, content[:half])
+        self._count()
+        super().write(fd, content[half:])
+
+    def sync(self, fd: int) -> None:
+        self._count()
+        super().sync(fd)
+        self._count()
+
+    def sync_directory(self, directory: Path) -> None:
+        self._count()
+        super().sync_directory(directory)
+
+
+def test_a_conversion_that_is_killed_at_any_operation_leaves_the_old_or_the_new_collection(tmp_path: Path) -> None:
+    whole = bulk(tmp_path / "whole")
+    for operations in range(100):
+        directory = Path(shutil.copytree(whole, tmp_path / str(operations)))
+        try:
+            CollectionWriter(directory, background=False, disk=_StoppingDisk(operations)).close()
+        except _Stop:
+            with CollectionReader(directory) as reader:
+                assert len(contents(reader)) == ROWS
+            assert Collection.verify(directory) == ""
+            with open_writer(directory) as writer:
+                writer.upsert([given("new", 100)])
+                assert len(contents(writer)) == ROWS + 1
+        else:
+            break
+    assert 5 < operations < 99, "the conversion was not stopped everywhere"
+
+
+def test_a_lost_manifest_is_an_error_and_no_return_to_the_bulk_load(tmp_path: Path) -> None:
+    directory = bulk(tmp_path / "docs")
+    with open_writer(directory) as writer:
+        writer.upsert([given("new", 100)])
+    (directory / "MANIFEST").unlink()
+    for use in (CollectionReader, CollectionWriter, Collection.info, Collection.verify):
+        with pytest.raises(CollectionError, match="it has a log, but no file MANIFEST"):
+            use(directory)
+
+
+def test_rows_of_bare_vectors_are_documents_by_their_numbers(tmp_path: Path) -> None:
+    ids = np.arange(ROWS)[::-1] * 3 + 7  # not ascending
+    vectors = np.array([vector_of(n, DIM) for n in range(ROWS)])
+    bulk_load.build(vectors, tmp_path / "v", metric="l2", degree=4, ids=ids)
+    name = str(ids[5])
+    with CollectionReader(tmp_path / "v") as reader, open_writer(tmp_path / "v") as writer:
+        assert nearest(reader, 5) == [name]
+        writer.upsert([given(name, 105), given("text", 100)])
+        assert writer.state.rows_of([name])[name] == ids.max() + 1
+        assert writer.delete([str(ids[6])]) == 1
+        reader.poll()
+        assert nearest(reader, 105) == [name]
+        assert nearest(reader, 100) == ["text"]
+        assert not {name, str(ids[6])} & set(nearest(reader, 5, k=1) + nearest(reader, 6, k=1))
+        writer.compact()
+        reader.poll()
+        assert nearest(reader, 7) == [str(ids[7])]
+        assert len(contents(writer)) == ROWS
+
+
+def test_adding_files_while_another_process_writes_is_refused(tmp_path: Path) -> None:
+    directory = bulk(tmp_path / "docs")
+    with open_writer(directory), pytest.raises(CollectionBusy):
+        bulk_load.build([Document("a", "", "a")], directory, vectors=np.eye(1, DIM), force=True)
+    with pytest.raises(OutputRefused):
+        bulk_load.build([Document("a", "", "a")], directory, vectors=np.eye(1, DIM))
+
+
+@pytest.mark.parametrize("kind", ["built", "sharded", "bare", "live"])
+def test_a_directory_of_an_earlier_version_is_opened_as_it_is_and_converted_by_the_first_write(
+    tmp_path: Path, golden: Path, kind: str
+) -> None:
+    directory = Path(shutil.copytree(golden / kind, tmp_path / kind))
+    files = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    assert Collection.verify(directory) == ""
+    demanded = OF_TENANT if kind == "live" else None
+    name = str(7 + 3 * (ROWS - 1 - 5)) if kind == "bare" else "d5"
+    with CollectionReader(directory) as reader:
+        assert nearest(reader, 5, filter=demanded) == [name]
+        assert len(contents(reader)) == ROWS - (kind == "live")
+    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == files
+    identity = read_description(directory).identity
+    with open_writer(directory) as writer:
+        writer.upsert([UpsertDocument("new", "n", attributes={"tenant": "t"}, vector=vector_of(100, DIM))])
+        writer.delete([name])
+        expected = contents(writer)
+        writer.compact()
+        assert contents(writer) == expected
+    with CollectionReader(directory) as reader:
+        assert nearest(reader, 100, filter=demanded) == ["new"]
+        assert contents(reader) == expected
+    assert read_description(directory).identity == identity
+    assert Collection.verify(directory) == ""
+
+
+def test_a_document_is_found_by_its_words_in_a_bulk_load_and_in_the_log(tmp_path: Path) -> None:
+    directory = bulk(tmp_path / "docs")
+    store = CollectionDocuments(directory)
+
+    def found(text: str) -> list[str]:
+        rows, _ = store.search_keywords(text, vector_of(0, DIM), 5, None, 1 << 62)
+        return [one.id for one in store.get(rows.tolist()) if one is not None]
+
+    assert found("17") == ["d17"]
+    with open_writer(directory) as writer:
+        writer.upsert([given("new", 117), given("d17", 900)])
+        assert found("117") == ["new"]
+        assert found("17") == []
+        assert found("900") == ["d17"]
+    store.close()
