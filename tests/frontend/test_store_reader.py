@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.retrieval.ingestion import isolated_reader
+from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
+from runtime.retrieval.ingestion.sections import ParsedFile, UnreadableFile
 from runtime.retrieval.stores import indexing
 from tests.frontend.store_node import store_node
 from tests.frontend.test_stores import upload, wait_indexed
@@ -17,13 +18,13 @@ PAGE = (
 def test_a_page_is_indexed_without_its_markup_and_one_that_kills_its_reader_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Reader(isolated_reader.IsolatedReader):
+    class Reader(IsolatedReader):
         """A reader whose process dies of a file with the word \"fatal\"."""
 
-        def read(self, name: str, content: bytes) -> isolated_reader.ParsedFile:
+        def read(self, name: str, content: bytes) -> ParsedFile:
             if b"fatal" in content:
                 self.close()
-                raise isolated_reader.UnreadableFile("its reader ended with SIGSEGV")
+                raise UnreadableFile("its reader ended with SIGSEGV")
             return super().read(name, content)
 
     monkeypatch.setattr(indexing, "IsolatedReader", Reader)
