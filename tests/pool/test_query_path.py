@@ -40,7 +40,7 @@ def test_a_search_reaches_the_ring_in_at_most_six_calls(
     make_pool(plan, "pool-0").start()
     client = attached(make_client(plan))
     client.search(queries[0], 5, collection="docs")
-    (session,) = client.dispatcher.clients()
+    (session,) = client.dispatcher.pools.clients()
     calls: list[str] = []
 
     def send_row(*_: Any) -> int:
@@ -113,7 +113,7 @@ def test_the_pool_and_its_clients_wake_each_other(
     wanted = exact(index, queries, 5)
     with SearchClient.connect(tmp_path / "run", timeout_s=60) as connected:
         for client in (attached(make_client(plan)), connected):
-            (session,) = client.dispatcher.clients()
+            (session,) = client.dispatcher.pools.clients()
             session.spin.learn(_A_MINUTE_NS)
             session.spin.learn(_A_MINUTE_NS)  # it sleeps from here on
             found = [client.search(query, 5, collection="docs", top_m=400).ids.tolist() for query in queries]

@@ -32,7 +32,7 @@ def outstanding(client: SearchClient) -> int:
 
 def ask_others(client: SearchClient, monkeypatch: pytest.MonkeyPatch, *stalled: int) -> None:
     """Mark these pools as stalled until the test ends."""
-    monkeypatch.setattr(client.dispatcher.replicas, "stalled", lambda pool, now_ns: pool in stalled)
+    monkeypatch.setattr(client.dispatcher.pools.replicas, "stalled", lambda pool, now_ns: pool in stalled)
     client.dispatcher.hedge(0)
 
 

@@ -2,8 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from runtime.engines.openai.assembly import Fitted, fit, inserted_text
+from runtime.engines.openai.capabilities import tokenize
+from runtime.engines.openai.server import Server
 from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.retrieval.passages import PartialPassages, Passage, ignore_size
 from runtime.serving.http.service import SearchSource
@@ -11,6 +14,7 @@ from runtime.serving.messages import Probe, ProbeOutcome, Retrieval, Retrieved
 from runtime.serving.triggers import trigger_of
 
 _TIMEOUT_S = 2.0  # after which an answer continues without the passages
+_MAX_FIT_ROUNDS = 4  # of tokenizing a probe's passages until they fit
 _WINDOW_CHARS = 200  # of the end of an answer: the query
 
 
@@ -95,6 +99,23 @@ class Probing:
                 )
         except TimeoutError:
             raise DeadlineExceeded(f"the probe took longer than its limit of {_TIMEOUT_S:g} s") from None
+
+
+async def fit_tokens(server: Server, model: str, passages: Sequence[Passage], limit: int) -> tuple[Fitted, list[int]]:
+    """Return the passages of at most `limit` tokens that the server's tokenizer counts, with their token ids; none if
+    it does not count them."""
+    size = limit
+    for _ in range(_MAX_FIT_ROUNDS):
+        fitted = fit(passages, size)
+        if not fitted.used:
+            break
+        ids = await tokenize(server, model, inserted_text(fitted))
+        if ids is None:
+            break
+        if len(ids) <= limit:
+            return fitted, ids
+        size = size * limit // len(ids)
+    return Fitted(), []
 
 
 def _ignore() -> None:

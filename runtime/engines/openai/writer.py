@@ -8,12 +8,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from runtime.engines.openai.assembly import Fitted, fit, inserted_text, room_for_passages, with_passages
-from runtime.engines.openai.capabilities import Capabilities, Continuation, tokenize
+from runtime.engines.openai.assembly import fit, inserted_text, room_for_passages, with_passages
+from runtime.engines.openai.capabilities import Capabilities, Continuation
 from runtime.engines.openai.continuation import budget, continuation_method, continuation_request, unsupported
 from runtime.engines.openai.handover import Handover, Handovers, prompt_text
 from runtime.engines.openai.load_balancer import Backend, LoadBalancer
-from runtime.engines.openai.probing import Probing
+from runtime.engines.openai.probing import Probing, fit_tokens
 from runtime.engines.openai.relay import Relay
 from runtime.engines.openai.server import StreamBroken
 from runtime.errors import (
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 _PREFIX_BLOCKS = 1024  # 32,768 tokens: of longer prompts only the beginning is compared
-_MAX_FIT_ROUNDS = 4  # of tokenizing a probe's passages until they fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +338,12 @@ class AnswerWriter:
 
     async def _insert(self, new: list[Passage], probe: Probe) -> None:
         """Append the new passages that fit to the transcript."""
-        fitted, ids = await self._fit(new)
+        assert self._probing is not None, "only answers with probes get passages"
+        limit = min(self._probing.max_tokens, self._room())
+        fitted, ids = fit(new, limit), list[int]()
+        if self._method == "tokens":  # counted exactly
+            assert self._backend is not None, "a request has run"
+            fitted, ids = await fit_tokens(self._backend.server, self._deps.section.name, new, limit)
         self._stalling_probe = replace(probe, passages=len(fitted.used))
         if fitted.used:
             transcript = self._relay.transcript
@@ -350,26 +354,6 @@ class AnswerWriter:
             self._unreported = Retrieved(
                 self._request.id, without_text(fitted.used), self._relay.sent_tokens, tuple(ids)
             )
-
-    async def _fit(self, new: list[Passage]) -> tuple[Fitted, list[int]]:
-        """Return the passages that fit; with their token ids, counted exactly, if the answer continues by token ids."""
-        assert self._probing is not None, "only answers with probes get passages"
-        limit = min(self._probing.max_tokens, self._room())
-        if self._method != "tokens":
-            return fit(new, limit), []
-        assert self._backend is not None, "a request has run"
-        size = limit
-        for _ in range(_MAX_FIT_ROUNDS):
-            fitted = fit(new, size)
-            if not fitted.used:
-                break
-            ids = await tokenize(self._backend.server, self._deps.section.name, inserted_text(fitted))
-            if ids is None:
-                break
-            if len(ids) <= limit:
-                return fitted, ids
-            size = size * limit // len(ids)
-        return Fitted(), []
 
     def _report_accepted(self) -> None:
         """Report the passages and the stall, once the first chunk shows that the server has accepted the request."""

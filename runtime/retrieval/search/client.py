@@ -122,8 +122,8 @@ class SearchClient:
         client._writes = WriteClient(lambda: find_node(node).url, api_key)
         client.hybrid.paths = lambda: collection_paths(find_node(node))
         end = time.monotonic_ns() + int(timeout_s * 1e9)
-        while (now := time.monotonic_ns()) < end and client.dispatcher.pools:
-            if client.dispatcher.maintain(now) and not client.dispatcher.connecting:
+        while (now := time.monotonic_ns()) < end and client.dispatcher.pools.sessions:
+            if client.dispatcher.pools.maintain(now) and not client.dispatcher.pools.connecting:
                 return client
             time.sleep(0.002)
         if not client.live and (info.pools or not info.remote):
@@ -209,7 +209,7 @@ class SearchClient:
 
     def _only_collection(self) -> str:
         """Return the name of the only collection. Raises `InvalidRequest`, `Unavailable`."""
-        names = (*(self._collections or self.dispatcher.routes.collections), *self.remote)
+        names = (*(self._collections or self.dispatcher.pools.routes.collections), *self.remote)
         if len(names) == 1:
             return names[0]
         if not names:
@@ -237,7 +237,7 @@ class SearchClient:
         self.transport(query.spec.collection).submit(query)
         try:
             while ticket not in self._unclaimed:
-                self._set_aside(self._collect())
+                self._unclaimed.update((result.ticket, result) for result in self._collect())
                 if ticket not in self._unclaimed:
                     self._wait()
         except BaseException:
@@ -259,7 +259,7 @@ class SearchClient:
         try:
             while not batch.done:
                 batch.send()
-                self._set_aside(result for result in self._collect() if not batch.add(result))
+                self._unclaimed.update((one.ticket, one) for one in self._collect() if not batch.add(one))
                 if not batch.done:
                     self._wait()
         except BaseException:
@@ -336,12 +336,12 @@ class SearchClient:
 
     def identities(self, collection: str) -> tuple[str, ...]:
         """Return the identities of the builds of a collection that are served now, as far as known here."""
-        return self.dispatcher.routes.identities(collection)
+        return self.dispatcher.pools.routes.identities(collection)
 
     @property
     def unavailable(self) -> dict[str, str]:
         """The collections that the pools cannot serve: the reasons."""
-        return self.dispatcher.routes.unavailable
+        return self.dispatcher.pools.routes.unavailable
 
     def statistics(self) -> SearchStatistics:
         """Return the statistics of each pool."""
@@ -362,22 +362,22 @@ class SearchClient:
 
     def filenos(self) -> list[int]:
         """Return the descriptors that become readable when, once armed, a result arrives; they change on reconnects."""
-        found = [client.fileno() for client in self.dispatcher.clients()]
+        found = [client.fileno() for client in self.dispatcher.pools.clients()]
         return found if self._remote is None else [*found, self._remote.fileno()]
 
     def arm(self) -> bool:
         """Enable the doorbells; return False if a result is already there. Call `disarm` after every `arm`."""
-        return all([client.arm() for client in self.dispatcher.clients()])  # a list: every one must be armed
+        return all([client.arm() for client in self.dispatcher.pools.clients()])  # a list: every one must be armed
 
     def disarm(self) -> None:
         """Disable the doorbells."""
-        for client in self.dispatcher.clients():
+        for client in self.dispatcher.pools.clients():
             client.disarm()
 
     @property
     def live(self) -> bool:
         """Whether a pool is attached."""
-        return bool(self.dispatcher.clients())
+        return bool(self.dispatcher.pools.clients())
 
     @property
     def reachable(self) -> bool:
@@ -390,9 +390,6 @@ class SearchClient:
             only.wait(50.0)  # spins before it sleeps: fast for the common case
         else:
             self.sleep((), 5)
-
-    def _set_aside(self, results: Iterable[SearchResult]) -> None:
-        self._unclaimed.update((result.ticket, result) for result in results)
 
     def close(self) -> None:
         """Close the sessions; outstanding queries never end."""

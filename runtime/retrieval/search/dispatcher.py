@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFull
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
 from runtime.node.worker_config import PoolSection
-from runtime.retrieval.search.pool_session import PoolSession, ReplicaPolicy, Replicas
+from runtime.retrieval.search.node_pools import NodePools
+from runtime.retrieval.search.pool_session import ReplicaPolicy
 from runtime.retrieval.search.query import (
     Query,
     QueueLimits,
@@ -29,7 +30,6 @@ from runtime.retrieval.search.query import (
     failed_result,
     status_error,
 )
-from runtime.retrieval.search.routing import RoutingTable
 from runtime.retrieval.search.vectors import Vectors
 
 _MAX_ATTEMPTS = 3
@@ -57,76 +57,14 @@ class Dispatcher:
         clock: Callable[[], int] = time.monotonic_ns,
         near: Collection[int] = (),
     ) -> None:
-        self._name, self.settings, self._policy, self._find = name, settings, policy, find
-        self._limits, self.clock = limits or QueueLimits(), clock
+        self.settings, self._limits, self.clock = settings, limits or QueueLimits(), clock
         self.tickets = count(1)
-        self.pools = [self._session(endpoint) for endpoint in endpoints]
-        self._up = [0] * len(self.pools)  # per pool: its session's number, 0 while it is down
-        self._find_ns = 0  # time of the next rediscovery
-        self._near = near
-        self.replicas = Replicas(len(self.pools), policy, near)
-        self.routes = RoutingTable()
+        self.pools = NodePools(endpoints, name, settings, policy, find, self._limits.retry_ns, near)
         self._parked: deque[Query] = deque()  # waiting for a pool
         self._hedge_at_ns = 0  # time of the next check for stalled pools
         self._answered: dict[str, int] = {}  # collection → time of its last answer, ns
         self._ended: list[SearchResult] = []
         self._open = True
-
-    # ---- pools
-
-    def _session(self, endpoint: str) -> PoolSession:
-        return PoolSession(endpoint, self._name, self.settings, self._limits.retry_ns)
-
-    def maintain(self, now_ns: int) -> bool:
-        """Connect to pools without a session. Return whether there is a session with any."""
-        for number, pool in enumerate(self.pools):
-            self._update_pool(number, pool.maintain(now_ns))
-        if not any(self._up):
-            self._rediscover(now_ns)
-        return any(self._up)
-
-    def _rediscover(self, now_ns: int) -> None:
-        """All pools are lost: look up the endpoints again, since a restarted node has new ones."""
-        if self._find is None or now_ns < self._find_ns or any(pool.has_outstanding for pool in self.pools):
-            return
-        self._find_ns = now_ns + self._limits.retry_ns
-        try:
-            endpoints = list(self._find())
-        except TrinityError:  # the node is not up
-            return
-        if endpoints == [pool.endpoint for pool in self.pools]:
-            return
-        for pool, endpoint in zip(self.pools, endpoints, strict=False):
-            pool.endpoint = endpoint
-        for pool in self.pools[len(endpoints) :]:
-            pool.close()
-        kept = self.pools[: len(endpoints)]
-        new = [self._session(endpoint) for endpoint in endpoints[len(kept) :]]
-        self.pools = [*kept, *new]
-        self._up = [0] * len(self.pools)
-        self.replicas = Replicas(len(self.pools), self._policy, self._near)
-
-    @property
-    def connecting(self) -> bool:
-        """Whether a connection attempt is in progress."""
-        return any(pool.connecting for pool in self.pools)
-
-    def _update_pool(self, number: int, live: bool) -> None:
-        up = self.pools[number].opened if live else 0
-        if up == self._up[number]:
-            return
-        if up and not self._up[number]:
-            self.replicas.lost(number)  # its measurements are of the process before
-        self._up[number] = up
-        offers = [(number, pool.catalogue, pool.live) for number, pool in enumerate(self.pools)]
-        self.routes = RoutingTable(
-            [(number, offer) for number, offer, live in offers if live and offer is not None],
-            [offer for _, offer, live in offers if not live and offer is not None],
-        )
-
-    def clients(self) -> list[RingClient]:
-        """Return the clients of the live sessions."""
-        return [client for pool in self.pools for client in pool.clients()]
 
     @property
     def waiting(self) -> bool:
@@ -135,7 +73,7 @@ class Dispatcher:
 
     def only_busy(self) -> RingClient | None:
         """Return the only session with outstanding queries, if there is exactly one and no query is parked."""
-        busy = [client for pool in self.pools for client in pool.clients(busy=True)]
+        busy = self.pools.clients(busy=True)
         return busy[0] if len(busy) == 1 and not self._parked else None
 
     # ---- queries
@@ -149,9 +87,9 @@ class Dispatcher:
             self.check_open()
         parts, accept = [query], query.accept
         route: Sequence[int]
-        identity, route = self.routes.direct.get(query.spec.collection, ("", ()))
+        identity, route = self.pools.routes.direct.get(query.spec.collection, ("", ()))
         if not route or query.spec.filter:
-            self.routes.check_filter(query.spec.collection, query.spec.filter)
+            self.pools.routes.check_filter(query.spec.collection, query.spec.filter)
         if not route or (accept is not None and not accept(identity)):
             parts = self._split(query)
             route = self._route(parts[0])
@@ -190,18 +128,18 @@ class Dispatcher:
         """
         self.check_open()
         collection = queries[0].spec.collection
-        self.routes.check_filter(collection, queries[0].spec.filter)
-        if self.routes.shards(collection) != 1:
+        self.pools.routes.check_filter(collection, queries[0].spec.filter)
+        if self.pools.routes.shards(collection) != 1:
             return self._submit_each(queries)
         now, sent = self.clock(), 0
-        for number in self.replicas.choose(self.routes.choose(collection, queries[0].accept), now):
+        for number in self.pools.replicas.choose(self.pools.routes.choose(collection, queries[0].accept), now):
             try:
-                sent = self.pools[number].submit_many(rows, queries)
+                sent = self.pools.sessions[number].submit_many(rows, queries)
             except (RingFull, PeerLost, Draining):
                 continue
             except InvalidArgument as error:
                 raise InvalidRequest(str(error)) from error
-            self.replicas.sent(number, now, sent)
+            self.pools.replicas.sent(number, now, sent)
             break
         return sent
 
@@ -218,9 +156,9 @@ class Dispatcher:
     def _split(self, query: Query) -> list[Query]:
         """Return the query itself, or a part per shard once some build has all of its shards up."""
         collection = query.spec.collection
-        if query.gather is not None or (shards := self.routes.shards(collection)) <= 1:
+        if query.gather is not None or (shards := self.pools.routes.shards(collection)) <= 1:
             return [query]
-        identity = self.routes.whole_build(collection, query.accept)
+        identity = self.pools.routes.whole_build(collection, query.accept)
         if identity is None:
             return [query]
         gather = ShardGather(query, identity, query.spec.k, shards)
@@ -236,9 +174,9 @@ class Dispatcher:
     def _send(self, query: Query, route: Sequence[int], now: int) -> bool:
         """Send a query to one of these pools. Return False if none is up. Raises `Overloaded`, `InvalidRequest`."""
         full: RingFull | None = None
-        for number in self.replicas.choose(route, now) if len(route) > 1 else route:
+        for number in self.pools.replicas.choose(route, now) if len(route) > 1 else route:
             try:
-                self.pools[number].submit(query)
+                self.pools.sessions[number].submit(query)
             except RingFull as error:
                 full = error
             except (PeerLost, Draining):
@@ -246,7 +184,7 @@ class Dispatcher:
             except InvalidArgument as error:
                 raise InvalidRequest(str(error)) from error
             else:
-                self.replicas.sent(number, now)
+                self.pools.replicas.sent(number, now)
                 query.parked_ns = 0
                 return True
         if full is not None:
@@ -256,16 +194,16 @@ class Dispatcher:
     def _route(self, query: Query) -> Sequence[int]:
         collection, gather = query.spec.collection, query.gather
         if gather is not None:
-            return self.routes.pools(collection, gather.identity, query.shard)
-        if self.routes.shards(collection) > 1:
+            return self.pools.routes.pools(collection, gather.identity, query.shard)
+        if self.pools.routes.shards(collection) > 1:
             return ()  # it is split once all shards are up
-        return self.routes.choose(collection, query.accept)
+        return self.pools.routes.choose(collection, query.accept)
 
     def cancel(self, ticket: int) -> None:
         """Cancel a query: it ends with an error, or is not returned."""
         if self._parked:
             self._parked = deque(query for query in self._parked if query.ticket != ticket)
-        for pool in self.pools:
+        for pool in self.pools.sessions:
             pool.cancel(ticket, _MAX_ATTEMPTS)
 
     # ---- ends
@@ -274,14 +212,13 @@ class Dispatcher:
         """Return what has ended since the last call. Raises `Unavailable` after `close`."""
         self.check_open()
         now = self.clock()
-        for number, pool in enumerate(self.pools):
+        for number, pool in enumerate(self.pools.sessions):
             for query, result in pool.poll(now):
-                self.replicas.answered(number, now - result.enqueue_ns if result.status == "ok" else None, now)
+                self.pools.replicas.answered(number, now - result.enqueue_ns if result.status == "ok" else None, now)
                 self._end(query, result, now)
-            self._update_pool(number, pool.maintain(now))
-        if not any(self._up):
-            self._rediscover(now)
-        if now >= self._hedge_at_ns and len(self.pools) > 1:
+            self.pools.update(number, pool.maintain(now))
+        self.pools.rediscover(now)
+        if now >= self._hedge_at_ns and len(self.pools.sessions) > 1:
             self._hedge_at_ns = now + _HEDGE_EVERY_NS
             self.hedge(now)
         if self._parked:
@@ -291,9 +228,9 @@ class Dispatcher:
 
     def hedge(self, now: int) -> None:
         """Hedge: send the queries of stalled pools to other pools too, each once, where there is room."""
-        stalled = {number for number in range(len(self.pools)) if self.replicas.stalled(number, now)}
+        stalled = {number for number in range(len(self.pools.sessions)) if self.pools.replicas.stalled(number, now)}
         for number in stalled:
-            for query in self.pools[number].queries():
+            for query in self.pools.sessions[number].queries():
                 if query.ended or query.in_flight > 1 or query.attempts >= _MAX_ATTEMPTS:
                     continue
                 with suppress(TrinityError):  # the stalled pool may still answer it
@@ -327,13 +264,13 @@ class Dispatcher:
     def _restart_on_whole_build(self, part: Query, gather: ShardGather) -> Query:
         """Return the part; or the whole query, to be split anew, if its build lost shards and another is complete."""
         collection = gather.whole.spec.collection
-        if self.routes.is_whole(collection, gather.identity):
+        if self.pools.routes.is_whole(collection, gather.identity):
             return part
         with suppress(TrinityError):  # raised again when it is sent
-            if self.routes.whole_build(collection, gather.whole.accept) is None:
+            if self.pools.routes.whole_build(collection, gather.whole.accept) is None:
                 return part
         gather.ended = True  # results of two builds are never mixed
-        for pool in self.pools:
+        for pool in self.pools.sessions:
             pool.cancel(part.ticket, _MAX_ATTEMPTS)
         gather.whole.parked_ns, gather.whole.attempts = part.parked_ns, 0
         return gather.whole
@@ -347,11 +284,11 @@ class Dispatcher:
             return None
         collection = query.spec.collection
         try:
-            shards = self.routes.shards(collection)
+            shards = self.pools.routes.shards(collection)
             if query.gather is not None:
                 up = {query.shard: bool(self._route(query))}
             elif shards > 1:
-                up = {shard: self.routes.has_shard(collection, shard) for shard in range(shards)}
+                up = {shard: self.pools.routes.has_shard(collection, shard) for shard in range(shards)}
             else:
                 up = {0: bool(self._route(query))}
         except TrinityError as error:
@@ -380,7 +317,7 @@ class Dispatcher:
             whole = found if gather is None else gather.add(found)
             query.ended = True
             if query.in_flight:
-                for pool in self.pools:
+                for pool in self.pools.sessions:
                     pool.cancel_query(query)
             if whole is not None:
                 self._answered[query.spec.collection] = now
@@ -394,17 +331,15 @@ class Dispatcher:
         query.ended = True
         if query.gather is not None:
             query.gather.ended = True  # no partial results
-            for pool in self.pools:
+            for pool in self.pools.sessions:
                 pool.cancel(query.ticket, _MAX_ATTEMPTS)
         self._ended.append(failed_result(query.ticket, error))
 
     def statistics(self) -> SearchStatistics:
         """See `SearchStatistics`."""
-        pools = (pool.statistics(self.replicas.slow(number)) for number, pool in enumerate(self.pools))
-        return SearchStatistics(tuple(pools), len(self._parked))
+        return SearchStatistics(self.pools.statistics(), len(self._parked))
 
     def close(self) -> None:
         """Close the sessions; outstanding queries never end."""
         self._open = False
-        for pool in self.pools:
-            pool.close()
+        self.pools.close()

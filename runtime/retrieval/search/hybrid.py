@@ -31,9 +31,9 @@ class HybridSearch:
     `paths`: returns the directories of the node's own collections. `remote`: names of collections on other nodes.
     """
 
-    def __init__(self, pools: Dispatcher, remote: Collection[str] = ()) -> None:
+    def __init__(self, dispatcher: Dispatcher, remote: Collection[str] = ()) -> None:
         self.paths: Callable[[], Mapping[str, str]] = dict
-        self._pools, self._remote = pools, remote
+        self._dispatcher, self._remote = dispatcher, remote
         self._builds: dict[str, OpenBuild] = {}
         self._lock = threading.Lock()
 
@@ -52,7 +52,7 @@ class HybridSearch:
             return spec, 0.0
         if spec.collection in self._remote:  # ranks of different nodes are not comparable
             raise InvalidRequest(f"collection {spec.collection!r} is on other nodes, without hybrid search", "hybrid")
-        max_k = min((pool.max_k for pool in self._pools.clients()), default=MAX_K)
+        max_k = min((pool.max_k for pool in self._dispatcher.pools.clients()), default=MAX_K)
         depth = max(spec.k, min(FUSION_DEPTH * spec.k, max_k, spec.top_m or max_k))
         return replace(spec, k=depth), 0.5 if hybrid is True else float(hybrid)
 

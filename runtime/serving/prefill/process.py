@@ -11,13 +11,13 @@ from functools import partial
 from typing import get_args
 
 from ipc import IpcError
-from runtime.errors import InternalError, InvalidRequest, TrinityError, WorkerLost
+from runtime.errors import InternalError, TrinityError, WorkerLost
 from runtime.node.metrics.worker_metrics import OfferOutcome, PrefillMetrics
 from runtime.node.startup import run_in_background
 from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
-from runtime.retrieval.passages import within, without_text
+from runtime.retrieval.passages import without_text
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
@@ -29,8 +29,8 @@ from runtime.serving.kv.transport import Transport, transport_for
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Retrieved, Welcome, encode
 from runtime.serving.model.language_model import Chunk, LanguageModel, SampledToken
 from runtime.serving.model.model_info import ModelInfo, kv_type, weights_type
-from runtime.serving.model.text import build_prompt, prompt_budget, query_text
 from runtime.serving.prefill.job import Disaggregation, Job, virtual_deadline_ns
+from runtime.serving.prefill.prompts import Prompts
 
 
 class PrefillWorker:
@@ -46,8 +46,7 @@ class PrefillWorker:
         self._disaggregation = Disaggregation(
             config.handover.disaggregate, config.slo.tpot_s, config.decode.chunk_tokens
         )
-        self._context_tokens = config.own_model.context_tokens
-        self._passage_tokens = config.prompts.passage_tokens
+        context_tokens = config.own_model.context_tokens
         blocks, block_tokens = config.prefill.blocks(config.own_model), config.own_model.kv_block_tokens
         transport = transport or transport_for(worker.placement.device)
         loading = run_in_background(lambda: CollectionRegistry.warm(worker.plan, threads=config.prefill.threads))
@@ -63,7 +62,7 @@ class PrefillWorker:
             config.own_model.name,
             blocks=blocks,
             block_tokens=block_tokens,
-            context_tokens=self._context_tokens,
+            context_tokens=context_tokens,
             threads=config.prefill.threads,
             buffer=self._source.memory,
             device=transport.device,
@@ -76,6 +75,9 @@ class PrefillWorker:
         self._tiers = Tiers.of_plan(worker.plan, self._blocks, self._model.kv_array)
         self.chunk_tokens = config.prefill.pass_tokens
         self._model.warm_up(tokens=self.chunk_tokens)
+        self._prompts = Prompts(
+            self._model.tokenizer, self._model.info.vocabulary, context_tokens, config.prompts.passage_tokens
+        )
         worker.startup.mark("first pass")
         registry = loading()
         worker.startup.mark("embedder")
@@ -96,7 +98,7 @@ class PrefillWorker:
             worker.plan.endpoint("frontend"),
             Hello(
                 role="prefill", worker=worker.name, epoch=worker.epoch, pid=worker.pid, slots=config.prefill.slots,
-                limit_tokens=self._context_tokens, block_tokens=block_tokens, blocks=blocks,
+                limit_tokens=context_tokens, block_tokens=block_tokens, blocks=blocks,
             ),
         )  # fmt: skip
 
@@ -155,23 +157,13 @@ class PrefillWorker:
             self._enqueue(job)
             return
         generation = request.generation
-        bare = build_prompt(
-            self._model.tokenizer,
-            generation.messages,
-            generation.prompt,
-            budget_tokens=prompt_budget(self._context_tokens, generation.sampling.max_tokens),
-        )
-        if max(bare.tokens, default=0) >= self._model.info.vocabulary:
-            raise InvalidRequest(
-                f"token id {max(bare.tokens)} in the prompt; the vocabulary has {self._model.info.vocabulary}", "prompt"
-            )
-        job.tokens = bare.tokens
+        job.tokens = self._prompts.bare(generation)
         retrieval = generation.retrieval
         if retrieval is None:
             self._enqueue(job)
             return
-        text = query_text(self._model.tokenizer, generation.messages, generation.prompt)
-        job.ticket = self.retriever.submit(retrieval.query(text, "prefill", generation.deadline_ns))
+        query = retrieval.query(self._prompts.query(generation), "prefill", generation.deadline_ns)
+        job.ticket = self.retriever.submit(query)
         self._retrieving[job.ticket] = job
 
     # ---- retrieve
@@ -190,22 +182,10 @@ class PrefillWorker:
         job.stages[stages.EMBEDDED] = result.embedded_ns
         job.stages[stages.SEARCHED] = time.monotonic_ns()
         generation = job.request.generation
-        retrieval = generation.retrieval
-        assert retrieval is not None, "its result has arrived"
-        passages = within(result.passages, retrieval.max_distance)
-        prompt = build_prompt(
-            self._model.tokenizer,
-            generation.messages,
-            generation.prompt,
-            passages,
-            budget_tokens=prompt_budget(self._context_tokens, generation.sampling.max_tokens),
-            passage_tokens=self._passage_tokens,
-            bare=job.tokens,
-            place=retrieval.place,
-        )
+        prompt = self._prompts.with_passages(generation, job.tokens, result.passages)
         job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)
         job.build = result.build if prompt.used else ""
-        texts = prompt.texts if retrieval.quote else ()
+        texts = prompt.texts if generation.retrieval and generation.retrieval.quote else ()
         self._link.send(
             Retrieved(job.id, without_text(prompt.used), stages=job.stages, partial=result.partial, texts=texts)
         )
