@@ -13,7 +13,6 @@ from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.access import Access
-from runtime.serving.http.middleware import Access
 from runtime.serving.http.service import NoCollections, Settings
 from tests.frontend.cluster import Cluster
 from tests.frontend.test_documents import DIM, Embeds, held

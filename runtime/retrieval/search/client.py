@@ -382,7 +382,7 @@ class SearchClient:
     @property
     def reachable(self) -> bool:
         """Whether a pool is attached or being attached, or there are other nodes to ask."""
-        return self.live or self.dispatcher.connecting or bool(self.remote)
+        return self.live or self.dispatcher.pools.connecting or bool(self.remote)
 
     def _wait(self) -> None:
         only = None if self._remote is not None and self._remote.busy else self.dispatcher.only_busy()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from ipc import RingClient
 from runtime.errors import TrinityError
-from runtime.node.config import PoolSection
+from runtime.node.worker_config import PoolSection
 from runtime.retrieval.search.pool_session import PoolSession, ReplicaPolicy, Replicas
 from runtime.retrieval.search.query import PoolStatistics
 from runtime.retrieval.search.routing import RoutingTable
