@@ -14,6 +14,7 @@ from zlib import crc32
 from runtime.errors import TrinityError, error_from_code
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retrieval_steps import RetrievalResult
+from runtime.retrieval.search.query import Query
 from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request, RequestTable
 from runtime.serving.frontend.router import Placement
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Probe, Report, Retrieved, ToFrontend, Tokens
@@ -33,12 +34,10 @@ class FakePool:
         self.request_count = 0
         self._open: dict[int, list[int]] = {}
 
-    def submit(
-        self, text: str, collection: str, k: int, stage: str, deadline_ns: int, build: str = "", filter: bytes = b"",
-        hybrid: float = 0.0, flow: int = 0,
-    ) -> int:  # fmt: skip
+    def submit(self, query: Query, build: str = "") -> int:
         self.request_count += 1
-        place = crc32(text.encode()) if self._by_text else (self.request_count - 1) * k
+        k = query.spec.k
+        place = crc32(query.text.encode()) if self._by_text else (self.request_count - 1) * k
         self._open[self.request_count] = [self.polls, k, place % len(self.passages)]
         return self.request_count
 
