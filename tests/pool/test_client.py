@@ -303,6 +303,19 @@ def test_a_query_without_a_deadline_that_no_pool_accepts_is_unavailable(
         client.search(queries[0], 3)
 
 
+def test_a_pool_is_reachable_while_it_is_being_attached_and_once_it_is(
+    collection: Path, make_pool: MakePool, make_client: MakeClient
+) -> None:
+    plan = plan_of(collection)
+    client = make_client(plan)
+    assert not client.reachable
+    assert client.poll() == []
+    assert client.reachable, "the first attempt has begun"
+    until(lambda: not client.reachable, client.poll)  # nobody has answered
+    make_pool(plan).start()
+    assert attached(client).reachable
+
+
 def test_a_closed_client_rejects_calls_and_does_not_attach(
     two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
 ) -> None:
