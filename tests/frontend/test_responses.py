@@ -23,7 +23,7 @@ from runtime.serving.messages import Generation
 from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import PASSAGES, run
 from tests.frontend.store_node import store_node
-from tests.frontend.test_store_tenants import ACME, BLUE, SETTINGS
+from tests.frontend.test_store_tenants import SETTINGS, clients_of
 from tests.frontend.test_stores import upload, wait_indexed
 from tests.frontend.test_vector_stores import Stand
 
@@ -260,8 +260,7 @@ def test_clients_stores_are_searched_by_their_filter(tmp_path: Path) -> None:
 
 
 def test_a_tenants_responses_and_stores_are_its_own(tmp_path: Path) -> None:
-    with store_node(tmp_path, SETTINGS) as cluster:
-        acme, blue = cluster.client(ACME), cluster.client(BLUE)
+    with store_node(tmp_path, SETTINGS) as cluster, clients_of(cluster) as (_, acme, blue):
         store = acme.vector_stores.create().id
         tool: Any = {"type": "file_search", "vector_store_ids": [store]}
         made = acme.responses.create(model="tiny", input="say=1", tools=[tool])

@@ -1,7 +1,9 @@
 """A key that is restricted to collections has files and stores of its own; what belongs to others does not exist."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import openai
 import pytest
@@ -23,18 +25,32 @@ SETTINGS = Settings(
 )
 
 
+class Clients(NamedTuple):
+    """OpenAI's client with each key."""
+
+    operator: openai.OpenAI
+    acme: openai.OpenAI
+    blue: openai.OpenAI
+
+
+@contextmanager
+def clients_of(cluster: Cluster) -> Iterator[Clients]:
+    with cluster.client(ALL) as operator, cluster.client(ACME) as acme, cluster.client(BLUE) as blue:
+        yield Clients(operator, acme, blue)
+
+
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with store_node(tmp_path, SETTINGS, max_stores=5, max_files=6) as cluster:
-        yield cluster
+def clients(tmp_path: Path) -> Iterator[Clients]:
+    with store_node(tmp_path, SETTINGS, max_stores=5, max_files=6) as cluster, clients_of(cluster) as clients:
+        yield clients
 
 
 def completed(client: openai.OpenAI, store: str) -> Callable[[], bool]:
     return lambda: client.vector_stores.retrieve(store).file_counts.completed == 1
 
 
-def test_a_tenant_sees_nothing_of_another(cluster: Cluster) -> None:
-    acme, blue, operator = cluster.client(ACME), cluster.client(BLUE), cluster.client(ALL)
+def test_a_tenant_sees_nothing_of_another(clients: Clients) -> None:
+    operator, acme, blue = clients
     file = acme.files.create(file=("leave.md", LEAVE), purpose="assistants").id
     store = acme.vector_stores.create(file_ids=[file]).id
     batch = acme.vector_stores.file_batches.create(store, file_ids=[file]).id
@@ -73,8 +89,8 @@ def test_a_tenant_sees_nothing_of_another(cluster: Cluster) -> None:
     assert acme.vector_stores.search(store, query="leave").data
 
 
-def test_an_unknown_id_and_one_of_another_tenant_cannot_be_told_apart(cluster: Cluster) -> None:
-    acme, blue = cluster.client(ACME), cluster.client(BLUE)
+def test_an_unknown_id_and_one_of_another_tenant_cannot_be_told_apart(clients: Clients) -> None:
+    _, acme, blue = clients
     store = acme.vector_stores.create().id
     answers = []
     for id in (store, "vs_" + "0" * 32):
@@ -84,8 +100,8 @@ def test_an_unknown_id_and_one_of_another_tenant_cannot_be_told_apart(cluster: C
     assert answers[0] == answers[1]
 
 
-def test_a_tenant_leaves_the_others_half_of_each_limit(cluster: Cluster) -> None:
-    acme, blue, operator = cluster.client(ACME), cluster.client(BLUE), cluster.client(ALL)
+def test_a_tenant_leaves_the_others_half_of_each_limit(clients: Clients) -> None:
+    operator, acme, blue = clients
     for _ in range(2):
         acme.vector_stores.create()
     with pytest.raises(openai.ConflictError, match="3 vector stores would exceed the limit of 2: delete some first"):
