@@ -37,6 +37,7 @@ from runtime.retrieval.search.query import (
     deadline_after_ms,
     make_spec,
 )
+from runtime.retrieval.search.routing import only_of
 from runtime.retrieval.search.transport import QueryTransport
 from runtime.retrieval.search.vectors import as_vectors, query_vector
 from runtime.retrieval.write_client import WriteClient
@@ -174,9 +175,8 @@ class SearchClient:
                     f"vector is a text, and collection {spec.collection!r} is not on other nodes", "vector"
                 )
             text = vector
-        weight = 0.0
-        if hybrid is not False or (text != "" and not for_others):
-            spec, weight = self.hybrid.widen(spec, text, hybrid)
+        is_hybrid = hybrid is not False or (text != "" and not for_others)
+        spec, weight = self.hybrid.widen(spec, text, hybrid) if is_hybrid else (spec, 0.0)
         return Query(spec, row, text, weight, accept, next(self.dispatcher.tickets))
 
     def submit(self, vector: Any, k: int, *, wait_for_room: bool = False, **options: Unpack[SubmitOptions]) -> int:
@@ -209,12 +209,7 @@ class SearchClient:
 
     def _only_collection(self) -> str:
         """Return the name of the only collection. Raises `InvalidRequest`, `Unavailable`."""
-        names = (*(self._collections or self.dispatcher.pools.routes.collections), *self.remote)
-        if len(names) == 1:
-            return names[0]
-        if not names:
-            raise Unavailable("collection is missing, and no pool is up that could report the only one")
-        raise InvalidRequest(f"collection is missing; there are {sorted(names)}", "collection")
+        return only_of((*(self._collections or self.dispatcher.pools.routes.collections), *self.remote))
 
     def search(
         self,

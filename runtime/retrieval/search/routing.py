@@ -1,6 +1,6 @@
 """Routing table of a client: which pools serve which build and shard of a collection, from their catalogues."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ipc import Catalogue, Served
 from runtime.errors import CollectionReplaced, InvalidRequest, Unavailable
@@ -137,3 +137,12 @@ class RoutingTable:
         if collection in self._unserved:
             raise Unavailable(f"collection {collection!r} is unavailable: {self._unserved[collection]}", "collection")
         raise InvalidRequest(f"no collection {collection!r}; there are {sorted({*self._builds, *self._unserved})}")
+
+
+def only_of(names: Sequence[str]) -> str:
+    """Return the collection of a query that names none. Raises `InvalidRequest`, `Unavailable`."""
+    if len(names) == 1:
+        return names[0]
+    if not names:
+        raise Unavailable("collection is missing, and no pool is up that could report the only one")
+    raise InvalidRequest(f"collection is missing; there are {sorted(names)}", "collection")

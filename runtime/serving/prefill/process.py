@@ -158,12 +158,10 @@ class PrefillWorker:
             return
         generation = request.generation
         job.tokens = self._prompts.bare(generation)
-        retrieval = generation.retrieval
-        if retrieval is None:
+        if generation.retrieval is None:
             self._enqueue(job)
             return
-        query = retrieval.query(self._prompts.query(generation), "prefill", generation.deadline_ns)
-        job.ticket = self.retriever.submit(query)
+        job.ticket = self.retriever.submit(self._prompts.query(generation, generation.retrieval))
         self._retrieving[job.ticket] = job
 
     # ---- retrieve

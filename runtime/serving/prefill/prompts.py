@@ -1,10 +1,11 @@
-"""Prompts of a prefill worker's requests: without passages, with them, and the text that passages are searched for."""
+"""Prompts of a prefill worker's requests: without passages, with them, and the query for the passages."""
 
 from collections.abc import Sequence
 
 from runtime.errors import InvalidRequest
 from runtime.retrieval.passages import Passage, within
-from runtime.serving.messages import Generation
+from runtime.retrieval.search.query import Query
+from runtime.serving.messages import Generation, Retrieval
 from runtime.serving.model.text import Prompt, build_prompt, prompt_budget, query_text
 from runtime.serving.model.tokenizer import Tokenizer
 
@@ -27,9 +28,10 @@ class Prompts:
             )
         return tokens
 
-    def query(self, generation: Generation) -> str:
-        """Return the text that its passages are searched for."""
-        return query_text(self._tokenizer, generation.messages, generation.prompt)
+    def query(self, generation: Generation, retrieval: Retrieval) -> Query:
+        """Return the query for its passages."""
+        text = query_text(self._tokenizer, generation.messages, generation.prompt)
+        return retrieval.query(text, "prefill", generation.deadline_ns)
 
     def with_passages(self, generation: Generation, bare: Sequence[int], passages: Sequence[Passage]) -> Prompt:
         """Return the prompt with those of the passages that are near enough and fit."""
