@@ -197,7 +197,8 @@ class SearchClient:
         accepted.
         """
         query = self.query(vector, k, **options)
-        self.transport(query.spec.collection).submit(query, wait_for_room)
+        transport = self.dispatcher if self._remote is None else self.transport(query.spec.collection)
+        transport.submit(query, wait_for_room)
         return query.ticket
 
     def transport(self, collection: str) -> QueryTransport:
@@ -229,7 +230,8 @@ class SearchClient:
         deadline_ns = 0 if deadline_ms is None else deadline_after_ms(deadline_ms)
         query = self.query(vector, k, deadline_ns=deadline_ns, text=text, hybrid=hybrid, **options)
         ticket = query.ticket
-        self.transport(query.spec.collection).submit(query)
+        transport = self.dispatcher if self._remote is None else self.transport(query.spec.collection)
+        transport.submit(query)
         try:
             while ticket not in self._unclaimed:
                 self._unclaimed.update((result.ticket, result) for result in self._collect())

@@ -100,7 +100,8 @@ def as_vectors(vectors: Any, name: str = "vector") -> Vectors:
 
 def query_vector(vector: Any) -> Vectors:
     """Convert the vector of a query, [d]; one on a GPU is checked by the pool. Raises `InvalidRequest`."""
-    row = as_vectors(vector)
+    is_plain = type(vector) is np.ndarray and vector.dtype.kind in _NUMBERS
+    row = np.array(vector, dtype=np.float32) if is_plain else as_vectors(vector)
     if row.ndim != 1:
         raise InvalidRequest(f"vector must have the shape (d,), got {row.shape}", "vector")
     if type(row) is np.ndarray and not np.logical_and.reduce(np.isfinite(row)):
