@@ -1,5 +1,7 @@
 """Messages by which a client and a pool open a session over ZeroMQ. All later communication uses the rings."""
 
+from typing import Annotated
+
 import msgspec
 
 from ipc.errors import InvalidArgument
@@ -11,6 +13,7 @@ from ipc.session.device_arena import Lease
 
 VERSION = 7
 _PAGE = 4096
+Token = Annotated[bytes, msgspec.Meta(max_length=64)]  # a mailbox reads no more of a datagram
 MAX_MESSAGE_BYTES = 1 << 19
 
 EVENTFD, ZEROMQ = "eventfd", "zeromq"
@@ -124,7 +127,7 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
     catalogue: Catalogue
     max_k: int
     max_top_m: int
-    token: bytes
+    token: Token
     bell: str
     arena: Grant | None = None
 

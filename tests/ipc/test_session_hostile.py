@@ -28,7 +28,7 @@ from ipc.client.attachment import Attachment
 from ipc.ring.descriptors import RESULT_HEADER
 from ipc.ring.doorbell import FdMailbox
 from ipc.server.server import JOIN_NS
-from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attach, Attached, encode
+from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attach, Attached, decode_answer, encode
 from tests.ipc.processes import attach, child, served, succeeded
 from tests.ipc.ring_server import Cancel, RingServer
 from tests.ipc.sessions import answer, ask, forge_requests, place_of, void
@@ -188,6 +188,13 @@ def test_the_place_of_a_client_that_never_opens_its_rings_is_reclaimed(server: R
             assert (server.statistics().clients, server.statistics().lost) == (1, 1)
             ask(client)
             assert answer(server) == 1
+
+
+def test_an_answer_with_a_token_that_no_mailbox_could_match_is_malformed(client: RingClient) -> None:
+    answer = client.attachment.answer
+    assert decode_answer(encode(answer)) == answer
+    with pytest.raises(msgspec.ValidationError, match="length <= 64"):
+        decode_answer(encode(msgspec.structs.replace(answer, token=b"t" * 65)))
 
 
 @pytest.mark.parametrize("moment", ["before it maps its rings", "before it says that it has"])
