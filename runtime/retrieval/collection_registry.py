@@ -154,11 +154,13 @@ class CollectionBuilds:
     def _reopen_if_replaced(self, identity: str) -> None:
         """Reopen a build that is served again: the open file may not be the one that the pools loaded."""
         build = self.by_identity.get(identity)
-        if build is None or build.documents.was_written() or build.stamp == documents_stamp(self.directory):
+        if build is None or build.stamp == documents_stamp(self.directory):
             return
         try:
+            if build.documents.was_written():
+                return
             found = open_build(self.directory, self._verify, verify_first=True)
-        except CollectionError:  # the open file is the only copy
+        except CollectionError:  # the open file is the only copy; where one was restored, the next read finds out
             return
         if found.identity != identity:
             found.close()

@@ -1,11 +1,11 @@
 """Fixtures: a node shared by most tests, and a factory of separate nodes."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="the node's model needs the extra [llm]")
 

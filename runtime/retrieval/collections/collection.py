@@ -1,6 +1,6 @@
 """A collection in a directory: made, opened, described, verified.
 
-Collection.build(Path("passages.jsonl"), Path("docs"))
+bulk_load.build(Path("passages.jsonl"), Path("docs"))
 with Collection.open(Path("docs")) as docs:
     rows, distances = docs.search(load_embedder(docs.embedder).embed(["…"]), k=4)
     passages = docs.get(rows[0])
