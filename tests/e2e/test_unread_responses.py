@@ -21,7 +21,7 @@ ALLOWED_BYTES = MAX_UNSENT_BYTES + (64 << 20)  # beside it, what the transports 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveNode]:
-    with LiveNode(tmp_path_factory.mktemp("unread"), more="[pool]\nmax_k = 128\n") as live:
+    with LiveNode(tmp_path_factory.mktemp("unread")) as live:
         with httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
             for number in range(40):  # more than a response may have
                 vector = [1.0] * (DIM - 1) + [1.0 + number / 128]
