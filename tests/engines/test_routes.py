@@ -14,7 +14,7 @@ from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.requests import Relayed
 from runtime.serving.http.app import create_app
 from runtime.serving.http.responses import ChatResponse
-from runtime.serving.http.routes.responses import RESULTS
+from runtime.serving.http.routes.responses_body import RESULTS
 from runtime.serving.http.service import NoCollections, Service, Settings
 from runtime.testing.waiting import until
 from tests.engines.engine_harness import EngineHarness, running_engine

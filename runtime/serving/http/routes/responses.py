@@ -5,10 +5,8 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,165 +17,20 @@ from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.stores.records import StoredResponse, new_id
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.serving.frontend.requests import Request as InFlight
-from runtime.serving.http import unsupported_fields
 from runtime.serving.http.access import access_of
-from runtime.serving.http.api_types import (
-    MAX_TOKENS,
-    StrictModel,
-    check_bytes,
-    field_error,
-    filter_at,
-    json_name,
-    parse_object,
-    validate,
-    without_null,
-)
+from runtime.serving.http.api_types import check_bytes
 from runtime.serving.http.middleware import ReadBody, client_id_of, request_id
 from runtime.serving.http.response_objects import ResponseBuilder
 from runtime.serving.http.responses import EventStream, Json, cancel_on_disconnect, json_response
 from runtime.serving.http.routes.files import tenant_of
-from runtime.serving.http.routes.store_objects import STORE_PREFIX, Metadata
-from runtime.serving.http.routes.vector_stores import (
-    RankingOptions,
-    distance_of,
-    results_of,
-    score_of,
-    validate_ranking,
-)
+from runtime.serving.http.routes.responses_body import RESULTS, FileSearchTool, ResponsesBody, parse_responses
+from runtime.serving.http.routes.store_objects import STORE_PREFIX
+from runtime.serving.http.routes.vector_stores import distance_of, results_of, score_of
 from runtime.serving.http.service import Service, Settings
-from runtime.serving.messages import Generation, Message, ProbeMode, Retrieval, Retrieved, Sampling, Tokens
+from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.serving.model.text import last_question, passages_block, question_with_block
 
 log = logging.getLogger(__name__)
-_TEXTS = ("input_text", "output_text", "text")
-RESULTS = "file_search_call.results"
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "background": (False,),
-    "truncation": ("disabled",),
-    "text": ({}, {"format": {"type": "text"}}),
-    "reasoning": ({},),
-    "top_logprobs": (0,),
-    "service_tier": ("auto", "default"),
-    "conversation": (),
-    "prompt": (),
-    "context_management": (),
-    "moderation": (),
-}
-"""Unsupported fields, and the values with which they have no effect."""
-_IGNORED = frozenset((
-    "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
-    "parallel_tool_calls", "max_tool_calls", "stream_options",
-))  # fmt: skip
-
-
-def _validate_item(value: object) -> object:
-    """Validate an item of the input: a message, as role and text. A file search call of an earlier response is {}."""
-    if not isinstance(value, dict):
-        raise field_error(f"an item of input must be an object, not {json_name(value)}")
-    if (kind := value.get("type", "message")) == "file_search_call":
-        return {}
-    if kind != "message":
-        raise field_error(f"input of type {str(kind)[:64]!r} is not supported, only messages with text")
-    content = value.get("content")
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else json_name(part)
-                raise field_error(f"content of type {str(kind)[:64]!r} is not supported, only text")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise field_error(f"content must be a string or an array of text parts, not {json_name(content)}")
-    role = "system" if value.get("role") == "developer" else value.get("role")
-    if role not in ("system", "user", "assistant"):
-        raise field_error(f"role is {str(role)[:64]!r}, it must be system, developer, user or assistant")
-    return {"role": role, "content": content}
-
-
-def _validate_input(value: object) -> object:
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise field_error(f"input must be a string or an array, not {json_name(value)}")
-    messages = [item for item in map(_validate_item, value) if item]
-    if not messages:
-        raise field_error("input has no message")
-    return messages
-
-
-def _validate_tools(value: object) -> object:
-    if not isinstance(value, list):
-        raise field_error(f"tools must be an array, not {json_name(value)}")
-    for tool in value:
-        kind = tool.get("type") if isinstance(tool, dict) else json_name(tool)
-        if kind != "file_search":
-            raise field_error(f"the tool {str(kind)[:64]!r} is not supported, only file_search")
-    if len(value) > 1:
-        raise field_error(f"tools has {len(value)} file_search tools, the limit is 1, with several vector stores")
-    return [without_null(tool) for tool in value]
-
-
-def _validate_choice(value: object) -> object:
-    kind = value.get("type") if isinstance(value, dict) else value
-    if kind not in ("auto", "required", "none", "file_search"):
-        raise field_error("tool_choice must be auto, required, none or file_search")
-    return kind
-
-
-def _validate_include(value: object) -> object:
-    unknown = [one for one in value if one != RESULTS] if isinstance(value, list) else [value]
-    if unknown:
-        raise field_error(f"include: {str(unknown[0])[:64]!r} is not supported, only {RESULTS}")
-    return value
-
-
-class FileSearchTool(StrictModel, extra="forbid"):
-    """OpenAI's tool. `every_tokens`, `probe_mode` and `probe_tokens` are those of `retrieval`: probes of the answer."""
-
-    type: Literal["file_search"]
-    vector_store_ids: list[str] = Field(min_length=1)
-    max_num_results: int = Field(4, ge=1, le=MAX_TOKENS)
-    filters: Annotated[Any, BeforeValidator(filter_at("tools[0].filters"))] = None
-    ranking_options: Annotated[RankingOptions | None, BeforeValidator(validate_ranking)] = None
-    every_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
-    probe_mode: ProbeMode = "wait"
-    probe_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
-
-
-class ResponsesBody(StrictModel):
-    """POST /v1/responses."""
-
-    model: str
-    input: Annotated[list[dict[str, str]], BeforeValidator(_validate_input)]
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    tools: Annotated[list[FileSearchTool], BeforeValidator(_validate_tools)] = Field([])
-    tool_choice: Annotated[str, BeforeValidator(_validate_choice)] = "auto"
-    include: Annotated[list[str], BeforeValidator(_validate_include)] = Field([])
-    max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    metadata: Metadata = Field({})
-    store: bool = True
-    stream: bool = False
-
-    @property
-    def tool(self) -> FileSearchTool | None:
-        """The file search, unless it is not to be used."""
-        return self.tools[0] if self.tools and self.tool_choice != "none" else None
-
-
-def parse_responses(content: bytes) -> ResponsesBody:
-    """Parse a body. Raises InvalidRequest that names the parameter."""
-    sent = without_null(parse_object(content))
-    for name in [name for name in sent if name not in ResponsesBody.model_fields]:
-        value = sent.pop(name)
-        if name in _IGNORED:
-            continue
-        if name not in _NEUTRAL:
-            raise InvalidRequest(f"unknown field {name[:64]!r}", name[:64])
-        if unsupported_fields.is_set(value, _NEUTRAL[name]):
-            raise InvalidRequest(f"{name} is not supported", name)
-    return validate(ResponsesBody, sent)
 
 
 @dataclass(frozen=True, slots=True)
