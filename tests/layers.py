@@ -18,7 +18,9 @@ PROCESS = {
     ),
     "dashboards": ("test_fleet", "test_metric_window", "test_rules", "test_top"),
     "engines": ("test_real_vllm", "test_vllm_setup"),
-    "frontend": ("test_store_reader",),
+    "frontend": (
+        "test_responses", "test_store_faults", "test_store_reader", "test_store_tenants", "test_stores",
+    ),
     "fleet": ("test_configurations", "test_kubernetes"),
     "fuzz": ("test_collections",),
     "gpu": (

@@ -13,6 +13,8 @@ if len(sys.argv) != 4:
     print("usage: python docs/examples/file_search.py URL FILE QUESTION", file=sys.stderr)
     sys.exit(2)
 url, path, question = sys.argv[1:]
+if not Path(path).is_file():
+    sys.exit(f"{path}: no such file")
 try:
     with OpenAI(base_url=url, api_key="unused") as client:
         model = client.models.list().data[0].id

@@ -38,6 +38,7 @@ def form(*parts: tuple[str, bytes], end: bytes = b"--\r\n") -> bytes:
     return b"\r\n".join(one) + f"\r\n--{BOUNDARY}".encode() + end
 
 
+ANCHOR = ('"expires_after[anchor]"', b"created_at")
 PURPOSE, FILE = ('"purpose"', b"assistants"), ('"file"; filename="a.txt"', b"abc")
 
 
@@ -57,6 +58,8 @@ PURPOSE, FILE = ('"purpose"', b"assistants"), ('"file"; filename="a.txt"', b"abc
         (b"", 400, "ends before its last boundary"),
         (form(PURPOSE, ('"file"; filename="a.txt"', b"x" * ((1 << 20) + 1))), 413, "the limit"),
         (form(('"purpose"', b"x" * (FORM_BYTES + 1)), FILE), 413, "without its file"),
+        (form(PURPOSE, ANCHOR, ('"expires_after[seconds]"', b"000003600999999"), FILE), 400, "3600 to 2592000 seconds"),
+        (form(PURPOSE, ANCHOR, ('"expires_after[seconds]"', b"9" * 5000), FILE), 400, "3600 to 2592000 seconds"),
         (form((f'"{"n" * 5000}"', b""), FILE), 400, "the head of a part"),
     ],
 )

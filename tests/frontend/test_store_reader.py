@@ -1,4 +1,4 @@
-"""Files of clients that are not plain text are read by a process of their own, with limits."""
+"""Files of clients are read by a process of their own, with limits."""
 
 from pathlib import Path
 
@@ -43,3 +43,27 @@ def test_a_page_is_indexed_without_its_markup_and_one_that_kills_its_reader_fail
         assert "twelve weeks" in found.content[0].text
         assert "<p>" not in found.content[0].text
         assert "x()" not in found.content[0].text
+
+
+def test_a_file_whose_reader_cannot_start_fails_with_a_reason_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reader(IsolatedReader):
+        """A reader for whose process there is no room, once."""
+
+        def read(self, name: str, content: bytes) -> ParsedFile:
+            if b"first" in content:
+                raise BlockingIOError("no room for another process")
+            return super().read(name, content)
+
+    monkeypatch.setattr(indexing, "IsolatedReader", Reader)
+    with store_node(tmp_path) as cluster, cluster.client() as client:
+        store = client.vector_stores.create().id
+        first, second = upload(client, "a.txt", b"the first"), upload(client, "b.md", b"# The second\n\nIt is read.")
+        for file in (first, second):
+            client.vector_stores.files.create(store, file_id=file)
+        wait_indexed(client, store)
+        failed = client.vector_stores.files.retrieve(first, vector_store_id=store)
+        assert failed.last_error is not None
+        assert (failed.status, failed.last_error.code) == ("failed", "server_error")
+        assert client.vector_stores.files.retrieve(second, vector_store_id=store).status == "completed"

@@ -328,7 +328,7 @@ def _highest_id(path: Path) -> int:
         return -1
     try:
         return int(np.load(path, mmap_mode="r", allow_pickle=False).max())
-    except (OSError, ValueError, TypeError) as error:
+    except Exception as error:  # numpy parses the header with Python's parser, so a damaged one may raise any error
         raise CollectionError(f"{path} is damaged: {error}") from error
 
 

@@ -22,6 +22,7 @@ from runtime.retrieval.ingestion.sections import ParsedFile, UnreadableFile
 
 READ_S = 60
 READ_BYTES = 2 << 30
+MAX_TEXT_BYTES = 256 << 20  # what the parent takes into its own memory
 _NO_MEMORY = 3  # exit code of the child
 
 
@@ -133,10 +134,12 @@ def _serve_one(seconds: int) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     _set_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
     try:
-        response = _ReadResponse(read_file(request.name, request.content))
+        response = msgspec.msgpack.encode(_ReadResponse(read_file(request.name, request.content)))
+        if len(response) > MAX_TEXT_BYTES:
+            raise UnreadableFile(f"its text has over {MAX_TEXT_BYTES >> 20} MiB")
     except UnreadableFile as error:
-        response = _ReadResponse(error=str(error))
-    _send(sys.stdout.buffer, msgspec.msgpack.encode(response))
+        response = msgspec.msgpack.encode(_ReadResponse(error=str(error)))
+    _send(sys.stdout.buffer, response)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from runtime.errors import BuildRefused
 from runtime.retrieval.embedding.embedder import Embedder
-from runtime.retrieval.ingestion.sections import Count, ParsedFile, Section, split
+from runtime.retrieval.ingestion.sections import MAX_TOKEN_CHARACTERS, Count, ParsedFile, Section, split
 
 PASSAGE_TOKENS = 192  # by default a prompt has room for four such passages
 MIN_PASSAGE_TOKENS = 16
@@ -52,6 +52,11 @@ def file_passages(read: ParsedFile, name: str, limit: int, count: Count, overlap
             before = piece
 
 
+def _is_long(text: str, short: float, count: Count) -> bool:
+    # By characters too: of control characters or long words, a megabyte may count as no token.
+    return len(text) > MAX_TOKEN_CHARACTERS * short or count(text) >= short
+
+
 def _ending(text: str, tokens: int, count: Count) -> str:
     """Return the last words of a text, of at most so many tokens."""
     words = text.split()[-tokens:] if tokens else []
@@ -65,7 +70,7 @@ def _merge_short_sections(sections: Sequence[Section], short: float, count: Coun
     joined: list[Section] = []
     for section in sections:
         last = joined[-1] if joined else None
-        if last is None or last.page != section.page or count(last.text) >= short:
+        if last is None or last.page != section.page or _is_long(last.text, short, count):
             joined.append(section)
             continue
         own = section.heading.rpartition(" › ")[2]

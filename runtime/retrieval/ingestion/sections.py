@@ -67,7 +67,7 @@ class Outline:
 
 
 _CUTS = (re.compile(r"(?<=\n)\s*\n"), re.compile(r"(?<=[.!?…。！？])\s+|\n"), re.compile(r"\s+"))
-_MAX_TOKEN_CHARACTERS = 8  # characters: a tokenizer may count long words or runs of blanks as very few tokens
+MAX_TOKEN_CHARACTERS = 8  # characters: a tokenizer may count long words or runs of blanks as very few tokens
 
 Count = Callable[[str], int]
 
@@ -76,7 +76,7 @@ def split(text: str, limit: int, count: Count) -> Iterator[str]:
     """Yield non-empty, stripped pieces of at most about `limit` tokens, as counted by `count`."""
     piece, tokens = "", 0
     for part, size in _parts(text, limit, count, 0):
-        if piece.strip() and (tokens + size > limit or len(piece) + len(part) > _MAX_TOKEN_CHARACTERS * (limit + 8)):
+        if piece.strip() and (tokens + size > limit or len(piece) + len(part) > MAX_TOKEN_CHARACTERS * (limit + 8)):
             yield piece.strip()
             piece, tokens = "", 0
         piece += part
@@ -88,7 +88,7 @@ def split(text: str, limit: int, count: Count) -> Iterator[str]:
 def _parts(text: str, limit: int, count: Count, level: int) -> Iterator[tuple[str, int]]:
     """Yield the consecutive parts of the text with their tokens; none exceeds the limit but a single character."""
     size = count(text)
-    if (size <= limit and len(text) <= _MAX_TOKEN_CHARACTERS * (limit + 8)) or len(text) == 1:
+    if (size <= limit and len(text) <= MAX_TOKEN_CHARACTERS * (limit + 8)) or len(text) == 1:
         yield text, size
     elif level == len(_CUTS):
         middle = len(text) // 2

@@ -11,7 +11,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import PurePosixPath
 from typing import TypeVar
@@ -27,7 +26,7 @@ from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.fair_gate import FairGate
 from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
 from runtime.retrieval.ingestion.passages import FilePassage, file_passages, passage_limit
-from runtime.retrieval.ingestion.readers import PLAIN, SUFFIXES, check_packages, read_file
+from runtime.retrieval.ingestion.readers import SUFFIXES, check_packages
 from runtime.retrieval.ingestion.sections import UnreadableFile
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.collection import STORE, file_filter, stored_attributes
@@ -59,7 +58,10 @@ class Indexer:
         self._catalogue, self._files, self._writes, self._embedder = catalogue, files, writes, embedder
         self._gate = FairGate(CONCURRENT_FILES)
         self._threads = ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="files")
-        self._readers: queue.SimpleQueue[IsolatedReader] = queue.SimpleQueue()
+        self._readers = [IsolatedReader() for _ in range(CONCURRENT_FILES)]  # their processes start with a file
+        self._idle: queue.SimpleQueue[IsolatedReader] = queue.SimpleQueue()
+        for reader in self._readers:
+            self._idle.put(reader)
         self._wanted: set[tuple[str, str]] = set()  # (store, file) to be indexed, again if that is in progress
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._removals: set[asyncio.Task[None]] = set()
@@ -96,8 +98,12 @@ class Indexer:
         task.add_done_callback(self._removals.discard)
         return task
 
-    async def passages(self, file: StoredFile, chunking: Chunking) -> list[FilePassage]:
-        """Return a file's passages. Raises `UnreadableFile`, `BuildRefused`, `Unavailable`."""
+    async def passages(self, file: StoredFile, chunking: Chunking, tenant: str) -> list[FilePassage]:
+        """Return a file's passages, in the tenant's turn. Raises `UnreadableFile`, `BuildRefused`, `Unavailable`."""
+        async with self._gate.place(flow_of(tenant)):
+            return await self._passages(file, chunking)
+
+    async def _passages(self, file: StoredFile, chunking: Chunking) -> list[FilePassage]:
         read = partial(self._read, file, chunking, self._embedder())
         return await asyncio.get_running_loop().run_in_executor(self._threads, read)
 
@@ -108,9 +114,8 @@ class Indexer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
-        with suppress(queue.Empty):
-            while True:
-                self._readers.get_nowait().close()
+        for reader in self._readers:  # what one reads ends with its process
+            reader.close()
 
     # ---- indexing
 
@@ -128,8 +133,16 @@ class Indexer:
                     self._wanted.add(key)
                     await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
                     attempt += 1
+        except Exception:  # without an end it would stay in progress, and its client would wait
+            log.exception("file %s cannot be indexed", key[1])
+            await self._fail(key)
         finally:
             del self._running[key]
+
+    async def _fail(self, key: tuple[str, str]) -> None:
+        entry = await self._run(self._catalogue.find, StoreFile, key[1], key[0])
+        if entry is not None:
+            await self._end(entry, 0, "server_error", "an internal error; the node's log has it")
 
     async def _index_once(self, store_id: str, file_id: str) -> None:
         entry = await self._run(self._catalogue.find, StoreFile, file_id, store_id)
@@ -138,7 +151,7 @@ class Indexer:
         if entry is None or store is None or file is None or entry.status != "in_progress":
             return
         try:
-            passages = await self.passages(file, entry.chunking)
+            passages = await self._passages(file, entry.chunking)
             await self._write(store, entry, passages)
         except _Stopped:
             return
@@ -192,17 +205,11 @@ class Indexer:
             content = read_regular(self._files.path(file.id), MAX_READ_BYTES)
         except OSError as error:
             raise UnreadableFile(f"its content cannot be read: {error.strerror}") from error
-        if suffix in PLAIN:
-            read = read_file(f"file{suffix}", content)
-        else:
-            try:
-                reader = self._readers.get_nowait()
-            except queue.Empty:
-                reader = IsolatedReader()
-            try:
-                read = reader.read(f"file{suffix}", content)
-            finally:
-                self._readers.put(reader)
+        reader = self._idle.get()  # there are as many as threads
+        try:
+            read = reader.read(f"file{suffix}", content)
+        finally:
+            self._idle.put(reader)
         limit = chunking.max_tokens or passage_limit(0, embedder)
         found = list(file_passages(read, name.stem[:200], limit, embedder.count_tokens, chunking.overlap_tokens))
         if not found:

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -27,7 +28,16 @@ from runtime.retrieval.stores.catalogue import Catalogue, Page, Quota, Usage
 from runtime.retrieval.stores.collection import store_filter, with_columns
 from runtime.retrieval.stores.file_folder import FileFolder
 from runtime.retrieval.stores.indexing import Indexer, flow_of
-from runtime.retrieval.stores.records import Batch, Chunking, FileStatus, Store, StoredFile, StoreFile, new_id
+from runtime.retrieval.stores.records import (
+    Batch,
+    Chunking,
+    FileStatus,
+    Store,
+    StoredFile,
+    StoreFile,
+    UnknownObject,
+    new_id,
+)
 from runtime.retrieval.writer_service import WriterService
 
 MAX_UPLOADS = 16
@@ -90,14 +100,18 @@ class Stores:
         try:
             for file in await self._run(self._catalogue.with_status, StoredFile, "expiring"):
                 if file.expires_at is not None and file.expires_at <= now:
-                    await self.delete_file(file.id, "")
+                    with suppress(UnknownObject):  # deleted meanwhile
+                        await self.delete_file(file.id, "")
             for store in await self._run(self._catalogue.with_status, Store, "expiring"):
                 if self.is_expired(store):
                     while (found := await self.entries(store.id, Page(100), ""))[0]:
                         for entry in found[0]:
-                            await self.remove_file(store.id, entry.id, "")
+                            with suppress(UnknownObject):
+                                await self.remove_file(store.id, entry.id, "")
         except TrinityError as error:
             log.warning("what has expired is not removed yet: %s", error.message)
+        except Exception:  # such as a full disk: it is tried again
+            log.exception("what has expired is not removed yet")
 
     def now(self) -> float:
         """Return the Unix time in seconds."""
@@ -290,7 +304,7 @@ class Stores:
         """Return the passages of a file in a store. Raises `InvalidRequest` for a file without text, `Unavailable`."""
         file = await self.file(entry.id, "")
         try:
-            return await self._indexer.passages(file, entry.chunking)
+            return await self._indexer.passages(file, entry.chunking, entry.tenant)
         except (UnreadableFile, BuildRefused) as error:
             raise InvalidRequest(f"the file cannot be read: {error}", "file_id") from error
 

@@ -17,6 +17,7 @@ from runtime.serving.http.routes.paging import MAX_FILES_LISTED, list_json, page
 Purpose = Literal["assistants", "user_data"]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 _EXPIRES_S = range(3600, 2_592_001)
+_MAX_DIGITS = 9
 
 
 class FileRoutes:
@@ -86,12 +87,13 @@ def _lifetime_s(fields: dict[str, str]) -> int:
         raise InvalidRequest(f"unknown field {next(iter(fields))[:64]!r}")
     if anchor is None and seconds is None:
         return 0
-    if anchor != "created_at" or not (seconds or "").isdecimal() or int((seconds or "0")[:9]) not in _EXPIRES_S:
+    value = int(seconds) if seconds and len(seconds) <= _MAX_DIGITS and seconds.isdecimal() else 0
+    if anchor != "created_at" or value not in _EXPIRES_S:
         raise InvalidRequest(
             f"expires_after needs the anchor created_at and {_EXPIRES_S[0]} to {_EXPIRES_S[-1]} seconds",
             "expires_after",
         )
-    return int(seconds or "0")
+    return value
 
 
 def file_json(file: StoredFile) -> Json:
