@@ -15,19 +15,23 @@ PAGE = (
 )
 
 
-def test_a_page_is_indexed_without_its_markup_and_one_that_kills_its_reader_fails_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Reader(IsolatedReader):
-        """A reader whose process dies of a file with the word \"fatal\"."""
+def fail_on(word: bytes, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let reading a file with this word fail."""
 
+    class Reader(IsolatedReader):
         def read(self, name: str, content: bytes) -> ParsedFile:
-            if b"fatal" in content:
+            if word in content:
                 self.close()
-                raise UnreadableFile("its reader ended with SIGSEGV")
+                raise error
             return super().read(name, content)
 
     monkeypatch.setattr(indexing, "IsolatedReader", Reader)
+
+
+def test_a_page_is_indexed_without_its_markup_and_one_that_kills_its_reader_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_on(b"fatal", UnreadableFile("its reader ended with SIGSEGV"), monkeypatch)
     with store_node(tmp_path) as cluster, cluster.client() as client:
         store = client.vector_stores.create().id
         fatal, page = upload(client, "fatal.html", b"<p>fatal</p>"), upload(client, "page.HTML", PAGE)
@@ -48,15 +52,7 @@ def test_a_page_is_indexed_without_its_markup_and_one_that_kills_its_reader_fail
 def test_a_file_whose_reader_cannot_start_fails_with_a_reason_and_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Reader(IsolatedReader):
-        """A reader for whose process there is no room, once."""
-
-        def read(self, name: str, content: bytes) -> ParsedFile:
-            if b"first" in content:
-                raise BlockingIOError("no room for another process")
-            return super().read(name, content)
-
-    monkeypatch.setattr(indexing, "IsolatedReader", Reader)
+    fail_on(b"first", BlockingIOError("no room for another process"), monkeypatch)
     with store_node(tmp_path) as cluster, cluster.client() as client:
         store = client.vector_stores.create().id
         first, second = upload(client, "a.txt", b"the first"), upload(client, "b.md", b"# The second\n\nIt is read.")

@@ -1,6 +1,7 @@
 """/v1/vector_stores/{id}/files and …/file_batches: the files in a client's vector store."""
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Sequence
 from typing import cast, get_args
 
 from starlette.applications import Starlette
@@ -8,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest
+from runtime.retrieval.ingestion.passages import FilePassage
 from runtime.retrieval.stores.records import FileStatus
 from runtime.retrieval.stores.service import NewEntry, Stores
 from runtime.serving.http.access import access_of
@@ -85,9 +87,7 @@ class StoreFileRoutes:
         entry = await self._stores.entry(self._store(http), http.path_params["file"], tenant_of(http))
         passages = await self._stores.passages(entry)
         unsent_response(http).reserve(2 * sum(len(one.text) for one in passages))
-        data = [{"type": "text", "text": one.text} for one in passages]
-        page = {"object": "vector_store.file_content.page", "data": data, "has_more": False, "next_page": None}
-        return json_response(page)
+        return await asyncio.to_thread(_content_page, passages)  # it has the whole text of the file
 
     async def add_batch(self, http: Request) -> Response:
         body = parse(AddBatchBody, await self._read(http))
@@ -123,3 +123,10 @@ class StoreFileRoutes:
 
 def _entry(body: AddFileBody) -> NewEntry:
     return NewEntry(body.file_id, body.attributes, to_chunking(body.chunking_strategy))
+
+
+def _content_page(passages: Sequence[FilePassage]) -> Response:
+    data = [{"type": "text", "text": one.text} for one in passages]
+    return json_response(
+        {"object": "vector_store.file_content.page", "data": data, "has_more": False, "next_page": None}
+    )
