@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.retrieval.ingestion.sections import split
+from runtime.retrieval.ingestion.passages import file_passages
+from runtime.retrieval.ingestion.sections import ParsedFile, Section, split
 
 
 def words(text: str) -> int:
@@ -31,3 +32,15 @@ def test_no_text_is_lost_and_no_passage_exceeds_the_limit(text: str, limit: int)
     pieces = list(split(text, limit, words))
     assert "".join("".join(pieces).split()) == "".join(text.split())
     assert all(piece == piece.strip() and 1 <= words(piece) <= limit for piece in pieces)
+
+
+def test_sections_that_count_as_no_token_are_merged_in_pieces_of_bounded_length() -> None:
+    counted: list[int] = []
+
+    def count(text: str) -> int:
+        counted.append(len(text))
+        return 0
+
+    sections = [Section("\x01" * 100) for _ in range(1000)]
+    assert list(file_passages(ParsedFile("", sections), "name", 192, count))
+    assert max(counted) < 1000
