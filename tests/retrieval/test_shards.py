@@ -82,3 +82,12 @@ def test_merging_returns_the_nearest_and_breaks_ties_by_id(distances: Any, k: in
         every += list(zip(values, ids.tolist(), strict=True))
     ids, near = merge_neighbors(parts, k)
     assert list(zip(near.tolist(), ids.tolist(), strict=True)) == sorted(every)[:k]
+
+
+def test_ids_of_an_impossible_number_are_an_error_of_the_collection(tmp_path: Path) -> None:
+    bulk_load.build(VECTORS, tmp_path / "split", metric="l2", degree=8, shards=2)
+    header = {"descr": "<i8", "fortran_order": False, "shape": (10**20,)}
+    with (tmp_path / "split" / "index-1" / "ids.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+    with pytest.raises(CollectionError, match=r"ids\.npy is damaged"):
+        Collection.open(tmp_path / "split")
