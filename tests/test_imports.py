@@ -52,6 +52,11 @@ def test_a_process_imports_no_heavy_module_it_does_not_need(
     assert HEAVY & _modules(fork_server, f"import {module}") <= NEEDED[module]
 
 
+def test_loading_machine_code_does_not_import_what_numba_compiles_with(compiling: ForkServer) -> None:
+    _modules(compiling, "import ipc.native.atomics")  # this one compiles if the cache is empty
+    assert "numba.np.npyimpl" not in _modules(compiling, "import ipc.native.atomics")
+
+
 @pytest.mark.parametrize("command", ["serve", "status", "stop"])
 def test_a_command_does_not_import_modules_of_other_commands(command: str, launcher: ForkServer) -> None:
     found = _modules(launcher, f"from launchers.main import command_line; command_line([{command!r}])")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from numba.core.caching import FunctionCache
+from numba.core.runtime import rtsys
 
 from ipc.native.private import is_private
 
@@ -68,6 +69,15 @@ class MachineCode(FunctionCache):  # type: ignore[misc]
 
     def compiled(self) -> None:
         """Release the lock that a search without a result has taken. Call it when the code has been saved."""
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        """Return the code for a signature, None if it is not in this directory.
+
+        Unlike numba's, it does not fill the registries of what can be compiled, which takes .2 s: a compilation does.
+        """
+        rtsys.initialize(context)  # of the registries, code that counts references needs these functions
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(signature, context)
 
     def has(self, signature: Any, codegen: Any) -> bool:
         """Whether the code for a signature is in this directory."""

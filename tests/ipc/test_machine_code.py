@@ -49,6 +49,18 @@ if __name__ == "__main__":
     assert high(1) == 4
     print(listener.count)
 """
+_COUNTED = """
+from pathlib import Path
+import numpy as np
+from ipc.native.compiled import compiler_for
+
+def tail(a):
+    b = a + 1
+    return b[1:]
+
+compiled_tail = compiler_for(Path(__file__).parent)(tail, returns_array=True)
+print(int(compiled_tail(np.arange(3))[0]), sum(compiled_tail.stats.cache_hits.values()))
+"""
 _PROGRAM = """
 from ipc.native.records import numba_type
 from ipc.ring import exchange
@@ -169,6 +181,17 @@ def test_processes_that_start_together_on_an_empty_cache_compile_each_function_o
             process.stdin.flush()
         assert sum(int(process.communicate(timeout=250)[0]) for process in processes) == 2
     assert not list(tmp_path.rglob("*.lock"))
+
+
+def test_code_that_counts_references_is_loaded_by_a_process_that_has_compiled_nothing(tmp_path: Path) -> None:
+    program = tmp_path / "counted.py"
+    program.write_text(_COUNTED)
+    variables = os.environ | {"PYTHONPATH": str(Path(ipc.__file__).parents[1])}
+    for hits in (0, 1):
+        done = subprocess.run(
+            [sys.executable, str(program)], env=variables, capture_output=True, text=True, timeout=200, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, f"2 {hits}\n"), done.stderr
 
 
 def test_a_lock_is_waited_for_until_it_is_released(tmp_path: Path) -> None:
