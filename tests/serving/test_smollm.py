@@ -91,6 +91,16 @@ def test_another_file_gets_another_directory(source: Path, monkeypatch: pytest.M
     assert smollm.ensure_converted() != first
 
 
+def test_a_process_reads_the_file_once_until_it_changes(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm, "convert", lambda source, directory, progress: None)
+    first = smollm.ensure_converted()
+    monkeypatch.setattr(smollm, "open_regular", None)
+    assert smollm.ensure_converted() == first
+    source.write_bytes(b"GGUF!")
+    with pytest.raises(TypeError):
+        smollm.ensure_converted()
+
+
 def test_the_cache_is_private_and_a_shared_one_is_rejected(source: Path) -> None:
     directory = smollm.models_directory()
     assert directory.stat().st_mode & 0o077 == 0

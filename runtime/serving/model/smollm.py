@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -102,12 +103,9 @@ def ensure_converted(progress: Progress | None = None) -> Path:
     Processes may call this concurrently: one converts, the others wait.
     """
     source = source_file()
-    digest = hashlib.sha256()
-    with open(open_regular(source), "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    models = models_directory()
-    target = models / f"{NAME}-{source.stat().st_size}-{digest.hexdigest()[:16]}-v{_CONVERTER}"
+    models, found = models_directory(), source.stat()
+    digest = _sha256(source, found.st_size, found.st_mtime_ns)
+    target = models / f"{NAME}-{found.st_size}-{digest[:16]}-v{_CONVERTER}"
     if target.is_dir():
         return target
     with _locked(models / f".{NAME}.lock"):
@@ -124,6 +122,16 @@ def ensure_converted(progress: Progress | None = None) -> Path:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+@cache
+def _sha256(path: Path, size: int, modified_ns: int) -> str:
+    """Return a file's digest. A process that starts asks for it several times, and it takes .07 s."""
+    digest = hashlib.sha256()
+    with open(open_regular(path), "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def convert(source: Path, directory: Path, progress: Progress) -> None:
