@@ -2,10 +2,10 @@
 
 Every run starts the node (by default the demo's), measures the time until all of it is ready, then kills each worker
 once (kill -9) while the node is idle, and measures the time until it is ready again. Prints the median, the fastest and
-the slowest run, with the phases of each worker's startup from its log. `--cold` begins with two starts as after an
-installation: with a copy of the sources without compiled code and empty caches (numba's, kernels, torch's), and with
-the byte code of other packages, which pip writes. One is of that state, one after `trinity precompile`, whose time is a
-row too.
+the slowest run, with the phases of each worker's startup from its log, and the *chain*: what the start would take with
+a core for each process. `--cold` begins with two starts as after an installation: with a copy of the sources without
+compiled code and empty caches (numba's, kernels, torch's), and with the byte code of other packages, which pip writes.
+One is of that state, one after `trinity precompile`, whose time is a row too.
 To compare two versions, alternate their runs.
 """
 
@@ -34,7 +34,9 @@ from runtime.serving.model import smollm
 from runtime.testing.node import Node
 
 _LOOK_S = 0.2  # often enough to notice the end; a look takes several milliseconds of a core, so times are the log's
-_READY = re.compile(r"\b((?:pool|prefill|decode|frontend)-\d+)\b.*ready after ([\d.]+) s: (.*)$")
+_TOOK = r"after (?P<all>[\d.]+) s(?: \((?P<waited>[\d.]+) waiting for a core\))?: (?P<phases>.*)$"
+_READY = re.compile(rf"\b(?P<worker>(?:pool|prefill|decode|frontend)-\d+)\b.*ready {_TOOK}", re.MULTILINE)
+_STARTS = re.compile(rf"supervisor: starts \d+ workers {_TOOK}", re.MULTILINE)
 
 
 def started_and_killed(config: Path, times: dict[str, list[float]]) -> None:
@@ -63,12 +65,31 @@ def _logged_at(node: Node, pattern: str) -> float:
 
 
 def add_phases(node: Node, times: dict[str, list[float]], before: str = "") -> None:
-    """Add the phases of each worker's startup from the node's log, their names behind `before`."""
-    for line in node.log.read_text(errors="replace").splitlines():
-        if found := _READY.search(line):
-            for part in f"all {found[2]}, {found[3]}".split(", "):
+    """Add the phases of each process's startup from the node's log, their names behind `before`, and the chain."""
+    text = node.log.read_text(errors="replace")
+    for line in text.splitlines():
+        if found := _STARTS.search(line) or _READY.search(line):
+            worker = found.groupdict().get("worker", "supervisor")
+            waited = f", waiting for a core {found['waited']}" if found["waited"] else ""
+            for part in f"all {found['all']}{waited}, {found['phases']}".split(", "):
                 label, seconds = part.rsplit(" ", 1)
-                times[f"{before}{found[1]}: {label}"].append(float(seconds))
+                times[f"{before}{worker}: {label}"].append(float(seconds))
+    times[f"{before}chain"].append(chain_s(text))
+
+
+def chain_s(log: str) -> float:
+    """Return the seconds that a node's start would take with a core for each process, from its log: the supervisor's
+    until it starts the workers, then the first start of the worker that takes longest, both without their main
+    threads' waits for a core. What a process waits for otherwise (a disk, a thread, another process) is in it."""
+
+    def without_waits(found: re.Match[str]) -> float:
+        return float(found["all"]) - float(found["waited"] or 0)
+
+    (begin,) = map(without_waits, _STARTS.finditer(log))
+    workers: dict[str, float] = {}
+    for found in _READY.finditer(log):
+        workers.setdefault(found["worker"], without_waits(found))
+    return begin + max(workers.values())
 
 
 def _recovery_s(node: Node, name: str) -> float:

@@ -25,6 +25,7 @@ from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.gpus import Gpus
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo, RunDir
+from runtime.node.startup import StartupTimer, process_age_s
 from runtime.node.supervisor.admin import AdminServer, LiveCollectionsStatus, NodeStatus, WorkerStatus
 from runtime.node.supervisor.backoff import Backoff
 from runtime.node.supervisor.lifecycle import Lifecycle
@@ -70,6 +71,7 @@ class Supervisor:
         command: Sequence[str] = COMMAND,
     ) -> None:
         self.plan = plan
+        self._startup = StartupTimer(age_s=process_age_s())
         self._command = list(command)
         self._clock = clock
         self._random = random.Random(seed)
@@ -118,6 +120,8 @@ class Supervisor:
         return (*self.workers, *self._standbys.spares)
 
     def _serve(self, control: AdminServer, on_ready: Callable[[NodeInfo], None]) -> int:
+        self._startup.mark("imports and checks")
+        log.info("starts %d workers after %s", len(self.workers), self._startup)
         while True:
             self._lifecycle.reap(self._all)
             if fatal := [worker.exit_code for worker in self.workers if worker.phase is Phase.FATAL]:
