@@ -1,5 +1,6 @@
 """Text is split at natural boundaries into passages of bounded length."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,3 +45,23 @@ def test_sections_that_count_as_no_token_are_merged_in_pieces_of_bounded_length(
     sections = [Section("\x01" * 100) for _ in range(1000)]
     assert list(file_passages(ParsedFile("", sections), "name", 192, count))
     assert max(counted) < 1000
+
+
+def test_only_texts_of_about_the_size_of_a_passage_are_counted() -> None:
+    counted: list[int] = []
+
+    def count(text: str) -> int:
+        counted.append(len(text))
+        return words(text)
+
+    assert list(split("word " * 20_000, 10, count)) == ["word word word word word word word word word word"] * 2000
+    assert max(counted) < 200
+
+
+@pytest.mark.parametrize("cut", ["\n\n", "\n\n   \n\n"])
+def test_a_cut_is_found_wherever_it_stands_in_a_long_text(cut: str) -> None:
+    for shift in (-2, -1, 0, 1):
+        before = "w" * (41 + shift) + " word" * 13_099  # 65,536 + shift characters
+        pieces = list(split(f"{before}{cut}one two", 10, words))
+        assert (len(pieces), pieces[-1]) == (1311, "one two")
+    assert list(split(f"one two{' ' * 200_000}{cut}three", 2, words)) == ["one two", "three"]

@@ -68,6 +68,7 @@ class Outline:
 
 _CUTS = (re.compile(r"(?<=\n)\s*\n"), re.compile(r"(?<=[.!?…。！？])\s+|\n"), re.compile(r"\s+"))
 MAX_TOKEN_CHARACTERS = 8  # characters: a tokenizer may count long words or runs of blanks as very few tokens
+_WINDOW = 1 << 16  # characters searched at once: a search holds the interpreter's lock, which an event loop may want
 
 Count = Callable[[str], int]
 
@@ -87,8 +88,7 @@ def split(text: str, limit: int, count: Count) -> Iterator[str]:
 
 def _parts(text: str, limit: int, count: Count, level: int) -> Iterator[tuple[str, int]]:
     """Yield the consecutive parts of the text with their tokens; none exceeds the limit but a single character."""
-    size = count(text)
-    if (size <= limit and len(text) <= MAX_TOKEN_CHARACTERS * (limit + 8)) or len(text) == 1:
+    if len(text) <= MAX_TOKEN_CHARACTERS * (limit + 8) and ((size := count(text)) <= limit or len(text) == 1):
         yield text, size
     elif level == len(_CUTS):
         middle = len(text) // 2
@@ -96,9 +96,25 @@ def _parts(text: str, limit: int, count: Count, level: int) -> Iterator[tuple[st
         yield from _parts(text[middle:], limit, count, level)
     else:
         begin = 0
-        for cut in _CUTS[level].finditer(text):
-            if cut.end() > begin:
-                yield from _parts(text[begin : cut.end()], limit, count, level + 1)
-                begin = cut.end()
+        for end in _ends(_CUTS[level], text):
+            yield from _parts(text[begin:end], limit, count, level + 1)
+            begin = end
         if begin < len(text):
             yield from _parts(text[begin:], limit, count, level + 1)
+
+
+def _ends(cut: re.Pattern[str], text: str) -> Iterator[int]:
+    """Yield where the matches of `cut` end. A match is of blanks and line ends."""
+    begin, window = 0, _WINDOW
+    while begin < len(text):
+        end = begin + window
+        found = cut.search(text, begin, end)
+        if found is None and end >= len(text):
+            return
+        stop = found.end() if found else begin + len(text[begin:end].rstrip())  # the next match may begin there
+        if stop == begin or (found and stop == end < len(text)):
+            window *= 2  # the match may go on behind it
+            continue
+        begin, window = stop, _WINDOW
+        if found:
+            yield stop
