@@ -4,7 +4,8 @@ The child is `python -m runtime.retrieval.ingestion.isolated_reader`. A Word fil
 its parser busy for hours or exhaust memory. Then only the child dies: the file is skipped, and a new child reads the
 next one.
 
-Message format in both directions: the length as 4 bytes, little endian, then that many bytes of msgpack.
+A request is two messages, the file's name and its content; a response is one, of msgpack. Before each message stands its
+length as 4 bytes, little endian.
 """
 
 import contextlib
@@ -24,11 +25,6 @@ READ_S = 60
 READ_BYTES = 2 << 30
 MAX_TEXT_BYTES = 256 << 20  # what the parent takes into its own memory
 _NO_MEMORY = 3  # exit code of the child
-
-
-class _ReadRequest(msgspec.Struct):
-    name: str
-    content: bytes
 
 
 class _ReadResponse(msgspec.Struct):
@@ -53,7 +49,8 @@ class IsolatedReader:
         assert process.stdin is not None, "a pipe"
         assert process.stdout is not None, "a pipe"
         try:
-            _send(process.stdin, msgspec.msgpack.encode(_ReadRequest(name, content)))
+            _send(process.stdin, name.encode())
+            _send(process.stdin, content)
             response = msgspec.msgpack.decode(_receive(process.stdout), type=_ReadResponse)
         except (OSError, EOFError):
             code = process.wait()
@@ -96,15 +93,17 @@ class IsolatedReader:
 
 
 def _send(stream: IO[bytes], message: bytes) -> None:
-    stream.write(len(message).to_bytes(4, "little") + message)
+    stream.write(len(message).to_bytes(4, "little"))
+    stream.write(message)  # separately: a copy of a large file would hold the interpreter's lock
     stream.flush()
 
 
 def _receive(stream: IO[bytes]) -> bytes:
     """Raises `EOFError`."""
-    size = int.from_bytes(head, "little") if len(head := stream.read(4)) == 4 else 0
-    message = stream.read(size)
-    if not size or len(message) < size:
+    if len(head := stream.read(4)) < 4:
+        raise EOFError
+    message = stream.read(size := int.from_bytes(head, "little"))
+    if len(message) < size:
         raise EOFError
     return message
 
@@ -130,11 +129,11 @@ def main(seconds: int, memory: int) -> None:
 
 
 def _serve_one(seconds: int) -> None:
-    request = msgspec.msgpack.decode(_receive(sys.stdin.buffer), type=_ReadRequest)
+    name, content = _receive(sys.stdin.buffer).decode(), _receive(sys.stdin.buffer)
     used = resource.getrusage(resource.RUSAGE_SELF)
     _set_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
     try:
-        response = msgspec.msgpack.encode(_ReadResponse(read_file(request.name, request.content)))
+        response = msgspec.msgpack.encode(_ReadResponse(read_file(name, content)))
         if len(response) > MAX_TEXT_BYTES:
             raise UnreadableFile(f"its text has over {MAX_TEXT_BYTES >> 20} MiB")
     except UnreadableFile as error:

@@ -101,9 +101,11 @@ class Indexer:
     async def passages(self, file: StoredFile, chunking: Chunking, tenant: str) -> list[FilePassage]:
         """Return a file's passages, in the tenant's turn. Raises `UnreadableFile`, `BuildRefused`, `Unavailable`."""
         async with self._gate.place(flow_of(tenant)):
-            return await self._passages(file, chunking)
+            passages, _ = await self._passages(file, chunking)
+            return passages
 
-    async def _passages(self, file: StoredFile, chunking: Chunking) -> list[FilePassage]:
+    async def _passages(self, file: StoredFile, chunking: Chunking) -> tuple[list[FilePassage], int]:
+        """Return a file's passages, and the bytes of their texts and vectors."""
         read = partial(self._read, file, chunking, self._embedder())
         return await asyncio.get_running_loop().run_in_executor(self._threads, read)
 
@@ -151,7 +153,7 @@ class Indexer:
         if entry is None or store is None or file is None or entry.status != "in_progress":
             return
         try:
-            passages = await self._passages(file, entry.chunking)
+            passages, size = await self._passages(file, entry.chunking)
             await self._write(store, entry, passages)
         except _Stopped:
             return
@@ -165,8 +167,6 @@ class Indexer:
             await self._delete_passages(file_filter(store_id, file_id), flow_of(entry.tenant))
             await self._end(entry, 0, "server_error", error.message)
             return
-        vector_bytes = 4 * self._embedder().dim * len(passages)
-        size = sum(len(one.title.encode()) + len(one.text.encode()) for one in passages) + vector_bytes
         await self._end(entry, size)
 
     async def _end(self, entry: StoreFile, size: int, code: ErrorCode = "server_error", error: str = "") -> None:
@@ -196,7 +196,7 @@ class Indexer:
             write.add_done_callback(self._writing[store.id].discard)
             await write
 
-    def _read(self, file: StoredFile, chunking: Chunking, embedder: Embedder) -> list[FilePassage]:
+    def _read(self, file: StoredFile, chunking: Chunking, embedder: Embedder) -> tuple[list[FilePassage], int]:
         """Read a file and split it, on a thread."""
         name = PurePosixPath(file.name)
         suffix = name.suffix.lower() if name.suffix.lower() in SUFFIXES else ".txt"
@@ -214,7 +214,8 @@ class Indexer:
         found = list(file_passages(read, name.stem[:200], limit, embedder.count_tokens, chunking.overlap_tokens))
         if not found:
             raise UnreadableFile("there is no text in it")
-        return found
+        size = sum(len(one.title.encode()) + len(one.text.encode()) for one in found)
+        return found, size + 4 * embedder.dim * len(found)
 
     # ---- removal
 
