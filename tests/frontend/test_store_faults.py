@@ -1,5 +1,6 @@
 """Uploads and indexing that are interrupted, refused or out of bounds leave nothing behind, or are resumed."""
 
+import contextlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from runtime.retrieval.stores.file_folder import FileFolder
 from runtime.serving.http.multipart import FORM_BYTES
+from runtime.serving.http.service import Settings
 from runtime.testing.waiting import eventually
 from tests.frontend.cluster import Cluster
 from tests.frontend.store_node import StoreSearch, store_node
@@ -190,3 +192,34 @@ def test_files_and_stores_expire(tmp_path: Path) -> None:
             lambda: client.vector_stores.retrieve(store.id).file_counts.total == 0, 60, "the store to be emptied"
         )
         assert file.id not in {one.id for one in client.files.list()}
+
+
+def test_what_follows_the_end_of_a_form_is_bounded(cluster: Cluster) -> None:
+    refused = post(cluster, form(PURPOSE, FILE) + b"x" * 4 * FORM_BYTES)
+    assert refused.status_code == 413
+    assert "without its file" in refused.json()["error"]["message"]
+    assert post(cluster, form(PURPOSE, FILE) + b"x" * 100).status_code == 200
+
+
+def test_a_client_that_sends_its_upload_in_drops_is_ended_before_its_size_allows(tmp_path: Path) -> None:
+    settings = Settings("tiny", {}, body_timeout_s=0.3)
+    with store_node(tmp_path, settings, max_file_mib=512) as cluster:
+        host, port = cluster.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(
+                f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: {500 << 20}\r\n"
+                f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\n\r\n".encode()
+            )
+            connection.setblocking(False)
+            answer = b""
+
+            def refused() -> bool:
+                nonlocal answer
+                with contextlib.suppress(BlockingIOError):
+                    answer += connection.recv(1 << 16)
+                if not answer:
+                    connection.sendall(b"x")
+                return bool(answer)
+
+            eventually(refused, 30, "the upload to be ended")
+        assert answer.startswith(b"HTTP/1.1 408"), answer

@@ -49,15 +49,14 @@ def declared_bytes(http: Request, limit: int) -> int:
 async def receive_form(http: Request, limit: int, timeout_s: float, write: Write) -> Form:
     """Return the form; the content of its field `file`, of at most `limit` bytes, is passed to `write`.
 
-    timeout_s: for the first and any following part; the whole may take longer at `MIN_BYTES_S`.
+    timeout_s: for the first and any following part, and until the form's end, which is put off by `MIN_BYTES_S`.
     Raises `InvalidRequest`, `BodyTooLarge`, `RequestTooSlow`, `ClientDisconnected`, and the errors of `write`.
     """
     found = _BOUNDARY.search(http.headers.get("content-type", ""))
     if found is None:
         raise InvalidRequest("the body's Content-Type has no boundary")
     try:
-        async with asyncio.timeout(timeout_s + limit / MIN_BYTES_S):
-            return await _Parser(_chunks(http, timeout_s), found[1] or found[2], limit, write).form()
+        return await _Parser(_chunks(http, timeout_s), found[1] or found[2], limit, write).form()
     except TimeoutError:
         raise RequestTooSlow("the file did not arrive in time") from None
     except ClientDisconnect:
@@ -65,13 +64,17 @@ async def receive_form(http: Request, limit: int, timeout_s: float, write: Write
 
 
 async def _chunks(http: Request, timeout_s: float) -> AsyncIterator[bytes]:
-    more = True
+    more, received, clock = True, 0, asyncio.get_running_loop().time
+    begin = clock()
     while more:
-        async with asyncio.timeout(timeout_s):
+        until = begin + timeout_s + received / MIN_BYTES_S
+        async with asyncio.timeout_at(min(until, clock() + timeout_s)):
             message = await http.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        yield message.get("body", b"")
+        part = message.get("body", b"")
+        received += len(part)
+        yield part
         more = message.get("more_body", False)
 
 
@@ -101,8 +104,8 @@ class _Parser:
 
             await self._until(self._delimiter, keep)
             self._form.fields[name] = value.decode("utf-8", "replace")
-        async for _ in self._chunks:  # what follows the end
-            pass
+        async for rest in self._chunks:  # what follows the end
+            self._count(len(rest))
         return self._form
 
     async def _head(self) -> str:
