@@ -11,16 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import ModelError
-from runtime.files import check_regular
 from runtime.retrieval.embedding.embedder import TextKind, Vectors, normalize, truncate_text
+from runtime.retrieval.embedding.onnx_session import BATCH_TOKENS, OnnxSession, batches_by_length
 
 Pooling = Literal["mean", "cls", "last"]
 SENTENCE = "sentence_embedding"  # name of an output that is already pooled
-# Texts of similar length share a forward pass up to this many tokens. More gains nothing on a CPU: passages of
-# 150 tokens took 42 ms each alone and 54 ms in batches of 32; questions of 15 tokens 5.1 ms alone, 3.7 ms in 16s.
-BATCH_TOKENS = 256
-_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
-_INTEGERS = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
 
 
 @dataclass(frozen=True)
@@ -41,27 +36,13 @@ class OnnxEmbedder:
     max_concurrency = 1
 
     def __init__(self, name: str, model: Path, tokenizer: Path, encoding: Encoding, *, threads: int = 1) -> None:
-        import onnxruntime  # slow to import
-        from tokenizers import Tokenizer
-
         self.name = name
         self.max_tokens = encoding.max_tokens
         self._encoding = encoding
-        # One core per forward pass and concurrent passes scale better than one pass on several cores.
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        try:
-            path = str(check_regular(model))
-            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-            self._tokenizer = Tokenizer.from_file(str(check_regular(tokenizer)))
-        except Exception as error:  # both libraries have exception classes of their own
-            raise ModelError(f"the embedder {name} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self._counter = Tokenizer.from_str(self._tokenizer.to_str())
+        self._session = OnnxSession(f"the embedder {name}", model, tokenizer)
+        self._tokenizer = self._session.tokenizer
+        self._counter = type(self._tokenizer).from_str(self._tokenizer.to_str())
         self._tokenizer.enable_truncation(encoding.max_tokens)
-        self._inputs = self._known_inputs()
         self._output = self._chosen_output()
         self._threads = threads
         self.dim = int(self._forward([[0]]).shape[1])
@@ -79,7 +60,7 @@ class OnnxEmbedder:
         def forward(rows: list[int]) -> None:
             vectors[rows] = self._forward([tokens[row] for row in rows])
 
-        batches = _batches([len(ids) for ids in tokens], BATCH_TOKENS)
+        batches = batches_by_length([len(ids) for ids in tokens], BATCH_TOKENS)
         if self._threads == 1 or len(batches) == 1:
             for rows in batches:
                 forward(rows)
@@ -94,23 +75,8 @@ class OnnxEmbedder:
         return text.lower() if self._encoding.lower_case else text
 
     def _forward(self, batch: list[list[int]]) -> Vectors:
-        ids = np.zeros((len(batch), max(map(len, batch))), np.int64)
-        mask = np.zeros_like(ids)
-        for row, tokens in enumerate(batch):
-            ids[row, : len(tokens)] = tokens
-            mask[row, : len(tokens)] = 1
-        given = {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "token_type_ids": np.zeros_like(ids),
-            "position_ids": np.broadcast_to(np.arange(ids.shape[1]), ids.shape),
-        }
-        inputs = {name: np.ascontiguousarray(given[name], dtype) for name, dtype in self._inputs.items()}
-        try:
-            (output,) = self._session.run([self._output], inputs)
-        except Exception as error:  # onnxruntime has exception classes of its own
-            raise ModelError(f"the embedder {self.name} failed: {str(error).partition(chr(10))[0]}") from error
-        vectors = self._pooled(np.asarray(output, np.float32), mask)
+        output, mask = self._session.run(self._output, batch)
+        vectors = self._pooled(output, mask)
         if not np.isfinite(vectors).all():
             raise ModelError(f"the embedder {self.name} returns vectors with non-finite values")
         return normalize(vectors) if self._encoding.scaled else vectors
@@ -131,35 +97,13 @@ class OnnxEmbedder:
         mean: Vectors = np.einsum("rtd,rt->rd", output, mask.astype(np.float32)) / mask.sum(axis=1, keepdims=True)
         return mean.astype(np.float32)
 
-    def _known_inputs(self) -> dict[str, Any]:
-        found = {}
-        for given in self._session.get_inputs():
-            if given.name not in _INPUTS or given.type not in _INTEGERS:
-                raise ModelError(
-                    f"the embedder {self.name}: its model requires the input {given.name!r} ({given.type}); "
-                    f"supported are {', '.join(_INPUTS)} as integers"
-                )
-            found[given.name] = _INTEGERS[given.type]
-        return found
-
     def _chosen_output(self) -> str:
-        names = [str(output.name) for output in self._session.get_outputs()]
+        names = self._session.outputs
         if SENTENCE in names:
             return SENTENCE
         if self._encoding.pooling is None:
             raise ModelError(f"the embedder {self.name}: its files name no pooling, and it has no output {SENTENCE!r}")
         return next((name for name in ("last_hidden_state", "token_embeddings") if name in names), names[0])
-
-
-def _batches(lengths: list[int], limit: int) -> list[list[int]]:
-    """Return rows in batches by length, each of at most `limit` tokens with padding (a longer row is a batch)."""
-    batches: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batches and (len(batches[-1]) + 1) * lengths[row] <= limit:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches
 
 
 # ---- all-MiniLM-L6-v2 as int8 ONNX: mean of the last layer over at most 256 tokens, normalized
