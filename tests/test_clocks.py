@@ -17,7 +17,6 @@ ALLOWED = {
     "runtime/serving/frontend/spans.py": "when a span began, for who reads it among those of others",
     "runtime/retrieval/stores/service.py": "when stores and files were made and expire, which outlasts a restart",
     "runtime/retrieval/stores/responses.py": "when responses were made and expire, which outlasts a restart",
-    "runtime/testing/tiny_node.py": "to have it jump, for a supervisor that is to take no notice",
 }
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from runtime.node.run_dir import find_node
 from runtime.testing.node import Node
-from runtime.testing.tiny_node import TinyNode
 from runtime.testing.waiting import eventually
 from tests.e2e.conftest import CONFIG
 from tests.e2e.load import START_S
+from tests.node.tiny_node import TinyNode
 
 
 def trinity(*arguments: str | Path, timeout: float = 90) -> subprocess.CompletedProcess[str]:

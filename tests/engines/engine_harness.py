@@ -26,7 +26,7 @@ from runtime.retrieval.search.query import Query
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Sampling, Tokens
-from runtime.testing.clock import Clock
+from tests.clock import Clock
 from tests.engines.fake_openai import MODEL, URL, Behaviour, FakeServer
 from tests.engines.fake_vllm import HttpFront
 

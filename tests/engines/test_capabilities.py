@@ -16,7 +16,7 @@ from runtime.engines.openai.server import Server
 from runtime.errors import ConfigError, EngineFailed, EngineUnreachable, TrinityError
 from runtime.node.engine_config import OpenAiSection
 from runtime.serving.frontend.engine import RestartLimits
-from runtime.testing.clock import Clock
+from tests.clock import Clock
 from tests.engines.engine_harness import read_answer, running_engine, until
 from tests.engines.fake_openai import MODEL, Behaviour, FakeServer
 from tests.frontend.fake_workers import run

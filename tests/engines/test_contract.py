@@ -15,7 +15,7 @@ from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Role, Sampling, Tokens
-from runtime.testing.clock import Clock
+from tests.clock import Clock
 from tests.engines.engine_harness import EngineHarness, read_answer, running_engine, until
 from tests.engines.fake_openai import Behaviour
 from tests.frontend.fake_workers import ScriptedWorker, run, unique_endpoint

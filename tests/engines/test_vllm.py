@@ -18,9 +18,9 @@ from runtime.errors import EXIT_CONFIG, Unavailable
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status, stop_node
 from runtime.node.supervisor.supervised_worker import COMMAND
-from runtime.testing.tiny_node import serve
 from runtime.testing.waiting import eventually
 from tests.engines.fake_openai import completion, rendered
+from tests.node.tiny_node import serve
 from tests.process_context import FORKSERVER
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.service import Settings
-from runtime.testing.clock import Clock
+from tests.clock import Clock
 from tests.engines.fake_openai import MODEL
 from tests.engines.test_routes import CHAT, client
 from tests.frontend.cluster import Cluster

@@ -13,7 +13,7 @@ from runtime.node.metrics.exporter import NodeCollector, render, vllm_families
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.supervisor.admin import admin_request
-from runtime.testing.tiny_node import TinyNode, worker
+from tests.node.tiny_node import TinyNode, worker
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from runtime.serving.http.service import CollectionCatalogue, NoCollections, Sea
 from runtime.serving.messages import (
     Role,
 )
-from runtime.testing.clock import Clock
+from tests.clock import Clock
 from tests.frontend.fake_workers import PASSAGES, WAIT, ScriptedWorker, unique_endpoint
 
 

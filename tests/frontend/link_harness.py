@@ -11,7 +11,7 @@ from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import Generation, Role, Sampling
-from runtime.testing.clock import Clock
+from tests.clock import Clock
 from tests.frontend.fake_workers import FakeWorker, unique_endpoint
 
 EPOCH = 77

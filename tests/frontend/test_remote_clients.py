@@ -21,9 +21,9 @@ from runtime.retrieval.remote_collections import RemoteCollection
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.query import QueueLimits
-from runtime.testing.queries import query_of
 from tests.frontend.fake_workers import WAIT, run
 from tests.frontend.remote_nodes import DOCUMENTS, HASHING, KEY, SOME_FILTER, UNREACHABLE_URL, raw_server, url_of
+from tests.queries import query_of
 
 TEXTS = ["cats purr", "dogs bark", "fish swim", "birds sing"]
 STORE = b'{"status": "completed", "metadata": {"embedder": "hashing-64", "dimensions": "64", "metric": "cosine"}}'

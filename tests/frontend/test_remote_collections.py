@@ -26,10 +26,10 @@ from runtime.retrieval.passages import OnRead, PartialPassages, Passage, ignore_
 from runtime.retrieval.search.query import Query
 from runtime.serving.http.remote_collections import CollectionRouter
 from runtime.serving.http.service import NoCollections, Settings
-from runtime.testing.queries import query_of
 from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import run
 from tests.frontend.remote_nodes import DOCUMENTS, HASHING, KEY, SOME_FILTER, UNREACHABLE_URL, raw_server, url_of
+from tests.queries import query_of
 
 
 @contextlib.asynccontextmanager

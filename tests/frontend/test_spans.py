@@ -23,8 +23,8 @@ from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Placement
 from runtime.serving.frontend.spans import RequestSpans, otlp_provider
 from runtime.serving.messages import Generation, Message, Probe, Retrieval, Retrieved, Sampling, Tokens
-from runtime.testing.clock import Clock
 from runtime.testing.waiting import until
+from tests.clock import Clock
 from tests.frontend.cluster import Cluster
 
 MS = 1_000_000

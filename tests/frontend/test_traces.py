@@ -11,7 +11,7 @@ from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Placement
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Generation, Probe, Retrieved, Sampling, Tokens
-from runtime.testing.clock import Clock
+from tests.clock import Clock
 from tests.frontend.cluster import Cluster
 
 MS = 1_000_000

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import tests.process_context  # noqa: F401  (preloads the imports of tiny nodes)
-from runtime.testing.tiny_node import TinyNode
+from tests.node.tiny_node import TinyNode
 
 StartTiny = Callable[..., TinyNode]
 

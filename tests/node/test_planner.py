@@ -11,8 +11,8 @@ from runtime.node.control.planner import Move, Planner, Work
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics, Stage
 from runtime.node.supervisor.admin import admin_request
-from runtime.testing.tiny_node import serve
 from tests.node.conftest import StartTiny
+from tests.node.tiny_node import serve
 
 SLO = SloSection(ttft_s=2.0, tpot_s=0.03, objective=0.9)
 

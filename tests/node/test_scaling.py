@@ -15,8 +15,8 @@ from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.supervisor.admin import NodeStatus, admin_request, restart_node, scale_workers
 from runtime.node.supervisor.supervisor import Supervisor
 from runtime.node.worker_config import PoolSection
-from runtime.testing.tiny_node import TinyNode, serve_eight_gpus, worker
 from tests.node.conftest import StartTiny
+from tests.node.tiny_node import TinyNode, serve_eight_gpus, worker
 
 MODEL = """
 [model]

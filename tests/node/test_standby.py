@@ -19,8 +19,8 @@ from runtime.node.supervisor.admin import (
     scale_workers,
     stop_node,
 )
-from runtime.testing.tiny_node import TinyNode, gone, serve_eight_gpus, worker
 from tests.node.conftest import StartTiny
+from tests.node.tiny_node import TinyNode, gone, serve_eight_gpus, worker
 
 MODEL = """
 [model]

@@ -11,7 +11,8 @@ import pytest
 
 from runtime.errors import EXIT_CONFIG, InvalidRequest, Unavailable
 from runtime.node.supervisor.admin import admin_request, restart_node, stop_node
-from runtime.testing.tiny_node import (
+from tests.node.conftest import StartTiny
+from tests.node.tiny_node import (
     gone,
     serve_in_a_terminal,
     serve_stopped_as_soon_as_it_is_found,
@@ -20,7 +21,6 @@ from runtime.testing.tiny_node import (
     serve_with_a_wall_clock_that_jumps,
     worker,
 )
-from tests.node.conftest import StartTiny
 
 
 def test_a_node_is_announced_once_when_ready_and_stops_in_order_without_leaks(start_tiny: StartTiny) -> None:

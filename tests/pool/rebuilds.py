@@ -17,8 +17,8 @@ from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool
-from runtime.testing.queries import query_of
 from runtime.testing.waiting import until
+from tests.queries import query_of
 
 DIM = 16
 EMBEDDER = f"hashing-{DIM}"

@@ -24,11 +24,11 @@ from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
-from runtime.testing.queries import query_of
 from runtime.testing.waiting import until as eventually
 from tests.gpu.datasets import clustered
 from tests.pool.conftest import MakePool
 from tests.pool.test_filter_waits import Evaluations, number_is
+from tests.queries import query_of
 
 ROWS, DIM = 64, 16
 

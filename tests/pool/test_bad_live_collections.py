@@ -14,9 +14,9 @@ from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.search.client import SearchClient
-from runtime.testing.clock import Clock
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
+from tests.clock import Clock
 from tests.live.small_collections import DIM, documents, new_writer, open_writer
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakeClient, MakePool

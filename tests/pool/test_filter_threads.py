@@ -21,10 +21,10 @@ from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.writer_service import WriterService
 from runtime.testing.pool import plan_of
-from runtime.testing.queries import query_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakeClient, MakePool
+from tests.queries import query_of
 
 DIM = 16
 HASHING = HashingEmbedder(DIM)

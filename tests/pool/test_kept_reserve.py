@@ -19,9 +19,9 @@ from runtime.node.worker_config import PoolSection
 from runtime.pool.settings import Policy
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.times.service import ServiceTimes
-from runtime.testing.standalone_pool import Query, QueryOutcome, run_pool
 from tests.pool.scheduler import Entry, Scheduler
 from tests.pool.scheduler_factories import LONG, entry, filled, measured, names, scheduler
+from tests.pool.standalone_pool import Query, QueryOutcome, run_pool
 from tests.pool.virtual_engine import VirtualEngine, VirtualPool
 
 

@@ -17,7 +17,7 @@ from runtime.node.metrics.worker_metrics import Histogram, Metric, PoolMetrics
 from runtime.pool.loop import run_loop
 from runtime.pool.loop_driver import SERVER_EVENT
 from runtime.pool.settings import Policy, policy_of
-from runtime.testing.standalone_pool import Query
+from tests.pool.standalone_pool import Query
 from tests.pool.virtual_engine import VirtualPool
 
 FIXED, EACH = 500, 4_500

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import CollectionReplaced, Unavailable
-from runtime.testing.clock import Clock
 from runtime.testing.pool import plan_of
-from runtime.testing.queries import query_of
 from runtime.testing.waiting import until
+from tests.clock import Clock
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakePool
 from tests.pool.rebuilds import LATER_NS, ask, build, generation_of, killed, retriever
+from tests.queries import query_of
 
 
 def test_replicas_of_different_builds_return_texts_of_the_build_searched(tmp_path: Path, make_pool: MakePool) -> None:

@@ -13,11 +13,11 @@ from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.testing.pool import InProcessPool, plan_of
-from runtime.testing.queries import query_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakePool
 from tests.pool.rebuilds import LATER_NS, ask, build, generation_of, killed, retriever
+from tests.queries import query_of
 
 IN_FLIGHT = 6
 

@@ -19,7 +19,7 @@ from ipc import Stage
 from runtime.node.config import NodeConfig
 from runtime.node.worker_config import PoolSection
 from runtime.simulator.times.service import ServiceTimes
-from runtime.testing.standalone_pool import Query, run_pool
+from tests.pool.standalone_pool import Query, run_pool
 
 CPU = ServiceTimes(extend_s=0.3e-6, extend_slot_s=4.5e-6, round_s=0.5e-6, query_s=2e-6)
 SLOWER_CALLS = msgspec.structs.replace(CPU, extend_s=2.5e-6)

@@ -17,8 +17,8 @@ from runtime.node.metrics.table import WorkerTable
 from runtime.pool.loop_driver import PoolLoop
 from runtime.pool.loop_layout import IDLE
 from runtime.pool.settings import Policy
-from runtime.testing.standalone_pool import Query, QueryOutcome
 from tests.pool.callbacks import Callbacks
+from tests.pool.standalone_pool import Query, QueryOutcome
 
 _FOREVER = 1 << 62
 

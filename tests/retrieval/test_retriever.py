@@ -18,7 +18,7 @@ from runtime.retrieval.passages import Passage
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.query import Query, SearchResult
-from runtime.testing.queries import query_of
+from tests.queries import query_of
 
 SOON_S = 60.0
 

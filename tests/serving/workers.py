@@ -18,7 +18,7 @@ from runtime.retrieval.search.query import Query
 from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request, RequestTable
 from runtime.serving.frontend.router import Placement
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Probe, Report, Retrieved, ToFrontend, Tokens
-from runtime.testing.stepped_workers import EPOCH, SteppedWorkers
+from tests.serving.stepped_workers import EPOCH, SteppedWorkers
 
 _MOST_ROUNDS = 50_000
 

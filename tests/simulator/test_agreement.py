@@ -13,7 +13,7 @@ from runtime.node.config import NodeConfig
 from runtime.pool.settings import policy_of
 from runtime.simulator.stages.pool import slots_of
 from runtime.simulator.times.service import ServiceTimes
-from runtime.testing.standalone_pool import Query, QueryOutcome, run_pool
+from tests.pool.standalone_pool import Query, QueryOutcome, run_pool
 from tests.pool.virtual_engine import VirtualPool
 
 FIXED_NS, EACH_NS, QUERY_NS = 10_000, 60_000, 5_000

@@ -16,7 +16,7 @@ from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Slos, Workload
 from runtime.testing.tiny_model import make_tiny_llama
-from runtime.testing.virtual_workers import run_workers, spans
+from tests.simulator.virtual_workers import run_workers, spans
 
 EXTEND_S = 10e-6  # 42 to 44 extends per query
 TIMES = ServiceTimes(
