@@ -77,12 +77,11 @@ class HttpSection(Section, frozen=True):
     - `overlap_weight`: routing picks the worker, or model server, with the fewest requests. One that recently received
       the whole prompt counts `overlap_weight` requests fewer, one that received a prefix of it a share of that. 0: load
       only.
-    - `max_connections`, `max_connections_per_peer`: maximum number of open connections in all and per client address.
-      All connections through a proxy have one address: behind a proxy, set both to the same value.
+    - `max_connections`: maximum number of open connections; one client address may have half of them. All connections
+      through a proxy have one address: behind a proxy, set it to twice the number of the proxy's.
     - `drain_notice_s`: a stopping node first fails /health and accepts requests for this time, so that load balancers
       notice before the port closes. Only if /health is polled (twice within 30 s). Counts towards `node.drain_s`, for
       half of it at most.
-    - `vllm_metrics`: export queue length, running requests and KV usage on /metrics under vLLM's names, too.
     """
 
     host: str = "127.0.0.1"
@@ -93,12 +92,15 @@ class HttpSection(Section, frozen=True):
     restarts: Annotated[int, Meta(ge=0, le=100)] = 3
     restart_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
     overlap_weight: Annotated[float, Meta(ge=0, le=1_000)] = 1.0
-    max_connections: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
-    max_connections_per_peer: Annotated[int, Meta(ge=1, le=1_000_000)] = 512
+    max_connections: Annotated[int, Meta(ge=2, le=1_000_000)] = 1024
     drain_notice_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
     open_paths: tuple[Literal["/health", "/ready", "/metrics"], ...] = ("/health", "/ready", "/metrics")
     cors_origins: tuple[Origin, ...] = ()
-    vllm_metrics: bool = False
+
+    @property
+    def max_connections_per_peer(self) -> int:
+        """Maximum number of open connections of a client address: no one of them may have all."""
+        return self.max_connections // 2
 
 
 Disaggregate = Literal["auto", "always", "never"]

@@ -66,6 +66,12 @@ def describe_type(kind: Type) -> str:
 _END = r"\Z"
 
 
+REMOVED = {
+    "http.max_connections_per_peer": "one client address may have half of http.max_connections",
+    "http.vllm_metrics": "/metrics has vLLM's names, too",
+}
+"""Keys that earlier versions had: what holds now."""
+
 _AT = re.compile(r" - at `\$([^`]*)`\Z")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`\Z", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(.*?)`")
@@ -79,7 +85,10 @@ def explain_error(message: str, raw: dict[str, Any], config: type[msgspec.Struct
     reason = _AT.sub("", message)
     if unknown := _UNKNOWN.match(reason):
         key = unknown.group(1)
-        return f"{path}.{_shown(key)}".removeprefix(".") + f": unknown key{_nearest(_known(config, path, raw), key)}"
+        shown = f"{path}.{_shown(key)}".removeprefix(".")
+        if removed := REMOVED.get(re.sub(r"\[\d+\]", "", shown)):
+            return f"{shown}: this key was removed: {removed}"
+        return f"{shown}: unknown key{_nearest(_known(config, path, raw), key)}"
     if missing := _MISSING.match(reason):
         return f"{path}.{missing.group(1)}".lstrip(".") + ": required key is missing"
     value = _at(raw, path)

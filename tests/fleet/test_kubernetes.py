@@ -117,7 +117,6 @@ def test_the_pod_has_the_gpus_the_files_and_the_keys_that_its_node_uses() -> Non
 
 
 def test_the_endpoint_picker_uses_metrics_that_the_node_exports_once() -> None:
-    assert CONFIG.http.vllm_metrics
     assert POD["metadata"]["labels"]["llm-d.ai/engine-type"] == picker_engine()["name"]
     figures = (VllmMetrics.WAITING, VllmMetrics.RUNNING, VllmMetrics.KV_USED)
     assert sorted(picker_metrics()) == sorted(map(str, figures))

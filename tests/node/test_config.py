@@ -13,6 +13,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown section": ({"pol": {}}, "pol: unknown key; did you mean 'pool'?"),
     "an unknown key": ({"pool": {"worker": 2}}, "pool.worker: unknown key; did you mean 'workers'?"),
     "a key like no other": ({"http": {"zzz": 1}}, "http.zzz: unknown key; known here: host, port"),
+    "a key that was removed": (
+        {"http": {"vllm_metrics": True}},
+        "http.vllm_metrics: this key was removed: /metrics has vLLM's names, too",
+    ),
     "an unknown key of a collection": (
         {"collections": [{"name": "a", "path": "b"}, {"name": "a", "pth": "b"}]},
         "collections[1].pth: unknown key; did you mean 'path'?",

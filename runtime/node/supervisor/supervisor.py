@@ -352,7 +352,7 @@ class Supervisor:
         status = self.status()
         model = self.plan.config.model
         tables = {worker.name: worker.table for worker in self.workers}
-        vllm_names = self.plan.config.http.vllm_metrics and not self.plan.of_role("engine")
+        vllm_names = not self.plan.of_role("engine")  # an engine exports its own
         collector = NodeCollector(
             tables,
             (
