@@ -200,15 +200,14 @@ class AnswerCacheSection(Section, frozen=True):
 
     - `enabled`: whether answers are stored and looked up.
     - `embedder`, `threshold`: two questions match if the cosine of their embeddings is at least `threshold`.
-    - `ttl_s`, `entries`: lifetime and maximum number of stored answers. They are kept in a collection of the pools
-      in the node's run directory.
+    - `ttl_s`: lifetime of a stored answer. The latest 1,000 are kept, in a collection of the pools in the node's run
+      directory.
     """
 
     enabled: bool = False
     embedder: str = "all-minilm-l6-v2"
     threshold: Annotated[float, Meta(ge=0.5, le=1.0)] = 0.97
     ttl_s: Seconds = 3600.0
-    entries: Annotated[int, Meta(ge=1, le=100_000)] = 1000
 
 
 class CollectionSection(Section, frozen=True):

@@ -28,16 +28,9 @@ class PromptsSection(Section, frozen=True):
 
 
 class ProbesSection(Section, frozen=True):
-    """Defaults of probes, for requests with `retrieval.every_tokens`.
+    """Probes of requests with `retrieval.every_tokens`; a request says when it probes (`retrieval.probe_trigger`).
 
-    - `trigger`: "every" probes after each `every_tokens` tokens. "drift" probes as often, but inserts the passages only
-      if the text has drifted away from those in use: the nearest of them is farther from the last words than
-      .5 in the collection's metric (for cosine 1 - similarity), or not among the `k` nearest. "unsure" probes when the
-      entropy of the next token's distribution (at temperature 1) exceeds 2 nats, at the earliest `every_tokens` tokens
-      after the last probe; only the node's own engine supports it. Requests set other thresholds themselves
-      (`retrieval.probe_threshold`).
     - `passage_tokens`: maximum number of tokens of the passages that a probe inserts.
     """
 
-    trigger: ProbeTrigger = "every"
     passage_tokens: PassageTokens = 192

@@ -16,19 +16,14 @@ class StoresSection(Section, frozen=True):
     - `path`: directory of the files, of the stores' passages and of stored responses, created if it is missing. "":
       no files and no new stores; responses are then stored in memory, and end with the frontend.
     - `embedder`: embedder of all stores, a built-in name, as for `trinity index build`. It cannot be changed later.
-    - `max_stores`, `max_files`: maximum number of stores, and of files.
     - `max_file_mib`, `max_mib`: maximum size of one file, and of all files and stores together.
-    - `response_ttl_s`, `max_responses`: lifetime and maximum number of stored responses; the oldest are removed first.
 
-    An API key that is restricted to collections has files, stores and responses of its own, and at most half of what
-    the others leave of each limit.
+    At most 1,000 stores and 100,000 files are kept; of responses at most 10,000 and 256 MiB, for 30 days, the oldest
+    are removed first. An API key that is restricted to collections has files, stores and responses of its own, and at
+    most half of what the others leave of each limit.
     """
 
     path: str = ""
     embedder: str = "all-minilm-l6-v2"
-    max_stores: Annotated[int, Meta(ge=1, le=1_000_000)] = 1000
-    max_files: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
     max_file_mib: Annotated[int, Meta(ge=1, le=512)] = 64
     max_mib: Annotated[int, Meta(ge=1, le=1 << 24)] = 10_240
-    response_ttl_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 2_592_000.0
-    max_responses: Annotated[int, Meta(ge=1, le=1_000_000)] = 10_000

@@ -29,7 +29,8 @@ from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.search.query import SearchResult
 
 KEY, STORED_MS, NUMBER = "key", "stored_ms", "number"
-_MIN_SEAL_ROWS = 256  # sealing a segment starts a process
+MAX_ANSWERS = 1_000
+_SEAL_ROWS = 256  # sealing a segment starts a process
 
 Vector = npt.NDArray[np.float32]
 log = logging.getLogger(__name__)
@@ -81,8 +82,10 @@ class AnswerStore:
         limits: AnswerCacheSection,
         count: Callable[[CacheEvent, int], None],
         clock: Callable[[], float] = time.monotonic,
+        max_answers: int = MAX_ANSWERS,
     ) -> None:
         self._directory, self._dim, self.limits, self.count, self._clock = directory, dim, limits, count, clock
+        self._max_answers = max_answers
         self._writer: CollectionWriter | None = None
         self._lock = threading.Lock()  # held while the writer is read or replaced
         self._errors: dict[str, str] = {}
@@ -122,8 +125,8 @@ class AnswerStore:
                 for n, one in enumerate({answer.id: answer for answer in answers}.values())
             ]
             self.count("stored", writer.upsert(documents))
-            if writer.state.count > self.limits.entries:
-                self._delete(writer, NUMBER, first + len(documents) - 1 - self.limits.entries, "evicted")
+            if writer.state.count > self._max_answers:
+                self._delete(writer, NUMBER, first + len(documents) - 1 - self._max_answers, "evicted")
 
         self._with_writer(work)
 
@@ -185,7 +188,7 @@ class AnswerStore:
 
     def _open(self) -> CollectionWriter:
         ensure(self._directory, self._dim)
-        return CollectionWriter(self._directory, seal_rows=max(_MIN_SEAL_ROWS, self.limits.entries // 4))
+        return CollectionWriter(self._directory, seal_rows=_SEAL_ROWS)
 
     def _close_writer(self) -> None:
         with self._lock:

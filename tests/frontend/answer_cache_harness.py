@@ -67,13 +67,13 @@ class DirectClient:
 class CacheHarness:
     """A cache on a manual clock, and its counts. `store` returns when the answer has been written."""
 
-    def __init__(self, directory: Path, **limits: Any) -> None:
+    def __init__(self, directory: Path, entries: int = 3, threshold: float = 0.97, ttl_s: float = 10.0) -> None:
         self.counts: Counter[CacheEvent] = Counter()
         self.now = ManualClock()
         self.directory = directory
-        self.limits = AnswerCacheSection(enabled=True, **({"threshold": 0.97, "ttl_s": 10.0, "entries": 3} | limits))
+        self.limits = AnswerCacheSection(enabled=True, threshold=threshold, ttl_s=ttl_s)
         self.client = DirectClient(directory)
-        self.stored = AnswerStore(directory, 26, self.limits, self._count, self.now)
+        self.stored = AnswerStore(directory, 26, self.limits, self._count, self.now, entries)
         self.stored.maintain()
         self.answers = AnswerCache(self.stored, LetterEmbedder(), self.client)
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.node.stores_config import STORES, StoresSection
+from runtime.node.stores_config import STORES
 from runtime.retrieval.attributes.filters import decode_filter, filter_json
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.records import StoredResponse, UnknownObject
-from runtime.retrieval.stores.responses import ResponseStore
+from runtime.retrieval.stores.responses import TTL_S, ResponseStore
 from runtime.serving.http.citations import Citation, Citations
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Generation
@@ -322,16 +322,16 @@ def kept(store: ResponseStore, tenant: str, *numbers: int) -> list[int]:
 
 def test_stored_responses_are_bounded_in_number_and_time() -> None:
     now = [1000.0]
-    store = ResponseStore(Catalogue(None), StoresSection(max_responses=4, response_ttl_s=100), lambda: now[0])
+    store = ResponseStore(Catalogue(None), lambda: now[0], max_responses=4)
     for number in range(6):
         run(store.put(stored(number)))
     assert kept(store, "", *range(6)) == [2, 3, 4, 5]
-    now[0] = 1104.0
+    now[0] = 1004.0 + TTL_S
     assert kept(store, "", *range(6)) == [5]
 
 
 def test_a_tenant_that_stores_much_removes_only_its_own_responses() -> None:
-    store = ResponseStore(Catalogue(None), StoresSection(max_responses=5), lambda: 1000.0)
+    store = ResponseStore(Catalogue(None), lambda: 1000.0, max_responses=5)
     run(store.put(stored(0, "acme")))
     for number in range(1, 9):
         run(store.put(stored(number, "blue")))

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from runtime.retrieval.attributes.filters import AttributeBinding
+from runtime.retrieval.stores import service
 from runtime.serving.http.access import Access
 from runtime.serving.http.service import Settings
 from runtime.testing.waiting import eventually
@@ -40,8 +41,10 @@ def clients_of(cluster: Cluster) -> Iterator[Clients]:
 
 
 @pytest.fixture
-def clients(tmp_path: Path) -> Iterator[Clients]:
-    with store_node(tmp_path, SETTINGS, max_stores=5, max_files=6) as cluster, clients_of(cluster) as clients:
+def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clients]:
+    monkeypatch.setattr(service, "MAX_STORES", 5)
+    monkeypatch.setattr(service, "MAX_FILES", 6)
+    with store_node(tmp_path, SETTINGS) as cluster, clients_of(cluster) as clients:
         yield clients
 
 

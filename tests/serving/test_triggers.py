@@ -5,7 +5,6 @@ from math import log
 import numpy as np
 import pytest
 
-from runtime.node.retrieval_config import ProbesSection
 from runtime.retrieval.passages import Passage
 from runtime.serving.http.api_types import CompletionBody
 from runtime.serving.messages import Retrieval
@@ -67,7 +66,7 @@ def test_each_trigger_has_a_default_threshold_and_a_request_may_set_another() ->
     def threshold(kind: str, **own: float) -> float:
         retrieval = {"every_tokens": 4, "probe_trigger": kind, **own}
         body = CompletionBody.model_validate({"model": "m", "prompt": "p", "retrieval": retrieval})
-        found = body.to_retrieval(ProbesSection(), "system")
+        found = body.to_retrieval("system")
         assert found is not None
         return found.threshold
 

@@ -13,7 +13,7 @@ from runtime.errors import ConfigError
 from runtime.files import read_regular
 from runtime.node.api_keys import read_api_keys
 from runtime.node.config import CollectionSection, NodeConfig, Role
-from runtime.node.engine_config import OpenAiSection, ServedSection, Stage, VllmSection
+from runtime.node.engine_config import OpenAiSection, Stage, VllmSection
 from runtime.node.placement.pool_placement import check_device, paired_workers, worker_devices
 from runtime.node.placement.vllm import check_vllm
 from runtime.node.worker_config import WorkerSection
@@ -273,11 +273,6 @@ def _check_cores(workers: list[WorkerPlan]) -> None:
 
 def _check_limits(config: NodeConfig) -> None:
     pool = config.pool
-    if config.probes.trigger == "unsure" and isinstance(config.model, ServedSection):
-        raise ConfigError(
-            'probes.trigger = "unsure": only the node\'s own engine supports it; with '
-            f'{config.model.__struct_config__.tag!r} use "every" or "drift"'
-        )
     if pool.top_m > pool.max_top_m:
         raise ConfigError(f"pool.top_m = {pool.top_m} exceeds pool.max_top_m = {pool.max_top_m}")
     for role, section in (("prefill", config.prefill), ("decode", config.decode)):

@@ -4,20 +4,23 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from runtime.node.stores_config import StoresSection
 from runtime.retrieval.stores.catalogue import Catalogue, Quota
 from runtime.retrieval.stores.records import StoredResponse, UnknownObject
 
 MAX_BYTES = 256 << 20
+MAX_RESPONSES = 10_000
+TTL_S = 30 * 86_400  # as at OpenAI
 _TRIMMED = 16
 
 
 class ResponseStore:
     """The responses in a catalogue. A restricted tenant has at most half of what the others leave."""
 
-    def __init__(self, catalogue: Catalogue, settings: StoresSection, clock: Callable[[], float] = time.time) -> None:
-        self._catalogue, self._clock, self._ttl_s = catalogue, clock, settings.response_ttl_s
-        self._number, self._bytes = Quota(settings.max_responses, "responses"), Quota(MAX_BYTES, "bytes of responses")
+    def __init__(
+        self, catalogue: Catalogue, clock: Callable[[], float] = time.time, max_responses: int = MAX_RESPONSES
+    ) -> None:
+        self._catalogue, self._clock = catalogue, clock
+        self._number, self._bytes = Quota(max_responses, "responses"), Quota(MAX_BYTES, "bytes of responses")
 
     async def put(self, response: StoredResponse) -> None:
         await asyncio.to_thread(self._put, response)
@@ -25,7 +28,7 @@ class ResponseStore:
     async def get(self, id: str, tenant: str) -> StoredResponse:
         """Return a response. Raises `UnknownObject`, also for one whose time is over."""
         found = await asyncio.to_thread(self._catalogue.get, StoredResponse, id, tenant or None)
-        if found.created_at + self._ttl_s <= self._clock():
+        if found.created_at + TTL_S <= self._clock():
             await asyncio.to_thread(self._catalogue.remove, StoredResponse, id)
             raise UnknownObject(f"no response has the id {id[:128]!r}", "id")
         return found
@@ -48,7 +51,7 @@ class ResponseStore:
 
     def _remove_expired(self) -> None:
         for old in self._catalogue.oldest(StoredResponse, _TRIMMED):
-            if old.created_at + self._ttl_s <= self._clock():
+            if old.created_at + TTL_S <= self._clock():
                 self._catalogue.remove(StoredResponse, old.id)
 
     def _is_full(self, tenant: str) -> bool:

@@ -40,6 +40,7 @@ from runtime.retrieval.stores.records import (
 )
 from runtime.retrieval.writer_service import WriterService
 
+MAX_STORES, MAX_FILES = 1_000, 100_000
 MAX_UPLOADS = 16
 MAX_SEARCHED_STORES = 16
 _MAINTAIN_S = 60.0
@@ -178,7 +179,7 @@ class Stores:
 
         def create() -> list[StoreFile]:
             with self._catalogue.transaction():
-                quota = Quota(self.settings.max_stores, "vector stores")
+                quota = Quota(MAX_STORES, "vector stores")
                 total, own = self._catalogue.usage(Store), self._catalogue.usage(Store, tenant=store.tenant)
                 quota.check(1, total.number, own.number, store.tenant)
                 self._catalogue.put(store)
@@ -357,7 +358,7 @@ class Stores:
             own = self._catalogue.usage(StoredFile, StoreFile, tenant=tenant)
         receiving = self._receiving[tenant]
         self._bytes.check(receiving, total.bytes + sum(self._receiving.values()) - receiving, own.bytes, tenant)
-        files = Quota(self.settings.max_files, "files and files of vector stores")
+        files = Quota(MAX_FILES, "files and files of vector stores")
         files.check(0, total.number, own.number, tenant)
 
     def _index(self, entries: Sequence[StoreFile]) -> None:

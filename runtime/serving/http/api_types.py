@@ -1,21 +1,16 @@
-"""Request bodies as strict pydantic models, and their conversion to the workers' messages.
+"""Request bodies as strict pydantic models (parsed by `parsing.py`), and their conversion to the workers' messages."""
 
-A null field counts as absent. `unsupported_fields.py` lists the fields of OpenAI and vLLM that Trinity does not
-support; any other unknown field is refused with the name of the nearest known one.
-"""
-
-import difflib
 import math
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from runtime.errors import InvalidFilter, InvalidRequest
-from runtime.node.retrieval_config import PassagePlace, ProbesSection, ProbeTrigger
+from runtime.node.retrieval_config import PassagePlace, ProbeTrigger
 from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
 from runtime.serving.http import unsupported_fields
+from runtime.serving.http.parsing import field_error, given, json_name, suggestion, without_null
 from runtime.serving.messages import Message, ProbeMode, Retrieval, Sampling
 
 MAX_STOPS = 4
@@ -23,101 +18,11 @@ MAX_STOP_CHARS = 1024
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 2**31 - 1
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
-_CUSTOM = "trinity"
 _THRESHOLDS = {"every": 0.0, "drift": 0.5, "unsure": 2.0}  # of probes: a distance, an entropy in nats
-_TYPE_ERRORS = {"model_type": "must be an object", "dict_type": "must be an object", "list_type": "must be an array"}
-"""Messages in place of pydantic's, which name Python's types."""
 MAX_PRIORITY, MAX_TIER = 1000, 15
 _TIER_S = 100_000  # more than any two priorities and waits differ by
 DEFAULT_HYBRID = 0.5  # weight of the keyword search with `hybrid: true`
 FLOAT32_MAX = 3.4028234663852886e38
-
-Body = TypeVar("Body", bound=BaseModel)
-
-
-def parse(model: type[Body], body: bytes) -> Body:
-    """Parse a JSON body into a model. Raises InvalidRequest that names the parameter."""
-    known = without_null(parse_object(body))
-    for name in [name for name in known if name not in model.model_fields]:
-        if not unsupported_fields.accept(name, known.pop(name)):
-            raise InvalidRequest(f"unknown field {name[:64]!r}{_suggestion(name, model.model_fields)}", name[:64])
-    return validate(model, known)
-
-
-def without_null(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an object that are not null."""
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def check_bytes(size: int, limit: int, param: str) -> None:
-    """Raise InvalidRequest for a text of more than `limit` bytes."""
-    if size > limit:
-        raise InvalidRequest(f"{param} has {size} bytes, the limit is {limit}", param)
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raises InvalidRequest for anything else."""
-    try:
-        data = from_json(body)
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise InvalidRequest(f"the body must be a JSON object, not {json_name(data)}")
-    return data
-
-
-def validate(model: type[Body], fields: dict[str, Any]) -> Body:
-    """Validate fields as a model. Raises InvalidRequest that names the parameter."""
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        param = _param(first["loc"])
-        raise InvalidRequest(_error_message(first["type"], first["msg"], first["input"], param), param) from None
-
-
-def _suggestion(name: str, fields: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, fields, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _param(location: tuple[int | str, ...]) -> str:
-    """Format a location: `("messages", 0, "content")` → `messages[0].content`."""
-    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step[:64]}" for step in location)
-    return path.removeprefix(".")
-
-
-def _error_message(error_type: str, message: str, value: object, param: str) -> str:
-    if error_type == _CUSTOM:
-        return message
-    if error_type == "extra_forbidden":
-        return f"unknown field {param[:128]}"
-    if error_type == "missing":
-        return f"{param} is missing"
-    if error_type in ("too_short", "string_too_short"):
-        return f"{param} is empty"
-    message = _TYPE_ERRORS.get(error_type, message.removeprefix("Input "))
-    return f"{param} {message}, not {_given(value)}"
-
-
-def _given(value: object) -> str:
-    """Format a value for an error message: a string or a number itself, any other by its JSON type."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        return json_name(value)
-    given = repr(value)
-    return given if len(given) <= 64 else given[:61] + "..."
-
-
-def json_name(value: object) -> str:
-    """Return the name of a value's JSON type."""
-    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def field_error(message: str) -> PydanticCustomError:
-    """Return an error for validators to raise, with a custom message."""
-    # pydantic takes the message for a template: braces in it must not be interpreted.
-    return PydanticCustomError(_CUSTOM, "{message}", {"message": message})
 
 
 # ---- validators of fields with several formats
@@ -143,7 +48,7 @@ def _validate_hybrid(value: object) -> object:
     if isinstance(value, bool):
         return DEFAULT_HYBRID * value
     if not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise field_error(f"hybrid must be true, false or the keywords' weight between 0 and 1, not {_given(value)}")
+        raise field_error(f"hybrid must be true, false or the keywords' weight between 0 and 1, not {given(value)}")
     return float(value)
 
 
@@ -199,7 +104,7 @@ def _validate_role(value: object) -> object:
     if value == "developer":  # OpenAI's newer name of it
         return "system"
     if value not in ("system", "user", "assistant"):
-        raise field_error(f"role must be system, developer, user or assistant, not {_given(value)}")
+        raise field_error(f"role must be system, developer, user or assistant, not {given(value)}")
     return value
 
 
@@ -222,7 +127,7 @@ def _validate_stream_options(value: object) -> object:
         except InvalidRequest as error:
             raise field_error(error.message) from None
         if not known:
-            near = _suggestion(name, StreamOptions.model_fields)
+            near = suggestion(name, StreamOptions.model_fields)
             raise field_error(f"stream_options: unknown field {name[:64]!r}{near}")
     return value
 
@@ -235,7 +140,7 @@ def _validate_retrieval(value: object) -> object:
     known = without_null(value)
     for name in known:
         if name not in RetrievalOptions.model_fields:
-            raise field_error(f"retrieval has no field {name[:64]!r}{_suggestion(name, RetrievalOptions.model_fields)}")
+            raise field_error(f"retrieval has no field {name[:64]!r}{suggestion(name, RetrievalOptions.model_fields)}")
     return known
 
 
@@ -273,8 +178,8 @@ class RetrievalOptions(StrictModel):
 
     During a probe the answer waits, or continues and inserts the passages when they arrive ("prefetch"); a probe
     inserts at most `probe_tokens` tokens. `collection` is optional on a node with one collection. `filter` restricts
-    the passages by attributes, `hybrid` adds a keyword search. `probe_trigger` with `probe_threshold` (when to probe)
-    and `passages` (their position in a chat) override the node's `[probes]` and `[prompts]`.
+    the passages by attributes, `hybrid` adds a keyword search. `probe_trigger` with `probe_threshold` says when to
+    probe; `passages` (their position in a chat) overrides the node's `[prompts]`.
     """
 
     collection: str | None = None
@@ -284,7 +189,7 @@ class RetrievalOptions(StrictModel):
     probe_tokens: int | None = Field(None, ge=16, le=MAX_TOKENS)
     filter: Annotated[Any, BeforeValidator(filter_at("retrieval.filter"))] = None
     hybrid: Hybrid = 0.0
-    probe_trigger: ProbeTrigger | None = None
+    probe_trigger: ProbeTrigger = "every"
     probe_threshold: float | None = Field(None, gt=0, le=1e6)
     passages: PassagePlace | None = None
 
@@ -352,16 +257,16 @@ class GenerateBody(StrictModel):
             ignore_eos=self.ignore_eos,
         )
 
-    def to_retrieval(self, probes: ProbesSection, place: PassagePlace) -> Retrieval | None:
-        """Convert to the workers' message; None without retrieval. `probes` and `place` are the node's defaults.
+    def to_retrieval(self, place: PassagePlace) -> Retrieval | None:
+        """Convert to the workers' message; None without retrieval. `place` is the node's default.
 
         Raises InvalidRequest for a threshold without a trigger that uses it.
         """
         options = self.retrieval
         if options is None:
             return None
-        trigger = options.probe_trigger or probes.trigger
-        if options.probe_threshold is not None and options.probe_trigger in (None, "every"):
+        trigger = options.probe_trigger
+        if options.probe_threshold is not None and trigger == "every":
             raise InvalidRequest(
                 'probe_threshold requires probe_trigger "drift" or "unsure"', "retrieval.probe_threshold"
             )

@@ -20,22 +20,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
 from runtime.errors import InvalidRequest, TrinityError, Unavailable, UnknownCollection, UnknownModel
-from runtime.node.stores_config import StoresSection
 from runtime.retrieval.passages import PartialPassages
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.serving.frontend.answer_cache import CacheHit, CacheKey
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.access import Access, access_of
-from runtime.serving.http.api_types import (
-    COMPLETION_TOKENS,
-    ChatBody,
-    CompletionBody,
-    GenerateBody,
-    RetrievalBody,
-    check_bytes,
-    parse,
-)
+from runtime.serving.http.api_types import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerateBody, RetrievalBody
 from runtime.serving.http.middleware import (
     REQUEST_ID_HEADER,
     AuthMiddleware,
@@ -48,7 +39,14 @@ from runtime.serving.http.middleware import (
     read_body,
     request_id,
 )
-from runtime.serving.http.passthrough import PassthroughChat, PassthroughCompletion, is_cacheable, parse_passthrough
+from runtime.serving.http.parsing import check_bytes, parse
+from runtime.serving.http.passthrough import (
+    Passthrough,
+    PassthroughChat,
+    PassthroughCompletion,
+    is_cacheable,
+    parse_passthrough,
+)
 from runtime.serving.http.response_memory import ResponseMemory, ResponseMemoryMiddleware, unsent_response
 from runtime.serving.http.responses import (
     ChatResponse,
@@ -77,19 +75,14 @@ from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 
 log = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
-Passthrough = TypeVar("Passthrough", bound=GenerateBody)
 
 
 def create_app(
     service: Service,
     settings: Settings,
     new_id: Callable[[str], str] | None = None,
-    *,
-    now: Callable[[], float] = time.time,
-    seeds: random.Random | None = None,
 ) -> Starlette:
-    """Return the application. `new_id` generates request ids (the server around it shares it), `now` returns the
-    `created` times, `seeds` generates seeds for requests without one."""
+    """Return the application. `new_id` generates request ids (the server around it shares it)."""
     app = Starlette()
     app.router.redirect_slashes = False
     app.add_middleware(
@@ -117,7 +110,7 @@ def create_app(
     )
     app.add_exception_handler(TrinityError, _trinity_error)
     app.add_exception_handler(HTTPException, _http_error)
-    routes = _Routes(service, settings, now, seeds or random.Random())
+    routes = _Routes(service, settings)
     for path, route in (
         ("/v1/chat/completions", routes.chat),
         ("/v1/completions", routes.complete),
@@ -134,10 +127,10 @@ def create_app(
     ):
         app.add_route(path, route, methods=["GET"])  # and HEAD
     routes.add_collection_routes(app)
-    stored = service.responses or ResponseStore(Catalogue(None), StoresSection(), now)
-    ResponsesRoutes(service, settings, routes.read_bytes, stored, routes.check_model, now, routes.seeds).add_to(app)
+    stored, read = service.responses or ResponseStore(Catalogue(None)), routes.read_bytes
+    ResponsesRoutes(service, settings, read, stored, routes.check_model, time.time, routes.seeds).add_to(app)
     TokenizeRoute(
-        service.tokens, routes.read_bytes, context_tokens=settings.context_tokens, max_bytes=settings.max_prompt_bytes
+        service.tokens, read, context_tokens=settings.context_tokens, max_bytes=settings.max_prompt_bytes
     ).add_to(app)
     if service.drain is not None:
         DrainRoute(service.readiness, service.drain, lambda: service.engine.statistics().in_flight).add_to(app)
@@ -145,13 +138,12 @@ def create_app(
 
 
 class _Routes:
-    def __init__(self, service: Service, settings: Settings, now: Callable[[], float], seeds: random.Random) -> None:
+    def __init__(self, service: Service, settings: Settings) -> None:
         self._service = service
         self._settings = settings
         self._bodies = BodyMemory()
-        self._now = now
-        self._created = int(now())
-        self.seeds = seeds
+        self._created = int(time.time())
+        self.seeds = random.Random()  # of requests without a seed
         self._searches = Searches(
             service.search, service.engine.traces, settings.max_searches, settings.search_timeout_s, service.on_embedded
         )
@@ -161,7 +153,7 @@ class _Routes:
     async def chat(self, http: Request) -> Response:
         body, sent = await self._read_for_engine(http, ChatBody, PassthroughChat)
         turns = body.to_messages()
-        self._check_prompt_bytes(sum(len(turn.content.encode()) for turn in turns), "messages")
+        check_bytes(sum(len(turn.content.encode()) for turn in turns), self._settings.max_prompt_bytes, "messages")
         response = ChatResponse(**self._response_options(http, body))
         return await self._generate(http, body, response, self._settings.default_max_tokens, messages=turns, sent=sent)
 
@@ -169,7 +161,7 @@ class _Routes:
         body, sent = await self._read_for_engine(http, CompletionBody, PassthroughCompletion)
         prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
         if isinstance(prompt, str):
-            self._check_prompt_bytes(len(prompt.encode()), "prompt")
+            check_bytes(len(prompt.encode()), self._settings.max_prompt_bytes, "prompt")
         response = CompletionResponse(**self._response_options(http, body))
         return await self._generate(http, body, response, COMPLETION_TOKENS, prompt=prompt, sent=sent)
 
@@ -180,9 +172,9 @@ class _Routes:
         return {
             "id": request_id(http),
             "model": self._settings.model,
-            "created": int(self._now()),
+            "created": int(time.time()),
             "retrieval": self._authorized_retrieval(
-                body.to_retrieval(self._settings.probes, self._settings.prompts.passages), access_of(http)
+                body.to_retrieval(self._settings.prompts.passages), access_of(http)
             ),
             "include_usage": body.stream_options is not None and bool(body.stream_options.include_usage),
             "continuous_usage": body.stream_options is not None and bool(body.stream_options.continuous_usage_stats),
@@ -204,7 +196,7 @@ class _Routes:
         received_ns = engine.now_ns()
         deadline_ns = received_ns + int(self._settings.request_timeout_s * 1e9)
         sampling = body.to_sampling(default_max_tokens, self.seeds.getrandbits(63))
-        store: Callable[[], None] = _discard
+        store: Callable[[], None] = lambda: None  # noqa: E731
         if (
             cache is not None
             and body.answer_cache
@@ -272,7 +264,7 @@ class _Routes:
             raise InvalidRequest("set either query (text) or vector", "query")
         collection = self._collection(body, access_of(http))
         if body.query is not None:
-            self._check_prompt_bytes(len(body.query.encode()), "query")
+            check_bytes(len(body.query.encode()), self._settings.max_prompt_bytes, "query")
         dim = self._settings.collections[collection]
         if body.vector is not None and dim and len(body.vector) != dim:
             raise InvalidRequest(
@@ -357,9 +349,6 @@ class _Routes:
             served = repr(served) if served else "none"
             raise UnknownModel(f"model {model[:128]!r} is not served; served: {served}", "model")
 
-    def _check_prompt_bytes(self, size: int, param: str) -> None:
-        check_bytes(size, self._settings.max_prompt_bytes, param)
-
     def _authorized_retrieval(self, retrieval: Retrieval | None, access: Access) -> Retrieval | None:
         if retrieval is None:
             return None
@@ -389,10 +378,6 @@ class _Routes:
         model = {"id": self._settings.model, "object": "model", "created": self._created, "owned_by": "trinity"}
         context = self._settings.context_tokens
         return model | {"max_model_len": context} if context else model
-
-
-def _discard() -> None:
-    """Do nothing with an answer that is not cached."""
 
 
 async def _trinity_error(http: Request, error: Exception) -> Response:

@@ -12,7 +12,8 @@ from pydantic import Field
 
 from runtime.errors import InvalidRequest
 from runtime.serving.http import unsupported_fields
-from runtime.serving.http.api_types import ChatLimits, CompletionBody, GenerateBody, parse_object, validate
+from runtime.serving.http.api_types import ChatLimits, CompletionBody, GenerateBody
+from runtime.serving.http.parsing import parse_object, validate
 from runtime.serving.messages import Message
 
 Passthrough = TypeVar("Passthrough", bound=GenerateBody)

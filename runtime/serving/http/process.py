@@ -136,7 +136,6 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         cors_origins=config.http.cors_origins,
         max_k=plan.max_k,
         max_probe_tokens=config.probes.passage_tokens,
-        probes=config.probes,
         prompts=config.prompts,
         default_max_tokens=min(256, own.context_tokens // 4) if own else 256,
         request_timeout_s=config.http.request_timeout_s,
@@ -166,7 +165,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         answers = _open_answer_cache(worker, client)
     service = Service(
         engine, source, supervisor.metrics_text, answers, tokens, source, writes, stores,
-        ResponseStore(catalogue, config.stores), readiness, supervisor.drain, metrics.record_response,
+        ResponseStore(catalogue), readiness, supervisor.drain, metrics.record_response,
         partial(worker.table.observe, FrontendMetrics.EMBED_TIME),
     )  # fmt: skip
     app = create_app(service, settings, new_id)

@@ -12,8 +12,9 @@ from runtime.errors import InvalidRequest
 from runtime.retrieval.collections.validation import MAX_BATCH, UpsertDocument
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.access import access_of
-from runtime.serving.http.api_types import StrictModel, field_error, filter_at, json_name, parse, without_null
+from runtime.serving.http.api_types import StrictModel, filter_at
 from runtime.serving.http.middleware import ReadBody
+from runtime.serving.http.parsing import field_error, json_name, parse, without_null
 from runtime.serving.http.responses import Json, json_response
 
 

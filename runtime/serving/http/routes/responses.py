@@ -18,8 +18,8 @@ from runtime.retrieval.stores.records import StoredResponse, new_id
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.serving.frontend.requests import Request as InFlight
 from runtime.serving.http.access import access_of
-from runtime.serving.http.api_types import check_bytes
 from runtime.serving.http.middleware import ReadBody, client_id_of, request_id
+from runtime.serving.http.parsing import check_bytes
 from runtime.serving.http.response_objects import ResponseBuilder
 from runtime.serving.http.responses import EventStream, Json, cancel_on_disconnect, json_response
 from runtime.serving.http.routes.files import tenant_of

@@ -6,16 +6,8 @@ from pydantic import BeforeValidator, Field
 
 from runtime.errors import InvalidRequest
 from runtime.serving.http import unsupported_fields
-from runtime.serving.http.api_types import (
-    MAX_TOKENS,
-    StrictModel,
-    field_error,
-    filter_at,
-    json_name,
-    parse_object,
-    validate,
-    without_null,
-)
+from runtime.serving.http.api_types import MAX_TOKENS, StrictModel, filter_at
+from runtime.serving.http.parsing import field_error, json_name, parse_object, validate, without_null
 from runtime.serving.http.routes.store_objects import Metadata
 from runtime.serving.http.routes.vector_stores import RankingOptions, validate_ranking
 from runtime.serving.messages import ProbeMode

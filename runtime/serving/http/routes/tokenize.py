@@ -14,16 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.serving.http.api_types import (
-    ChatMessage,
-    StrictModel,
-    chat_message,
-    check_bytes,
-    parse_object,
-    validate,
-    without_null,
-)
+from runtime.serving.http.api_types import ChatMessage, StrictModel, chat_message
 from runtime.serving.http.middleware import ReadBody
+from runtime.serving.http.parsing import check_bytes, parse_object, validate, without_null
 from runtime.serving.http.responses import json_response
 from runtime.serving.messages import Message
 

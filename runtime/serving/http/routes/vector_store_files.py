@@ -13,8 +13,8 @@ from runtime.retrieval.ingestion.passages import FilePassage
 from runtime.retrieval.stores.records import FileStatus
 from runtime.retrieval.stores.service import NewEntry, Stores
 from runtime.serving.http.access import access_of
-from runtime.serving.http.api_types import parse
 from runtime.serving.http.middleware import ReadBody
+from runtime.serving.http.parsing import parse
 from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import json_response
 from runtime.serving.http.routes.files import tenant_of

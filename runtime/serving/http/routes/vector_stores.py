@@ -23,18 +23,9 @@ from runtime.retrieval.stores.collection import FILE, STORE
 from runtime.retrieval.stores.records import Store, new_id
 from runtime.retrieval.stores.service import NewEntry, Stores
 from runtime.serving.http.access import Access, access_of
-from runtime.serving.http.api_types import (
-    MAX_TOKENS,
-    RetrievalBody,
-    StrictModel,
-    check_bytes,
-    field_error,
-    filter_at,
-    parse,
-    parse_object,
-    without_null,
-)
+from runtime.serving.http.api_types import MAX_TOKENS, RetrievalBody, StrictModel, filter_at
 from runtime.serving.http.middleware import ReadBody, client_id_of, request_id
+from runtime.serving.http.parsing import check_bytes, field_error, parse, parse_object, without_null
 from runtime.serving.http.response_memory import UnsentResponse, unsent_response
 from runtime.serving.http.responses import Json, json_response, passages_response
 from runtime.serving.http.routes.files import tenant_of

@@ -1,0 +1,106 @@
+"""Parsing of JSON bodies into pydantic models, with errors that name the parameter and the value.
+
+A null field counts as absent. `unsupported_fields.py` lists the fields of OpenAI and vLLM that Trinity does not
+support; any other unknown field is refused with the name of the nearest known one.
+"""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError, from_json
+
+from runtime.errors import InvalidRequest
+from runtime.serving.http import unsupported_fields
+
+_CUSTOM = "trinity"
+_TYPE_ERRORS = {"model_type": "must be an object", "dict_type": "must be an object", "list_type": "must be an array"}
+"""Messages in place of pydantic's, which name Python's types."""
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse(model: type[Body], body: bytes) -> Body:
+    """Parse a JSON body into a model. Raises InvalidRequest that names the parameter."""
+    known = without_null(parse_object(body))
+    for name in [name for name in known if name not in model.model_fields]:
+        if not unsupported_fields.accept(name, known.pop(name)):
+            raise InvalidRequest(f"unknown field {name[:64]!r}{suggestion(name, model.model_fields)}", name[:64])
+    return validate(model, known)
+
+
+def without_null(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an object that are not null."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def check_bytes(size: int, limit: int, param: str) -> None:
+    """Raise InvalidRequest for a text of more than `limit` bytes."""
+    if size > limit:
+        raise InvalidRequest(f"{param} has {size} bytes, the limit is {limit}", param)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raises InvalidRequest for anything else."""
+    try:
+        data = from_json(body)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"the body must be a JSON object, not {json_name(data)}")
+    return data
+
+
+def validate(model: type[Body], fields: dict[str, Any]) -> Body:
+    """Validate fields as a model. Raises InvalidRequest that names the parameter."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        param = _param(first["loc"])
+        raise InvalidRequest(_error_message(first["type"], first["msg"], first["input"], param), param) from None
+
+
+def suggestion(name: str, fields: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, fields, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _param(location: tuple[int | str, ...]) -> str:
+    """Format a location: `("messages", 0, "content")` → `messages[0].content`."""
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step[:64]}" for step in location)
+    return path.removeprefix(".")
+
+
+def _error_message(error_type: str, message: str, value: object, param: str) -> str:
+    if error_type == _CUSTOM:
+        return message
+    if error_type == "extra_forbidden":
+        return f"unknown field {param[:128]}"
+    if error_type == "missing":
+        return f"{param} is missing"
+    if error_type in ("too_short", "string_too_short"):
+        return f"{param} is empty"
+    message = _TYPE_ERRORS.get(error_type, message.removeprefix("Input "))
+    return f"{param} {message}, not {given(value)}"
+
+
+def given(value: object) -> str:
+    """Format a value for an error message: a string or a number itself, any other by its JSON type."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return json_name(value)
+    given = repr(value)
+    return given if len(given) <= 64 else given[:61] + "..."
+
+
+def json_name(value: object) -> str:
+    """Return the name of a value's JSON type."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def field_error(message: str) -> PydanticCustomError:
+    """Return an error for validators to raise, with a custom message."""
+    # pydantic takes the message for a template: braces in it must not be interpreted.
+    return PydanticCustomError(_CUSTOM, "{message}", {"message": message})
