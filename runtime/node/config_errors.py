@@ -70,7 +70,6 @@ REMOVED = {
     "answer_cache.entries": "the latest 1,000 answers are kept",
     "http.max_connections_per_peer": "one client address may have half of http.max_connections",
     "http.vllm_metrics": "/metrics has vLLM's names, too",
-    "probes.trigger": "a request has retrieval.probe_trigger",
     "stores.max_files": "the limit is 100,000 files",
     "stores.max_responses": "the latest 10,000 responses are kept",
     "stores.max_stores": "the limit is 1,000 stores",

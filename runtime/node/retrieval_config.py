@@ -1,5 +1,7 @@
 """`[prompts]` and `[probes]`: how passages are inserted into a prompt, and when a running answer is probed."""
 
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -7,7 +9,9 @@ from msgspec import Meta
 from runtime.node.engine_config import Section
 
 PassagePlace = Literal["system", "question"]
-ProbeTrigger = Literal["every", "drift", "unsure"]
+ProbeMode = Literal["wait", "prefetch"]
+TRIGGERS = ("every", "drift", "unsure")
+"""The built-in probe triggers (`runtime.serving.triggers`)."""
 
 
 PassageTokens = Annotated[int, Meta(ge=16, le=65_536)]
@@ -28,9 +32,22 @@ class PromptsSection(Section, frozen=True):
 
 
 class ProbesSection(Section, frozen=True):
-    """Probes of requests with `retrieval.every_tokens`; a request says when it probes (`retrieval.probe_trigger`).
+    """Defaults of probes, for requests with retrieval that do not say it themselves (docs/prompts.md).
 
+    - `every_tokens`: an answer probes after as many tokens; 0: only answers whose request sets `every_tokens` do.
+    - `mode`: during a probe an answer waits, or continues and inserts the passages when they arrive ("prefetch").
+    - `trigger`: when an answer probes: "every", "drift", "unsure" (only with the node's own engine), or the name of an
+      installed trigger (an entry point of the group `trinity.triggers`).
     - `passage_tokens`: maximum number of tokens of the passages that a probe inserts.
     """
 
+    every_tokens: Annotated[int, Meta(ge=0, le=1_048_576)] = 0
+    mode: ProbeMode = "wait"
+    trigger: Annotated[str, Meta(min_length=1, max_length=64)] = "every"
     passage_tokens: PassageTokens = 192
+
+
+@cache
+def installed_triggers() -> dict[str, EntryPoint]:
+    """Return the triggers of installed packages, by name. Reads the packages' metadata, some 10 ms."""
+    return {entry.name: entry for entry in entry_points(group="trinity.triggers") if entry.name not in TRIGGERS}

@@ -29,13 +29,12 @@ from typing import Literal
 import msgspec
 
 from ipc import SearchSpec, Stage
-from runtime.node.retrieval_config import PassagePlace, ProbeTrigger
+from runtime.node.retrieval_config import PassagePlace, ProbeMode
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.query import Query
 
 FinishReason = Literal["stop", "length"]
 Role = Literal["prefill", "decode"]
-ProbeMode = Literal["wait", "prefetch"]
 ProbeOutcome = Literal["answered", "near", "late", "failed", "dropped"]
 """near: a passage in use is near enough, so nothing was inserted; dropped: the row ended before the result."""
 
@@ -59,7 +58,7 @@ class Retrieval(msgspec.Struct, frozen=True):
     probe_tokens: int = 0
     filter: bytes = b""
     hybrid: float = 0.0
-    trigger: ProbeTrigger = "every"
+    trigger: str = "every"
     threshold: float = 0.0
     place: PassagePlace = "question"
     flow: int = 0

@@ -1,24 +1,34 @@
 """Probe triggers: when an answer queries the pool again, and whether it inserts the passages found. One per row.
 
 A trigger is evaluated twice: with every new token (`should_probe`), and with the result of the probe (`accepts`). It is
-stateless, so an answer that continues on another worker probes at the same tokens.
+stateless, so an answer that continues on another worker probes at the same tokens. Besides the three built-in ones
+there are those of installed packages: a class with the attributes of `Trigger` and arguments `(tokens, threshold)`, as
+an entry point of the group `trinity.triggers` (docs/examples/trigger).
 """
 
-from collections.abc import Container, Sequence
+import logging
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint
 from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from runtime.errors import InvalidRequest
+from runtime.node.retrieval_config import TRIGGERS, installed_triggers
 from runtime.retrieval.passages import Passage
 from runtime.serving.messages import Retrieval
+
+_log = logging.getLogger("trinity.triggers")
 
 
 class Trigger(Protocol):
     """When a row probes. `needs_logits`: whether `should_probe` reads the logits."""
 
-    needs_logits: ClassVar[bool]
+    @property
+    def needs_logits(self) -> bool: ...
 
     def should_probe(self, generated: int, last_probe_at: int, scores: npt.ArrayLike | None) -> bool:
         """Return whether to probe now. The row has `generated` tokens and last probed after `last_probe_at` (0: never).
@@ -32,12 +42,23 @@ class Trigger(Protocol):
         ...
 
 
+class TriggerType(Protocol):
+    """Class of a trigger. `default_threshold`: that of requests without one; None: the trigger has no threshold."""
+
+    needs_logits: bool
+    default_threshold: float | None
+
+    def __call__(self, tokens: int, threshold: float) -> Trigger: ...
+
+
 @dataclass(frozen=True, slots=True)
 class PeriodicTrigger:
     """Probes every `tokens` tokens."""
 
     needs_logits: ClassVar[bool] = False
+    default_threshold: ClassVar[float | None] = None
     tokens: int
+    threshold: float = 0.0
 
     def should_probe(self, generated: int, last_probe_at: int, scores: npt.ArrayLike | None) -> bool:
         """See `Trigger`."""
@@ -50,42 +71,99 @@ class PeriodicTrigger:
 
 @dataclass(frozen=True, slots=True)
 class DriftTrigger(PeriodicTrigger):
-    """Probes every `tokens` tokens, and inserts nothing while a passage in use is within `distance` of the last words.
+    """Probes every `tokens` tokens, and inserts nothing while a passage in use is within `threshold` of the last words.
 
     The pool computes the distance in the search. A passage in use that is not among those found is farther away than
     as many others.
     """
 
-    distance: float
+    default_threshold: ClassVar[float | None] = 0.5
 
     def accepts(self, found: Sequence[Passage], used: Container[str]) -> bool:
         """See `Trigger`."""
-        return not any(passage.id in used and passage.distance <= self.distance for passage in found)
+        return not any(passage.id in used and passage.distance <= self.threshold for passage in found)
 
 
 @dataclass(frozen=True, slots=True)
 class EntropyTrigger(PeriodicTrigger):
-    """Probes when the entropy of the next token's distribution exceeds `nats`, at most once in `tokens` tokens."""
+    """Probes when the entropy of the next token's distribution exceeds `threshold` nats, at most once in `tokens`
+    tokens."""
 
     needs_logits: ClassVar[bool] = True
-    nats: float
+    default_threshold: ClassVar[float | None] = 2.0
 
     def should_probe(self, generated: int, last_probe_at: int, scores: npt.ArrayLike | None) -> bool:
         """See `Trigger`."""
-        return generated - last_probe_at >= self.tokens and scores is not None and entropy(scores) > self.nats
+        return generated - last_probe_at >= self.tokens and scores is not None and entropy(scores) > self.threshold
+
+
+class InstalledTrigger:
+    """A trigger of an installed package: its errors are logged and end the probes of an answer, not the answer."""
+
+    def __init__(self, name: str, trigger: Trigger) -> None:
+        self._name, self._trigger, self._failed = name, trigger, False
+        self.needs_logits = trigger.needs_logits
+
+    def should_probe(self, generated: int, last_probe_at: int, scores: npt.ArrayLike | None) -> bool:
+        """See `Trigger`."""
+        return self._ask(lambda: self._trigger.should_probe(generated, last_probe_at, scores))
+
+    def accepts(self, found: Sequence[Passage], used: Container[str]) -> bool:
+        """See `Trigger`."""
+        return self._ask(lambda: self._trigger.accepts(found, used))
+
+    def _ask(self, question: Callable[[], bool]) -> bool:
+        if self._failed:
+            return False
+        try:
+            return bool(question())
+        except Exception:
+            self._failed = True
+            _log.exception("the trigger %r failed: its answer does not probe any more", self._name)
+            return False
+
+
+_BUILT_IN: dict[str, type[PeriodicTrigger]] = dict(
+    zip(TRIGGERS, (PeriodicTrigger, DriftTrigger, EntropyTrigger), strict=True)
+)
+
+
+def trigger_type(name: str) -> TriggerType:
+    """Return the class of the trigger `name`. Raises InvalidRequest if there is none, or it cannot be loaded."""
+    if (built_in := _BUILT_IN.get(name)) is not None:
+        return built_in
+    if (entry := installed_triggers().get(name)) is None:
+        known = ", ".join((*TRIGGERS, *sorted(installed_triggers())))
+        raise InvalidRequest(f"probe_trigger {name[:64]!r} is not known; there are {known}", "retrieval.probe_trigger")
+    return _load(entry)
+
+
+@cache
+def _load(entry: EntryPoint) -> TriggerType:
+    try:
+        loaded: TriggerType = entry.load()
+        float(loaded.default_threshold or 0)
+        if not isinstance(loaded.needs_logits, bool):
+            raise TypeError(f"needs_logits is {loaded.needs_logits!r}, not a bool")
+    except Exception as error:
+        raise InvalidRequest(
+            f"probe_trigger {entry.name!r} ({entry.value}) cannot be used: {type(error).__name__}: {error}",
+            "retrieval.probe_trigger",
+        ) from error
+    return loaded
+
+
+def counts_tokens(name: str) -> bool:
+    """Return whether the trigger probes every so many tokens, whatever they are; then any engine can use it."""
+    return getattr(trigger_type(name), "should_probe", None) is PeriodicTrigger.should_probe
 
 
 def trigger_of(retrieval: Retrieval | None) -> Trigger | None:
     """Return the trigger of a request; None without probes."""
     if retrieval is None or not retrieval.every_tokens:
         return None
-    match retrieval.trigger:
-        case "every":
-            return PeriodicTrigger(retrieval.every_tokens)
-        case "drift":
-            return DriftTrigger(retrieval.every_tokens, retrieval.threshold)
-        case "unsure":
-            return EntropyTrigger(retrieval.every_tokens, retrieval.threshold)
+    trigger = trigger_type(retrieval.trigger)(retrieval.every_tokens, retrieval.threshold)
+    return trigger if retrieval.trigger in _BUILT_IN else InstalledTrigger(retrieval.trigger, trigger)
 
 
 def entropy(scores: npt.ArrayLike) -> float:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ipc import SearchSpec
 from runtime.errors import InvalidFilter, InvalidRequest, Unavailable
+from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.retrieval.attributes.filters import check_filter, filter_bytes, parse_filter
 from runtime.retrieval.attributes.schema import AttributeType
 from runtime.serving.http.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, RetrievalOptions
@@ -101,12 +102,12 @@ def test_a_body_that_is_not_an_object_is_refused(http: httpx.Client, body: str, 
         (
             {"retrieval": {"collection": "docs", "probe_trigger": "hunch"}},
             "retrieval.probe_trigger",
-            "'drift' or 'unsure'",
+            "'hunch' is not known; there are every, drift, unsure",
         ),
         (
             {"retrieval": {"collection": "docs", "probe_threshold": 0.4}},
             "retrieval.probe_threshold",
-            "requires probe_trigger",
+            "requires a probe_trigger",
         ),
         ({"retrieval": {"collection": "docs", "probe_tokens": 193}}, "retrieval.probe_tokens", "the limit is 192"),
         ({"ignore_eos": "no"}, "ignore_eos", "not 'no'"),
@@ -408,7 +409,7 @@ def test_hybrid_is_a_boolean_or_the_weight_of_keywords(kind: Any, body: dict[str
     def parsed(told: Any) -> Any:
         whole = body | ({at: body[at] | {"hybrid": told}} if at else {"hybrid": told})
         found = parse(kind, json.dumps(whole).encode())
-        return found.to_retrieval("system").hybrid if at else found.hybrid
+        return found.to_retrieval(PromptsSection(), ProbesSection()).hybrid if at else found.hybrid
 
     assert [parsed(told) for told in (True, False, 1, 0, 0.25)] == [0.5, 0.0, 1.0, 0.0, 0.25]
     wrongs: list[Any] = ["yes", 1.5, -1, [], {}]

@@ -73,6 +73,17 @@ def test_an_unusable_server_url_is_refused(tmp_path: Path, more: dict[str, Any],
     assert refusal(tmp_path, model=OPENAI | more).startswith(says)
 
 
+def test_a_gateway_node_with_uncertainty_probes_is_refused(tmp_path: Path) -> None:
+    says = refusal(tmp_path, model=OPENAI, probes={"trigger": "unsure"})
+    assert says.startswith('probes.trigger = "unsure": only the node\'s own engine supports it')
+    plan(tmp_path, model=OPENAI, probes={"trigger": "drift"})
+
+
+def test_a_trigger_that_is_not_installed_is_refused(tmp_path: Path) -> None:
+    says = refusal(tmp_path, probes={"trigger": "margin"})
+    assert says == "probes.trigger = 'margin': no such trigger; there are every, drift, unsure"
+
+
 def test_without_a_model_a_node_serves_retrieval_alone(tmp_path: Path) -> None:
     assert names(plan(tmp_path)) == ["pool-0", "frontend-0"]
 

@@ -24,6 +24,7 @@ from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request
 from runtime.serving.http.passthrough import single_request_field
 from runtime.serving.http.service import SearchSource
 from runtime.serving.model.text import last_question
+from runtime.serving.triggers import counts_tokens
 
 log = logging.getLogger(__name__)
 
@@ -143,15 +144,16 @@ class OpenAiEngine(Engine):
             )
         if retrieval is not None and generation.messages and not last_question(generation.messages).strip():
             raise InvalidRequest("retrieval: the last message of the user has no text to search for", "messages")
-        if probes and retrieval is not None and retrieval.trigger == "unsure":
+        if probes and retrieval is not None and not counts_tokens(retrieval.trigger):
             raise InvalidRequest(
-                'probe_trigger "unsure": this engine does not report the model\'s confidence; use "every" or "drift"',
+                f'probe_trigger "{retrieval.trigger}": this engine reports neither tokens nor the model\'s confidence '
+                'as it goes; use "every" or "drift"',
                 "retrieval.probe_trigger",
             )
         if probes and (field := single_request_field(sent)):
             raise InvalidRequest(
                 f"{field} cannot be combined with retrieval.every_tokens: this engine generates an answer with probes "
-                "in several requests; omit one of the two",
+                "in several requests; omit one of the two (every_tokens = 0: no probes)",
                 field,
             )
         waits = self._deps.restarts.times and self._deps.restarts.wait_ns

@@ -13,9 +13,10 @@ from runtime.errors import ConfigError
 from runtime.files import read_regular
 from runtime.node.api_keys import read_api_keys
 from runtime.node.config import CollectionSection, NodeConfig, Role
-from runtime.node.engine_config import OpenAiSection, Stage, VllmSection
+from runtime.node.engine_config import OpenAiSection, ServedSection, Stage, VllmSection
 from runtime.node.placement.pool_placement import check_device, paired_workers, worker_devices
 from runtime.node.placement.vllm import check_vllm
+from runtime.node.retrieval_config import TRIGGERS, installed_triggers
 from runtime.node.worker_config import WorkerSection
 
 CPU = "cpu"
@@ -272,7 +273,15 @@ def _check_cores(workers: list[WorkerPlan]) -> None:
 
 
 def _check_limits(config: NodeConfig) -> None:
-    pool = config.pool
+    pool, trigger = config.pool, config.probes.trigger
+    if trigger == "unsure" and isinstance(config.model, ServedSection):
+        raise ConfigError(
+            'probes.trigger = "unsure": only the node\'s own engine supports it; with '
+            f'{config.model.__struct_config__.tag!r} use "every" or "drift"'
+        )
+    if trigger not in TRIGGERS and trigger not in (installed := installed_triggers()):
+        known = ", ".join((*TRIGGERS, *sorted(installed)))
+        raise ConfigError(f"probes.trigger = {trigger!r}: no such trigger; there are {known}")
     if pool.top_m > pool.max_top_m:
         raise ConfigError(f"pool.top_m = {pool.top_m} exceeds pool.max_top_m = {pool.max_top_m}")
     for role, section in (("prefill", config.prefill), ("decode", config.decode)):

@@ -7,18 +7,18 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from runtime.errors import InvalidFilter, InvalidRequest
-from runtime.node.retrieval_config import PassagePlace, ProbeTrigger
+from runtime.node.retrieval_config import PassagePlace, ProbeMode, ProbesSection, PromptsSection
 from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
 from runtime.serving.http import unsupported_fields
 from runtime.serving.http.parsing import field_error, given, json_name, suggestion, without_null
-from runtime.serving.messages import Message, ProbeMode, Retrieval, Sampling
+from runtime.serving.messages import Message, Retrieval, Sampling
+from runtime.serving.triggers import trigger_type
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 2**31 - 1
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
-_THRESHOLDS = {"every": 0.0, "drift": 0.5, "unsure": 2.0}  # of probes: a distance, an entropy in nats
 MAX_PRIORITY, MAX_TIER = 1000, 15
 _TIER_S = 100_000  # more than any two priorities and waits differ by
 DEFAULT_HYBRID = 0.5  # weight of the keyword search with `hybrid: true`
@@ -179,17 +179,17 @@ class RetrievalOptions(StrictModel):
     During a probe the answer waits, or continues and inserts the passages when they arrive ("prefetch"); a probe
     inserts at most `probe_tokens` tokens. `collection` is optional on a node with one collection. `filter` restricts
     the passages by attributes, `hybrid` adds a keyword search. `probe_trigger` with `probe_threshold` says when to
-    probe; `passages` (their position in a chat) overrides the node's `[prompts]`.
+    probe. The defaults of probes, and of `passages` (their position in a chat), are the node's.
     """
 
     collection: str | None = None
     k: int = Field(4, ge=1, le=MAX_TOKENS)
-    every_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
-    probe_mode: ProbeMode = "wait"
+    every_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    probe_mode: ProbeMode | None = None
     probe_tokens: int | None = Field(None, ge=16, le=MAX_TOKENS)
     filter: Annotated[Any, BeforeValidator(filter_at("retrieval.filter"))] = None
     hybrid: Hybrid = 0.0
-    probe_trigger: ProbeTrigger = "every"
+    probe_trigger: str | None = None
     probe_threshold: float | None = Field(None, gt=0, le=1e6)
     passages: PassagePlace | None = None
 
@@ -257,30 +257,32 @@ class GenerateBody(StrictModel):
             ignore_eos=self.ignore_eos,
         )
 
-    def to_retrieval(self, place: PassagePlace) -> Retrieval | None:
-        """Convert to the workers' message; None without retrieval. `place` is the node's default.
+    def to_retrieval(self, prompts: PromptsSection, probes: ProbesSection) -> Retrieval | None:
+        """Convert to the workers' message, with the node's defaults; None without retrieval.
 
-        Raises InvalidRequest for a threshold without a trigger that uses it.
+        Raises InvalidRequest for an unknown trigger, and for a threshold without a trigger that uses it.
         """
         options = self.retrieval
         if options is None:
             return None
-        trigger = options.probe_trigger
-        if options.probe_threshold is not None and trigger == "every":
+        trigger = options.probe_trigger or probes.trigger
+        threshold = trigger_type(trigger).default_threshold
+        if options.probe_threshold is not None and threshold is None:
             raise InvalidRequest(
-                'probe_threshold requires probe_trigger "drift" or "unsure"', "retrieval.probe_threshold"
+                f'probe_threshold requires a probe_trigger that has one, as "drift" and "unsure"; it is {trigger!r}',
+                "retrieval.probe_threshold",
             )
         return Retrieval(
             options.collection or "",
             options.k,
-            options.every_tokens,
-            options.probe_mode,
+            probes.every_tokens if options.every_tokens is None else options.every_tokens,
+            options.probe_mode or probes.mode,
             options.probe_tokens or 0,
             filter_bytes(options.filter) if options.filter else b"",
             options.hybrid,
             trigger,
-            options.probe_threshold or _THRESHOLDS[trigger],
-            options.passages or place,
+            options.probe_threshold or threshold or 0.0,
+            options.passages or prompts.passages,
         )
 
 

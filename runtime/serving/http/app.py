@@ -174,7 +174,7 @@ class _Routes:
             "model": self._settings.model,
             "created": int(time.time()),
             "retrieval": self._authorized_retrieval(
-                body.to_retrieval(self._settings.prompts.passages), access_of(http)
+                body.to_retrieval(self._settings.prompts, self._settings.probes), access_of(http)
             ),
             "include_usage": body.stream_options is not None and bool(body.stream_options.include_usage),
             "continuous_usage": body.stream_options is not None and bool(body.stream_options.continuous_usage_stats),
@@ -353,7 +353,7 @@ class _Routes:
         if retrieval is None:
             return None
         collection = self._collection(retrieval, access, "retrieval.")
-        limit = self._settings.max_probe_tokens
+        limit = self._settings.probes.passage_tokens
         if retrieval.probe_tokens > limit:
             raise InvalidRequest(
                 f"probe_tokens is {retrieval.probe_tokens}, the limit is {limit}", "retrieval.probe_tokens"

@@ -135,7 +135,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         open_paths=config.http.open_paths,
         cors_origins=config.http.cors_origins,
         max_k=plan.max_k,
-        max_probe_tokens=config.probes.passage_tokens,
+        probes=config.probes,
         prompts=config.prompts,
         default_max_tokens=min(256, own.context_tokens // 4) if own else 256,
         request_timeout_s=config.http.request_timeout_s,

@@ -18,7 +18,7 @@ from runtime.errors import (
     UnknownCollection,
     UnknownModel,
 )
-from runtime.node.retrieval_config import PromptsSection
+from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
@@ -226,7 +226,7 @@ class Settings:
     max_unsent_bytes: int = MAX_UNSENT_BYTES
     max_prompt_bytes: int = 256 << 10
     max_k: int = 64
-    max_probe_tokens: int = 192
+    probes: ProbesSection = field(default_factory=ProbesSection)
     prompts: PromptsSection = field(default_factory=PromptsSection)
     max_searches: int = 64
     default_max_tokens: int = 256

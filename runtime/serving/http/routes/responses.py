@@ -29,6 +29,7 @@ from runtime.serving.http.routes.vector_stores import distance_of, results_of, s
 from runtime.serving.http.service import Service, Settings
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.serving.model.text import last_question, passages_block, question_with_block
+from runtime.serving.triggers import trigger_type
 
 log = logging.getLogger(__name__)
 
@@ -137,16 +138,19 @@ class ResponsesRoutes:
             return _Conversation(turns, None)
         collection, wanted = await self._searched(http, tool)
         metric = self._service.catalogue.summary(collection).metric
-        ranking, settings = tool.ranking_options, self._settings
+        ranking, settings, probes = tool.ranking_options, self._settings, self._settings.probes
         for name, value, limit in (
             ("max_num_results", tool.max_num_results, settings.max_k),
-            ("probe_tokens", tool.probe_tokens, settings.max_probe_tokens),
+            ("probe_tokens", tool.probe_tokens, probes.passage_tokens),
         ):
             if value > limit:
                 raise InvalidRequest(f"{name} is {value}, the limit is {limit}", f"tools[0].{name}")
         retrieval = Retrieval(
-            collection, tool.max_num_results, tool.every_tokens, tool.probe_mode, tool.probe_tokens, wanted,
+            collection, tool.max_num_results,
+            probes.every_tokens if tool.every_tokens is None else tool.every_tokens,
+            tool.probe_mode or probes.mode, tool.probe_tokens, wanted,
             ranking.hybrid_search.share if ranking and ranking.hybrid_search else 0.0,
+            probes.trigger, trigger_type(probes.trigger).default_threshold or 0.0,
             place=settings.prompts.passages, flow=access_of(http).flow, quote=True,
             max_distance=distance_of(ranking.score_threshold, metric) if ranking else 1e30,
         )  # fmt: skip
