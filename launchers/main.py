@@ -10,13 +10,11 @@ from typing import Annotated
 
 import typer
 from msgspec.structs import replace
-from rich.console import Console
 
 from gpu import GpuError
 from ipc import IpcError
 from launchers.commands import LAZY_COMMANDS, SELF_PARSING
 from launchers.node_option import NodeArgument, NodeOption, resolve_node
-from launchers.status import show_placement, show_status
 from runtime.checks import gpu_sharing, preflight
 from runtime.checks.memory_estimate import estimate_device_bytes
 from runtime.errors import EXIT_FAILED, TrinityError
@@ -79,6 +77,8 @@ def serve(
         machine = Machine.with_simulated_gpus(simulate_gpus) if simulate_gpus else Machine.read()
         plan = lay_out(settings, machine)
         if dry_run:
+            from launchers.status import show_placement  # importing rich would delay a start
+
             preflight.check_without_start(plan)
             for line in preflight.unverified_collections(settings):
                 print(line)
@@ -104,6 +104,10 @@ def _logged_once(log: logging.Logger) -> Callable[[str, float], None]:
 
 def status(node: NodeArgument = "", named: NodeOption = "") -> None:
     """Show the workers of a running node. Exits with 1 if any is not ready."""
+    from rich.console import Console
+
+    from launchers.status import show_status
+
     raise typer.Exit(show_status(find_node(resolve_node(node, named)), Console()))
 
 

@@ -20,9 +20,9 @@ NEEDED = {
     "runtime.serving.decode.process": {"jinja2", "numba", "tokenizers", "zmq"},
     "runtime.engines.frontend": {"numba", "pydantic", "starlette", "uvicorn", "zmq"},
     "runtime.serving.http.process": {"numba", "pydantic", "starlette", "uvicorn", "zmq"},
-    "runtime.node.supervisor.supervisor": {"prometheus_client", "psutil", "zmq"},
-    "runtime.checks.preflight": {"prometheus_client", "psutil"},
-    "launchers.main": {"prometheus_client", "psutil", "rich", "typer", "zmq"},
+    "runtime.node.supervisor.supervisor": {"psutil", "zmq"},
+    "runtime.checks.preflight": {"psutil"},
+    "launchers.main": {"psutil", "typer", "zmq"},
 }
 
 

@@ -20,7 +20,6 @@ from msgspec.structs import replace
 from runtime.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILED, InvalidRequest
 from runtime.node.control.loop import ControlLoop
 from runtime.node.logs.log import log_directory, log_to_file
-from runtime.node.metrics.exporter import NodeCollector, engine_families, render, vllm_families
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.gpus import Gpus
 from runtime.node.placement.plan import NodePlan, WorkerPlan
@@ -349,6 +348,9 @@ class Supervisor:
 
     def metrics_text(self) -> str:
         """Return all metrics of the node in Prometheus's text format."""
+        # Imported here: Prometheus's client is not needed until someone reads metrics, and workers start sooner.
+        from runtime.node.metrics.exporter import NodeCollector, engine_families, render, vllm_families
+
         status = self.status()
         model = self.plan.config.model
         tables = {worker.name: worker.table for worker in self.workers}
