@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from numba import float32, float64, int64
 
 from gpu.engine import Backend
 from ipc import SessionServer
@@ -178,12 +179,8 @@ class PoolLoop:
 
     def compile(self) -> None:
         """Compile all functions at start, so that no query waits for it."""
-        self.run(0, 0)
-        nothing = Wait(descriptor=-1, bell=-1, budget=self._spin.address)
-        serve_loop(self._at, address_of(nothing), 0)
-        drop_client(self._at, -1)
-        _enqueue.compile("void(int64, float32[::1], int64)")
-        _end_set_aside.compile("void(int64, int64, int64, int64, int64, int64)")
+        for function, types in (*CALLED_OFTEN, *CALLED_RARELY):
+            function.compile(types)
 
     # ---- running
 
@@ -330,3 +327,13 @@ def serve_loop(at: int, wait_at: int, until: int) -> int:
             rounds_until = max(until, now + _MS)
         else:
             return SERVER_EVENT if now < until else layout.TIME_UP
+
+
+CALLED_OFTEN = ((run_loop, (int64, int64, int64)), (serve_loop, (int64, int64, int64)))
+CALLED_RARELY = (
+    (drop_client, (int64, int64)),
+    (_enqueue, (int64, float32[::1], int64)),
+    (_end_set_aside, (int64, int64, int64, int64, int64, int64)),
+    (_learn_cost, (int64, float64, float64)),
+)
+"""Functions that Python calls, and the types of their arguments."""

@@ -4,8 +4,8 @@ Parts are compiled by processes of their own, which leave the code in the cache,
 engine and needs them one after the other. It waits for a part that is being compiled, and compiles itself what nobody
 has begun (`ipc.native.machine_code`):
 
-    pool     admit ─▶ rabitq ─▶ (exact) ─▶ the rest of the engine ─▶ the rest of the loop
-    parts    exact ─▶ receive ─▶ schedule ─▶ …
+    pool     admit ─▶ rabitq ─▶ (exact) ─▶ the rest of the engine ─▶ (the loop)
+    parts    exact ─▶ receive ─▶ schedule ─▶ … ─▶ the whole loop
 
 `python -m runtime.pool.loop_parts NAME …` compiles these parts.
 """
@@ -16,22 +16,24 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
 
-from numba import int64
+from numba import int32, int64
 
 from gpu.cpu.extend import code_scan, rabitq, stages
 from ipc.native.records import numba_type
 from ipc.ring.exchange import ClientTable
-from runtime.pool import loop, loop_driver, policy
+from runtime.pool import loop, loop_driver, policy, sizing
 from runtime.pool.loop_layout import Loop
 from runtime.pool.tables import Tables
 
 _LOOP, _CLIENTS = numba_type(Loop), numba_type(ClientTable)
 
-_HANDLE, _SLOTS = int64[:, ::1], int64[::1]
+_HANDLE, _SLOTS = int64[:, ::1], int32[::1]
 
 _SEARCH = {
     "exact": (stages.extend_exact, (_HANDLE, _SLOTS, _SLOTS)),
     "code scan": (code_scan.extend_code_scan, (_HANDLE, _SLOTS, _SLOTS)),
+    "rabitq's start": (rabitq.start_search, (_HANDLE, int32)),
+    "rabitq's end": (rabitq.try_finish, (_HANDLE, int32)),
     "rabitq": (rabitq.extend_rabitq, (_HANDLE, _SLOTS, _SLOTS)),
 }
 _LOOP_PARTS = {
@@ -41,21 +43,31 @@ _LOOP_PARTS = {
     "admit": (loop.apply_schedule, (_LOOP, _CLIENTS, int64)),
     "run": (loop.run_loop, (int64, int64, int64)),
 }
-PARTS = {"exact": _SEARCH["exact"], **_LOOP_PARTS, **_SEARCH}
-"""Name → a function and the types with which compiled code calls it, in the order in which one process compiles them:
-the pool's own process begins with the CPU engine, and there with the last one."""
+CALLED = {
+    "serve": loop_driver.CALLED_OFTEN,
+    "control": (*loop_driver.CALLED_RARELY, sizing.CALLED),
+}
+"""Name → functions that Python calls, and the types of their arguments."""
+INNER = {"exact": _SEARCH["exact"], **_LOOP_PARTS, **_SEARCH}
+"""Name → a function and the types with which compiled code calls it."""
+PARTS = (*INNER, *CALLED)
+"""In the order in which one process compiles them: the pool's own process begins with the CPU engine, and there with
+the last one."""
 
 
 def compile_parts(names: Sequence[str]) -> None:
     """Compile these parts, or find them in the cache."""
     for name in names:
-        function, arguments = PARTS[name]
-        function.compile_inner(*arguments)
+        if name in INNER:
+            function, arguments = INNER[name]
+            function.compile_inner(*arguments)
+        for outer, types in CALLED.get(name, ()):
+            outer.compile(types)
 
 
 def is_cached() -> bool:
     """Whether the whole loop is in the cache."""
-    return bool(loop_driver.serve_loop.is_cached(int64, int64, int64))
+    return all(function.is_cached(*types) for called in CALLED.values() for function, types in called)
 
 
 @contextlib.contextmanager
@@ -66,7 +78,7 @@ def compiled_in_background(device: str = "cpu", cores: Collection[int] | None = 
     by default the parent process's, because a pool worker may have a single one; one is left to this process.
     """
     cores = _cores_of_parent() if cores is None else cores
-    names = list(PARTS if device == "cpu" else _LOOP_PARTS)
+    names = [name for name in PARTS if device == "cpu" or name not in _SEARCH]
     count = min(len(cores) - 1, len(names))
     shares = [] if is_cached() else [names[first::count] for first in range(count)]
     if not shares:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numba import boolean, float32, float64, int64
 
 from gpu.engine import PAUSE, RELEASE, Backend
 from gpu.index.data import IndexData
@@ -193,3 +194,10 @@ def _after_loop(clock: int) -> Any:
     while _now(clock) < until:
         pass
     return _now(clock)
+
+
+CALLED = (
+    _serve,
+    (int64[::1], float32[:, ::1], *[int64] * 6, boolean, float64[::1], int64[::1], boolean[::1], int64[::1]),
+)
+"""The function that Python calls, and the types of its arguments."""

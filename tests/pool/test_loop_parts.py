@@ -4,14 +4,15 @@ import os
 from typing import Any
 
 import pytest
-from numba import int64
+from numba import int64, typeof
 from numba.core import event
 
-from gpu.cpu import running_batch
+from gpu.cpu.state import BatchState
 from ipc.native.dispatcher import Dispatcher
 from runtime.pool import loop_parts
 from runtime.pool.loop import run_loop
-from runtime.pool.loop_parts import PARTS, compile_parts, compiled_in_background
+from runtime.pool.loop_parts import CALLED, INNER, PARTS, compile_parts, compiled_in_background
+from tests.pool.conftest import MakePool
 
 
 class Compilations(event.Listener):  # type: ignore[misc]
@@ -31,17 +32,24 @@ def test_after_its_parts_the_loop_compiles_little_else() -> None:
     listener = Compilations()
     with event.install_listener("numba:compile", listener):
         loop.compile((int64, int64, int64))
-    parts = {function.py_func.__name__ for function, _ in PARTS.values()}
+    parts = {function.py_func.__name__ for function, _ in INNER.values()}
     assert parts & set(listener.names) == {"run_loop"}
 
 
-def test_after_its_parts_the_engine_compiles_no_search() -> None:
-    compile_parts(["exact", "rabitq", "code scan"])
-    engine = Dispatcher(running_batch.extend_active.py_func, {"nogil": True, "error_model": "numpy"}, "another stamp")
-    listener = Compilations()
-    with event.install_listener("numba:compile", listener):
-        engine.compile((int64[:, ::1], int64))
-    assert not {"extend_exact", "extend_rabitq", "extend_code_scan"} & set(listener.names)
+def test_searches_are_compiled_for_the_arrays_of_a_batch() -> None:
+    state = BatchState((), 4, 64, 1, 10)
+    handle, active, finished = map(typeof, (state.handle, state.batch.active, state.batch.finished))
+    for name in ("exact", "code scan", "rabitq"):
+        assert INNER[name][1] == (handle, active, finished)
+    for name in ("rabitq's start", "rabitq's end"):
+        assert INNER[name][1] == (handle, active.dtype)
+
+
+def test_python_calls_no_function_with_other_types_than_its_parts_are_compiled_for(make_pool: MakePool) -> None:
+    make_pool().step()
+    for called in CALLED.values():
+        for function, types in called:
+            assert function.signatures == [types], function.py_func.__name__
 
 
 def test_no_process_is_started_where_the_loop_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,4 +84,5 @@ def test_the_parts_are_divided_among_processes_on_all_cores_but_one(monkeypatch:
     started.clear()
     with compiled_in_background("cuda:0", cores=range(16)):
         pass
-    assert sorted(started) == [["admit"], ["extend"], ["receive"], ["run"], ["schedule"]], "no part of the CPU's engine"
+    loop = ["admit", "control", "extend", "receive", "run", "schedule", "serve"]
+    assert sorted(started) == [[name] for name in loop], "no part of the CPU's engine"
