@@ -85,8 +85,8 @@ def test_a_file_in_a_store_is_found_by_its_text_and_its_attributes(client: opena
     assert {one.file_id for one in client.vector_stores.search(store.id, query="leave", filters=newer)} == {travel.id}
     older: Any = {"type": "lte", "key": "year", "value": 2023}
     assert not client.vector_stores.search(store.id, query="leave", filters=older).data
-    with pytest.raises(openai.BadRequestError, match="no file of the vector store has the attribute 'yeer'"):
-        client.vector_stores.search(store.id, query="leave", filters={"type": "eq", "key": "yeer", "value": 1})
+    with pytest.raises(openai.BadRequestError, match="'public' is compared with a boolean, which has no order"):
+        client.vector_stores.search(store.id, query="leave", filters={"type": "gt", "key": "public", "value": True})
     text = client.vector_stores.files.content(travel.id, vector_store_id=store.id).data
     assert "".join(part.text or "" for part in text) == TRAVEL.decode()
     client.vector_stores.files.update(travel.id, vector_store_id=store.id, attributes={"year": "old"})
@@ -153,3 +153,24 @@ def test_static_chunks_have_at_most_so_many_tokens_and_overlap(client: openai.Op
         assert after.split()[0] in before.split()[-20:]
     assert file.chunking_strategy is not None
     assert file.chunking_strategy.type == "static"
+
+
+def test_a_file_without_an_attribute_passes_only_filters_that_exclude_values(client: openai.OpenAI) -> None:
+    with_years, without = client.vector_stores.create().id, client.vector_stores.create(file_ids=[upload(client)]).id
+    for number, value in enumerate((2024, "old", True)):
+        client.vector_stores.files.create(
+            with_years, file_id=upload(client, f"{number}.md"), attributes={"year": value}
+        )
+    for store in (with_years, without):
+        wait_indexed(client, store)
+
+    def found(store: str, operator: str, value: Any, key: str = "year") -> set[str]:
+        filters: Any = {"type": operator, "key": key, "value": value}
+        return {one.filename for one in client.vector_stores.search(store, query="leave", filters=filters)}
+
+    assert found(without, "eq", 2024) == found(without, "in", ["a"], "category") == set()
+    assert found(without, "ne", 2024) == found(without, "nin", ["old"]) == {"leave.md"}
+    assert found(with_years, "eq", 2024) == {"0.md"}
+    assert found(with_years, "in", [2024, "old"]) == {"0.md", "1.md"}
+    assert found(with_years, "nin", [2024, True]) == {"1.md"}
+    assert found(with_years, "ne", "new") == {"0.md", "1.md", "2.md"}

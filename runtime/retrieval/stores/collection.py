@@ -20,7 +20,6 @@ from runtime.retrieval.attributes.filters import (
     Not,
     Scalar,
     both_filters,
-    comparisons,
 )
 from runtime.retrieval.attributes.schema import AttributeType
 from runtime.retrieval.collections.bulk_load import create
@@ -85,15 +84,11 @@ def stored_attributes(store: str, file: str, columns: Columns, attributes: Mappi
 def store_filter(stores: Mapping[str, Columns], wanted: Filter | None = None) -> Filter:
     """Return the filter for the passages of these stores that pass `wanted`, a filter of their files' attributes.
 
-    Raises `InvalidFilter` for an attribute that no file of these stores has, or only with values of another type.
+    As in OpenAI's API a file without an attribute, or with a value of another type, passes only `ne` and `nin`.
+    Raises `InvalidFilter` for an order of booleans.
     """
     if wanted is None:
         return Comparison(STORE, "eq" if len(stores) == 1 else "in", tuple(sorted(stores)))
-    for comparison in comparisons(wanted):
-        if not any(_column(columns, comparison) for columns in stores.values()):
-            raise InvalidFilter(
-                f"no file of the vector store has the attribute {comparison.key!r} with such a value", "filters"
-            )
     parts = [
         both_filters(Comparison(STORE, "eq", (name,)), _translated(columns, wanted)) for name, columns in stores.items()
     ]
@@ -101,22 +96,31 @@ def store_filter(stores: Mapping[str, Columns], wanted: Filter | None = None) ->
     return found[0] if len(found) == 1 else AnyOf(found)
 
 
-def _column(columns: Columns, comparison: Comparison) -> str | None:
-    kinds = {_type_of(value) for value in comparison.values}
-    return columns.get(f"{kinds.pop()}:{comparison.key}") if len(kinds) == 1 else None
-
-
 def _translated(columns: Columns, wanted: Filter) -> Filter:
     match wanted:
-        case Comparison(_, operator, values):
-            column = _column(columns, wanted)
-            return Comparison(column, operator, values) if column else _NOTHING
+        case Comparison():
+            return _in_columns(columns, wanted)
         case Not(inner):
             return Not(_translated(columns, inner))
         case AllOf(parts):
             return AllOf(tuple(_translated(columns, part) for part in parts))
         case AnyOf(parts):
             return AnyOf(tuple(_translated(columns, part) for part in parts))
+
+
+def _in_columns(columns: Columns, wanted: Comparison) -> Filter:
+    """Return a comparison of the columns that have its attribute with values of its types."""
+    key, operator = wanted.key, wanted.operator
+    if operator not in ("eq", "in") and isinstance(wanted.values[0], bool):
+        raise InvalidFilter(
+            f"{key!r} is compared with a boolean, which has no order: {operator} is not possible", "filters"
+        )
+    by_column: dict[str, list[Scalar]] = {}
+    for value in wanted.values:
+        if (column := columns.get(f"{_type_of(value)}:{key}")) is not None:
+            by_column.setdefault(column, []).append(value)
+    found = tuple(Comparison(column, operator, tuple(values)) for column, values in by_column.items())
+    return AnyOf(found) if len(found) > 1 else found[0] if found else _NOTHING
 
 
 def file_filter(store: str, file: str) -> Filter:
