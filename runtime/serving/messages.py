@@ -180,6 +180,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     The first piece has the stamps so far and the prompt's token ids as the model received them (3 KB and 30 µs per
     thousand): with them the answer can continue elsewhere even if its collection has been replaced since. `probes` are
     those completed since the previous piece; the latest one was sent after `last_probe_at` tokens of the answer.
+    `cached_tokens`: of the prompt, whose KV was cached.
     """
 
     request_id: str
@@ -192,6 +193,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     stalled_ns: int = 0  # in the last piece: total time that probes stalled the answer
     probes: tuple[Probe, ...] = ()
     last_probe_at: int = 0
+    cached_tokens: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -300,7 +302,8 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     `generated` are those of the answer so far, without `first_token` (empty unless the answer is resumed).
     `first_token_sent`: the client has received the first token already. `build` is the build of the collection that the
     passages are from, "" without passages; probes search the same build. The last probe of a resumed answer was after
-    `last_probe_at` tokens; `probe_after_first`: the first token triggers a probe, as prefill has determined.
+    `last_probe_at` tokens; `probe_after_first`: the first token triggers a probe, as prefill has determined. The KV of
+    `cached_tokens` of the tokens was cached where prefill computed the others.
     """
 
     request_id: str
@@ -320,6 +323,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     salt: bytes = b""
     last_probe_at: int = 0
     probe_after_first: bool = False
+    cached_tokens: int = 0
 
 
 ToFrontend = Hello | Report | Retrieved | Tokens | Failed

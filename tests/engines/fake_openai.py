@@ -38,6 +38,7 @@ class Behaviour:
     renders: bool = False
     strict: bool = False
     usage: bool = True
+    cached_tokens: int | None = None
     choices: bool = True
     logprobs: bool = True
     completions: bool = True
@@ -136,7 +137,7 @@ class FakeServer:
         if not body.get("stream") and self.whole is not None:
             return _json(200, self.whole)
         if not body.get("stream"):
-            usage = {"prompt_tokens": len(prompt), "completion_tokens": sum(len(tokens) for tokens, _ in answers)}
+            usage: Json = {"prompt_tokens": len(prompt), "completion_tokens": sum(len(tokens) for tokens, _ in answers)}
             return _json(200, {"choices": [], "usage": usage} | self._transfer(body, prompt))
         chunks = self.says or self._chunks(prompt, answers, body, chat, ids)
         return _Stream(self, chunks)
@@ -235,6 +236,8 @@ class FakeServer:
         if self.behaviour.usage and (body.get("stream_options") or {}).get("include_usage"):
             made = sum(len(tokens) for tokens, _ in answers)
             usage = {"prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made}
+            if self.behaviour.cached_tokens is not None:
+                usage["prompt_tokens_details"] = {"cached_tokens": self.behaviour.cached_tokens}
             chunks.append({"choices": [], "usage": usage})
         return chunks
 

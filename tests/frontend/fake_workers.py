@@ -205,7 +205,7 @@ class ScriptedWorker(FakeWorker):
             reason = "stop" if stopped or (last and wanted <= sampling.max_tokens) else "length" if last else None
             text = "" if stopped else word
             prompt = (1, 2, 3) if count == 0 else ()
-            usage = {"prompt_tokens": 3, "stages": stages} if reason else {}
+            usage = {"prompt_tokens": 3, "stages": stages, "cached_tokens": 2} if reason else {}
             await self.send(
                 Tokens(prefill.request_id, text, (100 + count,), reason, prompt_token_ids=prompt, **usage)  # type: ignore[arg-type]
             )

@@ -38,6 +38,8 @@ def test_a_chat_is_answered_with_usage_and_finish_reason(client: openai.OpenAI) 
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 3, 6)
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
     assert answer._request_id == answer.id
 
 

@@ -97,6 +97,16 @@ def test_a_common_prefix_is_computed_once_and_pulled_once(start: Start, referenc
     workers.assert_nothing_held()
 
 
+@pytest.mark.parametrize("disaggregate", ["always", "never"])  # prefill computes the prompts, or decode does
+def test_the_last_piece_counts_the_tokens_of_the_prompt_that_were_cached(start: Start, disaggregate: str) -> None:
+    workers = start(handover={"disaggregate": disaggregate})
+    for number, prompt in enumerate(([*range(3, 203), 210], [*range(3, 203), 211], [*range(103, 203)])):
+        workers.submit(f"r{number}", prompt, 3)
+        workers.run()
+    last = [workers.outputs[f"r{number}"].last for number in range(3)]
+    assert [piece and piece.cached_tokens for piece in last] == [0, 200, 0]
+
+
 @pytest.mark.parametrize("mode", ["wait", "prefetch"])
 def test_an_answer_with_inserted_passages_equals_a_fresh_run_on_the_same_tokens(
     start: Start, reference: Reference, mode: Any

@@ -49,6 +49,7 @@ class Relay:
         self.stalled_ns = 0
         self.sent_tokens = 0  # tokens of the first choice; pieces if the server returns no token ids
         self._prompt_tokens = 0
+        self._prompt_details: Json = {}
         self.sent_tokens_before = 0  # `sent_tokens` at the start of the current request
         self._last: tuple[str, list[int]] = ("", [])
         self.usage: Json | None = None  # of the current request
@@ -73,6 +74,7 @@ class Relay:
         self._cut.clear()
         if self.requests == 1 and self.usage:
             self._prompt_tokens = int(self.usage.get("prompt_tokens", 0))
+            self._prompt_details = {name: self.usage[name] for name in ("prompt_tokens_details",) if name in self.usage}
         self._held.clear()
         self._finished.clear()
         self.sent_tokens_before = self.sent_tokens
@@ -269,6 +271,7 @@ class Relay:
                 choices=(last,),
                 usage=usage,
                 completion_tokens=int(usage.get("completion_tokens", self.sent_tokens)) if usage else self.sent_tokens,
+                cached_tokens=_cached_tokens(usage or {}),
             )
         )
 
@@ -283,6 +286,7 @@ class Relay:
             "prompt_tokens": prompt,
             "completion_tokens": self.sent_tokens,
             "total_tokens": prompt + self.sent_tokens,
+            **self._prompt_details,
         }
 
     def _prompt_count(self) -> int:
@@ -306,6 +310,13 @@ def _count(value: Any) -> int:
     if not 0 <= count <= _MAX_INT:
         raise ValueError(f"{count} is not a number of tokens")
     return count
+
+
+def _cached_tokens(usage: Json) -> int:
+    """Return how many of the prompt's tokens were cached, 0 if the server does not tell."""
+    details = usage.get("prompt_tokens_details")
+    count = details.get("cached_tokens") if isinstance(details, dict) else 0
+    return count if type(count) is int and 0 <= count <= _MAX_INT else 0
 
 
 def _ids(value: Any) -> list[int]:

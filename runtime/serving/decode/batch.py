@@ -48,6 +48,7 @@ class Row:
     build: str = ""  # build of their collection: probes query the same one
     ticket: int | None = None  # of the probe in flight
     last_probe_at: int = 0  # number of generated tokens at its last probe
+    cached_tokens: int = 0  # of the prompt, when it was computed
     probe_sent_ns: int = 0
     stalled_ns: int = 0
     probes: list[Probe] = field(default_factory=list)  # finished, not sent to the frontend yet

@@ -174,6 +174,7 @@ class DecodeWorker:
             seen=set(request.seen_passages),
             build=request.build,
             last_probe_at=request.last_probe_at,
+            cached_tokens=request.cached_tokens if request.blocks else table.reused_tokens,
         )
         for token in request.generated:  # sent by the worker that had the request before
             row.text.push([token])
@@ -275,6 +276,7 @@ class DecodeWorker:
                     row.stalled_ns if row.finish else 0,
                     tuple(row.probes),
                     row.last_probe_at,
+                    min(row.cached_tokens, request.prompt_tokens),
                 )
             )
             self._table.add(DecodeMetrics.GENERATION_TOKENS, len(row.unsent))

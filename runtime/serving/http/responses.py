@@ -90,6 +90,7 @@ class GenerationResponse:
     token_ids: list[int] = field(default_factory=list)
     searches: list[Retrieved] = field(default_factory=list)
     prompt_tokens: int = 0  # 0: not known yet
+    cached_tokens: int = 0  # of these
     streamed_tokens: int = 0  # in the chunks so far
     choices: list[Json] = field(default_factory=list)  # pieces of the choices of a relayed answer
     last: Tokens | None = None
@@ -105,6 +106,7 @@ class GenerationResponse:
         self.texts.append(piece.text)
         self.token_ids.extend(piece.token_ids)
         self.prompt_tokens = piece.prompt_tokens or self.prompt_tokens or len(piece.prompt_token_ids)
+        self.cached_tokens = piece.cached_tokens
         if isinstance(piece, Relayed):
             self.choices += piece.choices
         if piece.finish_reason is not None:
@@ -190,13 +192,13 @@ class GenerationResponse:
     def _usage(self, last: Tokens) -> Json | None:
         if isinstance(last, Relayed):
             return last.usage
-        return _usage_json(last.prompt_tokens, len(self.token_ids))
+        return _usage_json(last.prompt_tokens, len(self.token_ids), self.cached_tokens)
 
     def _usage_so_far(self) -> Json | None:
         """Return it if requested and the number of prompt tokens is known."""
         if not (self.continuous_usage and self.prompt_tokens):
             return None
-        return _usage_json(self.prompt_tokens, self.streamed_tokens)
+        return _usage_json(self.prompt_tokens, self.streamed_tokens, self.cached_tokens)
 
     def _timings(self, last: Tokens) -> dict[str, float]:
         tokens = last.completion_tokens if isinstance(last, Relayed) else len(self.token_ids)
@@ -231,8 +233,13 @@ class GenerationResponse:
         return self._choice(text)
 
 
-def _usage_json(prompt: int, completion: int) -> Json:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+def _usage_json(prompt: int, completion: int, cached: int) -> Json:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 class ChatResponse(GenerationResponse):

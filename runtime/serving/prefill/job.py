@@ -21,8 +21,8 @@ class Job:
     `passages` are the ids of the passages in the prompt, `build` the build of their collection. A job waits for the
     pool's answer (`ticket`), for decode to reserve blocks (`announcement`, then `has_room`), and for decode to pull the
     KV (`offer`). Its blocks are held under `lease`; a prompt that decode computes has neither lease nor blocks. `load`
-    copies cached KV from the tiers before the prompt is computed. A prompt of several passes is also offered while it
-    is computed (`early_offer`).
+    copies cached KV from the tiers before the prompt is computed; then that of `cached_tokens` is there. A prompt of
+    several passes is also offered while it is computed (`early_offer`).
     """
 
     request: Prefill
@@ -39,6 +39,7 @@ class Job:
     load: Load | None = None
     virtual_deadline_ns: int = 0  # set when it is queued
     done: int = 0
+    cached_tokens: int = 0
     offer: int | None = None
     trigger: Trigger | None = field(init=False)  # the condition under which its answer probes the pool
 
@@ -106,6 +107,7 @@ class Job:
             probe_after_first=trigger is not None
             and scores is not None
             and trigger.should_probe(len(generated) + 1, last_probe_at, scores),
+            cached_tokens=self.cached_tokens,
         )
 
 

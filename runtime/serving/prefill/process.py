@@ -230,7 +230,7 @@ class PrefillWorker:
             job.lease, job.table = lease, self._blocks.open(job.tokens, salt=job.salt)
             job.table.requested_ns = job.request.generation.received_ns
             self._blocks.grow(job.table, len(job.tokens))
-            job.done = job.table.reused_tokens
+            job.done = job.cached_tokens = job.table.reused_tokens
             job.load = self._tiers.load(job.table, job.tokens)
             job.stages[stages.PREFILL_BEGIN] = time.monotonic_ns()
             self._running.append(job)
@@ -251,6 +251,7 @@ class PrefillWorker:
         for job in self._running:
             if job.load is not None and job.load.step(LOAD_NS):
                 job.load, job.done = None, job.table.reused_tokens
+                job.cached_tokens = job.done
             if budget == 0 or job.load is not None:
                 continue
             tokens = job.tokens[job.done : job.done + budget]
