@@ -262,3 +262,18 @@ def test_a_response_searches_before_the_servers_prompt_and_a_continuation_repeat
             assert last["content"].endswith("[T2.1]\npassage 2.1.\n\nAnd a class?")
 
     run(test())
+
+
+def test_the_servers_cached_tokens_priority_and_hints_are_passed_on() -> None:
+    async def test() -> None:
+        async with client(Behaviour(cached_tokens=7)) as (http, harness):
+            for retrieval in ({}, {"retrieval": DOCS | {"every_tokens": 3}}):  # one request, and several
+                chat = (await http.post("/v1/chat/completions", json=CHAT | retrieval)).json()
+                assert chat["usage"]["prompt_tokens_details"] == {"cached_tokens": 7}
+            order = {"priority": -2, "nvext": {"agent_hints": {"priority": 3}, "annotations": ["x"]}}
+            asked = {"model": MODEL, "input": "What is a decorator?", "max_output_tokens": 4} | order
+            made = (await http.post("/v1/responses", json=asked)).json()
+            assert made["usage"]["input_tokens_details"]["cached_tokens"] == 7
+            assert {name: harness.fake.generations()[-1][name] for name in order} == order
+
+    run(test())

@@ -4,20 +4,23 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
+from runtime.errors import InvalidRequest
 from runtime.node.stores_config import STORES
 from runtime.retrieval.attributes.filters import decode_filter, filter_json
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.records import StoredResponse, UnknownObject
 from runtime.retrieval.stores.responses import TTL_S, ResponseStore
 from runtime.serving.http.citations import Citation, Citations
+from runtime.serving.http.routes.responses_body import parse_responses
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Generation
 from tests.frontend.cluster import Cluster
@@ -59,6 +62,7 @@ def test_a_response_without_tools_has_one_message(client: openai.OpenAI, cluster
     assert (made.status, made.metadata, made.instructions) == ("completed", {"a": "b"}, "Be brief.")
     assert made.usage is not None
     assert (made.usage.input_tokens, made.usage.output_tokens) == (3, 3)
+    assert made.usage.input_tokens_details.cached_tokens == 2
     sent = generation(cluster)
     assert [(turn.role, turn.content) for turn in sent.messages] == [("system", "Be brief."), ("user", "say=3")]
     assert (sent.sampling.temperature, sent.sampling.top_p, sent.sampling.max_tokens) == (0.0, 0.5, 9)
@@ -158,6 +162,37 @@ def test_a_failure_within_a_stream_is_an_event_and_one_before_it_a_status(client
     assert last.response.error.message == "the fake failed"
     with pytest.raises(openai.BadRequestError, match="refused: context_length_exceeded"):
         client.responses.create(model="tiny", input="refuse=context_length_exceeded", stream=True)
+
+
+def test_the_search_is_announced_while_it_runs(client: openai.OpenAI, cluster: Cluster) -> None:
+    with client.responses.create(model="tiny", input="hang=prefill", tools=SEARCH, stream=True) as stream:
+        kinds = [event.type for _, event in zip(range(5), stream, strict=False)]
+        assert kinds[-1] == "response.file_search_call.searching"
+        assert not cluster.players["decode-0"].held
+    cluster.wait(lambda: not cluster.held())
+    *_, last = client.responses.create(model="tiny", input="refuse=context_length_exceeded", tools=SEARCH, stream=True)
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert (last.response.error.code, last.response.error.message) == (
+        "invalid_prompt", "refused: context_length_exceeded"
+    )  # fmt: skip
+
+
+def test_priority_and_hints_order_a_response_as_they_order_a_chat(client: openai.OpenAI, cluster: Cluster) -> None:
+    hints = {"agent_hints": {"priority": 3, "osl": 40}}
+    client.responses.create(model="tiny", input="say=1", extra_body={"priority": -2, "nvext": hints})
+    assert (generation(cluster).head_start_s, generation(cluster).expected_tokens) == (5.0, 40)
+    with pytest.raises(openai.BadRequestError, match="priority"):
+        client.responses.create(model="tiny", input="say=1", extra_body={"priority": 1001})
+
+
+def test_every_field_of_openais_client_is_known() -> None:
+    for name in get_type_hints(ResponseCreateParamsBase):
+        with contextlib.suppress(InvalidRequest):
+            assert parse_responses(msgspec.json.encode({"model": "m", "input": "i", name: None}))
+        with pytest.raises(InvalidRequest) as found:
+            parse_responses(msgspec.json.encode({"model": 1, "input": "i", name: {"unlikely": 1}}))
+        assert "unknown field" not in found.value.message
 
 
 def test_a_conversation_continues_with_the_passages_where_they_stood(client: openai.OpenAI, cluster: Cluster) -> None:

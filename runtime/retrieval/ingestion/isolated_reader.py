@@ -4,8 +4,8 @@ The child is `python -m runtime.retrieval.ingestion.isolated_reader`. A Word fil
 its parser busy for hours or exhaust memory. Then only the child dies: the file is skipped, and a new child reads the
 next one.
 
-A request is two messages, the file's name and its content; a response is one, of msgpack. Before each message stands
-its length as 4 bytes, little endian.
+A request is two messages, the file's name and its content; a response is one, of msgpack. Each message follows its
+length, 4 bytes, little endian.
 """
 
 import contextlib

@@ -217,9 +217,20 @@ class NvExt(StrictModel, extra="ignore"):
     agent_hints: AgentHints = Field(default_factory=lambda: AgentHints.model_validate({}))
 
 
-class GenerateBody(StrictModel):
-    """Fields of both endpoints. `answer_cache` false: neither read nor store an answer in the cache. `priority` is
-    vLLM's field: lower ones go first."""
+class Prioritized(StrictModel):
+    """Order of a prompt among others. `priority` is vLLM's field: lower ones go first."""
+
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    nvext: NvExt = Field(default_factory=NvExt)
+
+    def head_start_s(self) -> float:
+        """Return how many seconds before it arrived the prompt counts as received."""
+        hints = self.nvext.agent_hints
+        return float(hints.priority - self.priority + _TIER_S * hints.strict_priority)
+
+
+class GenerateBody(Prioritized):
+    """Fields of both endpoints. `answer_cache` false: neither read nor store an answer in the cache."""
 
     model: str
     stream: bool = False
@@ -232,18 +243,11 @@ class GenerateBody(StrictModel):
     ignore_eos: bool = False
     return_token_ids: bool = False
     answer_cache: bool = True
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    nvext: NvExt = Field(default_factory=NvExt)
     retrieval: Annotated[RetrievalOptions | None, BeforeValidator(_validate_retrieval)] = None
 
     def token_limit(self, default: int) -> int:
         """Return the maximum number of answer tokens; `default` if the body has none."""
         return self.max_tokens if self.max_tokens is not None else default
-
-    def head_start_s(self) -> float:
-        """Return how many seconds before it arrived the prompt counts as received."""
-        hints = self.nvext.agent_hints
-        return float(hints.priority - self.priority + _TIER_S * hints.strict_priority)
 
     def to_sampling(self, default_max_tokens: int, random_seed: int) -> Sampling:
         """Convert to the workers' message. Without a seed `random_seed` is used; negative seeds are mapped to

@@ -11,6 +11,7 @@ from runtime.serving.http.responses import Json, to_json
 from runtime.serving.messages import Tokens
 
 MESSAGE, TEXT = "message", "output_text"
+_CALL = "response.file_search_call"
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class ResponseBuilder:
             "id": self.id,
             "object": "response",
             "status": status,
-            "error": None if error is None else {"code": "server_error", "message": error.message},
+            "error": None if error is None else {"code": _error_code(error), "message": error.message},
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": [*self._search_items("completed"), self._message(status)] if ended else [],
             "usage": self._usage() if ended else None,
@@ -93,7 +94,7 @@ class ResponseBuilder:
             completion = self.last.usage.get("completion_tokens", completion)
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self.last.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": completion,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + completion,
@@ -116,20 +117,27 @@ class ResponseBuilder:
     # ---- events
 
     def opening(self) -> bytes:
-        """Return the events up to the first token; the results are known."""
+        """Return the events up to the search, or to the answer without one."""
         created = {"response": self.body()}
         events: list[tuple[str, Json]] = [("response.created", created), ("response.in_progress", created)]
-        searches, place = self._search_items("in_progress"), {"item_id": self._search_id, "output_index": 0}
-        for item in searches:
-            call = "response.file_search_call"
+        for item in self._search_items("in_progress"):
             events += [("response.output_item.added", {"output_index": 0, "item": item})]
-            events += [(f"{call}.{stage}", place) for stage in ("in_progress", "searching", "completed")]
-            done = self._search_items("completed")[0]
-            events += [("response.output_item.done", {"output_index": 0, "item": done})]
-        message, part = self._message("in_progress"), {"type": TEXT, "text": "", "annotations": [], "logprobs": []}
-        events += [("response.output_item.added", {"output_index": self._output_index, "item": message})]
-        events += [("response.content_part.added", self._at | {"part": part})]
+            events += [(f"{_CALL}.{stage}", self._search_at) for stage in ("in_progress", "searching")]
         return self._encode(events)
+
+    def searched(self) -> bytes:
+        """Return the events behind the search; the results are known."""
+        (item,) = self._search_items("completed")
+        done: Json = {"output_index": 0, "item": item}
+        return self._encode([(f"{_CALL}.completed", self._search_at), ("response.output_item.done", done)])
+
+    def message(self) -> bytes:
+        """Return the events before the first token."""
+        item, part = self._message("in_progress"), {"type": TEXT, "text": "", "annotations": [], "logprobs": []}
+        return self._encode([
+            ("response.output_item.added", {"output_index": self._output_index, "item": item}),
+            ("response.content_part.added", self._at | {"part": part}),
+        ])  # fmt: skip
 
     def delta(self, piece: Tokens) -> bytes:
         """Add a piece of the answer, and return its events."""
@@ -162,6 +170,10 @@ class ResponseBuilder:
         return 0 if self.query is None else 1
 
     @property
+    def _search_at(self) -> Json:
+        return {"item_id": self._search_id, "output_index": 0}
+
+    @property
     def _at(self) -> Json:
         return {"item_id": self._message_id, "output_index": self._output_index, "content_index": 0}
 
@@ -173,3 +185,8 @@ class ResponseBuilder:
             content = to_json({"type": name, "sequence_number": self._sequence} | fields)
             self._sequence += 1
             yield b"event: " + name.encode() + b"\ndata: " + content + b"\n\n"
+
+
+def _error_code(error: TrinityError) -> str:
+    """Return OpenAI's code of an error: it knows few."""
+    return "server_error" if error.status >= 500 else "invalid_prompt"

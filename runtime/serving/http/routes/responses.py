@@ -75,11 +75,11 @@ class ResponsesRoutes:
         return json_response({"id": id, "object": "response", "deleted": True})
 
     async def create(self, http: Request) -> Response:
-        body = parse_responses(await self._read(http))
+        body, forwarded = parse_responses(await self._read(http))
         self._check_model(body.model)
         conversation = await self._conversation(http, body)
         builder = self._builder(body, conversation)
-        request = self._submit(http, body, conversation)
+        request = self._submit(http, body, conversation, forwarded)
         watch = asyncio.create_task(cancel_on_disconnect(http, self._service.engine, request))
 
         def release() -> None:
@@ -88,10 +88,12 @@ class ResponsesRoutes:
 
         answer = _Answer(self, http, body, conversation, builder, request)
         try:
-            first = await answer.first()
-            if body.stream:
+            if (
+                body.stream
+            ):  # with a search its events come first, otherwise the status tells an error before the answer
+                first = None if conversation.retrieval is not None else await answer.first()
                 return EventStream(answer.events(first), release)
-            builder.add(first)
+            builder.add(await answer.first())
             while builder.last is None:
                 if isinstance(piece := await request.next(), Tokens):
                     builder.add(piece)
@@ -171,8 +173,8 @@ class ResponsesRoutes:
         collection = access.resolve(name, self._settings.collections, "tools[0].vector_store_ids", "vector store")
         return collection, filter_bytes(access.restrict(collection, tool.filters))
 
-    def _submit(self, http: Request, body: ResponsesBody, conversation: _Conversation) -> InFlight:
-        engine = self._service.engine
+    def _submit(self, http: Request, body: ResponsesBody, conversation: _Conversation, forwarded: Json) -> InFlight:
+        engine, access = self._service.engine, access_of(http)
         received_ns = engine.now_ns()
         messages = conversation.turns
         if body.instructions is not None:
@@ -183,9 +185,11 @@ class ResponsesRoutes:
         )  # fmt: skip
         deadline_ns = received_ns + int(self._settings.request_timeout_s * 1e9)
         generation = Generation(
-            sampling, received_ns, deadline_ns, messages, "", conversation.retrieval, access_of(http).salt
-        )
-        return engine.submit(request_id(http), generation, client_id=client_id_of(http), sent=_sent(body, messages))
+            sampling, received_ns, deadline_ns, messages, "", conversation.retrieval, access.salt,
+            access.head_start_s(body.head_start_s()), body.nvext.agent_hints.osl,
+        )  # fmt: skip
+        sent = _sent(body, messages) | forwarded
+        return engine.submit(request_id(http), generation, client_id=client_id_of(http), sent=sent)
 
     def _builder(self, body: ResponsesBody, conversation: _Conversation) -> ResponseBuilder:
         base: Json = {
@@ -241,11 +245,16 @@ class _Answer:
             self._block = passages_block(found.texts)
         self._builder.add_results(*await self._routes.results(self._http, found, self._conversation.metric))
 
-    async def events(self, first: Tokens) -> AsyncIterator[bytes]:
-        """Yield the events from the first tokens on."""
+    async def events(self, first: Tokens | None) -> AsyncIterator[bytes]:
+        """Yield the events; with a search from its start on (first: None), otherwise from the first tokens on."""
         builder = self._builder
         try:
-            yield builder.opening() + builder.delta(first)
+            if first is None:
+                yield builder.opening()
+                first = await self.first()
+                yield builder.searched() + builder.message() + builder.delta(first)
+            else:
+                yield builder.opening() + builder.message() + builder.delta(first)
             while builder.last is None:
                 parts = []
                 for piece in await self._request.next_batch():

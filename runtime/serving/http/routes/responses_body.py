@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 from runtime.errors import InvalidRequest
 from runtime.node.retrieval_config import ProbeMode
 from runtime.serving.http import unsupported_fields
-from runtime.serving.http.api_types import MAX_TOKENS, StrictModel, filter_at
+from runtime.serving.http.api_types import MAX_TOKENS, Prioritized, StrictModel, filter_at
 from runtime.serving.http.parsing import field_error, json_name, parse_object, validate, without_null
 from runtime.serving.http.routes.store_objects import Metadata
 from runtime.serving.http.routes.vector_stores import RankingOptions, validate_ranking
@@ -25,6 +25,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "prompt": (),
     "context_management": (),
     "moderation": (),
+    "image": (),
+    "access_programs": (),
 }
 """Unsupported fields, and the values with which they have no effect."""
 _IGNORED = frozenset((
@@ -107,7 +109,7 @@ class FileSearchTool(StrictModel, extra="forbid"):
     probe_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
 
 
-class ResponsesBody(StrictModel):
+class ResponsesBody(Prioritized):
     """POST /v1/responses."""
 
     model: str
@@ -130,8 +132,9 @@ class ResponsesBody(StrictModel):
         return self.tools[0] if self.tools and self.tool_choice != "none" else None
 
 
-def parse_responses(content: bytes) -> ResponsesBody:
-    """Parse a body. Raises InvalidRequest that names the parameter."""
+def parse_responses(content: bytes) -> tuple[ResponsesBody, dict[str, Any]]:
+    """Parse a body; return also its fields that another engine gets as they are. Raises InvalidRequest that names the
+    parameter."""
     sent = without_null(parse_object(content))
     for name in [name for name in sent if name not in ResponsesBody.model_fields]:
         value = sent.pop(name)
@@ -141,4 +144,4 @@ def parse_responses(content: bytes) -> ResponsesBody:
             raise InvalidRequest(f"unknown field {name[:64]!r}", name[:64])
         if unsupported_fields.is_set(value, _NEUTRAL[name]):
             raise InvalidRequest(f"{name} is not supported", name)
-    return validate(ResponsesBody, sent)
+    return validate(ResponsesBody, sent), {name: sent[name] for name in Prioritized.model_fields if name in sent}
