@@ -2,7 +2,8 @@
 
 `FakeWorker` sends only what the test sends. `ScriptedWorker` belongs to a `Cluster` and follows directions in the
 prompt: `say=5` answers with five words and stops, `hang=2` stops responding after two, `fail=2` fails after two,
-`probe=2` searches after two; prefill rejects `refuse=CODE`. `answer=Some_words` answers with these words.
+`probe=2` searches after two; prefill rejects `refuse=CODE`. `answer=Some_words` answers with these words. Only stores
+of clients are searched; of another collection the passages are `PASSAGES`.
 """
 
 import asyncio
@@ -14,13 +15,16 @@ import zmq
 import zmq.asyncio
 from msgspec.structs import replace
 
-from runtime.retrieval.passages import Passage
+from runtime.node.stores_config import STORES
+from runtime.retrieval.passages import Passage, ignore_size
 from runtime.serving.messages import (
     Cancel,
     Failed,
+    Generation,
     Hello,
     Prefill,
     Report,
+    Retrieval,
     Retrieved,
     Role,
     ToFrontend,
@@ -30,7 +34,7 @@ from runtime.serving.messages import (
     decode_to_worker,
     encode,
 )
-from runtime.serving.model.text import passage_text
+from runtime.serving.model.text import last_question, passage_text
 
 if TYPE_CHECKING:
     from tests.frontend.cluster import Cluster
@@ -178,12 +182,20 @@ class ScriptedWorker(FakeWorker):
         generation = prefill.generation
         if generation.retrieval is not None:
             passages = PASSAGES[: generation.retrieval.k]
+            if generation.retrieval.collection == STORES:
+                passages = await self._found(generation, generation.retrieval)
             if "cite" in script:
                 long = {"notes": "x" * int(script["cite"])}
                 passages = tuple(replace(passage, attributes=long) for passage in passages)
             texts = tuple(passage_text(one.title, one.text) for one in passages) if generation.retrieval.quote else ()
             await self.send(Retrieved(prefill.request_id, passages, texts=texts))
         self.cluster.players[prefill.decode_worker].start(prefill)
+
+    async def _found(self, generation: Generation, retrieval: Retrieval) -> tuple[Passage, ...]:
+        """Search the stores, as a prefill worker does."""
+        query = retrieval.query(last_question(generation.messages), "prefill")
+        found = await self.cluster.search.search(query, on_embedded=int, on_read=ignore_size, timeout_s=WAIT)
+        return tuple(found)
 
     async def _decode(self, prefill: Prefill) -> None:
         script, sampling = _script(prefill), prefill.generation.sampling

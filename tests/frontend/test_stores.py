@@ -157,7 +157,8 @@ def test_static_chunks_have_at_most_so_many_tokens_and_overlap(client: openai.Op
 
 def test_a_file_without_an_attribute_passes_only_filters_that_exclude_values(client: openai.OpenAI) -> None:
     with_years, without = client.vector_stores.create().id, client.vector_stores.create(file_ids=[upload(client)]).id
-    for number, value in enumerate((2024, "old", True)):
+    values: tuple[str | float | bool, ...] = (2024, "old", True)
+    for number, value in enumerate(values):
         client.vector_stores.files.create(
             with_years, file_id=upload(client, f"{number}.md"), attributes={"year": value}
         )

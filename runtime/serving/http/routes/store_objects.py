@@ -64,6 +64,8 @@ class ChunkingStrategy(StrictModel, extra="forbid"):
 
 def _validate_chunking(value: object) -> object:
     if isinstance(value, dict):
+        if value.get("type") == "static" and "static" not in value:  # OpenAI's guide has the sizes beside the type
+            value = {"type": "static", "static": {name: of for name, of in value.items() if name != "type"}}
         if (value.get("type") == "static") != ("static" in value):
             raise field_error("chunking_strategy: static has sizes in its field static, auto has none")
         sizes = value.get("static")
