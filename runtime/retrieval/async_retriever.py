@@ -26,10 +26,11 @@ class AsyncRetriever:
     there.
     """
 
-    def __init__(self, registry: CollectionRegistry, client: SearchClient) -> None:
+    def __init__(self, registry: CollectionRegistry, client: SearchClient, threads: int = 1) -> None:
+        """`threads`: of embedding."""
         self.registry = registry
         self.client = AsyncSearchClient(client)
-        self._steps, self._tickets = RetrievalSteps(registry, client), client.dispatcher.tickets
+        self._steps, self._tickets = RetrievalSteps(registry, client, threads=threads), client.dispatcher.tickets
         self._documents = ThreadPoolExecutor(_DOCUMENT_THREADS, thread_name_prefix="documents")
 
     def missing(self) -> list[str]:
@@ -83,11 +84,10 @@ class AsyncRetriever:
 
     async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind, flow: int) -> tuple[Vectors, int]:
         """Return the texts' vectors [n, dim] and their number of tokens; shares threads with searches."""
-
-        def run() -> tuple[Vectors, int]:
-            return embedder.embed(texts, kind), sum(map(embedder.count_tokens, texts))
-
-        return await self._steps.embedding(embedder).run(flow, run)
+        embedded = await asyncio.wrap_future(
+            self._steps.embedding.submit(embedder, texts, kind, flow=flow, count_tokens=True)
+        )
+        return embedded.vectors, embedded.tokens
 
     def unavailable(self) -> dict[str, str]:
         """Return the collections that cannot be searched, with reasons."""

@@ -223,13 +223,12 @@ class CollectionRegistry:
     def __init__(
         self,
         plan: NodePlan,
-        threads: int = 1,
         clock: Callable[[], int] = time.monotonic_ns,
         *,
         in_background: bool = False,
     ) -> None:
         """in_background: open later builds on a thread, see `opening`. Raises `ModelError` for a missing embedder."""
-        self._threads, self._max_k = threads, plan.max_k
+        self._max_k = plan.max_k
         self._builds = {
             c.name: CollectionBuilds(c.name, Path(c.path), c.verify, clock, in_background)
             for c in plan.config.searchable
@@ -241,9 +240,9 @@ class CollectionRegistry:
         self.refresh()
 
     @classmethod
-    def warm(cls, plan: NodePlan, threads: int = 1) -> "CollectionRegistry":
+    def warm(cls, plan: NodePlan) -> "CollectionRegistry":
         """Return a registry whose embedders have each been used once."""
-        registry = cls(plan, threads)
+        registry = cls(plan)
         registry.warm_up()
         return registry
 
@@ -257,7 +256,7 @@ class CollectionRegistry:
                 continue
             self._dims[name], spec, location = builds.current.dim, builds.current.embedder, self._locations[name]
             if spec is not None and (spec, location) not in self._embedders:
-                self._embedders[spec, location] = load_embedder(spec, threads=self._threads, location=location)
+                self._embedders[spec, location] = load_embedder(spec, location=location)
 
     # ---- builds
 
@@ -342,7 +341,7 @@ class CollectionRegistry:
                 f"collection {collection!r} was built from vectors and has no embedder: query it with a vector", "query"
             )
         if (spec, location) not in self._embedders:
-            self._embedders[spec, location] = LazyEmbedder(spec, location, self._threads)
+            self._embedders[spec, location] = LazyEmbedder(spec, location)
         return self._embedders[spec, location]
 
     def embedders(self) -> dict[str, Embedder]:

@@ -30,9 +30,13 @@ class FairQueue(Generic[F, T]):
             self._used[flow] = max(self._used.get(flow, 0.0), self._now)
         self._waiting[flow].append(job)
 
+    def turn(self) -> F | None:
+        """Return the flow whose job is next; None if none waits."""
+        return min(self._waiting, key=self._used.__getitem__, default=None)
+
     def pop(self, below: float = float("inf")) -> tuple[F, T] | None:
         """Remove the next job; return it with its flow. None if no waiting flow has used less than `below`."""
-        flow = min(self._waiting, key=self._used.__getitem__, default=None)
+        flow = self.turn()
         if flow is None or self._used[flow] >= below:
             return None
         jobs = self._waiting[flow]

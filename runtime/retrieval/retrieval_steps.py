@@ -26,12 +26,12 @@ from runtime.errors import (
     InternalError,
     InvalidFilter,
     InvalidRequest,
-    ModelError,
     TrinityError,
 )
 from runtime.retrieval.collection_registry import CollectionRegistry, KeywordQuery
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.embedding.embedder import Embedder, Vectors
+from runtime.retrieval.embedding.embedder import Vectors
+from runtime.retrieval.embedding.stage import Embedded, EmbeddingStage
 from runtime.retrieval.fair_threads import FairThreads
 from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.passages import OnRead, Passage, ignore_size
@@ -83,28 +83,23 @@ def ignore_embedded() -> None:
 class RetrievalSteps:
     """The steps of all retrievals of a process, and the threads that they share in turns by API key.
 
-    All embedders that compute in this process share one thread, as they share the worker's cores; their libraries
-    release the GIL. An embedder that waits for a server has threads of its own, so it delays no other. Keyword
-    searches, whose filters may take long, have one.
+    `embedding` has `threads` threads. Keyword searches, whose filters may take long, have one.
     """
 
     def __init__(
-        self, registry: CollectionRegistry, client: SearchClient, clock: Callable[[], int] = time.monotonic_ns
+        self,
+        registry: CollectionRegistry,
+        client: SearchClient,
+        clock: Callable[[], int] = time.monotonic_ns,
+        threads: int = 1,
     ) -> None:
         self._registry, self._client, self._clock = registry, client, clock
-        self._embedding: dict[str, FairThreads] = {}
+        self.embedding = EmbeddingStage(threads, clock=clock)
         self._keywords = FairThreads(1, "keyword search")
-
-    def embedding(self, embedder: Embedder) -> FairThreads:
-        """Return the threads of an embedder."""
-        name = embedder.name if embedder.max_concurrency > 1 else ""
-        if name not in self._embedding:
-            self._embedding[name] = FairThreads(embedder.max_concurrency, "embedding")
-        return self._embedding[name]
 
     def close(self, timeout_s: float) -> bool:
         """Stop the threads; return whether all have ended. Idempotent."""
-        return all([threads.close(timeout_s) for threads in (self._keywords, *self._embedding.values())])
+        return all([threads.close(timeout_s) for threads in (self._keywords, self.embedding)])
 
     def retrieve(
         self,
@@ -156,11 +151,12 @@ class RetrievalSteps:
                 until_ns = spec.deadline_ns or NO_DEADLINE
                 keywords = registry.keyword_query(collection, query.text, k, spec.filter, until_ns, build)
                 spec, build = replace(spec, k=keywords.depth), keywords.identity
-            embed = partial(_embed, model, query.text, self._clock)
-            embedded: tuple[Vectors, int] = yield self.embedding(model).submit(flow, embed)
-            embedder, (vector, embedded_ns) = model.name, embedded
+            embedded: Embedded = yield self.embedding.submit(
+                model, [query.text], flow=flow, part=spec.stage, deadline_ns=spec.deadline_ns
+            )
+            embedder, vector, embedded_ns = model.name, embedded.vectors[0], embedded.end_ns
             if keywords is not None:
-                ranking = self._keywords.submit(flow, partial(_rank, keywords, embedded[0]))
+                ranking = self._keywords.submit(flow, partial(_rank, keywords, vector))
         on_embedded()
         try:
             accept = registry.accept(collection, embedder, build)
@@ -190,16 +186,6 @@ class RetrievalSteps:
                 if self._clock() >= until_ns or not known:
                     raise
             yield PAUSE
-
-
-def _embed(embedder: Embedder, text: str, clock: Callable[[], int]) -> tuple[Vectors, int]:
-    """Embed a text; return its vector [dim] and the time at which it was ready."""
-    try:
-        return embedder.embed([text])[0], clock()
-    except TrinityError:
-        raise
-    except Exception as error:  # of a library we do not know: the next text may be fine
-        raise ModelError(f"the embedder {embedder.name} failed: {error}") from error
 
 
 def _rank(keywords: KeywordQuery, vector: Vectors) -> Neighbors:

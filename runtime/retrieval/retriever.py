@@ -48,11 +48,13 @@ class Retriever:
         client: SearchClient,
         clock: Callable[[], int] = time.monotonic_ns,
         end_s: float = 1.0,
+        threads: int = 1,
     ) -> None:
+        """`threads`: of embedding."""
         self.registry = registry
         self.client = client
         self._clock, self._end_s = clock, end_s
-        self._steps = RetrievalSteps(registry, client, clock)
+        self._steps = RetrievalSteps(registry, client, clock, threads)
         self._running: dict[int, _Retrieval] = {}  # by ticket
         self._paused: list[_Retrieval] = []
         self._ended: list[RetrievalResult] = []

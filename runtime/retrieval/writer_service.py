@@ -28,7 +28,7 @@ from runtime.retrieval.collections.manifest import is_collection
 from runtime.retrieval.collections.state import WriterState
 from runtime.retrieval.collections.validation import UpsertDocument, check_batch
 from runtime.retrieval.collections.writer import CollectionWriter
-from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text, in_turns
+from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text
 from runtime.retrieval.fair_gate import FairLimit
 from runtime.retrieval.fair_threads import FairThreads
 
@@ -183,10 +183,9 @@ class WriterService:
             ) from error
         given = list(documents)
         texts = [embedding_text(given[number].title, given[number].text) for number in missing]
-        for part in in_turns(texts):
-            vectors, _ = await self._embed(embedder, texts[part], "passage", flow)
-            for number, vector in zip(missing[part], vectors, strict=True):
-                given[number] = msgspec.structs.replace(given[number], vector=vector)
+        vectors, _ = await self._embed(embedder, texts, "passage", flow)
+        for number, vector in zip(missing, vectors, strict=True):
+            given[number] = msgspec.structs.replace(given[number], vector=vector)
         return given
 
     def _directory(self, name: str) -> Path:

@@ -228,7 +228,7 @@ def test_keys_take_turns_with_embeddings_of_queries_documents_and_texts(
     released, order, real = threading.Event(), list[str](), HashingEmbedder.embed
 
     def embed(self: HashingEmbedder, texts: Sequence[str], kind: TextKind = "query") -> Any:
-        order.append(texts[0])
+        order.extend(texts)
         assert released.wait(60)
         return real(self, texts, kind)
 
@@ -236,10 +236,11 @@ def test_keys_take_turns_with_embeddings_of_queries_documents_and_texts(
         await found(search)
         (embedder,) = search.embedders().values()
         monkeypatch.setattr(HashingEmbedder, "embed", embed)
-        asked: list[Awaitable[Any]] = [search.embed(embedder, [f"storm {n}"], "passage", 1) for n in range(5)]
-        asked += [found(search, 1, text=f"storm {n}") for n in range(5, 10)]
-        storm = [asyncio.ensure_future(one) for one in asked]
+        storm = [asyncio.ensure_future(search.embed(embedder, ["storm 0"], "passage", 1))]
         await until(lambda: bool(order))
+        asked: list[Awaitable[Any]] = [search.embed(embedder, [f"storm {n}"], "passage", 1) for n in range(1, 5)]
+        asked += [found(search, 1, text=f"storm {n}") for n in range(5, 10)]
+        storm += [asyncio.ensure_future(one) for one in asked]
         asked = [found(search, 2, text="other query"), search.embed(embedder, ["other text"], "query", 3)]
         waiting = [asyncio.ensure_future(one) for one in asked]
         for _ in range(100):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import InvalidRequest, ModelError
-from runtime.retrieval.embedding.embedder import Embedder, in_turns
+from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.embedding.loading import embedder_dim, load_embedder
 from runtime.retrieval.embedding.onnx_model import MINILM_PIP
 
@@ -122,11 +122,3 @@ def test_an_unknown_name_is_refused(name: str, message: str) -> None:
 def test_zero_threads_are_refused() -> None:
     with pytest.raises(ModelError, match="at least 1 thread, not 0"):
         load_embedder("hashing-256", threads=0)
-
-
-def test_texts_are_embedded_in_turns_of_few_texts_and_characters() -> None:
-    texts = ["word"] * 20 + ["x" * 1500, "y" * 600, "z" * 9000, "end"]
-    parts = [texts[part] for part in in_turns(texts)]
-    assert [text for part in parts for text in part] == texts
-    assert [len(part) for part in parts] == [16, 5, 1, 1, 1]
-    assert list(in_turns([])) == []

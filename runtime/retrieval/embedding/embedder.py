@@ -8,7 +8,7 @@ import hashlib
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import log
 from typing import Annotated, Literal, Protocol
 
@@ -25,7 +25,6 @@ from runtime.errors import InvalidRequest
 
 MAX_DIM = 16_384
 SERVER_CONCURRENCY = 8  # concurrent requests to one server
-_TURN_TEXTS, _TURN_CHARACTERS = 16, 2048
 _Text = Annotated[str, Meta(max_length=1024)]
 _Place = Annotated[str, Meta(min_length=1, max_length=4096)]
 _Dim = Annotated[int, Meta(ge=1, le=MAX_DIM)]
@@ -102,18 +101,6 @@ class Embedder(Protocol):
         (Not normalized if the model's own files do not ask for it.) Raises `InvalidRequest` for a text that is not
         valid Unicode (an unpaired surrogate); a server's embedder raises `EmbedderUnreachable` and `EmbedderFailed`.
         """
-
-
-def in_turns(texts: Sequence[str]) -> Iterator[slice]:
-    """Yield the parts of texts that are embedded at once: between two of them, others have their turn."""
-    begin = characters = 0
-    for number, text in enumerate(texts):
-        if number > begin and (number - begin == _TURN_TEXTS or characters + len(text) > _TURN_CHARACTERS):
-            yield slice(begin, number)
-            begin, characters = number, 0
-        characters += len(text)
-    if texts:
-        yield slice(begin, len(texts))
 
 
 def embedding_text(title: str, text: str) -> str:

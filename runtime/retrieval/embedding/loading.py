@@ -218,10 +218,10 @@ def _of_directory(found: ModelDirectory, spec: DirectorySpec, threads: int) -> O
 class LazyEmbedder:
     """Embedder that is loaded by the thread that first embeds with it, so that no event loop waits for loading."""
 
-    def __init__(self, spec: EmbedderSpec, location: EmbedderLocation, threads: int) -> None:
+    def __init__(self, spec: EmbedderSpec, location: EmbedderLocation) -> None:
         self.name, self.dim = embedder_name(spec), embedder_dim(spec)
         self.max_concurrency = SERVER_CONCURRENCY if isinstance(spec, ServerSpec) else 1
-        self._spec, self._location, self._threads = spec, location, threads
+        self._spec, self._location = spec, location
         self._lock = threading.Lock()
         self._loaded: Embedder | None = None
 
@@ -238,5 +238,5 @@ class LazyEmbedder:
     def _embedder(self) -> Embedder:
         with self._lock:
             if self._loaded is None:
-                self._loaded = load_embedder(self._spec, threads=self._threads, location=self._location)
+                self._loaded = load_embedder(self._spec, location=self._location)
             return self._loaded

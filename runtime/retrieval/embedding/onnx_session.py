@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from runtime.errors import ModelError
 from runtime.files import check_regular
 
-# Texts of similar length share a forward pass up to this many tokens. More gains nothing on a CPU: passages of
-# 150 tokens took 42 ms each alone and 54 ms in batches of 32; questions of 15 tokens 5.1 ms alone, 3.7 ms in 16s.
 BATCH_TOKENS = 256
+"""Texts of similar length share a forward pass up to this many tokens; more gains nothing on a CPU."""
+_PASS_TOKENS = 8
+"""A forward pass costs as much as so many tokens more, measured (all-MiniLM-L6-v2): more padding is not worth one pass
+less."""
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _INTEGERS = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
 
@@ -76,11 +78,16 @@ class OnnxSession:
 
 
 def batches_by_length(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Return rows in batches by length, each of at most `limit` tokens with padding (a longer row is a batch)."""
+    """Return rows in batches by length, each of at most `limit` tokens with padding (a longer row is a batch), and with
+    little padding."""
     batches: list[list[int]] = []
+    longest = 0
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batches and (len(batches[-1]) + 1) * lengths[row] <= limit:
+        length = lengths[row]
+        rows = len(batches[-1]) if batches else 0
+        if rows and (rows + 1) * length <= limit and rows * (length - longest) <= _PASS_TOKENS:
             batches[-1].append(row)
         else:
             batches.append([row])
+        longest = length
     return batches

@@ -55,14 +55,15 @@ class DecodeWorker:
         self._worker, self._limits, self._slice_ns = worker, config.decode, slice_ns
         blocks, block_tokens = config.decode.blocks(model), model.kv_block_tokens
         transport = transport or transport_for(worker.placement.device)
-        loading = run_in_background(lambda: CollectionRegistry.warm(worker.plan, threads=config.decode.threads))
+        loading = run_in_background(lambda: CollectionRegistry.warm(worker.plan))
         self._model = load_model(config, transport, worker.startup.mark)
         registry = loading()
         worker.startup.mark("embedder")
         if worker.await_assignment():
             registry.refresh()
         self._table, self._log = worker.table, worker.log
-        self._retriever = Retriever(registry, SearchClient.of_plan(worker.plan, worker.name))
+        client = SearchClient.of_plan(worker.plan, worker.name)
+        self._retriever = Retriever(registry, client, threads=config.decode.threads)
         self._retriever.warm_up()
         worker.startup.mark("first search")
         self._follower = BuildFollower(self._retriever.registry, self._retriever.client.identities, worker.table)

@@ -4,6 +4,7 @@ asyncio's."""
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import sys
 import time
@@ -20,6 +21,7 @@ from runtime.errors import Unavailable
 from runtime.node.api_keys import bound_attributes, read_api_keys
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import CacheEvent, FrontendMetrics
+from runtime.node.placement.plan import NodePlan
 from runtime.node.stores_config import STORES
 from runtime.node.supervisor.admin import admin_request
 from runtime.node.worker import Worker
@@ -59,7 +61,14 @@ _SWITCH_S = 0.0005  # how long a thread keeps the interpreter's lock when the ev
 _READY_POLL_S = 0.01
 _REPORT_S = 2.0  # interval of the collections' metrics
 _FINAL_ERRORS_S = 1.0  # before the drain timeout, to send errors to the remaining clients
+_EMBEDDING_THREADS = 8  # of one interpreter: a batch holds its lock for a tenth of its time
 _RESERVED_DESCRIPTORS = 256  # besides connections: sockets to workers, shared memory, files
+
+
+def embedding_threads(plan: NodePlan) -> int:
+    """Return how many threads embed in the frontend: as many as there are cores that no model worker computes on."""
+    models = sum(worker.threads for worker in plan.workers if worker.role in ("prefill", "decode") and not worker.gpu)
+    return min(max(len(os.sched_getaffinity(0)) - models, 1), _EMBEDDING_THREADS)
 
 
 class SupervisorLink:
@@ -111,7 +120,9 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     metrics = RequestMetrics(worker.table, config.slo)
     registry = CollectionRegistry(plan, in_background=True)
     worker.startup.mark("embedder")
-    search = AsyncRetriever(registry, SearchClient.of_plan(plan, worker.name)) if config.searchable else None
+    search = None
+    if config.searchable:
+        search = AsyncRetriever(registry, SearchClient.of_plan(plan, worker.name), threads=embedding_threads(plan))
     local = search or NoCollections()
     router: CollectionRouter | None = None
     if config.remote:

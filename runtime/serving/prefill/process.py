@@ -49,7 +49,7 @@ class PrefillWorker:
         context_tokens = config.own_model.context_tokens
         blocks, block_tokens = config.prefill.blocks(config.own_model), config.own_model.kv_block_tokens
         transport = transport or transport_for(worker.placement.device)
-        loading = run_in_background(lambda: CollectionRegistry.warm(worker.plan, threads=config.prefill.threads))
+        loading = run_in_background(lambda: CollectionRegistry.warm(worker.plan))
         weights = weights_type(config.own_model.weights, transport.device)
         kind = kv_type(weights, transport.kernels)
         self._source = transport.source(
@@ -85,7 +85,8 @@ class PrefillWorker:
             registry.refresh()
             self._source.name = worker.name
         self._table, self._log = worker.table, worker.log
-        self.retriever = Retriever(registry, SearchClient.of_plan(worker.plan, worker.name))
+        client = SearchClient.of_plan(worker.plan, worker.name)
+        self.retriever = Retriever(registry, client, threads=config.prefill.threads)
         self.retriever.warm_up()
         worker.startup.mark("first search")
         self._follower = BuildFollower(self.retriever.registry, self.retriever.client.identities, worker.table)

@@ -4,14 +4,13 @@ import asyncio
 import base64
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import BeforeValidator, Field
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import DeadlineExceeded, InvalidRequest, UnknownModel
-from runtime.retrieval.embedding.embedder import Embedder, Vectors, in_turns
+from runtime.retrieval.embedding.embedder import Embedder, Vectors
 from runtime.retrieval.fair_gate import FairLimit
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.access import access_of
@@ -23,6 +22,7 @@ from runtime.serving.http.responses import Json, json_response
 from runtime.serving.http.service import CollectionCatalogue
 
 MAX_INPUTS = 2048
+_LOOK_S = 0.25  # interval at which the connection is looked at while texts are embedded
 
 
 def _validate_input(value: object) -> object:
@@ -73,7 +73,7 @@ class EmbeddingsRoute:
         unsent_response(http).reserve(len(body.input) * embedder.dim * per_number)
         try:
             async with self._limit.counted(access_of(http).flow), asyncio.timeout(self._timeout_s):
-                vectors, tokens = await self._embed_batches(http, embedder, body)
+                vectors, tokens = await self._embed(http, embedder, body)
         except TimeoutError:
             raise DeadlineExceeded(f"embedding took longer than its limit of {self._timeout_s:g} s") from None
         content: Json = {
@@ -87,16 +87,16 @@ class EmbeddingsRoute:
         }
         return json_response(content)
 
-    async def _embed_batches(self, http: Request, embedder: Embedder, body: EmbeddingsBody) -> tuple[Vectors, int]:
-        parts, tokens = [], 0
-        for part in in_turns(body.input):
-            if await http.is_disconnected():
-                raise ClientDisconnected("the client closed the connection while its texts were embedded")
-            flow = access_of(http).flow
-            vectors, counted = await self._source.embed(embedder, body.input[part], body.input_type, flow)
-            parts.append(vectors)
-            tokens += counted
-        return np.concatenate(parts), tokens
+    async def _embed(self, http: Request, embedder: Embedder, body: EmbeddingsBody) -> tuple[Vectors, int]:
+        flow = access_of(http).flow
+        embedding = asyncio.ensure_future(self._source.embed(embedder, body.input, body.input_type, flow))
+        try:
+            while not (await asyncio.wait({embedding}, timeout=_LOOK_S))[0]:
+                if await http.is_disconnected():
+                    raise ClientDisconnected("the client closed the connection while its texts were embedded")
+            return await embedding
+        finally:
+            embedding.cancel()
 
 
 def _encode_vector(vector: Vectors, encoding: str) -> object:

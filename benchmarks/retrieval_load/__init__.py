@@ -1,0 +1,1 @@
+"""Retrieval by text and by vector over HTTP, beside the raw embedder."""

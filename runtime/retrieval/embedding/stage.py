@@ -1,0 +1,302 @@
+"""The embedding stage of a process: texts of all its requests, embedded in batches of what has arrived.
+
+```
+submit ──▶ cache ──▶ TextQueue ──▶ a free thread takes its share of what waits ──▶ `Embedder.embed` ──▶ futures
+            │ hit                  (at most a turn, so that keys alternate)                └──▶ cache
+            ▼
+          future
+```
+None waits for company: a text that arrives at an idle thread is embedded alone. Embedders that compute in this process
+share its threads, as they share its cores; their libraries release the GIL. One that waits for a server has threads of
+its own, so that it delays no other.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from runtime.errors import DeadlineExceeded, EmbedderUnreachable, ModelError, Overloaded, TrinityError, Unavailable
+from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
+from runtime.retrieval.embedding.text_queue import Part, TextQueue, Texts, Waiting, size_of
+from runtime.retrieval.embedding.vector_cache import VectorCache
+
+MAX_WAITING = 1024
+_COMPUTED, _SENT = (16, 1024), (64, 65_536)
+"""Texts and characters of a turn: about a forward pass of an embedder that computes, a request of one that sends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """Vectors [n, dim] of texts, their number of tokens if that was asked for, and when the first batch began and the
+    last ended, in ns; both are the same if they were in the cache."""
+
+    vectors: Vectors
+    tokens: int
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatistics:
+    """Texts that wait, and sums since the start: texts embedded, found in the cache, and that joined another caller's;
+    batches, and the threads' time in them. `cache_bytes`: what the cache holds."""
+
+    waiting: int
+    embedded: int
+    hits: int
+    joined: int
+    batches: int
+    busy_s: float
+    cache_bytes: int
+
+
+class EmbeddingStage:
+    """`threads` threads, which start with the first text. Thread-safe.
+
+    More than `limit` waiting callers are refused. A call of an embedder that hangs occupies its thread. `clock` returns
+    monotonic ns.
+    """
+
+    def __init__(
+        self,
+        threads: int = 1,
+        *,
+        limit: int = MAX_WAITING,
+        clock: Callable[[], int] = time.monotonic_ns,
+        cache: VectorCache | None = None,
+    ) -> None:
+        self._threads, self._limit, self._clock = threads, limit, clock
+        self._lock = threading.Lock()
+        self._lanes: dict[str, _Lane] = {}
+        self._cache = VectorCache() if cache is None else cache
+        self._asked: dict[tuple[int, tuple[str, str]], Texts] = {}  # by key: one that waits or is being embedded
+        self._closed = False
+        self._joined = 0
+
+    def submit(
+        self,
+        embedder: Embedder,
+        texts: Sequence[str],
+        kind: TextKind = "query",
+        *,
+        flow: int = 0,
+        part: Part = "bulk",
+        deadline_ns: int = 0,
+        count_tokens: bool = False,
+    ) -> Future[Embedded]:
+        """Queue texts of the API key `flow`; cancelling the future drops those that are not being embedded.
+
+        A query's text (of a `part` besides "bulk") is looked up in the cache, and the same text of the same key is
+        embedded once. The future raises `DeadlineExceeded` for texts that were not begun by `deadline_ns` (0: none),
+        `ModelError`, and the errors of `Embedder.embed`. Raises `Overloaded` at once if they cannot be embedded by
+        then, or if too many wait; `Unavailable` when closed.
+        """
+        future: Future[Embedded] = Future()
+        now = self._clock()
+        key = (f"{embedder.name}\n{kind}", texts[0]) if part != "bulk" and len(texts) == 1 else None
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the node is stopping")
+            if not texts:
+                future.set_result(Embedded(np.empty((0, embedder.dim), np.float32), 0, now, now))
+                return future
+            if key is not None:
+                if (vector := self._cache.find(key)) is not None:
+                    future.set_result(Embedded(vector[None], 0, now, now))
+                    return future
+                asked = self._asked.get((flow, key))
+                if asked is not None and asked.wanted:
+                    asked.futures.append(future)
+                    asked.deadline_ns = max(asked.deadline_ns, deadline_ns) if asked.deadline_ns and deadline_ns else 0
+                    self._joined += 1
+                    return future
+            lane = self._lane(embedder)
+            lane.check_room(flow, part, texts, deadline_ns, now)
+            wanted = Texts(embedder, list(texts), kind, flow, part, deadline_ns, now, [future], key, count_tokens)
+            if key is not None:
+                self._asked[flow, key] = wanted
+            lane.add(wanted)
+        return future
+
+    def statistics(self) -> StageStatistics:
+        """Return the state and the sums since the start."""
+        with self._lock:
+            lanes = list(self._lanes.values())
+            return StageStatistics(
+                sum(len(lane.queue) for lane in lanes), sum(lane.embedded for lane in lanes), self._cache.hits,
+                self._joined, sum(lane.batches for lane in lanes), sum(lane.busy_ns for lane in lanes) / 1e9,
+                self._cache.size_bytes,
+            )  # fmt: skip
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Drop what waits and stop; return whether all threads have ended in time. Those that hang end with the
+        process. Idempotent."""
+        with self._lock:
+            self._closed = True
+            dropped = [texts for lane in self._lanes.values() for texts in lane.close()]
+        for texts in dropped:
+            for future in texts.futures:
+                future.cancel()
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        return all([lane.join(until) for lane in self._lanes.values()])
+
+    def _lane(self, embedder: Embedder) -> "_Lane":
+        sends = embedder.max_concurrency > 1
+        name = embedder.name if sends else ""
+        if name not in self._lanes:
+            count, turn = (embedder.max_concurrency, _SENT) if sends else (self._threads, _COMPUTED)
+            self._lanes[name] = _Lane(count, turn, self._lock, self._limit, self._clock, self._end)
+        return self._lanes[name]
+
+    def _end(self, texts: Texts, error: BaseException | None, now_ns: int) -> None:
+        """Give the callers the vectors, or an error."""
+        with self._lock:
+            if texts.ended:  # another batch of it failed
+                return
+            texts.ended = True
+            if texts.key is not None:
+                if self._asked.get((texts.flow, texts.key)) is texts:
+                    del self._asked[texts.flow, texts.key]
+                if error is None and texts.begin_ns >= 0:
+                    self._cache.put(texts.key, texts.vectors[0])
+        for future in texts.futures:
+            if not future.set_running_or_notify_cancel():
+                continue
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(Embedded(texts.vectors, texts.tokens, texts.begin_ns, now_ns))
+
+
+class _Lane:
+    """A queue and its threads; `lock` protects the queue and the sums. `on_end` is called without it."""
+
+    def __init__(
+        self,
+        count: int,
+        turn: tuple[int, int],
+        lock: threading.Lock,
+        limit: int,
+        clock: Callable[[], int],
+        on_end: Callable[[Texts, BaseException | None, int], None],
+    ) -> None:
+        self.queue = TextQueue()
+        self.embedded = self.batches = self.busy_ns = 0
+        self._count, self._turn, self._limit, self._clock, self._on_end = count, turn, limit, clock, on_end
+        self._changed = threading.Condition(lock)
+        self._open: set[Texts] = set()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0  # threads that wait, or have not begun
+        self._closed = False
+
+    # ---- with the lock
+
+    def check_room(self, flow: int, part: Part, texts: Sequence[str], deadline_ns: int, now: int) -> None:
+        """Raise `Overloaded` if too many wait, or if the texts could not be embedded by their deadline."""
+        if len(self._open) >= self._limit and sum(one.begin_ns < 0 for one in self._open) >= self._limit:
+            raise Overloaded(f"{self._limit} requests wait for embedding, the limit; try again later")
+        if deadline_ns:
+            wait_ns = self.queue.wait_ns(flow, part, sum(map(size_of, texts)), self._count)
+            if now + wait_ns > deadline_ns:
+                raise Overloaded(
+                    f"{len(self.queue)} texts wait for embedding, so this one would take about {wait_ns / 1e9:.2g} s, "
+                    f"and its request has {max(deadline_ns - now, 0) / 1e9:.2g} s left; try again later"
+                )
+
+    def add(self, texts: Texts) -> None:
+        self.queue.push(texts)
+        self._open.add(texts)
+        self._changed.notify(len(texts.texts))
+        while len(self._threads) < self._count and self._idle < len(self.queue):
+            number = len(self._threads)
+            self._threads.append(threading.Thread(target=self._run, name=f"embedding_{number}", daemon=True))
+            self._threads[-1].start()
+            self._idle += 1
+
+    def close(self) -> list[Texts]:
+        """Stop the threads; return what has not ended."""
+        self._closed = True
+        self._changed.notify_all()
+        return list(self._open)
+
+    # ---- without it
+
+    def join(self, until: float | None) -> bool:
+        for thread in self._threads:
+            thread.join(None if until is None else max(until - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or len(self.queue))
+                if self._closed:
+                    return
+                self._idle -= 1
+                taken, ended = self._take()
+            begin = self._clock()
+            if taken:
+                self._embed(taken, ended)
+            self._finish(taken, ended, begin, self._clock())
+            del taken, ended  # nothing is kept alive while the thread waits
+
+    def _take(self) -> tuple[list[Waiting], dict[Texts, TrinityError | None]]:
+        """Remove the texts of a turn; return them, and what has ended: cancelled, or too late. A thread leaves the
+        others their share of what waits."""
+        most, characters = self._turn
+        most = min(most, -(-len(self.queue) // self._count))
+        taken: list[Waiting] = []
+        ended: dict[Texts, TrinityError | None] = {}
+        now = self._clock()
+        while len(taken) < most and (one := self.queue.pop(taken[-1] if taken else None, characters)) is not None:
+            texts = one.texts
+            if not texts.wanted:
+                ended[texts] = None
+            elif texts.deadline_ns and texts.deadline_ns <= now and texts.begin_ns < 0:
+                ended[texts] = DeadlineExceeded("its text was not embedded in time")
+            else:
+                texts.begin_ns = now if texts.begin_ns < 0 else texts.begin_ns
+                self.queue.begun(one)
+                taken.append(one)
+                characters -= len(one.text)
+        return taken, ended
+
+    def _embed(self, group: list[Waiting], ended: dict[Texts, TrinityError | None]) -> None:
+        """Embed texts of one embedder and kind together; record the `Texts` that ended with an error."""
+        embedder, kind = group[0].texts.embedder, group[0].texts.kind
+        try:
+            vectors = embedder.embed([one.text for one in group], kind)
+            for one, vector in zip(group, vectors, strict=True):
+                one.texts.vectors[one.number] = vector
+        except Exception as raised:  # of a library we do not know: the next text may be fine
+            callers = list(dict.fromkeys(one.texts for one in group))
+            if len(callers) > 1 and not isinstance(raised, EmbedderUnreachable):  # it may be the fault of one
+                for caller in callers:
+                    self._embed([one for one in group if one.texts is caller], ended)
+                return
+            error = raised if isinstance(raised, TrinityError) else None
+            ended.update(dict.fromkeys(callers, error or ModelError(f"the embedder {embedder.name} failed: {raised}")))
+
+    def _finish(
+        self, taken: list[Waiting], ended: dict[Texts, TrinityError | None], begin_ns: int, now_ns: int
+    ) -> None:
+        counts = [one.texts.embedder.count_tokens(one.text) if one.texts.counted else 0 for one in taken]
+        with self._changed:
+            self._idle += 1
+            for one, tokens in zip(taken, counts, strict=True):
+                one.texts.tokens += tokens
+                one.texts.missing -= 1
+                if not one.texts.missing:
+                    ended.setdefault(one.texts, None)
+            if taken:
+                self.queue.measured(taken, now_ns - begin_ns)
+                self.embedded += len(taken)
+                self.batches += 1
+                self.busy_ns += now_ns - begin_ns
+            self._open.difference_update(ended)
+        for texts, error in ended.items():
+            self._on_end(texts, error, now_ns)

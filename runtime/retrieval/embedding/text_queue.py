@@ -1,0 +1,163 @@
+"""Texts that wait to be embedded: whose turn it is, and how long the wait would be.
+
+Keys take turns: the one goes first whose texts have used least time. Within a key the parts share in the same way, but
+a part's time counts by its weight, so prefill goes before decode and both before bulk (documents, `/v1/embeddings`),
+none of which starves. Within a part the texts that are due first go first: queries by deadline, texts of a long list by
+when they could have been embedded if their list were alone, so that a short list does not wait for the end of a long
+one.
+"""
+
+import heapq
+import itertools
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
+from runtime.retrieval.fair_queue import FairQueue
+
+Part = Literal["prefill", "decode", "bulk"]
+WEIGHTS: dict[Part, float] = {"prefill": 1.0, "decode": 8.0, "bulk": 8.0}
+"""What a second of a part counts: while all wait, prefill gets eight times the time of each other part."""
+_TEXT_COST = 32  # of each text besides its characters: a forward pass costs as much as 8 tokens more
+_LONGEST = 2048  # characters that count of one text: models truncate longer ones
+_NEWEST = 0.1  # weight of the newest measurement
+
+
+@dataclass(eq=False, slots=True)
+class Texts:
+    """Texts of one caller, or of several that asked for the same one, which are embedded in any number of batches.
+
+    `futures`: of the callers; it is dropped when all are cancelled. `key`: in the cache; None: not cached. `counted`:
+    whether its tokens are. The rest is the stage's.
+    """
+
+    embedder: Embedder
+    texts: list[str]
+    kind: TextKind
+    flow: int
+    part: Part
+    deadline_ns: int
+    submitted_ns: int
+    futures: list[Future[Any]]
+    key: tuple[str, str] | None = None
+    counted: bool = False
+    vectors: Vectors = field(init=False)
+    missing: int = field(init=False)
+    tokens: int = 0
+    begin_ns: int = -1  # not yet
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.missing = len(self.texts)
+        self.vectors = np.empty((self.missing, self.embedder.dim), np.float32)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a caller still waits."""
+        return not self.ended and not all(future.cancelled() for future in self.futures)
+
+
+@dataclass(eq=False, slots=True)
+class Waiting:
+    """One text of `texts`."""
+
+    texts: Texts
+    number: int
+    size: int
+
+    @property
+    def text(self) -> str:
+        return self.texts.texts[self.number]
+
+
+class TextQueue:
+    """Waiting texts. Not thread-safe. `ns_per_size`: measured time of a unit of size on one thread, 0: not known."""
+
+    def __init__(self) -> None:
+        self._keys: FairQueue[int, None] = FairQueue()
+        self._parts: dict[int, FairQueue[Part, None]] = {}
+        self._heaps: dict[tuple[int, Part], list[tuple[int, int, Waiting]]] = {}
+        self._sizes: Counter[tuple[int, Part]] = Counter()
+        self._order = itertools.count()
+        self.ns_per_size = 0.0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def push(self, texts: Texts) -> None:
+        """Append all of its texts."""
+        flow, part, due = texts.flow, texts.part, texts.deadline_ns or texts.submitted_ns
+        parts = self._parts.setdefault(flow, FairQueue())
+        heap = self._heaps.setdefault((flow, part), [])
+        for number, text in enumerate(texts.texts):
+            size = size_of(text)
+            heapq.heappush(heap, (due, next(self._order), Waiting(texts, number, size)))
+            due += int(size * self.ns_per_size) + 1
+            self._sizes[flow, part] += size
+            parts.push(part, None)
+            self._keys.push(flow, None)
+
+    def pop(self, beside: Waiting | None = None, characters: int = 0) -> Waiting | None:
+        """Remove the text whose turn it is. Return None if there is none, or if it cannot be embedded in one call with
+        `beside`: it is of another embedder or kind, or has more than `characters`."""
+        flow = self._keys.turn()
+        if flow is None:
+            return None
+        parts = self._parts[flow]
+        part = parts.turn()
+        assert part is not None, "each text is in both queues"
+        heap = self._heaps[flow, part]
+        waiting, texts = heap[0][2], heap[0][2].texts
+        if beside is not None and (
+            texts.embedder is not beside.texts.embedder
+            or texts.kind != beside.texts.kind
+            or len(waiting.text) > characters
+        ):
+            return None
+        self._keys.pop()
+        parts.pop()
+        heapq.heappop(heap)
+        self._sizes[flow, part] -= waiting.size
+        if not len(parts):
+            del self._parts[flow]
+        if not heap:
+            del self._heaps[flow, part], self._sizes[flow, part]
+        return waiting
+
+    def begun(self, waiting: Waiting) -> None:
+        """Charge what a text is expected to take, so that the next of a batch may be another key's."""
+        self._charge(waiting, waiting.size * max(self.ns_per_size, 1.0))
+
+    def measured(self, taken: list[Waiting], took_ns: int) -> None:
+        """Record what a batch took; it is charged in place of what was expected."""
+        size = sum(one.size for one in taken)
+        expected, now = max(self.ns_per_size, 1.0), took_ns / size
+        self.ns_per_size = now if self.ns_per_size == 0.0 else (1 - _NEWEST) * self.ns_per_size + _NEWEST * now
+        for one in taken:
+            self._charge(one, one.size * (now - expected))
+
+    def wait_ns(self, flow: int, part: Part, size: int, threads: int) -> float:
+        """Return when texts of this size would be embedded if they came now, from now on; 0 while that is not known."""
+        own = size + self._sizes[flow, part]
+        by_key: Counter[int] = Counter()
+        for (other, its), waiting in self._sizes.items():
+            if other != flow:
+                by_key[other] += waiting
+            elif its != part:
+                own += min(waiting, int(own * WEIGHTS[part] / WEIGHTS[its]))
+        return (own + sum(min(waiting, own) for waiting in by_key.values())) * self.ns_per_size / threads
+
+    def _charge(self, waiting: Waiting, ns: float) -> None:
+        texts = waiting.texts
+        self._keys.charge(texts.flow, ns)
+        if texts.flow in self._parts:
+            self._parts[texts.flow].charge(texts.part, ns * WEIGHTS[texts.part])
+
+
+def size_of(text: str) -> int:
+    """Return what a text counts: its characters, bounded, and what each text costs besides."""
+    return min(len(text), _LONGEST) + _TEXT_COST

@@ -1,0 +1,303 @@
+"""The embedding stage: batches of what has arrived, turns between keys, deadlines, errors of one text, the cache."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.errors import DeadlineExceeded, EmbedderUnreachable, InvalidRequest, ModelError, Overloaded, Unavailable
+from runtime.retrieval.embedding.embedder import TextKind, Vectors
+from runtime.retrieval.embedding.stage import Embedded, EmbeddingStage
+from runtime.retrieval.embedding.vector_cache import VectorCache
+from runtime.testing.waiting import until
+
+SOON_S = 60.0
+KINDS: tuple[TextKind, ...] = ("query", "passage")
+COST_NS = 1_000_000  # of each text of a few characters
+
+
+class Embedder:
+    """Embeds a text as its length while `gate` is open, which takes `COST_NS` each; "bad", "broken" and "gone" fail."""
+
+    name, dim, max_tokens = "lengths", 1, 1000
+
+    def __init__(self, harness: "Harness", max_concurrency: int = 1) -> None:
+        self.max_concurrency, self._harness = max_concurrency, harness
+        self.gate = threading.Event()
+        self.batches: list[list[str]] = []
+
+    def count_tokens(self, text: str) -> int:
+        return len(text)
+
+    def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Vectors:
+        self.batches.append(list(texts))
+        assert self.gate.wait(SOON_S)
+        self._harness.now += sum(COST_NS * (1 + len(text) // 100) for text in texts)
+        if "bad" in texts:
+            raise InvalidRequest("a bad text")
+        if "broken" in texts:
+            raise RuntimeError("a broken library")
+        if "gone" in texts:
+            raise EmbedderUnreachable("it does not answer")
+        return np.array([[len(text)] for text in texts], np.float32)
+
+
+class Harness:
+    """A stage on a clock of its own. Its first text holds the thread, so that the others wait together."""
+
+    def __init__(self, threads: int = 1, **options: Any) -> None:
+        self.now = 0
+        self.stage = EmbeddingStage(threads, clock=lambda: self.now, **options)
+        self.embedder = Embedder(self)
+        self.held = [self.hold(f"first {number}") for number in range(threads)]
+
+    def hold(self, text: str) -> Future[Embedded]:
+        begun = len(self.embedder.batches)
+        held = self.ask(text, flow=99)
+        until(lambda: len(self.embedder.batches) > begun)
+        return held
+
+    def ask(self, *texts: str, kind: TextKind = "query", part: Any = "prefill", **options: Any) -> Future[Embedded]:
+        return self.stage.submit(self.embedder, texts, kind, part=part, **options)
+
+    def open(self) -> None:
+        self.embedder.gate.set()
+
+    def after(self, *asked: Future[Embedded]) -> list[list[str]]:
+        """Open the gate and wait; return the batches after those that held the threads."""
+        self.open()
+        for one in asked:
+            one.exception(SOON_S)
+        return self.embedder.batches[len(self.held) :]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Harness]]:
+    made: list[Harness] = []
+
+    def make(**options: Any) -> Harness:
+        made.append(Harness(**options))
+        return made[-1]
+
+    yield make
+    for harness in made:
+        harness.open()
+        assert harness.stage.close(SOON_S)
+
+
+@pytest.fixture
+def harness(make: Callable[..., Harness]) -> Harness:
+    return make()
+
+
+def value(asked: Future[Embedded]) -> float:
+    return float(asked.result(SOON_S).vectors[0, 0])
+
+
+# ---- batches
+
+
+def test_what_has_arrived_goes_into_the_next_batch_and_nobody_waits_for_company(harness: Harness) -> None:
+    asked = [harness.ask("a" * number) for number in range(1, 4)]
+    assert harness.after(*asked) == [["a", "aa", "aaa"]]
+    assert [value(one) for one in asked] == [1.0, 2.0, 3.0]
+    assert value(harness.ask("alone")) == 5.0
+    assert harness.embedder.batches[-1] == ["alone"]
+
+
+def test_a_batch_is_a_turn_of_few_texts_and_characters(harness: Harness) -> None:
+    asked = [harness.ask(f"short {number}") for number in range(20)]
+    asked += [harness.ask(f"{number}" * 700, flow=0) for number in range(3)]
+    assert [len(batch) for batch in harness.after(*asked)] == [16, 5, 1, 1]
+
+
+def test_a_thread_leaves_the_others_their_share(make: Callable[..., Harness]) -> None:
+    harness = make(threads=2)
+    assert [len(batch) for batch in harness.after(*[harness.ask(f"text {n}") for n in range(4)])][:1] == [2]
+
+
+def test_a_list_has_its_vectors_in_order_over_several_batches_and_its_tokens(harness: Harness) -> None:
+    texts = [f"{'t' * number}" for number in range(1, 41)]
+    found = harness.ask(*texts, kind="passage", part="bulk", count_tokens=True)
+    harness.open()
+    assert found.result(SOON_S).vectors[:, 0].tolist() == list(range(1, 41))
+    assert found.result().tokens == sum(range(1, 41))
+    assert harness.stage.submit(harness.embedder, [], "passage").result().vectors.shape == (0, 1)
+
+
+def test_queries_and_passages_are_not_embedded_in_one_call(harness: Harness) -> None:
+    asked = [harness.ask(f"{kind} {n}", kind=kind, part="bulk") for n in range(3) for kind in KINDS]
+    assert all(len({text.split()[0] for text in batch}) == 1 for batch in harness.after(*asked))
+
+
+# ---- whose turn it is
+
+
+def test_a_key_with_many_waiting_goes_after_one_that_has_used_less(harness: Harness) -> None:
+    storm = [harness.ask(f"storm {number}", flow=1) for number in range(40)]
+    other = harness.ask("other", flow=2)
+    batches = harness.after(*storm, other)
+    assert "other" in batches[0][:2]
+    assert value(other) == 5.0
+
+
+def test_a_key_s_long_texts_cost_it_its_turn(harness: Harness) -> None:
+    storm = harness.ask(*["long " * 200] * 12, kind="passage", part="bulk", flow=1)
+    others = [harness.ask(f"other {number}", flow=2) for number in range(12)]
+    batches = harness.after(storm, *others)
+    before = batches[: next(place for place, batch in enumerate(batches) if "other 11" in batch)]
+    assert sum("long" in text for batch in before for text in batch) <= 2
+
+
+def test_prefill_goes_before_decode_and_both_before_documents(harness: Harness) -> None:
+    asked = [harness.ask(*[f"document {n}" for n in range(8)], kind="passage", part="bulk")]
+    asked += [harness.ask(f"probe {n}", part="decode") for n in range(8)]
+    asked += [harness.ask(f"prompt {n}") for n in range(8)]
+    order = [text.split()[0] for batch in harness.after(*asked) for text in batch]
+    assert order[:10].count("prompt") >= 7
+
+
+def test_documents_do_not_starve_while_prompts_keep_coming(harness: Harness) -> None:
+    documents = harness.ask("document", kind="passage", part="bulk")
+    asked = [harness.ask(f"prompt {n}") for n in range(100)]
+    batches = harness.after(documents, *asked)
+    assert sum(map(len, batches[: batches.index(["document"])])) < 40
+
+
+def test_a_short_list_does_not_wait_for_the_end_of_a_long_one(harness: Harness) -> None:
+    harness.after(*[harness.ask(f"measured {n}") for n in range(4)])
+    harness.embedder.gate.clear()
+    harness.hold("second")
+    long = harness.ask(*[f"long {n}" for n in range(200)], part="bulk")
+    short = harness.ask("short", part="bulk")
+    ended: list[str] = []
+    long.add_done_callback(lambda _: ended.append("long"))
+    short.add_done_callback(lambda _: ended.append("short"))
+    harness.after(long, short)
+    assert ended == ["short", "long"]
+
+
+def test_earlier_deadlines_go_first(harness: Harness) -> None:
+    asked = [harness.ask(f"by {by}", deadline_ns=by * 10**9) for by in (30, 10, 20)]
+    assert harness.after(*asked) == [["by 10", "by 20", "by 30"]]
+
+
+# ---- deadlines and limits
+
+
+def test_a_text_that_is_late_is_not_embedded(harness: Harness) -> None:
+    late, other = harness.ask("late", deadline_ns=COST_NS // 2), harness.ask("other")
+    assert harness.after(late, other) == [["other"]]
+    with pytest.raises(DeadlineExceeded, match="not embedded in time"):
+        late.result()
+
+
+def test_a_text_that_could_not_be_embedded_in_time_is_refused_at_once(harness: Harness) -> None:
+    harness.after(*[harness.ask(f"measured {n}") for n in range(8)])
+    harness.embedder.gate.clear()
+    harness.hold("second")
+    waiting = [harness.ask(f"waiting {n}") for n in range(100)]
+    soon = harness.now + 20 * COST_NS
+    with pytest.raises(Overloaded, match=r"100 texts wait for embedding, .* about 0\.1.* s, .* has 0\.02 s left"):
+        harness.ask("too late", deadline_ns=soon)
+    asked = [harness.ask("another key", deadline_ns=soon, flow=7), harness.ask("later", deadline_ns=10 * soon)]
+    harness.after(*waiting, *asked)
+    assert [value(one) for one in asked] == [11.0, 5.0]
+
+
+def test_what_waits_is_bounded_and_dropped_at_the_end(make: Callable[..., Harness]) -> None:
+    harness = make(limit=3)
+    waiting = [harness.ask(f"waits {number}") for number in range(3)]
+    with pytest.raises(Overloaded, match="3 requests wait for embedding, the limit"):
+        harness.ask("too many")
+    assert not harness.stage.close(0.0)
+    assert all(one.cancelled() for one in waiting)
+    with pytest.raises(Unavailable, match="the node is stopping"):
+        harness.ask("later")
+
+
+def test_a_cancelled_text_is_not_embedded(harness: Harness) -> None:
+    dropped, kept = harness.ask("dropped"), harness.ask("kept")
+    part = harness.ask(*["part"] * 40, part="bulk")
+    assert (dropped.cancel(), part.cancel()) == (True, True)
+    assert harness.after(kept) == [["kept"]]
+
+
+# ---- errors
+
+
+def test_a_text_that_fails_does_not_fail_those_beside_it(harness: Harness) -> None:
+    bad, good, broken = harness.ask("bad"), harness.ask("good"), harness.ask("broken")
+    harness.after(bad, good, broken)
+    assert isinstance(bad.exception(), InvalidRequest)
+    assert value(good) == 4.0
+    with pytest.raises(ModelError, match="the embedder lengths failed: a broken library"):
+        broken.result()
+    assert value(harness.ask("next")) == 4.0
+
+
+def test_a_server_that_does_not_answer_is_asked_once_for_a_batch(harness: Harness) -> None:
+    gone, other = harness.ask("gone"), harness.ask("other")
+    assert len(harness.after(gone, other)) == 1
+    assert isinstance(other.exception(), EmbedderUnreachable)
+
+
+def test_an_embedder_that_waits_for_a_server_delays_no_other(harness: Harness) -> None:
+    server = Embedder(harness, max_concurrency=2)
+    server.gate.set()
+    assert float(harness.stage.submit(server, ["text"]).result(SOON_S).vectors[0, 0]) == 4.0
+    assert not harness.held[0].done()
+
+
+# ---- the same text again
+
+
+def test_the_same_text_is_embedded_once_and_then_found_in_the_cache(harness: Harness) -> None:
+    asked = [harness.ask("same") for _ in range(3)]
+    assert harness.after(*asked) == [["same"]]
+    assert [value(one) for one in (*asked, harness.ask("same"), harness.ask("same", flow=5))] == [4.0] * 5
+    statistics = harness.stage.statistics()
+    assert (statistics.embedded, statistics.joined, statistics.hits) == (2, 2, 2)
+    assert statistics.cache_bytes > 0
+
+
+def test_a_text_is_embedded_again_as_another_kind_by_another_embedder_and_in_a_list(harness: Harness) -> None:
+    harness.after(harness.ask("same"))
+    other = Embedder(harness)
+    other.name = "other"
+    other.gate.set()
+    for asked in (
+        harness.ask("same", kind="passage"), harness.stage.submit(other, ["same"], part="prefill"),
+        harness.ask("same", part="bulk"),
+    ):  # fmt: skip
+        assert value(asked) == 4.0
+    assert harness.stage.statistics().hits == 0
+
+
+def test_a_caller_that_leaves_does_not_take_the_text_from_another(harness: Harness) -> None:
+    first, second = harness.ask("same"), harness.ask("same")
+    first.cancel()
+    harness.after(second)
+    assert value(second) == 4.0
+
+
+def test_keys_do_not_wait_for_each_other_s_same_text(harness: Harness) -> None:
+    storm = [harness.ask(f"storm {number}", flow=1) for number in range(40)]
+    asked = [harness.ask("same", flow=1), harness.ask("same", flow=2)]
+    assert "same" in harness.after(*storm, *asked)[0]
+
+
+def test_the_cache_keeps_the_last_found_within_its_bytes() -> None:
+    cache = VectorCache(limit_bytes=3 * 600)
+    for name in "abc":
+        cache.put(("e", name), np.zeros(16, np.float32))
+    assert cache.find(("e", "a")) is not None
+    cache.put(("e", "d"), np.ones(16, np.float32))
+    assert [cache.find(("e", name)) is not None for name in "abcd"] == [True, False, True, True]
+    assert cache.size_bytes <= 3 * 600
+    found = cache.find(("e", "d"))
+    assert found is not None
+    assert not found.flags.writeable
