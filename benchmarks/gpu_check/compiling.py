@@ -23,7 +23,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         raise Skipped(f"{error.name} is not installed") from None
     data = random_set(500, 16, 20, seed=0)
-    given = data, GraphIndex.build(data.base, metric="l2", degree=8)
+    given = data, GraphIndex.build(data.base, metric="l2", degree=8, neighbor_codes=False)
     flood.check(Setup("cpu", "CPU", Source("tiny"), "float32", 0, 16, True, {}, given=given), Outcome())
 
 

@@ -33,7 +33,7 @@ class GraphIndex:
         degree: int = 32,
         dtype: rows.Dtype = "float32",
         ids: npt.ArrayLike | None = None,
-        neighbor_codes: bool = False,
+        neighbor_codes: bool | None = None,
         code_bits: int = 0,
         seed: int = 0,
         threads: int = 1,
@@ -45,14 +45,17 @@ class GraphIndex:
 
         degree: edges per node, 2..512. dtype: of the rows that traversal reads; int8 also stores float32 rows and
         rescores the last candidates with them. ids: int64 [N], returned by searches instead of row numbers.
-        neighbor_codes: store RaBitQ codes of every node's neighbours (`gpu.index.data`; not with int8): searches on a
-        CPU are faster, and the index is larger by code_bits · d/8 + 8 bytes per edge. code_bits: bits per dimension of
+        neighbor_codes: store RaBitQ codes of every node's neighbours (`gpu.index.data`; not with int8, else the
+        default): searches on a CPU are faster, and the index is larger by code_bits · d/8 + 8 bytes per edge. A GPU's
+        searches do not use them. code_bits: bits per dimension of
         a code, 1..4; 0: the fastest (`gpu.index.data.fastest_bits`). seed: of random choices, 0 or more; on the CPU
         builds are deterministic for an input and seed. threads: of the build, 1..1024. device: "cuda" builds the graph
         on a GPU with cuVS (extra [cuvs]), else with torch. progress, checkpoint: see `gpu.build.params`; a checkpoint
         must be of a build of the same vectors and parameters.
         Raises InvalidVector (naming the row) and InvalidParams; for "cuda" DeviceUnavailable and DeviceError.
         """
+        if neighbor_codes is None:
+            neighbor_codes = dtype != "int8"
         BuildParams(metric, degree, dtype, neighbor_codes, code_bits, seed, threads, device)
         report = progress or (lambda stage, fraction: None)
         checked = rows.checked_vectors(vectors, metric)

@@ -24,7 +24,14 @@ def check(setup: Setup, outcome: Outcome) -> None:
         (("l2", "float32", 24), ("ip", "float16", 96), ("cosine", "int8", 200), ("l2", "int8", 40))
     ):
         made = random_set(rows, dim, queries, seed=1000 + number)
-        index = GraphIndex.build(made.base, metric=metric, dtype=dtype, degree=16, threads=1 if setup.small else 16)  # type: ignore[arg-type]
+        index = GraphIndex.build(
+            made.base,
+            metric=metric,  # type: ignore[arg-type]
+            dtype=dtype,  # type: ignore[arg-type]
+            degree=16,
+            neighbor_codes=False,
+            threads=1 if setup.small else 16,
+        )
         exact = DataSet(made.name, metric, made.base, made.queries, _exact(made.base, made.queries, metric))
         engine = open_engine(setup.device, {"docs": index}, slots=min(64, setup.slots), max_top_m=128)
         found = _checked(engine, index, exact, SearchParams(10, 128, 4))

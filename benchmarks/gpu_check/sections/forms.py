@@ -52,7 +52,7 @@ def forms_on(device: str) -> Iterator[tuple[str, dict[str, object]]]:
 def main(device: str) -> None:
     """Search a small index in each form. Raises AssertionError, and the engine's errors."""
     data = random_set(1000, 96, 64, seed=5)
-    index = GraphIndex.build(data.base, metric="l2", dtype="float16", degree=16)
+    index = GraphIndex.build(data.base, metric="l2", dtype="float16", degree=16, neighbor_codes=False)
     expected = index.search(data.queries, 10, 64, 4)[0]
     for form, options in forms_on(device):
         with closing(_open(device, index, options)) as engine:

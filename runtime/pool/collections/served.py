@@ -68,7 +68,7 @@ def sample_index(description: Description) -> GraphIndex:
     """Return a small index with a collection's parameters, from which an engine derives the sizes of its buffers."""
     vectors = np.random.default_rng(0).standard_normal((_SEEDS, description.dim)).astype(np.float32)
     metric, degree, dtype = description.metric, description.degree, description.dtype
-    return GraphIndex.build(vectors, metric=metric, degree=degree, dtype=dtype)  # type: ignore[arg-type]
+    return GraphIndex.build(vectors, metric=metric, degree=degree, dtype=dtype, neighbor_codes=False)  # type: ignore[arg-type]
 
 
 def _padded(alive: Bits, rows: int) -> Bits:

@@ -91,16 +91,14 @@ def build(
     vectors: the documents' vectors by row, if they are already known; may be a .npy file.
     ids: int64 [n], the ids that a search returns in place of row numbers, for bare vectors only; may be a file.
     shards: number of shards, each for one pool worker: row i goes to shard i mod shards and keeps its id.
-    degree, dtype, neighbor_codes, code_bits, seed, device: see `GraphIndex.build`; neighbour codes are on by
-        default, except with int8. threads: cores to use.
+    degree, dtype, neighbor_codes, code_bits, seed, device: see `GraphIndex.build`. threads: cores to use.
     force: replace an existing collection at `out`. locked: the caller holds its writer's lock.
     progress: called with a stage's name and the fraction of it that is done, 0..1.
 
     Raises `BuildRefused` for an invalid argument, before reading (before embedding, if it depends on the number of
     rows); `CollectionError` for an invalid source or `out`, `ModelError` for the embedder.
     """
-    codes = dtype != "int8" if neighbor_codes is None else neighbor_codes
-    check_arguments(BuildParams, metric, degree, dtype, codes, code_bits, seed, threads, device)
+    check_arguments(BuildParams, metric, degree, dtype, bool(neighbor_codes), code_bits, seed, threads, device)
     check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
     if embedder is not None:
         embedder_dim(embedder)
@@ -150,7 +148,7 @@ def build(
                     metric=metric,
                     degree=degree,
                     dtype=dtype,
-                    neighbor_codes=codes,
+                    neighbor_codes=neighbor_codes,
                     code_bits=code_bits,
                     ids=None if own_ids is None else own_ids[shard::shards],
                     seed=seed,
