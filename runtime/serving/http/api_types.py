@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from runtime.errors import InvalidFilter, InvalidRequest
@@ -145,8 +147,14 @@ def _validate_retrieval(value: object) -> object:
 
 
 def _validate_vector(value: object) -> object:
+    """Return the vector as float32 [d]."""
     if not isinstance(value, list):
         raise field_error(f"vector must be an array of numbers, not {json_name(value)}")
+    if set(map(type, value)) <= {float, int}:
+        with suppress(OverflowError):  # an integer beyond float64
+            numbers = np.array(value, np.float64)
+            if (np.abs(numbers) <= FLOAT32_MAX).all():  # false for NaN
+                return numbers.astype(np.float32)
     for index, number in enumerate(value):
         if not isinstance(number, int | float) or isinstance(number, bool):
             raise field_error(f"vector[{index}] must be a number, not {json_name(number)}")
@@ -154,7 +162,7 @@ def _validate_vector(value: object) -> object:
             raise field_error(f"vector[{index}] is beyond float32")
         if math.isnan(number):
             raise field_error(f"vector[{index}] is not a number (NaN)")
-    return value
+    raise AssertionError("one of the numbers is at fault")
 
 
 # ---- bodies
@@ -329,7 +337,7 @@ class RetrievalBody(StrictModel):
 
     collection: str | None = None
     query: str | None = Field(None, min_length=1)
-    vector: Annotated[list[float], BeforeValidator(_validate_vector)] | None = None
+    vector: Annotated[Any, BeforeValidator(_validate_vector)] = None  # float32 [d]
     k: int = Field(4, ge=1, le=MAX_TOKENS)
     filter: Annotated[Any, BeforeValidator(filter_at("filter"))] = None
     hybrid: Hybrid = 0.0

@@ -66,6 +66,7 @@ class HttpConfig(uvicorn.Config):
             log_config=None,  # keep our log configuration
             log_level="error",  # it would warn of every malformed request
             access_log=False,
+            proxy_headers=False,  # nothing here trusts them
             h11_max_incomplete_event_size=_HEADER_BYTES,
             timeout_graceful_shutdown=math.ceil(drain_s),
         )
