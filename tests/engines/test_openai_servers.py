@@ -9,7 +9,6 @@ from runtime.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     EngineFailed,
-    EngineUnreachable,
     InvalidRequest,
     Overloaded,
     TrinityError,
@@ -96,21 +95,6 @@ def test_a_server_that_is_down_costs_no_request_while_another_is_up() -> None:
     run(test())
 
 
-def test_without_a_server_requests_are_refused_until_one_answers() -> None:
-    async def test() -> None:
-        async with running_engine(Behaviour(down=True)) as harness:
-            assert harness.engine.missing() == ["engine"]
-            with pytest.raises(EngineUnreachable, match="connection refused"):
-                harness.chat()
-            harness.fake.behaviour.down = False
-            harness.clock.advance(60)
-            harness.engine.tick()
-            await until(lambda: not harness.engine.missing())
-            assert len((await read_answer(harness.chat(max_tokens=3))).ids) == 3
-
-    run(test())
-
-
 def test_a_request_waits_for_a_server_up_to_its_limit() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(down=True), restarts=RestartLimits(3, 60_000_000_000)) as harness:
@@ -178,21 +162,6 @@ def test_retries_are_bounded() -> None:
     run(test())
 
 
-def test_cancelling_closes_the_servers_stream_and_ends_the_request_once() -> None:
-    async def test() -> None:
-        async with running_engine(Behaviour(hangs_after=4)) as harness:
-            request = harness.chat(max_tokens=20)
-            await request.next()
-            assert harness.fake.open == 1
-            harness.engine.cancel(request)
-            harness.engine.cancel(request)
-            await until(lambda: harness.fake.open == 0)
-            assert [ended.code for ended in harness.ended] == ["client_closed_request"]
-            assert harness.engine.balancer.backends[0].assigned == 0
-
-    run(test())
-
-
 def test_a_deadline_ends_a_request_in_every_stage() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(hangs_after=4)) as harness:
@@ -205,28 +174,5 @@ def test_a_deadline_ends_a_request_in_every_stage() -> None:
                 error = await error_of(request)
                 assert isinstance(error, DeadlineExceeded)
             await until(lambda: harness.fake.open == 0)
-
-    run(test())
-
-
-def test_the_end_of_a_drain_ends_requests_in_flight() -> None:
-    async def test() -> None:
-        async with running_engine(Behaviour(hangs_after=4)) as harness:
-            requests = [harness.chat(f"question {number}") for number in range(3)]
-            harness.engine.end_all(WorkerLost("the node has stopped"))
-            for request in requests:
-                assert isinstance(await error_of(request), WorkerLost)
-            assert harness.engine.statistics().in_flight == 0
-
-    run(test())
-
-
-def test_requests_in_flight_are_bounded() -> None:
-    async def test() -> None:
-        async with running_engine(Behaviour(hangs_after=1), max_in_flight=2) as harness:
-            for _ in range(2):
-                harness.chat()
-            with pytest.raises(Overloaded, match="the limit is 2"):
-                harness.chat()
 
     run(test())
