@@ -57,12 +57,6 @@ def step():
 """
 
 
-def names(calls: list[str]) -> list[str]:
-    """Return launches, waits and copies after the constructor's last call, a warm-up launch."""
-    last_upload = max(i for i, call in enumerate(calls) if call.startswith("cuGraphUpload"))
-    return [call.split()[0] for call in calls[last_upload + 1 :]]
-
-
 def test_queries_are_admitted_extended_and_harvested_through_the_drivers_functions(stub: Stub) -> None:
     script = OPEN + (
         "print(ask(), ask())\n"
@@ -74,35 +68,6 @@ def test_queries_are_admitted_extended_and_harvested_through_the_drivers_functio
     assert out[0] == "0 1"
     assert out[1] == "0 0 2 [1, 2, 0, 3, 1, 3]"  # one extend over two more slots; slots and their extends
     assert out[2] == "5 [0, 10, 20, 30, 40] [1.0, 2.0, 3.0, 4.0, 5.0]"  # ids and the metric's distances
-
-
-def test_a_step_with_commands_is_a_launch_and_a_replay_and_one_without_a_replay(stub: Stub) -> None:
-    script = (
-        OPEN + "ask(); ask(); step(); step(); change(handle, 0, PAUSE); step(); change(handle, 0, RESUME); step()\n"
-    )
-    _, calls = stub.run(script, STUB_CUDA_EXTENDS="100")
-    warming = ["cuGraphLaunch"] * 2  # a bucket of 1 and one of 4
-    pair = ["cuLaunchKernel", "cuGraphLaunch"]
-    assert names(calls) == [*warming, *pair, "cuGraphLaunch", *pair, *pair]
-
-
-def test_a_paused_query_makes_no_progress_and_resumes_where_it_stopped(stub: Stub) -> None:
-    script = OPEN + (
-        "ask(); ask(); step()\n"
-        "change(handle, 0, PAUSE); print(step(), step(), report[2])\n"
-        "change(handle, 1, RELEASE); change(handle, 0, RESUME); print(step(), step(), report[2:4].tolist())\n"
-    )
-    out, _ = stub.run(script, STUB_CUDA_EXTENDS="3")
-    assert out == ["0 1 1", "0 1 [0, 3]"]
-
-
-def test_an_invalid_query_takes_no_slot(stub: Stub) -> None:
-    script = OPEN + (
-        "print(ask(np.full(24, np.nan, np.float32)) == INVALID, ask(collection=1) == INVALID)\n"
-        "print(ask(collection=-1) == INVALID, ask(collection=64) == INVALID, engine.free_slots)\n"
-    )
-    out, _ = stub.run(script, STUB_CUDA_EXTENDS="3")
-    assert out == ["True True", "True True 4"]
 
 
 def test_a_search_on_a_device_whose_launches_wait_two_milliseconds_for_their_turn_takes_less_than_five(
