@@ -24,9 +24,8 @@ from runtime.node.run_dir import collection_paths, find_node, running_nodes
 from runtime.node.supervisor.admin import reload_collections
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.disk import Disk, writing
-from runtime.retrieval.collections.log import begin_log
 from runtime.retrieval.collections.sources import read_truth, read_vectors
+from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec, embedder_name
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, EmbedderLocation, choose_embedder
 from runtime.retrieval.ingestion.ingest import IngestReport, ingest
@@ -291,10 +290,9 @@ def verify(directory: Directory) -> None:
 
 @index_app.command()
 def upgrade(directory: Directory) -> None:
-    """Give a collection of an earlier version, or one that was never written to, its log: what its first write does."""
-    with writing(directory):
-        begin_log(Disk(), directory)
-    print(f"{directory}: it can be written to")
+    """Convert a collection of an earlier version, as its first write does."""
+    CollectionWriter(directory, background=False).close()
+    print(f"{directory}: it has the present format")
 
 
 def search(

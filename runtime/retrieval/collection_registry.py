@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -156,11 +157,12 @@ class CollectionBuilds:
         build = self.by_identity.get(identity)
         if build is None or build.stamp == documents_stamp(self.directory):
             return
-        try:
+        with suppress(CollectionError):  # an earlier state was restored
             if build.documents.was_written():
                 return
+        try:
             found = open_build(self.directory, self._verify, verify_first=True)
-        except CollectionError:  # the open file is the only copy; where one was restored, the next read finds out
+        except CollectionError:  # the open file is the only copy
             return
         if found.identity != identity:
             found.close()

@@ -253,19 +253,29 @@ def damages(draw: st.DrawFn) -> Damage:
 
 def reseal(collection: Path, *, whole: bool) -> None:
     """Update sizes and checksums in every readable description to those of its files."""
-    for meta in sorted(collection.glob("index*/meta.json")):
+    for meta in sorted(collection.glob("segments/*/index/meta.json")):
         _refresh(meta, meta.parent)
     if not whole:
         return
-    path = collection / manifest.MANIFEST
-    _refresh(path, collection)
+    for contents in sorted(collection.glob("segments/*/segment.json")):
+        _refresh(contents, contents.parent)
+    for name, kind in ((manifest.DESCRIPTION, manifest.Description), (manifest.MANIFEST, manifest.Manifest)):
+        path = collection / name
+        try:
+            found: Any = msgspec.json.decode(path.read_bytes(), type=kind)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+        if isinstance(found, manifest.Manifest):
+            segments = [_resealed(collection, segment) for segment in found.segments]
+            found = msgspec.structs.replace(found, segments=segments)
+        path.write_bytes(manifest.encode_with_checksum(found))
+
+
+def _resealed(collection: Path, segment: manifest.SegmentInfo) -> manifest.SegmentInfo:
+    path = collection / "segments" / str(segment.number) / "segment.json"
     if not path.is_file():
-        return
-    try:
-        description = msgspec.json.decode(path.read_bytes(), type=manifest.Description)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return
-    manifest.write_description(collection, description)
+        return segment
+    return msgspec.structs.replace(segment, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def _refresh(description: Path, folder: Path) -> None:

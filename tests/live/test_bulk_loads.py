@@ -16,7 +16,7 @@ from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import read_description, read_manifest
+from runtime.retrieval.collections.manifest import read_description
 from runtime.retrieval.collections.reader import CollectionDocuments, CollectionReader
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
@@ -56,12 +56,12 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_bulk_load_is_put_into_deleted_from_and_replaced_in(tmp_path: Path, shards: int) -> None:
     directory = bulk(tmp_path / "docs", shards)
     with CollectionReader(directory) as reader:
-        assert not reader.has_log
+        assert not reader.was_written
         with open_writer(directory) as writer:
             writer.upsert([given("new", 100), given("d3", 103)])
             writer.delete(["d4"])
             reader.poll()
-            assert reader.has_log
+            assert reader.was_written
             assert nearest(reader, 100) == ["new"]
             assert nearest(reader, 103) == ["d3"]
             assert not {"d3", "d4"} & set(nearest(reader, 3)) | {"d4"} & set(nearest(reader, 4))
@@ -86,20 +86,18 @@ def test_seals_and_merges_replace_a_bulk_load_and_remove_its_files(tmp_path: Pat
         assert contents(reader) == expected
         assert len(writer.state.segments) == shards
         assert nearest(reader, 105, filter=parse_filter({"type": "eq", "key": "year", "value": 105})) == ["n5"]
-    assert not list(directory.glob("index*"))
-    assert not (directory / "documents.sqlite").exists()
+    assert {int(path.name) for path in (directory / "segments").iterdir()}.isdisjoint(range(shards))
     assert Collection.verify(directory) == ""
     assert Collection.info(directory).size == len(expected)
 
 
-def test_a_bulk_load_that_is_only_read_gets_no_log(tmp_path: Path) -> None:
+def test_a_bulk_load_that_is_only_read_does_not_change(tmp_path: Path) -> None:
     directory = bulk(tmp_path / "docs")
     before = sorted(path for path in directory.rglob("*"))
     with CollectionReader(directory) as reader:
         reader.poll()
         assert len(nearest(reader, 3, k=5)) == 5
     assert sorted(path for path in directory.rglob("*")) == before
-    assert not read_manifest(directory).has_log
 
 
 _WRITER = """
@@ -155,10 +153,12 @@ class _StoppingDisk(Disk):
         super().sync_directory(directory)
 
 
-def test_a_conversion_that_is_killed_at_any_operation_leaves_the_old_or_the_new_collection(tmp_path: Path) -> None:
-    whole = bulk(tmp_path / "whole")
-    for operations in range(100):
-        directory = Path(shutil.copytree(whole, tmp_path / str(operations)))
+@pytest.mark.parametrize("kind", ["built", "sharded", "bare"])
+def test_an_upgrade_that_is_killed_at_any_operation_leaves_the_old_or_the_new_collection(
+    tmp_path: Path, golden: Path, kind: str
+) -> None:
+    for operations in range(200):
+        directory = Path(shutil.copytree(golden / kind, tmp_path / str(operations)))
         try:
             CollectionWriter(directory, background=False, disk=_StoppingDisk(operations)).close()
         except _Stop:
@@ -170,17 +170,25 @@ def test_a_conversion_that_is_killed_at_any_operation_leaves_the_old_or_the_new_
                 assert len(contents(writer)) == ROWS + 1
         else:
             break
-    assert 5 < operations < 99, "the conversion was not stopped everywhere"
+    assert 20 < operations < 199, "the upgrade was not stopped everywhere"
 
 
-def test_a_lost_manifest_is_an_error_and_no_return_to_the_bulk_load(tmp_path: Path) -> None:
-    directory = bulk(tmp_path / "docs")
+def test_a_lost_manifest_is_an_error_and_no_return_to_the_bulk_load(tmp_path: Path, golden: Path) -> None:
+    directory = Path(shutil.copytree(golden / "built", tmp_path / "docs"))
     with open_writer(directory) as writer:
         writer.upsert([given("new", 100)])
     (directory / "MANIFEST").unlink()
     for use in (CollectionReader, CollectionWriter, Collection.info, Collection.verify):
         with pytest.raises(CollectionError, match="it has a log, but no file MANIFEST"):
             use(directory)
+
+
+def test_ids_of_an_impossible_number_are_an_error_of_the_collection(tmp_path: Path, golden: Path) -> None:
+    directory = Path(shutil.copytree(golden / "bare", tmp_path / "bare"))
+    with (directory / "index" / "ids.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (10**20,)})
+    with pytest.raises(CollectionError, match=r"ids\.npy is damaged"):
+        CollectionReader(directory)
 
 
 def test_rows_of_bare_vectors_are_documents_by_their_numbers(tmp_path: Path) -> None:

@@ -366,7 +366,7 @@ def test_a_truncated_index_is_refused_before_anything_starts(tmp_path: Path) -> 
     vectors = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
     bulk_load.build(vectors, tmp_path / "docs", metric="l2", degree=4)
     preflight.check(plan(tmp_path))
-    codes = tmp_path / "docs" / "index" / "codes.npy"
+    codes = tmp_path / "docs" / "segments/0/index" / "codes.npy"
     codes.write_bytes(codes.read_bytes()[:-1])
     with pytest.raises(CollectionError, match=r"codes.npy has .* bytes, not"):
         preflight.check(plan(tmp_path))
@@ -383,7 +383,7 @@ def test_kv_blocks_that_cannot_hold_one_whole_context_are_refused(role: str, tmp
 
 def test_an_optional_collection_may_be_missing_or_corrupt(tmp_path: Path) -> None:
     bulk_load.build(np.eye(8, dtype=np.float32), tmp_path / "docs", degree=2)
-    (tmp_path / "docs" / "index" / "codes.npy").write_bytes(b"cut")
+    (tmp_path / "docs" / "segments/0/index" / "codes.npy").write_bytes(b"cut")
     for name in ("docs", "nowhere"):
         sections: dict[str, Any] = {"name": name, "path": str(tmp_path / name)}
         with pytest.raises((CollectionError, ConfigError), match=name):

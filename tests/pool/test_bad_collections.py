@@ -36,30 +36,30 @@ def moved(path: Path) -> None:
 
 
 def truncated(path: Path) -> None:
-    codes = path / "index" / "codes.npy"
+    codes = path / "segments/0/index" / "codes.npy"
     os.truncate(codes, codes.stat().st_size // 2)
 
 
 def altered(path: Path) -> None:
     """Write an edge to a row that does not exist, without changing any size."""
-    graph = np.load(path / "index" / "graph.npy", mmap_mode="r+")
+    graph = np.load(path / "segments/0/index" / "graph.npy", mmap_mode="r+")
     graph[7, 2] = (1 << 31) - 1
     graph.flush()
 
 
 def redescribed(path: Path) -> None:
-    meta = path / "index" / "meta.json"
+    meta = path / "segments/0/index" / "meta.json"
     meta.write_text(meta.read_text().replace('"slack": 0.0', '"slack": 9.0'))
 
 
 def unreadable(path: Path) -> None:
     """Make a file unreadable, as by permissions or a disk error, even for root."""
-    (path / "index" / "codes.npy").unlink()
-    (path / "index" / "codes.npy").mkdir()
+    (path / "segments/0/index" / "codes.npy").unlink()
+    (path / "segments/0/index" / "codes.npy").mkdir()
 
 
 def without_documents(path: Path) -> None:
-    (path / "documents.sqlite").unlink()
+    (path / "segments/0/documents.sqlite").unlink()
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
@@ -140,7 +140,7 @@ class HeldChecksums(SegmentChecksums):
 
 def spoil_a_vector(path: Path) -> None:
     """Alter a vector so that only a checksum detects it."""
-    codes = np.load(path / "index" / "codes.npy", mmap_mode="r+")
+    codes = np.load(path / "segments/0/index" / "codes.npy", mmap_mode="r+")
     codes[3, 0] += 1
     codes.flush()
 
@@ -296,7 +296,7 @@ def test_a_nan_distance_is_an_error_and_a_reload_removes_the_altered_collection(
     pool = make_pool(plan_with(both, verify="never")).start()
     client = attached(make_client(pool.worker.plan))
     assert len(client.search(QUERY, 3, collection="code").ids) == 3
-    codes = np.load(both[1] / "index" / "codes.npy", mmap_mode="r+")
+    codes = np.load(both[1] / "segments/0/index" / "codes.npy", mmap_mode="r+")
     codes[:] = np.nan
     codes.flush()
     with pytest.raises(Unavailable, match="collection 'code' is damaged"):

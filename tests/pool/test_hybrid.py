@@ -146,7 +146,7 @@ def test_keyword_results_are_of_the_build_that_answers(tmp_path: Path, make_pool
 def test_an_altered_keyword_index_is_detected(tmp_path: Path) -> None:
     build(tmp_path / "docs")
     Collection.verify(tmp_path / "docs")
-    path = tmp_path / "docs" / KEYWORDS
+    path = tmp_path / "docs" / "segments/0" / KEYWORDS
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)

@@ -90,14 +90,14 @@ def test_answers_are_of_the_old_build_before_a_reload_and_of_the_new_one_after(
 
 
 def _alter_codes(directory: Path) -> None:
-    codes = np.load(directory / "index" / "codes.npy", mmap_mode="r+")
+    codes = np.load(directory / "segments/0/index" / "codes.npy", mmap_mode="r+")
     codes[0, 0] += 1
     codes.flush()
 
 
 def _rewrite_documents(directory: Path, change: Callable[[bytes], bytes]) -> None:
     """Write a new file, because others have the old one open."""
-    documents = directory / "documents.sqlite"
+    documents = directory / "segments/0/documents.sqlite"
     content = documents.read_bytes()
     documents.unlink()
     documents.write_bytes(change(content))
@@ -109,7 +109,7 @@ def _rewrite_documents(directory: Path, change: Callable[[bytes], bytes]) -> Non
         (_alter_codes, "codes.npy is damaged"),
         (lambda directory: _rewrite_documents(directory, lambda content: content[:-1] + b"?"), "documents.sqlite"),
         (lambda directory: _rewrite_documents(directory, lambda content: content[:1000]), "documents.sqlite"),
-        (lambda directory: (directory / "documents.sqlite").unlink(), "documents.sqlite"),
+        (lambda directory: (directory / "segments/0/documents.sqlite").unlink(), "documents.sqlite"),
     ],
     ids=["codes altered", "documents altered", "documents cut", "documents gone"],
 )

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.retrieval.collections.manifest import KEYWORDS, read_description, write_description
+from runtime.retrieval.collections.manifest import (
+    KEYWORDS,
+    MANIFEST,
+    checksum_file,
+    encode_with_checksum,
+    read_manifest,
+)
+from runtime.retrieval.collections.segment_files import CONTENTS, Contents, segment_path
 from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind, Vectors
 
 
@@ -98,8 +105,13 @@ def docx_of(body: str) -> bytes:
 
 
 def without_words(path: Path) -> None:
-    """Remove the keyword index from a build, as in builds of older versions."""
-    found = read_description(path)
-    (path / KEYWORDS).unlink()
-    files = {name: facts for name, facts in found.files.items() if name != KEYWORDS}
-    write_description(path, msgspec.structs.replace(found, files=files))
+    """Remove the keyword index from a bulk load, as in those of older versions."""
+    found, segments = read_manifest(path), []
+    for info in found.segments:
+        folder = segment_path(path, info)
+        (folder / KEYWORDS).unlink()
+        contents = msgspec.json.decode((folder / CONTENTS).read_bytes(), type=Contents)
+        del contents.files[KEYWORDS]
+        (folder / CONTENTS).write_bytes(msgspec.json.encode(contents))
+        segments.append(msgspec.structs.replace(info, sha256=checksum_file(folder / CONTENTS).sha256))
+    (path / MANIFEST).write_bytes(encode_with_checksum(msgspec.structs.replace(found, segments=segments)))

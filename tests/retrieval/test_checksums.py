@@ -56,7 +56,7 @@ def test_an_identity_covers_every_array(tmp_path: Path) -> None:
     first, second = build(tmp_path / "docs", 1), build(tmp_path / "docs", 2)
     assert first != second
     assert build(tmp_path / "again", 1) == first
-    meta = tmp_path / "docs" / "index" / "meta.json"
+    meta = tmp_path / "docs" / "segments/0/index" / "meta.json"
     text = meta.read_text()
     meta.write_text(text.replace('"sha256": "', '"sha256": "0', 1)[:-2] + "\n")
     with pytest.raises(CollectionError, match=r"meta\.json is damaged"):

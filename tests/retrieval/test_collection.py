@@ -29,9 +29,10 @@ DOCUMENTS = [
 ]
 FILES = [
     "collection.json",
-    "documents.sqlite",
-    "keywords.sqlite",
-    *(f"index/{n}" for n in ("meta.json", "codes.npy", "graph.npy")),
+    "MANIFEST",
+    "segments/0/documents.sqlite",
+    "segments/0/keywords.sqlite",
+    *(f"segments/0/index/{n}" for n in ("meta.json", "codes.npy", "graph.npy")),
 ]
 
 
@@ -81,7 +82,7 @@ def test_a_path_builds_the_same_as_its_documents(tmp_path: Path, built: Path) ->
     source = tmp_path / "d.jsonl"
     source.write_text("".join(json.dumps({"id": d.id, "title": d.title, "text": d.text}) + "\n" for d in DOCUMENTS))
     bulk_load.build(source, tmp_path / "docs", embedder="hashing-256", degree=8)
-    for name in FILES[2:]:
+    for name in FILES[3:]:
         assert (tmp_path / "docs" / name).read_bytes() == (built / name).read_bytes()
 
 
@@ -107,7 +108,7 @@ def test_ids_of_vectors_are_what_a_search_returns(tmp_path: Path, vectors: np.nd
 def test_given_vectors_are_not_embedded(tmp_path: Path, built: Path) -> None:
     known = load_embedder("hashing-256").embed([embedding_text(d.title, d.text) for d in DOCUMENTS])
     build(tmp_path / "docs", vectors=known)
-    for name in FILES[1:]:
+    for name in FILES[2:]:
         assert (tmp_path / "docs" / name).read_bytes() == (built / name).read_bytes()
 
 
@@ -123,7 +124,7 @@ def test_progress_reports_every_stage_from_begin_to_end(tmp_path: Path) -> None:
 def test_info_describes_the_build(built: Path) -> None:
     info = Collection.info(built)
     assert (info.size, info.dim, info.metric, info.dtype, info.degree) == (43, 256, "cosine", "float32", 8)
-    assert info.document_bytes == (built / "documents.sqlite").stat().st_size
+    assert info.document_bytes == (built / "segments/0/documents.sqlite").stat().st_size
     assert info.index_bytes > 43 * 256 * 4
 
 
@@ -189,7 +190,7 @@ def test_an_existing_directory_is_replaced_only_with_force(copy: Path) -> None:
     assert os.listdir(copy.parent) == ["docs"]
 
 
-@pytest.mark.parametrize("closed", ["", "index"])
+@pytest.mark.parametrize("closed", ["", "segments/0/index"])
 def test_an_unreadable_collection_is_not_reported_as_foreign(
     copy: Path, closed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +244,7 @@ def test_foreign_files_are_never_deleted(tmp_path: Path, copy: Path) -> None:
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(copy)
-    (copy / "index" / "notes.txt").write_text("mine")
+    (copy / "segments/0/index" / "notes.txt").write_text("mine")
     for name, message in [
         ("mine", "not a collection and will not be replaced"),
         ("file", "not a directory"),
@@ -253,7 +254,7 @@ def test_foreign_files_are_never_deleted(tmp_path: Path, copy: Path) -> None:
         with pytest.raises(CollectionError, match=message):
             build(tmp_path / name, force=True)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
-    assert (copy / "index" / "notes.txt").read_text() == "mine"
+    assert (copy / "segments/0/index" / "notes.txt").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == ["docs", "file", "link", "mine"]
 
 
@@ -310,15 +311,21 @@ def test_directories_that_are_not_collections_are_named(tmp_path: Path, copy: Pa
     [
         ({"shards": 10**15}, "shards is 1000000000000000, outside 1..8"),
         ({"shards": -1}, "shards is -1"),
-        ({"files": {}}, "does not list index/meta.json"),
-        ({"files": {"index/meta.json": (1, "x"), "x" * 300: (1, "x")}}, "which is not a file of a collection"),
-        ({"files": {"index/meta.json": (1, "x"), "../../x": (1, "x")}}, "which is not a file of a collection"),
+        ({"size": 43, "files": {}}, "does not list index/meta.json"),
+        (
+            {"size": 43, "files": {"index/meta.json": (1, "x"), "x" * 300: (1, "x")}},
+            "which is not a file of a collection",
+        ),
+        (
+            {"size": 43, "files": {"index/meta.json": (1, "x"), "../../x": (1, "x")}},
+            "which is not a file of a collection",
+        ),
     ],
 )
 def test_an_invalid_manifest_with_a_valid_checksum_is_refused(copy: Path, change: dict[str, Any], says: str) -> None:
     manifest = read_description(copy)
     if "files" in change:
-        change = {"files": {name: FileChecksum(*checksum) for name, checksum in change["files"].items()}}
+        change |= {"files": {name: FileChecksum(*checksum) for name, checksum in change["files"].items()}}
     write_description(copy, msgspec.structs.replace(manifest, **change))
     for call in (Collection.open, Collection.info, Collection.verify):
         with pytest.raises(CollectionError, match=says):
@@ -326,8 +333,8 @@ def test_an_invalid_manifest_with_a_valid_checksum_is_refused(copy: Path, change
 
 
 def test_a_circular_link_is_named(copy: Path) -> None:
-    (copy / "index" / "codes.npy").unlink()
-    (copy / "index" / "codes.npy").symlink_to("codes.npy")
+    (copy / "segments/0/index" / "codes.npy").unlink()
+    (copy / "segments/0/index" / "codes.npy").symlink_to("codes.npy")
     for call in (Collection.open, Collection.info, Collection.verify):
         with pytest.raises(CollectionError, match=r"codes.npy"):
             call(copy)
@@ -335,11 +342,11 @@ def test_a_circular_link_is_named(copy: Path) -> None:
 
 def test_the_index_of_another_collection_is_refused(copy: Path, tmp_path: Path) -> None:
     bulk_load.build(DOCUMENTS, tmp_path / "other", embedder="hashing-64", degree=8)
-    meta = (tmp_path / "other" / "index" / "meta.json").read_bytes()
-    for path in (copy / "index").iterdir():
-        path.write_bytes((tmp_path / "other" / "index" / path.name).read_bytes())
-    (copy / "index" / "meta.json").write_bytes(
-        meta + b" " * ((copy / "index" / "meta.json").stat().st_size - len(meta))
+    meta = (tmp_path / "other" / "segments/0/index" / "meta.json").read_bytes()
+    for path in (copy / "segments/0/index").iterdir():
+        path.write_bytes((tmp_path / "other" / "segments/0/index" / path.name).read_bytes())
+    (copy / "segments/0/index" / "meta.json").write_bytes(
+        meta + b" " * ((copy / "segments/0/index" / "meta.json").stat().st_size - len(meta))
     )
     with pytest.raises(TrinityError, match="index"):
         Collection.open(copy)

@@ -66,7 +66,7 @@ class Docs:
 
     def alter(self, old: bytes = b"text 7 ", new: bytes = b"text 8 ") -> None:
         """Modify the file in place, like a failing disk: its size does not change."""
-        file = self.path / "documents.sqlite"
+        file = self.path / "segments/0/documents.sqlite"
         content = file.read_bytes()
         assert old in content
         with file.open("r+b") as opened:
@@ -74,9 +74,9 @@ class Docs:
 
     def tear(self) -> None:
         """Destroy pages of the file."""
-        with (self.path / "documents.sqlite").open("r+b") as opened:
+        with (self.path / "segments/0/documents.sqlite").open("r+b") as opened:
             opened.seek(8192)
-            opened.write(b"\xff" * (self.path / "documents.sqlite").stat().st_size)
+            opened.write(b"\xff" * (self.path / "segments/0/documents.sqlite").stat().st_size)
 
     def put_back(self) -> None:
         shutil.rmtree(self.path)
@@ -151,6 +151,7 @@ def test_a_file_that_was_put_back_is_opened_anew_when_the_pools_serve_it_again(d
     assert docs.text(registry) == "text 8"  # not verified yet, by the registry or the pools
     registry.follow("docs", [])  # now they do
     docs.put_back()
+    registry.follow("docs", [docs.identity])
     until(lambda: docs.text(registry) == "text 7", lambda: registry.follow("docs", [docs.identity]))
 
 
@@ -225,12 +226,12 @@ def test_a_worker_whose_documents_of_a_reload_are_damaged_says_so_at_once(tmp_pa
 
         bulk_load.build([Document("0", "", "another build")], docs.path, embedder="hashing-64", force=True)
         reload(1.0)
-        whole = (docs.path / "documents.sqlite").read_bytes()
-        (docs.path / "documents.sqlite").write_bytes(b"no database")
+        whole = (docs.path / "segments/0/documents.sqlite").read_bytes()
+        (docs.path / "segments/0/documents.sqlite").write_bytes(b"no database")
         follower.step(next(now_ns))
         assert (table.value(RetrievingMetrics.RELOAD), table.value(RetrievingMetrics.RELOAD_REFUSED)) == (1, 1)
         assert "documents.sqlite is damaged" in table.note
-        (docs.path / "documents.sqlite").write_bytes(whole)
+        (docs.path / "segments/0/documents.sqlite").write_bytes(whole)
         reload(2.0)
         until(lambda: table.value(RetrievingMetrics.RELOAD) == 2, lambda: follower.step(next(now_ns)))
         assert (table.value(RetrievingMetrics.RELOAD_REFUSED), table.note) == (0, "")

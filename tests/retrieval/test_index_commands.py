@@ -69,12 +69,12 @@ def test_texts_are_built_shown_verified_and_detected_as_corrupt(trinity: Trinity
         ["vectors", "60"], ["dimensions", "64"], ["metric", "cosine"], ["dtype", "float32"],
     ]  # fmt: skip
     of_codes = sum(
-        (out / "index" / f"{name}.npy").stat().st_size for name in ("neighbors", "entry", "rotation", "scan")
+        (out / "segments/0/index" / f"{name}.npy").stat().st_size for name in ("neighbors", "entry", "rotation", "scan")
     )
     assert Collection.info(out).code_bytes == of_codes
     assert f"of which neighbour codes {of_codes / 1e6:,.1f} MB" in printed
     assert trinity("index", "verify", out)[0] == 0
-    codes = out / "index" / "codes.npy"
+    codes = out / "segments/0/index" / "codes.npy"
     content = bytearray(codes.read_bytes())
     content[-1] ^= 1
     codes.write_bytes(content)

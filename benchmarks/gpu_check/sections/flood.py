@@ -26,7 +26,10 @@ from runtime.node.config import parse_config
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import NodePlan
-from runtime.retrieval.collections.manifest import INDEX, Description, checksum_file, write_description
+from runtime.retrieval.collections.bulk_load import begin_collection
+from runtime.retrieval.collections.disk import Disk
+from runtime.retrieval.collections.manifest import INDEX, Description, Manifest, make_folders
+from runtime.retrieval.collections.segment_files import building_path, seal_segment
 from runtime.testing.pool import InProcessPool
 
 FORMS = {"auto": "as planned", "launches": "launches"}
@@ -105,11 +108,14 @@ def pool_over(setup: Setup, form: str) -> Iterator[InProcessPool]:
 
 def _save(index: GraphIndex, folder: Path) -> None:
     """Write the index as a collection."""
-    index.save(folder / INDEX)
-    meta = f"{INDEX}/meta.json"
-    files = {meta: checksum_file(folder / meta)}
-    description = Description(index.size, index.dim, index.metric, index.dtype, index.degree, None, files)
-    write_description(folder, description)
+    make_folders(folder)
+    building = building_path(folder, 0)
+    index.save(building / INDEX)
+    segment = seal_segment(Disk(), building, index.size)
+    description = Description(
+        dim=index.dim, metric=index.metric, dtype=index.dtype, degree=index.degree, embedder=None
+    ).identified([segment])
+    begin_collection(Disk(), folder, description, Manifest(0, [segment], 0, index.size, 1, {}))
 
 
 def _plan(setup: Setup, form: str, folder: str) -> NodePlan:

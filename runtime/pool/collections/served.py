@@ -44,7 +44,7 @@ from runtime.retrieval.collections.segment import Segment
 POLL_NS = 20_000_000
 """Interval of polling for writes that were not notified, and longest interval of updates."""
 IDLE_POLL_NS = 500_000_000
-"""The same, while no collection has a log and the kernel notifies."""
+"""The same, while no collection was written to and the kernel notifies."""
 _REST = 9  # times the duration of an update that passes before the next one
 _APPLY_NS = 2_000_000  # of a large write at once: the queries go on for as long before the next part
 PART_NS = 1_000_000
@@ -152,7 +152,7 @@ class ServedCollection:
     @property
     def reads_in_place(self) -> bool:
         """Whether all rows are in one index, so that vectors of requests may stay in a GPU's memory."""
-        return not self.reader.has_log and len(self._segments) == 1
+        return not self.reader.was_written and len(self._segments) == 1
 
     @property
     def loading(self) -> bool:
@@ -237,7 +237,7 @@ class ServedCollection:
                 if segment.count < segment.size:
                     loaded.set_alive(segment.alive_bits(), segment.count)
         found = [loaded.part() for loaded in self._segments.values() if loaded.count]
-        if found and not self.reader.has_log:
+        if found and not self.reader.was_written:
             return Parts(found)
         growing = self._load_growing(state.growing)
         alive = _padded(state.growing.alive, growing.rows)
@@ -347,7 +347,7 @@ class ServedCollections:
                 live.step(in_use, invalidate)
                 error = ""
                 if live.reader.has_log and not had_log:
-                    self.watch.add(live.reader.directory)  # its log, which the first write has created
+                    self.watch.add(live.reader.directory)  # its log, which an upgrade has created
                     live.step(in_use, invalidate)
             except (CollectionError, GpuError) as raised:
                 error = str(raised)
@@ -360,7 +360,7 @@ class ServedCollections:
         applying = any(live.reader.applying for live in self._served.values())
         took_ns = time.monotonic_ns() - begin_ns
         self._rested_ns = now_ns + min(took_ns * (1 + _REST), POLL_NS)
-        written = self.watch.fileno() is None or any(live.reader.has_log for live in self._served.values())
+        written = self.watch.fileno() is None or any(live.reader.was_written for live in self._served.values())
         usual = POLL_NS if written else IDLE_POLL_NS
         self._due_ns = now_ns + (2 * took_ns if applying else PART_NS if loading else usual)
 

@@ -153,6 +153,16 @@ class Column:
         order = list(merge(*(sorted(chunk, key=words.__getitem__) for chunk in chunks), key=words.__getitem__))
         self._ascending, self._ascending_codes = [words[code] for code in order], np.array(order, np.int32)
 
+    def take(self, rows: NDArray[np.int64]) -> "Column":
+        """Return the values of some rows, ascending, which become rows 0, 1, …"""
+        places = np.minimum(np.searchsorted(rows, self._rows[: self._count]), len(rows) - 1)
+        kept = rows[places] == self._rows[: self._count]
+        column = Column(self.kind)
+        column._order_words(self._strings)
+        column._rows, column._values = places[kept], self._values[: self._count][kept]
+        column._count = len(column._rows)
+        return column
+
     def has_any(self, alive: Bits) -> bool:
         """Return whether a row that has a value is alive."""
         return any(  # mostly the first part has one
@@ -241,6 +251,12 @@ class Columns:
             return absent if column is None else column.ordered(count)
 
         return evaluate(filter, ordered, count, work or BoundedWork())
+
+    def take(self, rows: NDArray[np.int64]) -> "Columns":
+        """Return the attributes of some rows, at least one, ascending: they become rows 0, 1, …"""
+        columns = Columns.empty(len(rows))
+        columns._columns = {name: column.take(rows) for name, column in self._columns.items()}
+        return columns
 
     def keep(self, schema: Schema) -> None:
         """Drop the attributes that are not in a schema, or have another type there."""

@@ -1,8 +1,7 @@
 """Making collections: by a bulk load of documents or vectors into one segment a shard, or empty."""
 
-import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,29 +12,27 @@ from numpy.typing import NDArray
 from gpu import GpuError, GraphIndex
 from gpu.build.params import BuildDevice, BuildParams, check_within
 from gpu.index.rows import MAX_DIM
-from runtime.errors import BuildRefused, CollectionError, OutputRefused
+from runtime.errors import BuildRefused, CollectionError
 from runtime.retrieval.attributes.schema import AttributeType, Schema
 from runtime.retrieval.collections.attributes import AttributeCollector
 from runtime.retrieval.collections.directory import atomic_directory
-from runtime.retrieval.collections.disk import Disk, storage_error
+from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.keyword_index import KeywordIndex
 from runtime.retrieval.collections.log import LogWriter, log_path
 from runtime.retrieval.collections.manifest import (
-    ATTRIBUTES,
     DESCRIPTION,
     DOCUMENTS,
+    INDEX,
     KEYWORDS,
     MANIFEST,
     MAX_SHARDS,
     Description,
     Manifest,
-    checksum_file,
     encode_with_checksum,
-    index_folders,
-    new_nonce,
-    write_description,
+    make_folders,
 )
+from runtime.retrieval.collections.segment_files import building_path, seal_segment
 from runtime.retrieval.collections.sources import (
     DOCUMENT_SUFFIXES,
     Progress,
@@ -114,34 +111,36 @@ def build(
         _check_embedder(embedder, given)
         _check_shards(shards, len(given))
     own_ids = read_ids(ids) if isinstance(ids, Path) else ids
-    columns = AttributeCollector(_declared(demanded, schema))
+    if bare is None and given is None:
+        embedder = embedder or DEFAULT_EMBEDDER
+        # Loaded before the documents are read: it may be missing, and reading may take long.
+        model = model or load_embedder(embedder, threads=threads, for_build=True)
+    declared, disk = _declared(demanded, schema), Disk()
     with atomic_directory(out, replace=force, locked=locked) as building:
+        make_folders(building)
+        folders = [building_path(building, shard) for shard in range(shards)]
+        for folder in folders:
+            folder.mkdir()
+        columns = AttributeCollector(declared, shards)
         if bare is not None:
             matrix = bare
-        elif given is not None:
-            matrix = given
-            read = columns.collect(_documents(source, progress))
-            DocumentStore.write(building / DOCUMENTS, read)
-            with DocumentStore.open(building / DOCUMENTS) as documents:
-                if len(matrix) != documents.last_row + 1:
-                    raise CollectionError(f"{len(matrix)} vectors do not match {documents.last_row + 1} documents")
-                KeywordIndex.create(building / KEYWORDS, ((title, text) for _, title, text in documents.texts()))
         else:
-            embedder = embedder or DEFAULT_EMBEDDER
-            # Loaded before the documents are read: it may be missing, and reading may take long.
-            model = model or load_embedder(embedder, threads=threads, for_build=True)
             read = columns.collect(_documents(source, progress))
-            DocumentStore.write(building / DOCUMENTS, read, sources=sources)
-            with DocumentStore.open(building / DOCUMENTS) as documents:
-                _check_shards(shards, documents.last_row + 1)
-                KeywordIndex.create(building / KEYWORDS, ((title, text) for _, title, text in documents.texts()))
-                matrix = _embed(documents, model, known_vectors, threads, progress)
-        columns.write(building / ATTRIBUTES)
+            with _written_documents(building, folders, read, sources) as documents:
+                if given is None:
+                    assert model is not None, "loaded above"
+                    matrix = _embed(documents, model, known_vectors, threads, progress)
+                elif len(given) == documents.last_row + 1:
+                    matrix = given
+                else:
+                    raise CollectionError(f"{len(given)} vectors do not match {documents.last_row + 1} documents")
+            columns.write(folders)
         if own_ids is None and shards > 1:
             own_ids = np.arange(len(matrix))
         if own_ids is not None and own_ids.shape != (len(matrix),):
             raise CollectionError(f"ids have shape {list(own_ids.shape)}; they need shape [{len(matrix)}]")
-        for shard, folder in enumerate(index_folders(shards)):
+        segments = []
+        for shard, folder in enumerate(folders):
             with index_errors():
                 index = GraphIndex.build(
                     matrix[shard::shards],
@@ -156,8 +155,12 @@ def build(
                     device=device,
                     progress=_shard_progress(progress, shard, shards),
                 )
-                index.save(building / folder)
-        _seal(building, index, len(matrix), shards, embedder, demanded, _declared(demanded, schema))
+                index.save(folder / INDEX)
+            segments.append(seal_segment(disk, folder, index.size, shard))
+        next_row = 1 + (len(matrix) - 1 if own_ids is None else int(own_ids.max()))
+        found = _describe(index.dim, metric, dtype, index.degree, embedder, demanded, declared, shards)
+        manifest = Manifest(0, segments, 0, next_row, shards, columns.schema)
+        begin_collection(disk, building, found.identified(segments), manifest)
 
 
 def create(
@@ -178,31 +181,63 @@ def create(
 
     Raises `BuildRefused`, `OutputRefused` if the directory exists, `CollectionError`, `NoRoom`.
     """
-    disk = disk or Disk()
     check_arguments(BuildParams, metric, degree, dtype, dtype != "int8")
     check_arguments(check_within, "dim", dim, 1, MAX_DIM)
     check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
     declared = _declared(demanded, schema)
-    description = Description(
-        0, dim, metric, dtype, degree, embedder, {}, msgspec.UNSET if shards == 1 else shards,
-        nonce=new_nonce(), demanded=demanded or msgspec.UNSET, declared=declared or msgspec.UNSET,
-    )  # fmt: skip
-    try:
-        directory.mkdir(mode=0o700, parents=True)
-    except FileExistsError as error:
-        raise OutputRefused(f"{directory} already exists") from error
-    except OSError as error:
-        raise storage_error(error, f"{directory} cannot be made") from error
-    try:
-        for folder in ("log", "segments", "tombstones"):
-            (directory / folder).mkdir(mode=0o700)
-        LogWriter(disk, log_path(directory, 0), description.identity, 0).close()
-        disk.write_file(directory / MANIFEST, encode_with_checksum(Manifest(0, [], 0, 0, 0, declared)))
-        disk.write_file(directory / DESCRIPTION, encode_with_checksum(description))
-        disk.sync_directory(directory.absolute().parent)
-    except OSError as error:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise storage_error(error, f"{directory} cannot be made") from error
+    found = _describe(dim, metric, dtype, degree, embedder, demanded, declared, shards)
+    with atomic_directory(directory, replace=False) as building:
+        make_folders(building)
+        begin_collection(disk or Disk(), building, found.identified([]), Manifest(0, [], 0, 0, 0, declared))
+
+
+def begin_collection(disk: Disk, directory: Path, description: Description, manifest: Manifest) -> None:
+    """Complete a collection whose folders and segments are there, with an empty log. Raises `OSError`."""
+    LogWriter(disk, log_path(directory, 0), description.identity, 0).close()
+    disk.write_file(directory / MANIFEST, encode_with_checksum(manifest))
+    disk.write_file(directory / DESCRIPTION, encode_with_checksum(description))
+
+
+def _describe(
+    dim: int,
+    metric: str,
+    dtype: str,
+    degree: int,
+    embedder: EmbedderSpec | None,
+    demanded: str | None,
+    declared: dict[str, AttributeType],
+    shards: int,
+) -> Description:
+    return Description(
+        dim=dim,
+        metric=metric,
+        dtype=dtype,
+        degree=degree,
+        embedder=embedder,
+        shards=msgspec.UNSET if shards == 1 else shards,
+        demanded=demanded or msgspec.UNSET,
+        declared=declared or msgspec.UNSET,
+    )
+
+
+@contextlib.contextmanager
+def _written_documents(
+    building: Path, folders: Sequence[Path], documents: Iterable[Document], sources: Sources | None
+) -> Iterator[DocumentStore]:
+    """Write documents and their keyword indexes into the folders of the shards; yield all of the documents."""
+    whole = (folders[0] if len(folders) == 1 else building) / DOCUMENTS
+    DocumentStore.write(whole, documents, sources=sources)
+    with DocumentStore.open(whole) as store:
+        _check_shards(len(folders), store.last_row + 1)
+        for shard, folder in enumerate(folders):
+            path = folder / DOCUMENTS
+            with DocumentStore.open(whole, (shard, len(folders))) as part:
+                if path != whole:
+                    DocumentStore.write(path, part.all(), sources=sources)
+                KeywordIndex.create(folder / KEYWORDS, ((title, text) for _, title, text in part.texts()))
+        yield store
+    if whole.parent == building:
+        whole.unlink()
 
 
 def _shard_progress(progress: Progress, shard: int, shards: int) -> Progress:
@@ -277,33 +312,7 @@ def _declared(demanded: str | None, schema: Schema | None) -> dict[str, Attribut
     return ({} if demanded is None else {demanded: AttributeType.STRING}) | dict(schema or {})
 
 
-def _seal(
-    building: Path,
-    index: GraphIndex,
-    size: int,
-    shards: int,
-    embedder: EmbedderSpec | None,
-    demanded: str | None,
-    declared: dict[str, AttributeType],
-) -> None:
-    metas = [f"{folder}/meta.json" for folder in index_folders(shards)]
-    files = [name for name in (DOCUMENTS, ATTRIBUTES, KEYWORDS, *metas) if (building / name).exists()]
-    description = Description(
-        size=size,
-        dim=index.dim,
-        metric=index.metric,
-        dtype=index.dtype,
-        degree=index.degree,
-        embedder=embedder,
-        files={name: checksum_file(building / name) for name in files},
-        shards=msgspec.UNSET if shards == 1 else shards,
-        demanded=demanded or msgspec.UNSET,
-        declared=declared or msgspec.UNSET,
-    )
-    write_description(building, description)
-
-
-@contextmanager
+@contextlib.contextmanager
 def index_errors() -> Iterator[None]:
     """Raise `GpuError` as `CollectionError`."""
     try:

@@ -13,23 +13,16 @@ from pathlib import Path
 
 from runtime.errors import CollectionError, NoRoom, OutputRefused
 from runtime.files import set_modes
-from runtime.retrieval.collections.disk import LOCK, NO_ROOM, writing
-from runtime.retrieval.collections.manifest import (
-    ATTRIBUTES,
-    DESCRIPTION,
-    DOCUMENTS,
-    INDEX,
-    KEYWORDS,
-    MANIFEST,
-    OLD_KEYWORDS,
-    is_collection,
-)
+from runtime.retrieval.collections.disk import NO_ROOM, writing
+from runtime.retrieval.collections.manifest import is_collection
 
-_INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?")
-_PARTIAL_INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?|\.{INDEX}(-\d+)?\.[0-9a-f]{{32}}")  # see `gpu.index.storage.save`
+_OWN_FILES = re.compile(
+    r"\.?(collection\.json|MANIFEST)(\.part)?|writer\.lock|log/\d+\.log|(tombstones|served|segments/\.merging)/[^/]+"
+    r"|(segments/(\.building-)?\d+/)?"
+    r"(segment\.json|(documents|keywords|words)\.sqlite|attributes\.msgpack"
+    r"|(index(-\d+)?|\.index(-\d+)?\.[0-9a-f]{32})/(meta\.json|[^/]+\.npy))"  # see `gpu.index.storage.save`
+)
 # SQLite reports SQLITE_FULL for a full disk only; an exceeded quota or file size limit is a failed write.
-_FILES = (DESCRIPTION, DOCUMENTS, ATTRIBUTES, KEYWORDS, OLD_KEYWORDS)
-_WRITTEN = (MANIFEST, LOCK, "log", "segments", "tombstones", "served")
 _SQLITE_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
 _NUMPY_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # has no errno
 
@@ -138,8 +131,7 @@ def _is_at(path: Path, fd: int) -> bool:
 
 def _is_build(building: Path) -> bool:
     """Whether a directory of a build contains only what a build writes."""
-    has_links = any(path.is_symlink() for path in building.rglob("*"))
-    return not has_links and not _foreign_files(building, _PARTIAL_INDEX_NAME)
+    return not any(path.is_symlink() for path in building.rglob("*")) and not _foreign_files(building)
 
 
 def _check_output(out: Path, replace: bool) -> None:
@@ -152,17 +144,14 @@ def _check_output(out: Path, replace: bool) -> None:
         raise OutputRefused(f"{out} already exists: use another --out, or --force to replace a collection")
     if not is_collection(out):
         raise OutputRefused(f"{out} is not a collection and will not be replaced: use another --out")
-    if foreign := _foreign_files(out, _INDEX_NAME):
+    if foreign := _foreign_files(out):
         raise OutputRefused(f"{out} will not be replaced: {foreign[0]} is not part of a collection; use another --out")
 
 
-def _foreign_files(directory: Path, index_name: re.Pattern[str]) -> list[Path]:
-    """Return the paths that are not part of a collection."""
-    indexes = [path for path in directory.iterdir() if index_name.fullmatch(path.name) and path.is_dir()]
-    foreign = [path for path in directory.iterdir() if path not in indexes and path.name not in (*_FILES, *_WRITTEN)]
-    for index in indexes:
-        foreign += [path for path in index.iterdir() if path.name != "meta.json" and path.suffix != ".npy"]
-    return foreign
+def _foreign_files(directory: Path) -> list[Path]:
+    """Return the files that are not part of a collection."""
+    files = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    return [path for path in files if not _OWN_FILES.fullmatch(str(path.relative_to(directory)))]
 
 
 def _rename_into_place(building: Path, out: Path) -> None:

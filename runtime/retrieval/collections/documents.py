@@ -104,9 +104,9 @@ class Documents(Protocol):
 class DocumentStore:
     """Documents in a SQLite file, which any number of processes may read. Thread-safe."""
 
-    def __init__(self, path: Path) -> None:
-        """Use `create` or `open`."""
-        self.path = path
+    def __init__(self, path: Path, part: tuple[int, int]) -> None:
+        """Use `open`."""
+        self.path, self._part = path, part
         self.file_count = self.last_row = 0
         self._lock = threading.Lock()  # a row takes microseconds, so a connection a thread would not be faster
         self._connection: sqlite3.Connection | None = None
@@ -142,11 +142,14 @@ class DocumentStore:
         return size
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open a file that `write` wrote. Raises `CollectionError` if it is missing, foreign or damaged."""
+    def open(cls, path: Path, part: tuple[int, int] = (0, 1)) -> Self:
+        """Open a file that `write` wrote; of part (i, n), only the rows i, i + n, i + 2n, …
+
+        Raises `CollectionError` if it is missing, foreign or damaged.
+        """
         if not path.is_file():
             raise CollectionError(f"{path} is missing")
-        store = cls(path)
+        store = cls(path, part)
 
         def read(connection: sqlite3.Connection) -> None:
             (application_id,) = connection.execute("PRAGMA application_id").fetchone()
@@ -154,7 +157,8 @@ class DocumentStore:
             binary = application_id == _BINARY_ID and version == _BINARY
             if not binary and (application_id != _APPLICATION_ID or version not in (1, _VERSION)):
                 raise CollectionError(f"{path} is not a document store of version {_VERSION} or earlier")
-            tables = connection.execute("SELECT type, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'").fetchall()
+            schema = "SELECT type, sql FROM main.sqlite_master WHERE name NOT LIKE 'sqlite_%'"
+            tables = connection.execute(schema).fetchall()
             # Other tables could hold other types, and a query of a view could run forever.
             if sorted(tables) != sorted(("table", table) for table in _TABLES[version]):
                 raise CollectionError(f"{path} is damaged: its tables have another schema")
@@ -269,6 +273,9 @@ class DocumentStore:
             self._connection = read_only(self.path)
             self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT_BYTES)
             self._owner = os.getpid()
+            if self._part[1] > 1:  # a temporary name precedes others
+                rows = f"SELECT * FROM main.documents WHERE row % {self._part[1]} = {self._part[0]}"
+                self._connection.execute(f"CREATE TEMP VIEW documents AS {rows}")
         return self._connection
 
 

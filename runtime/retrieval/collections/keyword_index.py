@@ -113,10 +113,14 @@ class KeywordIndex:
 
     def __init__(self, connection: sqlite3.Connection, name: str, databases: Sequence[str] = ("main",)) -> None:
         """Use `create`, `open` or `temporary`. databases: SQLite's names, in the order of their documents."""
-        self._connection, self._name, self._databases = connection, name, databases
+        self._connection, self._name = connection, name
         self._lock = threading.Lock()
-        chunks = [connection.execute(f"SELECT lengths FROM {name}.documents ORDER BY first") for name in databases]
-        self._lengths = np.frombuffer(b"".join(lengths for (lengths,) in chain(*chunks)), np.uint32)  # of the chunks
+        self._lengths = np.empty(0, np.uint32)  # of the documents of the chunks in files
+        self._first: dict[str, int] = {}  # by database, what is added to its numbers of documents
+        for database in databases:
+            chunks = connection.execute(f"SELECT lengths FROM {database}.documents ORDER BY first")
+            self._first[database] = 0 if database == "main" else len(self._lengths)
+            self._lengths = np.concatenate([self._lengths, *(np.frombuffer(one, np.uint32) for (one,) in chunks)])
         self._recent = _Chunk()
 
     @staticmethod
@@ -132,25 +136,30 @@ class KeywordIndex:
             connection.close()
 
     @classmethod
-    def open(cls, path: Path) -> "KeywordIndex":
-        """Open a file that `create` wrote, which does not change: documents are added in a temporary file.
+    def open(cls, *paths: Path) -> "KeywordIndex":
+        """Open files that `create` wrote, which do not change: documents are added in a temporary file.
 
-        Raises `CollectionError` if it is missing, foreign or damaged.
+        Their documents are numbered one file after the other. Raises `CollectionError` if one is missing, foreign or
+        damaged.
         """
-        if not path.is_file():
-            raise CollectionError(f"{path} is missing")
+        names, path = [f"sealed{number}" for number in range(len(paths))], paths[0]
         connection: sqlite3.Connection | None = None
         try:
             connection = sqlite3.connect("", isolation_level=None, check_same_thread=False, uri=True)
-            connection.execute("ATTACH ? AS sealed", (read_only_uri(path),))
-            (own,) = connection.execute("PRAGMA sealed.application_id").fetchone()
-            tables = connection.execute("SELECT type, sql FROM sealed.sqlite_master ORDER BY name").fetchall()
-            if own != _APPLICATION_ID or tables != [("table", _DOCUMENTS), ("table", _POSTINGS)]:
-                raise CollectionError(f"{path} is damaged: its tables have another schema")
-            return cls(_prepared(connection), str(path), ("sealed", "main"))
-        except (sqlite3.Error, ValueError, TypeError) as error:
+            for name, path in zip(names, paths, strict=True):
+                if not path.is_file():
+                    raise CollectionError(f"{path} is missing")
+                connection.execute(f"ATTACH ? AS {name}", (read_only_uri(path),))
+                (own,) = connection.execute(f"PRAGMA {name}.application_id").fetchone()
+                tables = connection.execute(f"SELECT type, sql FROM {name}.sqlite_master ORDER BY name").fetchall()
+                if own != _APPLICATION_ID or tables != [("table", _DOCUMENTS), ("table", _POSTINGS)]:
+                    raise CollectionError(f"{path} is damaged: its tables have another schema")
+            return cls(_prepared(connection), ", ".join(map(str, paths)), (*names, "main"))
+        except (sqlite3.Error, ValueError, TypeError, CollectionError) as error:
             if connection is not None:
                 connection.close()
+            if isinstance(error, CollectionError):
+                raise
             raise CollectionError(f"{path} is damaged: {error}") from error
 
     @classmethod
@@ -233,8 +242,8 @@ class KeywordIndex:
     def _matches(self, word: str, shown: Bits) -> Matches:
         """Return the shown documents with a stem, and how often each has it. Stops when there are over `MAX_ROWS`."""
         found = [np.empty((2, 0), np.int64)]
-        sql = "SELECT first, entries FROM {}.postings WHERE stem = ? ORDER BY first"
-        chunks = [self._connection.execute(sql.format(name), (word,)) for name in self._databases]
+        sql = "SELECT first + {}, entries FROM {}.postings WHERE stem = ? ORDER BY first"
+        chunks = [self._connection.execute(sql.format(first, name), (word,)) for name, first in self._first.items()]
         recent = self._recent.entries(word)
         size = 0
         for first, content in chain(*chunks, [(len(self._lengths), recent)] if recent else []):

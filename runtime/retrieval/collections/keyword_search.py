@@ -1,6 +1,6 @@
 """Keyword search of a collection: BM25 ranks, with vector distances, by an index of this process that follows the rows.
 
-The index begins with that of a bulk load. Without one it is built at the first search, in a temporary file, on a
+The index begins with those of a bulk load. Without them it is built at the first search, in a temporary file, on a
 background thread if there are many documents. A row
 denotes one text permanently, so neither sealing nor merging changes the index. Deleted rows are not visible to
 searches, and the index is rebuilt when most of its rows are deleted, to release their space.
@@ -42,12 +42,19 @@ _FIRST_WAIT_S = 1.0  # the same, of the first ones: a small collection is search
 class _Filled(NamedTuple):
     """An index of the rows below `next_row`, without those that were deleted before they were added.
 
-    rows: int64, ascending: the row of each of the index's documents. More documents may be added meanwhile.
+    rows: int64: the row of each of the index's documents; in the first segments of several shards they ascend within
+    each, behind these they ascend. More documents may be added meanwhile.
     """
 
     words: KeywordIndex
     rows: Rows
     next_row: int
+
+    def locate(self, queried: Rows) -> tuple[Bits, NDArray[np.int64]]:
+        """Return which of some rows are in the index, and the numbers of their documents."""
+        order = np.argsort(self.rows, kind="stable")  # in linear time if they ascend
+        here, places = locate_rows(self.rows[order], queried)
+        return here, order[places]
 
 
 class _Places(NamedTuple):
@@ -120,7 +127,7 @@ class KeywordSearch:
     ) -> None:
         """Keep the rows visible whose newer versions are not in the index yet."""
         rows = self._state.replaced_by(filled.next_row)
-        here, numbers = locate_rows(filled.rows, rows)
+        here, numbers = filled.locate(rows)
         rows = rows[here]
         for segment in segments:
             inside, at = segment.locate(rows)
@@ -131,7 +138,7 @@ class KeywordSearch:
     def _places_of(self, segment: Segment, filled: _Filled) -> _Places:
         places = self._places.get(segment)
         if places is None:
-            places = _Places(*locate_rows(filled.rows, segment.rows))
+            places = _Places(*filled.locate(segment.rows))
             if segment.last_row < filled.next_row:
                 self._places[segment] = places
         return places
@@ -228,10 +235,12 @@ def _no_rows() -> _Filled:
 
 
 def _of_bulk_load(state: State) -> _Filled | None:
-    """Return the index that a bulk load made, which has all of its rows; None without one. Raises `CollectionError`."""
-    path = next((one.path / KEYWORDS for one in state.segments if one.info.bulk and KEYWORDS in one.files), None)
-    size = state.description.size
-    return None if path is None else _Filled(KeywordIndex.open(path), np.arange(size, dtype=np.int64), size)
+    """Return the indexes that a bulk load made of all of its rows; None without them. Raises `CollectionError`."""
+    segments = [segment for segment in state.segments if KEYWORDS in segment.files]
+    rows = np.concatenate([np.empty(0, np.int64), *(segment.rows for segment in segments)])
+    if not segments or len(rows) != max(segment.last_row for segment in segments) + 1:
+        return None
+    return _Filled(KeywordIndex.open(*(segment.path / KEYWORDS for segment in segments)), rows, len(rows))
 
 
 def _is_short(growing: GrowingSegment, first: int) -> bool:

@@ -18,19 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-import msgspec
-
 from runtime.errors import CollectionError
 from runtime.files import open_regular
 from runtime.retrieval.collections.disk import Disk, storage_error
-from runtime.retrieval.collections.manifest import (
-    LOG_HEADER_BYTES,
-    MANIFEST,
-    MAX_ROWS,
-    encode_with_checksum,
-    read_description,
-    read_manifest,
-)
+from runtime.retrieval.collections.manifest import LOG_HEADER_BYTES
 
 MAGIC = b"TRNYLOG1"
 MAX_PAYLOAD = 256 << 20
@@ -200,28 +191,6 @@ class LogWriter:
 
     def close(self) -> None:
         os.close(self._fd)
-
-
-def begin_log(disk: Disk, directory: Path) -> None:
-    """Give a bulk load that was never written to an empty log and a manifest, in one step: that of the manifest.
-
-    Raises `CollectionError`, `NoRoom`.
-    """
-    description = read_description(directory)
-    manifest = read_manifest(directory, description)
-    if manifest.has_log:
-        return
-    if manifest.next_row >= MAX_ROWS:
-        raise CollectionError(f"{directory} has the id {manifest.next_row - 1}: documents cannot be added behind it")
-    begun = msgspec.structs.replace(manifest, generation=0)
-    try:
-        for folder in ("log", "segments", "tombstones"):
-            (directory / folder).mkdir(mode=0o700, exist_ok=True)
-        disk.sync_directory(directory)
-        LogWriter(disk, log_path(directory, 0), description.identity, 0).close()
-        disk.write_file(directory / MANIFEST, encode_with_checksum(begun))
-    except OSError as error:
-        raise storage_error(error, f"{directory} cannot be written") from error
 
 
 class LogFollower:

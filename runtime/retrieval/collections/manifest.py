@@ -1,15 +1,9 @@
-"""What a collection's directory contains: an immutable description with, after a bulk load, its first segment; and once
-documents were put into it or deleted, a log and more segments.
+"""What a collection's directory contains: an immutable description, and the segments and the log that documents are in.
 
-collection.json     what never changes (`Description`), with a checksum of itself and of the files of the bulk load:
-documents.sqlite      the documents (not of bare vectors)
-keywords.sqlite       their keyword index, for hybrid searches (missing in collections of older versions)
-attributes.msgpack    their attributes, by column, for filters (if any document has one)
-index/                the index: meta.json, with the checksums of its arrays, and index/*.npy
-index-0/ …            instead of index/ in a sharded collection: one index a shard
-MANIFEST            the segments, and the log's position behind them (`Manifest`); missing before the first write
+collection.json     what never changes (`Description`), with a checksum of itself
+MANIFEST            the segments, and the log's position behind them (`Manifest`)
 log/                write-ahead log of upserts and deletes, which acknowledges them (`log`)
-segments/<number>/  sealed: an index with row numbers as ids, documents, attributes (`segment`)
+segments/<number>/  sealed: an index with row numbers as ids, documents, attributes (`segment_files`)
 tombstones/         <generation>.npy: int64, the deleted rows of the manifest's segments
 served/             the log position of each process that serves the collection (`reader_barrier`)
 writer.lock         lock of the only writing process
@@ -17,6 +11,13 @@ writer.lock         lock of the only writing process
 A document gets a row number when it is stored; row numbers are never reused. An upsert of an existing id stores the
 document under a new row and deletes the old one. A row number therefore denotes one text permanently, and a result
 cannot mix texts.
+
+Earlier versions wrote the segments of a bulk load flat: their files are beside `collection.json`, which has their
+checksums, the shards share documents and attributes, and MANIFEST and log/ are missing until the first write. Such
+directories are read as they are; a writer converts them when it opens them (`upgrade`).
+
+documents.sqlite, keywords.sqlite, attributes.msgpack    of all shards
+index/, or index-0/ index-1/ …                           one index a shard
 """
 
 import errno
@@ -26,6 +27,7 @@ import re
 import secrets
 import stat
 import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +42,7 @@ from runtime.retrieval.embedding.embedder import EmbedderSpec
 
 DESCRIPTION, MANIFEST, DOCUMENTS, INDEX = "collection.json", "MANIFEST", "documents.sqlite", "index"
 ATTRIBUTES, KEYWORDS = "attributes.msgpack", "keywords.sqlite"
-OLD_KEYWORDS = "words.sqlite"  # of an earlier version; not read
+FLAT_FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, "words.sqlite")  # of a flat bulk load, beside its indexes
 MAX_SHARDS = 8
 MAX_SEGMENTS = 512
 LOG_HEADER_BYTES = 36
@@ -48,7 +50,7 @@ _FORMAT, _VERSION = "trinity-collection", 1
 _SEGMENTS_FORMAT = "trinity-live-collection"
 _MAX_BYTES = 1 << 20
 _NAME = re.compile(r"(index(-\d)?/)?[a-z]{1,32}\.[a-z]{1,8}")
-_IDENTITY = re.compile(r"[0-9a-f]{32}")
+_IDENTITY = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 MAX_ROWS = 1 << 62
 _T = TypeVar("_T", "Description", "Manifest", "_OldDescription")
 
@@ -60,22 +62,22 @@ class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of `collection.json`: what never changes, and the files of the bulk load.
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The content of `collection.json`: what never changes.
 
-    size: rows of the bulk load; 0: none. embedder: null if queries and documents must be vectors. shards: number of
-    shards, one a pool worker. nonce: distinguishes collections that were made empty. demanded: an attribute that the
-    filter of every search must bind (a tenant). declared: attributes whose types were given at creation. The last four
-    are omitted where they do not apply, so that collections of earlier versions keep their checksums.
+    embedder: null if queries and documents must be vectors. shards: number of shards, one a pool worker. nonce: the
+    identity. demanded: an attribute that the filter of every search must bind (a tenant). declared: attributes whose
+    types were given at creation. size, files: rows and files of a flat bulk load. Fields that do not apply are
+    omitted, so that collections of earlier versions keep their checksums.
     """
 
-    size: int
+    size: int | msgspec.UnsetType = msgspec.UNSET
     dim: int
     metric: str
     dtype: str
     degree: int
     embedder: EmbedderSpec | None
-    files: dict[str, FileChecksum]
+    files: dict[str, FileChecksum] | msgspec.UnsetType = msgspec.UNSET
     shards: int | msgspec.UnsetType = msgspec.UNSET
     format: str = _FORMAT
     version: int = _VERSION
@@ -86,13 +88,29 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def identity(self) -> str:
-        """Identifies the collection: a hash of the content of a bulk load, or random.
-
-        Two collections from bulk loads have the same one if and only if all of their files are equal, until they are
-        written to: it is the checksum of this struct, which contains those of the documents and of each index's
-        description, which contains those of the arrays.
-        """
+        """Identifies the collection, whatever is written to it: see `identified`."""
         return self.sha256 if self.nonce is msgspec.UNSET else self.nonce
+
+    def identified(self, segments: "Sequence[SegmentInfo]") -> "Description":
+        """Return it with an identity: a checksum of the segments of a bulk load, or without any a random number.
+
+        Two bulk loads have the same one if and only if all of their files are equal: the checksum of a segment is that
+        of its description, which contains those of its documents and of its index's description, which contains those
+        of the arrays.
+        """
+        if not segments:
+            return msgspec.structs.replace(self, nonce=secrets.token_hex(16))
+        return msgspec.structs.replace(self, nonce=hashlib.sha256(msgspec.json.encode((self, segments))).hexdigest())
+
+    @property
+    def flat_rows(self) -> int:
+        """Rows of a flat bulk load; 0: it is none."""
+        return 0 if self.size is msgspec.UNSET else self.size
+
+    @property
+    def flat_files(self) -> dict[str, FileChecksum]:
+        """The files of a flat bulk load."""
+        return {} if self.files is msgspec.UNSET else self.files
 
     @property
     def shard_count(self) -> int:
@@ -134,7 +152,7 @@ class _OldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SegmentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A sealed segment: the number of its directory, its rows, the checksum of its description, and its shard.
 
-    bulk: it is a shard of the bulk load, whose files are beside `collection.json` instead.
+    bulk: it is a shard of a flat bulk load.
     """
 
     number: int
@@ -150,7 +168,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence: the first log record that the segments do not contain, which begins a log file. next_row, next_segment:
     the lowest numbers that were never used. introduced: by attribute, the owner (`AttributeBinding.text`) who was
     the first to write it; omitted without any, so that collections of earlier versions keep their checksums.
-    generation: -1 of a collection without a log, which was never written to.
+    generation: -1 of a flat bulk load, which has no log.
     """
 
     generation: int
@@ -174,12 +192,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def index_folders(shards: int) -> tuple[str, ...]:
-    """Return the folders of the indexes of a bulk load with this many shards."""
+    """Return the folders of the indexes of a flat bulk load with this many shards."""
     return (INDEX,) if shards == 1 else tuple(f"{INDEX}-{shard}" for shard in range(shards))
 
 
-def new_nonce() -> str:
-    return secrets.token_hex(16)
+def make_folders(directory: Path) -> None:
+    """Make the folders of a collection. Raises `OSError`."""
+    for folder in ("log", "segments", "tombstones"):
+        (directory / folder).mkdir(mode=0o700, exist_ok=True)
 
 
 # ---- checksums
@@ -217,7 +237,7 @@ def _digest(content: msgspec.Struct) -> str:
 
 
 def write_description(directory: Path, description: Description) -> None:
-    """Write the description of a bulk load, whose files are immutable from then on."""
+    """Write a description, with its checksum."""
     (directory / DESCRIPTION).write_bytes(encode_with_checksum(description))
 
 
@@ -263,46 +283,40 @@ def read_description(directory: Path) -> Description:
         raise CollectionError(f"{path} is damaged: metric {found.metric!r:.40}, dtype {found.dtype!r:.40}")
     if found.nonce is not msgspec.UNSET and not _IDENTITY.fullmatch(found.nonce):
         raise CollectionError(f"{path} is damaged: its nonce is {found.nonce!r:.40}")
-    if not 2 <= found.degree <= 512 or not 0 <= found.size <= MAX_ROWS:
-        raise CollectionError(f"{path} is damaged: degree is {found.degree}, size {found.size}")
+    if not 2 <= found.degree <= 512 or not 0 <= found.flat_rows <= MAX_ROWS:
+        raise CollectionError(f"{path} is damaged: degree is {found.degree}, size {found.flat_rows}")
     if not 1 <= found.shard_count <= MAX_SHARDS:
         raise CollectionError(f"{path} is damaged: shards is {found.shard_count}, outside 1..{MAX_SHARDS}")
-    indexes = {f"{folder}/meta.json" for folder in index_folders(found.shard_count)} if found.size else set()
-    if missing := indexes - set(found.files):
+    indexes = {f"{folder}/meta.json" for folder in index_folders(found.shard_count)} if found.flat_rows else set()
+    if missing := indexes - set(found.flat_files):
         raise CollectionError(f"{path} is damaged: it does not list {', '.join(sorted(missing))}")
-    if foreign := [name for name in found.files if not _NAME.fullmatch(name)]:
+    if foreign := [name for name in found.flat_files if not _NAME.fullmatch(name)]:
         raise CollectionError(f"{path} is damaged: it lists {foreign[0][:64]!r}, which is not a file of a collection")
     return found
 
 
 def read_manifest(directory: Path, description: Description | None = None) -> Manifest:
-    """Read and check the manifest; before the first write, that of the bulk load.
-
-    Checks that the files of the bulk load, if it is a part of the manifest, exist and have the right sizes. Raises
-    `CollectionError`.
-    """
+    """Read and check the manifest; of a flat bulk load, make it. Raises `CollectionError`."""
     description = description or read_description(directory)
     path = directory / MANIFEST
-    if _status(path) is None and description.size:
-        found = _of_bulk_load(directory, description)
-    else:
-        found = _decoded(path, _bytes(path), Manifest)
+    if _status(path) is None and description.flat_rows:
+        return _of_flat(directory, description)
+    found = _decoded(path, _bytes(path), Manifest)
     numbers = [segment.number for segment in found.segments]
     sound = len(numbers) <= MAX_SEGMENTS and len(set(numbers)) == len(numbers) and len(found.schema) <= MAX_ATTRIBUTES
     if not sound or min([found.sequence, found.next_row, found.next_segment, found.generation + 1, *numbers]) < 0:
         raise CollectionError(f"{path} is damaged: its numbers are inconsistent")
     if any(segment.bulk and segment.shard >= description.shard_count for segment in found.segments):
         raise CollectionError(f"{path} is damaged: it has a shard that the collection does not have")
-    _check_files(directory, description, {segment.shard for segment in found.segments if segment.bulk})
     return found
 
 
-def _of_bulk_load(directory: Path, description: Description) -> Manifest:
-    shards, size = description.shard_count, description.size
+def _of_flat(directory: Path, description: Description) -> Manifest:
+    shards, size = description.shard_count, description.flat_rows
     if _was_written(directory):
         raise CollectionError(f"{directory} is damaged: it has a log, but no file {MANIFEST}")
     next_row = size
-    if DOCUMENTS not in description.files:
+    if DOCUMENTS not in description.flat_files:
         for folder in index_folders(shards):
             next_row = max(next_row, _highest_id(directory / folder / "ids.npy") + 1)
     sizes = [len(range(shard, size, shards)) for shard in range(shards)]
@@ -311,15 +325,14 @@ def _of_bulk_load(directory: Path, description: Description) -> Manifest:
 
 
 def _was_written(directory: Path) -> bool:
-    """Return whether there is more of a log and of segments than a conversion begins with: the header of a log file."""
-    found: list[tuple[str, int]] = []
-    for folder in ("log", "segments"):
-        try:
-            found += [(path.name, path.stat().st_size) for path in (directory / folder).iterdir()]
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            raise CollectionError(f"{directory / folder} cannot be read: {error.strerror}") from error
+    """Return whether there is more of a log than an upgrade begins with: the header of its first file."""
+    folder = directory / "log"
+    try:
+        found = [(path.name, path.stat().st_size) for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CollectionError(f"{folder} cannot be read: {error.strerror}") from error
     return any(size > LOG_HEADER_BYTES or name != f"{0:020d}.log" for name, size in found)
 
 
@@ -332,12 +345,9 @@ def _highest_id(path: Path) -> int:
         raise CollectionError(f"{path} is damaged: {error}") from error
 
 
-def _check_files(directory: Path, description: Description, shards: set[int]) -> None:
-    """Check the files of some shards of the bulk load, and those that they share."""
-    folders = [folder for shard, folder in enumerate(index_folders(description.shard_count)) if shard in shards]
-    for name, checksum in description.files.items() if shards else ():
-        if "/" in name and name.partition("/")[0] not in folders:
-            continue
+def check_sizes(directory: Path, files: Mapping[str, FileChecksum]) -> None:
+    """Check that files exist and have the right sizes. Raises `CollectionError`."""
+    for name, checksum in files.items():
         status = _status(directory / name)
         if status is None or not stat.S_ISREG(status.st_mode):
             raise CollectionError(f"{directory / name} is missing")
@@ -349,9 +359,16 @@ def _converted(path: Path, old: _OldDescription) -> Description:
     if old.kind != "live" or not _IDENTITY.fullmatch(old.identity):
         raise CollectionError(f"{path} is damaged: it is of kind {old.kind!r:.40}")
     return Description(
-        0, old.dim, old.metric, old.dtype, old.degree, old.embedder, {}, old.shards,
-        nonce=old.identity, demanded=old.demanded or msgspec.UNSET, declared=old.schema,
-    )  # fmt: skip
+        dim=old.dim,
+        metric=old.metric,
+        dtype=old.dtype,
+        degree=old.degree,
+        embedder=old.embedder,
+        shards=old.shards,
+        nonce=old.identity,
+        demanded=old.demanded or msgspec.UNSET,
+        declared=old.schema,
+    )
 
 
 def _decoded(path: Path, content: bytes, struct: type[_T]) -> _T:

@@ -154,8 +154,13 @@ class CollectionReader:
 
     @property
     def has_log(self) -> bool:
-        """Whether the collection was ever written to."""
+        """Whether there is a log; not in a flat bulk load."""
         return self._follower is not None
+
+    @property
+    def was_written(self) -> bool:
+        """Whether the collection was ever written to, except by a bulk load."""
+        return self.state.sequence > 0
 
     def _apply_records(self, budget_ns: int | None = None) -> bool:
         """Apply the new records of the log; return whether any was completed. Raises `CollectionError`."""
@@ -337,7 +342,7 @@ class CollectionDocuments:
         """Return whether the collection was ever written to. Raises `CollectionError`."""
         with self._lock:
             self._reader.poll()
-            return self._reader.has_log
+            return self._reader.was_written
 
     @property
     def size(self) -> int:

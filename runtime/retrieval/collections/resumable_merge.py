@@ -20,16 +20,8 @@ from numpy.typing import NDArray
 from runtime.files import open_regular, read_regular
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.log import log_files
-from runtime.retrieval.collections.manifest import (
-    ATTRIBUTES,
-    DOCUMENTS,
-    INDEX,
-    KEYWORDS,
-    OLD_KEYWORDS,
-    Manifest,
-    SegmentInfo,
-)
-from runtime.retrieval.collections.segment import building_path, segment_path
+from runtime.retrieval.collections.manifest import FLAT_FILES, INDEX, Manifest, SegmentInfo
+from runtime.retrieval.collections.segment_files import building_path, segment_path
 
 MERGING = ".merging"
 _JOB, _VERSION = "job.json", 1  # version of the meaning of the arrays
@@ -104,11 +96,8 @@ def obsolete_files(directory: Path, manifest: Manifest, building: Collection[int
         for folder in ("segments", "tombstones"):
             found += [path for path in (directory / folder).iterdir() if path not in kept]
         found += [path for first, path in log_files(directory) if first < manifest.sequence]
-        shards = {info.shard for info in manifest.segments if info.bulk}
-        indexes = {path: path.name for path in directory.glob(f"{INDEX}*")}
-        kept |= {path for path, name in indexes.items() if int(name.partition("-")[2] or 0) in shards}
-        bulk = [*indexes, *(directory / name for name in (DOCUMENTS, ATTRIBUTES, KEYWORDS, OLD_KEYWORDS) if not shards)]
-        found += [path for path in bulk if path not in kept and path.exists()]
+        flat = [*directory.glob(f"{INDEX}*"), *(directory / name for name in FLAT_FILES)]  # before an upgrade
+        found += [path for path in flat if path.exists()]
     return found
 
 

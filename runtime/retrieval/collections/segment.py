@@ -1,69 +1,36 @@
-"""A sealed segment: an index whose ids are row numbers, documents and attributes, in an immutable directory.
+"""An open sealed segment: an index whose ids are row numbers, documents and attributes."""
 
-segment.json         its size, and the checksums of the other files
-index/               see `gpu.index.storage`
-documents.sqlite     see `documents`
-attributes.msgpack   see `Columns.encode`
-
-The segments of a bulk load are beside the collection's description, which has their checksums: see `manifest`.
-"""
-
-import hashlib
 import os
-import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from gpu import GpuError, GraphIndex
-from gpu.build.params import Checkpoint
 from gpu.index.data import bitmap
-from runtime.errors import CollectionError, NoRoom
-from runtime.files import open_regular, read_regular, set_modes
+from runtime.errors import CollectionError
+from runtime.files import open_regular
 from runtime.retrieval.attributes.columns import Bits, Columns, FilterCache
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.attributes.schema import Schema
-from runtime.retrieval.collections.disk import Disk, storage_error
-from runtime.retrieval.collections.documents import BareRows, Document, Documents, DocumentStore, Sources
+from runtime.retrieval.collections.disk import storage_error
+from runtime.retrieval.collections.documents import BareRows, Documents, DocumentStore, Sources
 from runtime.retrieval.collections.manifest import (
     ATTRIBUTES,
     DOCUMENTS,
-    INDEX,
     Description,
     FileChecksum,
     SegmentInfo,
-    checksum_file,
     checksum_of,
     has_checksum,
-    index_folders,
 )
-from runtime.retrieval.collections.sources import Progress, no_progress
+from runtime.retrieval.collections.segment_files import files_of, segment_path
 
-_DESCRIPTION = "segment.json"
-_FILES = (DOCUMENTS, ATTRIBUTES, f"{INDEX}/meta.json")
-_MAX_BYTES = 1 << 16
 _OWNERS_KEPT = 64
-
-
-class _Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    size: int
-    files: dict[str, FileChecksum]
-
-
-def segment_path(directory: Path, info: SegmentInfo) -> Path:
-    """Return the folder of a segment's files."""
-    return directory if info.bulk else directory / "segments" / str(info.number)
-
-
-def building_path(directory: Path, number: int) -> Path:
-    """Return the temporary path of a segment that is being written."""
-    return directory / "segments" / f".building-{number}"
 
 
 class Segment:
@@ -75,14 +42,15 @@ class Segment:
     def __init__(
         self,
         info: SegmentInfo,
-        path: Path,
+        index_folder: Path,
         index: GraphIndex,
         documents: "Callable[[Segment], Documents]",
         attributes: "_Attributes",
         files: dict[str, FileChecksum],
     ) -> None:
         """Use `load`."""
-        self.info, self.path, self.index, self.files = info, path, index, files
+        self.info, self.path, self.index, self.files = info, index_folder.parent, index, files
+        self.index_folder = index_folder
         self.alive: Bits = np.ones(index.size, bool)
         self.deletions = 0
         """Number of changes of `alive`, so that data derived from it can be invalidated."""
@@ -98,15 +66,9 @@ class Segment:
 
         Its graph is not checked: see `check`. Raises `CollectionError`.
         """
-        path, folder = segment_path(directory, info), INDEX
-        if info.bulk:
-            folder = index_folders(description.shard_count)[info.shard]
-            files = {
-                name: one for name, one in description.files.items() if "/" not in name or name.startswith(f"{folder}/")
-            }
-        else:
-            files = _contents(path, info).files
-        meta = f"{folder}/meta.json"
+        path, files = segment_path(directory, info), files_of(directory, info, description)
+        meta = next(name for name in files if name.endswith("/meta.json"))
+        folder = meta.partition("/")[0]
         if not has_checksum(path / meta, files[meta]):
             raise CollectionError(f"{path / meta} is damaged: its checksum is not the one it was built with")
         try:
@@ -115,37 +77,31 @@ class Segment:
         except GpuError as error:
             raise CollectionError(str(error)) from error
         ids = index.data.ids
-        if index.size != info.size or not _are_rows(ids, info):
+        if index.size != info.size or (ids is not None and int(ids.min()) < 0):
             raise CollectionError(f"{path / folder} is damaged: its ids are not the rows of {info.size} documents")
         if (index.dim, index.metric) != (description.dim, description.metric):
             raise CollectionError(f"{path / folder} is not an index of this collection")
-        store = DocumentStore.open(path / DOCUMENTS) if DOCUMENTS in files else None
-        last = description.size - 1 if info.bulk or ids is None else int(ids[-1])
+        part = (info.shard, description.shard_count) if info.bulk else (0, 1)
+        store = DocumentStore.open(path / DOCUMENTS, part) if DOCUMENTS in files else None
+        last = index.size - 1 if ids is None else int(ids[-1])
         try:
             if store is not None and store.last_row != last:
                 raise CollectionError(f"{path / DOCUMENTS} is damaged: its last row is {store.last_row}, not {last}")
-            rows = description.size if info.bulk and ATTRIBUTES in files else info.size
-            attributes = _Attributes(path / ATTRIBUTES, files.get(ATTRIBUTES), rows, schema)
+            shared = ids if part[1] > 1 else None
+            attributes = _Attributes(path / ATTRIBUTES, files.get(ATTRIBUTES), info.size, schema, shared)
         except CollectionError:
             if store is not None:
                 store.close()
             raise
-        shared = info.bulk and description.shard_count > 1
 
         def documents(segment: Segment) -> Documents:
-            if store is None:
-                return BareRows(lambda: segment.rows, segment.has)
-            return _OfShard(store, segment.has) if shared else store
+            return store or BareRows(lambda: segment.rows, segment.has)
 
-        return cls(info, path, index, documents, attributes, {**files, **arrays})
+        return cls(info, path / folder, index, documents, attributes, {**files, **arrays})
 
     @property
     def size(self) -> int:
         return self.index.size
-
-    @property
-    def index_folder(self) -> Path:
-        return self.path / next(name for name in self.files if name.endswith("/meta.json")).partition("/")[0]
 
     def check(self) -> None:
         """Check that the edges of the graph lead to rows of it, as searches rely on, and read the attributes.
@@ -230,27 +186,20 @@ class Segment:
 
     def occurring(self) -> list[str]:
         """Return the attributes that a row that is not deleted has."""
-        return self._attributes.columns.occurring(self._spread(self.alive))
+        return self._attributes.columns.occurring(self.alive)
+
+    @property
+    def columns(self) -> Columns:
+        """The attributes."""
+        return self._attributes.columns
 
     def passing(self, filter: Filter, work: Work | None = None) -> Bits:
         """Return whether each row passes a filter, bool [size]; the last filters are cached. On any thread."""
-        return self._own(self._attributes.cache.matching(filter, work))
+        return self._attributes.cache.matching(filter, work)
 
     def held_by(self, owner: AttributeBinding) -> Bits:
         """Return whether each row belongs to an owner; an LRU cache of the last owners."""
-        return self._own(self._attributes.held_by(owner))
-
-    def _own(self, bits: Bits) -> Bits:
-        """Return the entries of this segment's rows: the shards of a bulk load share their attributes."""
-        return bits if len(bits) == self.size else bits[self.rows]
-
-    def _spread(self, bits: Bits) -> Bits:
-        """Return bits of this segment's rows as bits of the attributes' rows, the inverse of `_own`."""
-        if self._attributes.size == self.size:
-            return bits
-        found = np.zeros(self._attributes.size, bool)
-        found[self.rows] = bits
-        return found
+        return self._attributes.held_by(owner)
 
     def close(self) -> None:
         """Close the files; the index's memory is freed with its last reference."""
@@ -261,10 +210,17 @@ class Segment:
 class _Attributes:
     """The attributes of `size` rows in a file, which is read when they are first used. Thread-safe."""
 
-    def __init__(self, path: Path, known: FileChecksum | None, size: int, schema: Schema | None) -> None:
-        """Open the file, which may be removed later; `known` is its checksum, None: there is none. Raises
-        `CollectionError`."""
-        self.size, self._path, self._known, self._schema = size, path, known, schema
+    def __init__(
+        self,
+        path: Path,
+        known: FileChecksum | None,
+        size: int,
+        schema: Schema | None,
+        shared: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Open the file, which may be removed later; `known` is its checksum, None: there is none. shared: the file
+        has more rows, of which these are meant. Raises `CollectionError`."""
+        self._size, self._path, self._known, self._schema, self._shared = size, path, known, schema, shared
         self._lock = threading.RLock()
         self._columns: Columns | None = None
         self.held_by: Callable[[AttributeBinding], Bits] = lru_cache(_OWNERS_KEPT)(lambda o: self.columns.held_by(o))
@@ -293,15 +249,17 @@ class _Attributes:
 
     def _read(self) -> Columns:
         if self._known is None:
-            return Columns.empty(self.size)
+            return Columns.empty(self._size)
         content = b""
         while part := os.pread(self._fd, self._known.bytes + 1 - len(content), len(content)):
             content += part
         if checksum_of(content) != self._known:
             raise CollectionError(f"{self._path} is damaged: its checksum is not the one it was built with")
         columns = Columns.decode(content, self._schema)
-        if columns.size != self.size:
-            raise CollectionError(f"{self._path} has {columns.size} rows, not {self.size}")
+        if self._shared is not None and columns.size > self._shared[-1]:
+            columns = columns.take(self._shared)
+        if columns.size != self._size:
+            raise CollectionError(f"{self._path} has {columns.size} rows, not {self._size}")
         return columns
 
     def close(self) -> None:
@@ -314,41 +272,6 @@ class _Attributes:
             self.close()
 
 
-class _OfShard:
-    """The documents of one shard of a bulk load, in the store of all of them."""
-
-    def __init__(self, store: DocumentStore, has: Callable[[int], bool]) -> None:
-        self._store, self._has = store, has
-        self.file_count = 0
-
-    def find(self, row: int) -> Document | None:
-        return self._store.find(row) if self._has(row) else None
-
-    def get(
-        self, rows: Sequence[int] | NDArray[np.int64], on_read: Callable[[Document], None] = lambda _: None
-    ) -> list[Document]:
-        return self._store.get(rows, on_read)
-
-    def all(self, first: int = 0) -> Iterator[Document]:
-        return (document for document in self._store.all(first) if self._has(document.row))
-
-    def texts(self, first: int = 0) -> Iterator[tuple[int, str, str]]:
-        return (one for one in self._store.texts(first) if self._has(one[0]))
-
-    def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
-        return {name: row for name, row in self._store.rows_of(ids).items() if self._has(row)}
-
-    def sources(self) -> Sources | None:
-        return self._store.sources()
-
-    def rows_by_file(self) -> dict[str, list[int]]:
-        found = self._store.rows_by_file()
-        return {path: [row for row in rows if self._has(row)] for path, rows in found.items()}
-
-    def close(self) -> None:
-        self._store.close()
-
-
 def sources_of(segments: Sequence[Segment]) -> Sources | None:
     """Return the files that the documents of some segments were read from; None if none were."""
     found = [sources for segment in segments if (sources := segment.documents.sources()) is not None]
@@ -358,83 +281,12 @@ def sources_of(segments: Sequence[Segment]) -> Sources | None:
     return Sources(found[0].root, found[0].passage_tokens, files)
 
 
-def _are_rows(ids: NDArray[np.int64] | None, info: SegmentInfo) -> bool:
-    if ids is None or info.bulk:
-        return info.bulk and (ids is None or int(ids.min()) >= 0)
-    return int(ids[0]) >= 0 and bool((np.diff(ids) > 0).all())
-
-
 def locate_rows(rows: NDArray[np.int64], queried: NDArray[np.int64]) -> tuple[Bits, NDArray[np.int64]]:
     """Return which of the queried rows are among `rows`, which ascend, and the positions of those."""
     found = np.searchsorted(rows, queried)
     here = found < len(rows)
     here[here] = rows[found[here]] == queried[here]
     return here, found[here]
-
-
-def write_segment(
-    disk: Disk,
-    directory: Path,
-    number: int,
-    documents: Sequence[Document],
-    vectors: NDArray[np.float32],
-    description: Description,
-    schema: Schema,
-    threads: int = 1,
-    progress: Progress = no_progress,
-    checkpoint: Checkpoint | None = None,
-    *,
-    code_bits: int | None = 0,
-    sources: Sources | None = None,
-) -> SegmentInfo:
-    """Seal documents, by ascending row, and their vectors float32 [n, d], atomically and durably.
-
-    code_bits: of neighbour codes, 0: as many as suit the dimension, None: no codes. sources: of the documents' files.
-
-    Raises `CollectionError`, `NoRoom`.
-    """
-    building = building_path(directory, number)
-    path = building.with_name(str(number))
-    try:
-        disk.remove(building)
-        building.mkdir(mode=0o700)
-        DocumentStore.write(building / DOCUMENTS, documents, sources=sources)
-        columns = Columns.from_documents((document.attributes for document in documents), schema)
-        (building / ATTRIBUTES).write_bytes(columns.encode())
-        index = GraphIndex.build(
-            vectors,
-            metric=description.metric,  # type: ignore[arg-type]
-            degree=description.degree,
-            dtype=description.dtype,  # type: ignore[arg-type]
-            neighbor_codes=code_bits is not None,
-            code_bits=code_bits or 0,
-            ids=np.array([document.row for document in documents], np.int64),
-            threads=threads,
-            progress=progress,
-            checkpoint=checkpoint,
-        )
-        progress("write", 0.0)
-        index.save(building / INDEX)
-        progress("write", 0.5)
-        contents = _Contents(len(documents), {name: checksum_file(building / name) for name in _FILES})
-        text = msgspec.json.encode(contents)
-        (building / _DESCRIPTION).write_bytes(text)
-        set_modes(building)
-        disk.sync_tree(building)
-        disk.remove(path)  # of a build that was not installed
-        os.rename(building, path)
-        disk.sync_directory(path.parent)
-        progress("write", 1.0)
-    except OSError as error:
-        disk.remove(building)
-        raise storage_error(error, f"{path} cannot be written") from error
-    except (sqlite3.Error, MemoryError) as error:
-        disk.remove(building)
-        raise NoRoom(f"{path} cannot be written: {error}") from error
-    except GpuError as error:
-        disk.remove(building)
-        raise CollectionError(f"{path} cannot be built: {error}") from error
-    return SegmentInfo(number, len(documents), hashlib.sha256(text).hexdigest())
 
 
 def verify_segment(directory: Path, info: SegmentInfo, description: Description) -> None:
@@ -456,21 +308,3 @@ def verify_segment(directory: Path, info: SegmentInfo, description: Description)
         raise CollectionError(str(error)) from error
     finally:
         segment.close()
-
-
-def _contents(path: Path, info: SegmentInfo) -> _Contents:
-    try:
-        text = read_regular(path / _DESCRIPTION, _MAX_BYTES)
-        if hashlib.sha256(text).hexdigest() != info.sha256:
-            raise CollectionError(f"{path / _DESCRIPTION} is damaged: its checksum differs from the manifest's")
-        contents = msgspec.json.decode(text, type=_Contents)
-        if contents.size != info.size or set(contents.files) != set(_FILES):
-            raise CollectionError(f"{path / _DESCRIPTION} is damaged: it has {contents.size} rows, not {info.size}")
-        for name, known in contents.files.items():
-            if (path / name).stat().st_size != known.bytes:
-                raise CollectionError(f"{path / name} is damaged: it does not have {known.bytes} bytes")
-    except OSError as error:
-        raise storage_error(error, f"{error.filename} cannot be read") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CollectionError(f"{path / _DESCRIPTION} is damaged: {error}") from error
-    return contents

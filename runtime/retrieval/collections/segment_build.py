@@ -12,14 +12,17 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from gpu import GraphIndex
 from runtime.errors import CollectionError, TrinityError
 from runtime.node.worker import die_with_parent
+from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.collections.checksums import SegmentChecksums
 from runtime.retrieval.collections.disk import Disk, storage_error
-from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import SegmentInfo, read_manifest
+from runtime.retrieval.collections.documents import Document, DocumentStore
+from runtime.retrieval.collections.manifest import ATTRIBUTES, DOCUMENTS, INDEX, SegmentInfo, read_manifest
 from runtime.retrieval.collections.resumable_merge import ResumableMerge
-from runtime.retrieval.collections.segment import sources_of, write_segment
+from runtime.retrieval.collections.segment import sources_of
+from runtime.retrieval.collections.segment_files import building_segment, seal_segment
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.collections.state import State, replay
 
@@ -106,21 +109,30 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
     if not documents:
         return None
     order = np.argsort([document.row for document in documents], kind="stable")
-    info = write_segment(
-        disk,
-        state.directory,
-        job.number,
-        [documents[position] for position in order],
-        np.concatenate(parts)[order],
-        state.description,
-        dict(state.schema),
-        job.threads,
-        progress,
-        checkpoint,
-        code_bits=code_bits(state),
-        sources=sources_of(merged),
-    )
-    return msgspec.structs.replace(info, shard=job.shard)
+    documents, vectors = [documents[position] for position in order], np.concatenate(parts)[order]
+    about, bits = state.description, code_bits(state)
+    with building_segment(disk, state.directory, job.number) as building:
+        DocumentStore.write(building / DOCUMENTS, documents, sources=sources_of(merged))
+        columns = Columns.from_documents((document.attributes for document in documents), dict(state.schema))
+        (building / ATTRIBUTES).write_bytes(columns.encode())
+        index = GraphIndex.build(
+            vectors,
+            metric=about.metric,  # type: ignore[arg-type]
+            degree=about.degree,
+            dtype=about.dtype,  # type: ignore[arg-type]
+            neighbor_codes=bits is not None,
+            code_bits=bits or 0,
+            ids=np.array([document.row for document in documents], np.int64),
+            threads=job.threads,
+            progress=progress,
+            checkpoint=checkpoint,
+        )
+        progress("write", 0.0)
+        index.save(building / INDEX)
+        progress("write", 0.5)
+        info = seal_segment(disk, building, len(documents), job.shard)
+        progress("write", 1.0)
+    return info
 
 
 def code_bits(state: State) -> int | None:

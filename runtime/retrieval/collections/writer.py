@@ -16,7 +16,7 @@ from runtime.errors import CollectionError, Forbidden, InternalError, InvalidDoc
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections import segment_build as building
 from runtime.retrieval.collections.disk import Disk, acquire_lock, lock_is_current, storage_error
-from runtime.retrieval.collections.log import LogWriter, begin_log, log_path
+from runtime.retrieval.collections.log import LogWriter, log_path
 from runtime.retrieval.collections.maintenance import BuildSegment, Maintenance, pick_merge, too_many_segments
 from runtime.retrieval.collections.manifest import (
     MANIFEST,
@@ -41,6 +41,7 @@ from runtime.retrieval.collections.state import (
     writer_state,
 )
 from runtime.retrieval.collections.tenant_attributes import introduced_by, with_bound_attribute
+from runtime.retrieval.collections.upgrade import upgrade
 from runtime.retrieval.collections.validation import (
     UpsertDocument,
     check_batch,
@@ -87,7 +88,7 @@ class CollectionWriter:
         read_description(directory)  # first: creates no lock file where there is no collection
         self.lock_fd = acquire_lock(directory)
         try:
-            begin_log(self._disk, directory)
+            upgrade(self._disk, directory)
             self.state, self._manifest, first, end, torn = replay(directory)
             try:
                 self.log = LogWriter(

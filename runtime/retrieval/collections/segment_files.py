@@ -1,0 +1,133 @@
+"""The files of a sealed segment, in an immutable directory that is written atomically.
+
+segment.json         its size, and the checksums of the other files (`Contents`)
+index/               an index whose ids are row numbers: see `gpu.index.storage`
+documents.sqlite     see `documents`; missing for bare vectors
+attributes.msgpack   see `Columns.encode`; missing if no document of a bulk load has one
+keywords.sqlite      see `keyword_index`; of a bulk load of documents
+"""
+
+import hashlib
+import os
+import sqlite3
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from gpu import GpuError
+from runtime.errors import CollectionError, NoRoom
+from runtime.files import read_regular, set_modes
+from runtime.retrieval.collections.disk import Disk, storage_error
+from runtime.retrieval.collections.manifest import (
+    ATTRIBUTES,
+    DOCUMENTS,
+    INDEX,
+    KEYWORDS,
+    Description,
+    FileChecksum,
+    SegmentInfo,
+    check_sizes,
+    checksum_file,
+    index_folders,
+)
+
+CONTENTS, META = "segment.json", f"{INDEX}/meta.json"
+_FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, META)
+_MAX_BYTES = 1 << 16
+
+
+class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of `segment.json`."""
+
+    size: int
+    files: dict[str, FileChecksum]
+
+
+def segment_path(directory: Path, info: SegmentInfo) -> Path:
+    """Return the folder of a segment's files."""
+    return directory if info.bulk else directory / "segments" / str(info.number)
+
+
+def building_path(directory: Path, number: int) -> Path:
+    """Return the temporary path of a segment that is being written."""
+    return directory / "segments" / f".building-{number}"
+
+
+def files_of(directory: Path, info: SegmentInfo, description: Description) -> dict[str, FileChecksum]:
+    """Return the checksums of a segment's files, which exist and have the right sizes; one is its index's `meta.json`.
+
+    Raises `CollectionError`.
+    """
+    path = segment_path(directory, info)
+    if info.bulk:
+        shared = description.shard_count > 1
+        folder = index_folders(description.shard_count)[info.shard]
+        own = (DOCUMENTS, ATTRIBUTES, f"{folder}/meta.json") if shared else description.flat_files
+        files = {name: one for name, one in description.flat_files.items() if name in own}
+    else:
+        files = _read_contents(path, info).files
+    check_sizes(path, files)
+    return files
+
+
+def _read_contents(path: Path, info: SegmentInfo) -> Contents:
+    try:
+        text = read_regular(path / CONTENTS, _MAX_BYTES)
+        if hashlib.sha256(text).hexdigest() != info.sha256:
+            raise CollectionError(f"{path / CONTENTS} is damaged: its checksum differs from the manifest's")
+        contents = msgspec.json.decode(text, type=Contents)
+    except OSError as error:
+        raise storage_error(error, f"{error.filename} cannot be read") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CollectionError(f"{path / CONTENTS} is damaged: {error}") from error
+    if contents.size != info.size or META not in contents.files or not set(contents.files) <= set(_FILES):
+        raise CollectionError(f"{path / CONTENTS} is damaged: it has {contents.size} rows, not {info.size}")
+    return contents
+
+
+@contextmanager
+def building_segment(disk: Disk, directory: Path, number: int) -> Iterator[Path]:
+    """Yield an empty folder for a segment's files, which `seal_segment` completes; removed if the block raises.
+
+    Raises `CollectionError`, `NoRoom`.
+    """
+    building = building_path(directory, number)
+    target = building.with_name(str(number))
+    try:
+        disk.remove(building)
+        building.mkdir(mode=0o700)
+        yield building
+    except BaseException as error:
+        disk.remove(building)
+        if isinstance(error, OSError):
+            raise storage_error(error, f"{target} cannot be written") from error
+        if isinstance(error, sqlite3.Error | MemoryError):
+            raise NoRoom(f"{target} cannot be written: {error}") from error
+        if isinstance(error, GpuError):
+            raise CollectionError(f"{target} cannot be built: {error}") from error
+        raise
+
+
+def seal_segment(
+    disk: Disk, building: Path, size: int, shard: int = 0, known: Mapping[str, FileChecksum] | None = None
+) -> SegmentInfo:
+    """Put the files of a new segment in place, durably. known: checksums that need not be computed. Raises `OSError`,
+    `CollectionError`."""
+    number = int(building.name.rpartition("-")[2])
+    path = building.with_name(str(number))
+    files = {name: (known or {}).get(name) or checksum_file(building / name) for name in _present(building)}
+    text = msgspec.json.encode(Contents(size, files))
+    (building / CONTENTS).write_bytes(text)
+    set_modes(building, stat.S_IMODE(building.parent.stat().st_mode))
+    disk.sync_tree(building)
+    disk.remove(path)  # of a build that was not installed
+    os.rename(building, path)
+    disk.sync_directory(path.parent)
+    return SegmentInfo(number, size, hashlib.sha256(text).hexdigest(), shard)
+
+
+def _present(building: Path) -> Iterator[str]:
+    return (name for name in _FILES if (building / name).exists())
