@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.cuda import layout
+from gpu.cuda.batch_shape import BatchShape
 from gpu.cuda.driver import Driver, PinnedMemory
 from gpu.cuda.upload import DeviceArrays, check_fits, device_arrays
 from gpu.index.data import IndexData
@@ -28,7 +29,7 @@ class BatchMemory:
         driver: Driver,
         stream: int,
         collections: Mapping[str, IndexData],
-        shape: layout.BatchShape,
+        shape: BatchShape,
     ) -> None:
         """Allocate and upload. Raises OutOfDeviceMemory before allocating anything if it does not fit."""
         self._driver = driver

@@ -8,6 +8,7 @@ from typing import Any
 from gpu.build.params import check_within
 from gpu.cuda import backend, layout, resident
 from gpu.cuda.batch import BatchMemory
+from gpu.cuda.batch_shape import BatchShape
 from gpu.cuda.driver import Driver
 from gpu.cuda.graphs import LIFETIME_US, Kernels, LaunchForm, LaunchGraphs, StageTimes, buckets_of, time_stages
 from gpu.cuda.handle import Handle
@@ -71,7 +72,7 @@ class CudaEngine(Engine):
         super().__init__(collections, Limits.of(slots, max_top_m, max_k, max_search_width))
         data = self._collections.loaded
         # max_k is max_top_m here: filtered queries return their whole top_m (see `gpu.cuda.filtered`).
-        self._shape = shape = layout.BatchShape.of(data, slots, max_top_m, max_top_m, max_search_width)
+        self._shape = shape = BatchShape.of(data, slots, max_top_m, max_top_m, max_search_width)
         self._driver = driver
         self._own_driver = False
         self.resident = False
@@ -171,9 +172,7 @@ class CudaEngine(Engine):
 
     def _check_shape(self, collection: str, data: IndexData) -> None:
         limits = self.limits
-        required = layout.BatchShape.of(
-            [data], limits.slots, limits.max_top_m, limits.max_top_m, limits.max_search_width
-        )
+        required = BatchShape.of([data], limits.slots, limits.max_top_m, limits.max_top_m, limits.max_search_width)
         if not self._shape.covers(required):
             raise InvalidParams(
                 f"collection {collection!r} has longer vectors, a larger degree or more seeds than this engine was "

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from gpu.cuda import layout
 from gpu.cuda.batch import BatchMemory
+from gpu.cuda.batch_shape import BatchShape, distance_blocks, distance_shared_bytes
 from gpu.cuda.driver import Argument, Dim, Driver
 from gpu.errors import DeviceError, InvalidParams
 
@@ -55,12 +56,12 @@ class Stage(NamedTuple):
 class Kernels:
     """The kernels of a module and their launch parameters. `write_slots` is launched by compiled code."""
 
-    def __init__(self, driver: Driver, image: bytes, shape: layout.BatchShape, batch: Any) -> None:
+    def __init__(self, driver: Driver, image: bytes, shape: BatchShape, batch: Any) -> None:
         """Load the module. batch: the BATCH record as an argument. Raises DeviceError for an invalid image."""
         self._driver, self._shape, self._batch = driver, shape, batch
         module = driver.load_module(image)
         self.write_slots = driver.kernel(module, layout.WRITE_SLOTS.name)
-        self._compute = driver.kernel(module, layout.COMPUTE_DISTANCES.name, layout.distance_shared_bytes(shape.slots))
+        self._compute = driver.kernel(module, layout.COMPUTE_DISTANCES.name, distance_shared_bytes(shape.slots))
         self._merge = driver.kernel(module, layout.MERGE_AND_GATHER.name, shape.merge_shared_bytes)
         self._module = module
         self._fused: tuple[int, int, int] | None = None  # kernel, shared memory, row places per thread
@@ -92,11 +93,11 @@ class Kernels:
     def stages(self, bucket: int, limit: int = 1, condition: int = 0) -> tuple[Stage, ...]:
         """Return the two kernels of one extend of slots 0 … bucket - 1, in order."""
         shape, batch = self._shape, self._batch
-        blocks = layout.distance_blocks(shape, bucket, self._driver.multiprocessors)
+        blocks = distance_blocks(shape, bucket, self._driver.multiprocessors)
         first, last = (batch, ctypes.c_uint32(bucket)), (batch, ctypes.c_uint32(limit), ctypes.c_uint64(condition))
         compute, merge = layout.COMPUTE_DISTANCES, layout.MERGE_AND_GATHER
         return (
-            Stage(compute.name, self._compute, blocks, compute.threads, first, layout.distance_shared_bytes(bucket)),
+            Stage(compute.name, self._compute, blocks, compute.threads, first, distance_shared_bytes(bucket)),
             Stage(merge.name, self._merge, bucket, merge.threads, last, shape.merge_shared_bytes),
         )
 

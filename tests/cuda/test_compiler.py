@@ -62,7 +62,7 @@ def test_kernels_stay_within_their_registers_and_shared_memory(
     for name, registers in (REGISTERS if arch in ("sm_80", "sm_90") else REGISTERS_LATER).items():
         assert usage[name].registers <= registers, f"{name} takes {usage[name].registers} registers on {arch}"
         assert usage[name].spill_bytes == 0, f"{name} spills {usage[name].spill_bytes} bytes on {arch}"
-        assert usage[name].shared_bytes == 0  # all shared memory is dynamic: see layout.BatchShape
+        assert usage[name].shared_bytes == 0  # all shared memory is dynamic: see BatchShape
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex, InvalidParams
-from gpu.cuda import layout
+from gpu.cuda import batch_shape, layout
 from gpu.cuda.engine import CudaEngine
 from gpu.cuda.graphs import buckets_of
 from tests.cuda.recorder import Launch, RecordingDriver
@@ -38,14 +38,14 @@ def test_buckets_are_the_default_sizes_below_the_slot_count_and_the_slot_count()
 def test_each_bucket_has_a_graph_of_the_two_kernels(index: GraphIndex) -> None:
     driver = RecordingDriver()
     opened(index, driver, slots=40, max_top_m=64, form="plain")
-    shape = layout.BatchShape.of([index.data], 40, 64, 64, 8)
+    shape = batch_shape.BatchShape.of([index.data], 40, 64, 64, 8)
     assert len(driver.graphs) == 4
     for bucket, (distances, merge) in zip((1, 8, 32, 40), graphs(driver), strict=True):
         assert (distances.kernel, merge.kernel) == ("compute_distances", "merge_and_gather")
-        blocks = layout.distance_blocks(shape, bucket, driver.multiprocessors)
+        blocks = batch_shape.distance_blocks(shape, bucket, driver.multiprocessors)
         assert (distances.grid.x, merge.grid.x, distances.arguments[1].value) == (blocks, bucket, bucket)
         assert (distances.block.x, merge.block.x) == (layout.DISTANCE_THREADS, layout.MERGE_THREADS)
-        shared_bytes = (layout.distance_shared_bytes(bucket), shape.merge_shared_bytes)
+        shared_bytes = (batch_shape.distance_shared_bytes(bucket), shape.merge_shared_bytes)
         assert (distances.shared_bytes, merge.shared_bytes) == shared_bytes
         assert [argument.value for argument in merge.arguments[1:]] == [1, 0]
 
@@ -56,7 +56,7 @@ def test_all_kernels_receive_the_same_batch_with_the_allocated_addresses(index: 
     batches = {bytes(launch.arguments[0]) for graph in graphs(driver) for launch in graph}
     assert len(batches) == 1
     batch = np.frombuffer(batches.pop(), layout.BATCH)[0]
-    for name, nbytes in layout.BatchShape.of([index.data], 8, 64, 64, 8).array_bytes().items():
+    for name, nbytes in batch_shape.BatchShape.of([index.data], 8, 64, 64, 8).array_bytes().items():
         if name not in layout.IN_PINNED_MEMORY:
             assert driver.memory_of[int(batch[name])].nbytes >= nbytes
     assert not driver.device(int(batch["slots"]), np.uint8, 8 * int(batch["line_bytes"])).any()

@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from gpu.cpu.queries import QueryEncoding, code_offset, full_offset, prepare, prepared_bytes
 from gpu.cuda import layout
+from gpu.cuda.batch_shape import BatchShape, distance_shared_bytes
 from gpu.cuda.driver import Argument, Dim, Driver, PinnedMemory
-from gpu.cuda.layout import BatchShape, KernelSpec
+from gpu.cuda.layout import KernelSpec
 from gpu.cuda.upload import device_arrays
 from gpu.index.data import IndexData
 from gpu.index.rows import aligned_empty, padded, true_distances
@@ -134,7 +135,7 @@ class Workbench:
         distances, merge = layout.COMPUTE_DISTANCES, layout.MERGE_AND_GATHER
         slots, ends = distances.argument_values(slots=bucket), merge.argument_values(limit=limit, condition=condition)
         return [
-            partial(self.launch, distances, blocks, layout.distance_shared_bytes(bucket), *slots),
+            partial(self.launch, distances, blocks, distance_shared_bytes(bucket), *slots),
             partial(self.launch, merge, bucket, self.shape.merge_shared_bytes, *ends),
         ]
 

@@ -74,8 +74,13 @@ def make_client() -> Iterator[MakeClient]:
         clock: Callable[[], int] = time.monotonic_ns,
         **limits: int,
     ) -> SearchClient:
-        made.append(SearchClient.of_plan(plan, "test", policy, replace(PATIENT, **limits), clock))
-        return made[-1]
+        client = SearchClient(
+            [plan.endpoint(pool.name) for pool in plan.of_role("pool")], "test", plan.config.pool, policy,
+            collections=[one.name for one in plan.config.collections], limits=replace(PATIENT, **limits), clock=clock,
+            near=plan.local_pools("test"),
+        )  # fmt: skip
+        made.append(client)
+        return client
 
     yield make
     for client in made:

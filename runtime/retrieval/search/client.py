@@ -87,20 +87,13 @@ class SearchClient:
         self._unclaimed: dict[int, SearchResult] = {}  # results that arrived while `search` waited for another
 
     @classmethod
-    def of_plan(
-        cls,
-        plan: NodePlan,
-        name: str,
-        policy: ReplicaPolicy | None = None,
-        limits: QueueLimits | None = None,
-        clock: Callable[[], int] = time.monotonic_ns,
-    ) -> Self:
+    def of_plan(cls, plan: NodePlan, name: str) -> Self:
         """Return the client of one of the node's own workers; pools are attached as they start."""
         names = [collection.name for collection in plan.config.collections]
         endpoints = [plan.endpoint(pool.name) for pool in plan.of_role("pool")]
         return cls(
-            endpoints, name, plan.config.pool, collections=names, policy=policy, limits=limits, clock=clock,
-            remote=plan.config.remote, near=plan.local_pools(name),
+            endpoints, name, plan.config.pool, collections=names, remote=plan.config.remote,
+            near=plan.local_pools(name),
         )  # fmt: skip
 
     @classmethod

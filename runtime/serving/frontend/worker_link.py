@@ -256,13 +256,12 @@ class WorkerLink(Engine):
 
     def tick(self) -> None:
         """Detect silent workers, place waiting requests, and end those whose deadline has passed."""
-        now = self._clock()
+        now, limit_ns = self._clock(), self._lost_after_ns
         for name, peer in list(self._peers.items()):
-            silent = now - peer.heard_ns
-            if not peer.lost and silent > self._lost_after_ns:
-                limit = self._lost_after_ns / 1e9
-                self.worker_lost(name, f"silent for {silent / 1e9:.1f} s, the limit is {limit:.1f} s")
-            elif not peer.lost and silent > _PROBE_AFTER_NS and not self._send(name, Welcome(self.epoch)):
+            silent_ns = now - peer.heard_ns
+            if not peer.lost and silent_ns > limit_ns:
+                self.worker_lost(name, f"silent for {silent_ns / 1e9:.1f} s, the limit is {limit_ns / 1e9:.1f} s")
+            elif not peer.lost and silent_ns > _PROBE_AFTER_NS and not self._send(name, Welcome(self.epoch)):
                 self.worker_lost(name, "its connection is gone")
         for request in list(self._waiting):
             if request in self._waiting:
