@@ -20,6 +20,14 @@ def compiled(function: Any) -> Any:
     return Dispatcher(function, {"nogil": True, "error_model": "numpy"}, _STAMP)
 
 
+def inlined(function: Any) -> Any:
+    """As `compiled`, but compiled as a part of each compiled function that calls it.
+
+    For a function with one such caller and much below it: each layer of calls optimises all code below it once more.
+    """
+    return Dispatcher(function, {"nogil": True, "error_model": "numpy", "inline": "always"}, _STAMP)
+
+
 class CFunction:
     """A C function, compiled when its address is first asked for: an engine uses some of a module's functions."""
 
