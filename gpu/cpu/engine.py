@@ -35,9 +35,12 @@ class CpuEngine(Engine):
         self._state = self._new_state()
         self._allowed: list[npt.NDArray[np.uint64] | None] = [None] * slots  # kept alive for compiled code
         self._handle = backend.Handle()
+        # Where they are not cached, extend is compiled last: meanwhile other processes compile its searches.
+        first = (backend.admit, backend.read_result, backend.change_state, backend.set_filter)
+        admit, read_result, change_state, set_filter = (function.address for function in first)
         functions = Backend(
-            backend.admit.address, backend.extend.address, backend.read_result.address, backend.change_state.address,
-            self._handle.address, self._collections.number, backend.set_filter.address,
+            admit, backend.extend.address, read_result, change_state,
+            self._handle.address, self._collections.number, set_filter,
         )  # fmt: skip
         self._start(functions, SlotTable(slots))
         self._point_handle()

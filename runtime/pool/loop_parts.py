@@ -4,7 +4,7 @@ Parts are compiled by processes of their own, which leave the code in the cache,
 engine and needs them one after the other. It waits for a part that is being compiled, and compiles itself what nobody
 has begun (`ipc.native.machine_code`):
 
-    pool     admit ─▶ rabitq ─▶ (exact) ─▶ the rest of the engine ─▶ (the loop)
+    pool     admit ─▶ … ─▶ rabitq ─▶ (exact) ─▶ the engine's extend ─▶ (the loop)
     parts    exact ─▶ receive ─▶ schedule ─▶ … ─▶ the whole loop
 
 `python -m runtime.pool.loop_parts NAME …` compiles these parts.
