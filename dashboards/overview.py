@@ -1,6 +1,6 @@
 """The overview dashboard of a node, its rows in the order of an on-call investigation.
 
-SLOs, health, queues, saturation, KV cache, latency, control loop, live collections, workers and GPUs.
+SLOs, health, queues, saturation, KV cache, latency, control loop, collections, workers and GPUs.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ def overview() -> Json:
         _kv(),
         _latency(),
         _control_loop(),
-        _live_collections(),
+        _collections(),
         _workers_and_gpus(),
     ]
     return dashboard(UID, "Trinity: overview", rows, variables)
@@ -324,31 +324,29 @@ def _control_loop() -> Row:
     )
 
 
-def _live_collections() -> Row:
+def _collections() -> Row:
     segments = [
-        Query(f"sum({_s(FrontendMetrics.LIVE_SEGMENTS)})", "segments"),
-        Query(f"sum({_s(FrontendMetrics.LIVE_BUILDING)})", "building"),
+        Query(f"sum({_s(FrontendMetrics.COLLECTION_SEGMENTS)})", "segments"),
+        Query(f"sum({_s(FrontendMetrics.COLLECTION_BUILDING)})", "building"),
     ]
     merges = [
-        Query(q.rate(_s(FrontendMetrics.LIVE_SEALED), window="1h") + " * 3600", "sealed per hour"),
-        Query(q.rate(_s(FrontendMetrics.LIVE_MERGED), window="1h") + " * 3600", "merged per hour"),
+        Query(q.rate(_s(FrontendMetrics.COLLECTION_SEALED), window="1h") + " * 3600", "sealed per hour"),
+        Query(q.rate(_s(FrontendMetrics.COLLECTION_MERGED), window="1h") + " * 3600", "merged per hour"),
     ]
-    built = [Query(f"max({_s(FrontendMetrics.LIVE_BUILT, part=part)})", part) for part in get_args(BuildPart)]
+    built = [Query(f"max({_s(FrontendMetrics.COLLECTION_BUILT, part=part)})", part) for part in get_args(BuildPart)]
     rows = [
-        Query(f"sum({_s(FrontendMetrics.LIVE_DOCUMENTS)})", "documents"),
-        Query(f"sum({_s(FrontendMetrics.LIVE_GROWING)})", "growing"),
-        Query(f"sum({_s(FrontendMetrics.LIVE_TOMBSTONES)})", "tombstones"),
+        Query(f"sum({_s(FrontendMetrics.COLLECTION_DOCUMENTS)})", "documents"),
+        Query(f"sum({_s(FrontendMetrics.COLLECTION_GROWING)})", "growing"),
+        Query(f"sum({_s(FrontendMetrics.COLLECTION_TOMBSTONES)})", "tombstones"),
     ]
-    log = [Query(f"sum({_s(FrontendMetrics.LIVE_LOG_BYTES)})", "log")]
+    log = [Query(f"sum({_s(FrontendMetrics.COLLECTION_LOG_BYTES)})", "log")]
     return Row(
-        "Live collections",
+        "Collections",
         [
-            _percentiles(
-                "Writes", "Time until a write to a live collection is acknowledged", FrontendMetrics.WRITE_TIME
-            ),
+            _percentiles("Writes", "Time until a write to a collection is acknowledged", FrontendMetrics.WRITE_TIME),
             _lines("Documents", "Documents, growing rows, and tombstones not yet merged away", rows, "short", 8),
             _lines("Log", "Bytes of the write-ahead log that a restart replays", log, "bytes", 8),
-            _lines("Segments", "Segments of the live collections, and segments being built", segments, "short", 8),
+            _lines("Segments", "Segments of the collections, and segments being built", segments, "short", 8),
             _lines("Seals and merges", "Segments built from the log, and by merges, per hour", merges, "short", 8),
             _lines("Build", "Progress of the segment build, by part", built, "percentunit", 8),
         ],

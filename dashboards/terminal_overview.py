@@ -129,7 +129,7 @@ class Section:
 
 
 def sections(window: MetricWindow) -> list[Section]:
-    """Return all sections except the table of workers; live collections only if the node has any."""
+    """Return all sections except the table of workers; collections only if the node writes to any."""
     found = [
         _slos(window),
         _health(window),
@@ -138,7 +138,7 @@ def sections(window: MetricWindow) -> list[Section]:
         _latency(window),
         _control_loop(window),
     ]
-    return [*found, _live_collections(window)] if window.value(FrontendMetrics.LIVE_LOG_BYTES) else found
+    return [*found, _collections(window)] if window.value(FrontendMetrics.COLLECTION_LOG_BYTES) else found
 
 
 WORKER_COLUMNS = ("worker", "device", "state", "restarts", "heartbeat", "memory", "threads", "fds")
@@ -272,18 +272,18 @@ def _control_loop(window: MetricWindow) -> Section:
     )
 
 
-def _live_collections(window: MetricWindow) -> Section:
+def _collections(window: MetricWindow) -> Section:
     return Section(
-        "Live collections",
+        "Collections",
         [
             Line("writes p95", seconds(window.quantile(0.95, FrontendMetrics.WRITE_TIME))),
-            Line("segments", count(window.value(FrontendMetrics.LIVE_SEGMENTS))),
-            Line("documents", count(window.value(FrontendMetrics.LIVE_DOCUMENTS))),
-            Line("building", count(window.value(FrontendMetrics.LIVE_BUILDING))),
-            Line("graph built", percent(window.value(FrontendMetrics.LIVE_BUILT["graph"]))),
-            Line("growing rows", count(window.value(FrontendMetrics.LIVE_GROWING))),
-            Line("tombstones", count(window.value(FrontendMetrics.LIVE_TOMBSTONES))),
-            Line("log", size(window.value(FrontendMetrics.LIVE_LOG_BYTES))),
+            Line("segments", count(window.value(FrontendMetrics.COLLECTION_SEGMENTS))),
+            Line("documents", count(window.value(FrontendMetrics.COLLECTION_DOCUMENTS))),
+            Line("building", count(window.value(FrontendMetrics.COLLECTION_BUILDING))),
+            Line("graph built", percent(window.value(FrontendMetrics.COLLECTION_BUILT["graph"]))),
+            Line("growing rows", count(window.value(FrontendMetrics.COLLECTION_GROWING))),
+            Line("tombstones", count(window.value(FrontendMetrics.COLLECTION_TOMBSTONES))),
+            Line("log", size(window.value(FrontendMetrics.COLLECTION_LOG_BYTES))),
         ],
     )
 

@@ -14,7 +14,7 @@ from gpu.index.graph_index import GraphIndex
 from gpu.params import MAX_SEARCH_WIDTH, MAX_TOP_M, SearchParams
 
 MAX_SLOTS = 4096
-MAX_COLLECTIONS = 1024  # indexes; a live collection has one for each of its segments
+MAX_COLLECTIONS = 1024  # indexes; a collection has one for each of its segments
 
 
 @dataclass(frozen=True)

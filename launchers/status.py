@@ -12,7 +12,7 @@ from runtime.checks.gpu_sharing import shared_gpus
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo
-from runtime.node.supervisor.admin import LiveCollectionsStatus, NodeStatus, WorkerStatus, node_status
+from runtime.node.supervisor.admin import CollectionsStatus, NodeStatus, WorkerStatus, node_status
 
 _COLOURS = {"ready": "green", "standby": "green", "fatal": "red", "backoff": "yellow"}
 _COLUMNS = ("worker", "state", "pid", "device", "cores", "restarts", "heartbeat", "memory")
@@ -50,7 +50,7 @@ def show_workers(status: NodeStatus, console: Console) -> None:
         console.print(f"[dim]hidden columns: {', '.join(_HIDDEN_FIRST[:hidden])}[/dim]")
 
 
-def _live_line(written: LiveCollectionsStatus) -> str:
+def _live_line(written: CollectionsStatus) -> str:
     rows, graph, file = written.built
     progress = f" (rows {rows:.0%}, graph {graph:.0%}, written {file:.0%})"
     building = f", {written.building} building{progress}" if written.building else ""

@@ -1,1 +1,1 @@
-"""Live collections measured, alone, beside writes, and under kills: `python -m benchmarks.collections`."""
+"""Collections measured, alone, beside writes, and under kills: `python -m benchmarks.collections`."""

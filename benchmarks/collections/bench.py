@@ -1,4 +1,4 @@
-"""Benchmark of live collections: replaced rows, filtered search against other libraries, latency of upserts.
+"""Benchmark of collections: replaced rows, filtered search against other libraries, latency of upserts.
 
     python -m benchmarks.collections --data DIR [--set minilm-384-cosine] [--rows 20000] [--queries 100] [--seed 0]
         [--part replaced] [--out benchmarks/results/collections]

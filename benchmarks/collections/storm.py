@@ -1,6 +1,6 @@
 """Other users' requests during a storm of the worst filters: `python -m benchmarks.collections --filter-storm`.
 
-A node serves a live collection of 300,000 documents with a unique string, another unique string, a tenant and 8 tags
+A node serves a collection of 300,000 documents with a unique string, another unique string, a tenant and 8 tags
 each. One key, which is restricted to a tenant without documents, sends filters as large as the limits allow, each of
 them different, from many connections at once. Other keys search, without a filter and within their tenants, store
 documents, and ask for the node's health.

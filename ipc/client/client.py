@@ -107,7 +107,9 @@ class RingClient(ClientSession):
     def _write(self, arena: ClientArena, row: DeviceSpan | Float32s, spec: SearchSpec) -> Float32s | None:
         """Write the next request's vector to the arena. Return the request's payload, or None, with `arena.error`."""
         if spec.filter or spec.collection not in self.in_place:
-            arena.error = "the pool's host reads the vectors of filtered requests and of live collections"
+            arena.error = (
+                "the pool's host reads the vectors of filtered requests and of collections with several segments"
+            )
             return None
         if arena.is_full and self._lost is None:
             self._read_ring()  # ended requests free their slots

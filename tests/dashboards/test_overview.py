@@ -99,7 +99,7 @@ def test_the_first_screen_follows_the_order_of_on_call_triage() -> None:
         "KV cache",
         "Latency",
         "Control loop",
-        "Live collections",
+        "Collections",
         "Workers and GPUs",
     ]
 

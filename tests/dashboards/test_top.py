@@ -67,9 +67,9 @@ class Source:
         return render(NodeCollector(self.tables, more, {"node": "n1", "model_name": "tiny"}))
 
     def write(self) -> None:
-        """Into a live collection."""
-        self.tables["frontend-0"].set(FrontendMetrics.LIVE_LOG_BYTES, 1 << 20)
-        self.tables["frontend-0"].set(FrontendMetrics.LIVE_SEGMENTS, 3)
+        """Into a collection."""
+        self.tables["frontend-0"].set(FrontendMetrics.COLLECTION_LOG_BYTES, 1 << 20)
+        self.tables["frontend-0"].set(FrontendMetrics.COLLECTION_SEGMENTS, 3)
 
     def close(self) -> None:
         for table in self.tables.values():
@@ -91,7 +91,7 @@ def lines(live: MetricWindow, title: str) -> dict[str, str]:
 def questions(*, written: bool) -> list[str]:
     """The overview's, but for the last, which is the table, and what is kept of KV, which is said with what is full."""
     rows = [panel["title"] for panel in overview()["panels"] if panel["type"] == "row"]
-    left_out = {"KV cache"} if written else {"KV cache", "Live collections"}
+    left_out = {"KV cache"} if written else {"KV cache", "Collections"}
     return [row for row in rows[:-1] if row not in left_out]
 
 
@@ -103,7 +103,7 @@ def test_the_screen_has_the_overviews_panels_in_order(source: Source, written: b
     live.add(Snapshot.parse(0.0, source()))
     assert [section.title for section in terminal_overview.sections(live)] == questions(written=written)
     if written:
-        found = lines(live, "Live collections")
+        found = lines(live, "Collections")
         assert (found["segments"], found["log"]) == ("3", "1 MiB")
 
 

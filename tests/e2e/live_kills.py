@@ -1,4 +1,4 @@
-"""Crash test of a live collection: a node's processes are killed during writes, searches, seals and merges.
+"""Crash test of a collection: a node's processes are killed during writes, searches, seals and merges.
 
 Two threads repeatedly write documents of their own, and a third flushes, so that segments are merged continually. Each
 kill has a victim and a moment: any, during a seal (its directory exists, and no process builds it), or while a merge's

@@ -26,7 +26,7 @@ ALL = {"type": "ne", "key": "unused", "value": ""}
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a node with the live collection `notes`."""
+    """The URL of a node with the collection `notes`."""
     home = tmp_path_factory.mktemp("langchain")
     create(home / "notes", DIM, embedder=f"hashing-{DIM}", schema={"unused": AttributeType.STRING})
     with LiveNode(home) as live:

@@ -1,4 +1,4 @@
-"""A live collection in a node: written to, searched, sealed and merged while its processes are killed."""
+"""A collection in a node: written to, searched, sealed and merged while its processes are killed."""
 
 from collections.abc import Iterator
 from pathlib import Path

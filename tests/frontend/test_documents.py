@@ -1,4 +1,4 @@
-"""Writes to live collections over HTTP: idempotent upserts and deletes, typed errors, durability over a restart."""
+"""Writes to collections over HTTP: idempotent upserts and deletes, typed errors, durability over a restart."""
 
 import asyncio
 import threading

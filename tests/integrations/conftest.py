@@ -1,4 +1,4 @@
-"""A frontend with a live collection of its own on disk, embedded by hashing, searched without a pool."""
+"""A frontend with a collection of its own on disk, embedded by hashing, searched without a pool."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,7 +71,7 @@ class Notes:
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    """The URL of a node with an empty live collection `notes` that requires `KEY`."""
+    """The URL of a node with an empty collection `notes` that requires `KEY`."""
     create(tmp_path / "notes", 64, degree=8)
     notes = Notes(tmp_path / "notes")
     writes = WriterService({"notes": tmp_path / "notes"}, notes.embed, lambda name: HASHING)

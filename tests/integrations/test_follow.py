@@ -1,4 +1,4 @@
-"""A live collection follows a collection of another database: the fake, local Qdrant and Milvus Lite."""
+"""A collection follows a collection of another database: the fake, local Qdrant and Milvus Lite."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +16,7 @@ from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import HashingEmbedder
+from tests.collections.small_collections import contents
 from tests.integrations.databases import (
     DIM,
     EVERY_DATABASE,
@@ -26,7 +27,6 @@ from tests.integrations.databases import (
     needs_milvus,
     needs_qdrant,
 )
-from tests.live.small_collections import contents
 
 UP, RIGHT, BACK = (0.0, 1.0, 0.0), (1.0, 0.0, 0.0), (0.0, 0.0, 1.0)
 

@@ -12,14 +12,14 @@ from launchers.status import show_workers
 from runtime.node.config import SloSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.run_dir import NodeInfo
-from runtime.node.supervisor.admin import LiveCollectionsStatus, NodeStatus, WorkerStatus
+from runtime.node.supervisor.admin import CollectionsStatus, NodeStatus, WorkerStatus
 from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.segment_build import SegmentProgress
 from runtime.retrieval.collections.state import WriterState
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.writer_service import WriterService
-from runtime.serving.http.process import report_live_collections
+from runtime.serving.http.process import report_collections
 from tests.frontend.test_documents import Embeds
 
 NAMES = ("frontend-0", "prefill-0", "prefill-10", "decode-0", "pool-0")
@@ -33,7 +33,7 @@ def shown(
     terminal: bool = True,
     note: str = "",
     spares: Sequence[WorkerStatus] = (),
-    written: LiveCollectionsStatus | None = None,
+    written: CollectionsStatus | None = None,
 ) -> list[str]:
     workers = tuple(
         WorkerStatus(name, "starting", 4_194_303, 1, 12, 0.1, 12_345 << 20, device, tuple(cores), note)
@@ -93,17 +93,17 @@ def test_the_status_of_live_collections_is_the_frontends(tmp_path: Path) -> None
     create(tmp_path / "notes", 8, metric="l2", degree=8)
     writes = WriterService({"notes": tmp_path / "notes"}, Embeds().embed, lambda _: HashingEmbedder(8))
     table = WorkerTable.create("frontend", "frontend-0", SloSection())
-    report_live_collections(table, asyncio.run(writes.states()))
-    assert LiveCollectionsStatus.read(table) is None
+    report_collections(table, asyncio.run(writes.states()))
+    assert CollectionsStatus.read(table) is None
     asyncio.run(writes.upsert("notes", [UpsertDocument(str(n), "t") for n in range(5)]))
     asyncio.run(writes.flush("notes"))
     asyncio.run(writes.delete("notes", ["1", "2"]))
     asyncio.run(writes.upsert("notes", [UpsertDocument("new", "t")]))
-    report_live_collections(table, asyncio.run(writes.states()))
-    found = LiveCollectionsStatus.read(table)
+    report_collections(table, asyncio.run(writes.states()))
+    found = CollectionsStatus.read(table)
     assert found is not None
     assert found.log_bytes > 0
-    assert found == LiveCollectionsStatus(4, 1, 1, 2, found.log_bytes, 0)
+    assert found == CollectionsStatus(4, 1, 1, 2, found.log_bytes, 0)
     writes.close()
     table.close()
 
@@ -114,12 +114,12 @@ def test_a_running_build_is_shown_with_its_progress() -> None:
         name: WriterState(0, 1, 0, 0, 64, 0, 0, done)
         for name, done in (("a", SegmentProgress(1.0, 0.5, 0.0)), ("b", None), ("c", SegmentProgress(1.0, 0.25, 0.0)))
     }
-    report_live_collections(table, states)
-    found = LiveCollectionsStatus.read(table)
+    report_collections(table, states)
+    found = CollectionsStatus.read(table)
     assert found is not None
     assert (found.building, found.built) == (2, (1.0, 0.25, 0.0)), "of the build with the least progress"
-    report_live_collections(table, {"b": states["b"]})
-    found = LiveCollectionsStatus.read(table)
+    report_collections(table, {"b": states["b"]})
+    found = CollectionsStatus.read(table)
     assert found is not None
     assert (found.building, found.built) == (0, (0.0, 0.0, 0.0))
     table.close()
@@ -127,7 +127,7 @@ def test_a_running_build_is_shown_with_its_progress() -> None:
 
 @pytest.mark.parametrize(("building", "told"), [(0, ""), (1, ", 1 building (rows 100%, graph 45%, written 0%)")])
 def test_live_collections_are_below_the_table(building: int, told: str) -> None:
-    lines = shown(200, written=LiveCollectionsStatus(12_345, 3, 120, 45, 5 << 19, building, (1.0, 0.45, 0.0)))
+    lines = shown(200, written=CollectionsStatus(12_345, 3, 120, 45, 5 << 19, building, (1.0, 0.45, 0.0)))
     assert lines[-1] == (
         f"collections: 12,345 documents in 3 segments{told}; 120 growing rows in the log (2.5 MiB); 45 tombstones"
     )

@@ -118,7 +118,7 @@ def make_pool(collection: Path) -> Iterator[MakePool]:
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[LiveHarness]:
-    """Return a live collection without shards."""
+    """Return a collection without shards."""
     made = LiveHarness(tmp_path / "live")
     yield made
     made.writer.close()

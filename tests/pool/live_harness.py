@@ -1,4 +1,4 @@
-"""A live collection that is written and served by pools, with the expected results of searches."""
+"""A collection that is written and served by pools, with the expected results of searches."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +27,7 @@ def tenant_filter(tenant: str) -> dict[str, Any]:
 
 
 class LiveHarness:
-    """A live collection, its writer and a model of its contents: vectors and attributes by id."""
+    """A collection, its writer and a model of its contents: vectors and attributes by id."""
 
     def __init__(self, path: Path, **made: Any) -> None:
         create(path, DIM, metric="l2", **made)

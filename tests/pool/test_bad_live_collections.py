@@ -1,4 +1,4 @@
-"""Tests of altered segments of a live collection: it becomes unavailable, and the others are served."""
+"""Tests of altered segments of a collection: it becomes unavailable, and the others are served."""
 
 import shutil
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.clock import Clock
-from tests.live.small_collections import DIM, documents, new_writer, open_writer
+from tests.collections.small_collections import DIM, documents, new_writer, open_writer
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.rebuilds import DIM as DOCS_DIM

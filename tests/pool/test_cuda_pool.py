@@ -1,4 +1,4 @@
-"""Tests of a pool with the CUDA engine on an emulated device: same answers as on the CPU, also of live collections."""
+"""Tests of a pool with the CUDA engine on an emulated device: answers as on the CPU, also of collections that change."""
 
 import math
 import threading
@@ -20,11 +20,11 @@ from runtime.pool.tables import DECODE, PREFILL
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
+from tests.collections.small_collections import new_writer
 from tests.cuda.conftest import NewDriver
 from tests.cuda.conftest import new_driver as new_driver
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
 from tests.gpu.datasets import clustered
-from tests.live.small_collections import new_writer
 from tests.pool.client_helpers import Vectors, attached
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.live_harness import DIM, SEALED, LiveHarness, Served, tenant_filter
@@ -162,7 +162,7 @@ LIVE: dict[str, Any] = {"devices": ["cuda:0"], "slots": 4, "max_top_m": 128, "ma
 
 @pytest.fixture
 def served(harness: LiveHarness, opened: list[CudaEngine], make_pool: MakePool, make_client: MakeClient) -> Served:
-    """Serve the live collection of `harness` on a device."""
+    """Serve the collection of `harness` on a device."""
     plan = plan_of(harness.path, **LIVE)
     pool = make_pool(plan, make_arena=lambda worker, dim: None).start()
     return Served(plan, [pool], attached(make_client(plan)))

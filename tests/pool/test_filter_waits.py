@@ -205,7 +205,7 @@ def test_a_pool_that_drains_answers_the_queries_that_wait(
     until(lambda: not pool.pool.busy)
 
 
-# ---- live collections
+# ---- collections
 
 
 class Searches:

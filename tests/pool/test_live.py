@@ -1,4 +1,4 @@
-"""Tests of live collections in a pool: written rows are found, deleted ones are not, while segments are replaced."""
+"""Tests of writes to collections in a pool: written rows are found, deleted ones not, while segments are replaced."""
 
 import threading
 import weakref

@@ -1,4 +1,4 @@
-"""Tests of sharded live collections: each pool holds a shard of the documents, and answers are merged over all."""
+"""Tests of sharded collections: each pool holds a shard of the documents, and answers are merged over all."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -338,19 +338,21 @@ class FrontendMetrics(RetrievingMetrics):
         "trinity_search_request_seconds", "Time of answered search requests", _WAITS, limit=lambda slo: slo.search_s
     )
     WRITE_TIME = Histogram(
-        "trinity_live_write_seconds", "Time of writes to live collections until they are acknowledged", _WAITS
+        "trinity_collection_write_seconds", "Time of writes to collections until they are acknowledged", _WAITS
     )
-    LIVE_DOCUMENTS = Gauge("trinity_live_documents", "Documents of the live collections that the node writes to")
-    LIVE_SEGMENTS = Gauge("trinity_live_segments", "Sealed segments of these collections")
-    LIVE_GROWING = Gauge("trinity_live_growing_rows", "Rows of these collections that are not sealed yet")
-    LIVE_TOMBSTONES = Gauge("trinity_live_tombstones", "Deleted rows in segments of these collections")
-    LIVE_LOG_BYTES = Gauge("trinity_live_log_bytes", "Bytes of these collections' logs")
-    LIVE_SEALED = Counter("trinity_live_sealed_total", "Segments sealed from logs")
-    LIVE_MERGED = Counter("trinity_live_merged_total", "Segments merged from others")
-    LIVE_BUILDING = Gauge("trinity_live_builds_running", "Segments that are being sealed or merged in the background")
-    LIVE_BUILT = ByLabel[BuildPart, Gauge](
+    COLLECTION_DOCUMENTS = Gauge("trinity_collection_documents", "Documents of the collections that the node writes to")
+    COLLECTION_SEGMENTS = Gauge("trinity_collection_segments", "Sealed segments of these collections")
+    COLLECTION_GROWING = Gauge("trinity_collection_growing_rows", "Rows of these collections that are not sealed yet")
+    COLLECTION_TOMBSTONES = Gauge("trinity_collection_tombstones", "Deleted rows in segments of these collections")
+    COLLECTION_LOG_BYTES = Gauge("trinity_collection_log_bytes", "Bytes of these collections' logs")
+    COLLECTION_SEALED = Counter("trinity_collection_sealed_total", "Segments sealed from logs")
+    COLLECTION_MERGED = Counter("trinity_collection_merged_total", "Segments merged from others")
+    COLLECTION_BUILDING = Gauge(
+        "trinity_collection_builds_running", "Segments that are being sealed or merged in the background"
+    )
+    COLLECTION_BUILT = ByLabel[BuildPart, Gauge](
         Gauge,
-        "trinity_live_build_done_ratio",
+        "trinity_collection_build_done_ratio",
         "Progress of the running build (the least advanced one), by phase, 0 to 1",
         "part",
         BuildPart,

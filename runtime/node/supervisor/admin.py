@@ -20,9 +20,9 @@ from runtime.node.run_dir import NodeInfo
 from runtime.node.supervisor.reload import ReloadStatus
 from runtime.node.supervisor.scaling import ScaleAction
 
-_LIVE_GAUGES = (
-    FrontendMetrics.LIVE_DOCUMENTS, FrontendMetrics.LIVE_SEGMENTS, FrontendMetrics.LIVE_GROWING,
-    FrontendMetrics.LIVE_TOMBSTONES, FrontendMetrics.LIVE_LOG_BYTES, FrontendMetrics.LIVE_BUILDING,
+_COLLECTION_GAUGES = (
+    FrontendMetrics.COLLECTION_DOCUMENTS, FrontendMetrics.COLLECTION_SEGMENTS, FrontendMetrics.COLLECTION_GROWING,
+    FrontendMetrics.COLLECTION_TOMBSTONES, FrontendMetrics.COLLECTION_LOG_BYTES, FrontendMetrics.COLLECTION_BUILDING,
 )  # fmt: skip
 _MAX_REQUEST_BYTES = 128
 _POLL_S = 0.1
@@ -49,8 +49,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     failed_starts: int = 0
 
 
-class LiveCollectionsStatus(msgspec.Struct, frozen=True):
-    """Totals over the collections that the node writes to, see the metrics `trinity_live_…`."""
+class CollectionsStatus(msgspec.Struct, frozen=True):
+    """Totals over the collections that the node writes to, see the metrics `trinity_collection_…`."""
 
     documents: int
     segments: int
@@ -65,11 +65,11 @@ class LiveCollectionsStatus(msgspec.Struct, frozen=True):
     )  # least advanced build: rows read, graph, files written
 
     @classmethod
-    def read(cls, table: WorkerTable) -> "LiveCollectionsStatus | None":
+    def read(cls, table: WorkerTable) -> "CollectionsStatus | None":
         """Read the frontend's table. Returns None if nothing has been written since it started."""
-        rows, graph, written = map(table.value, FrontendMetrics.LIVE_BUILT.values())
+        rows, graph, written = map(table.value, FrontendMetrics.COLLECTION_BUILT.values())
         documents, segments, growing, tombstones, log_bytes, building = (
-            int(table.value(gauge)) for gauge in _LIVE_GAUGES
+            int(table.value(gauge)) for gauge in _COLLECTION_GAUGES
         )
         built = rows, graph, written
         return cls(documents, segments, growing, tombstones, log_bytes, building, built) if log_bytes else None
@@ -83,7 +83,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     workers: tuple[WorkerStatus, ...]
     spares: tuple[WorkerStatus, ...] = ()
     draining: bool = False  # requested by an operator
-    written: LiveCollectionsStatus | None = None  # None until something is written
+    written: CollectionsStatus | None = None  # None until something is written
 
     @property
     def ready(self) -> bool:

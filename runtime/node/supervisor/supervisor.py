@@ -25,7 +25,7 @@ from runtime.node.placement.gpus import Gpus
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.node.startup import StartupTimer, process_age_s
-from runtime.node.supervisor.admin import AdminServer, LiveCollectionsStatus, NodeStatus, WorkerStatus
+from runtime.node.supervisor.admin import AdminServer, CollectionsStatus, NodeStatus, WorkerStatus
 from runtime.node.supervisor.backoff import Backoff
 from runtime.node.supervisor.lifecycle import Lifecycle
 from runtime.node.supervisor.listen import listen
@@ -343,7 +343,7 @@ class Supervisor:
             workers=tuple(_worker_status(worker, now_s) for worker in self.workers),
             spares=tuple(_worker_status(spare, now_s) for spare in self._standbys.spares),
             draining=self._frontend.knob("draining") == 1,
-            written=LiveCollectionsStatus.read(self._frontend),
+            written=CollectionsStatus.read(self._frontend),
         )
 
     def metrics_text(self) -> str:

@@ -27,7 +27,7 @@ RETRY_S = 10.0
 MAX_SEGMENTS_PER_SHARD = 32
 """More than arise while merges keep up. At this limit sealing waits for a merge, since search engines have room
 only for this many indexes of a shard."""
-_log = logging.getLogger("live")
+_log = logging.getLogger(__name__)
 
 
 def pick_merge(segments: Sequence[Segment], seal_rows: int) -> list[int]:
@@ -104,7 +104,7 @@ class Maintenance:
     def __init__(
         self, seal: Callable[[BuildSegment], bool], merge: Callable[[BuildSegment], bool], start: bool
     ) -> None:
-        self._builders = [BuildThread(seal, "live-seal"), BuildThread(merge, "live-merge")]
+        self._builders = [BuildThread(seal, "collection-seal"), BuildThread(merge, "collection-merge")]
         if start:
             for builder in self._builders:
                 builder.start()

@@ -55,7 +55,7 @@ from runtime.retrieval.neighbors import Neighbors
 SEAL_ROWS = 4096  # growing rows that become a segment: comparing this many takes as long as one or two graph walks
 MAX_BATCH_BYTES = 64 << 20  # of an encoded batch; a log record holds up to two, within `log.MAX_PAYLOAD`
 _MAX_GROWING = 16  # times the sealing threshold: beyond that, upserts are rejected until segments are sealed
-_log = logging.getLogger("live")
+_log = logging.getLogger(__name__)
 
 
 class CollectionWriter:

@@ -202,7 +202,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         asyncio.create_task(_heartbeat(worker, engine, server, readiness, search, answers)),
     ]
     if writes is not None:
-        loops.append(asyncio.create_task(_report_live_collections(worker.table, writes)))
+        loops.append(asyncio.create_task(_report_collections(worker.table, writes)))
     if stores is not None:
         loops.append(asyncio.create_task(stores.run()))
     if search is not None:
@@ -286,25 +286,27 @@ def _open_answer_cache(worker: Worker, client: AsyncSearchClient) -> AnswerCache
     return AnswerCache(AnswerStore(worker.plan.answers, embedder.dim, limits, count), embedder, client)
 
 
-def report_live_collections(table: WorkerTable, writers: Mapping[str, WriterState]) -> None:
+def report_collections(table: WorkerTable, writers: Mapping[str, WriterState]) -> None:
     """Set the metrics of collections: sums over those open for writing."""
     states = list(writers.values())
     builds = [state.build for state in states if state.build is not None]
-    table.set(FrontendMetrics.LIVE_DOCUMENTS, sum(state.documents for state in states))
-    table.set(FrontendMetrics.LIVE_SEGMENTS, sum(state.segments for state in states))
-    table.set(FrontendMetrics.LIVE_GROWING, sum(state.growing for state in states))
-    table.set(FrontendMetrics.LIVE_TOMBSTONES, sum(state.tombstones for state in states))
-    table.set(FrontendMetrics.LIVE_LOG_BYTES, sum(state.log_bytes for state in states))
-    table.set(FrontendMetrics.LIVE_BUILDING, len(builds))
-    for gauge, done in zip(FrontendMetrics.LIVE_BUILT.values(), min(builds, default=(0.0, 0.0, 0.0)), strict=True):
+    table.set(FrontendMetrics.COLLECTION_DOCUMENTS, sum(state.documents for state in states))
+    table.set(FrontendMetrics.COLLECTION_SEGMENTS, sum(state.segments for state in states))
+    table.set(FrontendMetrics.COLLECTION_GROWING, sum(state.growing for state in states))
+    table.set(FrontendMetrics.COLLECTION_TOMBSTONES, sum(state.tombstones for state in states))
+    table.set(FrontendMetrics.COLLECTION_LOG_BYTES, sum(state.log_bytes for state in states))
+    table.set(FrontendMetrics.COLLECTION_BUILDING, len(builds))
+    for gauge, done in zip(
+        FrontendMetrics.COLLECTION_BUILT.values(), min(builds, default=(0.0, 0.0, 0.0)), strict=True
+    ):
         table.set(gauge, done)
-    table.total(FrontendMetrics.LIVE_SEALED, sum(state.sealed for state in states))
-    table.total(FrontendMetrics.LIVE_MERGED, sum(state.merged for state in states))
+    table.total(FrontendMetrics.COLLECTION_SEALED, sum(state.sealed for state in states))
+    table.total(FrontendMetrics.COLLECTION_MERGED, sum(state.merged for state in states))
 
 
-async def _report_live_collections(table: WorkerTable, writes: WriterService) -> None:
+async def _report_collections(table: WorkerTable, writes: WriterService) -> None:
     while True:
-        report_live_collections(table, await writes.states())
+        report_collections(table, await writes.states())
         await asyncio.sleep(_REPORT_S)
 
 

@@ -20,7 +20,7 @@ from runtime.retrieval.collections.segment_build import BuildJob, build
 from runtime.retrieval.collections.segment_files import segment_path
 from runtime.retrieval.collections.state import replay
 from runtime.retrieval.collections.writer import CollectionWriter
-from tests.live.small_collections import contents, documents, maintain, new_writer, open_writer
+from tests.collections.small_collections import contents, documents, maintain, new_writer, open_writer
 from tests.process_context import FORKSERVER
 
 ROWS = 60

@@ -1,6 +1,6 @@
 """A writer process to be killed: prints each write before and after it is made.
 
-python -m tests.live.writer_process DIR SEED
+python -m tests.collections.writer_process DIR SEED
 """
 
 import random
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from runtime.retrieval.collections.writer import CollectionWriter
-from tests.live.small_collections import document
+from tests.collections.small_collections import document
 
 
 def main(directory: Path, seed: int) -> None:

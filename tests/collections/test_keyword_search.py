@@ -1,4 +1,4 @@
-"""Keyword search of a live collection under writes, deletes, sealing and merging."""
+"""Keyword search of a collection under writes, deletes, sealing and merging."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from runtime.retrieval.collections.replaced_rows import ReplacedRows
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.testing.waiting import until
-from tests.live.small_collections import new_writer, vector_of
+from tests.collections.small_collections import new_writer, vector_of
 
 LATER_NS = 1 << 62
 

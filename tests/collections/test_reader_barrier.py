@@ -10,7 +10,7 @@ import pytest
 from runtime.errors import Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collections.reader_barrier import VISIBLE_S, WAIT_S, ReaderBarrier, ReaderPosition
-from tests.live.small_collections import contents, documents, new_writer
+from tests.collections.small_collections import contents, documents, new_writer
 
 _SERVES = """
 import sys

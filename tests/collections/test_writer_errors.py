@@ -1,4 +1,4 @@
-"""Errors of a live collection's writer: locks, full disks, invalid documents, overload, killed builds."""
+"""Errors of a collection's writer: locks, full disks, invalid documents, overload, killed builds."""
 
 import errno
 import fcntl
@@ -29,7 +29,7 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.disk import LOCK, Disk, acquire_lock
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.validation import UpsertDocument
-from tests.live.small_collections import (
+from tests.collections.small_collections import (
     DIM,
     contents,
     document,

@@ -1,4 +1,4 @@
-"""State machine: a live collection equals a dictionary with brute-force search under random operations."""
+"""State machine: a collection equals a dictionary with brute-force search under random operations."""
 
 import itertools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment_build import BuildJob
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
-from tests.live.small_collections import DIM, contents, document, maintain, new_writer, open_writer, vector_of
+from tests.collections.small_collections import DIM, contents, document, maintain, new_writer, open_writer, vector_of
 
 _NAMES = some.sampled_from([str(number) for number in range(30)])
 _COLOURS = some.sampled_from(["red", "green"])

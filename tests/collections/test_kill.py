@@ -12,7 +12,7 @@ import pytest
 from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.reader import CollectionReader
-from tests.live.small_collections import DIM, contents, document, open_writer
+from tests.collections.small_collections import DIM, contents, document, open_writer
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_killed_writer_loses_no_acknowledged_write_and_revives_no_deleted_docu
 
 def _run_and_kill(directory: Path, seed: int, writes: int, chance: random.Random) -> list[str]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.live.writer_process", str(directory), str(seed)],
+        [sys.executable, "-m", "tests.collections.writer_process", str(directory), str(seed)],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -8,7 +8,7 @@ import pytest
 
 from runtime.errors import CollectionError
 from runtime.retrieval.collections.reader import CollectionReader
-from tests.live.small_collections import contents, documents, maintain, new_writer, open_writer
+from tests.collections.small_collections import contents, documents, maintain, new_writer, open_writer
 
 
 def _another(directory: Path) -> None:

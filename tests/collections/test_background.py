@@ -23,7 +23,7 @@ from runtime.retrieval.collections.segment_build import BuildJob, build, progres
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.testing.background import Background
 from runtime.testing.waiting import until
-from tests.live.small_collections import contents, document, documents, maintain, new_writer, open_writer
+from tests.collections.small_collections import contents, document, documents, maintain, new_writer, open_writer
 
 
 def test_a_background_process_seals_and_merges(tmp_path: Path) -> None:

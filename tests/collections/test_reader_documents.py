@@ -15,7 +15,7 @@ from runtime.retrieval.collections.operations import Upsert, decode, encode
 from runtime.retrieval.collections.reader import CollectionDocuments, CollectionReader
 from runtime.retrieval.collections.replaced_rows import KEPT_S, ReplacedRows
 from runtime.retrieval.collections.writer import CollectionWriter
-from tests.live.small_collections import DIM, contents, document, documents, new_writer
+from tests.collections.small_collections import DIM, contents, document, documents, new_writer
 
 
 def test_documents_of_segments_sealed_since_the_last_poll_are_found(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import select
 from pathlib import Path
 
 from runtime.retrieval.collections.log_watch import LogWatch
-from tests.live.small_collections import documents, new_writer
+from tests.collections.small_collections import documents, new_writer
 
 
 def readable(watch: LogWatch) -> bool:

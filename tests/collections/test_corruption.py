@@ -1,4 +1,4 @@
-"""Torn and corrupt files of a live collection: truncated, reported, or an error."""
+"""Torn and corrupt files of a collection: truncated, reported, or an error."""
 
 import random
 import shutil
@@ -14,7 +14,7 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.log import HEADER, RECORD, header_of, log_path
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.validation import UpsertDocument
-from tests.live.small_collections import contents, document, documents, new_writer, open_writer, vector_of
+from tests.collections.small_collections import contents, document, documents, new_writer, open_writer, vector_of
 
 
 def _records(path: Path) -> list[int]:

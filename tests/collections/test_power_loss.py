@@ -8,8 +8,8 @@ import pytest
 from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.writer import CollectionWriter
-from tests.live.lossy_disk import LossyDisk
-from tests.live.small_collections import DIM, contents, document, maintain, open_writer
+from tests.collections.lossy_disk import LossyDisk
+from tests.collections.small_collections import DIM, contents, document, maintain, open_writer
 
 
 @pytest.mark.parametrize("seed", range(12))

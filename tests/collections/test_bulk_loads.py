@@ -20,7 +20,7 @@ from runtime.retrieval.collections.manifest import read_description
 from runtime.retrieval.collections.reader import CollectionDocuments, CollectionReader
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
-from tests.live.small_collections import contents, open_writer, vector_of
+from tests.collections.small_collections import contents, open_writer, vector_of
 
 DIM = 16
 ROWS = 20
@@ -104,7 +104,7 @@ _WRITER = """
 import os, signal, sys
 from pathlib import Path
 from runtime.retrieval.collections.writer import CollectionWriter
-from tests.live.test_bulk_loads import given
+from tests.collections.test_bulk_loads import given
 writer = CollectionWriter(Path(sys.argv[1]))
 writer.upsert([given("new", 100)])
 print("acknowledged", flush=True)
