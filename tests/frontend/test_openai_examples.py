@@ -1,7 +1,7 @@
 """OpenAI's published examples of file search: their calls, in their order and with their parameters.
 
-The cookbook "Using file search tool in the Responses API", the guides "File search" and "Retrieval", and examples of the
-Python client. Only the address and the model differ.
+The cookbook "Using file search tool in the Responses API", the guides "File search" and "Retrieval", and examples of
+the Python client. Only the address and the model differ.
 """
 
 import io

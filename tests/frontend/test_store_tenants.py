@@ -77,6 +77,9 @@ def test_a_tenant_sees_nothing_of_another(clients: Clients) -> None:
         lambda: blue.vector_stores.file_batches.retrieve(batch, vector_store_id=store),
         lambda: blue.vector_stores.file_batches.cancel(batch, vector_store_id=store),
         lambda: blue.vector_stores.file_batches.list_files(batch, vector_store_id=store),
+        lambda: blue.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "x"}], extra_body={"retrieval": {"collection": store}}
+        ),
         lambda: blue.vector_stores.list(after=store),
         lambda: blue.files.list(after=file),
     ]

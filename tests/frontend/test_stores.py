@@ -175,3 +175,27 @@ def test_a_file_without_an_attribute_passes_only_filters_that_exclude_values(cli
     assert found(with_years, "in", [2024, "old"]) == {"0.md", "1.md"}
     assert found(with_years, "nin", [2024, True]) == {"1.md"}
     assert found(with_years, "ne", "new") == {"0.md", "1.md", "2.md"}
+
+
+def test_a_chat_retrieves_from_a_store_with_its_files_and_attributes(client: openai.OpenAI) -> None:
+    store, other = client.vector_stores.create().id, client.vector_stores.create(file_ids=[upload(client)]).id
+    file = upload(client)
+    client.vector_stores.files.create(store, file_id=file, attributes={"year": 2024, "team": "hr"})
+    client.vector_stores.files.create(store, file_id=upload(client, "old.md"), attributes={"year": 2020})
+    for one in (store, other):
+        wait_indexed(client, one)
+    retrieval = {"collection": store, "filter": {"type": "gt", "key": "year", "value": 2023}}
+    for stream in (False, True):
+        chat: Any = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "leave say=1"}], stream=stream,
+            extra_body={"retrieval": retrieval},
+        )  # fmt: skip
+        found = (next(iter(chat)) if stream else chat).retrieval
+        assert found["collection"] == store
+        assert {one["file_id"] for one in found["passages"]} == {file}
+        assert found["passages"][0]["attributes"] == {"year": 2024, "team": "hr"}
+    with pytest.raises(openai.NotFoundError, match="no vector store has the id"):
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "leave"}],
+            extra_body={"retrieval": {"collection": "vs_none"}},
+        )  # fmt: skip

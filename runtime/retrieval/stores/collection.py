@@ -81,6 +81,11 @@ def stored_attributes(store: str, file: str, columns: Columns, attributes: Mappi
     return {STORE: store, FILE: file} | values
 
 
+def attributes_of(columns: Columns, stored: Mapping[str, object]) -> dict[str, object]:
+    """Return a file's attributes from those of its passages in the collection."""
+    return {key.partition(":")[2]: stored[column] for key, column in columns.items() if column in stored}
+
+
 def store_filter(stores: Mapping[str, Columns], wanted: Filter | None = None) -> Filter:
     """Return the filter for the passages of these stores that pass `wanted`, a filter of their files' attributes.
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,13 +18,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
-from runtime.errors import InvalidRequest, TrinityError, Unavailable, UnknownCollection, UnknownModel
+from runtime.errors import InvalidRequest, TrinityError, Unavailable, UnknownModel
 from runtime.retrieval.passages import PartialPassages
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.serving.frontend.answer_cache import CacheHit, CacheKey
 from runtime.serving.frontend.requests import ClientDisconnected
-from runtime.serving.http.access import Access, access_of
+from runtime.serving.http.access import access_of
 from runtime.serving.http.api_types import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerateBody, RetrievalBody
 from runtime.serving.http.middleware import (
     REQUEST_ID_HEADER,
@@ -70,6 +69,7 @@ from runtime.serving.http.routes.responses import ResponsesRoutes
 from runtime.serving.http.routes.tokenize import TokenizeRoute
 from runtime.serving.http.routes.vector_store_files import StoreFileRoutes
 from runtime.serving.http.routes.vector_stores import StoreRoutes
+from runtime.serving.http.searched import authorized, searched_collection
 from runtime.serving.http.service import Searches, Service, Settings, missing_roles
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 
@@ -154,7 +154,7 @@ class _Routes:
         body, sent = await self._read_for_engine(http, ChatBody, PassthroughChat)
         turns = body.to_messages()
         check_bytes(sum(len(turn.content.encode()) for turn in turns), self._settings.max_prompt_bytes, "messages")
-        response = ChatResponse(**self._response_options(http, body))
+        response = ChatResponse(**await self._response_options(http, body))
         return await self._generate(http, body, response, self._settings.default_max_tokens, messages=turns, sent=sent)
 
     async def complete(self, http: Request) -> Response:
@@ -162,20 +162,25 @@ class _Routes:
         prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
         if isinstance(prompt, str):
             check_bytes(len(prompt.encode()), self._settings.max_prompt_bytes, "prompt")
-        response = CompletionResponse(**self._response_options(http, body))
+        response = CompletionResponse(**await self._response_options(http, body))
         return await self._generate(http, body, response, COMPLETION_TOKENS, prompt=prompt, sent=sent)
 
-    def _response_options(self, http: Request, body: GenerateBody) -> dict[str, Any]:
+    async def _response_options(self, http: Request, body: GenerateBody) -> dict[str, Any]:
         self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
+        retrieval = body.to_retrieval(self._settings.prompts, self._settings.probes)
+        retrieval, store = (
+            (None, None)
+            if retrieval is None
+            else await authorized(retrieval, http, self._service.stores, self._settings)
+        )
         return {
             "id": request_id(http),
             "model": self._settings.model,
             "created": int(time.time()),
-            "retrieval": self._authorized_retrieval(
-                body.to_retrieval(self._settings.prompts, self._settings.probes), access_of(http)
-            ),
+            "retrieval": retrieval,
+            "store": store,
             "include_usage": body.stream_options is not None and bool(body.stream_options.include_usage),
             "continuous_usage": body.stream_options is not None and bool(body.stream_options.continuous_usage_stats),
             "return_token_ids": body.return_token_ids,
@@ -262,7 +267,7 @@ class _Routes:
         body = await self._read(http, RetrievalBody)
         if (body.query is None) == (body.vector is None):
             raise InvalidRequest("set either query (text) or vector", "query")
-        collection = self._collection(body, access_of(http))
+        collection = searched_collection(body.collection or "", body.k, access_of(http), self._settings)
         if body.query is not None:
             check_bytes(len(body.query.encode()), self._settings.max_prompt_bytes, "query")
         dim = self._settings.collections[collection]
@@ -348,31 +353,6 @@ class _Routes:
         if not served or model != served:
             served = repr(served) if served else "none"
             raise UnknownModel(f"model {model[:128]!r} is not served; served: {served}", "model")
-
-    def _authorized_retrieval(self, retrieval: Retrieval | None, access: Access) -> Retrieval | None:
-        if retrieval is None:
-            return None
-        collection = self._collection(retrieval, access, "retrieval.")
-        limit = self._settings.probes.passage_tokens
-        if retrieval.probe_tokens > limit:
-            raise InvalidRequest(
-                f"probe_tokens is {retrieval.probe_tokens}, the limit is {limit}", "retrieval.probe_tokens"
-            )
-        wanted = access.restrict_bytes(collection, retrieval.filter)
-        return replace(retrieval, collection=collection, filter=wanted, flow=access.flow)
-
-    def _collection(self, retrieval: Retrieval | RetrievalBody, access: Access, prefix: str = "") -> str:
-        """Return the collection: the named one, or the only one that the key may access. Raises Forbidden."""
-        names = access.visible(known := self._settings.collections)
-        if not known:
-            raise UnknownCollection("this node has no collections", f"{prefix}collection")
-        if not retrieval.collection and len(names) != 1:
-            loaded = ", ".join(names) or "none"
-            raise InvalidRequest(f"{prefix}collection is missing; loaded: {loaded}", f"{prefix}collection")
-        collection = access.resolve(retrieval.collection or names[0], known, f"{prefix}collection")
-        if retrieval.k > self._settings.max_k:
-            raise InvalidRequest(f"k is {retrieval.k}, the limit is {self._settings.max_k}", f"{prefix}k")
-        return collection
 
     def _model_json(self) -> Json:
         model = {"id": self._settings.model, "object": "model", "created": self._created, "owned_by": "trinity"}

@@ -11,15 +11,19 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from runtime.errors import InternalError, ResponseTooLarge, TrinityError
 from runtime.retrieval.passages import MAX_PASSAGES_BYTES, Passage
+from runtime.retrieval.stores.collection import FILE, attributes_of
+from runtime.retrieval.stores.records import Store
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.requests import Piece, Relayed, Request
 from runtime.serving.messages import Retrieval, Retrieved, Tokens
@@ -68,6 +72,12 @@ def passage_json(passage: Passage) -> Json:
     return found | {"attributes": passage.attributes} if passage.attributes else found
 
 
+def _store_passage_json(store: Store, passage: Passage) -> Json:
+    """Return a passage of a client's store, with its file and the file's attributes."""
+    attributes = attributes_of(store.columns, passage.attributes)
+    return passage_json(replace(passage, attributes=attributes)) | {"file_id": passage.attributes.get(FILE)}
+
+
 @dataclass(slots=True)
 class GenerationResponse:
     """Builder of one response. `add` every piece, in order; then `body`, or `opening` and `chunk` for a stream.
@@ -82,6 +92,7 @@ class GenerationResponse:
     model: str
     created: int
     retrieval: Retrieval | None = None
+    store: Store | None = None  # of a client, that the passages are from
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
@@ -209,10 +220,11 @@ class GenerationResponse:
 
     def _passages(self, retrieval: Retrieval, searches: Iterable[Retrieved]) -> Json:
         searches = list(searches)
+        to_json = passage_json if self.store is None else partial(_store_passage_json, self.store)
         passages = [
-            passage_json(passage) | {"at_token": search.at_token} for search in searches for passage in search.passages
+            to_json(passage) | {"at_token": search.at_token} for search in searches for passage in search.passages
         ]
-        found: Json = {"collection": retrieval.collection, "passages": passages}
+        found: Json = {"collection": self.store.id if self.store else retrieval.collection, "passages": passages}
         return found | {"partial": True} if any(search.partial for search in searches) else found
 
     def _object(self, name: str, choice: Json) -> Json:

@@ -1,0 +1,59 @@
+"""What a request may search: the collection that it names, or a client's vector store, within the rights of its key."""
+
+from msgspec.structs import replace
+from starlette.requests import Request
+
+from runtime.errors import InvalidRequest, UnknownCollection
+from runtime.node.stores_config import STORES
+from runtime.retrieval.attributes.filters import decode_filter, filter_bytes
+from runtime.retrieval.stores.records import Store
+from runtime.retrieval.stores.service import Stores
+from runtime.serving.http.access import Access, access_of
+from runtime.serving.http.routes.files import tenant_of
+from runtime.serving.http.routes.store_objects import STORE_PREFIX
+from runtime.serving.http.service import Settings
+from runtime.serving.messages import Retrieval
+
+
+async def authorized(
+    retrieval: Retrieval, http: Request, stores: Stores | None, settings: Settings
+) -> tuple[Retrieval, Store | None]:
+    """Return the retrieval restricted to what the key may find, and the client's store that it searches, if it is one.
+
+    Raises InvalidRequest, `UnknownCollection`, `UnknownObject` and Forbidden.
+    """
+    access, limit = access_of(http), settings.probes.passage_tokens
+    if retrieval.probe_tokens > limit:
+        raise InvalidRequest(
+            f"probe_tokens is {retrieval.probe_tokens}, the limit is {limit}", "retrieval.probe_tokens"
+        )
+    if stores is not None and retrieval.collection.startswith(STORE_PREFIX):
+        _check_k(retrieval.k, settings, "retrieval.")
+        wanted = decode_filter(retrieval.filter) if retrieval.filter else None
+        found = filter_bytes(await stores.filter([retrieval.collection], tenant_of(http), wanted))
+        store = await stores.store(retrieval.collection, tenant_of(http))
+        return replace(retrieval, collection=STORES, filter=found, flow=access.flow), store
+    collection = searched_collection(retrieval.collection, retrieval.k, access, settings, "retrieval.")
+    restricted = access.restrict_bytes(collection, retrieval.filter)
+    return replace(retrieval, collection=collection, filter=restricted, flow=access.flow), None
+
+
+def searched_collection(name: str, k: int, access: Access, settings: Settings, prefix: str = "") -> str:
+    """Return the named collection, or the only one that the key may access.
+
+    Raises InvalidRequest, also for too large a `k`, `UnknownCollection` and Forbidden.
+    """
+    names = access.visible(known := settings.collections)
+    if not known:
+        raise UnknownCollection("this node has no collections", f"{prefix}collection")
+    if not name and len(names) != 1:
+        loaded = ", ".join(names) or "none"
+        raise InvalidRequest(f"{prefix}collection is missing; loaded: {loaded}", f"{prefix}collection")
+    found = access.resolve(name or names[0], known, f"{prefix}collection")
+    _check_k(k, settings, prefix)
+    return found
+
+
+def _check_k(k: int, settings: Settings, prefix: str) -> None:
+    if k > settings.max_k:
+        raise InvalidRequest(f"k is {k}, the limit is {settings.max_k}", f"{prefix}k")
