@@ -235,7 +235,7 @@ class FakeServer:
                 send(index, "", [], finish)
         if self.behaviour.usage and (body.get("stream_options") or {}).get("include_usage"):
             made = sum(len(tokens) for tokens, _ in answers)
-            usage = {"prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made}
+            usage: Json = {"prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made}
             if self.behaviour.cached_tokens is not None:
                 usage |= {"prompt_tokens_details": {"cached_tokens": self.behaviour.cached_tokens}}
             chunks.append({"choices": [], "usage": usage})

@@ -110,8 +110,10 @@ def test_the_file_search_guides_file_is_found_with_fewer_results_with_results_an
         (file.id, FACTS["Deep research"])
     ]
     filters = {"type": "in", "key": "category", "value": ["blog", "announcement"]}
-    for attributes, names in (({}, []), ({"category": "blog"}, [name])):
-        client.vector_stores.files.update(file.id, vector_store_id=store.id, attributes=attributes)
+    unset: Any = client.responses.create(model=MODEL, input=CITING, tools=[tool | {"filters": filters}])
+    assert unset.output[1].content[0].annotations == []
+    for category, names in (("news", []), ("blog", [name])):
+        client.vector_stores.files.update(file.id, vector_store_id=store.id, attributes={"category": category})
         wait_indexed(client, store.id)
         filtered: Any = client.responses.create(model=MODEL, input=CITING, tools=[tool | {"filters": filters}])
         assert [one.filename for one in filtered.output[1].content[0].annotations] == names
