@@ -145,7 +145,8 @@ def closed_loop(port: int, requests: Iterator[bytes], connections: int, seconds:
             one.transport.abort()
         return loop.load
 
-    return uvloop.run(run())
+    load: Load = uvloop.run(run())
+    return load
 
 
 def open_loop(
@@ -165,12 +166,14 @@ def open_loop(
         loop.closing, loop.load.length_s = True, seconds
         if loop.outstanding:
             await asyncio.wait_for(loop.ended, 60)
-        loop.ended.done() or loop.ended.set_result(None)
+        else:
+            loop.ended.set_result(None)
         for one in opened:
             one.transport.abort()
         return loop.load
 
-    return uvloop.run(run())
+    load: Load = uvloop.run(run())
+    return load
 
 
 def http_requests(path: str, bodies: Sequence[bytes]) -> list[bytes]:

@@ -199,12 +199,12 @@ class _Lane:
         """Raise `Overloaded` if too many wait, or if the texts could not be embedded by their deadline."""
         if len(self._open) >= self._limit and sum(one.begin_ns < 0 for one in self._open) >= self._limit:
             raise Overloaded(f"{self._limit} requests wait for embedding, the limit; try again later")
-        if deadline_ns:
+        if deadline_ns > now:  # else it ends as late when its turn comes
             wait_ns = self.queue.wait_ns(flow, part, sum(map(size_of, texts)), self._count)
             if now + wait_ns > deadline_ns:
                 raise Overloaded(
                     f"{len(self.queue)} texts wait for embedding, so this one would take about {wait_ns / 1e9:.2g} s, "
-                    f"and its request has {max(deadline_ns - now, 0) / 1e9:.2g} s left; try again later"
+                    f"and its request has {(deadline_ns - now) / 1e9:.2g} s left; try again later"
                 )
 
     def add(self, texts: Texts) -> None:
