@@ -6,23 +6,17 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu import SearchParams
 from ipc import Stage
 from runtime.node.config import NodeConfig, parse_config
-from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.worker_config import PoolSection
-from runtime.pool.settings import Policy
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.times.service import ServiceTimes
 from tests.pool.scheduler import Entry, Scheduler
 from tests.pool.scheduler_factories import LONG, entry, filled, measured, names, scheduler
 from tests.pool.standalone_pool import Query, QueryOutcome, run_pool
-from tests.pool.virtual_engine import VirtualEngine, VirtualPool
 
 
 def kept(slots: int, reserve: float, **policy: Any) -> Scheduler[int]:
@@ -169,82 +163,3 @@ def test_of_launches_a_kept_reserve_trades_decodes_rate_for_prefills_latency() -
     large, decode = flood_of_launches("cuda:0", 0.6)
     assert large < 2.0
     assert decode > 0.7
-
-
-class Blocks(VirtualEngine):
-    """A resident kernel: queries advance side by side, an extend in max(`fixed`, `each`·active) ns; admission and
-    result take the host's thread `query` ns each. `extend` returns when a query has finished or one arrives."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.extends_made = 0
-        self.remaining: dict[int, float] = {}
-        self.advanced = 0.0
-
-    def running(self) -> list[int]:
-        return [slot for slot in self.remaining if slot not in self.paused]
-
-    def pass_time(self, took_ns: float) -> None:
-        self.clock[0] += int(took_ns)
-        searched = [slot for slot in self.running() if self.remaining[slot] > 0.0]
-        for slot in searched:
-            made = min(self.remaining[slot], took_ns / self.extend_ns(len(searched)))
-            self.remaining[slot] = self.remaining[slot] - made if self.remaining[slot] - made > 1e-6 else 0.0
-            self.advanced += made
-
-    def extend_ns(self, active: int) -> float:
-        return float(max(self.costs[0], self.costs[1] * active))
-
-    def admit(self, query: npt.NDArray[np.float32], params: SearchParams, collection: str) -> int:
-        before = self.now
-        slot = super().admit(query, params, collection)
-        took = self.now - before
-        self.clock[0] = before
-        self.pass_time(took)
-        self.remaining[slot] = float(self.left[slot])
-        return slot
-
-    def extend(self) -> npt.NDArray[np.int32]:
-        self.arrive()
-        active = self.running()
-        nearest = min(self.remaining[slot] for slot in active)
-        if nearest > 0.0:
-            self.pass_time(1 + min(nearest * self.extend_ns(len(active)), self.next_arrival_ns() - self.now))
-            self.arrive()
-        self.extends_made, self.advanced = int(self.advanced // len(active)), self.advanced % len(active)
-        done = [slot for slot in active if self.remaining[slot] == 0.0]
-        for slot in done:
-            del self.remaining[slot]
-        return np.array(done, np.int32)
-
-    def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        self.pass_time(self.costs[2])
-        return super().result(slot)
-
-
-def flood_of_blocks(keep_reserve: bool) -> tuple[float, float, float]:
-    """Return prefill's p99 under decode's flood against alone, decode queries/s meanwhile, and pauses."""
-    capacity, seconds = 1_060_000.0, 0.005
-
-    def run(queries: list[Query]) -> tuple[list[QueryOutcome], float]:
-        policy = Policy(slots=192, queue=4000, keep_reserve=keep_reserve)
-        pool = VirtualPool(queries, policy, fixed=8_000, each=60, query=450, engine=Blocks)
-        try:
-            outcomes = pool.run()
-            return outcomes, pool.table.read(PoolMetrics.PREEMPTIONS)[-1]
-        finally:
-            pool.close()
-
-    prefill = arrivals(0.15 * capacity, seconds, "prefill", 1)
-    both = sorted([*prefill, *arrivals(capacity, seconds, "decode", 2)], key=lambda query: query.at_ns)
-    outcomes, pauses = run(both)
-    ratio = p99(outcomes) / p99(run(prefill)[0])
-    return ratio, served(both, outcomes, seconds * 1e9) / seconds, pauses
-
-
-def test_a_resident_kernel_at_its_knee_serves_prefill_nearly_as_if_alone_and_decode_as_before() -> None:
-    shared, decode_before, _ = flood_of_blocks(keep_reserve=False)
-    kept, decode, _ = flood_of_blocks(keep_reserve=True)
-    assert shared == pytest.approx(1.6, abs=0.1)
-    assert kept == pytest.approx(1.3, abs=0.06)
-    assert decode >= 0.97 * decode_before

@@ -47,7 +47,6 @@ class VirtualEngine:
         self.ended: dict[int, int] = {}
         self.batches: list[list[int]] = []  # the queries of each extend
         self.arrive: Any = None  # called when time has passed
-        self.next_arrival_ns: Any = None  # returns when the next query arrives
 
     @property
     def now(self) -> int:
@@ -99,7 +98,6 @@ class VirtualPool:
         fixed: int,
         each: int,
         query: int = 0,
-        engine: type[VirtualEngine] = VirtualEngine,
     ) -> None:
         self._stack = ExitStack()
         self.queries, self._sent = queries, 0
@@ -109,8 +107,8 @@ class VirtualPool:
             private_endpoint("trinity-test", new_token()), {"docs": 1}, epoch=1, ring_slots=8192
         )
         self._stack.callback(self.server.close)
-        self.engine = engine(queries, fixed, each, query)
-        self.engine.arrive, self.engine.next_arrival_ns = self._arrive, self._next_arrival_ns
+        self.engine = VirtualEngine(queries, fixed, each, query)
+        self.engine.arrive = self._arrive
         called: Any = self.engine  # engine functions called back
         self._callbacks = Callbacks(called, _Collection())
         self.loop = PoolLoop(
@@ -136,9 +134,6 @@ class VirtualPool:
             vector = np.array([self._sent], np.float32)
             self._client.submit(vector, SearchSpec("docs", 1, query.stage, top_m=128, search_width=4))
             self._sent += 1
-
-    def _next_arrival_ns(self) -> int:
-        return self.queries[self._sent].at_ns if self._sent < len(self.queries) else _FOREVER
 
     def run(self) -> list[QueryOutcome]:
         """Run all queries. Return their outcomes in order."""
