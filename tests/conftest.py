@@ -17,7 +17,7 @@ from tests.layers import ORDER, layer_of
 # other tests use.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The time of an example depends on the machine more than on the code; pytest's own timeout ends hangs.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("any machine", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 

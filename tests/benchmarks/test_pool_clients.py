@@ -74,8 +74,8 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> Offered:
     return offer
 
 
-def load(rate: float, seed: int, **changes: Any) -> Load:
-    return Load("decode", 1.0, ((0.5, 10, 64, 4), (0.5, 100, 512, 4)), rate=rate, seed=seed, **changes)
+def load(rate: float, seed: int, seconds: float = 1.0, **changes: Any) -> Load:
+    return Load("decode", seconds, ((0.5, 10, 64, 4), (0.5, 100, 512, 4)), rate=rate, seed=seed, **changes)
 
 
 def test_loads_of_one_process_are_submitted_on_schedule_and_not_in_bursts(offered: Offered) -> None:
@@ -90,6 +90,6 @@ def test_loads_of_one_process_are_submitted_on_schedule_and_not_in_bursts(offere
 
 
 def test_a_window_is_kept_full(offered: Offered) -> None:
-    (pool,), _ = offered(load(0, 1, window=7))
+    (pool,), _ = offered(load(0, 1, seconds=0.1, window=7))
     per_look = np.diff(np.flatnonzero(np.diff([0, *(at for at, _ in pool.submitted)])))
     assert set(per_look.tolist()) == {7}

@@ -373,7 +373,7 @@ FIELDS = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *Retrieva
     st.sampled_from([(ChatBody, CHAT), (CompletionBody, COMPLETION), (RetrievalBody, SEARCH)]),
     st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), JSON, min_size=1, max_size=3),
 )
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_any_json_is_parsed_or_refused(kind: tuple[Any, dict[str, Any]], change: dict[str, Any]) -> None:
     model, body = kind
     with contextlib.suppress(InvalidRequest):

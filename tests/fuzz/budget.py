@@ -2,7 +2,7 @@
 
 from hypothesis import HealthCheck, settings
 
-USUAL = 100
+USUAL = 60
 examples = USUAL
 """Set by the option before the tests are imported."""
 
