@@ -31,9 +31,9 @@ from tests.pool.live_harness import DIM, SEALED, LiveHarness, Served, tenant_fil
 from tests.pool.test_process import ask, collect
 
 
-@pytest.fixture(params=[1, 8, "resident"])
+@pytest.fixture(params=[8, "resident"])
 def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaEngine]]:
-    """Open pools' engines with one extend per launch, up to eight, or the resident kernel."""
+    """Open pools' engines with up to eight extends per launch, or the resident kernel."""
     drivers: list[EmulatedDriver] = []
     engines: list[CudaEngine] = []
 

@@ -84,11 +84,11 @@ def in_place(client: RingClient, vector: Vectors) -> int:
     return client.submit(DeviceSpan(vector.ctypes.data, vector.nbytes), SPEC)
 
 
-@pytest.fixture(params=[1, 8, "resident"])
+@pytest.fixture(params=[8, "resident"])
 def memories(
     request: pytest.FixtureRequest, new_driver: NewDriver, monkeypatch: pytest.MonkeyPatch
 ) -> list[EmulatedMemory]:
-    """Pools search on an emulated device, in every form, and have an arena in its memory."""
+    """Pools search on an emulated device, by launches or the resident kernel, and have an arena in its memory."""
     driver, made = new_driver(), list[EmulatedMemory]()
 
     def open_engine(device: str, collections: Any, *, resident: bool, **limits: Any) -> CudaEngine:
