@@ -185,16 +185,16 @@ def test_the_converted_model_generates_the_tokens_of_transformers(converted: Pat
 
     model = LanguageModel.load(smollm.NAME, blocks=12, block_tokens=32, context_tokens=128)
     reference = Reference(converted)
-    questions = ["What is the capital of France?", "Count to five.", "Name a colour."]
+    questions = ["What is the capital of France?", "Count to five."]
     prompts = [model.tokenizer.chat([Message("user", question)]) for question in questions]
-    tables = [range(row * 4, row * 4 + 4) for row in range(3)]
+    tables = [range(row * 4, row * 4 + 4) for row in range(2)]
     logits = model.forward([Chunk(table, 0, prompt) for table, prompt in zip(tables, prompts, strict=True)])
     answers = [[int(token)] for token in logits.argmax(-1)]
-    for step in range(11):
-        chunks = [Chunk(tables[row], len(prompts[row]) + step, answers[row][-1:]) for row in (2, 1, 0)]
-        for row, token in zip((2, 1, 0), model.forward(chunks).argmax(-1), strict=True):
+    for step in range(7):
+        chunks = [Chunk(tables[row], len(prompts[row]) + step, answers[row][-1:]) for row in (1, 0)]
+        for row, token in zip((1, 0), model.forward(chunks).argmax(-1), strict=True):
             answers[row].append(int(token))
-    assert answers == [reference.generate(prompt, 12) for prompt in prompts]
+    assert answers == [reference.generate(prompt, 8) for prompt in prompts]
     assert "Paris" in model.tokenizer.decode(answers[0])
 
 
