@@ -43,10 +43,10 @@ def test_every_metric_of_an_alert_is_exported() -> None:
     assert asked - exported_names() == set()
 
 
-@pytest.mark.parametrize("expr", [expr for board in BOARDS.values() for expr in expressions(board)])
-def test_every_expression_is_valid_promql(expr: str) -> None:
-    plain = expr.replace("$__rate_interval", "1m")
-    assert promql_parser.parse(plain)
+@pytest.mark.parametrize("uid", BOARDS)
+def test_every_expression_is_valid_promql(uid: str) -> None:
+    for expr in expressions(BOARDS[uid]):
+        assert promql_parser.parse(expr.replace("$__rate_interval", "1m"))
 
 
 @pytest.mark.parametrize("uid", BOARDS)
@@ -133,7 +133,6 @@ def test_export_to_an_unwritable_directory_is_an_error(tmp_path: Path) -> None:
         export(tmp_path / "file" / "out")
 
 
-@pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert.name)
-def test_every_alert_has_its_section_in_the_runbook(alert: Any) -> None:
+def test_every_alert_has_its_section_in_the_runbook() -> None:
     sections = re.findall(r"^## (\w+)$", (ROOT / "docs/runbook.md").read_text(), re.MULTILINE)
-    assert sections.count(alert.name) == 1
+    assert {alert.name: sections.count(alert.name) for alert in alerts()} == {alert.name: 1 for alert in alerts()}
