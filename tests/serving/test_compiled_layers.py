@@ -15,9 +15,6 @@ from tests.cuda.emulation import require_compiler
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from torch import _dynamo as dynamo  # noqa: E402
-from torch._dynamo.utils import counters  # noqa: E402
-from torch._inductor import metrics  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from runtime.serving.network import decoder  # noqa: E402
@@ -74,17 +71,21 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.fixture
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler() -> Iterator[Any]:
+    """Return torch's compiler without programs. Only a process that needs it imports it, for 2 s."""
+    from torch import _dynamo as dynamo
+
     dynamo.reset()
-    counters.clear()
-    yield
+    dynamo.utils.counters.clear()
+    yield dynamo
     dynamo.reset()
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_three_programs_serve_all_layers_and_sizes_with_transformers_tokens(
-    tmp_path: Path,
+    tmp_path: Path, fresh_compiler: Any
 ) -> None:
+    from torch._inductor import metrics
+
     directory = make_tiny_llama(tmp_path / "model", layers=6)
     (network, cache), random = loaded(directory), np.random.default_rng(4)
     with Operations() as eager, torch.inference_mode():
@@ -93,7 +94,7 @@ def test_three_programs_serve_all_layers_and_sizes_with_transformers_tokens(
     assert network.compile(cache)
     assert not cache.kv.any()
     answers = greedy(network, cache, 12)
-    assert counters["stats"]["unique_graphs"] == 3
+    assert fresh_compiler.utils.counters["stats"]["unique_graphs"] == 3
     fused = metrics.generated_kernel_count
     assert eager.count >= 40 * 6, "operations a layer"
     assert 3 <= fused <= 40, "kernels of all three programs, most of them in loops of one"
