@@ -153,7 +153,7 @@ def test_a_reload_to_a_larger_dimension_happens_between_two_extends(tmp_path: Pa
         assert readers.some() == {2}
 
 
-@pytest.mark.parametrize(("shards", "workers", "seed"), [(1, 2, 1), (1, 2, 2), (2, 2, 3), (2, 4, 4)])
+@pytest.mark.parametrize(("shards", "workers", "seed"), [(1, 2, 1), (2, 4, 4)])
 def test_no_answer_mixes_builds_under_rebuilds_reloads_and_kills(
     shards: int, workers: int, seed: int, tmp_path: Path, make_pool: MakePool
 ) -> None:
@@ -163,7 +163,7 @@ def test_no_answer_mixes_builds_under_rebuilds_reloads_and_kills(
     pools = [make_pool(plan, f"pool-{number}").start() for number in range(workers)]
     epochs, reloads = [1] * workers, 0
     with reading(plan) as readers:
-        for _ in range(25):
+        for _ in range(18):
             match chance.choice(("build", "reload", "reload", "kill", "read")):
                 case "build":
                     generation += 1

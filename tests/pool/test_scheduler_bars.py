@@ -86,8 +86,7 @@ def capacity(times: ServiceTimes, *, in_batches: bool = False) -> float:
     return len(answers) / answers[-1].end_ns * 1e9
 
 
-@pytest.mark.parametrize("times", [CPU, SLOWER_CALLS], ids=["cpu", "slower-calls"])
-@pytest.mark.parametrize("load", [0.65, 0.8])
+@pytest.mark.parametrize(("times", "load"), [(CPU, 0.8), (SLOWER_CALLS, 0.65)], ids=["cpu", "slower-calls"])
 def test_small_queries_among_large_ones_are_three_times_faster_than_with_static_batches(
     times: ServiceTimes, load: float
 ) -> None:
