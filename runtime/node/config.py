@@ -109,7 +109,6 @@ Disaggregate = Literal["auto", "always", "never"]
 class HandoverSection(Section, frozen=True):
     """Hand-over of KV from prefill to decode.
 
-    - `order`: with "decode_first", decode reserves room for a prompt before prefill computes it.
     - `disaggregate`: which prompts prefill workers compute. "auto": those that a decode worker would not finish as
       soon, in steps that keep `slo.tpot_s`. "never": none; prefill workers only retrieve, and decode workers compute
       the prompts.
@@ -118,7 +117,6 @@ class HandoverSection(Section, frozen=True):
     it, dies, or sends nothing for 30 s (it reports every 5 s while the hand-over waits for room).
     """
 
-    order: Literal["prefill_first", "decode_first"] = "prefill_first"
     disaggregate: Disaggregate = "auto"
 
 

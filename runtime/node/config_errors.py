@@ -68,6 +68,7 @@ _END = r"\Z"
 
 REMOVED = {
     "answer_cache.entries": "the latest 1,000 answers are kept",
+    "handover.order": "prefill computes a prompt before decode reserves room for it",
     "http.max_connections_per_peer": "one client address may have half of http.max_connections",
     "http.vllm_metrics": "/metrics has vLLM's names, too",
     "stores.max_files": "the limit is 100,000 files",

@@ -280,10 +280,8 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
-    """Reserve KV blocks for a prompt that will be offered, until `deadline_ns` at most.
-
-    With `blocks`, as in `Decode`, the prompt is being computed, and the blocks reported as written may be pulled early.
-    """
+    """A prompt that is being computed, until `deadline_ns` at most: of its KV `blocks`, as in `Decode`, those reported
+    as written may be pulled early, into blocks that decode has to spare."""
 
     request_id: str
     frontend_epoch: int

@@ -132,7 +132,7 @@ class Simulation:
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
                 submit, self._offer, self._roles.report, self._end_once,
                 Disaggregation(config.handover.disaggregate, setup.slos.tpot_s, config.decode.chunk_tokens),
-                prompts, self._decode_of, config.handover.order == "decode_first",
+                prompts, self._decode_of,
             )  # fmt: skip
             self.prefills[prefill.name] = prefill
             self.router.add(self._hello("prefill", prefill.name, config.prefill, prompts))

@@ -46,9 +46,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"engine": "vlm", "name": "x"}},
         "model.engine = 'vlm': expected one of 'openai', 'trinity'",
     ),
-    "an order that there is not": (
-        {"handover": {"order": "x"}},
-        "handover.order = 'x': expected one of 'decode_first', 'prefill_first'",
+    "a choice that there is not": (
+        {"handover": {"disaggregate": "x"}},
+        "handover.disaggregate = 'x': expected one of 'always', 'auto', 'never'",
     ),
     "a format that there is not": ({"log": {"format": "xml"}}, "log.format = 'xml': expected one of 'json', 'text'"),
     "a time to verify that there is not": (

@@ -125,14 +125,8 @@ class SteppedWorkers:
         """Handle a worker's message; does nothing by default."""
 
     def offer(self, *request_ids: str, decode: str = "decode-0") -> None:
-        """Step prefill until it has offered the KV of all these requests and `decode` can read the offers. With order
-        "decode_first", decode reserves room for all of them first."""
+        """Step prefill until it has offered the KV of all these requests and `decode` can read the offers."""
         wanted = set(request_ids)
-        if self.plan.config.handover.order == "decode_first":
-            while not wanted <= {job.id for job in self.prefill._announced.values()}:
-                self.prefill.step()
-            while not wanted <= set(self.decodes[decode].handovers._reserved):
-                self.decodes[decode].step()
         while not wanted <= {job.id for job in self.prefill._offered.values()}:
             self.prefill.step()
         assert self.decodes[decode]._sink.socket.poll(_WAIT_MS), "an offer that was sent arrives"

@@ -94,17 +94,9 @@ def test_a_node_can_compute_all_or_no_prompts_in_decode() -> None:
 # ---- the workers
 
 
-@pytest.mark.parametrize(
-    ("disaggregate", "order", "host_mib"),
-    [
-        ("auto", "prefill_first", 0),
-        ("auto", "decode_first", 64),
-        ("never", "prefill_first", 64),
-        ("never", "decode_first", 0),
-    ],
-)
+@pytest.mark.parametrize(("disaggregate", "host_mib"), [("auto", 0), ("auto", 64), ("never", 64), ("never", 0)])
 def test_answers_equal_generate_wherever_prompts_are_computed_and_under_preemption(
-    start: Start, reference: Reference, disaggregate: str, order: str, host_mib: int, tmp_path: Path
+    start: Start, reference: Reference, disaggregate: str, host_mib: int, tmp_path: Path
 ) -> None:
     workers = start(
         node={"run_dir": str(tmp_path)},
@@ -112,7 +104,7 @@ def test_answers_equal_generate_wherever_prompts_are_computed_and_under_preempti
         context=320,
         prefill={"slots": 3, "chunk_tokens": 48, "kv_blocks": 60},
         decode={"slots": 6, "kv_blocks": 44, "chunk_tokens": 32},
-        handover={"order": order, "disaggregate": disaggregate},
+        handover={"disaggregate": disaggregate},
         slice_ns=1_000,
         waiting_share=0.7,
         slo={"tpot_s": 60.0},

@@ -75,9 +75,6 @@ class QueueHarness:
         made = Decode(name, EPOCH, Sampling(5), tuple(tokens), 1, None, (), {}, blocks, MODEL, len(tokens))
         return self.sink.offer(replace(made, **more))
 
-    def reserve(self, name: str, tokens: Sequence[int], deadline_ns: int = FOREVER) -> int:
-        return self.sink.offer(Reserve(name, EPOCH, tuple(tokens), deadline_ns))
-
     def ahead(self, name: str, tokens: Sequence[int], *, deadline_ns: int = FOREVER, generation: int = 0) -> int:
         """Announce a prompt that prefill is computing."""
         blocks = tuple(range(-(-len(tokens) // B)))
@@ -164,31 +161,11 @@ def test_a_cached_prefix_is_not_pulled() -> None:
     assert harness.handovers.pulled_bytes - before == harness.kv[:, :, :1].nbytes
 
 
-def test_reserved_blocks_are_available_for_the_offer_in_a_full_cache() -> None:
-    harness = QueueHarness(waiting_share=1.0)
-    announced = harness.reserve("a", tokens(0, 16))
-    assert harness.step() == []
-    assert harness.sink.answers == {announced: "taken"}
-    assert harness.blocks.held == 4
-    other = harness.blocks.open([])
-    harness.blocks.grow(other, harness.blocks.available * B)
-    harness.decode("a", tokens(0, 16))
-    assert harness.step() == ["a"]
-
-
-def test_an_unused_reservation_expires_at_its_deadline() -> None:
-    harness = QueueHarness()
-    harness.reserve("a", tokens(0, 16), deadline_ns=100)
-    harness.step(now_ns=99)
-    assert harness.blocks.held == 4
-    harness.step(now_ns=100)
-    assert harness.blocks.held == 0
-
-
 def test_an_evicted_hand_over_releases_its_blocks_and_waits_again() -> None:
     harness = QueueHarness(waiting_share=1.0)
     harness.decode("a", tokens(0, 16))
-    harness.reserve("b", tokens(100, 16))
+    harness.step(pull=False)
+    harness.ahead("b", tokens(100, 16))
     harness.step(pull=False)
     assert harness.blocks.held == 8
     assert harness.handovers.evict_latest()
@@ -197,14 +174,14 @@ def test_an_evicted_hand_over_releases_its_blocks_and_waits_again() -> None:
     assert harness.blocks.held == 0
     assert harness.step() == ["a"]
     harness.decode("b", tokens(100, 16))
-    assert harness.step() == ["b"], "without its reservation it is an ordinary offer"
+    assert harness.step() == ["b"], "it is an ordinary offer"
 
 
-@pytest.mark.parametrize("announced", [False, True])
-def test_an_offer_that_arrives_after_its_cancellation_is_rejected(announced: bool) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_an_offer_that_arrives_after_its_cancellation_is_rejected(early: bool) -> None:
     harness = QueueHarness()
     harness.handovers.cancel("a")
-    number = harness.reserve("a", tokens(0, 8)) if announced else harness.decode("a", tokens(0, 8))
+    number = harness.ahead("a", tokens(0, 8)) if early else harness.decode("a", tokens(0, 8))
     assert harness.step() == []
     assert harness.sink.answers == {number: "cancelled"}
     assert (len(harness.handovers), harness.blocks.held) == (0, 0)
@@ -351,29 +328,9 @@ def test_a_prompt_still_being_computed_does_not_count_as_waiting() -> None:
     assert harness.step() == ["whole"]
 
 
-def test_an_early_pull_with_a_reservation_keeps_its_blocks() -> None:
-    harness = QueueHarness(waiting_share=1.0)
-    harness.reserve("a", tokens(0, 40))
-    harness.step()
-    harness.ahead("a", tokens(0, 40))
-    harness.sink.has_written = 40
-    harness.step()
-    assert harness.blocks.held == 10
-    number = harness.decode("large", tokens(100, 60))
-    assert harness.step() == []
-    assert number not in harness.sink.answers
-    harness.decode("a", tokens(0, 40))
-    assert harness.step() == ["a"]
-    assert harness.handovers.pulled_bytes == harness.kv[:, :, :10].nbytes
-
-
 @pytest.mark.parametrize("cause", ["cancelled", "another frontend", "withdrawn", "late", "a broken copy"])
-@pytest.mark.parametrize("reserved", [False, True])
-def test_a_prompt_that_ends_without_an_offer_holds_no_blocks(cause: str, reserved: bool) -> None:
+def test_a_prompt_that_ends_without_an_offer_holds_no_blocks(cause: str) -> None:
     harness = QueueHarness()
-    if reserved:
-        harness.reserve("a", tokens(0, 16), deadline_ns=100)
-        harness.step()
     number = harness.ahead("a", tokens(0, 16), deadline_ns=100)
     harness.step()
     assert harness.blocks.held == 4

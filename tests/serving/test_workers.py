@@ -41,16 +41,9 @@ def answers(workers: Workers, prompts: list[list[int]], max_tokens: int) -> list
     return [workers.outputs[f"r{number}"].tokens for number in range(len(prompts))]
 
 
-@pytest.mark.parametrize(
-    ("start", "order", "host_mib"),
-    [
-        ("CPU", "prefill_first", 0), ("CPU", "prefill_first", 64), ("CPU", "decode_first", 0),
-        ("CPU", "decode_first", 64), ("GPU", "prefill_first", 0), ("GPU", "decode_first", 64),
-    ],
-    indirect=["start"],
-)  # fmt: skip
+@pytest.mark.parametrize(("start", "host_mib"), [("CPU", 0), ("CPU", 64), ("GPU", 0), ("GPU", 64)], indirect=["start"])
 def test_answers_equal_generate_when_blocks_run_out_and_rows_are_preempted(
-    start: Start, reference: Reference, order: str, host_mib: int, tmp_path: Path
+    start: Start, reference: Reference, host_mib: int, tmp_path: Path
 ) -> None:
     workers = start(
         node={"run_dir": str(tmp_path)},
@@ -58,7 +51,6 @@ def test_answers_equal_generate_when_blocks_run_out_and_rows_are_preempted(
         context=320,
         prefill={"slots": 3, "chunk_tokens": 48, "kv_blocks": 60},
         decode={"slots": 6, "kv_blocks": 44, "chunk_tokens": 32},
-        handover={"order": order},
         slice_ns=1_000,
         waiting_share=0.7,
     )
@@ -246,9 +238,7 @@ def test_the_first_and_the_last_piece_carry_timestamps(start: Start) -> None:
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 4, 6, 9])
-@pytest.mark.parametrize(
-    "handover", [{"order": "prefill_first"}, {"order": "decode_first"}, {"disaggregate": "never"}], ids=str
-)
+@pytest.mark.parametrize("handover", [{"disaggregate": "auto"}, {"disaggregate": "never"}], ids=str)
 def test_a_cancelled_request_releases_all_resources(start: Start, handover: dict[str, Any], rounds: int) -> None:
     workers = start(prefill={"chunk_tokens": 32}, decode={"chunk_tokens": 32}, handover=handover, slice_ns=1_000)
     workers.submit("stays", [1, 2, 3], 60)
@@ -434,11 +424,10 @@ def test_a_probe_outstanding_at_its_workers_death_is_retried_without_changing_a_
     workers.assert_nothing_held()
 
 
-@pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
 def test_ragged_prompts_equal_generate_through_all_paths_combined(
-    start: Start, reference: Reference, order: str, tmp_path: Path
+    start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """Sixty in each order: chunked prefill, shared prefixes, joins mid-decode, preempted rows, a small host
+    """Sixty: chunked prefill, shared prefixes, joins mid-decode, preempted rows, a small host
     tier, a lost worker."""
     random = np.random.default_rng(6)
     workers = start(
@@ -448,7 +437,6 @@ def test_ragged_prompts_equal_generate_through_all_paths_combined(
         decode={"slots": 8, "kv_blocks": 44, "chunk_tokens": 48},
         node={"run_dir": str(tmp_path)},
         kv={"host_mib": 1},
-        handover={"order": order},
         slice_ns=10_000,
         waiting_share=0.9,
     )

@@ -201,7 +201,7 @@ class PrefillMetrics(KvMetrics):
     OFFERS = ByLabel[OfferOutcome, Counter](
         Counter,
         "trinity_kv_offers_total",
-        "Offers of KV, of prompts without KV, and announcements, by outcome",
+        "Offers of KV and of prompts without KV, by outcome",
         "outcome",
         OfferOutcome,
     )

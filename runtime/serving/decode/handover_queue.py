@@ -2,13 +2,12 @@
 
 A prompt is admitted (its blocks are reserved) while prompts that wait here or for a batch slot hold less than a share
 of all blocks, and while blocks suffice for it plus one for each running row (DistServe's rule, arXiv 2401.09670). Then
-its blocks are pulled in slices, except those that are cached here. A prompt that was announced before it was
-computed (order "decode first") is admitted at the announcement by the same rule, and its offer only has to be pulled. A
-prompt without KV is complete once it is admitted and its KV in the tiers is loaded; the batch computes the rest.
+its blocks are pulled in slices, except those that are cached here. A prompt without KV is complete once it is admitted
+and its KV in the tiers is loaded; the batch computes the rest.
 
 A prompt of several passes is announced with its blocks after the first pass (an *early* pull): finished passes are
 pulled while no complete prompt waits for a pull, so little is left when the prompt is complete. Early pulls use spare
-blocks only and are evicted first, unless the prompt has a reservation.
+blocks only and are evicted first.
 """
 
 import time
@@ -50,11 +49,10 @@ class HandoverQueue:
         self._sink, self._blocks, self._kv, self._tiers, self._identity = sink, blocks, kv, tiers, identity
         self._max_waiting_blocks = waiting_share * blocks.total
         self._offered: deque[Arrival] = deque()
-        self._reserved: dict[str, Arrival] = {}
-        self._early: dict[str, Arrival] = {}  # prompts that prefill is computing, without a reservation
+        self._early: dict[str, Arrival] = {}  # prompts that prefill is computing
         self._pulling: deque[Arrival] = deque()
         self._to_compute: list[tuple[Decode, BlockTable]] = []
-        # A cancellation can overtake the announcement and the offer of its request. Ids are unique, so remembering the
+        # A cancellation can overtake the offers of its request. Ids are unique, so remembering the
         # latest ones is enough.
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         # Released blocks that a copy may still write to; they are freed when the copy has settled.
@@ -63,12 +61,12 @@ class HandoverQueue:
         self.pulled_bytes = 0
 
     def __len__(self) -> int:
-        return len((*self._offered, *self._reserved, *self._early, *self._pulling, *self._releasing))
+        return len((*self._offered, *self._early, *self._pulling, *self._releasing))
 
     @property
     def pulling(self) -> bool:
         """Whether there is KV to copy now."""
-        return bool(self._pulling) or any(self._pullable_blocks(arrival) for arrival in self._in_progress)
+        return bool(self._pulling) or any(self._pullable_blocks(arrival) for arrival in self._early.values())
 
     @property
     def waiting(self) -> int:
@@ -88,33 +86,32 @@ class HandoverQueue:
                 self._sink.reject(offer, f"its frontend (epoch {request.frontend_epoch}) is gone")
             elif request.request_id in self._cancelled:
                 self._sink.reject(offer, "cancelled")
-            elif (isinstance(request, Decode) or request.blocks) and request.model != self._identity:
+            elif request.model != self._identity:
                 self._sink.reject(offer, "its KV is of another model or type, or in blocks of another size")
             else:
                 self._enqueue(Arrival(offer, request))
 
     def _enqueue(self, arrival: Arrival) -> None:
         request = arrival.request
-        reserved = self._reserved.pop(request.request_id, None)
-        previous = reserved or self._early.pop(request.request_id, None)
-        if previous is not None and previous.request.blocks:
+        previous = self._early.pop(request.request_id, None)
+        if previous is not None:
             self._sink.acknowledge(previous.offer)
             if previous.transfer is not None:
                 previous.transfer.settle()
-        if previous is not None and previous.table is not None and request.blocks:
-            arrival.table = previous.table
-            arrival.pulled = previous.pulled if _same_lease(previous.offer, arrival.offer) else 0
-        elif previous is not None:
-            self._release(previous)
-        if isinstance(request, Decode) and arrival.table is not None:
+            if previous.table is not None and request.blocks:
+                arrival.table = previous.table
+                arrival.pulled = previous.pulled if _same_lease(previous.offer, arrival.offer) else 0
+            else:
+                self._release(previous)
+        if isinstance(request, Reserve):
+            self._early[request.request_id] = arrival
+        elif arrival.table is not None:
             self._start_pull(arrival, request)
-        elif isinstance(request, Decode) or not request.blocks:
-            self._offered.append(arrival)
         else:
-            (self._reserved if reserved is not None else self._early)[request.request_id] = arrival
+            self._offered.append(arrival)
 
     def admit(self, now_ns: int, *, running: int, waiting_blocks: int) -> None:
-        """Reserve blocks for offered prompts, in order, while the rule allows it. Drop expired reservations.
+        """Reserve blocks for offered prompts, in order, while the rule allows it. Drop expired early pulls.
 
         `waiting_blocks` are held by rows that do not run yet; each of the `running` rows needs one more block.
         """
@@ -127,10 +124,8 @@ class HandoverQueue:
                 # Withdrawn, restarted, or its owner died: an unanswered offer keeps that owner's memory mapped.
                 self._sink.reject(arrival.offer, "prefill has withdrawn its KV")
                 continue
-            if isinstance(arrival.request, Reserve):
-                self._reserved[arrival.request.request_id] = arrival
-                self._sink.acknowledge(arrival.offer)
-            elif not arrival.request.blocks:
+            assert isinstance(arrival.request, Decode), "early pulls are not queued"
+            if not arrival.request.blocks:
                 arrival.table.requested_ns = arrival.request.stages.get(stages.RECEIVED, 0)
                 arrival.transfer = self._tiers.load(arrival.table, arrival.request.tokens)
                 if arrival.transfer is not None:
@@ -143,13 +138,13 @@ class HandoverQueue:
         for early in self._early.values():
             if early.table is None and not self._offered:
                 self._reserve(early, running, waiting_blocks)
-        for kept in (*self._reserved.values(), *self._early.values()):
-            expired = isinstance(kept.request, Reserve) and kept.request.deadline_ns <= now_ns
-            if expired or (kept.request.blocks and not self._sink.is_current(kept.offer)):
-                self._evict(kept)
+        for early in tuple(self._early.values()):
+            expired = isinstance(early.request, Reserve) and early.request.deadline_ns <= now_ns
+            if expired or not self._sink.is_current(early.offer):
+                self._evict(early)
 
     def _reserve(self, arrival: Arrival, running: int, waiting_blocks: int) -> bool:
-        held = sum(len(a.table.blocks) for a in (*self._reserved.values(), *self._pulling) if a.table is not None)
+        held = sum(len(pulled.table.blocks) for pulled in self._pulling if pulled.table is not None)
         held += sum(len(table.blocks) for _, table in self._to_compute)
         compute = int(isinstance(arrival.request, Decode) and not arrival.request.blocks)
         tokens, salt = arrival.request.tokens, arrival.request.salt
@@ -221,8 +216,6 @@ class HandoverQueue:
         """
         if self._releasing or self._evict_early():
             pass
-        elif self._reserved:
-            self._evict(self._reserved[next(reversed(self._reserved))])
         elif self._pulling:
             arrival = self._pulling.pop()
             self._release(arrival)
@@ -244,16 +237,15 @@ class HandoverQueue:
                 if arrival in queue:
                     queue.remove(arrival)
             self._reject(arrival, "cancelled")
-        for kept in (self._reserved, self._early):
-            if request_id in kept:
-                self._evict(kept[request_id])
+        if request_id in self._early:
+            self._evict(self._early[request_id])
 
     def clear(self) -> None:
         """Remove everything: the frontend has restarted, and its earlier requests are void."""
         for arrival in (*self._offered, *self._pulling):
             self._reject(arrival, "its frontend is gone")
-        for kept in (*self._reserved.values(), *self._early.values()):
-            self._evict(kept)
+        for early in tuple(self._early.values()):
+            self._evict(early)
         self._offered.clear()
         self._pulling.clear()
 
@@ -272,11 +264,6 @@ class HandoverQueue:
 
     # ---- early pulls: KV of prompts that prefill is computing
 
-    @property
-    def _in_progress(self) -> list[Arrival]:
-        """Prompts that prefill is computing and whose blocks are known."""
-        return [kept for kept in (*self._reserved.values(), *self._early.values()) if kept.request.blocks]
-
     def _present_blocks(self, arrival: Arrival) -> int:
         """Return how many of its first blocks are cached or pulled."""
         assert arrival.table is not None, "its blocks are reserved"
@@ -291,7 +278,7 @@ class HandoverQueue:
 
     def _pull_early(self, for_ns: int | None) -> None:
         """Copy for about `for_ns` from the first prompt in progress that has new blocks."""
-        arrival = next((arrival for arrival in self._in_progress if self._pullable_blocks(arrival)), None)
+        arrival = next((early for early in self._early.values() if self._pullable_blocks(early)), None)
         if arrival is None or arrival.table is None:
             return
         present = self._present_blocks(arrival)
@@ -310,18 +297,15 @@ class HandoverQueue:
             arrival.pulled, arrival.transfer = arrival.end, None
             self.pulled_bytes += pull.bytes
 
-    def _evict(self, kept: Arrival) -> None:
+    def _evict(self, early: Arrival) -> None:
         """Free the blocks of a prompt that is not complete; its offer is then queued like any other."""
-        for arrivals in (self._reserved, self._early):
-            if arrivals.get(kept.request.request_id) is kept:
-                del arrivals[kept.request.request_id]
-        self._release(kept)
-        if kept.request.blocks:
-            self._sink.acknowledge(kept.offer)
+        del self._early[early.request.request_id]
+        self._release(early)
+        self._sink.acknowledge(early.offer)
 
     def _evict_early(self) -> bool:
         """Evict the latest early pull that has blocks. Return False if there is none."""
-        latest = next((kept for kept in reversed(self._early.values()) if kept.table is not None), None)
+        latest = next((early for early in reversed(self._early.values()) if early.table is not None), None)
         if latest is not None:
             self._evict(latest)
         return latest is not None

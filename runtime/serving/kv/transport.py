@@ -10,9 +10,9 @@ prefill (HandoverSource)                                decode (KvSink)
   poll() ◀──────────────────── accepted or not ────        acknowledge(offer) | reject(offer, reason)
   release(lease): blocks may be overwritten
 ```
-A lease covers all blocks of one prompt: they are not overwritten until it is released. In order "decode first" an
-announcement precedes the offer; it carries no memory, and its acknowledgement means that decode has reserved blocks. A
-prompt of several passes is also offered after the first pass: decode pulls the part that is `written` meanwhile.
+A lease covers all blocks of one prompt: they are not overwritten until it is released. A prompt that decode computes
+is announced: that carries no memory. A prompt of several passes is also offered after the first pass: decode pulls the
+part that is `written` meanwhile.
 `withdraw` revokes an offer; a pull in progress is then no longer current.
 
 The two transports differ in the memory that holds KV: host memory, or memory of a GPU that is copied to another GPU

@@ -19,10 +19,9 @@ class Job:
     """State of one request in a prefill worker. The KV of the first `done` of its `tokens` is in the blocks of `table`.
 
     `passages` are the ids of the passages in the prompt, `build` the build of their collection. A job waits for the
-    pool's answer (`ticket`), for decode to reserve blocks (`announcement`, then `has_room`), and for decode to pull the
-    KV (`offer`). Its blocks are held under `lease`; a prompt that decode computes has neither lease nor blocks. `load`
-    copies cached KV from the tiers before the prompt is computed; then that of `cached_tokens` is there. A prompt of
-    several passes is also offered while it is computed (`early_offer`).
+    pool's answer (`ticket`), and for decode to pull the KV (`offer`). Its blocks are held under `lease`; a prompt that
+    decode computes has neither lease nor blocks. `load` copies cached KV from the tiers before the prompt is computed;
+    then that of `cached_tokens` is there. A prompt of several passes is also offered while it is computed (`early_offer`).
     """
 
     request: Prefill
@@ -31,9 +30,7 @@ class Job:
     passages: tuple[str, ...] = ()
     build: str = ""
     tokens: list[int] = field(default_factory=list)
-    announcement: int | None = None
     early_offer: int | None = None
-    has_room: bool = False
     lease: int | None = None
     table: BlockTable = field(default_factory=BlockTable)
     load: Load | None = None
@@ -71,8 +68,7 @@ class Job:
         return Sampler(self.request.generation.sampling, drawn=len(resume.generated) if resume else 0)
 
     def reserve_message(self, model: bytes) -> Reserve:
-        """Return the message that asks decode to reserve blocks: before the prompt is computed (then `table` is empty),
-        or while it is computed. `model` is the identity of the model."""
+        """Return the message that lets decode pull what is computed. `model` is the identity of the model."""
         blocks = tuple(self.table.blocks)
         return Reserve(
             self.id, self.request.frontend_epoch, tuple(self.tokens), self.deadline_ns, self.salt, blocks, model

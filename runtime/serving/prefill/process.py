@@ -42,7 +42,6 @@ class PrefillWorker:
         config = worker.plan.config
         assert config.own_model is not None
         self._worker, self._limits = worker, config.prefill
-        self._decode_first = config.handover.order == "decode_first"
         self._disaggregation = Disaggregation(
             config.handover.disaggregate, config.slo.tpot_s, config.decode.chunk_tokens
         )
@@ -94,7 +93,6 @@ class PrefillWorker:
         self._waiting: list[Job] = []  # prompts that wait for a lease and blocks
         self._running: list[Job] = []  # prompts that have blocks and are not computed completely
         self._offered: dict[int, Job] = {}  # offer id → job whose KV waits to be pulled
-        self._announced: dict[int, Job] = {}  # announcement → waiting job for which decode reserves blocks
         self._link = FrontendLink(
             worker.plan.endpoint("frontend"),
             Hello(
@@ -219,11 +217,7 @@ class PrefillWorker:
     def _admit(self) -> None:
         """Allocate blocks to waiting prompts by virtual deadline. A smaller prompt never overtakes."""
         self._waiting.sort(key=lambda job: job.virtual_deadline_ns)
-        if self._decode_first:
-            for job in self._waiting[: self._limits.slots]:
-                if job.announcement is None:
-                    self._guard(job, self._announce)
-        for job in [job for job in self._waiting if job.has_room or not self._decode_first]:
+        for job in tuple(self._waiting):
             missing = self._blocks.blocks_needed(job.tokens, salt=job.salt)
             if missing > self._blocks.available or (lease := self._source.lease()) is None:
                 break
@@ -236,13 +230,6 @@ class PrefillWorker:
             job.stages[stages.PREFILL_BEGIN] = time.monotonic_ns()
             self._running.append(job)
         self._running.sort(key=lambda job: job.virtual_deadline_ns)
-
-    def _announce(self, job: Job) -> None:
-        """Ask decode to reserve blocks before the prompt is computed."""
-        job.announcement = self._source.announce(
-            job.request.decode_endpoint, encode(job.reserve_message(self._model.identity))
-        )
-        self._announced[job.announcement] = job
 
     def _prefill(self) -> int:
         """Run one pass of at most `chunk_tokens` tokens, of as many prompts as fit. Return its duration in ns, or 0 if
@@ -309,11 +296,8 @@ class PrefillWorker:
 
     def _collect_outcomes(self) -> None:
         for outcome in self._source.poll():
-            job = self._announced.pop(outcome.offer_id, None) or self._offered.pop(outcome.offer_id, None)
+            job = self._offered.pop(outcome.offer_id, None)
             if job is None:
-                continue
-            if outcome.offer_id == job.announcement and outcome.accepted:
-                job.has_room = True
                 continue
             self._release(job)
             if not outcome.accepted:
@@ -371,9 +355,8 @@ class PrefillWorker:
         for queue in (self._waiting, self._running):
             if job in queue:
                 queue.remove(job)
-        for offer_id, pending in ((job.announcement, self._announced), (job.offer, self._offered)):
-            if offer_id is not None and pending.pop(offer_id, None) is not None:
-                self._source.withdraw(offer_id)
+        if job.offer is not None and self._offered.pop(job.offer, None) is not None:
+            self._source.withdraw(job.offer)
         if job.early_offer is not None:
             self._source.withdraw(job.early_offer)
         if job.lease is not None:

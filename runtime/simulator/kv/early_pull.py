@@ -1,7 +1,6 @@
 """Early pulls: prompts whose KV a simulated decode worker copies while prefill computes them (`decode.handover_queue`).
 
-A prompt that was announced before has a slot and blocks, and keeps them. Any other prompt has spare blocks only, and
-loses them to a complete prompt or to a row; it is then copied from the start.
+Such a prompt has spare blocks only, and loses them to a complete prompt or to a row; it is then copied from the start.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ class EarlyPull:
 
     request: SimRequest
     ready_ns: int
-    reserved: bool = False
     held: bool = False
     found_tokens: int = 0
     available_ns: int = 0
@@ -40,10 +38,6 @@ class EarlyPulls:
     def add(self, request: SimRequest, ready_ns: int) -> EarlyPull:
         """Return the early pull of a prompt; a new one is received at `ready_ns`."""
         return self._all.setdefault(request, EarlyPull(request, ready_ns))
-
-    def reserve(self, request: SimRequest, found_tokens: int, now_ns: int) -> None:
-        """Add an announced prompt, which has a slot and blocks."""
-        self._all[request] = EarlyPull(request, now_ns, True, True, found_tokens)
 
     def first(self, now_ns: int) -> EarlyPull | None:
         """Return the first pull that has KV to copy now."""
@@ -78,9 +72,9 @@ class EarlyPulls:
         return True
 
     def evict(self) -> bool:
-        """Evict the latest pull without a reservation. Return False if none holds blocks."""
+        """Evict the latest pull. Return False if none holds blocks."""
         for early in reversed(self._all.values()):
-            if early.held and not early.reserved:
+            if early.held:
                 self.release(early)
                 early.held, early.available_ns, early.copied_ns, early.end_ns = False, 0, 0, 0
                 return True

@@ -3,11 +3,10 @@
 Its loop acts between two steps only, as the real one does: a hand-over, a probe's vector or its passages that arrive
 during a step are processed after the step. On CPUs the loop itself copies KV in slices between steps; on GPUs copies
 run concurrently over a link of their own. One hand-over is pulled at a time and, unlike in production, not before its
-row has a slot. Finished passes of a prompt are pulled while prefill computes the rest; in order "decode first" the
-prompt has its slot before. KV blocks are counted if `[decode] kv_blocks` is set: when they run out, the youngest row is
-preempted, and its KV is loaded from tiers later or recomputed. Prompt blocks are reused if the trace contains shared
-prefixes; rows are counted as if they shared none. A prompt without KV is computed in chunks during other rows' steps,
-except the part that tiers hold.
+row has a slot. Finished passes of a prompt are pulled while prefill computes the rest. KV blocks are counted if
+`[decode] kv_blocks` is set: when they run out, the youngest row is preempted, and its KV is loaded from tiers later or
+recomputed. Prompt blocks are reused if the trace contains shared prefixes; rows are counted as if they shared none. A
+prompt without KV is computed in chunks during other rows' steps, except the part that tiers hold.
 """
 
 from collections import deque
@@ -47,9 +46,7 @@ class SimDecode:
         self.name = name
         self._events, self._times = events, times
         self._report, self._finish = report, finish
-        self.offers: deque[tuple[SimRequest, Callable[[], None], bool]] = (
-            deque()
-        )  # (request, callback, is an announcement)
+        self.offers: deque[tuple[SimRequest, Callable[[], None]]] = deque()  # with what to call when it is pulled
         self._pulling: deque[Pull] = deque()
         self._computing: deque[Pull] = deque()  # prompts without KV
         self._computed: list[SimRequest] = []  # complete with the current step
@@ -72,10 +69,6 @@ class SimDecode:
         self._row_ns = 0
 
     # ---- hand-over
-
-    def announce(self, request: SimRequest, has_room: Callable[[], None]) -> None:
-        """Reserve a slot and blocks for a prompt before prefill computes it."""
-        self._events.after(self._link_ns, partial(self._queue_offer, request, has_room, announced=True))
 
     def offer(self, request: SimRequest, pulled: Callable[[], None]) -> None:
         if self._link_ns:
@@ -105,18 +98,7 @@ class SimDecode:
             self._events.at(early.ready_ns, self.batch.interrupt)
 
     def _offered(self, request: SimRequest, pulled: Callable[[], None]) -> None:
-        early = self.early.get(request)
-        if early is not None and early.reserved:
-            self.early.pop(request)
-            self._pulling.append(self._remaining_pull(early, pulled))
-            self.batch.call_between_runs(True)
-            self.batch.interrupt()
-            self._send_report()
-        else:
-            self._queue_offer(request, pulled)
-
-    def _queue_offer(self, request: SimRequest, pulled: Callable[[], None], *, announced: bool = False) -> None:
-        self.offers.append((request, pulled, announced))
+        self.offers.append((request, pulled))
         self.batch.call_between_runs(True)
         if self._slice_ns or self._pulling or self.kv is not None:
             self.batch.interrupt()
@@ -165,8 +147,8 @@ class SimDecode:
 
     def _admit(self) -> None:
         while self.free and self.offers:
-            request, pulled, announced = self.offers[0]
-            early = self.early.get(request) if not announced else None
+            request, pulled = self.offers[0]
+            early = self.early.get(request)
             if not request.ended and not (early is not None and early.held) and not self._has_room(request):
                 break
             self.offers.popleft()
@@ -181,10 +163,7 @@ class SimDecode:
                 self._pulling.append(self._remaining_pull(early, pulled))
                 continue
             found = self._take_blocks(request)
-            if announced:
-                self.early.reserve(request, found, self._events.now_ns)
-                self._events.after(0, pulled)
-            elif request.by_decode:
+            if request.by_decode:
                 self._start_prompt(request, pulled, found)
             else:
                 took = ns(self._times.copy_s(request.arrival.prompt_tokens - found))
@@ -308,7 +287,6 @@ class SimDecode:
         if request.row >= 0:
             self.batch.expire(request.row)
         elif (early := self.early.pop(request)) is not None:
-            self.free += early.reserved
             self.early.release(early)
             if self.offers:
                 self.batch.interrupt()

@@ -2,7 +2,7 @@
 
 Its loop acts between two passes only, as the real one does: a request, its query's vector or its passages that arrive
 during a pass are processed after the pass. KV in tiers is loaded between passes; finished passes of a prompt are
-offered to decode while the rest is computed; in order "decode first" a prompt waits until decode has reserved blocks.
+offered to decode while the rest is computed.
 """
 
 from bisect import insort
@@ -41,15 +41,14 @@ class SimPrefill:
         disaggregation: Disaggregation,
         prompts: PromptBlocks | None,
         decode_of: Callable[[SimRequest], SimDecode],
-        decode_first: bool,
     ) -> None:
-        """`decode_of`: returns the decode worker that gets finished passes and, with `decode_first`, announcements."""
+        """`decode_of`: returns the decode worker that gets finished passes."""
         self.name = name
         self._events, self._times, self._gpu = events, times, gpu
         self._submit, self._offer, self._report, self._fail = submit, offer, report, fail
         self._disaggregation = disaggregation
         self.prompts = prompts
-        self._decode_of, self._decode_first = decode_of, decode_first
+        self._decode_of = decode_of
         self._writes = WriteThrough(events, prompts, lambda: not self._busy) if prompts is not None else None
         self._queued_tokens = 0  # tokens of prompts that wait or run
         self._embed_ns = ns(times.embed_s)  # per text
@@ -131,20 +130,12 @@ class SimPrefill:
 
     def _admit(self) -> bool:
         """Give slots and blocks to waiting prompts by virtual deadline. Return whether any was admitted."""
-        if self._decode_first:
-            for request in self.waiting[-self.slots :]:
-                if not request.announced and not request.ended:
-                    request.announced = True
-                    self._decode_of(request).announce(request, partial(self._has_room, request))
-        admitted, place = False, len(self.waiting)
-        while self.free and place:
-            place -= 1
-            request = self.waiting[place]
-            if self._decode_first and not request.has_room and not request.ended:
-                continue
+        admitted = False
+        while self.free and self.waiting:
+            request = self.waiting[-1]
             if not request.ended and self.prompts is not None and not self.prompts.has_room(request.arrival):
                 break
-            del self.waiting[place]
+            self.waiting.pop()
             if request.ended:
                 self._queued_tokens -= request.arrival.prompt_tokens
                 continue
@@ -157,11 +148,6 @@ class SimPrefill:
             request.begun_ns = self._events.now_ns + self._overhead_ns
             self._running.append(request)
         return admitted
-
-    def _has_room(self, request: SimRequest) -> None:
-        """Process decode's reservation for a prompt."""
-        request.has_room = True
-        self._wake()
 
     def _load(self) -> int:
         """Load KV of running prompts from tiers. Return the time it takes."""

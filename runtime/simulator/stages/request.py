@@ -30,8 +30,6 @@ class SimRequest:
     found_tokens: int = 0  # cached ones
     virtual_deadline_ns: int = 0  # if prefill computes its prompt
     load_ns: int = 0  # remaining time of loading from KV tiers
-    announced: bool = False  # decode was requested to reserve blocks before it is computed
-    has_room: bool = False  # decode has reserved them
     row: int = -1  # in decode's batch; -1: none
     stalled_ns: int = 0
 

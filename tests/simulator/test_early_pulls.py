@@ -1,6 +1,4 @@
-"""Tests of when decode has a prompt's KV and blocks: early pulls, and block reservation with "decode first"."""
-
-from typing import Literal
+"""Tests of when decode has a prompt's KV and blocks: early pulls."""
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -16,20 +14,18 @@ from runtime.simulator.workload import Workload
 from tests.simulator.nodes import poisson, run
 
 MS = 1_000_000
-Order = Literal["prefill_first", "decode_first"]
-ORDERS: tuple[Order, ...] = ("prefill_first", "decode_first")
 TIMES = ServiceTimes(
     prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # 1 ms per token, and .1 ms to copy it
     decode_step_s=3e-3, decode_row_s=0.0, decode_context_s=0.0, kv_token_bytes=1e3, link_bytes_s=1e7, link_s=0.0,
 )  # fmt: skip
 
 
-def setup(order: Order = "prefill_first", *, device: str = "cuda:0", slots: int = 4, kv_blocks: int = 0) -> Setup:
+def setup(*, device: str = "cuda:0", slots: int = 4, kv_blocks: int = 0) -> Setup:
     """Return a setup with passes of 100 tokens."""
     config = NodeConfig(
         prefill=PrefillSection(chunk_tokens=100),
         decode=DecodeSection(devices=(device,), slots=slots, kv_blocks=kv_blocks),
-        handover=HandoverSection(disaggregate="always", order=order),
+        handover=HandoverSection(disaggregate="always"),
     )
     return Setup(config=config, times=TIMES, workload=Workload(retrieval=False))
 
@@ -53,15 +49,14 @@ def test_during_a_running_batch_a_cpu_pulls_in_slices_while_the_rest_is_computed
     assert longer_ns == 20 * MS, "its loop copied all 200 tokens"
 
 
-def test_with_decode_first_prefill_starts_once_decode_has_reserved_blocks() -> None:
-    for order in ORDERS:
-        first, second = run(setup(order, slots=1), Arrival(0.0, 100, 100), Arrival(0.05, 100, 10)).requests
-        assert (second.begun_ns >= first.end_ns) == (order == "decode_first")
-        assert (second.first_token_ns > second.prefilled_ns + 100 * MS) == (order == "prefill_first")
+def test_prefill_computes_a_prompt_while_decode_has_no_slot_for_it() -> None:
+    first, second = run(setup(slots=1), Arrival(0.0, 100, 100), Arrival(0.05, 100, 10)).requests
+    assert second.begun_ns < first.end_ns
+    assert second.first_token_ns > second.prefilled_ns + 100 * MS
 
 
 def test_blocks_of_an_ended_request_are_reused() -> None:
-    made = setup("decode_first", slots=1)
+    made = setup(slots=1)
     made = replace(made, config=replace(made.config, http=replace(made.config.http, request_timeout_s=1.0)))
     late, other = run(made, Arrival(0.0, 2000, 10), Arrival(0.9, 100, 10)).requests
     assert late.outcome == "deadline_exceeded"
@@ -70,17 +65,16 @@ def test_blocks_of_an_ended_request_are_reused() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    order=st.sampled_from(ORDERS),
     device=st.sampled_from(["cpu", "cuda:0"]),
     kv_blocks=st.sampled_from([0, 60]),
     rate=st.floats(1, 30),
     timeout_s=st.sampled_from([1.5, 600.0]),
 )
-@example(order="decode_first", device="cpu", kv_blocks=60, rate=29.0, timeout_s=600.0)  # it was blocked
-def test_every_request_ends_once_and_no_reservation_remains(
-    order: Order, device: str, kv_blocks: int, rate: float, timeout_s: float
+@example(device="cpu", kv_blocks=60, rate=29.0, timeout_s=600.0)  # it was blocked
+def test_every_request_ends_once_and_no_early_pull_remains(
+    device: str, kv_blocks: int, rate: float, timeout_s: float
 ) -> None:
-    made = setup(order, device=device, kv_blocks=kv_blocks)
+    made = setup(device=device, kv_blocks=kv_blocks)
     made = replace(made, config=replace(made.config, http=replace(made.config.http, request_timeout_s=timeout_s)))
     simulation = Simulation(made, poisson(30, rate, prompt=250, output=40))
     assert sum(simulation.run().outcomes.values()) == 30
