@@ -1,4 +1,4 @@
-"""Tests of a pool with the CUDA engine on an emulated device: answers as on the CPU, also of collections that change."""
+"""Tests of a pool with the CUDA engine on an emulated device: answers as on the CPU, also while collections change."""
 
 import math
 import threading

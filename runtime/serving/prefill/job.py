@@ -21,7 +21,8 @@ class Job:
     `passages` are the ids of the passages in the prompt, `build` the build of their collection. A job waits for the
     pool's answer (`ticket`), and for decode to pull the KV (`offer`). Its blocks are held under `lease`; a prompt that
     decode computes has neither lease nor blocks. `load` copies cached KV from the tiers before the prompt is computed;
-    then that of `cached_tokens` is there. A prompt of several passes is also offered while it is computed (`early_offer`).
+    then that of `cached_tokens` is there. A prompt of several passes is also offered while it is
+    computed (`early_offer`).
     """
 
     request: Prefill
