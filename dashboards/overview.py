@@ -15,6 +15,7 @@ from runtime.node.metrics.worker_metrics import (
     KvMetrics,
     PoolMetrics,
     PrefillMetrics,
+    RetrievingMetrics,
 )
 from runtime.node.supervisor_metrics import ControlMetrics, GpuMetrics, NamedMetric, NodeMetrics, ProcessMetrics
 from runtime.serving.stages import TO_FIRST_TOKEN
@@ -270,6 +271,10 @@ def _latency() -> Row:
     computed = [Query(q.rate(_s(PrefillMetrics.PROMPTS), ("by",)), "by {{by}}")]
     causes = ("rejected", "lost", "expired")
     failed = [Query(q.rate(_s(PrefillMetrics.OFFERS, outcome=cause)), cause) for cause in causes]
+    reranks = [
+        Query(q.rate(_s(RetrievingMetrics.RERANKS), ("outcome",)), "{{outcome}}"),
+        Query(q.rate(_s(RetrievingMetrics.RERANK_PAIRS)), "pairs"),
+    ]
     return Row(
         "Latency",
         [
@@ -282,6 +287,8 @@ def _latency() -> Row:
             _percentiles("Inter-token latency", "Time between two consecutive tokens", DecodeMetrics.INTER_TOKEN),
             _lines("Prompts", "Prompts computed per second, by role", computed, "reqps", 12),
             _lines("Failed hand-overs", "Failed KV hand-overs per second, by cause", failed, "reqps", 12),
+            _percentiles("Reranking", "Time of reranking a search's passages", RetrievingMetrics.RERANK_TIME),
+            _lines("Reranks", "Lists reranked per second by outcome, and their texts", reranks, "reqps", 16),
         ],
     )
 

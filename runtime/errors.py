@@ -177,6 +177,19 @@ class EmbedderFailed(TrinityError):
     status = 502
 
 
+class RerankerUnreachable(Unavailable):
+    """The reranking server cannot be reached or is overloaded."""
+
+    code = "reranker_unreachable"
+
+
+class RerankerFailed(TrinityError):
+    """The reranker failed, or its server returned an error or an invalid response."""
+
+    code = "reranker_failed"
+    status = 502
+
+
 class CollectionError(TrinityError):
     """A collection's directory is missing, damaged, or not a collection."""
 

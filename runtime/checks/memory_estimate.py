@@ -14,9 +14,11 @@ from runtime.node.config import CollectionSection, Role
 from runtime.node.engine_config import VllmSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
+from runtime.node.retrieval_config import RerankSection
 from runtime.retrieval.collections.collection import Collection, CollectionInfo
 from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec
 from runtime.retrieval.embedding.loading import embedder_location, model_bytes
+from runtime.retrieval.embedding.model_directory import read_model_directory
 from runtime.retrieval.embedding.onnx_model import MINILM
 from runtime.serving.model.model_info import ModelInfo, WeightsType, kernels_on, kv_type, weights_type
 
@@ -87,7 +89,7 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
         return _Parts(
             process + (vllm.host_bytes(config.model, worker.stage) if isinstance(config.model, VllmSection) else 0), 0
         )
-    process += sum(_embedders(plan).values())
+    process += sum(_embedders(plan).values()) + (_reranker(config.rerank) if worker.role != "decode" else 0)
     if worker.role == "frontend" or config.own_model is None:
         answers = config.answer_cache
         return _Parts(process + (_EMBEDDERS.get(answers.embedder, 0) if answers.enabled else 0), 0)
@@ -111,6 +113,12 @@ def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:
         elif embedder is not None:
             found[embedder] = _EMBEDDERS.get(str(embedder), 0)
     return found
+
+
+def _reranker(section: RerankSection) -> int:
+    """Return the bytes of a reranker that a process runs itself."""
+    local = bool(section.model) and not section.url
+    return _ONNXRUNTIME + read_model_directory(Path(section.model)).size_bytes() if local else 0
 
 
 def _info(collection: CollectionSection) -> CollectionInfo | None:

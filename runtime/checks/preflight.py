@@ -22,6 +22,7 @@ from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.embedding.loading import check_embedder, embedder_location
+from runtime.retrieval.reranking.reranker import check_reranker
 from runtime.serving.model import smollm
 from runtime.serving.model.model_info import ModelInfo, model_directory
 from runtime.serving.model.packages import require_packages, torch_cuda
@@ -86,6 +87,7 @@ def check_without_start(plan: NodePlan) -> None:
                 check_embedder(embedder)
         except ModelError as error:
             raise ConfigError(f"{key}: {error.message}") from error
+    check_reranker(plan.config.rerank)
     if plan.config.tracing.enabled:
         _check_tracing()
     if plan.config.own_model is not None:

@@ -14,7 +14,7 @@ from runtime.errors import ConfigError
 from runtime.node.config_errors import explain_error
 from runtime.node.engine_config import ModelSection, OpenAiSection, Seconds, Section, VllmSection
 from runtime.node.remote_config import Name, RemoteSection
-from runtime.node.retrieval_config import ProbesSection, PromptsSection
+from runtime.node.retrieval_config import ProbesSection, PromptsSection, RerankSection
 from runtime.node.stores_config import STORES, StoresSection
 from runtime.node.worker_config import DecodeSection, PoolSection, PrefillSection
 
@@ -248,6 +248,7 @@ class NodeConfig(Section, frozen=True):
     pool: PoolSection = PoolSection()
     control: ControlSection = ControlSection()
     slo: SloSection = SloSection()
+    rerank: RerankSection = RerankSection()
     prompts: PromptsSection = PromptsSection()
     probes: ProbesSection = ProbesSection()
     tracing: TracingSection = TracingSection()

@@ -90,10 +90,14 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
     node = replace(config.node, run_dir=under("node.run_dir", config.node.run_dir))
     kv = replace(config.kv, disk_path=under("kv.disk_path", config.kv.disk_path))
     stores = replace(config.stores, path=under("stores.path", config.stores.path))
+    rerank = replace(config.rerank, key_file=under("rerank.key_file", config.rerank.key_file))
+    if not rerank.url:
+        rerank = replace(rerank, model=under("rerank.model", rerank.model))
     log = replace(config.log, directory=under("log.directory", config.log.directory))
     return replace(
-        config, node=node, log=log, kv=kv, http=http, model=model, stores=stores, collections=collections, remote=remote
-    )
+        config, node=node, log=log, kv=kv, http=http, model=model, stores=stores, rerank=rerank,
+        collections=collections, remote=remote,
+    )  # fmt: skip
 
 
 def _is_file_path(path: str) -> bool:

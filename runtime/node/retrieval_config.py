@@ -1,4 +1,4 @@
-"""`[prompts]` and `[probes]`: how passages are inserted into a prompt, and when a running answer is probed."""
+"""`[rerank]`, `[prompts]` and `[probes]`: how passages are ordered, inserted into a prompt, and searched for again."""
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -15,6 +15,29 @@ TRIGGERS = ("every", "drift", "unsure")
 
 
 PassageTokens = Annotated[int, Meta(ge=16, le=65_536)]
+
+
+class RerankSection(Section, frozen=True):
+    """Reranking of the passages that a search has found, by a cross-encoder (docs/rerank.md).
+
+    - `model`: directory of a cross-encoder in ONNX form, or the name of the model at `url`. "": no reranking.
+    - `url`: a server with the route that vLLM, Jina and Cohere share, `POST URL/rerank`. "": `model` is a directory.
+    - `key_file`: file whose first line is the server's API key.
+    - `timeout_s`: after this time the passages stay in the order of the search. The default is twice what
+      one core took for the candidates of four passages (16 pairs of 170 tokens) with a model of six layers. Requests
+      may set another limit.
+    """
+
+    model: Annotated[str, Meta(max_length=4096)] = ""
+    url: Annotated[str, Meta(pattern=r"^(https?://[^\s?#@]+)?\Z")] = ""
+    key_file: str = ""
+    timeout_s: Annotated[float, Meta(gt=0, le=60)] = 2.0
+
+    def __post_init__(self) -> None:
+        if self.url and not self.model:
+            raise ValueError(f"url = {self.url!r} requires model, the model's name there")
+        if self.key_file and not self.url:
+            raise ValueError(f"key_file = {self.key_file!r} requires url")
 
 
 class PromptsSection(Section, frozen=True):

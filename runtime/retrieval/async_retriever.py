@@ -1,22 +1,51 @@
 """Retrieval for asyncio: the frontend's searches and embeddings."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from runtime.errors import DeadlineExceeded
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.passages import OnRead, Passage
-from runtime.retrieval.retrieval_steps import PAUSE_MS, Read, RetrievalSteps, Step
+from runtime.retrieval.retrieval_steps import PAUSE_MS, Read, RetrievalSteps, Step, Until
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import Query, deadline_after_ms
 
 _DOCUMENT_THREADS = 4
+S = TypeVar("S")
+R = TypeVar("R")
+
+
+async def run_steps(steps: Generator[S, Any, R], outcome: Callable[[S], Awaitable[Any]]) -> R:
+    """Run a generator to its end, sending it the outcome of what it yields; return its value. Raises what it raises."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                sent = await outcome(step)
+            except BaseException as error:
+                step = steps.throw(error)
+            else:
+                step = steps.send(sent)
+    except StopIteration as end:
+        value: R = end.value
+        return value
+
+
+async def wait_until(step: Until) -> Any:
+    """Return the result of a future, or raise its error. Raises `DeadlineExceeded`."""
+    try:
+        async with asyncio.timeout((step.until_ns - time.monotonic_ns()) / 1e9):
+            return await asyncio.wrap_future(step.future)
+    except TimeoutError:
+        raise DeadlineExceeded("it took longer than its limit") from None
 
 
 class AsyncRetriever:
@@ -47,18 +76,8 @@ class AsyncRetriever:
         """
         spec = replace(query.spec, deadline_ns=deadline_after_ms(timeout_s * 1e3))
         query = replace(query, spec=spec, ticket=next(self._tickets))
-        steps = self._steps.retrieve(query, on_embedded=on_embedded, on_read=on_read)
-        try:
-            step = next(steps)
-            while True:
-                try:
-                    outcome = await self._outcome(step)
-                except BaseException as error:
-                    step = steps.throw(error)
-                else:
-                    step = steps.send(outcome)
-        except StopIteration as end:
-            return list(end.value.passages)
+        found = await run_steps(self._steps.retrieve(query, on_embedded=on_embedded, on_read=on_read), self._outcome)
+        return list(found.passages)
 
     async def _outcome(self, step: Step) -> Any:
         match step:
@@ -66,6 +85,8 @@ class AsyncRetriever:
                 return await self.client.answer(step)
             case Future():
                 return await asyncio.wrap_future(step)
+            case Until():
+                return await wait_until(step)
             case Read():
                 return await asyncio.get_running_loop().run_in_executor(self._documents, step.run)
             case _:

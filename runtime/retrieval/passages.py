@@ -13,17 +13,39 @@ Attributes = Mapping[str, Attribute]
 
 
 class Passage(msgspec.Struct, frozen=True):
-    """A retrieved document: id in the collection, title, distance to the query, text, attributes."""
+    """A retrieved document: id in the collection, title, distance to the query, text, attributes.
+
+    `score`: its relevance to the query by the reranker, None if it was not reranked.
+    """
 
     id: str
     title: str
     distance: float
     text: str = ""
     attributes: Attributes = {}
+    score: float | None = None
 
 
-class PartialPassages(list[Passage]):
-    """Passages of a collection on several nodes, some of which did not answer."""
+RERANKED = "reranked"
+
+
+class FoundPassages(list[Passage]):
+    """Passages of a search, and what there is to say about it.
+
+    `partial`: some nodes of the collection did not answer. `ranking`: `RERANKED`; the code of the error that prevented
+    it; or "", not requested. `searched_ns`: when the search ended and the reranking began; 0: not requested.
+    """
+
+    def __init__(
+        self, passages: Iterable[Passage] = (), *, partial: bool = False, ranking: str = "", searched_ns: int = 0
+    ) -> None:
+        super().__init__(passages)
+        self.partial, self.ranking, self.searched_ns = partial, ranking, searched_ns
+
+    @classmethod
+    def of(cls, passages: Iterable[Passage]) -> "FoundPassages":
+        """Return the passages themselves, or a list of them about which there is nothing to say."""
+        return passages if isinstance(passages, FoundPassages) else cls(passages)
 
 
 OnRead = Callable[[int], None]

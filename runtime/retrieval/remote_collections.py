@@ -21,7 +21,7 @@ from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.attributes.filters import decode_filter, filter_json
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.loading import read_key
-from runtime.retrieval.passages import MAX_PASSAGES_BYTES, OnRead, PartialPassages, Passage, check_size, ignore_size
+from runtime.retrieval.passages import MAX_PASSAGES_BYTES, FoundPassages, OnRead, Passage, check_size, ignore_size
 from runtime.retrieval.search.query import Query
 from runtime.retrieval.search.vectors import on_host
 
@@ -93,8 +93,8 @@ class RemoteCollection:
         """Probe the nodes that are down."""
         await asyncio.gather(*(self._probe_node(node) for node in self._nodes if node.summary is None))
 
-    async def search(self, body: Mapping[str, Any], timeout_s: float, on_read: OnRead = ignore_size) -> list[Passage]:
-        """Return the nearest passages of all nodes; `PartialPassages` if some did not answer.
+    async def search(self, body: Mapping[str, Any], timeout_s: float, on_read: OnRead = ignore_size) -> FoundPassages:
+        """Return the nearest passages of all nodes; partial ones if some did not answer.
 
         body: of `POST /v1/retrieval`, with its `k`. `on_read` is called with the bytes that all nodes have sent so far.
         Raises `TrinityError`, also that of `on_read`.
@@ -137,7 +137,7 @@ class RemoteCollection:
         for passage in merge(*found, key=lambda passage: passage.distance):
             best.setdefault(passage.id, passage)
         nearest = list(best.values())[: body["k"]]
-        return nearest if len(found) == len(self._nodes) else PartialPassages(nearest)
+        return FoundPassages(nearest, partial=len(found) < len(self._nodes))
 
     async def _search_node(
         self, node: _Node, body: bytes, within_s: float, count: OnRead
@@ -215,9 +215,9 @@ class RemoteCollections:
         self._client_session: aiohttp.ClientSession | None = None
         self.by_name = {section.name: RemoteCollection(section, self._session) for section in sections}
 
-    async def search(self, query: Query, timeout_s: float, on_read: OnRead = ignore_size) -> list[Passage]:
-        """Return the nearest passages over all nodes of the collection; the nodes embed a text. `PartialPassages` if
-        some nodes are missing. Raises `TrinityError`."""
+    async def search(self, query: Query, timeout_s: float, on_read: OnRead = ignore_size) -> FoundPassages:
+        """Return the nearest passages over all nodes of the collection; the nodes embed a text. Raises
+        `TrinityError`."""
         spec = query.spec
         if query.hybrid:  # ranks of different nodes are not comparable
             message = f"collection {spec.collection!r} is on other nodes, without hybrid search"

@@ -4,6 +4,7 @@ A generator yields what it waits for and is sent the outcome, so nothing here wa
 
 ```
 Future     of a thread: an embedded text, the results of a keyword search
+Until      the same, until a time
 Query      → the `SearchResult` of the pools, or of other nodes
 Read       a function that reads files, to be called where that delays nobody
 PAUSE      until the pools have been polled again
@@ -54,7 +55,15 @@ class Read:
     run: Callable[[], Any]
 
 
-Step = Future[Any] | Query | Read | Literal["pause"]
+@dataclass(frozen=True, slots=True)
+class Until:
+    """A future that is waited for until a time (monotonic ns): then it is cancelled, and `DeadlineExceeded` raised."""
+
+    future: Future[Any]
+    until_ns: int
+
+
+Step = Future[Any] | Until | Query | Read | Literal["pause"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,8 @@ class RetrievalResult:
     """The end of a retrieval: its passages, nearest first, or the error that ended it.
 
     `embedded_ns`: when its vector was ready. `build`: identity of the collection's build that the passages come from;
-    "" for a collection on other nodes, whose result is `partial` if some of these did not answer.
+    "" for a collection on other nodes, whose result is `partial` if some of these did not answer. `ranking` and
+    `searched_ns`: see `FoundPassages`.
     """
 
     ticket: int
@@ -71,6 +81,8 @@ class RetrievalResult:
     embedded_ns: int = 0
     build: str = ""
     partial: bool = False
+    ranking: str = ""
+    searched_ns: int = 0
 
 
 Steps = Generator[Step, Any, RetrievalResult]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from msgspec.structs import replace
 from ipc import IpcError, SearchSpec
 from runtime.errors import DeadlineExceeded, TrinityError, Unavailable
 from runtime.retrieval.collection_registry import CollectionRegistry
-from runtime.retrieval.retrieval_steps import NO_DEADLINE, PAUSE_MS, Read, RetrievalResult, RetrievalSteps, Steps
+from runtime.retrieval.reranking.reranking import Reranking
+from runtime.retrieval.retrieval_steps import NO_DEADLINE, PAUSE_MS, Read, RetrievalResult, RetrievalSteps, Steps, Until
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import Query
 
@@ -27,12 +29,14 @@ _WARM_UP_NS = 5_000_000_000
 
 @dataclass(slots=True, eq=False)
 class _Retrieval:
-    """A retrieval in progress. `future`: of a thread that it waits for; None: it waits for the pools."""
+    """A retrieval in progress. `future`: of a thread that it waits for, until `until_ns`; None: it waits for the
+    pools."""
 
     ticket: int
     deadline_ns: int
     steps: Steps
     future: Future[Any] | None = None
+    until_ns: int = NO_DEADLINE
 
 
 class Retriever:
@@ -49,16 +53,17 @@ class Retriever:
         clock: Callable[[], int] = time.monotonic_ns,
         end_s: float = 1.0,
         threads: int = 1,
+        reranking: Reranking | None = None,
     ) -> None:
         """`threads`: of embedding."""
         self.registry = registry
         self.client = client
         self._clock, self._end_s = clock, end_s
-        self._steps = RetrievalSteps(registry, client, clock, threads)
+        self._steps, self._reranking = RetrievalSteps(registry, client, clock, threads), reranking
         self._running: dict[int, _Retrieval] = {}  # by ticket
         self._paused: list[_Retrieval] = []
         self._ended: list[RetrievalResult] = []
-        self._done: deque[_Retrieval] = deque()  # whose thread has finished
+        self._done: deque[tuple[_Retrieval, Future[Any]]] = deque()  # whose threads have finished
         self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def warm_up(self) -> None:
@@ -96,7 +101,8 @@ class Retriever:
         `UnknownCollection`, `Unavailable`, and `InvalidRequest` for a collection without texts.
         """
         ticket = next(self.client.dispatcher.tickets)
-        steps = self._steps.retrieve(replace(query, ticket=ticket), build)
+        query, retrieve = replace(query, ticket=ticket), partial(self._steps.retrieve, build=build)
+        steps = retrieve(query) if self._reranking is None else self._reranking.retrieve(query, retrieve)
         retrieval = _Retrieval(ticket, query.spec.deadline_ns or NO_DEADLINE, steps)
         self._running[ticket] = retrieval
         self._advance(retrieval)
@@ -110,9 +116,9 @@ class Retriever:
         with suppress(BlockingIOError):
             os.eventfd_read(self._doorbell)
         while self._done:  # after reading the doorbell: a later one rings again
-            retrieval = self._done.popleft()
-            future, retrieval.future = retrieval.future, None
-            if future is not None and retrieval.ticket in self._running:
+            retrieval, future = self._done.popleft()
+            if retrieval.future is future and retrieval.ticket in self._running:  # else it has stopped waiting for it
+                retrieval.future = None
                 failure = future.exception()
                 self._advance(retrieval, failure, None if failure is not None else future.result())
         paused, self._paused = self._paused, []
@@ -124,6 +130,11 @@ class Retriever:
             self.cancel(retrieval.ticket)
             late = DeadlineExceeded("its text was not embedded in time")
             self._ended.append(RetrievalResult(retrieval.ticket, error=late))
+        for retrieval in list(self._running.values()):
+            if retrieval.future is not None and retrieval.until_ns <= now:
+                retrieval.future.cancel()
+                retrieval.future = None
+                self._advance(retrieval, DeadlineExceeded("it took longer than its limit"))
         for result in self.client.poll():
             if (found := self._running.get(result.ticket)) is not None:  # else it was cancelled, and answered
                 self._advance(found, result.error, result)
@@ -150,8 +161,9 @@ class Retriever:
                     case Query():
                         self.client.transport(step.spec.collection).submit(step)
                     case Future():
-                        retrieval.future = step
-                        step.add_done_callback(lambda _: self._wake(retrieval))
+                        self._wait(retrieval, step)
+                    case Until():
+                        self._wait(retrieval, step.future, step.until_ns)
                     case _:
                         self._paused.append(retrieval)
                 return
@@ -164,9 +176,13 @@ class Retriever:
         del self._running[result.ticket]
         self._ended.append(result)
 
-    def _wake(self, retrieval: _Retrieval) -> None:
+    def _wait(self, retrieval: _Retrieval, future: Future[Any], until_ns: int = NO_DEADLINE) -> None:
+        retrieval.future, retrieval.until_ns = future, until_ns
+        future.add_done_callback(partial(self._wake, retrieval))
+
+    def _wake(self, retrieval: _Retrieval, future: Future[Any]) -> None:
         """Called by a thread that has finished, and for a future that is cancelled."""
-        self._done.append(retrieval)
+        self._done.append((retrieval, future))
         os.eventfd_write(self._doorbell, 1)
 
     def cancel(self, ticket: int) -> None:
@@ -185,10 +201,14 @@ class Retriever:
         """Wait until there may be something to `poll`, one of `sockets` is readable, or the timeout is over."""
         if self._paused:
             timeout_ms = min(timeout_ms, PAUSE_MS)
+        until_ns = min((one.until_ns for one in self._running.values() if one.future is not None), default=NO_DEADLINE)
+        timeout_ms = max(0, min(timeout_ms, (until_ns - self._clock()) // 1_000_000 + 1))
         self.client.sleep((*sockets, self._doorbell), timeout_ms)
 
     def close(self) -> None:
         """Stop the threads and close the client; outstanding retrievals never end. Idempotent."""
+        if self._reranking is not None:
+            self._reranking.close()
         if self._doorbell >= 0 and self._steps.close(self._end_s):
             os.close(self._doorbell)
             self._doorbell = -1

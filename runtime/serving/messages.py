@@ -31,7 +31,7 @@ import msgspec
 from ipc import SearchSpec, Stage
 from runtime.node.retrieval_config import PassagePlace, ProbeMode
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.search.query import Query
+from runtime.retrieval.search.query import Query, Rerank
 
 FinishReason = Literal["stop", "length"]
 Role = Literal["prefill", "decode"]
@@ -48,7 +48,8 @@ class Retrieval(msgspec.Struct, frozen=True):
     attribute filter in the pools' encoding, b"" for none. `hybrid`: the weight of the keyword search, 0 for none.
     `trigger` and its `threshold`: when to probe (`triggers.py`). `place`: the position of the passages in a chat.
     `flow`: of the API key (`SearchSpec`). `max_distance`: farther passages are left out. `quote`: the passages found
-    before prefill are reported with their texts.
+    before prefill are reported with their texts. `rerank`: of the passages found before prefill; None: they stay in the
+    order of the search.
     """
 
     collection: str
@@ -64,11 +65,12 @@ class Retrieval(msgspec.Struct, frozen=True):
     flow: int = 0
     max_distance: float = 1e30
     quote: bool = False
+    rerank: Rerank | None = None
 
     def query(self, text: str, stage: Stage, deadline_ns: int = 0) -> Query:
         """Return the query for passages to a text."""
         spec = SearchSpec(self.collection, self.k, stage, deadline_ns=deadline_ns, filter=self.filter, flow=self.flow)
-        return Query(spec, text=text, hybrid=self.hybrid)
+        return Query(spec, text=text, hybrid=self.hybrid, rerank=self.rerank if stage == "prefill" else None)
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -148,7 +150,8 @@ class Retrieved(msgspec.Struct, frozen=True, tag=True):
 
     The prefill worker sends one for every request with retrieval, before the hand-over, even if nothing was found.
     `inserted`: the tokens that a probe inserted into the context, before the token that was the last one then.
-    `partial`: some nodes of the collection were not searched, so a probe may have found nothing.
+    `partial`: some nodes of the collection were not searched, so a probe may have found nothing. `ranking`: see
+    `FoundPassages`.
     """
 
     request_id: str
@@ -158,6 +161,7 @@ class Retrieved(msgspec.Struct, frozen=True, tag=True):
     stages: dict[str, int] = {}  # stamps so far, with the passages found before prefill
     partial: bool = False
     texts: tuple[str, ...] = ()
+    ranking: str = ""
 
 
 class Probe(msgspec.Struct, frozen=True):

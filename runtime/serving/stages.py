@@ -10,6 +10,7 @@ RECEIVED = "received"  # the frontend has read the request or search
 DEQUEUED = "dequeued"  # a prefill worker starts on it
 EMBEDDED = "embedded"  # its query vector is ready
 SEARCHED = "searched"  # the pool has returned its result
+RERANKED = "reranked"  # the passages are reranked, or stay in their order
 PREFILL_BEGIN = "prefill_begin"  # the first chunk goes through the model
 PREFILL_END = "prefill_end"  # the first token is sampled
 HANDOVER_BEGIN = "handover_begin"  # decode has free KV blocks and starts to pull
@@ -32,7 +33,14 @@ TO_FIRST_TOKEN = (
     Stage("queue", (RECEIVED,), DEQUEUED, PrefillMetrics.QUEUE_TIME, "frontend … prefill worker"),
     Stage("embed", (DEQUEUED, RECEIVED), EMBEDDED, PrefillMetrics.EMBED_TIME, "question … its vector"),
     Stage("retrieval", (EMBEDDED,), SEARCHED, PrefillMetrics.RETRIEVAL_TIME, "vector … passages from the pool"),
-    Stage("admission", (SEARCHED, DEQUEUED), PREFILL_BEGIN, PrefillMetrics.ADMISSION_TIME, "… KV blocks in prefill"),
+    Stage("rerank", (SEARCHED,), RERANKED, PrefillMetrics.RERANK_TIME, "… passages in their final order"),
+    Stage(
+        "admission",
+        (RERANKED, SEARCHED, DEQUEUED),
+        PREFILL_BEGIN,
+        PrefillMetrics.ADMISSION_TIME,
+        "… KV blocks in prefill",
+    ),
     Stage("prefill", (PREFILL_BEGIN,), PREFILL_END, PrefillMetrics.PREFILL_TIME, "first chunk … first token sampled"),
     Stage("room", (PREFILL_END,), HANDOVER_BEGIN, DecodeMetrics.ROOM_TIME, "KV offered … KV blocks in decode"),
     Stage("pull", (HANDOVER_BEGIN,), HANDOVER_END, DecodeMetrics.PULL_TIME, "… KV pulled by decode"),
@@ -47,6 +55,13 @@ SUMS = (
 )
 TPOT = Stage("tpot", (FIRST_TOKEN,), END, DecodeMetrics.TPOT, "each later token")
 ALL = (*STAGES, *SUMS, TPOT)
+
+
+def stamp_search_end(stamps: dict[str, int], searched_ns: int, now_ns: int) -> None:
+    """Set the stamps at the end of a search, whose passages were reranked since `searched_ns`; 0: they were not."""
+    stamps[SEARCHED] = searched_ns or now_ns
+    if searched_ns:
+        stamps[RERANKED] = now_ns
 
 
 def completed_stages(stamps: dict[str, int], stages: tuple[Stage, ...] = STAGES) -> Iterator[tuple[Stage, int, int]]:
@@ -68,13 +83,15 @@ def stage_seconds(stamps: dict[str, int], completion_tokens: int) -> dict[str, f
 def observe(table: WorkerTable, stamps: dict[str, int], completion_tokens: int = 0, *, computed: bool = True) -> None:
     """Record the times of the stages for which the worker's table has a histogram.
 
-    `computed`: this worker has computed the prompt; otherwise another one has recorded the prefill times.
+    `computed`: this worker has computed the prompt; otherwise another one has recorded the prefill times. The time of
+    reranking is recorded where it is done.
     """
     seconds = stage_seconds(stamps, completion_tokens)
     for stage in ALL:
         if (
             stage.name in seconds
             and stage.time in table
+            and stage.end != RERANKED
             and (computed or stage.end not in (PREFILL_BEGIN, PREFILL_END))
         ):
             table.observe(stage.time, seconds[stage.name])

@@ -13,6 +13,7 @@ from runtime.errors import (
     EngineFailed,
     InvalidRequest,
 )
+from runtime.retrieval.search.query import Rerank
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Relayed, Request
 from runtime.serving.messages import Retrieval
@@ -312,5 +313,20 @@ def test_a_null_delta_is_empty() -> None:
                 {"choices": [{"index": 0, "delta": None, "finish_reason": "stop"}]},
             ]
             assert (await read_answer(harness.chat())).text == "a"
+
+    run(test())
+
+
+def test_passages_that_were_to_be_reranked_are_marked_with_the_time_before() -> None:
+    async def test() -> None:
+        async with running_engine() as harness:
+            harness.library.ranking, harness.library.searched_ns = "deadline_exceeded", harness.clock()
+            wanted = Retrieval("docs", 2, max_distance=0.05, rerank=Rerank(0.5))
+            request = harness.chat(retrieval=wanted, max_tokens=4)
+            told = await read_answer(request)
+            assert [found.ranking for found in told.searches] == ["deadline_exceeded"]
+            assert set(harness.ended[0].stages) >= {"embedded", "searched", "reranked"}
+            (query, _) = harness.library.calls[0]
+            assert query.rerank == Rerank(0.5)
 
     run(test())

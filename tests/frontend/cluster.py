@@ -14,6 +14,7 @@ import uvloop
 
 from runtime.node.config import HttpSection
 from runtime.retrieval.passages import OnRead, Passage
+from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.search.query import Query
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.retrieval.stores.service import Stores
@@ -25,6 +26,7 @@ from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig, Timeouts
 from runtime.serving.http.middleware import id_source
+from runtime.serving.http.reranked_search import RerankedSearch
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.service import CollectionCatalogue, NoCollections, SearchSource, Service, Settings
 from runtime.serving.messages import (
@@ -97,6 +99,7 @@ class Cluster:
         writes: WriterService | None = None,
         stores: Stores | None = None,
         responses: ResponseStore | None = None,
+        reranking: Reranking | None = None,
         limits: HttpSection = HttpSection(),  # noqa: B008
         timeouts: Timeouts = Timeouts(),  # noqa: B008
         readiness: Readiness | None = None,
@@ -104,7 +107,7 @@ class Cluster:
     ) -> None:
         self._answers = answers
         self._catalogue, self._writes, self._stores = catalogue or NoCollections(), writes, stores
-        self._responses = responses
+        self._responses, self._reranking = responses, reranking
         self.limits, self.timeouts = limits, timeouts
         self.readiness = readiness or Readiness()
         self.drain_requests: list[bool] = []  # what the supervisor would receive
@@ -207,9 +210,11 @@ class Cluster:
         router = Router(max_in_flight=self._max_in_flight)
         self.link = WorkerLink(unique_endpoint(), router, epoch=77, clock=self.clock, on_end=self._ended, keep_traces=8)
         new_id = id_source(77)
+        search = RerankedSearch(self.search, self._reranking) if self._reranking else self.search
         service = Service(
-            self.link, self.search, metrics, self._answers, catalogue=self._catalogue, writes=self._writes,
-            stores=self._stores, responses=self._responses, readiness=self.readiness, drain=self._drain,
+            self.link, search, metrics, self._answers, catalogue=self._catalogue, writes=self._writes,
+            stores=self._stores, reranking=self._reranking, responses=self._responses, readiness=self.readiness,
+            drain=self._drain,
         )  # fmt: skip
         app = create_app(service, self.settings, new_id)
         self._http = HttpConfig(app, self.limits, new_id, drain_s=1, timeouts=self.timeouts)

@@ -22,7 +22,7 @@ from runtime.errors import (
 from runtime.node.config import NodeConfig
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.collection_summary import CollectionSummary
-from runtime.retrieval.passages import OnRead, PartialPassages, Passage, ignore_size
+from runtime.retrieval.passages import FoundPassages, OnRead, Passage, ignore_size
 from runtime.retrieval.search.query import Query
 from runtime.serving.http.remote_collections import CollectionRouter
 from runtime.serving.http.service import NoCollections, Settings
@@ -113,7 +113,7 @@ def test_with_partial_results_enabled_the_answer_of_the_remaining_nodes_is_marke
     async def test() -> None:
         async with remote(tmp_path, UNREACHABLE_URL, even, missing="partial") as found:
             answered = await ask(found)
-            assert isinstance(answered, PartialPassages)
+            assert FoundPassages.of(answered).partial
             assert answered == await ask(half, filter=None)
             assert found.unavailable() == {}
         async with remote(tmp_path, UNREACHABLE_URL, missing="partial") as found:
@@ -263,7 +263,7 @@ def test_a_wrong_key_is_reported_and_an_unreadable_key_file_is_an_error_at_start
 def test_over_http_an_answer_without_some_nodes_is_marked_partial() -> None:
     class Some:
         async def search(self, asked: Query, **options: object) -> list[Passage]:
-            return PartialPassages([Passage("a", "A", 0.5, "text")]) if asked.text == "some" else []
+            return FoundPassages([Passage("a", "A", 0.5, "text")], partial=asked.text == "some")
 
         def summary(self, collection: str) -> CollectionSummary:
             return CollectionSummary(True, metric="cosine")

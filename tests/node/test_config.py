@@ -80,6 +80,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "model.url: required key is missing",
     ),
     "no addresses": ({"model": {"engine": "openai", "name": "x", "url": []}}, "model.url: expected `array` of length"),
+    "a reranking server without a model": (
+        {"rerank": {"url": "http://a/v1"}},
+        "rerank: url = 'http://a/v1' requires model",
+    ),
+    "a reranker's key without a server": (
+        {"rerank": {"model": "m", "key_file": "k"}},
+        "rerank: key_file = 'k' requires",
+    ),
+    "a reranking server's key in its address": ({"rerank": {"model": "m", "url": "http://k@a/v1"}}, "rerank.url = "),
     "a collection without a path": ({"collections": [{"name": "a"}]}, "collections[0].path: required key is missing"),
 }
 
@@ -103,6 +112,7 @@ def test_relative_paths_are_relative_to_the_file_and_packaged_names_are_not_path
     node.run_dir = "run"
     http.api_keys_file = "keys"
     model.name = "./llama"
+    rerank.model = "models/ranker"
     collections = [{name = "a", path = "data/a"}, {name = "b", path = "/b"}]
     """
     path = tmp_path / "node.toml"
@@ -111,9 +121,14 @@ def test_relative_paths_are_relative_to_the_file_and_packaged_names_are_not_path
     assert config.model is not None
     assert config.node.run_dir == str(tmp_path / "run")
     assert config.http.api_keys_file == str(tmp_path / "keys")
+    assert config.rerank.model == str(tmp_path / "models/ranker")
     assert Path(config.model.name) == tmp_path / "llama"
     assert [collection.path for collection in config.collections] == [str(tmp_path / "data/a"), "/b"]
-    path.write_text('model.name = "smollm2-135m-instruct"')
+    path.write_text(
+        'model.name = "smollm2-135m-instruct"\nrerank = {model = "org/m", url = "http://a/v1", key_file = "k"}'
+    )
+    rerank = load_config(path).rerank
+    assert (rerank.model, rerank.key_file) == ("org/m", str(tmp_path / "k"))
     packaged = load_config(path).model
     assert packaged is not None
     assert packaged.name == "smollm2-135m-instruct"

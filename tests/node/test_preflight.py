@@ -31,6 +31,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model": OPENAI, "answer_cache": {"enabled": True, "embedder": "nope"}},
         "answer_cache.embedder: unknown embedder 'nope'",
     ),
+    "a reranker that there is not": (
+        {"rerank": {"model": "models/none"}},
+        "rerank.model: there is no directory of a model at ",
+    ),
+    "a reranker's key that there is not": (
+        {"rerank": {"model": "m", "url": "http://127.0.0.1:1/v1", "key_file": "none"}},
+        "the reranker's key cannot be read from ",
+    ),
     "a log directory under a file": ({"log": {"directory": "file/logs"}}, "cannot create log files there: "),
     "a log directory that is a file": ({"log": {"directory": "file"}}, "cannot create log files there: "),
     "a log directory under /proc": ({"log": {"directory": "/proc/x"}}, "log.directory = '/proc/x': cannot create log"),

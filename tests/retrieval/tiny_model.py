@@ -1,9 +1,10 @@
-"""A sentence-transformers model of a few hundred bytes: an embedding table of ten words.
+"""A sentence-transformers model of a few hundred bytes: an embedding table of ten words. And a cross-encoder as small.
 
 Written without the package `onnx`: the file is Protocol Buffers, of which six messages are needed (onnx.proto3).
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,80 @@ def write_tiny_model(
 
 def _model(inputs: tuple[str, ...]) -> bytes:
     """Return a graph with one Gather by `input_ids`; other inputs are unused."""
-    vectors = table()
-    tensor = _numbers(1, *vectors.shape) + _number(2, _FLOAT) + _bytes(8, b"table") + _bytes(9, vectors.tobytes())
+    tensor = _tensor("table", table())
     node = _bytes(1, b"table") + _bytes(1, b"input_ids") + _bytes(2, b"last_hidden_state") + _bytes(4, b"Gather")
     given = b"".join(_bytes(11, _value(name, _INT64, 2)) for name in inputs)
     graph = _bytes(1, node) + _bytes(2, b"tiny") + _bytes(5, tensor) + given
     graph += _bytes(12, _value("last_hidden_state", _FLOAT, 3))
     return _number(1, 8) + _bytes(7, graph) + _bytes(8, _number(2, 17))
+
+
+# ---- a cross-encoder: the more words a text shares with its query, the more relevant it is
+
+
+def word_weights() -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return what two words count for each other, as vectors float32 [10, 10] to be multiplied."""
+    noise = np.random.default_rng(6).normal(size=(len(WORDS), len(WORDS)))
+    return (np.eye(len(WORDS)) + 0.05 * noise).astype(np.float32)
+
+
+def relevance(pair: Sequence[int], types: Sequence[int]) -> float:
+    """Return the score of the tokens of a pair, as the model computes it."""
+    vectors, second = word_weights()[list(pair)], np.array(types)[:, None]
+    logit = float(((vectors * (1 - second)).sum(axis=0) * (vectors * second).sum(axis=0)).sum()) - 2.0
+    return 1.0 / (1.0 + float(np.exp(-logit)))
+
+
+def write_tiny_cross_encoder(directory: Path, *, max_tokens: int = 32, labels: int = 1, bias: float = -2.0) -> Path:
+    """Write the model directory. `labels`: logits of a pair; `bias` is added to each."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "model.onnx").write_bytes(_cross_encoder(labels, bias))
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", [("[CLS]", 1), ("[SEP]", 2)]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"model_max_length": max_tokens}))
+    return directory
+
+
+def _cross_encoder(labels: int, bias: float) -> bytes:
+    """Return a graph: logits = Σ (Σ query's vectors · Σ text's vectors) + bias."""
+    nodes = (
+        ("Gather", ("weights", "input_ids"), "vectors"),  # [rows, tokens, 10]
+        ("Cast", ("attention_mask",), "mask"),
+        ("Cast", ("token_type_ids",), "types"),
+        ("Mul", ("types", "mask"), "second"),
+        ("Sub", ("mask", "second"), "first"),
+        ("Unsqueeze", ("first", "one"), "first_row"),
+        ("Unsqueeze", ("second", "one"), "second_row"),
+        ("MatMul", ("first_row", "vectors"), "query"),  # [rows, 1, 10]
+        ("MatMul", ("second_row", "vectors"), "text"),
+        ("Mul", ("query", "text"), "products"),
+        ("MatMul", ("products", "sum"), "summed"),  # [rows, 1, labels]
+        ("Squeeze", ("summed", "one"), "squeezed"),
+        ("Add", ("squeezed", "bias"), "logits"),
+    )
+    graph = _bytes(2, b"tiny")
+    for kind, inputs, output in nodes:
+        node = b"".join(_bytes(1, name.encode()) for name in inputs) + _bytes(2, output.encode())
+        node += _bytes(4, kind.encode())
+        if kind == "Cast":
+            node += _bytes(5, _bytes(1, b"to") + _number(3, _FLOAT) + _number(20, 2))
+        graph += _bytes(1, node)
+    graph += _bytes(5, _tensor("weights", word_weights())) + _bytes(5, _tensor("one", np.array([1], np.int64)))
+    graph += _bytes(5, _tensor("sum", np.ones((len(WORDS), labels), np.float32)))
+    graph += _bytes(5, _tensor("bias", np.array([bias], np.float32)))
+    for name in ("input_ids", "attention_mask", "token_type_ids"):
+        graph += _bytes(11, _value(name, _INT64, 2))
+    graph += _bytes(12, _value("logits", _FLOAT, 2))
+    return _number(1, 8) + _bytes(7, graph) + _bytes(8, _number(2, 17))
+
+
+def _tensor(name: str, values: np.ndarray[Any, np.dtype[Any]]) -> bytes:
+    kind = _INT64 if values.dtype == np.int64 else _FLOAT
+    return _numbers(1, *values.shape) + _number(2, kind) + _bytes(8, name.encode()) + _bytes(9, values.tobytes())
 
 
 def _value(name: str, kind: int, axes: int) -> bytes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.node.retrieval_config import PassagePlace
-from runtime.retrieval.passages import PartialPassages, Passage
+from runtime.retrieval.passages import Passage
 from runtime.serving.model.text import last_question_index, passage_text, passages_block, question_with_block
 
 Json = dict[str, Any]
@@ -27,11 +27,10 @@ _MARKERS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Passages that fit, nearest first, and their texts, the last possibly cut; `partial`: the search was partial."""
+    """Passages that fit, nearest first, and their texts, the last possibly cut."""
 
     texts: tuple[str, ...] = ()
     used: tuple[Passage, ...] = ()
-    partial: bool = False
 
 
 def plain(text: str) -> str:
@@ -59,7 +58,7 @@ def fit(passages: Sequence[Passage], tokens: int) -> Fitted:
         texts.append(text)
         used.append(passage)
         room -= len(data)
-    return Fitted(tuple(texts), tuple(used), isinstance(passages, PartialPassages))
+    return Fitted(tuple(texts), tuple(used))
 
 
 def room_for_passages(prompt_bytes: int, answer_tokens: int, passage_tokens: int, context_tokens: int) -> int:

@@ -8,7 +8,7 @@ from runtime.engines.openai.assembly import Fitted, fit, inserted_text
 from runtime.engines.openai.capabilities import tokenize
 from runtime.engines.openai.server import Server
 from runtime.errors import DeadlineExceeded, TrinityError
-from runtime.retrieval.passages import PartialPassages, Passage, ignore_size
+from runtime.retrieval.passages import FoundPassages, Passage, ignore_size
 from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieval, Retrieved
 from runtime.serving.triggers import trigger_of
@@ -73,7 +73,7 @@ class Probing:
         except TrinityError:
             outcome = "failed"
         self._search_task = None
-        if isinstance(found, PartialPassages):
+        if FoundPassages.of(found).partial:
             self._emit(Retrieved(self._request_id, (), self._begin_token, partial=True))
         if outcome == "answered" and self._trigger is not None and not self._trigger.accepts(found, self.seen):
             outcome, found = "near", []

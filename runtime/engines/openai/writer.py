@@ -27,7 +27,7 @@ from runtime.errors import (
 )
 from runtime.node.engine_config import ServedSection
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
-from runtime.retrieval.passages import Passage, ignore_size, within, without_text
+from runtime.retrieval.passages import FoundPassages, Passage, ignore_size, within, without_text
 from runtime.serving import stages
 from runtime.serving.frontend.choice import prefix_blocks
 from runtime.serving.frontend.engine import RestartLimits
@@ -77,7 +77,7 @@ class AnswerWriter:
         self._backend: Backend | None = None
         self._stalled_since_ns = 0  # 0: the answer does not wait for a probe
         self._stalling_probe: Probe | None = None  # which the answer waits for
-        self._passages: list[Passage] = []
+        self._found, self._passages = FoundPassages(), list[Passage]()
         self._passage_tokens = 0
         self._unreported: Retrieved | None = None  # passages in the next request, reported once a server accepts it
         self._rollback: tuple[str, list[int]] | None = None  # the transcript without a probe's passages
@@ -116,14 +116,11 @@ class AnswerWriter:
 
         text = last_question(self._generation.messages) if self._chat else str(self._generation.prompt)
         left_s = max(1e-3, (self._generation.deadline_ns - self._deps.clock()) / 1e9)
-        self._passages = await self._deps.search.search(
-            retrieval.query(text, "prefill"),
-            on_embedded=on_embedded,
-            on_read=ignore_size,
-            timeout_s=left_s,
-        )
-        self._passages = type(self._passages)(within(self._passages, retrieval.max_distance))
-        stamps[stages.SEARCHED] = self._deps.clock()
+        query, search = retrieval.query(text, "prefill"), self._deps.search.search
+        found = await search(query, on_embedded=on_embedded, on_read=ignore_size, timeout_s=left_s)
+        self._found = FoundPassages.of(found)
+        self._passages = within(self._found, retrieval.max_distance)
+        stages.stamp_search_end(stamps, self._found.searched_ns, self._deps.clock())
         texts = [turn.content for turn in self._generation.messages] if self._chat else [str(self._generation.prompt)]
         size = sum(len(text.encode(errors="replace")) for text in texts)
         budget_tokens = self._deps.prompts.passage_tokens
@@ -133,14 +130,15 @@ class AnswerWriter:
         """Build the request with about this many tokens of passages; the server may still reject it as too long."""
         self._passage_tokens = tokens
         fitted = fit(self._passages, tokens)
-        self._passages = type(self._passages)(fitted.used)  # the others fit no smaller budget either
+        self._passages = list(fitted.used)  # the others fit no smaller budget either
         retrieval = self._generation.retrieval
         self._body = with_passages(self._original, fitted, retrieval.place if retrieval else "question")
         stamps = dict(self._relay.stamps)
         texts = fitted.texts if retrieval and retrieval.quote else ()
         self._unreported = Retrieved(
-            self._request.id, without_text(fitted.used), stages=stamps, partial=fitted.partial, texts=texts
-        )
+            self._request.id, without_text(fitted.used), stages=stamps, partial=self._found.partial, texts=texts,
+            ranking=self._found.ranking,
+        )  # fmt: skip
 
     def _context(self) -> int:
         """The context in tokens: as configured, else the least that a server reports; 0 if none does."""

@@ -89,6 +89,7 @@ Tier = Literal["host", "disk"]
 """Tiers of KV blocks besides a worker's own memory."""
 BuildPart = Literal["rows", "graph", "written"]
 """Phases of a segment's build: read its rows, build its graph, write the segment."""
+RerankOutcome = Literal["reranked", "late", "failed"]
 CacheEvent = Literal["hit", "miss", "stored", "expired", "evicted"]
 
 
@@ -158,6 +159,15 @@ class RetrievingMetrics(WorkerMetrics):
     )
     RELOAD = Gauge("trinity_documents_reload", "Number of the last finished reload of documents")
     RELOAD_REFUSED = Gauge("trinity_documents_reload_refused", "1 if that reload found documents that cannot be used")
+    RERANKS = ByLabel[RerankOutcome, Counter](
+        Counter,
+        "trinity_reranks_total",
+        "Lists of texts that were to be reranked, by outcome; late: not in time",
+        "outcome",
+        RerankOutcome,
+    )
+    RERANK_PAIRS = Counter("trinity_rerank_pairs_total", "Texts in these lists, each of which is paired with a query")
+    RERANK_TIME = Histogram("trinity_rerank_seconds", "Time of reranking a list, also if it was late or failed", _WAITS)
 
 
 def _tier(event: str, help: str) -> "ByLabel[Tier, Counter]":

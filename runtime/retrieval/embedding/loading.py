@@ -117,8 +117,7 @@ def check_embedder(spec: EmbedderSpec, location: EmbedderLocation = DEFAULT_LOCA
 
 def model_bytes(spec: DirectorySpec, location: EmbedderLocation = DEFAULT_LOCATION) -> int:
     """Return the size of the files that are loaded, in bytes. Raises `ModelError`."""
-    found = _directory(spec, location)
-    return sum((found.directory / name).stat().st_size for name in found.files)
+    return _directory(spec, location).size_bytes()
 
 
 def choose_embedder(

@@ -52,6 +52,10 @@ class ModelDirectory:
     files: tuple[str, ...]  # all files that are read
     encoding: Encoding
 
+    def size_bytes(self) -> int:
+        """Return the size of all files that are read."""
+        return sum((self.directory / name).stat().st_size for name in self.files)
+
     def sha256(self) -> str:
         """Return the SHA-256 of all files that the vectors depend on. Raises `ModelError`."""
         digest = hashlib.sha256()

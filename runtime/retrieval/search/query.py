@@ -264,12 +264,21 @@ class SubmitOptions(SearchOptions, total=False):
     flow: int
 
 
+class Rerank(msgspec.Struct, frozen=True):
+    """Reranking of a query's passages, for at most `timeout_s`, after which they stay in the order of the search.
+    `min_score`: passages with a lower score are left out, if they were reranked."""
+
+    timeout_s: float
+    min_score: float = -1e30
+
+
 class Query(msgspec.Struct, eq=False):
     """A query from where it enters to its end, or one shard's part of it (then `gather` is set).
 
     `spec`: what is wanted, and for whom. `vector` [d]: None until the text is embedded, here or by other nodes; on a
     GPU the caller's own array, from which a retry copies again. `text`: to be embedded, or what a keyword search is
-    for, whose weight in the fused ranks is `hybrid`, 0 for none. `accept`: acceptable builds, None for any.
+    for, whose weight in the fused ranks is `hybrid`, 0 for none. `accept`: acceptable builds, None for any. `rerank`:
+    what is done with the passages found, None for nothing.
 
     The rest is a client's, with all that a retry needs. `parked_ns`: since when it has been waiting for a pool; 0: not
     waiting. `in_flight`: sessions that have it and have not answered; more than one if it was hedged. `ended`: later
@@ -289,6 +298,7 @@ class Query(msgspec.Struct, eq=False):
     ended: bool = False
     gather: ShardGather | None = None
     identity: str = ""
+    rerank: Rerank | None = None
 
 
 def status_error(status: str, query: Query) -> TrinityError:

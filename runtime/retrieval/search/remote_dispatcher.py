@@ -12,7 +12,6 @@ import numpy as np
 
 from runtime.errors import InternalError, Overloaded, TrinityError
 from runtime.node.remote_config import RemoteSection
-from runtime.retrieval.passages import PartialPassages
 from runtime.retrieval.remote_collections import RemoteCollections
 from runtime.retrieval.search.query import Query, SearchResult, failed_result
 from runtime.retrieval.search.vectors import Vectors
@@ -133,7 +132,7 @@ class RemoteDispatcher:
                 np.full(len(found), -1, np.int64),
                 np.array([passage.distance for passage in found], np.float32),
                 passages=tuple(found),
-                partial=isinstance(found, PartialPassages),
+                partial=found.partial,
             )
         except TrinityError as error:
             result = failed_result(query.ticket, error)

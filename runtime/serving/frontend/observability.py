@@ -131,6 +131,10 @@ class Traces:
         """Set a stamp (see `runtime.serving.stages`) of a search."""
         self._running[search_id].stamps[moment] = self._clock()
 
+    def stamp_search_end(self, search_id: str, searched_ns: int) -> None:
+        """Set the last stamps of a search, which has been reranked since `searched_ns`; 0: it was not."""
+        stages.stamp_search_end(self._running[search_id].stamps, searched_ns, self._clock())
+
     def end(self, outcome: RequestOutcome) -> None:
         """End the trace of a request."""
         running = self._running.pop(outcome.request_id, None)

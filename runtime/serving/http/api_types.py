@@ -13,6 +13,7 @@ from runtime.node.retrieval_config import PassagePlace, ProbeMode, ProbesSection
 from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
 from runtime.serving.http import unsupported_fields
 from runtime.serving.http.parsing import field_error, given, json_name, suggestion, without_null
+from runtime.serving.http.ranking import RerankOptions
 from runtime.serving.messages import Message, Retrieval, Sampling
 from runtime.serving.triggers import trigger_type
 
@@ -146,6 +147,12 @@ def _validate_retrieval(value: object) -> object:
     return known
 
 
+def _validate_rerank(value: object) -> object:
+    if isinstance(value, bool):
+        return {} if value else None
+    return without_null(value) if isinstance(value, dict) else value
+
+
 def _validate_vector(value: object) -> object:
     """Return the vector as float32 [d]."""
     if not isinstance(value, list):
@@ -163,6 +170,10 @@ def _validate_vector(value: object) -> object:
         if math.isnan(number):
             raise field_error(f"vector[{index}] is not a number (NaN)")
     raise AssertionError("one of the numbers is at fault")
+
+
+RerankField = Annotated[RerankOptions | None, BeforeValidator(_validate_rerank)]
+"""Whether the passages of a search are reranked: true, or an object with a limit of its time."""
 
 
 # ---- bodies
@@ -187,7 +198,8 @@ class RetrievalOptions(StrictModel):
     During a probe the answer waits, or continues and inserts the passages when they arrive ("prefetch"); a probe
     inserts at most `probe_tokens` tokens. `collection` is optional on a node with one collection. `filter` restricts
     the passages by attributes, `hybrid` adds a keyword search. `probe_trigger` with `probe_threshold` says when to
-    probe. The defaults of probes, and of `passages` (their position in a chat), are the node's.
+    probe. The defaults of probes, and of `passages` (their position in a chat), are the node's. `rerank`: of the
+    passages before prefill.
     """
 
     collection: str | None = None
@@ -200,6 +212,7 @@ class RetrievalOptions(StrictModel):
     probe_trigger: str | None = None
     probe_threshold: float | None = Field(None, gt=0, le=1e6)
     passages: PassagePlace | None = None
+    rerank: RerankField = None
 
 
 class ChatMessage(StrictModel):
@@ -333,7 +346,7 @@ class CompletionBody(GenerateBody):
 
 
 class RetrievalBody(StrictModel):
-    """POST /v1/retrieval: search by `query` (text) or `vector`, with an optional `filter` and `hybrid` search."""
+    """POST /v1/retrieval: search by `query` (text) or `vector`, with `filter`, `hybrid` search and `rerank`."""
 
     collection: str | None = None
     query: str | None = Field(None, min_length=1)
@@ -341,3 +354,4 @@ class RetrievalBody(StrictModel):
     k: int = Field(4, ge=1, le=MAX_TOKENS)
     filter: Annotated[Any, BeforeValidator(filter_at("filter"))] = None
     hybrid: Hybrid = 0.0
+    rerank: RerankField = None

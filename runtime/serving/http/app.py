@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,7 +20,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
 from runtime.errors import InvalidRequest, TrinityError, Unavailable, UnknownModel
-from runtime.retrieval.passages import PartialPassages
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.serving.frontend.answer_cache import CacheHit, CacheKey
@@ -46,6 +46,7 @@ from runtime.serving.http.passthrough import (
     is_cacheable,
     parse_passthrough,
 )
+from runtime.serving.http.ranking import ranking_json
 from runtime.serving.http.response_memory import ResponseMemory, ResponseMemoryMiddleware, unsent_response
 from runtime.serving.http.responses import (
     ChatResponse,
@@ -65,6 +66,7 @@ from runtime.serving.http.routes.documents import DocumentRoutes
 from runtime.serving.http.routes.drain import DrainRoute
 from runtime.serving.http.routes.embeddings import EmbeddingsRoute
 from runtime.serving.http.routes.files import FileRoutes
+from runtime.serving.http.routes.rerank import RerankRoute
 from runtime.serving.http.routes.responses import ResponsesRoutes
 from runtime.serving.http.routes.tokenize import TokenizeRoute
 from runtime.serving.http.routes.vector_store_files import StoreFileRoutes
@@ -167,6 +169,8 @@ class _Routes:
 
     async def _response_options(self, http: Request, body: GenerateBody) -> dict[str, Any]:
         self.check_model(body.model)
+        wish = body.retrieval.rerank if body.retrieval else None
+        rerank = self._settings.ranker.of_options(wish, "retrieval.rerank")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         retrieval = body.to_retrieval(self._settings.prompts, self._settings.probes)
@@ -179,7 +183,7 @@ class _Routes:
             "id": request_id(http),
             "model": self._settings.model,
             "created": int(time.time()),
-            "retrieval": retrieval,
+            "retrieval": retrieval and replace(retrieval, rerank=rerank),
             "store": store,
             "include_usage": body.stream_options is not None and bool(body.stream_options.include_usage),
             "continuous_usage": body.stream_options is not None and bool(body.stream_options.continuous_usage_stats),
@@ -275,22 +279,31 @@ class _Routes:
             raise InvalidRequest(
                 f"vector has {len(body.vector)} numbers, collection {collection!r} has dimension {dim}", "vector"
             )
+        rerank = self._settings.ranker.of_options(body.rerank, "rerank")
+        if rerank is not None and body.query is None:
+            raise InvalidRequest("rerank requires a text: use query instead of vector", "rerank")
         passages = await self._searches.run(
-            body, collection, access_of(http), request_id(http), client_id_of(http), unsent_response(http).reserve
-        )
+            body, collection, access_of(http), request_id(http), client_id_of(http), unsent_response(http).reserve,
+            rerank,
+        )  # fmt: skip
         found = [passage_json(passage) | {"text": passage.text} for passage in passages]
         result: Json = {"id": request_id(http), "object": "retrieval", "collection": collection, "passages": found}
-        return passages_response(result | {"partial": True} if isinstance(passages, PartialPassages) else result)
+        partial: Json = {"partial": True} if passages.partial else {}
+        return passages_response(result | partial | ranking_json(passages.ranking))
 
     def add_collection_routes(self, app: Starlette) -> None:
         """Add the routes of collections, documents and embedders."""
         settings, catalogue = self._settings, self._service.catalogue
         StoreRoutes(
             catalogue, self._searches, self.read_bytes, settings.collections, self._service.stores,
-            max_k=settings.max_k, max_prompt_bytes=settings.max_prompt_bytes,
+            ranker=settings.ranker, max_k=settings.max_k, max_prompt_bytes=settings.max_prompt_bytes,
         ).add_to(app)  # fmt: skip
         limit, timeout_s = settings.max_searches, settings.request_timeout_s
         EmbeddingsRoute(catalogue, self.read_bytes, limit=limit, timeout_s=timeout_s).add_to(app)
+        RerankRoute(
+            self._service.reranking, self.read_bytes, limit=limit, timeout_s=timeout_s,
+            max_query_bytes=settings.max_prompt_bytes,
+        ).add_to(app)  # fmt: skip
         if (stores := self._service.stores) is not None:
             origins = None if settings.api_keys else settings.cors_origins
             FileRoutes(stores, settings.body_timeout_s, origins).add_to(app)

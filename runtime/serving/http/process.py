@@ -31,6 +31,7 @@ from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections.state import WriterState
 from runtime.retrieval.embedding.loading import load_embedder
+from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.stores.catalogue import Catalogue
@@ -44,6 +45,8 @@ from runtime.serving.http.access import access_by_key
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig
 from runtime.serving.http.middleware import id_source
+from runtime.serving.http.ranking import Ranker
+from runtime.serving.http.reranked_search import RerankedSearch
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.routes.tokenize import Tokens
 from runtime.serving.http.service import NoCollections, SearchSource, Service, Settings, missing_roles
@@ -61,14 +64,15 @@ _SWITCH_S = 0.0005  # how long a thread keeps the interpreter's lock when the ev
 _READY_POLL_S = 0.01
 _REPORT_S = 2.0  # interval of the collections' metrics
 _FINAL_ERRORS_S = 1.0  # before the drain timeout, to send errors to the remaining clients
-_EMBEDDING_THREADS = 8  # of one interpreter: a batch holds its lock for a tenth of its time
+_COMPUTING_THREADS = 8  # of one interpreter: a batch holds its lock for a tenth of its time
 _RESERVED_DESCRIPTORS = 256  # besides connections: sockets to workers, shared memory, files
 
 
-def embedding_threads(plan: NodePlan) -> int:
-    """Return how many threads embed in the frontend: as many as there are cores that no model worker computes on."""
+def computing_threads(plan: NodePlan) -> int:
+    """Return how many threads embed in the frontend, and how many rerank: as many as there are cores that no model
+    worker computes on."""
     models = sum(worker.threads for worker in plan.workers if worker.role in ("prefill", "decode") and not worker.gpu)
-    return min(max(len(os.sched_getaffinity(0)) - models, 1), _EMBEDDING_THREADS)
+    return min(max(len(os.sched_getaffinity(0)) - models, 1), _COMPUTING_THREADS)
 
 
 class SupervisorLink:
@@ -119,17 +123,19 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     config = plan.config
     metrics = RequestMetrics(worker.table, config.slo)
     registry = CollectionRegistry(plan, in_background=True)
+    reranking = Reranking.of_plan(plan, Reranking.load(plan), worker.table, computing_threads(plan))
     worker.startup.mark("embedder")
     search = None
     if config.searchable:
-        search = AsyncRetriever(registry, SearchClient.of_plan(plan, worker.name), threads=embedding_threads(plan))
+        search = AsyncRetriever(registry, SearchClient.of_plan(plan, worker.name), threads=computing_threads(plan))
     local = search or NoCollections()
     router: CollectionRouter | None = None
     if config.remote:
         from runtime.serving.http import remote_collections  # optional: HTTP to other nodes
 
         router = remote_collections.CollectionRouter(local, config.remote)
-    source = router or local
+    collections = router or local
+    source = collections if reranking is None else RerankedSearch(collections, reranking)
     engine = await make_engine(worker, metrics, source)
     own, served = config.own_model, config.model
     model = ModelInfo.read(own.name).name if own else served.name if served else ""
@@ -148,6 +154,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         max_k=plan.max_k,
         probes=config.probes,
         prompts=config.prompts,
+        ranker=Ranker("" if reranking is None else reranking.name, config.rerank.timeout_s),
         default_max_tokens=min(256, own.context_tokens // 4) if own else 256,
         request_timeout_s=config.http.request_timeout_s,
     )
@@ -175,7 +182,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))
         answers = _open_answer_cache(worker, client)
     service = Service(
-        engine, source, supervisor.metrics_text, answers, tokens, source, writes, stores,
+        engine, source, supervisor.metrics_text, answers, tokens, collections, reranking, writes, stores,
         ResponseStore(catalogue), readiness, supervisor.drain, metrics.record_response,
         partial(worker.table.observe, FrontendMetrics.EMBED_TIME),
     )  # fmt: skip
@@ -224,6 +231,8 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         await asyncio.gather(*loops, return_exceptions=True)
         engine.close()
         catalogue.close()
+        if reranking is not None:
+            reranking.close()
         if writes is not None:
             writes.close()
         if answers is not None:

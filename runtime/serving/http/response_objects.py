@@ -19,7 +19,8 @@ class ResponseBuilder:
     """Builder of one response. `base`: the fields that do not change. query: of the file search, None without one.
 
     Results of the search come first, with their texts for citations, then the answer's tokens; `events` returns what
-    has happened since the last call. include_results: whether clients see the results.
+    has happened since the last call. include_results: whether clients see the results. ranking: fields of the search
+    that say whether its results were reranked.
     """
 
     id: str
@@ -27,6 +28,7 @@ class ResponseBuilder:
     query: str | None = None
     include_results: bool = False
     results: list[Json] = field(default_factory=list)
+    ranking: Json = field(default_factory=dict)
     text: str = ""
     annotations: list[Json] = field(default_factory=list)
     completion_tokens: int = 0
@@ -105,7 +107,7 @@ class ResponseBuilder:
             return []
         shown = self.results if self.include_results and status == "completed" else None
         item = {"id": self._search_id, "type": "file_search_call", "status": status, "queries": [self.query]}
-        return [item | {"results": shown}]
+        return [item | {"results": shown} | (self.ranking if status == "completed" else {})]
 
     def _message(self, status: str) -> Json:
         content = [] if status == "in_progress" else [self._part()]

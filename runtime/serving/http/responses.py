@@ -1,10 +1,10 @@
 """Response bodies: OpenAI's completion objects, complete or as server-sent events, and its error object.
 
 Trinity adds `retrieval` (the passages used: id, title, distance, and the number of answer tokens before them; `partial`
-if nodes of the collection were missing), `timings` (seconds per stage, see `stages.stage_seconds`) and, for an answer
-from the cache (`answer_cache.py`), `cached`: the similarity of the questions and the age of the answer. In a stream the
-first chunk contains the passages found before prefill, each probe has a chunk of its own, and the chunk with the
-`finish_reason` contains the timings. A stream ends with the last piece or with an error event.
+if nodes of the collection were missing, `reranked`), `timings` (seconds per stage, see `stages.stage_seconds`) and, for
+an answer from the cache (`answer_cache.py`), `cached`: the similarity of the questions and the age of the answer. In a
+stream the first chunk contains the passages found before prefill, each probe has a chunk of its own, and the chunk with
+the `finish_reason` contains the timings. A stream ends with the last piece or with an error event.
 """
 
 import logging
@@ -26,6 +26,7 @@ from runtime.retrieval.stores.collection import FILE, attributes_of
 from runtime.retrieval.stores.records import Store
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.requests import Piece, Relayed, Request
+from runtime.serving.http.ranking import ranking_json
 from runtime.serving.messages import Retrieval, Retrieved, Tokens
 from runtime.serving.stages import stage_seconds
 
@@ -69,6 +70,8 @@ def passage_json(passage: Passage) -> Json:
     """Return a passage without its text, with its attributes if it has any; a NaN or infinite distance is null."""
     distance = passage.distance if math.isfinite(passage.distance) else None
     found: Json = {"id": passage.id, "title": passage.title, "distance": distance}
+    if passage.score is not None:
+        found["relevance_score"] = passage.score
     return found | {"attributes": passage.attributes} if passage.attributes else found
 
 
@@ -224,7 +227,9 @@ class GenerationResponse:
         passages = [
             to_json(passage) | {"at_token": search.at_token} for search in searches for passage in search.passages
         ]
-        found: Json = {"collection": self.store.id if self.store else retrieval.collection, "passages": passages}
+        name = self.store.id if self.store else retrieval.collection
+        ranking = next((search.ranking for search in searches if search.ranking), "")
+        found: Json = {"collection": name, "passages": passages} | ranking_json(ranking)
         return found | {"partial": True} if any(search.partial for search in searches) else found
 
     def _object(self, name: str, choice: Json) -> Json:

@@ -23,8 +23,9 @@ from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.fair_gate import FairLimit
-from runtime.retrieval.passages import OnRead, Passage
-from runtime.retrieval.search.query import Query
+from runtime.retrieval.passages import FoundPassages, OnRead, Passage
+from runtime.retrieval.reranking.reranking import Reranking
+from runtime.retrieval.search.query import Query, Rerank
 from runtime.retrieval.search.vectors import query_vector
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.retrieval.stores.service import Stores
@@ -36,6 +37,7 @@ from runtime.serving.frontend.observability import Traces
 from runtime.serving.http.access import Access
 from runtime.serving.http.api_types import RetrievalBody
 from runtime.serving.http.middleware import BODY_TIMEOUT_S, MAX_BODY_BYTES
+from runtime.serving.http.ranking import Ranker
 from runtime.serving.http.response_memory import MAX_UNSENT_BYTES
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.routes.tokenize import Tokens
@@ -113,7 +115,8 @@ class Searches:
         request_id: str,
         client_id: str = "",
         reserve: Callable[[int], None] = lambda size: None,
-    ) -> list[Passage]:
+        rerank: Rerank | None = None,
+    ) -> FoundPassages:
         """Return the passages from the part of `collection` that the key may access.
 
         `reserve`: see `UnsentResponse.reserve`. Raises Forbidden or Overloaded (before the search starts),
@@ -125,18 +128,19 @@ class Searches:
             query_vector(body.vector) if body.query is None else None,
             body.query or "",
             body.hybrid,
+            rerank=rerank,
         )
         async with self._limit.counted(access.flow):
             return await self._run(query, request_id, client_id, reserve)
 
     async def _run(
         self, query: Query, request_id: str, client_id: str, reserve: Callable[[int], None]
-    ) -> list[Passage]:
+    ) -> FoundPassages:
         self._traces.start_search(request_id, client_id, Retrieval(query.spec.collection, query.spec.k))
         state, found = "internal_error", 0
         try:
             passages = await self._search(query, request_id, reserve)
-            self._traces.stamp(request_id, stages.SEARCHED)
+            self._traces.stamp_search_end(request_id, passages.searched_ns)
             state, found = "found", len(passages)
             return passages
         except TrinityError as error:
@@ -150,7 +154,7 @@ class Searches:
             result = f"{found} passages" if state == "found" else state
             log.info("search ended: %s, %.1f ms", result, took_ms, extra={"request": request_id})
 
-    async def _search(self, query: Query, request_id: str, reserve: Callable[[int], None]) -> list[Passage]:
+    async def _search(self, query: Query, request_id: str, reserve: Callable[[int], None]) -> FoundPassages:
         begin = time.monotonic()
 
         def on_embedded() -> None:
@@ -160,12 +164,13 @@ class Searches:
 
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._source.search(
+                found = await self._source.search(
                     query,
                     on_embedded=on_embedded,
                     on_read=lambda size: reserve(2 * size),  # the passages, and the response with them
                     timeout_s=self._timeout_s,
                 )
+                return FoundPassages.of(found)
         except TimeoutError:
             raise DeadlineExceeded(f"the search took longer than its limit of {self._timeout_s:g} s") from None
 
@@ -195,6 +200,7 @@ class Service:
     answers: AnswerCache | None = None
     tokens: Tokens | None = None  # None if the node runs no model itself
     catalogue: CollectionCatalogue = field(default_factory=NoCollections)
+    reranking: Reranking | None = None
     writes: WriterService | None = None  # None on a node without collections
     stores: Stores | None = None  # files and vector stores of clients; None without `[stores] path`
     responses: ResponseStore | None = None  # None: in memory
@@ -228,6 +234,7 @@ class Settings:
     max_k: int = 64
     probes: ProbesSection = field(default_factory=ProbesSection)
     prompts: PromptsSection = field(default_factory=PromptsSection)
+    ranker: Ranker = field(default_factory=Ranker)
     max_searches: int = 64
     default_max_tokens: int = 256
     request_timeout_s: float = 300.0

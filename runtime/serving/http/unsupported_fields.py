@@ -4,7 +4,9 @@
 """
 
 import json
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from runtime.errors import InvalidRequest
 
@@ -112,6 +114,27 @@ def accept(name: str, value: object) -> bool:
             f"{name} is not supported" + (f" other than {allowed}" if allowed else "") + f": {refused.reason}", name
         )
     return True
+
+
+def without_unsupported(
+    sent: Mapping[str, Any],
+    known: Container[str],
+    neutral: Mapping[str, tuple[object, ...]],
+    ignored: Container[str],
+) -> dict[str, Any]:
+    """Return the `known` fields of a body that are not null. `neutral`: unsupported ones, and the values with which
+    they have no effect. Raises InvalidRequest for those with another value, and for fields in none of the three."""
+    found = {}
+    for name, value in sent.items():
+        if value is None or name in ignored:
+            continue
+        if name in known:
+            found[name] = value
+        elif name not in neutral:
+            raise InvalidRequest(f"unknown field {name[:64]!r}", name[:64])
+        elif is_set(value, neutral[name]):
+            raise InvalidRequest(f"{name} is not supported", name)
+    return found
 
 
 def unsupported_table() -> str:

@@ -18,6 +18,7 @@ from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.passages import without_text
+from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
@@ -48,7 +49,7 @@ class PrefillWorker:
         context_tokens = config.own_model.context_tokens
         blocks, block_tokens = config.prefill.blocks(config.own_model), config.own_model.kv_block_tokens
         transport = transport or transport_for(worker.placement.device)
-        loading = run_in_background(lambda: CollectionRegistry.warm(worker.plan))
+        loading = run_in_background(lambda: (CollectionRegistry.warm(worker.plan), Reranking.load(worker.plan)))
         weights = weights_type(config.own_model.weights, transport.device)
         kind = kv_type(weights, transport.kernels)
         self._source = transport.source(
@@ -78,14 +79,15 @@ class PrefillWorker:
             self._model.tokenizer, self._model.info.vocabulary, context_tokens, config.prompts.passage_tokens
         )
         worker.startup.mark("first pass")
-        registry = loading()
+        registry, reranker = loading()
         worker.startup.mark("embedder")
         if worker.await_assignment():
             registry.refresh()
             self._source.name = worker.name
         self._table, self._log = worker.table, worker.log
-        client = SearchClient.of_plan(worker.plan, worker.name)
-        self.retriever = Retriever(registry, client, threads=config.prefill.threads)
+        client, threads = SearchClient.of_plan(worker.plan, worker.name), config.prefill.threads
+        reranking = Reranking.of_plan(worker.plan, reranker, worker.table, threads)
+        self.retriever = Retriever(registry, client, threads=threads, reranking=reranking)
         self.retriever.warm_up()
         worker.startup.mark("first search")
         self._follower = BuildFollower(self.retriever.registry, self.retriever.client.identities, worker.table)
@@ -177,15 +179,14 @@ class PrefillWorker:
         if result.error is not None:
             raise result.error
         job.stages[stages.EMBEDDED] = result.embedded_ns
-        job.stages[stages.SEARCHED] = time.monotonic_ns()
+        stages.stamp_search_end(job.stages, result.searched_ns, time.monotonic_ns())
         generation = job.request.generation
         prompt = self._prompts.with_passages(generation, job.tokens, result.passages)
         job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)
         job.build = result.build if prompt.used else ""
         texts = prompt.texts if generation.retrieval and generation.retrieval.quote else ()
-        self._link.send(
-            Retrieved(job.id, without_text(prompt.used), stages=job.stages, partial=result.partial, texts=texts)
-        )
+        used = without_text(prompt.used)
+        self._link.send(Retrieved(job.id, used, 0, (), job.stages, result.partial, texts, result.ranking))
         self._enqueue(job)
 
     # ---- prefill

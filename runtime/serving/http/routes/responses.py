@@ -20,12 +20,13 @@ from runtime.serving.frontend.requests import Request as InFlight
 from runtime.serving.http.access import access_of
 from runtime.serving.http.middleware import ReadBody, client_id_of, request_id
 from runtime.serving.http.parsing import check_bytes
+from runtime.serving.http.ranking import ranking_json
 from runtime.serving.http.response_objects import ResponseBuilder
 from runtime.serving.http.responses import EventStream, Json, cancel_on_disconnect, json_response
 from runtime.serving.http.routes.files import tenant_of
 from runtime.serving.http.routes.responses_body import RESULTS, FileSearchTool, ResponsesBody, parse_responses
 from runtime.serving.http.routes.store_objects import STORE_PREFIX
-from runtime.serving.http.routes.vector_stores import distance_of, results_of, score_of
+from runtime.serving.http.routes.vector_stores import RankingOptions, distance_of, results_of, score_of
 from runtime.serving.http.service import Service, Settings
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.serving.model.text import last_question, passages_block, question_with_block
@@ -118,7 +119,7 @@ class ResponsesRoutes:
                 "file_id": result["file_id"],
                 "filename": result["filename"],
                 "attributes": result["attributes"],
-                "score": score_of(passage.distance, metric),
+                "score": score_of(passage.distance, metric) if passage.score is None else passage.score,
                 "text": given.get(passage.id, "").removeprefix(f"[{passage.title.strip()}]\n"),
             }
             for passage, result in pairs
@@ -140,21 +141,22 @@ class ResponsesRoutes:
             return _Conversation(turns, None)
         collection, wanted = await self._searched(http, tool)
         metric = self._service.catalogue.summary(collection).metric
-        ranking, settings, probes = tool.ranking_options, self._settings, self._settings.probes
+        ranking = tool.ranking_options or RankingOptions.model_validate({})
+        settings, probes = self._settings, self._settings.probes
         for name, value, limit in (
             ("max_num_results", tool.max_num_results, settings.max_k),
             ("probe_tokens", tool.probe_tokens, probes.passage_tokens),
         ):
             if value > limit:
                 raise InvalidRequest(f"{name} is {value}, the limit is {limit}", f"tools[0].{name}")
+        rerank = ranking.rerank(settings.ranker, "tools[0].ranking_options.ranker")
         retrieval = Retrieval(
             collection, tool.max_num_results,
             probes.every_tokens if tool.every_tokens is None else tool.every_tokens,
-            tool.probe_mode or probes.mode, tool.probe_tokens, wanted,
-            ranking.hybrid_search.share if ranking and ranking.hybrid_search else 0.0,
+            tool.probe_mode or probes.mode, tool.probe_tokens, wanted, ranking.hybrid,
             probes.trigger, trigger_type(probes.trigger).default_threshold or 0.0,
-            place=settings.prompts.passages, flow=access_of(http).flow, quote=True,
-            max_distance=distance_of(ranking.score_threshold, metric) if ranking else 1e30,
+            place=settings.prompts.passages, flow=access_of(http).flow, quote=True, rerank=rerank,
+            max_distance=distance_of(ranking.score_threshold, metric) if rerank is None else 1e30,
         )  # fmt: skip
         return _Conversation(turns, retrieval, metric)
 
@@ -243,6 +245,8 @@ class _Answer:
         """Add the passages of a search."""
         if found.texts:
             self._block = passages_block(found.texts)
+        if found.ranking:
+            self._builder.ranking = ranking_json(found.ranking)
         self._builder.add_results(*await self._routes.results(self._http, found, self._conversation.metric))
 
     async def events(self, first: Tokens | None) -> AsyncIterator[bytes]:

@@ -4,13 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from runtime.errors import InvalidRequest
 from runtime.node.retrieval_config import ProbeMode
-from runtime.serving.http import unsupported_fields
 from runtime.serving.http.api_types import MAX_TOKENS, Prioritized, StrictModel, filter_at
 from runtime.serving.http.parsing import field_error, json_name, parse_object, validate, without_null
 from runtime.serving.http.routes.store_objects import Metadata
 from runtime.serving.http.routes.vector_stores import RankingOptions, validate_ranking
+from runtime.serving.http.unsupported_fields import without_unsupported
 
 _TEXTS = ("input_text", "output_text", "text")
 RESULTS = "file_search_call.results"
@@ -135,13 +134,5 @@ class ResponsesBody(Prioritized):
 def parse_responses(content: bytes) -> tuple[ResponsesBody, dict[str, Any]]:
     """Parse a body; return also its fields that another engine gets as they are. Raises InvalidRequest that names the
     parameter."""
-    sent = without_null(parse_object(content))
-    for name in [name for name in sent if name not in ResponsesBody.model_fields]:
-        value = sent.pop(name)
-        if name in _IGNORED:
-            continue
-        if name not in _NEUTRAL:
-            raise InvalidRequest(f"unknown field {name[:64]!r}", name[:64])
-        if unsupported_fields.is_set(value, _NEUTRAL[name]):
-            raise InvalidRequest(f"{name} is not supported", name)
+    sent = without_unsupported(parse_object(content), ResponsesBody.model_fields, _NEUTRAL, _IGNORED)
     return validate(ResponsesBody, sent), {name: sent[name] for name in Prioritized.model_fields if name in sent}

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import structs
 from pydantic import BeforeValidator, Field
@@ -18,7 +18,8 @@ from starlette.responses import Response
 
 from runtime.errors import InvalidRequest
 from runtime.node.stores_config import STORES
-from runtime.retrieval.passages import PartialPassages, Passage
+from runtime.retrieval.passages import RERANKED, FoundPassages, Passage
+from runtime.retrieval.search.query import Rerank
 from runtime.retrieval.stores.collection import FILE, STORE
 from runtime.retrieval.stores.records import Store, new_id
 from runtime.retrieval.stores.service import NewEntry, Stores
@@ -26,6 +27,7 @@ from runtime.serving.http.access import Access, access_of
 from runtime.serving.http.api_types import MAX_TOKENS, RetrievalBody, StrictModel, filter_at
 from runtime.serving.http.middleware import ReadBody, client_id_of, request_id
 from runtime.serving.http.parsing import check_bytes, field_error, parse, parse_object, without_null
+from runtime.serving.http.ranking import Ranker, ranking_json
 from runtime.serving.http.response_memory import UnsentResponse, unsent_response
 from runtime.serving.http.responses import Json, json_response, passages_response
 from runtime.serving.http.routes.files import tenant_of
@@ -84,11 +86,21 @@ class HybridSearch(StrictModel, extra="forbid"):
 
 
 class RankingOptions(StrictModel):
-    """Results with a score below `score_threshold` are omitted."""
+    """Results with a score below `score_threshold` are omitted. `timeout_s`: of the reranking."""
 
-    ranker: Literal["auto", "none"] = "auto"
+    ranker: str = "auto"
+    timeout_s: float | None = Field(None, gt=0, le=60)
     score_threshold: float = Field(0.0, ge=-1e9, le=1e9)
     hybrid_search: HybridSearch | None = None
+
+    def rerank(self, ranker: Ranker, param: str) -> Rerank | None:
+        """Return how results are reranked by the node's `ranker`, None for not at all. Raises InvalidRequest."""
+        return ranker.of_name(self.ranker, self.timeout_s, self.score_threshold, param)
+
+    @property
+    def hybrid(self) -> float:
+        """The weight of the keyword search, 0 to 1."""
+        return self.hybrid_search.share if self.hybrid_search else 0.0
 
 
 class StoreSearchBody(StrictModel):
@@ -113,12 +125,13 @@ class StoreRoutes:
         collections: Mapping[str, int],
         stores: Stores | None,
         *,
+        ranker: Ranker,
         max_k: int,
         max_prompt_bytes: int,
     ) -> None:
         self._catalogue, self._searches, self._read = catalogue, searches, read
         self._collections, self._stores = collections, stores
-        self._max_k, self._max_prompt_bytes = max_k, max_prompt_bytes
+        self._ranker, self._max_k, self._max_prompt_bytes = ranker, max_k, max_prompt_bytes
 
     def add_to(self, app: Starlette) -> None:
         """Register the routes."""
@@ -189,31 +202,31 @@ class StoreRoutes:
         else:
             wanted, collection = body.filters, self._name(name, http)
         metric = self._catalogue.summary(collection).metric
-        ranking, partial = body.ranking_options, False
-        hybrid = ranking.hybrid_search.share if ranking and ranking.hybrid_search else 0.0
-        best: dict[str, tuple[tuple[int, float], Passage]] = {}
+        ranking = body.ranking_options or RankingOptions.model_validate({})
+        rerank = ranking.rerank(self._ranker, "ranking_options.ranker")
+        lists: list[FoundPassages] = []
         for number, query in enumerate(body.query):
-            search = RetrievalBody.model_construct(query=query, k=body.max_num_results, filter=wanted, hybrid=hybrid)
+            search = RetrievalBody.model_construct(
+                query=query, k=body.max_num_results, filter=wanted, hybrid=ranking.hybrid
+            )
             ids = (request_id(http), client_id_of(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
             reserve = _addition_to(unsent_response(http))
-            passages = await self._searches.run(search, collection, access, *ids, reserve=reserve)
-            partial |= isinstance(passages, PartialPassages)
-            for rank, passage in enumerate(passages):
-                order = rank if hybrid else 0, -score_of(passage.distance, metric)
-                if passage.id not in best or order < best[passage.id][0]:
-                    best[passage.id] = order, passage
-        threshold = ranking.score_threshold if ranking else -math.inf
-        found = sorted(best.values(), key=lambda entry: entry[0])[: body.max_num_results]
-        passages = [passage for (_, negated), passage in found if -negated >= threshold]
-        results = await results_of(own, passages)
+            lists.append(await self._searches.run(search, collection, access, *ids, reserve=reserve, rerank=rerank))
+        state = next((found.ranking for found in lists if found.ranking != RERANKED), RERANKED)
+        scores = _best_scores(lists, metric, reranked=state == RERANKED, by_rank=bool(ranking.hybrid or rerank))
+        threshold = ranking.score_threshold if body.ranking_options and rerank is None else -math.inf
+        kept = [(passage, score) for passage, score in scores[: body.max_num_results] if score >= threshold]
+        score_by_id = {passage.id: score for passage, score in kept}
+        results = await results_of(own, [passage for passage, _ in kept])
         page: Json = {
             "object": "vector_store.search_results.page",
             "search_query": body.query,
-            "data": [result | {"score": score_of(passage.distance, metric)} for passage, result in results],
+            "data": [result | {"score": score_by_id[passage.id]} for passage, result in results],
             "has_more": False,
             "next_page": None,
         }
-        return passages_response(page | {"partial": True} if partial else page)
+        partial: Json = {"partial": True} if any(found.partial for found in lists) else {}
+        return passages_response(page | partial | ranking_json(state))
 
     def _name(self, name: str, http: Request) -> str:
         return access_of(http).resolve(name, self._collections, "vector_store_id", "vector store")
@@ -253,6 +266,21 @@ def _addition_to(unsent: UnsentResponse) -> Callable[[int], None]:
     """Return the `reserve` of one of several searches for a response."""
     before = unsent.held_bytes
     return lambda size: unsent.reserve(before + size)
+
+
+def _best_scores(
+    lists: Sequence[FoundPassages], metric: str, *, reranked: bool, by_rank: bool
+) -> list[tuple[Passage, float]]:
+    """Return the passages of all lists with their scores, each once, best first: by score if they were `reranked` or
+    not `by_rank`, otherwise by their rank."""
+    best: dict[str, tuple[tuple[int, float], Passage]] = {}
+    for found in lists:
+        for rank, passage in enumerate(found):
+            score = passage.score if reranked and passage.score is not None else score_of(passage.distance, metric)
+            order = rank if by_rank and not reranked else 0, -score
+            if passage.id not in best or order < best[passage.id][0]:
+                best[passage.id] = order, passage
+    return [(passage, -negated) for (_, negated), passage in sorted(best.values(), key=lambda entry: entry[0])]
 
 
 def score_of(distance: float, metric: str) -> float:

@@ -1,0 +1,118 @@
+"""POST /v1/rerank: texts of a request by their relevance to a query, in the format that vLLM, Jina and Cohere share."""
+
+import time
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.errors import UnknownModel
+from runtime.retrieval.async_retriever import run_steps, wait_until
+from runtime.retrieval.fair_gate import FairLimit
+from runtime.retrieval.reranking.reranking import Reranking
+from runtime.retrieval.retrieval_steps import Until
+from runtime.serving.frontend.requests import ClientDisconnected
+from runtime.serving.http.access import access_of
+from runtime.serving.http.api_types import MAX_TOKENS, StrictModel
+from runtime.serving.http.middleware import ReadBody, request_id
+from runtime.serving.http.parsing import check_bytes, field_error, json_name, parse_object, validate
+from runtime.serving.http.response_memory import unsent_response
+from runtime.serving.http.responses import Json, json_response
+from runtime.serving.http.unsupported_fields import without_unsupported
+
+MAX_DOCUMENTS = 1024
+PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "max_chunks_per_doc": (1,),  # Cohere
+    "max_tokens_per_doc": (),
+    "rank_fields": ([], ["text"]),
+    "priority": (0,),
+    "return_embeddings": (False,),  # Jina
+    "truncation": (True,),
+    "truncate_prompt_tokens": (-1,),  # vLLM
+    "softmax_normalize": (True,),
+    "use_activation": (True,),
+    "activation": (True,),
+    "mm_processor_kwargs": ({},),
+}
+"""Unsupported fields of these servers, and the values with which they have no effect."""
+_IGNORED = frozenset(("user", "request_id", "additional_data", "cache_salt"))
+
+
+def _validate_documents(value: object) -> object:
+    if not isinstance(value, list):
+        raise field_error(f"documents must be an array of strings or of objects with a text, not {json_name(value)}")
+    if not 1 <= len(value) <= MAX_DOCUMENTS:
+        raise field_error(f"documents has {len(value)} entries, allowed are 1 to {MAX_DOCUMENTS}")
+    return [_text(document, number) for number, document in enumerate(value)]
+
+
+def _text(document: object, number: int) -> str:
+    if isinstance(document, dict):
+        for name in document:
+            if name != "text":
+                raise field_error(f"documents[{number}]: {name[:64]!r} is not supported, only text")
+        document = document.get("text")
+    if not isinstance(document, str):
+        raise field_error(f"documents[{number}] must be a string or an object with a text, not {json_name(document)}")
+    return document
+
+
+class RerankBody(StrictModel):
+    """POST /v1/rerank. `top_n` 0: all documents, as in vLLM."""
+
+    model: str | None = None
+    query: str = Field(min_length=1)
+    documents: Annotated[list[str], BeforeValidator(_validate_documents)]
+    top_n: int = Field(0, ge=0, le=MAX_TOKENS)
+    return_documents: bool = True
+
+
+class RerankRoute:
+    """The route. At most `limit` requests are processed concurrently, of a key as many as are left, each for at most
+    `timeout_s`: unlike a search, it has no other order to return then."""
+
+    def __init__(
+        self, reranking: Reranking | None, read: ReadBody, *, limit: int, timeout_s: float, max_query_bytes: int
+    ) -> None:
+        self._reranking, self._read = reranking, read
+        self._limit, self._timeout_s = FairLimit(limit, "rerank requests"), timeout_s
+        self._max_query_bytes = max_query_bytes
+
+    def add_to(self, app: Starlette) -> None:
+        """Register the route."""
+        for path in PATHS:
+            app.add_route(path, self.rerank, methods=["POST"])
+
+    async def rerank(self, http: Request) -> Response:
+        sent = parse_object(await self._read(http))
+        body = validate(RerankBody, without_unsupported(sent, RerankBody.model_fields, _NEUTRAL, _IGNORED))
+        reranking = self._reranking
+        if reranking is None:
+            raise UnknownModel("this node has no reranker: set model in [rerank] of its configuration", "model")
+        if body.model not in (None, reranking.name):
+            raise UnknownModel(f"reranker {body.model[:128]!r} is not served; served: {reranking.name!r}", "model")
+        check_bytes(len(body.query.encode(errors="replace")), self._max_query_bytes, "query")
+        kept = body.documents if body.return_documents else []
+        unsent_response(http).reserve(len(body.documents) * 80 + sum(map(len, kept)))
+
+        async def outcome(step: Until) -> Any:
+            if await http.is_disconnected():
+                step.future.cancel()
+                raise ClientDisconnected("the client closed the connection while its documents were reranked")
+            return await wait_until(step)
+
+        flow = access_of(http).flow
+        async with self._limit.counted(flow):
+            until_ns = time.monotonic_ns() + int(self._timeout_s * 1e9)
+            scored = await run_steps(reranking.score(body.query, body.documents, flow, until_ns), outcome)
+        order = sorted(range(len(body.documents)), key=lambda index: -scored.scores[index])
+        results: list[Json] = [
+            {"index": index, "relevance_score": scored.scores[index]} for index in order[: body.top_n or None]
+        ]
+        if body.return_documents:
+            results = [result | {"document": {"text": body.documents[result["index"]]}} for result in results]
+        usage = {"prompt_tokens": scored.tokens, "total_tokens": scored.tokens}
+        return json_response({"id": request_id(http), "model": reranking.name, "results": results, "usage": usage})
