@@ -1,14 +1,17 @@
 """Checksum verification of a collection's files, including those of segments that are added while it is open."""
 
 import hashlib
-import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
+from contextlib import closing
 from pathlib import Path
+
+import numpy as np
 
 from runtime.errors import CollectionError
 from runtime.files import open_regular
-from runtime.retrieval.collections.manifest import FileChecksum, read_manifest
+from runtime.retrieval.collections.documents import DocumentStore
+from runtime.retrieval.collections.manifest import DOCUMENTS, Description, FileChecksum, SegmentInfo, read_manifest
 from runtime.retrieval.collections.segment import Segment
 
 Throttle = Callable[[int], None]
@@ -21,71 +24,37 @@ def unthrottled(read_bytes: int) -> None:
     """A `Throttle` that never sleeps: for callers that wait for the result."""
 
 
-class Checksums:
-    """Open files of a collection and their expected checksums: `total_bytes` in all, `read_bytes` verified so far.
-
-    Files that are replaced, moved or removed in the meantime are still read.
-    """
-
-    def __init__(self, files: Mapping[Path, FileChecksum]) -> None:
-        """Open the files. Raises `CollectionError` for a file that cannot be opened."""
-        self._expected = dict(files)
-        self._open: dict[Path, int] = {}
-        self.total_bytes = sum(checksum.bytes for checksum in files.values())
-        self.read_bytes = 0
-        try:
-            for path in files:
-                self._open[path] = open_regular(path)
-        except OSError as error:
-            self.close()
-            raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
-
-    @property
-    def pending(self) -> bool:
-        """Whether files remain to be verified."""
-        return bool(self._open)
-
-    def verify(self, throttle: Throttle = unthrottled) -> None:
-        """Read every file and close it. Raises `CollectionError` that names the first damaged file."""
-        try:
-            for path, fd in self._open.items():
-                checksum = self._expected[path]
-                if _digest(path, fd, checksum.bytes, self._counted(throttle)) != checksum.sha256:
-                    raise CollectionError(f"{path} is damaged: its checksum is not the one it was built with")
-        finally:
-            self.close()
-
-    def _counted(self, throttle: Throttle) -> Throttle:
-        def counted(read_bytes: int) -> None:
-            self.read_bytes += read_bytes
-            throttle(read_bytes)
-
-        return counted
-
-    def close(self) -> None:
-        """Close the files, verified or not. Idempotent."""
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-
-def _digest(path: Path, fd: int, size: int, throttle: Throttle) -> str:
-    digest, offset = hashlib.sha256(), 0
+def verify_file(path: Path, known: FileChecksum, throttle: Throttle = unthrottled) -> None:
+    """Read a file. Raises `CollectionError` if it does not have this checksum."""
+    digest, size = hashlib.sha256(), 0
     try:
-        while chunk := os.pread(fd, _CHUNK_BYTES, offset):
-            digest.update(chunk)
-            offset += len(chunk)
-            if offset > size:
-                break
-            throttle(len(chunk))
+        with open(open_regular(path), "rb", buffering=0) as file:
+            while size <= known.bytes and (chunk := file.read(_CHUNK_BYTES)):
+                digest.update(chunk)
+                size += len(chunk)
+                throttle(len(chunk))
     except OSError as error:
         raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
-    return digest.hexdigest() if offset == size else f"{offset} bytes"
+    if (size, digest.hexdigest()) != (known.bytes, known.sha256):
+        raise CollectionError(f"{path} is damaged: its checksum is not the one it was built with")
+
+
+def verify_segment(directory: Path, info: SegmentInfo, description: Description) -> None:
+    """Verify all files of a segment. Raises `CollectionError` that names the damaged one."""
+    with closing(Segment.load(directory, info, description, None)) as segment:
+        for name, known in segment.files.items():
+            verify_file(segment.path / name, known)
+        segment.check()
+        if isinstance(segment.documents, DocumentStore):
+            rows = (document.row for document in segment.documents.all())
+            if not np.array_equal(np.fromiter(rows, np.int64), np.sort(segment.rows)):
+                raise CollectionError(f"{segment.path / DOCUMENTS} does not have the documents of the index")
 
 
 class SegmentChecksums:
-    """`Checksums` of the open segments of the collection at `directory`. One thread adds, another verifies.
+    """Verification of the open segments of the collection at `directory`. One thread adds, another verifies.
 
-    names: the files to verify, as in `Segment.files`; None: all.
+    names: the files to verify, as in `Segment.files`; None: all. `total_bytes` in all, `read_bytes` verified so far.
     """
 
     def __init__(self, directory: Path, names: Collection[str] | None = None) -> None:
@@ -128,7 +97,8 @@ class SegmentChecksums:
             self.read_bytes += read_bytes
             throttle(read_bytes)
 
-        Checksums({segment.path / name: info for name, info in self._files(segment).items()}).verify(counted)
+        for name, known in self._files(segment).items():
+            verify_file(segment.path / name, known, counted)
 
     def _files(self, segment: Segment) -> dict[str, FileChecksum]:
         return {name: info for name, info in segment.files.items() if self._names is None or name in self._names}

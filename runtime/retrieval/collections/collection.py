@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from gpu import GraphIndex
 from gpu.index.storage import CODE_FILES
 from runtime.errors import CollectionError
+from runtime.retrieval.collections.checksums import verify_segment
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import (
     DOCUMENTS,
@@ -28,7 +29,6 @@ from runtime.retrieval.collections.manifest import (
 )
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.search import search
-from runtime.retrieval.collections.segment import verify_segment
 from runtime.retrieval.collections.state import State, replay
 from runtime.retrieval.embedding.embedder import EmbedderSpec, Vectors
 from runtime.retrieval.neighbors import Neighbors

@@ -104,43 +104,6 @@ def contains_record(file: BinaryIO, begin: int, end: int, identity: str) -> bool
     return False
 
 
-class LogFile(NamedTuple):
-    """Content of a file: its records, the end of the last one, and the number of bytes behind it, of a torn record."""
-
-    records: list[Record]
-    end: int
-    torn_bytes: int
-
-
-def read_log(path: Path, identity: str, first: int, *, last: bool) -> LogFile:
-    """Read a file. `last`: it is the last one, which may be torn. Raises `CollectionError` for damage before records.
-
-    A torn header has no records behind it: then `end` is 0.
-    """
-    try:
-        with open(_open(path), "rb") as file:
-            return _read_log(file, path, identity, first, last)
-    except OSError as error:
-        raise storage_error(error, f"{path} cannot be read") from error
-
-
-def _read_log(file: BinaryIO, path: Path, identity: str, first: int, last: bool) -> LogFile:
-    size = os.fstat(file.fileno()).st_size
-    if file.read(HEADER.size) != header_of(identity, first):
-        if not last or size > HEADER.size or contains_record(file, 0, size, identity):
-            raise CollectionError(f"{path} is damaged: its header does not match this collection and record")
-        return LogFile([], 0, size)
-    found, end = [], HEADER.size
-    for record, end in complete_records(file, size, identity, first):  # noqa: B007  # its last value is used
-        found.append(record)
-    torn = size - end
-    if torn and not last:
-        raise CollectionError(f"{path} is damaged at byte {end}, and is not the last file of the log")
-    if torn and contains_record(file, end, size, identity):
-        raise CollectionError(f"{path} is damaged at byte {end}: complete records follow; nothing was cut")
-    return LogFile(found, end, torn)
-
-
 def _open(path: Path) -> int:
     return open_regular(path, max_bytes=MAX_LOG_BYTES)
 
@@ -197,12 +160,20 @@ class LogFollower:
     """Reads a log that another process writes, from the start of one of its files on."""
 
     def __init__(self, directory: Path, identity: str, first: int) -> None:
-        """Open the file that begins at record `first`. Raises `FileNotFoundError` if it does not exist."""
+        """Open the file that begins at record `first`. Raises `CollectionError`."""
         self._directory, self._identity = directory, identity
         self.sequence = first  # number of the next record
-        self.first, self._offset = first, 0  # first record of the file, and position of the next record
+        self.first, self.end = first, 0  # first record of the file, and position of the next record
         self._torn = False  # bytes follow the last complete record: one is being written, or was torn by a crash
-        self._fd = _open(log_path(directory, first))
+        try:
+            self._fd = _open(log_path(directory, first))
+        except OSError as error:
+            raise storage_error(error, f"the log of {directory} cannot be read at record {first}") from error
+
+    @property
+    def torn_bytes(self) -> int:
+        """Bytes behind the last complete record, or of a torn header."""
+        return os.fstat(self._fd).st_size - self.end
 
     def poll(self) -> list[Record]:
         """Return the records since the last call; two system calls if there are none.
@@ -215,7 +186,7 @@ class LogFollower:
             if self._torn and any(first > self.first for first, _ in log_files(self._directory)):
                 found += self._read()  # the writer completed this file before it created the next
                 if self._torn:
-                    raise self._damaged(self._offset, ", and is not the last file of the log")
+                    raise self._damaged(self.end, ", and is not the last file of the log")
             following = log_path(self._directory, self.sequence)
             if self.sequence == self.first or not following.exists():
                 return found
@@ -226,7 +197,7 @@ class LogFollower:
                 except FileNotFoundError:  # sealed in the meantime: the manifest has the next position
                     return found
                 os.close(self._fd)
-                self._fd, self.first, self._offset = fd, self.sequence, 0
+                self._fd, self.first, self.end = fd, self.sequence, 0
 
     @property
     def is_current(self) -> bool | None:
@@ -235,20 +206,20 @@ class LogFollower:
             there = os.stat(log_path(self._directory, self.first))
         except OSError:
             return None
-        return os.path.samestat(os.fstat(self._fd), there) and there.st_size >= self._offset
+        return os.path.samestat(os.fstat(self._fd), there) and there.st_size >= self.end
 
     def _read(self) -> list[Record]:
         size = os.fstat(self._fd).st_size
-        if self._offset == 0:
+        if self.end == 0:
             if os.pread(self._fd, HEADER.size, 0) != header_of(self._identity, self.first):
                 if size > HEADER.size:
                     raise self._damaged(0, ": its header does not match this collection and record")
                 return []
-            self._offset = HEADER.size
-        self._torn = size > self._offset
+            self.end = HEADER.size
+        self._torn = size > self.end
         if not self._torn:
             return []
-        found, end = [], self._offset
+        found, end = [], self.end
         with open(os.dup(self._fd), "rb") as file:
             file.seek(end)
             for record, end in complete_records(file, size, self._identity, self.sequence):  # noqa: B007
@@ -256,7 +227,7 @@ class LogFollower:
             self._torn = end < size
             if self._torn and contains_record(file, end, size, self._identity):
                 raise self._damaged(end, ": complete records follow")
-        self._offset = end
+        self.end = end
         self.sequence += len(found)
         return found
 

@@ -288,10 +288,7 @@ class CollectionReader:
     def _follow(self, manifest: Manifest) -> LogFollower | None:
         if not manifest.has_log:
             return None
-        try:
-            return LogFollower(self.directory, self.description.identity, manifest.sequence)
-        except OSError as error:
-            raise storage_error(error, f"the log of {self.directory} cannot be read") from error
+        return LogFollower(self.directory, self.description.identity, manifest.sequence)
 
     def _manifest_stat(self) -> tuple[int, int, int] | None:
         try:

@@ -287,24 +287,3 @@ def locate_rows(rows: NDArray[np.int64], queried: NDArray[np.int64]) -> tuple[Bi
     here = found < len(rows)
     here[here] = rows[found[here]] == queried[here]
     return here, found[here]
-
-
-def verify_segment(directory: Path, info: SegmentInfo, description: Description) -> None:
-    """Verify all files of a segment. Raises `CollectionError` that names the damaged one."""
-    segment = Segment.load(directory, info, description, None)
-    try:
-        for name, known in segment.files.items():
-            if not has_checksum(segment.path / name, known):
-                raise CollectionError(
-                    f"{segment.path / name} is damaged: its checksum is not the one it was built with"
-                )
-        segment.index.verify()
-        _ = segment.schema
-        if isinstance(segment.documents, DocumentStore):
-            rows = (document.row for document in segment.documents.all())
-            if not np.array_equal(np.fromiter(rows, np.int64), np.sort(segment.rows)):
-                raise CollectionError(f"{segment.path / DOCUMENTS} does not have the documents of the index")
-    except GpuError as error:
-        raise CollectionError(str(error)) from error
-    finally:
-        segment.close()

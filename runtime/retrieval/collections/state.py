@@ -6,6 +6,7 @@ The writer and every reader hold a `State` each, and apply the same log records 
 import io
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check
 from runtime.retrieval.attributes.schema import AttributeType, Schema, agrees, by_shape, extend_schema
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.growing_segment import GrowingSegment
-from runtime.retrieval.collections.log import log_files, read_log
+from runtime.retrieval.collections.log import LogFollower, log_files
 from runtime.retrieval.collections.manifest import (
     Description,
     FileChecksum,
@@ -481,20 +482,16 @@ def replay(directory: Path, until: int | None = None, *, searched: bool = True) 
     if not manifest.has_log:
         return Replayed(state, manifest, 0, 0, 0)
     try:
-        files = [found for found in log_files(directory) if found[0] >= manifest.sequence]
-        files = [found for found in files if until is None or found[0] < until]
-        if until != manifest.sequence and (not files or files[0][0] != manifest.sequence):
-            raise CollectionError(f"{directory / 'log'} is damaged: record {manifest.sequence} is missing")
-        first, end, torn_bytes = manifest.sequence, 0, 0
-        for first, path in files:
-            if first != state.sequence:
-                raise CollectionError(f"{path} does not begin at record {state.sequence}: a file of the log is missing")
-            last = first == files[-1][0]
-            records, end, torn_bytes = read_log(path, description.identity, first, last=last and until is None)
-            for record in records:
-                state.apply(decode(record.payload, description.dim))
+        newest = max((first for first, _ in log_files(directory)), default=0)
+        with closing(LogFollower(directory, description.identity, manifest.sequence)) as log:
+            for record in log.poll():
+                if until is None or record.sequence < until:
+                    state.apply(decode(record.payload, description.dim))
+            first, end, torn_bytes = log.first, log.end, log.torn_bytes
         if until is not None and state.sequence != until:
             raise CollectionError(f"{directory / 'log'} ends at record {state.sequence}, before {until}")
+        if first < newest:
+            raise CollectionError(f"{directory / 'log'} is damaged: record {state.sequence} is missing")
     except BaseException:
         state.close()
         raise
