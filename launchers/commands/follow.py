@@ -20,8 +20,8 @@ from runtime.integrations.follow.follower import BATCH, Follower, SyncResult
 from runtime.integrations.follow.source import Source
 from runtime.node.logs.log import escape_control
 from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.description import is_collection, read_description
 from runtime.retrieval.collections.disk import Disk, storage_error
-from runtime.retrieval.collections.manifest import is_collection, read_description
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.loading import load_embedder, read_key
 

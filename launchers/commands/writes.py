@@ -15,7 +15,7 @@ from runtime.errors import BuildRefused, CollectionError, InvalidDocument, Inval
 from runtime.node.logs.log import escape_control
 from runtime.retrieval.attributes.filters import Filter, parse_filter
 from runtime.retrieval.attributes.schema import NAME, AttributeType
-from runtime.retrieval.collections.manifest import read_description
+from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.sources import explain_decode_error
 from runtime.retrieval.collections.validation import UpsertDocument

@@ -23,7 +23,7 @@ from runtime.node.metrics.worker_metrics import CacheEvent
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.attributes.schema import AttributeType
 from runtime.retrieval.collections.bulk_load import create
-from runtime.retrieval.collections.manifest import is_collection
+from runtime.retrieval.collections.description import is_collection
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.search.query import SearchResult

@@ -27,8 +27,8 @@ from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.collections.description import read_identity
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import read_identity
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name
 from runtime.retrieval.embedding.loading import EmbedderLocation, LazyEmbedder, embedder_location, load_embedder
 from runtime.retrieval.neighbors import FUSION_DEPTH, Neighbors

@@ -24,7 +24,7 @@ from runtime.errors import (
     Unavailable,
 )
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
-from runtime.retrieval.collections.manifest import is_collection
+from runtime.retrieval.collections.description import is_collection
 from runtime.retrieval.collections.state import WriterState
 from runtime.retrieval.collections.validation import UpsertDocument, check_batch
 from runtime.retrieval.collections.writer import CollectionWriter

@@ -14,9 +14,9 @@ from runtime.errors import CollectionBusy, CollectionError, OutputRefused
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import read_description
 from runtime.retrieval.collections.reader import CollectionDocuments, CollectionReader
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter

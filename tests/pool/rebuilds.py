@@ -10,8 +10,8 @@ import numpy as np
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
+from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import read_description
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever

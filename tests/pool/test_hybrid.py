@@ -19,8 +19,8 @@ from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.description import KEYWORDS, read_description
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import KEYWORDS, read_description
 from runtime.retrieval.passages import Passage, ignore_size
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever

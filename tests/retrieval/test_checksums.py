@@ -10,7 +10,7 @@ import pytest
 from runtime.errors import CollectionError
 from runtime.retrieval.collections.checksums import verify_file
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.manifest import checksum_file
+from runtime.retrieval.collections.description import checksum_file
 from runtime.retrieval.collections.segment import Segment
 from tests.pool.rebuilds import build
 

@@ -15,8 +15,8 @@ import pytest
 from runtime.errors import CollectionError, ModelError, TrinityError
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.description import FileChecksum, read_description, write_description
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import FileChecksum, read_description, write_description
 from runtime.retrieval.embedding.embedder import embedding_text
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.neighbors import recall

@@ -18,8 +18,8 @@ from runtime.node.placement.layout import lay_out
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
+from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import read_description
 from runtime.retrieval.open_build import OpenBuild, open_build
 from runtime.retrieval.search.query import SearchResult
 from runtime.testing.waiting import until

@@ -12,9 +12,9 @@ import pytest
 from runtime.errors import BuildRefused, CollectionBusy, CollectionError
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.disk import writing
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import read_description
 from runtime.retrieval.ingestion import source_files
 from runtime.retrieval.ingestion.ingest import IngestReport, add, ingest
 from runtime.retrieval.open_build import open_build

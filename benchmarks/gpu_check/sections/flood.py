@@ -27,8 +27,9 @@ from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.bulk_load import begin_collection
+from runtime.retrieval.collections.description import INDEX, Description
 from runtime.retrieval.collections.disk import Disk
-from runtime.retrieval.collections.manifest import INDEX, Description, Manifest, make_folders
+from runtime.retrieval.collections.manifest import Manifest, make_folders
 from runtime.retrieval.collections.segment_files import building_path, seal_segment
 from runtime.testing.pool import InProcessPool
 

@@ -23,7 +23,7 @@ from runtime.node.config import CollectionSection
 from runtime.node.placement.plan import ANSWERS
 from runtime.pool.collections.shard import OpenShard, Shard, open_shard
 from runtime.retrieval.background_task import BackgroundTask
-from runtime.retrieval.collections.manifest import read_identity
+from runtime.retrieval.collections.description import read_identity
 from runtime.retrieval.open_build import check_documents
 
 _JOIN_S = 5.0

@@ -6,8 +6,8 @@ from pathlib import Path
 from runtime.errors import CollectionError, InvalidDocument
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.schema import Schema, extend_schema
+from runtime.retrieval.collections.description import ATTRIBUTES
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import ATTRIBUTES
 
 
 class AttributeCollector:

@@ -15,23 +15,21 @@ from gpu.index.rows import MAX_DIM
 from runtime.errors import BuildRefused, CollectionError
 from runtime.retrieval.attributes.schema import AttributeType, Schema
 from runtime.retrieval.collections.attributes import AttributeCollector
+from runtime.retrieval.collections.description import (
+    DESCRIPTION,
+    DOCUMENTS,
+    INDEX,
+    KEYWORDS,
+    MAX_SHARDS,
+    Description,
+    encode_with_checksum,
+)
 from runtime.retrieval.collections.directory import atomic_directory
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.keyword_index import KeywordIndex
 from runtime.retrieval.collections.log import LogWriter, log_path
-from runtime.retrieval.collections.manifest import (
-    DESCRIPTION,
-    DOCUMENTS,
-    INDEX,
-    KEYWORDS,
-    MANIFEST,
-    MAX_SHARDS,
-    Description,
-    Manifest,
-    encode_with_checksum,
-    make_folders,
-)
+from runtime.retrieval.collections.manifest import MANIFEST, Manifest, make_folders
 from runtime.retrieval.collections.segment_files import building_path, seal_segment
 from runtime.retrieval.collections.sources import (
     DOCUMENT_SUFFIXES,

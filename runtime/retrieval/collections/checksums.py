@@ -10,8 +10,9 @@ import numpy as np
 
 from runtime.errors import CollectionError
 from runtime.files import open_regular
+from runtime.retrieval.collections.description import DOCUMENTS, Description, FileChecksum
 from runtime.retrieval.collections.documents import DocumentStore
-from runtime.retrieval.collections.manifest import DOCUMENTS, Description, FileChecksum, SegmentInfo, read_manifest
+from runtime.retrieval.collections.manifest import SegmentInfo, read_manifest
 from runtime.retrieval.collections.segment import Segment
 
 Throttle = Callable[[int], None]

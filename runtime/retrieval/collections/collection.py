@@ -19,14 +19,14 @@ from gpu import GraphIndex
 from gpu.index.storage import CODE_FILES
 from runtime.errors import CollectionError
 from runtime.retrieval.collections.checksums import verify_segment
-from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import (
+from runtime.retrieval.collections.description import (
     DOCUMENTS,
     KEYWORDS,
     Description,
     read_description,
-    read_manifest,
 )
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.manifest import read_manifest
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.state import State, replay

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from runtime.errors import CollectionError, NoRoom, OutputRefused
 from runtime.files import set_modes
+from runtime.retrieval.collections.description import is_collection
 from runtime.retrieval.collections.disk import NO_ROOM, writing
-from runtime.retrieval.collections.manifest import is_collection
 
 _OWN_FILES = re.compile(
     r"\.?(collection\.json|MANIFEST)(\.part)?|writer\.lock|log/\d+\.log|(tombstones|served|segments/\.merging)/[^/]+"

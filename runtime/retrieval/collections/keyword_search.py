@@ -25,9 +25,9 @@ from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import BoundedWork, check_deadline
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.background_task import BackgroundTask
+from runtime.retrieval.collections.description import KEYWORDS
 from runtime.retrieval.collections.growing_segment import GrowingSegment
 from runtime.retrieval.collections.keyword_index import KeywordIndex, Rows, distances
-from runtime.retrieval.collections.manifest import KEYWORDS
 from runtime.retrieval.collections.segment import Segment, locate_rows
 from runtime.retrieval.collections.state import Snapshot, State
 from runtime.retrieval.neighbors import Neighbors

@@ -20,133 +20,35 @@ documents.sqlite, keywords.sqlite, attributes.msgpack    of all shards
 index/, or index-0/ index-1/ …                           one index a shard
 """
 
-import errno
-import hashlib
-import os
-import re
-import secrets
-import stat
-import zlib
-from collections.abc import Mapping, Sequence
+import io
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from gpu.index.rows import DTYPES, MAX_DIM, METRICS
 from runtime.errors import CollectionError
-from runtime.files import open_regular, read_regular
+from runtime.files import read_regular
 from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, AttributeType
-from runtime.retrieval.embedding.embedder import EmbedderSpec
+from runtime.retrieval.collections.description import (
+    ATTRIBUTES,
+    DOCUMENTS,
+    KEYWORDS,
+    SEGMENTS_FORMAT,
+    Description,
+    FileChecksum,
+    checksum_of,
+    decoded,
+    index_folders,
+    read_bytes,
+    read_description,
+    status_of,
+)
 
-DESCRIPTION, MANIFEST, DOCUMENTS, INDEX = "collection.json", "MANIFEST", "documents.sqlite", "index"
-ATTRIBUTES, KEYWORDS = "attributes.msgpack", "keywords.sqlite"
+MANIFEST = "MANIFEST"
 FLAT_FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, "words.sqlite")  # of a flat bulk load, beside its indexes
-MAX_SHARDS = 8
 MAX_SEGMENTS = 512
 LOG_HEADER_BYTES = 36
-_FORMAT, _VERSION = "trinity-collection", 1
-_SEGMENTS_FORMAT = "trinity-live-collection"
-_MAX_BYTES = 1 << 20
-_NAME = re.compile(r"(index(-\d)?/)?[a-z]{1,32}\.[a-z]{1,8}")
-_IDENTITY = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
-MAX_ROWS = 1 << 62
-_T = TypeVar("_T", "Description", "Manifest", "_OldDescription")
-
-
-class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file's size and the SHA-256 of its content, in hexadecimal."""
-
-    bytes: int
-    sha256: str
-
-
-class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The content of `collection.json`: what never changes.
-
-    embedder: null if queries and documents must be vectors. shards: number of shards, one a pool worker. nonce: the
-    identity. demanded: an attribute that the filter of every search must bind (a tenant). declared: attributes whose
-    types were given at creation. size, files: rows and files of a flat bulk load. Fields that do not apply are
-    omitted, so that collections of earlier versions keep their checksums.
-    """
-
-    size: int | msgspec.UnsetType = msgspec.UNSET
-    dim: int
-    metric: str
-    dtype: str
-    degree: int
-    embedder: EmbedderSpec | None
-    files: dict[str, FileChecksum] | msgspec.UnsetType = msgspec.UNSET
-    shards: int | msgspec.UnsetType = msgspec.UNSET
-    format: str = _FORMAT
-    version: int = _VERSION
-    sha256: str = ""  # checksum of this struct, encoded with this field empty
-    nonce: str | msgspec.UnsetType = msgspec.UNSET
-    demanded: str | msgspec.UnsetType = msgspec.UNSET
-    declared: dict[str, AttributeType] | msgspec.UnsetType = msgspec.UNSET
-
-    @property
-    def identity(self) -> str:
-        """Identifies the collection, whatever is written to it: see `identified`."""
-        return self.sha256 if self.nonce is msgspec.UNSET else self.nonce
-
-    def identified(self, segments: "Sequence[SegmentInfo]") -> "Description":
-        """Return it with an identity: a checksum of the segments of a bulk load, or without any a random number.
-
-        Two bulk loads have the same one if and only if all of their files are equal: the checksum of a segment is that
-        of its description, which contains those of its documents and of its index's description, which contains those
-        of the arrays.
-        """
-        if not segments:
-            return msgspec.structs.replace(self, nonce=secrets.token_hex(16))
-        return msgspec.structs.replace(self, nonce=hashlib.sha256(msgspec.json.encode((self, segments))).hexdigest())
-
-    @property
-    def flat_rows(self) -> int:
-        """Rows of a flat bulk load; 0: it is none."""
-        return 0 if self.size is msgspec.UNSET else self.size
-
-    @property
-    def flat_files(self) -> dict[str, FileChecksum]:
-        """The files of a flat bulk load."""
-        return {} if self.files is msgspec.UNSET else self.files
-
-    @property
-    def shard_count(self) -> int:
-        return 1 if self.shards is msgspec.UNSET else self.shards
-
-    @property
-    def schema(self) -> dict[str, AttributeType]:
-        """The attributes whose types were given at creation."""
-        return {} if self.declared is msgspec.UNSET else self.declared
-
-    @property
-    def demands(self) -> str | None:
-        """The attribute that the filter of every search must bind."""
-        return None if self.demanded is msgspec.UNSET else self.demanded
-
-    def shard_of(self, name: str) -> int:
-        """Return the shard of the document with this id, if it is not in the bulk load. It never changes."""
-        return zlib.crc32(name.encode()) % self.shard_count
-
-
-class _OldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The description of a collection that an earlier version made empty."""
-
-    identity: str
-    dim: int
-    metric: str
-    dtype: str = "float32"
-    degree: int = 32
-    embedder: EmbedderSpec | None = None
-    demanded: str | None = None
-    schema: dict[str, AttributeType] = {}
-    kind: str = "live"
-    format: str = _SEGMENTS_FORMAT
-    version: int = _VERSION
-    sha256: str = ""
-    shards: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -178,8 +80,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     next_segment: int
     schema: dict[str, AttributeType]
     tombstones: FileChecksum | None = None
-    format: str = _SEGMENTS_FORMAT
-    version: int = _VERSION
+    format: str = SEGMENTS_FORMAT
+    version: int = 1
     sha256: str = ""
     introduced: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
@@ -191,117 +93,19 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return directory / "tombstones" / f"{self.generation}.npy"
 
 
-def index_folders(shards: int) -> tuple[str, ...]:
-    """Return the folders of the indexes of a flat bulk load with this many shards."""
-    return (INDEX,) if shards == 1 else tuple(f"{INDEX}-{shard}" for shard in range(shards))
-
-
 def make_folders(directory: Path) -> None:
     """Make the folders of a collection. Raises `OSError`."""
     for folder in ("log", "segments", "tombstones"):
         (directory / folder).mkdir(mode=0o700, exist_ok=True)
 
 
-# ---- checksums
-
-
-def checksum_file(path: Path) -> FileChecksum:
-    """Read a file and return its size and checksum. Raises `CollectionError`."""
-    try:
-        with open(open_regular(path), "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return FileChecksum(file.tell(), digest)
-    except OSError as error:
-        raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def checksum_of(content: bytes) -> FileChecksum:
-    """Return the size and checksum of a file with this content."""
-    return FileChecksum(len(content), hashlib.sha256(content).hexdigest())
-
-
-def has_checksum(path: Path, known: FileChecksum) -> bool:
-    """Return whether a file has this size, which is compared first, and checksum. Raises `CollectionError`."""
-    status = _status(path)
-    return status is not None and status.st_size == known.bytes and checksum_file(path) == known
-
-
-def encode_with_checksum(content: Description | Manifest) -> bytes:
-    """Encode a struct as a JSON file, with its own checksum in its field `sha256`."""
-    whole = msgspec.structs.replace(content, sha256=_digest(content))
-    return msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
-
-
-def _digest(content: msgspec.Struct) -> str:
-    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(content, sha256=""))).hexdigest()
-
-
-def write_description(directory: Path, description: Description) -> None:
-    """Write a description, with its checksum."""
-    (directory / DESCRIPTION).write_bytes(encode_with_checksum(description))
-
-
-# ---- reading
-
-
-def is_collection(directory: Path) -> bool:
-    """Whether Trinity wrote this directory, intact or damaged."""
-    try:
-        return _format_of(_bytes(directory / DESCRIPTION)) in (_FORMAT, _SEGMENTS_FORMAT)
-    except CollectionError:
-        return False
-
-
-def read_identity(directory: Path) -> str:
-    """Return the identity of the collection in a directory; "" if its description cannot be read."""
-    try:
-        return read_description(directory).identity
-    except CollectionError:
-        return ""
-
-
-def read_description(directory: Path) -> Description:
-    """Read and check the description.
-
-    Raises `CollectionError` for a directory that is missing, foreign, of another version or damaged.
-    """
-    path = directory / DESCRIPTION
-    status = _status(directory)
-    if status is None or not stat.S_ISDIR(status.st_mode):
-        raise CollectionError(f"there is no collection at {directory}")
-    if _status(path) is None:
-        raise CollectionError(f"{directory} is not a collection: {path} is missing")
-    content = _bytes(path)
-    match _format_of(content):
-        case "trinity-collection":
-            found = _decoded(path, content, Description)
-        case "trinity-live-collection":
-            found = _converted(path, _decoded(path, content, _OldDescription))
-        case _:
-            raise CollectionError(f"{directory} is not a collection: {path} was not written by Trinity")
-    if found.metric not in METRICS or found.dtype not in DTYPES or not 1 <= found.dim <= MAX_DIM:
-        raise CollectionError(f"{path} is damaged: metric {found.metric!r:.40}, dtype {found.dtype!r:.40}")
-    if found.nonce is not msgspec.UNSET and not _IDENTITY.fullmatch(found.nonce):
-        raise CollectionError(f"{path} is damaged: its nonce is {found.nonce!r:.40}")
-    if not 2 <= found.degree <= 512 or not 0 <= found.flat_rows <= MAX_ROWS:
-        raise CollectionError(f"{path} is damaged: degree is {found.degree}, size {found.flat_rows}")
-    if not 1 <= found.shard_count <= MAX_SHARDS:
-        raise CollectionError(f"{path} is damaged: shards is {found.shard_count}, outside 1..{MAX_SHARDS}")
-    indexes = {f"{folder}/meta.json" for folder in index_folders(found.shard_count)} if found.flat_rows else set()
-    if missing := indexes - set(found.flat_files):
-        raise CollectionError(f"{path} is damaged: it does not list {', '.join(sorted(missing))}")
-    if foreign := [name for name in found.flat_files if not _NAME.fullmatch(name)]:
-        raise CollectionError(f"{path} is damaged: it lists {foreign[0][:64]!r}, which is not a file of a collection")
-    return found
-
-
 def read_manifest(directory: Path, description: Description | None = None) -> Manifest:
     """Read and check the manifest; of a flat bulk load, make it. Raises `CollectionError`."""
     description = description or read_description(directory)
     path = directory / MANIFEST
-    if _status(path) is None and description.flat_rows:
+    if status_of(path) is None and description.flat_rows:
         return _of_flat(directory, description)
-    found = _decoded(path, _bytes(path), Manifest)
+    found = decoded(path, read_bytes(path), Manifest)
     numbers = [segment.number for segment in found.segments]
     sound = len(numbers) <= MAX_SEGMENTS and len(set(numbers)) == len(numbers) and len(found.schema) <= MAX_ATTRIBUTES
     if not sound or min([found.sequence, found.next_row, found.next_segment, found.generation + 1, *numbers]) < 0:
@@ -337,7 +141,7 @@ def _was_written(directory: Path) -> bool:
 
 
 def _highest_id(path: Path) -> int:
-    if _status(path) is None:
+    if status_of(path) is None:
         return -1
     try:
         return int(np.load(path, mmap_mode="r", allow_pickle=False).max())
@@ -345,70 +149,26 @@ def _highest_id(path: Path) -> int:
         raise CollectionError(f"{path} is damaged: {error}") from error
 
 
-def check_sizes(directory: Path, files: Mapping[str, FileChecksum]) -> None:
-    """Check that files exist and have the right sizes. Raises `CollectionError`."""
-    for name, checksum in files.items():
-        status = _status(directory / name)
-        if status is None or not stat.S_ISREG(status.st_mode):
-            raise CollectionError(f"{directory / name} is missing")
-        if status.st_size != checksum.bytes:
-            raise CollectionError(f"{directory / name} is damaged: it has {status.st_size} bytes, not {checksum.bytes}")
+def tombstones_content(rows: NDArray[np.int64]) -> tuple[bytes, FileChecksum]:
+    """Encode a tombstones file; also return its checksum."""
+    file = io.BytesIO()
+    np.save(file, np.sort(rows), allow_pickle=False)
+    content = file.getvalue()
+    return content, checksum_of(content)
 
 
-def _converted(path: Path, old: _OldDescription) -> Description:
-    if old.kind != "live" or not _IDENTITY.fullmatch(old.identity):
-        raise CollectionError(f"{path} is damaged: it is of kind {old.kind!r:.40}")
-    return Description(
-        dim=old.dim,
-        metric=old.metric,
-        dtype=old.dtype,
-        degree=old.degree,
-        embedder=old.embedder,
-        shards=old.shards,
-        nonce=old.identity,
-        demanded=old.demanded or msgspec.UNSET,
-        declared=old.schema,
-    )
-
-
-def _decoded(path: Path, content: bytes, struct: type[_T]) -> _T:
+def read_tombstones(directory: Path, manifest: Manifest) -> NDArray[np.int64]:
+    """Read the deleted rows of a manifest's segments. Raises `CollectionError`."""
+    if manifest.tombstones is None:
+        return np.empty(0, np.int64)
+    path = manifest.tombstones_path(directory)
     try:
-        found: Any = msgspec.json.decode(content, type=struct)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        content = read_regular(path, manifest.tombstones.bytes)
+        if checksum_of(content) != manifest.tombstones:
+            raise CollectionError(f"{path} is damaged: its checksum differs from the manifest's")
+        rows = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    except (OSError, ValueError) as error:
         raise CollectionError(f"{path} is damaged: {error}") from error
-    if found.version != _VERSION:
-        raise CollectionError(f"{path} has version {found.version}; this Trinity reads {_VERSION}: build it again")
-    if found.sha256 != _digest(found):
-        raise CollectionError(f"{path} is damaged: its checksum does not match its content")
-    return found  # type: ignore[no-any-return]
-
-
-def _format_of(content: bytes) -> str:
-    class Format(msgspec.Struct):
-        format: str
-
-    try:
-        return msgspec.json.decode(content, type=Format).format
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ""
-
-
-def _status(path: Path) -> os.stat_result | None:
-    """Stat a path; None if it does not exist. Raises `CollectionError` on other errors, mostly permissions."""
-    try:
-        return path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return read_regular(path, _MAX_BYTES)
-    except FileNotFoundError as error:
-        raise CollectionError(f"{path.parent} is damaged: it has no file {path.name}") from error
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            raise CollectionError(f"{path.parent} is not a collection: {path}: {error.strerror}") from error
-        raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
+    if rows.ndim != 1 or rows.dtype != np.int64:
+        raise CollectionError(f"{path} is damaged: it contains {rows.dtype} of shape {list(rows.shape)}")
+    return np.asarray(rows)

@@ -16,21 +16,19 @@ from runtime.files import open_regular
 from runtime.retrieval.attributes.filters import Filter, check_filter
 from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collections.checksums import SegmentChecksums
+from runtime.retrieval.collections.description import (
+    DESCRIPTION,
+    DOCUMENTS,
+    KEYWORDS,
+    Description,
+    read_description,
+    read_identity,
+)
 from runtime.retrieval.collections.disk import storage_error
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.keyword_search import KeywordSearch
 from runtime.retrieval.collections.log import LogFollower, Record
-from runtime.retrieval.collections.manifest import (
-    DESCRIPTION,
-    DOCUMENTS,
-    KEYWORDS,
-    MANIFEST,
-    Description,
-    Manifest,
-    read_description,
-    read_identity,
-    read_manifest,
-)
+from runtime.retrieval.collections.manifest import MANIFEST, Manifest, read_manifest
 from runtime.retrieval.collections.operations import decode
 from runtime.retrieval.collections.replaced_rows import ReplacedRows
 from runtime.retrieval.collections.search import search

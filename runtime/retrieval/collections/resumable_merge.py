@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.files import open_regular, read_regular
+from runtime.retrieval.collections.description import INDEX
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.log import log_files
-from runtime.retrieval.collections.manifest import FLAT_FILES, INDEX, Manifest, SegmentInfo
+from runtime.retrieval.collections.manifest import FLAT_FILES, Manifest, SegmentInfo
 from runtime.retrieval.collections.segment_files import building_path, segment_path
 
 MERGING = ".merging"

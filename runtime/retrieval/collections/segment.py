@@ -17,17 +17,17 @@ from runtime.retrieval.attributes.columns import Bits, Columns, FilterCache
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.attributes.schema import Schema
-from runtime.retrieval.collections.disk import storage_error
-from runtime.retrieval.collections.documents import BareRows, Documents, DocumentStore, Sources
-from runtime.retrieval.collections.manifest import (
+from runtime.retrieval.collections.description import (
     ATTRIBUTES,
     DOCUMENTS,
     Description,
     FileChecksum,
-    SegmentInfo,
     checksum_of,
     has_checksum,
 )
+from runtime.retrieval.collections.disk import storage_error
+from runtime.retrieval.collections.documents import BareRows, Documents, DocumentStore, Sources
+from runtime.retrieval.collections.manifest import SegmentInfo
 from runtime.retrieval.collections.segment_files import files_of, segment_path
 
 _OWNERS_KEPT = 64

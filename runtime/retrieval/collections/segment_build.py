@@ -17,9 +17,10 @@ from runtime.errors import CollectionError, TrinityError
 from runtime.node.worker import die_with_parent
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.collections.checksums import SegmentChecksums
+from runtime.retrieval.collections.description import ATTRIBUTES, DOCUMENTS, INDEX
 from runtime.retrieval.collections.disk import Disk, storage_error
 from runtime.retrieval.collections.documents import Document, DocumentStore
-from runtime.retrieval.collections.manifest import ATTRIBUTES, DOCUMENTS, INDEX, SegmentInfo, read_manifest
+from runtime.retrieval.collections.manifest import SegmentInfo, read_manifest
 from runtime.retrieval.collections.resumable_merge import ResumableMerge
 from runtime.retrieval.collections.segment import sources_of
 from runtime.retrieval.collections.segment_files import building_segment, seal_segment

@@ -20,19 +20,19 @@ import msgspec
 from gpu import GpuError
 from runtime.errors import CollectionError, NoRoom
 from runtime.files import read_regular, set_modes
-from runtime.retrieval.collections.disk import Disk, storage_error
-from runtime.retrieval.collections.manifest import (
+from runtime.retrieval.collections.description import (
     ATTRIBUTES,
     DOCUMENTS,
     INDEX,
     KEYWORDS,
     Description,
     FileChecksum,
-    SegmentInfo,
     check_sizes,
     checksum_file,
     index_folders,
 )
+from runtime.retrieval.collections.disk import Disk, storage_error
+from runtime.retrieval.collections.manifest import SegmentInfo
 
 CONTENTS, META = "segment.json", f"{INDEX}/meta.json"
 _FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, META)

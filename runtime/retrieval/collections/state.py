@@ -3,7 +3,6 @@
 The writer and every reader hold a `State` each, and apply the same log records to it.
 """
 
-import io
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -15,23 +14,18 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, InvalidDocument
-from runtime.files import read_regular
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import BoundedWork, Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check_filter
 from runtime.retrieval.attributes.schema import AttributeType, Schema, agrees, by_shape, extend_schema
+from runtime.retrieval.collections.description import (
+    Description,
+    read_description,
+)
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.growing_segment import GrowingSegment
 from runtime.retrieval.collections.log import LogFollower, log_files
-from runtime.retrieval.collections.manifest import (
-    Description,
-    FileChecksum,
-    Manifest,
-    SegmentInfo,
-    checksum_of,
-    read_description,
-    read_manifest,
-)
+from runtime.retrieval.collections.manifest import Manifest, SegmentInfo, read_manifest, read_tombstones
 from runtime.retrieval.collections.operations import Delete, Operation, Upsert, decode
 from runtime.retrieval.collections.replaced_rows import ReplacedRows
 from runtime.retrieval.collections.segment import Segment
@@ -399,31 +393,6 @@ def close(segments: Sequence[Segment]) -> None:
     """Close the files of segments."""
     for segment in segments:
         segment.close()
-
-
-def tombstones_content(rows: Rows) -> tuple[bytes, FileChecksum]:
-    """Encode a tombstones file; also return its checksum."""
-    file = io.BytesIO()
-    np.save(file, np.sort(rows), allow_pickle=False)
-    content = file.getvalue()
-    return content, checksum_of(content)
-
-
-def read_tombstones(directory: Path, manifest: Manifest) -> Rows:
-    """Read the deleted rows of a manifest's segments. Raises `CollectionError`."""
-    if manifest.tombstones is None:
-        return np.empty(0, np.int64)
-    path = manifest.tombstones_path(directory)
-    try:
-        content = read_regular(path, manifest.tombstones.bytes)
-        if checksum_of(content) != manifest.tombstones:
-            raise CollectionError(f"{path} is damaged: its checksum differs from the manifest's")
-        rows = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise CollectionError(f"{path} is damaged: {error}") from error
-    if rows.ndim != 1 or rows.dtype != np.int64:
-        raise CollectionError(f"{path} is damaged: it contains {rows.dtype} of shape {list(rows.shape)}")
-    return np.asarray(rows)
 
 
 # ---- statistics of a writer

@@ -14,22 +14,24 @@ from msgspec.structs import replace
 
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.schema import AttributeType
+from runtime.retrieval.collections.description import (
+    ATTRIBUTES,
+    DOCUMENTS,
+    INDEX,
+    KEYWORDS,
+    MAX_ROWS,
+    Description,
+    encode_with_checksum,
+    read_description,
+)
 from runtime.retrieval.collections.disk import Disk, storage_error
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.keyword_index import KeywordIndex
 from runtime.retrieval.collections.log import LogWriter, log_path
 from runtime.retrieval.collections.manifest import (
-    ATTRIBUTES,
-    DOCUMENTS,
-    INDEX,
-    KEYWORDS,
     MANIFEST,
-    MAX_ROWS,
-    Description,
     SegmentInfo,
-    encode_with_checksum,
     make_folders,
-    read_description,
     read_manifest,
 )
 from runtime.retrieval.collections.segment import Segment

@@ -11,7 +11,7 @@ from gpu.index.rows import checked_vectors
 from runtime.errors import Forbidden, InvalidDocument
 from runtime.retrieval.attributes.filters import AttributeBinding
 from runtime.retrieval.attributes.schema import preview
-from runtime.retrieval.collections.manifest import Description
+from runtime.retrieval.collections.description import Description
 from runtime.retrieval.embedding.embedder import Embedder, embedding_text
 from runtime.retrieval.passages import Attributes
 

@@ -15,16 +15,11 @@ from numpy.typing import NDArray
 from runtime.errors import CollectionError, Forbidden, InternalError, InvalidDocument, Overloaded, TrinityError
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections import segment_build as building
+from runtime.retrieval.collections.description import encode_with_checksum, read_description
 from runtime.retrieval.collections.disk import Disk, acquire_lock, lock_is_current, storage_error
 from runtime.retrieval.collections.log import LogWriter, log_path
 from runtime.retrieval.collections.maintenance import BuildSegment, Maintenance, pick_merge, too_many_segments
-from runtime.retrieval.collections.manifest import (
-    MANIFEST,
-    Manifest,
-    SegmentInfo,
-    encode_with_checksum,
-    read_description,
-)
+from runtime.retrieval.collections.manifest import MANIFEST, Manifest, SegmentInfo, tombstones_content
 from runtime.retrieval.collections.operations import Delete, Operation, PendingWrite, Upsert, WriteGroup, encode
 from runtime.retrieval.collections.reader_barrier import ReaderBarrier
 from runtime.retrieval.collections.resumable_merge import obsolete_files, resumable_segments
@@ -37,7 +32,6 @@ from runtime.retrieval.collections.state import (
     WriterState,
     close,
     replay,
-    tombstones_content,
     writer_state,
 )
 from runtime.retrieval.collections.tenant_attributes import introduced_by, with_bound_attribute

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from runtime.errors import BuildRefused, CollectionError
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.description import DOCUMENTS
 from runtime.retrieval.collections.disk import writing
 from runtime.retrieval.collections.documents import Document, Sources
-from runtime.retrieval.collections.manifest import DOCUMENTS
 from runtime.retrieval.collections.segment import sources_of
 from runtime.retrieval.collections.segment_build import code_bits
 from runtime.retrieval.collections.sources import Progress, no_progress, read_documents

@@ -23,7 +23,7 @@ from runtime.retrieval.attributes.filters import (
 )
 from runtime.retrieval.attributes.schema import AttributeType
 from runtime.retrieval.collections.bulk_load import create
-from runtime.retrieval.collections.manifest import is_collection
+from runtime.retrieval.collections.description import is_collection
 from runtime.retrieval.embedding.loading import embedder_dim
 
 STORE, FILE = "store", "file"
