@@ -43,7 +43,7 @@ from benchmarks.common.machine import machine, machine_load  # noqa: E402
 from benchmarks.common.report import table, write  # noqa: E402
 from gpu import GraphIndex  # noqa: E402
 from runtime.retrieval.collections.bulk_load import create  # noqa: E402
-from runtime.retrieval.collections.search import search_segment  # noqa: E402
+from runtime.retrieval.collections.search import search, search_segment  # noqa: E402
 from runtime.retrieval.collections.validation import UpsertDocument  # noqa: E402
 from runtime.retrieval.collections.writer import CollectionWriter  # noqa: E402
 
@@ -112,9 +112,9 @@ def filtered(base: Array, queries: Array, metric: str, seed: int, place: Path) -
         own = np.flatnonzero(allowed)
         truth = own[nearest(base[own], queries, K)]
         engines: dict[str, Search] = {"trinity": partial(_trinity, index, allowed)}
-        engines |= {peer: partial(search, name) for peer, search in others.items()}
-        for engine, search in engines.items():
-            best = best_at(search, truth, queries, EFFORTS[:1] if engine in EXACT else EFFORTS)
+        engines |= {peer: partial(run, name) for peer, run in others.items()}
+        for engine, run in engines.items():
+            best = best_at(run, truth, queries, EFFORTS[:1] if engine in EXACT else EFFORTS)
             records.append({"part": part, "kind": kind, "engine": engine, **best})
             print(f"  {part:6.1%} {kind:13} {engine:12} {best}", flush=True)
     return records
@@ -143,12 +143,12 @@ def replaced(base: Array, queries: Array, metric: str, directory: Path) -> dict[
         now = np.array([whole[number] for number in range(count)])
         truth = nearest(base[now], queries, K)
         fresh = GraphIndex.build(base[now], metric=metric, neighbor_codes=True)  # type: ignore[arg-type]
-        rows, _ = writer.search(queries, K, 64)
+        rows, _ = search(writer.state, queries, K, 64)
         ids = np.array([[int(one.id) if one else -1 for one in writer.state.documents(row.tolist())] for row in rows])
         live, rebuilt = recall(ids, truth), recall(fresh.search(queries, K, 64)[0], truth)
         segments = len(writer.state.segments)
         writer.compact()
-        rows, _ = writer.search(queries, K, 64)
+        rows, _ = search(writer.state, queries, K, 64)
         ids = np.array([[int(one.id) if one else -1 for one in writer.state.documents(row.tolist())] for row in rows])
         speed = _against_plain(writer, queries)
     held = now[truth]
@@ -167,9 +167,9 @@ def _against_plain(writer: CollectionWriter, queries: Array) -> float:
     plain, pairs = writer.state.segments[0].index, []
     for _ in range(50):
         times = []
-        for search in (partial(plain.search, queries, K, 64), partial(writer.search, queries, K, 64)):
+        for run in (partial(plain.search, queries, K, 64), partial(search, writer.state, queries, K, 64)):
             begin = time.process_time()
-            search()
+            run()
             times.append(time.process_time() - begin)
         pairs.append(times[0] / times[1])
     return statistics.median(pairs)

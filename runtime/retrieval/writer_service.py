@@ -25,7 +25,7 @@ from runtime.errors import (
 )
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections.description import is_collection
-from runtime.retrieval.collections.state import WriterState
+from runtime.retrieval.collections.statistics import WriterState
 from runtime.retrieval.collections.validation import UpsertDocument, check_batch
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text

@@ -13,6 +13,7 @@ from runtime.errors import (
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.log import HEADER, RECORD, header_of, log_path
 from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.validation import UpsertDocument
 from tests.collections.small_collections import contents, document, documents, new_writer, open_writer, vector_of
 
@@ -156,7 +157,7 @@ def test_any_corrupt_file_raises_a_typed_error(tmp_path: Path) -> None:
 
 def _opened_and_searched(directory: Path) -> None:
     with open_writer(directory) as writer:
-        writer.search(vector_of(1)[None], k=5)
+        search(writer.state, vector_of(1)[None], 5)
         contents(writer)
 
 

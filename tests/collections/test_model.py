@@ -14,6 +14,7 @@ from runtime.retrieval.attributes.filters import Filter, parse_filter
 from runtime.retrieval.collections.maintenance import pick_merge
 from runtime.retrieval.collections.manifest import SegmentInfo
 from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.segment_build import BuildJob
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
@@ -118,7 +119,7 @@ class Model(RuleBasedStateMachine):
         distances = {one.id: float(np.square(np.asarray(one.vector) - query).sum()) for one in passing}
         nearest = sorted(distances, key=lambda name: distances[name])[:k]
         for side in (self.writer, self.reader):
-            rows, found = side.search(query[None], k, top_m=512, filter=wanted)
+            rows, found = search(side.state, query[None], k, top_m=512, filter=wanted)
             got = [one for one in side.state.documents(rows[0][rows[0] >= 0].tolist())]
             assert [one.id for one in got if one] == nearest
             assert np.allclose(found[0, : len(nearest)], [distances[name] for name in nearest], rtol=1e-4)

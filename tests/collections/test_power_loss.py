@@ -90,7 +90,7 @@ def test_acknowledged_writes_survive_a_power_cut_within_any_operation(tmp_path: 
         except Cut:
             pass
         disk.left = 10**9
-        writer.log.close()
+        writer.commits.close()
         writer.state.close()
         after = tmp_path / f"after-{life}"
         disk.write_after_power_cut(after, chance)

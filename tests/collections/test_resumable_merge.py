@@ -15,10 +15,10 @@ from runtime.errors import CollectionError
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.maintenance import MERGE_FAN_IN, BuildSegment
 from runtime.retrieval.collections.manifest import SegmentInfo
+from runtime.retrieval.collections.recovery import replay
 from runtime.retrieval.collections.resumable_merge import merging_path
 from runtime.retrieval.collections.segment_build import BuildJob, build
 from runtime.retrieval.collections.segment_files import segment_path
-from runtime.retrieval.collections.state import replay
 from runtime.retrieval.collections.writer import CollectionWriter
 from tests.collections.small_collections import contents, documents, maintain, new_writer, open_writer
 from tests.process_context import FORKSERVER

@@ -27,7 +27,9 @@ from runtime.retrieval.collections import writer as writer_module
 from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.disk import LOCK, Disk, acquire_lock
+from runtime.retrieval.collections.log import log_path
 from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.validation import UpsertDocument
 from tests.collections.small_collections import (
     DIM,
@@ -129,7 +131,7 @@ def test_the_processs_file_size_limit_acts_like_a_full_disk(tmp_path: Path) -> N
         writer.upsert(documents(range(3)))
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (writer.log.end + 50, hard))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (log_path(tmp_path / "a", 0).stat().st_size + 50, hard))
             with pytest.raises(NoRoom):
                 writer.upsert(documents(range(3, 6)))
         finally:
@@ -220,9 +222,9 @@ def test_search_filters_are_validated_and_a_required_attribute_must_be_bound(tmp
         query = vector_of(0)[None]
         for wanted in (None, parse_filter({"type": "ne", "key": "tenant", "value": "a"})):
             with pytest.raises(InvalidRequest, match="demands a filter that binds 'tenant'"):
-                writer.search(query, 2, filter=wanted)
+                search(writer.state, query, 2, filter=wanted)
         bound = parse_filter({"type": "eq", "key": "tenant", "value": "b"})
-        assert writer.search(query, 2, filter=bound)[0].tolist() == [[1, -1]]
+        assert search(writer.state, query, 2, filter=bound)[0].tolist() == [[1, -1]]
         with pytest.raises(InvalidFilter, match="no document has the attribute"):
             writer.delete_where(parse_filter({"type": "eq", "key": "colour", "value": "b"}))
 

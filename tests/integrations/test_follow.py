@@ -13,6 +13,7 @@ from runtime.integrations.follow.follower import Follower, SyncResult
 from runtime.integrations.follow.source import call_with_retries
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import HashingEmbedder
@@ -47,7 +48,7 @@ def writer(tmp_path: Path) -> Iterator[CollectionWriter]:
 
 
 def _nearest(writer: CollectionWriter, vector: Any, **options: Any) -> list[str]:
-    rows, _ = writer.search(np.array([vector], np.float32), 2, **options)
+    rows, _ = search(writer.state, np.array([vector], np.float32), 2, **options)
     return [one.id for one in writer.state.documents(rows[0][rows[0] >= 0].tolist()) if one is not None]
 
 

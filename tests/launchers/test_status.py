@@ -15,7 +15,7 @@ from runtime.node.run_dir import NodeInfo
 from runtime.node.supervisor.admin import CollectionsStatus, NodeStatus, WorkerStatus
 from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.segment_build import SegmentProgress
-from runtime.retrieval.collections.state import WriterState
+from runtime.retrieval.collections.statistics import WriterState
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.writer_service import WriterService

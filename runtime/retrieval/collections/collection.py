@@ -28,8 +28,9 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
 from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.recovery import replay
 from runtime.retrieval.collections.search import search
-from runtime.retrieval.collections.state import State, replay
+from runtime.retrieval.collections.state import State
 from runtime.retrieval.embedding.embedder import EmbedderSpec, Vectors
 from runtime.retrieval.neighbors import Neighbors
 

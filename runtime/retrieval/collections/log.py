@@ -114,7 +114,7 @@ class LogWriter:
     def __init__(self, disk: Disk, path: Path, identity: str, first: int, *, end: int = 0) -> None:
         """Append at `end` of an existing file, cutting the bytes behind it, or create a file (0). Raises `OSError`."""
         self._disk, self._identity = disk, identity
-        self.path, self.end = path, end
+        self.path, self.first, self.end = path, first, end
         self._fd = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(self._fd, end)

@@ -1,15 +1,12 @@
 """Operations of a log record, in MessagePack. A record is applied atomically."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import CollectionError, TrinityError
-from runtime.retrieval.attributes.schema import Schema
+from runtime.errors import CollectionError
 from runtime.retrieval.passages import Attributes
 
 
@@ -63,28 +60,3 @@ def decode(payload: bytes, dim: int) -> list[Operation]:
 def decode_vectors(operation: Upsert, dim: int) -> NDArray[np.float32]:
     """Return the vectors, float32 [documents, d]."""
     return np.frombuffer(operation.vectors, np.float32).reshape(-1, dim)
-
-
-# ---- pending writes, several of which share a record and its sync
-
-
-@dataclass
-class WriteGroup:
-    """Operations that become one record, and the state that they lead to so far."""
-
-    next_row: int
-    schema: Schema
-    operations: list[Operation] = field(default_factory=list)
-    rows: dict[str, int | None] = field(default_factory=dict)  # by id; None: the group deletes it
-    size: int = 0
-
-
-@dataclass
-class PendingWrite:
-    """A write that waits for its record. `prepare` adds its operations to a group and returns its result."""
-
-    prepare: Callable[[WriteGroup], int]
-    exclusive: bool  # it depends on stored state, so no other write may precede it in its record
-    result: int = 0
-    error: TrinityError | None = None
-    done: bool = False

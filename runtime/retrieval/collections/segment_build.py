@@ -21,11 +21,12 @@ from runtime.retrieval.collections.description import ATTRIBUTES, DOCUMENTS, IND
 from runtime.retrieval.collections.disk import Disk, storage_error
 from runtime.retrieval.collections.documents import Document, DocumentStore
 from runtime.retrieval.collections.manifest import SegmentInfo, read_manifest
+from runtime.retrieval.collections.recovery import replay
 from runtime.retrieval.collections.resumable_merge import ResumableMerge
 from runtime.retrieval.collections.segment import sources_of
 from runtime.retrieval.collections.segment_files import building_segment, seal_segment
 from runtime.retrieval.collections.sources import Progress, no_progress
-from runtime.retrieval.collections.state import State, replay
+from runtime.retrieval.collections.state import State
 
 NICENESS = 10
 

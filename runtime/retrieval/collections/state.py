@@ -5,7 +5,6 @@ The writer and every reader hold a `State` each, and apply the same log records 
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,13 +19,11 @@ from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check
 from runtime.retrieval.attributes.schema import AttributeType, Schema, agrees, by_shape, extend_schema
 from runtime.retrieval.collections.description import (
     Description,
-    read_description,
 )
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.growing_segment import GrowingSegment
-from runtime.retrieval.collections.log import LogFollower, log_files
-from runtime.retrieval.collections.manifest import Manifest, SegmentInfo, read_manifest, read_tombstones
-from runtime.retrieval.collections.operations import Delete, Operation, Upsert, decode
+from runtime.retrieval.collections.manifest import Manifest, SegmentInfo, read_tombstones
+from runtime.retrieval.collections.operations import Delete, Operation, Upsert
 from runtime.retrieval.collections.replaced_rows import ReplacedRows
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.passages import Attributes
@@ -393,75 +390,3 @@ def close(segments: Sequence[Segment]) -> None:
     """Close the files of segments."""
     for segment in segments:
         segment.close()
-
-
-# ---- statistics of a writer
-
-
-class WriterState(NamedTuple):
-    """Statistics of a writer.
-
-    documents: not deleted. growing: rows in the log. tombstones: deleted rows in segments. sealed, merged: segments
-    built since the writer was opened, from the log and from other segments. build: progress of the running build, as
-    `build.SegmentProgress`.
-    """
-
-    documents: int
-    segments: int
-    growing: int
-    tombstones: int
-    log_bytes: int
-    sealed: int
-    merged: int
-    build: tuple[float, float, float] | None
-
-
-def writer_state(
-    directory: Path, state: State, sealed: int, merged: int, build: tuple[float, float, float] | None
-) -> WriterState:
-    """Compute the statistics of a collection's writer."""
-    with state.lock:
-        deleted = sum(int(segment.size - np.count_nonzero(segment.alive)) for segment in state.segments)
-        segments, growing, documents = len(state.segments), state.growing.count, state.count
-    size = sum(path.stat().st_size for _, path in log_files(directory) if path.exists())
-    return WriterState(documents, segments, growing, deleted, size, sealed, merged, build)
-
-
-# ---- recovery: the state from the manifest and the log behind it
-
-
-class Replayed(NamedTuple):
-    """first, end: the last log file, and the end of its last complete record. torn_bytes: bytes behind that."""
-
-    state: State
-    manifest: Manifest
-    first: int
-    end: int
-    torn_bytes: int
-
-
-def replay(directory: Path, until: int | None = None, *, searched: bool = True) -> Replayed:
-    """Read a collection, up to the record `until`, the first of a log file. Changes no file.
-
-    Raises `CollectionError`.
-    """
-    description = read_description(directory)
-    manifest = read_manifest(directory, description)
-    state = State(directory, description, manifest, searched=searched)
-    if not manifest.has_log:
-        return Replayed(state, manifest, 0, 0, 0)
-    try:
-        newest = max((first for first, _ in log_files(directory)), default=0)
-        with closing(LogFollower(directory, description.identity, manifest.sequence)) as log:
-            for record in log.poll():
-                if until is None or record.sequence < until:
-                    state.apply(decode(record.payload, description.dim))
-            first, end, torn_bytes = log.first, log.end, log.torn_bytes
-        if until is not None and state.sequence != until:
-            raise CollectionError(f"{directory / 'log'} ends at record {state.sequence}, before {until}")
-        if first < newest:
-            raise CollectionError(f"{directory / 'log'} is damaged: record {state.sequence} is missing")
-    except BaseException:
-        state.close()
-        raise
-    return Replayed(state, manifest, first, end, torn_bytes)

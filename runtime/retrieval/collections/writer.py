@@ -12,28 +12,23 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import CollectionError, Forbidden, InternalError, InvalidDocument, Overloaded, TrinityError
+from runtime.errors import Forbidden, InvalidDocument, Overloaded
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections import segment_build as building
 from runtime.retrieval.collections.description import encode_with_checksum, read_description
-from runtime.retrieval.collections.disk import Disk, acquire_lock, lock_is_current, storage_error
-from runtime.retrieval.collections.log import LogWriter, log_path
+from runtime.retrieval.collections.disk import Disk, acquire_lock, storage_error
+from runtime.retrieval.collections.group_commit import MAX_BATCH_BYTES, GroupCommit, PendingWrite, WriteGroup
+from runtime.retrieval.collections.log import log_path
 from runtime.retrieval.collections.maintenance import BuildSegment, Maintenance, pick_merge, too_many_segments
 from runtime.retrieval.collections.manifest import MANIFEST, Manifest, SegmentInfo, tombstones_content
-from runtime.retrieval.collections.operations import Delete, Operation, PendingWrite, Upsert, WriteGroup, encode
+from runtime.retrieval.collections.operations import Delete, Upsert, encode
 from runtime.retrieval.collections.reader_barrier import ReaderBarrier
+from runtime.retrieval.collections.recovery import replay
 from runtime.retrieval.collections.resumable_merge import obsolete_files, resumable_segments
-from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.segment_build import BuildJob, SegmentProgress, progress_of_stage
 from runtime.retrieval.collections.sources import Progress, no_progress
-from runtime.retrieval.collections.state import (
-    Loaded,
-    Rows,
-    WriterState,
-    close,
-    replay,
-    writer_state,
-)
+from runtime.retrieval.collections.state import Loaded, Rows, close
+from runtime.retrieval.collections.statistics import WriterState, writer_state
 from runtime.retrieval.collections.tenant_attributes import introduced_by, with_bound_attribute
 from runtime.retrieval.collections.upgrade import upgrade
 from runtime.retrieval.collections.validation import (
@@ -44,10 +39,8 @@ from runtime.retrieval.collections.validation import (
     to_stored_value,
 )
 from runtime.retrieval.embedding.embedder import Embedder
-from runtime.retrieval.neighbors import Neighbors
 
 SEAL_ROWS = 4096  # growing rows that become a segment: comparing this many takes as long as one or two graph walks
-MAX_BATCH_BYTES = 64 << 20  # of an encoded batch; a log record holds up to two, within `log.MAX_PAYLOAD`
 _MAX_GROWING = 16  # times the sealing threshold: beyond that, upserts are rejected until segments are sealed
 _log = logging.getLogger(__name__)
 
@@ -55,7 +48,7 @@ _log = logging.getLogger(__name__)
 class CollectionWriter:
     """Upserts and deletes, which return once they are synced to the log. Thread-safe.
 
-    Concurrent writes share a log record and its sync (group commit). `state` is searched as a reader's.
+    `state`: what it has stored, for `search.search`. `commits`: the end of the log.
     """
 
     def __init__(
@@ -84,26 +77,16 @@ class CollectionWriter:
         try:
             upgrade(self._disk, directory)
             self.state, self._manifest, first, end, torn = replay(directory)
-            try:
-                self.log = LogWriter(
-                    self._disk, log_path(directory, first), self.state.description.identity, first, end=end
-                )
-            except OSError as error:
-                self.state.close()
-                raise storage_error(error, f"{log_path(directory, first)} cannot be written") from error
+            self.commits = GroupCommit(self._disk, self.state, self.lock_fd, first, end)
         except BaseException:
             os.close(self.lock_fd)
             raise
         if torn:
             self.repaired = f"{log_path(directory, first)}: cut the last {torn} bytes, an incomplete record"
             _log.warning("%s", self.repaired)
-        self._log_first = first
         self._seal_threshold = seal_rows * self.state.description.shard_count  # growing rows
         self._barrier = ReaderBarrier(directory)
-        self._failure = ""
         self._closed = False
-        self._pending: list[PendingWrite] = []
-        self._pending_lock, self._commit_lock = threading.Lock(), threading.RLock()
         self.sealing, self.merging = threading.RLock(), threading.RLock()  # at most one build of each kind runs
         self._building: set[int] = set()  # numbers of segments that are being built
         self._flush_progress: SegmentProgress | None = None
@@ -168,17 +151,6 @@ class CollectionWriter:
 
         return self._write_and_wait(PendingWrite(prepare, exclusive=True))
 
-    def search(
-        self,
-        queries: NDArray[np.float32],
-        k: int = 10,
-        top_m: int = 64,
-        search_width: int = 1,
-        filter: Filter | None = None,
-    ) -> Neighbors:
-        """See `search.search`."""
-        return search(self.state, queries, k, top_m, search_width, filter)
-
     def statistics(self) -> WriterState:
         """Return counters; the time grows with the number of rows of the segments."""
         running = [found for found in (self._flush_progress, self.maintenance.progress) if found is not None]
@@ -238,15 +210,15 @@ class CollectionWriter:
     @property
     def waiting(self) -> int:
         """Number of writes that are not acknowledged yet."""
-        return len(self._pending)
+        return self.commits.waiting
 
     def close(self) -> None:
         """Stop background builds and release the lock. Idempotent. Growing rows remain in the log."""
         self.maintenance.stop()
-        with self.merging, self.sealing, self._commit_lock:
+        with self.merging, self.sealing, self.commits.lock:
             if not self._closed:
                 self._closed = True
-                self.log.close()
+                self.commits.close()
                 self.state.close()
                 os.close(self.lock_fd)
 
@@ -259,80 +231,16 @@ class CollectionWriter:
     # --- writing
 
     def _write(self, pending: PendingWrite) -> int:
-        with self._pending_lock:
-            self._pending.append(pending)
-        with self._commit_lock:
-            while not pending.done:
-                self._commit()
-        if pending.error is not None:
-            raise pending.error
+        count = self.commits.write(pending)
         if self.state.growing.count >= self._seal_threshold:
             self.maintenance.wake()
-        return pending.result
+        return count
 
     def _write_and_wait(self, pending: PendingWrite) -> int:
         """Write, and wait until every process that serves the collection has applied it."""
         count = self._write(pending)
         self._barrier.wait(self.state.sequence)
         return count
-
-    def _commit(self) -> None:
-        """Write pending writes as one record."""
-        group = WriteGroup(self.state.growing.next_row, self.state.schema)
-        committed: list[PendingWrite] = []
-        with self._pending_lock:
-            waiting = list(self._pending)
-        for pending in waiting:
-            if committed and (pending.exclusive or group.size > MAX_BATCH_BYTES):
-                break
-            committed.append(pending)
-            saved = (group.next_row, group.schema, len(group.operations))
-            try:
-                if self._closed or self._failure:
-                    raise CollectionError(self._failure or f"{self.directory} was closed")
-                pending.result = pending.prepare(group)
-            except Exception as failure:  # an internal error must not leave its write in the queue either
-                group.next_row, group.schema = saved[:2]
-                del group.operations[saved[2] :]
-                pending.error = (
-                    failure if isinstance(failure, TrinityError) else InternalError(f"a write failed: {failure!r}")
-                )
-            if pending.exclusive:
-                break
-        error = self._append(group.operations) if group.operations else None
-        for pending in committed:
-            pending.error = pending.error or error
-            pending.done = True
-        with self._pending_lock:
-            self._pending = [pending for pending in self._pending if not pending.done]
-
-    def _append(self, operations: list[Operation]) -> TrinityError | None:
-        """Log a record, sync it, and apply it."""
-        path = self.log.path
-        try:
-            self._check_directory()
-        except CollectionError as error:
-            return error
-        try:
-            self.log.append(self.state.sequence, encode(operations))
-        except OSError as error:
-            return storage_error(error, f"{path} cannot be written; nothing was stored")
-        try:
-            self.log.sync()
-        except OSError as error:
-            failed = storage_error(
-                error, f"{path} cannot be synced; whether the last write is stored is unknown: reopen it"
-            )
-            self._failure = failed.message
-            return failed
-        self.state.apply(operations)
-        return None
-
-    def _check_directory(self) -> None:
-        """Raise `CollectionError` if the directory was replaced by another collection or a restored copy, or moved."""
-        if not (lock_is_current(self.lock_fd, self.directory) and self.log.is_current):
-            self._failure = f"{self.directory} was replaced or moved while it was open for writing: reopen it"
-            raise CollectionError(self._failure)
 
     def _prepare_upsert(
         self,
@@ -399,11 +307,11 @@ class CollectionWriter:
         self._flush_progress = progress_of_stage(stage, part)
 
     def _seal(self, build: BuildSegment) -> None:
-        with self._commit_lock:
+        with self.commits.lock:
             if not self.state.growing.count:
                 return
-            self._check_directory()
-            self._rotate()
+            self.commits.check_directory()
+            self.commits.rotate()
             until, next_row = self.state.sequence, self.state.growing.next_row
             shards = range(self.state.description.shard_count)
             jobs = [
@@ -412,8 +320,8 @@ class CollectionWriter:
         self._build_and_install(jobs, build)
 
     def _merge(self, numbers: list[int], build: BuildSegment) -> None:
-        with self._commit_lock:
-            self._check_directory()
+        with self.commits.lock:
+            self.commits.check_directory()
             shard = next(info.shard for info in self._manifest.segments if info.number == numbers[0])
             job = BuildJob(
                 self._next_segment_number(),
@@ -429,20 +337,6 @@ class CollectionWriter:
         self._next_segment += 1
         self._building.add(self._next_segment - 1)
         return self._next_segment - 1
-
-    def _rotate(self) -> None:
-        """Begin a new log file, so that the files before it can be removed once they are sealed."""
-        sequence = self.state.sequence
-        if sequence == self._log_first:
-            return
-        path = log_path(self.directory, sequence)
-        try:
-            next_log = LogWriter(self._disk, path, self.state.description.identity, sequence)
-        except OSError as error:
-            self._disk.remove(path)
-            raise storage_error(error, f"{path} cannot be written") from error
-        self.log.close()
-        self.log, self._log_first = next_log, sequence
 
     def _build_and_install(self, jobs: Sequence[BuildJob], build: BuildSegment) -> None:
         """Build segments, and replace their sources by them in one step."""
@@ -461,8 +355,8 @@ class CollectionWriter:
             raise
 
     def _publish(self, job: BuildJob, fresh: Loaded) -> None:
-        with self._commit_lock:
-            self._check_directory()
+        with self.commits.lock:
+            self.commits.check_directory()
             before = self._manifest  # other builds may have been installed since this job began
             self._generation += 1
             schema = self.state.occurring_schema()
@@ -491,7 +385,7 @@ class CollectionWriter:
 
     def _remove_obsolete_files(self, sealed: bool = False) -> None:
         """sealed: after a seal; a merge may run, so its files are saved."""
-        with self._commit_lock:  # so that no build begins or is installed in the meantime
+        with self.commits.lock:  # so that no build begins or is installed in the meantime
             found = obsolete_files(self.directory, self._manifest, self._building, sealed)
         for path in found:
             self._disk.remove(path)

@@ -29,7 +29,7 @@ from runtime.retrieval.answer_store import AnswerStore
 from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
-from runtime.retrieval.collections.state import WriterState
+from runtime.retrieval.collections.statistics import WriterState
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.search.async_client import AsyncSearchClient
