@@ -8,7 +8,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -22,160 +21,21 @@ from runtime.errors import (
     Unavailable,
     UnknownCollection,
 )
-from runtime.node.config import Verify
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.background_task import BackgroundTask
+from runtime.retrieval.collection_builds import CollectionBuilds
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.description import read_identity
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name
 from runtime.retrieval.embedding.loading import EmbedderLocation, LazyEmbedder, embedder_location, load_embedder
 from runtime.retrieval.neighbors import FUSION_DEPTH, Neighbors
-from runtime.retrieval.open_build import OpenBuild, documents_stamp, open_build
+from runtime.retrieval.open_build import OpenBuild
 from runtime.retrieval.passages import OnRead, Passage, check_size, size_of
 from runtime.retrieval.search.query import AcceptBuild, SearchResult
 
-_KEPT = 4  # builds that no pool serves any more, kept open for results that are still in flight
-_RETRY_NS = 1_000_000_000  # interval between attempts to open a build that was missing
-
 log = logging.getLogger(__name__)
-
-
-class CollectionBuilds:
-    """The open builds of one collection, least recently served first.
-
-    Document checksums are verified in the background, as the pools verify the index; after an error they are verified
-    before the documents are used again.
-
-    opening: a build that is being opened on a thread; None: none, or always if builds are not opened `in_background`.
-    """
-
-    def __init__(
-        self, name: str, directory: Path, verify: Verify, clock: Callable[[], int], in_background: bool = False
-    ) -> None:
-        self._name, self.directory, self._verify, self._clock = name, directory, verify, clock
-        self._in_background = in_background
-        self.opening: BackgroundTask[OpenBuild] | None = None
-        self.by_identity: dict[str, OpenBuild] = {}
-        self.current: OpenBuild | None = None
-        self.error = ""
-        self._served: frozenset[str] = frozenset()
-        self._damaged: tuple[int, ...] = ()  # stamp of the documents whose checksum was wrong: not opened again
-        self._missing = ("", 0)  # the identity that was missing last, and the time of the next attempt (ns)
-
-    def has(self, identity: str) -> bool:
-        """Return whether this build's documents are usable; opens them if they are what the directory contains now."""
-        self._finish_opening()
-        if identity not in self.by_identity and self.opening is None:
-            now, (missing, retry_ns) = self._clock(), self._missing
-            if identity == missing and now < retry_ns:
-                return False
-            self._missing = identity, now + _RETRY_NS
-            if self._damaged and documents_stamp(self.directory) == self._damaged:
-                return False
-            self.opening = BackgroundTask("documents", lambda _: self._read())
-            if not self._in_background:
-                self.opening.join()
-                self._finish_opening()
-        return identity in self.by_identity and self._usable(self.by_identity[identity])
-
-    def _finish_opening(self) -> None:
-        """Keep the build that was opened on the thread."""
-        if self.opening is None or not self.opening.done:
-            return
-        task, self.opening = self.opening, None
-        if task.result is None:
-            self.set_error(task.error_message)
-        elif self._keep(task.result).identity != self._missing[0]:
-            self.set_error(
-                f"{self.directory} contains another build than the pools serve; "
-                "`trinity index reload` makes the pools load it"
-            )
-
-    def _usable(self, build: OpenBuild) -> bool:
-        check = build.check
-        if check is None or not check.done:
-            return not build.verify_first
-        if check.error_message:
-            self._damaged = build.stamp
-            self.discard(build, check.error_message)
-            return False
-        return True
-
-    def discard(self, build: OpenBuild, error: str) -> None:
-        """Close a build whose documents cannot be used; they are verified before they are used again."""
-        self.by_identity.pop(build.identity, None)
-        build.close()
-        if self.current is build:
-            self.current = None
-        self.set_error(error)
-
-    def open(self) -> OpenBuild:
-        """Open the build that the directory contains now. Raises `CollectionError`."""
-        return self._keep(self._read())
-
-    def _read(self) -> OpenBuild:
-        return open_build(self.directory, self._verify, self._verify == "start" or bool(self.error))
-
-    def _keep(self, found: OpenBuild) -> OpenBuild:
-        if found.identity in self.by_identity:
-            found.close()
-        return self.by_identity.setdefault(found.identity, found)
-
-    def open_verified(self) -> OpenBuild:
-        """Open the build; wait for the checksums if they are verified at start. Raises `CollectionError`."""
-        found = self.open()
-        if found.verify_first and found.check is not None:
-            found.check.join()
-            if not self._usable(found):
-                raise CollectionError(self.error)
-        return found
-
-    def follow(self, served: Sequence[str]) -> None:
-        """Make the builds that the pools serve available, and close those that have not been served for long."""
-        self._finish_opening()
-        for identity in set(served) - self._served:
-            self._reopen_if_replaced(identity)
-        self._served = frozenset(served)
-        usable = [identity for identity in served if self.has(identity)]
-        if not served:
-            return
-        if not usable:
-            self.current = None
-            return
-        self.error = ""
-        if self.current is None or self.current.identity not in usable:
-            self.current = self.by_identity[usable[-1]]
-        for identity in usable:
-            self.by_identity[identity] = self.by_identity.pop(identity)
-        for identity in list(self.by_identity)[: -len(usable) - _KEPT]:
-            self.by_identity.pop(identity).close()
-
-    def _reopen_if_replaced(self, identity: str) -> None:
-        """Reopen a build that is served again: the open file may not be the one that the pools loaded."""
-        build = self.by_identity.get(identity)
-        if build is None or build.stamp == documents_stamp(self.directory):
-            return
-        with suppress(CollectionError):  # an earlier state was restored
-            if build.documents.was_written():
-                return
-        try:
-            found = open_build(self.directory, self._verify, verify_first=True)
-        except CollectionError:  # the open file is the only copy
-            return
-        if found.identity != identity:
-            found.close()
-            return
-        self.by_identity[identity] = found
-        self.current = found if self.current is build else self.current
-        build.close()
-
-    def set_error(self, error: str) -> None:
-        """Record why the documents cannot be used; log it once."""
-        if error != self.error:
-            log.error("collection %s: its documents cannot be used: %s", self._name, error)
-        self.error = error
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.checksums import SegmentChecksums
 from runtime.retrieval.collections.collection import document_bytes
 from runtime.retrieval.collections.description import DESCRIPTION, DOCUMENTS
-from runtime.retrieval.collections.reader import CollectionDocuments
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import EmbedderSpec, embedder_name
 from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.search.query import SearchResult, fuse_keywords

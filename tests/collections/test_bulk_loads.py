@@ -17,7 +17,8 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.reader import CollectionDocuments, CollectionReader
+from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from tests.collections.small_collections import contents, open_writer, vector_of

@@ -12,8 +12,9 @@ import pytest
 from runtime.errors import Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collections.keyword_search import KeywordSearch
-from runtime.retrieval.collections.reader import CollectionDocuments, CollectionReader
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.replaced_rows import ReplacedRows
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.testing.waiting import until

@@ -17,7 +17,7 @@ from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.reader import CollectionDocuments
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind
 from runtime.retrieval.open_build import OpenBuild, open_build
 from runtime.retrieval.retrieval_steps import RetrievalResult

@@ -1,0 +1,116 @@
+"""The documents of a collection, for the processes that answer with them."""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.errors import CollectionError
+from runtime.retrieval.attributes.filters import Filter, check_filter
+from runtime.retrieval.collections.checksums import SegmentChecksums
+from runtime.retrieval.collections.description import DOCUMENTS, KEYWORDS, Description
+from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.keyword_search import KeywordSearch
+from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.replaced_rows import ReplacedRows
+from runtime.retrieval.collections.state import State
+from runtime.retrieval.neighbors import Neighbors
+
+
+class CollectionDocuments:
+    """Documents by row, of the present state: a row that a pool just found may be deleted.
+
+    Of a document that was replaced a moment ago, a pool finds the old row or the new one, and either has a text here.
+    Thread-safe.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Open the collection. Raises `CollectionError`."""
+        self.path, self._lock = directory, threading.Lock()
+        self._reader = CollectionReader(
+            directory, background=True, checksum_files=(DOCUMENTS, KEYWORDS), replaced=ReplacedRows(), searched=False
+        )
+        try:
+            self._keywords = KeywordSearch(self._reader.state)
+        except CollectionError:
+            self._reader.close()
+            raise
+
+    @property
+    def checksums(self) -> SegmentChecksums:
+        """Of the document files only."""
+        return self._reader.checksums
+
+    @property
+    def description(self) -> Description:
+        return self._reader.description
+
+    @property
+    def state(self) -> State:
+        return self._reader.state
+
+    def was_written(self) -> bool:
+        """Return whether the collection was ever written to. Raises `CollectionError`."""
+        with self._lock:
+            self._reader.poll()
+            return self._reader.was_written
+
+    @property
+    def size(self) -> int:
+        """Number of documents."""
+        return self._reader.state.count
+
+    def check_filter(self, filter: Filter) -> None:
+        """Check a filter against the current schema. Raises `InvalidFilter`, `CollectionError`."""
+        with self._lock:
+            self._reader.poll()
+            check_filter(filter, self._reader.state.schema)
+
+    def get(
+        self, rows: Sequence[int], on_read: Callable[[Document], None] = lambda document: None
+    ) -> list[Document | None]:
+        """Return the documents of these rows, in order; None for a deleted one, and for an older version of another.
+
+        `on_read` is called with each that is read, before the next. Raises `CollectionError`.
+        """
+        with self._lock:
+            self._reader.poll()
+            state = self._reader.state
+            if max(rows, default=-1) >= state.growing.next_row:  # in a segment that is not open in this process yet
+                self._reader.catch_up()
+            newest = state.newest(rows)
+            deleted = state.deleted(newest)
+            found = state.documents(rows, on_read)
+        shown = {document: row for document, row in sorted(zip(newest, rows, strict=True))}
+        return [
+            one if one is not None and not is_deleted and shown[document] == row else None
+            for row, document, one, is_deleted in zip(rows, newest, found, deleted, strict=True)
+        ]
+
+    def align(self, one: Neighbors, other: Neighbors) -> tuple[Neighbors, Neighbors]:
+        """Return two results of the same query, in which a document has the same row: where they found two versions of
+        it, the newer one of these. Raises `CollectionError`."""
+        rows = [row for row in {*one[0].tolist(), *other[0].tolist()} if row >= 0]
+        with self._lock:
+            self._reader.poll()
+            newest = dict(zip(rows, self._reader.state.newest(rows), strict=True))
+        found = {document: row for row, document in sorted(newest.items())}
+        first, second = (
+            np.array([found[newest[row]] if row >= 0 else row for row in ids.tolist()], np.int64)
+            for ids in (one[0], other[0])
+        )
+        return (first, one[1]), (second, other[1])
+
+    def search_keywords(
+        self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int
+    ) -> Neighbors:
+        """Poll, then search: see `KeywordSearch.search_keywords`."""
+        with self._lock:
+            self._reader.poll()
+        return self._keywords.search_keywords(text, vector, depth, filter, deadline_ns)
+
+    def close(self) -> None:
+        self._keywords.close()
+        self._reader.close()
