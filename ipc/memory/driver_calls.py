@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ipc.errors import MemoryRefused
-from ipc.native.compiled import entry_point
+from ipc.native.compiled import EntryPoints
 from ipc.native.intrinsics import call
 
 # Words of a table. CONTEXT, STREAM: handles. POPPED: address of a word for the context that was popped. The others:
@@ -19,6 +19,7 @@ from ipc.native.intrinsics import call
 _FUNCTIONS = ("cuCtxPushCurrent", "cuCtxPopCurrent", "cuMemcpyDtoDAsync", "cuMemcpyHtoDAsync", "cuStreamWriteValue32")
 _ABI = 12000  # the functions in their CUDA 12.0 version
 _CODE_BITS = 32
+entry_point = EntryPoints(globals())
 
 
 class DriverCalls:
@@ -64,3 +65,6 @@ def _entry_point(cuda: Any, name: str) -> int:
     if code != cuda.CUresult.CUDA_SUCCESS or not address:
         raise MemoryRefused(f"the CUDA driver has no {name}: {code}")
     return int(address)
+
+
+entry_point.compile()

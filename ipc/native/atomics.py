@@ -7,7 +7,7 @@ stay mapped during the call, which `ring.py` and `exchange.py` ensure.
 from typing import Annotated, Any
 
 from ipc.native import intrinsics
-from ipc.native.compiled import compiled, entry_point
+from ipc.native.compiled import EntryPoints, compiled
 from ipc.native.records import (
     Array,
     Record,
@@ -84,6 +84,7 @@ class ProducerEnd(Record):
     ring: Array[RingHeader]
 
 
+entry_point = EntryPoints(globals())
 _end_at, _slot_at, _rows_at = record_at(ProducerEnd), record_at(Slot), array_at(WatchRow)
 _SLEEPING = offset_of(RingHeader, "sleeping")
 
@@ -316,3 +317,6 @@ def sleep_on(table: Array[WatchRow], rows: int, descriptor: int, timeout_ms: int
 def sleep(table: int, rows: int, descriptor: int, timeout_ms: int) -> int:
     """`sleep_on` as one call from Python: no Python runs between the doorbell and the poll."""
     return sleep_on(_rows_at(table), rows, descriptor, timeout_ms)
+
+
+entry_point.compile()

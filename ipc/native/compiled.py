@@ -8,7 +8,8 @@ functions changes. Here the code is bound to all sources of the folders that it 
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from random import Random
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from ipc.native.dispatcher import Dispatcher
 from ipc.native.machine_code import MachineCode
@@ -67,20 +68,35 @@ PACKAGE = NATIVE.parent
 compiled = compiler_for(PACKAGE)
 
 
-def entry_point(signature: str, *, nogil: bool = False) -> Callable[[F], F]:
-    """Return a decorator that compiles a function at once, for one signature, into its machine code's entry point.
+class EntryPoints:
+    """Functions of a module that Python calls, compiled into the entry points of their machine code.
 
-    A call bypasses numba's dispatcher and its overload resolution, and takes 80 ns instead of 350.
+    A call bypasses numba's dispatcher and its overload resolution, and takes 80 ns instead of 350. The functions are
+    declared with an instance as decorator, and are replaced in the module's `names` by `compile`, at its end.
     """
 
-    def compile_(function: F) -> F:
-        dispatcher = compiled(function, nogil=nogil)
-        dispatcher.compile(signature)
-        _dispatchers.append(dispatcher)
-        (overload,) = dispatcher.overloads.values()
-        return cast(F, overload.entry_point)
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names = names
+        self._declared: list[tuple[Callable[..., Any], str, bool]] = []
+        self._dispatchers: list[Any] = []  # own the machine code
 
-    return compile_
+    def __call__(self, signature: str, *, nogil: bool = False) -> Callable[[F], F]:
+        """Return a decorator that declares a function, to be compiled for one signature."""
 
+        def declare(function: F) -> F:
+            self._declared.append((function, signature, nogil))
+            return function
 
-_dispatchers: list[Any] = []  # own the machine code
+        return declare
+
+    def compile(self) -> None:
+        """Compile the functions, or load them from the cache.
+
+        Processes that start together on an empty cache begin with different ones, and so share the work.
+        """
+        for function, signature, nogil in Random().sample(self._declared, len(self._declared)):
+            dispatcher = compiled(function, nogil=nogil)
+            dispatcher.compile(signature)
+            (overload,) = dispatcher.overloads.values()
+            self._dispatchers.append(dispatcher)
+            self._names[function.__name__] = overload.entry_point

@@ -23,7 +23,7 @@ server finds room (its watch row has 0 slots meanwhile).
 
 from ipc.native import atomics, intrinsics
 from ipc.native.atomics import SLOT_HEADER_BYTES, ProducerEnd, WatchRow
-from ipc.native.compiled import compiled, entry_point
+from ipc.native.compiled import EntryPoints, compiled
 from ipc.native.records import U8, U32, Array, Record, record, record_at
 from ipc.ring.descriptors import CANCEL as CANCEL_KIND
 from ipc.ring.descriptors import MAX_REQUEST_ID, SEARCH, SEARCH_ARENA, STAGES, STATUS_CODES, WRITTEN
@@ -36,6 +36,7 @@ _MAX_EXTENDS = (1 << 31) - 1
 _STAGE_COUNT = len(STAGES)
 _WORD = 0xFFFFFFFF
 _HEADER = 8  # bytes of a slot before its header
+entry_point = EntryPoints(globals())
 
 
 @record
@@ -349,3 +350,6 @@ def accept_request(clients: int) -> None:
 def refuse_request(clients: int, status: int) -> int:
     """End the current request, which was not accepted, with this status. Return EVICT if its client must be evicted."""
     return _refuse(client_table_at(clients), status)
+
+
+entry_point.compile()

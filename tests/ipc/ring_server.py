@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ipc.errors import InvalidArgument, IpcError
 from ipc.native import intrinsics
-from ipc.native.compiled import entry_point
+from ipc.native.compiled import EntryPoints
 from ipc.ring import exchange
 from ipc.ring.descriptors import LOST, STAGES, STATUS_CODES, Float32s, SearchSpec
 from ipc.ring.doorbell import SpinBudget
@@ -25,6 +25,7 @@ LATE_HOUSEKEEPING_NS = 10_000_000  # maximum delay of housekeeping while there a
 _PUBLISHABLE = {status: code for status, code in STATUS_CODES.items() if status != LOST}
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 _NO_IDS, _NO_DISTANCES = np.empty(0, np.int64), np.empty(0, np.float32)
+entry_point = EntryPoints(globals())
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):
@@ -311,3 +312,6 @@ class RingServer(SessionServer):
             return False
         table.ring_bells()
         return True
+
+
+entry_point.compile()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ipc.native.compiled import can_cache, compiled, entry_point
+from ipc.native.compiled import EntryPoints, can_cache, compiled
 
 
 def without_a_place(source: str, name: str) -> Any:
@@ -15,7 +15,11 @@ def without_a_place(source: str, name: str) -> Any:
 def test_code_is_compiled_without_a_cache_directory() -> None:
     add = without_a_place("def add(a, b):\n    return a + b\n", "add")
     assert compiled(add)(2, 3) == 5
-    assert entry_point("int64(int64, int64)")(add)(2, 3) == 5
+    names: dict[str, Any] = {}
+    entry_point = EntryPoints(names)
+    entry_point("int64(int64, int64)")(add)
+    entry_point.compile()
+    assert names["add"](2, 3) == 5
 
 
 def test_machine_code_can_be_cached_here() -> None:
