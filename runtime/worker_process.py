@@ -1,5 +1,6 @@
 """Entry of a worker's process: the supervisor starts every worker as `python -m runtime.worker_process`."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -24,4 +25,7 @@ def loop_of(role: Role) -> Callable[[Worker], None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(loop_of))
+    code = main(loop_of)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # all is closed; the interpreter would take a second or more to unload torch and numba
