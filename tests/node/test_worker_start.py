@@ -1,4 +1,4 @@
-"""The start of a worker whose code differs from its supervisor's (Trinity was upgraded while the node runs), and its end."""
+"""The start of a worker whose code differs from its supervisor's, after an upgrade of Trinity, and a worker's end."""
 
 import contextlib
 import os
