@@ -18,12 +18,14 @@ _EMPTY = np.uint32(0xFFFFFFFF)
 @compiled
 def reset_slot(batch, slot):  # type: ignore[no-untyped-def]
     """Reset a slot's search state before its first extend."""
-    line = batch.slots[slot]
-    line.filled = line.cursor = line.unchanged = line.extends = line.parents = line.task_begin = line.task_end = 0
-    line.scored = line.allowed = line.allowed_count = line.scanning = line.min_allowed = 0
-    line.walked_parents = line.allowed_parents = 0
-    line.distinct, line.margin = False, 0.0
-    batch.visited[slot, : 1 << line.visited_bits] = _EMPTY
+    search = batch.slots[slot]
+    search.filled = search.cursor = search.unchanged = search.extends = search.parents = search.task_begin = (
+        search.task_end
+    ) = 0
+    search.scored = search.allowed = search.allowed_count = search.scanning = search.min_allowed = 0
+    search.walked_parents = search.allowed_parents = 0
+    search.distinct, search.margin = False, 0.0
+    batch.visited[slot, : 1 << search.visited_bits] = _EMPTY
 
 
 @inlined
@@ -31,9 +33,9 @@ def admit_query(batch, slot, query, collection, k, top_m, width, patience, bits)
     """Prepare a query, float32 [d], in a slot. Returns whether it is valid."""
     if not write_query(query, batch.encodings[collection], batch.queries[slot]):
         return False
-    line = batch.slots[slot]
-    line.collection, line.k, line.top_m, line.width = collection, k, top_m, width
-    line.patience, line.visited_bits, line.start = patience, bits, -1
+    search = batch.slots[slot]
+    search.collection, search.k, search.top_m, search.width = collection, k, top_m, width
+    search.patience, search.visited_bits, search.start = patience, bits, -1
     reset_slot(batch, slot)
     return True
 

@@ -25,11 +25,11 @@ _BLOCK = 1024  # queries prepared together
 @compiled
 def begin(batch, slot, number, owner, prepared, starts, allowed, allowed_count, min_allowed):  # type: ignore[no-untyped-def]
     """Start a query in a slot whose parameters are set."""
-    line = batch.slots[slot]
+    search = batch.slots[slot]
     owner[slot] = number
-    line.query, line.start = prepared[number].ctypes.data, starts[number]
+    search.query, search.start = prepared[number].ctypes.data, starts[number]
     reset_slot(batch, slot)
-    line.allowed, line.allowed_count, line.min_allowed = allowed, allowed_count, min_allowed
+    search.allowed, search.allowed_count, search.min_allowed = allowed, allowed_count, min_allowed
 
 
 @compiled
@@ -46,9 +46,13 @@ def run_queries(handle, address, allowed, allowed_count, min_allowed, prepared, 
     running = admitted = min(width, count)
     for slot in range(running):
         active[slot] = slot
-        line = slots[slot]
-        line.collection, line.k, line.top_m = parameters.collection, parameters.k, parameters.top_m
-        line.width, line.patience, line.visited_bits = parameters.width, parameters.patience, parameters.visited_bits
+        search = slots[slot]
+        search.collection, search.k, search.top_m = parameters.collection, parameters.k, parameters.top_m
+        search.width, search.patience, search.visited_bits = (
+            parameters.width,
+            parameters.patience,
+            parameters.visited_bits,
+        )
         begin(batch, slot, slot, owner, prepared, starts, allowed, allowed_count, min_allowed)
     while running > 0:
         done = extend(handle, active[:running], batch.finished)

@@ -60,19 +60,19 @@ def worst_result(batch, slot):  # type: ignore[no-untyped-def]
 def scan_codes(handle, slot):  # type: ignore[no-untyped-def]
     """Read the next codes of a slot's pass. Returns whether the pass is complete."""
     batch = batch_at(handle)
-    line, collection = batch.slots[slot], batch.collections[batch.slots[slot].collection]
+    search, collection = batch.slots[slot], batch.collections[batch.slots[slot].collection]
     dims, planes, size = collection.rotated, collection.code_bits, collection.size
-    query, group_bytes = line.query, 4 * dims * planes + 8 * GROUP
+    query, group_bytes = search.query, 4 * dims * planes + 8 * GROUP
     table = np.uint64(query + collection.query_table)
     step, offset = load_f32(np.uint64(query + TABLE_STEP)), load_f32(np.uint64(query + TABLE_OFFSET))
-    base, verifies = centre_distance(batch, slot), line.scanning == VERIFY
-    margin = np.float32(line.margin)
-    keys, length = np.uint64(batch.keys.ctypes.data + slot * batch.keys.strides[0]), list_length(batch, line.k)
-    estimates, filled = np.uint64(batch.distances.ctypes.data), line.filled
-    row, left = line.cursor, SCAN_ROWS_PER_EXTEND
+    base, verifies = centre_distance(batch, slot), search.scanning == VERIFY
+    margin = np.float32(search.margin)
+    keys, length = np.uint64(batch.keys.ctypes.data + slot * batch.keys.strides[0]), list_length(batch, search.k)
+    estimates, filled = np.uint64(batch.distances.ctypes.data), search.filled
+    row, left = search.cursor, SCAN_ROWS_PER_EXTEND
     end = min(size, row + CODES_PER_EXTEND)
     while row < end and left > 0:
-        passing = np.int64(load_u32(np.uint64(line.allowed + row // 8)))
+        passing = np.int64(load_u32(np.uint64(search.allowed + row // 8)))
         if passing != 0:
             codes = np.uint64(collection.scan + row // GROUP * group_bytes)
             estimate(codes, table, dims, planes, base, step, offset, estimates)
@@ -88,7 +88,7 @@ def scan_codes(handle, slot):  # type: ignore[no-untyped-def]
                     if insert_by_chunks(keys, filled, length, key_of(batch.distances[lane], row + lane)) >= 0:
                         filled = min(filled + 1, length)
         row += GROUP
-    line.cursor, line.filled = row, filled
+    search.cursor, search.filled = row, filled
     return row >= size
 
 
@@ -112,8 +112,8 @@ def score_lanes(handle, slot, row, lanes):  # type: ignore[no-untyped-def]
 def score_list(handle, slot):  # type: ignore[no-untyped-def]
     """Score listed rows, nearest first. Returns whether no other row can be a result; else begins the second pass."""
     batch = batch_at(handle)
-    line, collection = batch.slots[slot], batch.collections[batch.slots[slot].collection]
-    filled, squares, margin = line.filled, 0.0, np.inf
+    search, collection = batch.slots[slot], batch.collections[batch.slots[slot].collection]
+    filled, squares, margin = search.filled, 0.0, np.inf
     for i in range(min(_AHEAD, filled)):
         fetch(collection.rows, collection.row_bytes, np.int64(node_of(batch.keys[slot, i])))
     for i in range(filled):
@@ -125,7 +125,7 @@ def score_list(handle, slot):  # type: ignore[no-untyped-def]
         error = score_node(handle, slot, np.int64(node_of(batch.keys[slot, i]))) - estimated
         squares += error * error
         margin = SIGMAS * np.sqrt(squares / (i + 1))
-    if filled < list_length(batch, line.k):
+    if filled < list_length(batch, search.k):
         return True
-    line.scanning, line.cursor, line.margin = VERIFY, 0, margin
+    search.scanning, search.cursor, search.margin = VERIFY, 0, margin
     return False

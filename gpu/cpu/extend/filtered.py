@@ -53,51 +53,51 @@ def set_filter(batch, slot, allowed, allowed_count, bits, length):  # type: igno
 
     length: top_m of the graph search; 0: scan the allowed rows. bits: of the visited table for this top_m.
     """
-    line = batch.slots[slot]
-    line.allowed, line.allowed_count = allowed, allowed_count
+    search = batch.slots[slot]
+    search.allowed, search.allowed_count = allowed, allowed_count
     if length == 0:
-        line.scanning = COMPARE
+        search.scanning = COMPARE
         return
-    line.min_allowed, line.top_m = line.top_m, length
-    if bits > line.visited_bits:
-        line.visited_bits = bits
+    search.min_allowed, search.top_m = search.top_m, length
+    if bits > search.visited_bits:
+        search.visited_bits = bits
         batch.visited[slot, : 1 << bits] = _EMPTY
 
 
 @compiled
 def count_parent(batch, slot, node):  # type: ignore[no-untyped-def]
     """Count a parent of a filtered search, and whether it passes the filter."""
-    line = batch.slots[slot]
-    if line.min_allowed != 0:
-        line.walked_parents += 1
-        line.allowed_parents += may_be_result(line.allowed, node)
+    search = batch.slots[slot]
+    if search.min_allowed != 0:
+        search.walked_parents += 1
+        search.allowed_parents += may_be_result(search.allowed, node)
 
 
 @compiled
 def has_min_allowed(batch, slot):  # type: ignore[no-untyped-def]
     """Return whether MIN_ALLOWED allowed entries precede a slot's cursor."""
-    line = batch.slots[slot]
-    left = line.min_allowed
+    search = batch.slots[slot]
+    left = search.min_allowed
     # A parent has up to _DUPLICATES entries in top_m: with so few allowed parents the count cannot reach MIN_ALLOWED.
-    if _DUPLICATES * line.allowed_parents < left or left == 0:
+    if _DUPLICATES * search.allowed_parents < left or left == 0:
         return False
-    for i in range(line.cursor):
-        left -= may_be_result(line.allowed, node_of(batch.keys[slot, i]))
+    for i in range(search.cursor):
+        left -= may_be_result(search.allowed, node_of(batch.keys[slot, i]))
         if left == 0:
             return True
     return False
 
 
 @compiled
-def found_too_few(line, found, walked, passing, size, sigmas):  # type: ignore[no-untyped-def]
+def found_too_few(search, found, walked, passing, size, sigmas):  # type: ignore[no-untyped-def]
     """Return whether a graph search that ended with `found` allowed rows is to be replaced by a scan.
 
     That is if there are more to return, or if only `passing` of the `walked` rows passed, `sigmas` standard deviations
     below what a filter without correlation lets pass.
     """
-    if found < min(line.k, line.allowed_count):
+    if found < min(search.k, search.allowed_count):
         return True
-    share = line.allowed_count / size
+    share = search.allowed_count / size
     expected = walked * share
     missing = expected - passing
     return missing > 0 and missing * missing > sigmas * sigmas * expected * (1 - share)
@@ -106,14 +106,14 @@ def found_too_few(line, found, walked, passing, size, sigmas):  # type: ignore[n
 @compiled
 def fall_back_to_scan(batch, slot, found):  # type: ignore[no-untyped-def]
     """Switch a finished graph search to a scan if it has found too few rows. Returns whether it did."""
-    line = batch.slots[slot]
-    collection = batch.collections[line.collection]
+    search = batch.slots[slot]
+    collection = batch.collections[search.collection]
     coded = collection.scan != 0
     sigmas, size = SIGMAS_CODES if coded else SIGMAS_COMPARE, collection.size
-    if not found_too_few(line, found, line.walked_parents, line.allowed_parents, size, sigmas):
+    if not found_too_few(search, found, search.walked_parents, search.allowed_parents, size, sigmas):
         return False
-    line.scanning = ESTIMATE if coded and SCAN_CODES_PER_ROW * line.allowed_count > size else COMPARE
-    line.cursor = line.filled = line.scored = 0
+    search.scanning = ESTIMATE if coded and SCAN_CODES_PER_ROW * search.allowed_count > size else COMPARE
+    search.cursor = search.filled = search.scored = 0
     return True
 
 
@@ -133,18 +133,18 @@ def extend_scan(batch, active, finished):  # type: ignore[no-untyped-def]
 @compiled
 def scan_rows(batch, slot):  # type: ignore[no-untyped-def]
     """Score the next rows of a slot's scan in full precision. Returns whether the scan is complete."""
-    line, collection = batch.slots[slot], batch.collections[batch.slots[slot].collection]
+    search, collection = batch.slots[slot], batch.collections[batch.slots[slot].collection]
     coded = collection.blocks != 0
     keys = batch.exact if coded else batch.keys
     rows, row_bytes = collection.rows, collection.row_bytes
     lanes, kind = collection.lanes, collection.kind
-    query = np.uint64(line.query + collection.query_row)
+    query = np.uint64(search.query + collection.query_row)
     if collection.full != 0:
         rows, row_bytes, lanes = collection.full, collection.full_bytes, collection.full_lanes
         kind = at.F32_DOT if kind & 1 else at.F32_L2
-        query = np.uint64(line.query + collection.query_full)
-    allowed, size, k, filled = line.allowed, collection.size, line.k, line.scored if coded else line.filled
-    row = ahead = next_allowed_row(allowed, line.cursor, size)
+        query = np.uint64(search.query + collection.query_full)
+    allowed, size, k, filled = search.allowed, collection.size, search.k, search.scored if coded else search.filled
+    row = ahead = next_allowed_row(allowed, search.cursor, size)
     for _ in range(PREFETCHED_BYTES // row_bytes):
         ahead = next_allowed_row(allowed, ahead + 1, size)
     left = SCAN_ROWS_PER_EXTEND
@@ -158,11 +158,11 @@ def scan_rows(batch, slot):  # type: ignore[no-untyped-def]
             filled = min(filled + 1, k)
         row = next_allowed_row(allowed, row + 1, size)
         left -= 1
-    line.cursor = row
+    search.cursor = row
     if coded:
-        line.scored = filled
+        search.scored = filled
     else:
-        line.filled = filled
+        search.filled = filled
     return row >= size
 
 
