@@ -237,7 +237,7 @@ def test_the_first_and_the_last_piece_carry_timestamps(start: Start) -> None:
     assert len(output.stages) == 2
 
 
-@pytest.mark.parametrize("rounds", [0, 1, 2, 3, 4, 6, 9])
+@pytest.mark.parametrize("rounds", [0, 1, 3, 6])
 @pytest.mark.parametrize("handover", [{"disaggregate": "auto"}, {"disaggregate": "never"}], ids=str)
 def test_a_cancelled_request_releases_all_resources(start: Start, handover: dict[str, Any], rounds: int) -> None:
     workers = start(prefill={"chunk_tokens": 32}, decode={"chunk_tokens": 32}, handover=handover, slice_ns=1_000)
@@ -399,8 +399,7 @@ def test_an_answer_continues_unchanged_on_another_decode_worker(
     workers.assert_nothing_held()
 
 
-@pytest.mark.parametrize("trigger", ["every", "unsure"])
-@pytest.mark.parametrize("rounds", range(8))
+@pytest.mark.parametrize(("trigger", "rounds"), [*(("every", rounds) for rounds in range(8)), ("unsure", 3)])
 def test_a_probe_outstanding_at_its_workers_death_is_retried_without_changing_a_token(
     start: Start, rounds: int, trigger: Any
 ) -> None:

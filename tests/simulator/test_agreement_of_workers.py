@@ -49,9 +49,13 @@ def arrivals(load: float, count: int = 120) -> list[Arrival]:
     return found
 
 
-@pytest.mark.parametrize("disaggregate", ["always", "auto", "never"])
-@pytest.mark.parametrize("passages", [False, True])
-@pytest.mark.parametrize("load", [0.4, 0.8])
+@pytest.mark.parametrize(
+    ("load", "passages", "disaggregate"),
+    [
+        (0.4, False, "always"), (0.4, True, "auto"), (0.4, False, "never"),
+        (0.8, True, "always"), (0.8, False, "auto"), (0.8, True, "never"),
+    ],
+)  # fmt: skip
 def test_first_and_later_tokens_agree_with_the_real_workers_loops(
     load: float, passages: bool, disaggregate: str, model: Path
 ) -> None:
@@ -97,8 +101,13 @@ def conversations(count: int = 150) -> list[Arrival]:
     return found
 
 
-@pytest.mark.parametrize(("kv_blocks", "host_mib"), [(100, 0), (100, 64), (512, 0)])
-@pytest.mark.parametrize(("disaggregate", "worker"), [("always", "prefill-0"), ("never", "decode-0")])
+@pytest.mark.parametrize(
+    ("disaggregate", "worker", "kv_blocks", "host_mib"),
+    [
+        ("always", "prefill-0", 100, 64), ("always", "prefill-0", 512, 0),
+        ("never", "decode-0", 100, 0), ("never", "decode-0", 100, 64),
+    ],
+)  # fmt: skip
 def test_prefix_hits_agree_with_those_of_the_real_workers(
     disaggregate: str, worker: str, kv_blocks: int, host_mib: int, model: Path, tmp_path: Path
 ) -> None:
