@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from runtime.errors import DeadlineExceeded
+from runtime.node.metrics.table import WorkerTable
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
@@ -109,6 +110,10 @@ class AsyncRetriever:
             self._steps.embedding.submit(embedder, texts, kind, flow=flow, count_tokens=True)
         )
         return embedded.vectors, embedded.tokens
+
+    def report(self, table: WorkerTable) -> None:
+        """Set the metrics of embedding."""
+        self._steps.report(table)
 
     def unavailable(self) -> dict[str, str]:
         """Return the collections that cannot be searched, with reasons."""

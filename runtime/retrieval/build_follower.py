@@ -16,13 +16,18 @@ class BuildFollower:
 
     `step` may be called at any rate: it acts twice a second, and every 20 ms while a reload is pending here.
 
-    served: returns the builds of a collection that the pools serve, as the worker's client knows them.
+    served: returns the builds of a collection that the pools serve, as the worker's client knows them. report: called
+    as often as it acts, to set more metrics.
     """
 
     def __init__(
-        self, registry: CollectionRegistry, served: Callable[[str], Sequence[str]], table: WorkerTable
+        self,
+        registry: CollectionRegistry,
+        served: Callable[[str], Sequence[str]],
+        table: WorkerTable,
+        report: Callable[[WorkerTable], None] = lambda table: None,
     ) -> None:
-        self._registry, self._served, self._table = registry, served, table
+        self._registry, self._served, self._table, self._report = registry, served, table, report
         self._due_ns = 0
         table.begin_knob("reload", 0.0)
         table.begin_knob("reload_of", -1.0)
@@ -34,6 +39,7 @@ class BuildFollower:
         if now_ns < self._due_ns - reloading * (_EVERY_NS - _RELOADING_NS):
             return
         self._due_ns = now_ns + _EVERY_NS
+        self._report(self._table)
         builds = {collection: self._served(collection) for collection in self._registry.dims}
         for collection, served in builds.items():
             self._registry.follow(collection, served)

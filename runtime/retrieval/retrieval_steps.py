@@ -29,6 +29,8 @@ from runtime.errors import (
     InvalidRequest,
     TrinityError,
 )
+from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import RetrievingMetrics
 from runtime.retrieval.collection_registry import CollectionRegistry, KeywordQuery
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.embedder import Vectors
@@ -108,6 +110,17 @@ class RetrievalSteps:
         self._registry, self._client, self._clock = registry, client, clock
         self.embedding = EmbeddingStage(threads, clock=clock)
         self._keywords = FairThreads(1, "keyword search")
+
+    def report(self, table: WorkerTable) -> None:
+        """Set the metrics of embedding."""
+        now = self.embedding.statistics()
+        table.total(RetrievingMetrics.TEXTS_EMBEDDED, now.embedded)
+        table.total(RetrievingMetrics.TEXTS_REUSED, now.reused)
+        table.total(RetrievingMetrics.EMBEDDING_BATCHES, now.batches)
+        table.total(RetrievingMetrics.EMBEDDING_SECONDS, now.busy_s)
+        table.total(RetrievingMetrics.EMBEDDING_WAIT_SECONDS, now.waited_s)
+        table.set(RetrievingMetrics.TEXTS_WAITING, now.waiting)
+        table.set(RetrievingMetrics.EMBEDDING_CACHE_BYTES, now.cache_bytes)
 
     def close(self, timeout_s: float) -> bool:
         """Stop the threads; return whether all have ended. Idempotent."""

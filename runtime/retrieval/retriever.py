@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from ipc import IpcError, SearchSpec
 from runtime.errors import DeadlineExceeded, TrinityError, Unavailable
+from runtime.node.metrics.table import WorkerTable
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.retrieval_steps import NO_DEADLINE, PAUSE_MS, Read, RetrievalResult, RetrievalSteps, Steps, Until
@@ -204,6 +205,10 @@ class Retriever:
         until_ns = min((one.until_ns for one in self._running.values() if one.future is not None), default=NO_DEADLINE)
         timeout_ms = max(0, min(timeout_ms, (until_ns - self._clock()) // 1_000_000 + 1))
         self.client.sleep((*sockets, self._doorbell), timeout_ms)
+
+    def report(self, table: WorkerTable) -> None:
+        """Set the metrics of embedding."""
+        self._steps.report(table)
 
     def close(self) -> None:
         """Stop the threads and close the client; outstanding retrievals never end. Idempotent."""

@@ -260,7 +260,7 @@ def test_the_same_text_is_embedded_once_and_then_found_in_the_cache(harness: Har
     assert harness.after(*asked) == [["same"]]
     assert [value(one) for one in (*asked, harness.ask("same"), harness.ask("same", flow=5))] == [4.0] * 5
     statistics = harness.stage.statistics()
-    assert (statistics.embedded, statistics.joined, statistics.hits) == (2, 2, 2)
+    assert (statistics.embedded, statistics.batches, statistics.reused) == (2, 2, 4)
     assert statistics.cache_bytes > 0
 
 
@@ -274,7 +274,7 @@ def test_a_text_is_embedded_again_as_another_kind_by_another_embedder_and_in_a_l
         harness.ask("same", part="bulk"),
     ):  # fmt: skip
         assert value(asked) == 4.0
-    assert harness.stage.statistics().hits == 0
+    assert harness.stage.statistics().reused == 0
 
 
 def test_a_caller_that_leaves_does_not_take_the_text_from_another(harness: Harness) -> None:

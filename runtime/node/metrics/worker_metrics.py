@@ -168,6 +168,17 @@ class RetrievingMetrics(WorkerMetrics):
     )
     RERANK_PAIRS = Counter("trinity_rerank_pairs_total", "Texts in these lists, each of which is paired with a query")
     RERANK_TIME = Histogram("trinity_rerank_seconds", "Time of reranking a list, also if it was late or failed", _WAITS)
+    TEXTS_EMBEDDED = Counter("trinity_embedding_texts_total", "Texts embedded")
+    TEXTS_REUSED = Counter(
+        "trinity_embedding_reused_total", "Queries whose text had been embedded lately, or was being embedded"
+    )
+    EMBEDDING_BATCHES = Counter("trinity_embedding_batches_total", "Batches of texts that were embedded together")
+    EMBEDDING_SECONDS = Counter("trinity_embedding_seconds_total", "Time of the threads that embed, in batches")
+    EMBEDDING_WAIT_SECONDS = Counter(
+        "trinity_embedding_wait_seconds_total", "Time for which texts waited for their batch, summed over texts"
+    )
+    TEXTS_WAITING = Gauge("trinity_embedding_waiting", "Texts that wait to be embedded")
+    EMBEDDING_CACHE_BYTES = Gauge("trinity_embedding_cache_bytes", "Bytes of texts and vectors that are kept")
 
 
 def _tier(event: str, help: str) -> "ByLabel[Tier, Counter]":

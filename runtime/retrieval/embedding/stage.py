@@ -42,15 +42,15 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class StageStatistics:
-    """Texts that wait, and sums since the start: texts embedded, found in the cache, and that joined another caller's;
-    batches, and the threads' time in them. `cache_bytes`: what the cache holds."""
+    """Texts that wait, and sums since the start: texts embedded, and found in the cache or among those that wait;
+    batches, the threads' time in them, and the texts' time before. `cache_bytes`: what the cache holds."""
 
     waiting: int
     embedded: int
-    hits: int
-    joined: int
+    reused: int
     batches: int
     busy_s: float
+    waited_s: float
     cache_bytes: int
 
 
@@ -75,7 +75,7 @@ class EmbeddingStage:
         self._cache = VectorCache() if cache is None else cache
         self._asked: dict[tuple[int, tuple[str, str]], Texts] = {}  # by key: one that waits or is being embedded
         self._closed = False
-        self._joined = 0
+        self._reused = 0
 
     def submit(
         self,
@@ -106,13 +106,14 @@ class EmbeddingStage:
                 return future
             if key is not None:
                 if (vector := self._cache.find(key)) is not None:
+                    self._reused += 1
                     future.set_result(Embedded(vector[None], 0, now, now))
                     return future
                 asked = self._asked.get((flow, key))
                 if asked is not None and asked.wanted:
                     asked.futures.append(future)
                     asked.deadline_ns = max(asked.deadline_ns, deadline_ns) if asked.deadline_ns and deadline_ns else 0
-                    self._joined += 1
+                    self._reused += 1
                     return future
             lane = self._lane(embedder)
             lane.check_room(flow, part, texts, deadline_ns, now)
@@ -127,9 +128,9 @@ class EmbeddingStage:
         with self._lock:
             lanes = list(self._lanes.values())
             return StageStatistics(
-                sum(len(lane.queue) for lane in lanes), sum(lane.embedded for lane in lanes), self._cache.hits,
-                self._joined, sum(lane.batches for lane in lanes), sum(lane.busy_ns for lane in lanes) / 1e9,
-                self._cache.size_bytes,
+                sum(len(lane.queue) for lane in lanes), sum(lane.embedded for lane in lanes), self._reused,
+                sum(lane.batches for lane in lanes), sum(lane.busy_ns for lane in lanes) / 1e9,
+                sum(lane.waited_ns for lane in lanes) / 1e9, self._cache.size_bytes,
             )  # fmt: skip
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -185,7 +186,7 @@ class _Lane:
         on_end: Callable[[Texts, BaseException | None, int], None],
     ) -> None:
         self.queue = TextQueue()
-        self.embedded = self.batches = self.busy_ns = 0
+        self.embedded = self.batches = self.busy_ns = self.waited_ns = 0
         self._count, self._turn, self._limit, self._clock, self._on_end = count, turn, limit, clock, on_end
         self._changed = threading.Condition(lock)
         self._open: set[Texts] = set()
@@ -263,6 +264,7 @@ class _Lane:
                 self.queue.begun(one)
                 taken.append(one)
                 characters -= len(one.text)
+                self.waited_ns += now - texts.submitted_ns
         return taken, ended
 
     def _embed(self, group: list[Waiting], ended: dict[Texts, TrinityError | None]) -> None:

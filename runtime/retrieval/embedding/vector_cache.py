@@ -11,10 +11,10 @@ Key = tuple[str, str]
 
 
 class VectorCache:
-    """The least recently found go first. Not thread-safe. `hits`: vectors found so far."""
+    """The least recently found go first. Not thread-safe."""
 
     def __init__(self, limit_bytes: int = CACHE_BYTES) -> None:
-        self.size_bytes = self.hits = 0
+        self.size_bytes = 0
         self._limit_bytes = limit_bytes
         self._vectors: OrderedDict[Key, Vectors] = OrderedDict()
 
@@ -23,7 +23,6 @@ class VectorCache:
         found = self._vectors.get(key)
         if found is not None:
             self._vectors.move_to_end(key)
-            self.hits += 1
         return found
 
     def put(self, key: Key, vector: Vectors) -> None:

@@ -66,7 +66,9 @@ class DecodeWorker:
         self._retriever = Retriever(registry, client, threads=config.decode.threads)
         self._retriever.warm_up()
         worker.startup.mark("first search")
-        self._follower = BuildFollower(self._retriever.registry, self._retriever.client.identities, worker.table)
+        self._follower = BuildFollower(
+            self._retriever.registry, self._retriever.client.identities, worker.table, self._retriever.report
+        )
         endpoint = worker.plan.endpoint(worker.name)
         kv = self._model.kv_array
         self._sink = transport.sink(endpoint)

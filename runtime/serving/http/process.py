@@ -331,7 +331,9 @@ async def _heartbeat(
     drain_s = worker.plan.config.node.drain_s
     drain_s -= min(_FINAL_ERRORS_S, drain_s / 2)
     stopping_at: float | None = None
-    follower = None if search is None else BuildFollower(search.registry, search.client.identities, worker.table)
+    follower = None
+    if search is not None:
+        follower = BuildFollower(search.registry, search.client.identities, worker.table, search.report)
     while True:
         worker.table.beat()
         if follower is not None:

@@ -90,7 +90,9 @@ class PrefillWorker:
         self.retriever = Retriever(registry, client, threads=threads, reranking=reranking)
         self.retriever.warm_up()
         worker.startup.mark("first search")
-        self._follower = BuildFollower(self.retriever.registry, self.retriever.client.identities, worker.table)
+        self._follower = BuildFollower(
+            self.retriever.registry, self.retriever.client.identities, worker.table, self.retriever.report
+        )
         self._retrieving: dict[int, Job] = {}  # ticket → job that waits for its passages
         self._waiting: list[Job] = []  # prompts that wait for a lease and blocks
         self._running: list[Job] = []  # prompts that have blocks and are not computed completely
