@@ -26,7 +26,7 @@ def main() -> None:
     vectors = np.random.default_rng(0).normal(size=(400, 16)).astype(np.float32)
     for metric in METRICS:
         for dtype in DTYPES:
-            index = GraphIndex.build(vectors, metric=metric, dtype=dtype, degree=16)  # type: ignore[arg-type]
+            index = GraphIndex.build(vectors, metric=metric, dtype=dtype, degree=16, neighbor_codes=False)  # type: ignore[arg-type]
             index.search(vectors[:3], 5)
     with tempfile.TemporaryDirectory() as folder:
         bulk_load.build(vectors, Path(folder) / "docs", metric="l2", degree=16)

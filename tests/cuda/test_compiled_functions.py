@@ -42,7 +42,7 @@ from gpu.cuda.cuda_driver import CudaDriver
 from gpu.cuda.engine import CudaEngine
 
 vectors = np.random.default_rng(1).standard_normal((300, 24)).astype(np.float32)
-index = GraphIndex.build(vectors, metric="cosine", degree=8, ids=np.arange(300) * 10)
+index = GraphIndex.build(vectors, metric="cosine", degree=8, ids=np.arange(300) * 10, neighbor_codes=False)
 engine = CudaEngine(CudaDriver("cuda:0"), b"image", {"docs": index}, slots=4, max_top_m=64)
 backend = engine.backend()
 admit, extend, read_result, change = (

@@ -19,7 +19,7 @@ from tests.gpu.datasets import DTYPES, METRICS, clustered
 from tests.gpu.reference import search_reference
 
 DIM, PARAMS = 16, SearchParams(k=10, top_m=32, search_width=1)
-INDEX = GraphIndex.build(clustered(np.random.default_rng(1), 900, DIM), metric="l2", degree=8)
+INDEX = GraphIndex.build(clustered(np.random.default_rng(1), 900, DIM), metric="l2", degree=8, neighbor_codes=False)
 BARE = GraphIndex(replace(INDEX.data, graph=INDEX.data.graph[:, :0], codes=None))  # rows that are scanned
 FORMS = ["plain", "loop", "fused", "resident"]
 

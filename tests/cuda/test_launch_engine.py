@@ -21,7 +21,7 @@ from tests.cuda.scripted_device import ScriptedDevice
 from tests.gpu.datasets import clustered
 
 DIM = 24
-INDEX = GraphIndex.build(clustered(np.random.default_rng(1), 300, DIM), metric="l2", degree=8)
+INDEX = GraphIndex.build(clustered(np.random.default_rng(1), 300, DIM), metric="l2", degree=8, neighbor_codes=False)
 
 
 class Setup:

@@ -16,7 +16,7 @@ from tests.gpu.datasets import clustered
 
 @pytest.fixture(scope="module")
 def index() -> GraphIndex:
-    return GraphIndex.build(clustered(np.random.default_rng(1), 300, 24), metric="l2", degree=8)
+    return GraphIndex.build(clustered(np.random.default_rng(1), 300, 24), metric="l2", degree=8, neighbor_codes=False)
 
 
 def opened(index: GraphIndex, driver: RecordingDriver, **options: Any) -> CudaEngine:

@@ -22,7 +22,7 @@ from tests.gpu.datasets import clustered
 from tests.gpu.test_restricted import Compiled
 
 DIM, PARAMS = 16, SearchParams(k=10, top_m=32, search_width=1)
-INDEX = GraphIndex.build(clustered(np.random.default_rng(1), 900, DIM), metric="l2", degree=8)
+INDEX = GraphIndex.build(clustered(np.random.default_rng(1), 900, DIM), metric="l2", degree=8, neighbor_codes=False)
 LONG, SHORT = SearchParams(10, 64, 1), SearchParams(10, 16, 4)
 
 

@@ -16,7 +16,7 @@ PARAMS = SearchParams(5, 32, 2)
 
 @pytest.fixture(scope="module")
 def index() -> GraphIndex:
-    return GraphIndex.build(clustered(np.random.default_rng(1), 300, 24), metric="l2", degree=8)
+    return GraphIndex.build(clustered(np.random.default_rng(1), 300, 24), metric="l2", degree=8, neighbor_codes=False)
 
 
 def test_each_kernel_is_between_two_events(index: GraphIndex) -> None:

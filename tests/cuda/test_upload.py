@@ -17,7 +17,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> GraphIndex:
     """Return an int8 index, mapped from its files."""
     directory: Path = tmp_path_factory.mktemp("index") / "index"
     vectors = clustered(np.random.default_rng(0), 500, 20)
-    GraphIndex.build(vectors, metric="l2", dtype="int8", degree=8).save(directory)
+    GraphIndex.build(vectors, metric="l2", dtype="int8", degree=8, neighbor_codes=False).save(directory)
     return GraphIndex.load(directory)
 
 

@@ -25,7 +25,9 @@ DIM = 24
 
 @pytest.fixture(scope="module")
 def index() -> GraphIndex:
-    return GraphIndex.build(clustered(np.random.default_rng(1), 800, DIM), metric="l2", ids=np.arange(800) + 5000)
+    return GraphIndex.build(
+        clustered(np.random.default_rng(1), 800, DIM), metric="l2", ids=np.arange(800) + 5000, neighbor_codes=False
+    )
 
 
 @pytest.fixture(params=BACKENDS, ids=str)

@@ -22,7 +22,7 @@ from tests.pool.callbacks import Callbacks
 
 SIZES = (1, 2, 4, 8, 16, 32)
 DIM = 16
-INDEX = GraphIndex.build(clustered(np.random.default_rng(1), 900, DIM), metric="l2", degree=8)
+INDEX = GraphIndex.build(clustered(np.random.default_rng(1), 900, DIM), metric="l2", degree=8, neighbor_codes=False)
 
 
 def line(fixed_ns: float, each_ns: float, most: int = 512) -> list[ExtendCost]:
