@@ -1,5 +1,6 @@
 """An ONNX model of texts with its tokenizer, for embedders and cross-encoders: loading, padded batches, one output."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ class OnnxSession:
         import onnxruntime  # slow to import
         from tokenizers import Tokenizer
 
+        # Its own threads would spin beside those that embed: with them, two threads embed a third less.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # One core per forward pass and concurrent passes scale better than one pass on several cores.
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
