@@ -167,8 +167,7 @@ class QueuedHandler(logging.Handler):
     """Logging handler with a writer thread, which calls `write` for each line, and `on_lost` with the number of dropped
     lines.
 
-    At the end of the process it waits up to `close_s` for space in the queue, and as long for the thread to write the
-    rest.
+    At the end of the process it waits up to `close_s` for the thread to write the rest.
     """
 
     def __init__(
@@ -179,7 +178,7 @@ class QueuedHandler(logging.Handler):
         self._close_s = close_s
         self.setFormatter(formatter)
         self._write, self._on_lost = write, on_lost
-        self._queue: queue.Queue[bytes | None] = queue.Queue(queue_lines)
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # without a lock that callers wait for
         self._queue_lines = queue_lines
         self._full = 0  # lines dropped because the queue was full; written by the callers
         self._full_reported = 0  # of these, those that the thread has reported
@@ -193,16 +192,15 @@ class QueuedHandler(logging.Handler):
             line = self.format(record)
         except Exception as error:  # a wrong logging call is reported, and does not fail the caller
             line = self._own_line(f"formatting failed: {error!r}: {record.msg!r}")
-        try:
-            self._queue.put_nowait(line.encode() + b"\n")
-        except queue.Full:
+        if self._queue.qsize() < self._queue_lines:
+            self._queue.put(line.encode() + b"\n")
+        else:
             self._full += 1  # under the handler's lock
 
     def close(self) -> None:
         """Write the queued lines within `close_s`: a blocked standard error must not keep the process alive."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=self._close_s)
-            self._thread.join(timeout=self._close_s)
+        self._queue.put(None)
+        self._thread.join(timeout=self._close_s)
         super().close()
 
     def _run(self) -> None:
