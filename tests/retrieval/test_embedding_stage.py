@@ -128,6 +128,12 @@ def test_a_list_has_its_vectors_in_order_over_several_batches_and_its_tokens(har
     assert harness.stage.submit(harness.embedder, [], "passage").result().vectors.shape == (0, 1)
 
 
+def test_texts_of_a_list_are_embedded_beside_those_of_similar_length(harness: Harness) -> None:
+    found = harness.ask(*["a" * (1 + number % 4) for number in range(64)], part="bulk")
+    assert [sorted(set(map(len, batch))) for batch in harness.after(found)] == [[1], [2], [3], [4]]
+    assert found.result().vectors[:5, 0].tolist() == [1, 2, 3, 4, 1]
+
+
 def test_queries_and_passages_are_not_embedded_in_one_call(harness: Harness) -> None:
     asked = [harness.ask(f"{kind} {n}", kind=kind, part="bulk") for n in range(3) for kind in KINDS]
     assert all(len({text.split()[0] for text in batch}) == 1 for batch in harness.after(*asked))

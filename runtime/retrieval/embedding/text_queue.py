@@ -89,12 +89,13 @@ class TextQueue:
         return len(self._keys)
 
     def push(self, texts: Texts) -> None:
-        """Append all of its texts."""
+        """Append all of its texts, the short ones first: those of a batch then have similar lengths."""
         flow, part, due = texts.flow, texts.part, texts.deadline_ns or texts.submitted_ns
         parts = self._parts.setdefault(flow, FairQueue())
         heap = self._heaps.setdefault((flow, part), [])
-        for number, text in enumerate(texts.texts):
-            size = size_of(text)
+        sizes = [size_of(text) for text in texts.texts]
+        for number in sorted(range(len(sizes)), key=sizes.__getitem__):
+            size = sizes[number]
             heapq.heappush(heap, (due, next(self._order), Waiting(texts, number, size)))
             due += int(size * self.ns_per_size) + 1
             self._sizes[flow, part] += size
