@@ -39,7 +39,7 @@ def pick_merge(segments: Sequence[Segment], seal_rows: int) -> list[int]:
     tiers: dict[tuple[int, int], list[int]] = defaultdict(list)
     sparse = []
     for segment in segments:
-        size = int(segment.alive.sum())
+        size = segment.count
         if size < (1 - MAX_DELETED_SHARE) * segment.size:
             sparse.append(segment.info.number)
         tier, limit = 0, MERGE_FAN_IN * seal_rows

@@ -16,6 +16,7 @@ from runtime.errors import InvalidRequest
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import BoundedWork
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter
+from runtime.retrieval.collections.growing_segment import GrowingSegment
 from runtime.retrieval.collections.state import State
 from runtime.retrieval.neighbors import Neighbors, merge_neighbors
 
@@ -35,28 +36,32 @@ def search(
     Padded with -1 and +inf if fewer rows pass the filter. Never returns a row that was deleted before the call.
     Raises `InvalidRequest`, `InvalidFilter`.
     """
-    from gpu.cpu.exact import nearest  # compiled code, loaded by the first search
-
     demanded = state.description.demands
     if demanded is not None and not binds(filter, demanded):
         raise InvalidRequest(f"this collection demands a filter that binds {demanded!r} by eq or in", "filter")
     with state.lock:
         if filter is not None:
             check_filter(filter, state.schema)
-        found, rows = state.snapshot(), state.growing.rows
+        found = state.snapshot()
     allowed, growing = found.passing(filter, BoundedWork())
-    count, first, positions = len(growing), found.growing.first, np.flatnonzero(growing)
     try:
-        parts = [
-            search_segment(segment.index, queries, k, top_m, search_width, _mask(bits, filter), threads, patience)
-            for segment, bits in zip(found.segments, allowed, strict=True)
-        ]
-        if len(positions) or not parts:
-            nodes, distances = nearest(rows, queries, k, None if len(positions) == count else positions, count)
-            parts.append((np.where(nodes >= 0, nodes + first, -1), distances))
+        parts = []
+        for segment, whole, bits in zip(found.segments, found.whole, allowed, strict=True):
+            mask = None if whole and filter is None else bits
+            parts.append(search_segment(segment.index, queries, k, top_m, search_width, mask, threads, patience))
+        if not parts or (len(growing) and growing.any()):
+            parts.append(_search_growing(found.growing, queries, k, growing))
     except GpuError as error:
         raise InvalidRequest(str(error)) from error
     return parts[0] if len(parts) == 1 else merge_neighbors(parts, k)
+
+
+def _search_growing(growing: GrowingSegment, queries: NDArray[Any], k: int, allowed: Bits) -> Neighbors:
+    from gpu.cpu.exact import nearest  # compiled code, loaded by the first search
+
+    positions, count = np.flatnonzero(allowed), len(allowed)
+    nodes, distances = nearest(growing.rows, queries, k, None if len(positions) == count else positions, count)
+    return np.where(nodes >= 0, nodes + growing.first, -1), distances
 
 
 def search_segment(
@@ -83,8 +88,3 @@ def search_segment(
     if not longer:
         return index.exact(queries, k, rows)
     return index.search(queries, k, longer, search_width, patience, threads, allowed=allowed, min_allowed=top_m)
-
-
-def _mask(allowed: Bits, filter: Filter | None) -> Bits | None:
-    """Return which rows may be results; None for all, without a filter."""
-    return None if filter is None and allowed.all() else allowed

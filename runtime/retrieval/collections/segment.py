@@ -52,6 +52,7 @@ class Segment:
         self.info, self.path, self.index, self.files = info, index_folder.parent, index, files
         self.index_folder = index_folder
         self.alive: Bits = np.ones(index.size, bool)
+        self._alive_is_shared = False
         self.deletions = 0
         """Number of changes of `alive`, so that data derived from it can be invalidated."""
         self.count = index.size
@@ -157,11 +158,18 @@ class Segment:
         positions = np.unique(self.positions(rows)) if len(rows) else rows
         if len(positions):
             self.count -= int(np.count_nonzero(self.alive[positions]))
+            if self._alive_is_shared:
+                self.alive, self._alive_is_shared = self.alive.copy(), False
             self.alive[positions] = False
             self.deletions += 1
             if self._bits is not None:
                 places, bits = np.divmod(positions.astype(np.uint64), np.uint64(64))
                 np.bitwise_and.at(self._bits, places, ~(np.uint64(1) << bits))
+
+    def snapshot_alive(self) -> Bits:
+        """Return `alive` as of now, without copying it: the next deletion does. Do not write into it."""
+        self._alive_is_shared = True
+        return self.alive
 
     def alive_bits(self) -> NDArray[np.uint64]:
         """Return a copy of `alive` as a bitmap (`gpu.index.data.bitmap`): much cheaper than to pack it again."""

@@ -277,8 +277,9 @@ class State:
     def snapshot(self) -> "Snapshot":
         """Return one state of all rows. Evaluate filters over it, not under the lock, which others need."""
         with self.lock:
-            alive = [segment.alive.copy() for segment in self.segments]
-            return Snapshot(self.segments, alive, self.growing, self.growing.alive.copy())
+            alive = [segment.snapshot_alive() for segment in self.segments]
+            whole = [segment.count == segment.size for segment in self.segments]
+            return Snapshot(self.segments, alive, whole, self.growing, self.growing.alive.copy())
 
     def rows_passing(self, filter: Filter, work: Work | None = None) -> Rows:
         """Return the rows that are not deleted and pass a filter, int64. Raises `InvalidFilter`."""
@@ -357,10 +358,14 @@ class State:
 
 
 class Snapshot(NamedTuple):
-    """One state of all rows: which rows of each segment, and of the growing ones, are not deleted."""
+    """One state of all rows: which rows of each segment, and of the growing ones, are not deleted.
+
+    whole: whether a segment has no deleted rows.
+    """
 
     segments: tuple[Segment, ...]
     alive: list[Bits]
+    whole: list[bool]
     growing: GrowingSegment
     growing_alive: Bits
 

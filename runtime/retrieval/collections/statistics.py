@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from runtime.retrieval.collections.log import log_files
 from runtime.retrieval.collections.state import State
 
@@ -32,7 +30,7 @@ def writer_state(
 ) -> WriterState:
     """Compute the statistics of a collection's writer."""
     with state.lock:
-        deleted = sum(int(segment.size - np.count_nonzero(segment.alive)) for segment in state.segments)
+        deleted = sum(segment.size - segment.count for segment in state.segments)
         segments, growing, documents = len(state.segments), state.growing.count, state.count
     size = sum(path.stat().st_size for _, path in log_files(directory) if path.exists())
     return WriterState(documents, segments, growing, deleted, size, sealed, merged, build)

@@ -152,7 +152,7 @@ class CollectionWriter:
         return self._write_and_wait(PendingWrite(prepare, exclusive=True))
 
     def statistics(self) -> WriterState:
-        """Return counters; the time grows with the number of rows of the segments."""
+        """Return counters."""
         running = [found for found in (self._flush_progress, self.maintenance.progress) if found is not None]
         return writer_state(self.directory, self.state, self._sealed, self._merged, min(running, default=None))
 
@@ -180,7 +180,7 @@ class CollectionWriter:
             self._seal(build)
             for shard in range(self.state.description.shard_count):
                 segments = [segment for segment in self.state.segments if segment.info.shard == shard]
-                if len(segments) > 1 or any(not segment.alive.all() for segment in segments):
+                if len(segments) > 1 or any(segment.count < segment.size for segment in segments):
                     self._merge([segment.info.number for segment in segments], build)
 
     def seal_if_due(self, build: BuildSegment) -> bool:
