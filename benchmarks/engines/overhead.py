@@ -171,7 +171,7 @@ async def measure(
 def texts_of(collection: CollectionSection) -> dict[str, str]:
     """Return all passages of a collection by id."""
     with closing(Collection.open(Path(collection.path))) as held:
-        return {found.id: found.text for found in held.documents()}
+        return {found.id: found.text for found in held.all_documents()}
 
 
 def spread(values: Sequence[float], form: str) -> tuple[str, str]:

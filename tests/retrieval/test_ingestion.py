@@ -51,7 +51,7 @@ class Handbook:
     @property
     def documents(self) -> list[Document]:
         with Collection.open(self.out) as collection:
-            return [msgspec.structs.replace(found, row=-1) for found in collection.documents()]
+            return [msgspec.structs.replace(found, row=-1) for found in collection.all_documents()]
 
     @property
     def texts(self) -> dict[str, str]:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,17 +22,14 @@ from runtime.retrieval.collections.checksums import verify_segment
 from runtime.retrieval.collections.description import (
     DOCUMENTS,
     KEYWORDS,
-    Description,
     read_description,
 )
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.recovery import replay
-from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.state import State
 from runtime.retrieval.embedding.embedder import EmbedderSpec, Vectors
-from runtime.retrieval.neighbors import Neighbors
 
 
 @dataclass(frozen=True)
@@ -64,12 +61,8 @@ class CollectionInfo:
     torn_bytes: int
 
 
-class Collection:
-    """An open collection, as it was when it was opened: any number of processes and threads may use it."""
-
-    def __init__(self, reader: CollectionReader) -> None:
-        """Use `open`."""
-        self._reader = reader
+class Collection(CollectionReader):
+    """A collection as it was when it was opened: any number of processes and threads may use it."""
 
     @classmethod
     def open(cls, directory: Path) -> Self:
@@ -77,16 +70,7 @@ class Collection:
 
         Raises `CollectionError` that names the missing, foreign or damaged file.
         """
-        return cls(CollectionReader(directory, searched=False))
-
-    @property
-    def state(self) -> State:
-        """The segments, growing rows and attributes."""
-        return self._reader.state
-
-    @property
-    def description(self) -> Description:
-        return self._reader.description
+        return cls(directory, searched=False)
 
     @property
     def embedder(self) -> EmbedderSpec | None:
@@ -115,42 +99,20 @@ class Collection:
         """Number of documents, or of vectors without documents."""
         return self.state.count
 
-    def search(
-        self,
-        queries: NDArray[Any],
-        k: int = 10,
-        top_m: int = 64,
-        search_width: int = 1,
-        patience: int | None = None,
-        threads: int = 1,
-    ) -> Neighbors:
-        """Search all rows; parameters and result as of `GraphIndex.search`."""
-        return search(self.state, queries, k, top_m, search_width, threads=threads, patience=patience)
-
     def get(self, rows: Sequence[int] | NDArray[np.int64]) -> list[Document]:
         """Return the documents of rows, in order. Raises `CollectionError` for a row that is not there."""
         found = self.state.documents([int(row) for row in rows])
         if None in found:
-            raise CollectionError(f"{self._reader.directory} has no row {rows[found.index(None)]}")
+            raise CollectionError(f"{self.directory} has no row {rows[found.index(None)]}")
         return [one for one in found if one is not None]
 
-    def documents(self) -> list[Document]:
+    def all_documents(self) -> list[Document]:
         """Return all documents, by row."""
         return self.get(np.sort(self.state.alive_rows()))
 
     def vectors(self, rows: NDArray[np.int64]) -> Vectors:
         """Return the vectors of these rows, float32 [n, d], in the precision of the index."""
         return self.state.vectors(rows)
-
-    def close(self) -> None:
-        """Close the files; an index's memory is freed with its last reference."""
-        self._reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @staticmethod
     def info(directory: Path) -> CollectionInfo:

@@ -5,9 +5,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
@@ -252,14 +251,16 @@ class CollectionReader:
 
     def search(
         self,
-        queries: NDArray[np.float32],
+        queries: NDArray[Any],
         k: int = 10,
         top_m: int = 64,
         search_width: int = 1,
+        patience: int | None = None,
+        threads: int = 1,
         filter: Filter | None = None,
     ) -> Neighbors:
         """See `search.search`."""
-        return search(self.state, queries, k, top_m, search_width, filter)
+        return search(self.state, queries, k, top_m, search_width, filter, threads, patience)
 
     def documents(self, rows: Sequence[int]) -> list[Document | None]:
         """Return the documents of rows that a search found; None for one that was deleted and merged away since."""
