@@ -112,7 +112,7 @@ def test_the_event_loop_goes_on_while_a_build_is_opened_and_the_search_waits_for
     client = SearchClient.of_plan(plan, "test")
     search = AsyncRetriever(CollectionRegistry(plan, in_background=True), client)
     path.with_name("away").rename(path)
-    monkeypatch.setattr("runtime.retrieval.collection_registry.open_build", held)
+    monkeypatch.setattr("runtime.retrieval.collection_builds.open_build", held)
 
     async def body() -> None:
         await until(lambda: bool(client.identities("docs")))

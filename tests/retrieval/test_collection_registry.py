@@ -119,7 +119,7 @@ def test_a_new_build_is_opened_on_a_thread_for_an_event_loop(docs: Docs, monkeyp
         assert released.wait(60)
         return open_build(*told)
 
-    monkeypatch.setattr("runtime.retrieval.collection_registry.open_build", held)
+    monkeypatch.setattr("runtime.retrieval.collection_builds.open_build", held)
     registry.follow("docs", [docs.identity])  # does not wait for it
     opening = registry.opening("docs")
     assert opening is not None
@@ -139,7 +139,7 @@ def test_modified_documents_are_not_verified_repeatedly(docs: Docs, monkeypatch:
     registry = docs.registry("start")
     assert docs.text(registry) == ""
     opened: list[str] = []
-    monkeypatch.setattr("runtime.retrieval.collection_registry.open_build", lambda *told: opened.append("again"))
+    monkeypatch.setattr("runtime.retrieval.collection_builds.open_build", lambda *told: opened.append("again"))
     for _ in range(20):
         registry.follow("docs", [docs.identity])
     assert opened == []
