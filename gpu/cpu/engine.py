@@ -35,11 +35,11 @@ class CpuEngine(Engine):
         self._state = self._new_state()
         self._allowed: list[npt.NDArray[np.uint64] | None] = [None] * slots  # kept alive for compiled code
         self._handle = backend.Handle()
-        # Where they are not cached, extend is compiled last: meanwhile other processes compile its searches.
-        first = (backend.admit, backend.read_result, backend.change_state, backend.set_filter)
-        admit, read_result, change_state, set_filter = (function.address for function in first)
+        # In the order in which they are compiled: meanwhile other processes compile what the last ones call.
+        order = (backend.read_result, backend.change_state, backend.set_filter, backend.admit, backend.extend)
+        read_result, change_state, set_filter, admit, extend = (function.address for function in order)
         functions = Backend(
-            admit, backend.extend.address, read_result, change_state,
+            admit, extend, read_result, change_state,
             self._handle.address, self._collections.number, set_filter,
         )  # fmt: skip
         self._start(functions, SlotTable(slots))

@@ -4,7 +4,7 @@ Parts are compiled by processes of their own, which leave the code in the cache,
 engine and needs them one after the other. It waits for a part that is being compiled, and compiles itself what nobody
 has begun (`ipc.native.machine_code`):
 
-    pool     admit ─▶ … ─▶ rabitq ─▶ (exact) ─▶ the engine's extend ─▶ (the loop)
+    pool     … ─▶ query ─▶ admit ─▶ rabitq ─▶ (exact) ─▶ the engine's extend ─▶ (the loop)
     parts    exact ─▶ receive ─▶ schedule ─▶ … ─▶ the whole loop
 
 `python -m runtime.pool.loop_parts NAME …` compiles these parts.
@@ -16,9 +16,11 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
 
-from numba import int32, int64
+from numba import float32, int32, int64, uint8
 
+from gpu.cpu import queries
 from gpu.cpu.extend import code_scan, rabitq, stages
+from gpu.cpu.tables import Encoding
 from ipc.native.records import numba_type
 from ipc.ring.exchange import ClientTable
 from runtime.pool import loop, loop_driver, policy, sizing
@@ -30,6 +32,7 @@ _LOOP, _CLIENTS = numba_type(Loop), numba_type(ClientTable)
 _HANDLE, _SLOTS = int64[:, ::1], int32[::1]
 
 _SEARCH = {
+    "query": (queries.write_query, (float32[::1], numba_type(Encoding), uint8[::1])),
     "exact": (stages.extend_exact, (_HANDLE, _SLOTS, _SLOTS)),
     "code scan": (code_scan.extend_code_scan, (_HANDLE, _SLOTS, _SLOTS)),
     "rabitq's start": (rabitq.start_search, (_HANDLE, int32)),

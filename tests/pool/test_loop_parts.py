@@ -41,6 +41,7 @@ def test_searches_are_compiled_for_the_arrays_of_a_batch() -> None:
     handle, active, finished = map(typeof, (state.handle, state.batch.active, state.batch.finished))
     for name in ("exact", "code scan", "rabitq"):
         assert INNER[name][1] == (handle, active, finished)
+    assert INNER["query"][1][-1] == typeof(state.batch.queries[0])
     for name in ("rabitq's start", "rabitq's end"):
         assert INNER[name][1] == (handle, active.dtype)
 
