@@ -87,3 +87,8 @@ class BuildProgress:
     def _print(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
         self._printed_s = self._clock()
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is 1."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

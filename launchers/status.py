@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
+from launchers.progress import counted
 from runtime.checks.gpu_sharing import shared_gpus
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
@@ -55,9 +56,9 @@ def _live_line(written: CollectionsStatus) -> str:
     progress = f" (rows {rows:.0%}, graph {graph:.0%}, written {file:.0%})"
     building = f", {written.building} building{progress}" if written.building else ""
     return (
-        f"collections: {written.documents:,} documents in {written.segments} segments{building}; "
-        f"{written.growing:,} growing rows in the log ({written.log_bytes / 2**20:,.1f} MiB); "
-        f"{written.tombstones:,} tombstones"
+        f"collections: {counted(written.documents, 'document')} in {counted(written.segments, 'segment')}{building}; "
+        f"{counted(written.growing, 'growing row')} in the log ({written.log_bytes / 2**20:,.1f} MiB); "
+        f"{counted(written.tombstones, 'tombstone')}"
     )
 
 

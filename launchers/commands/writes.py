@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from launchers.progress import BuildProgress
+from launchers.progress import BuildProgress, counted
 from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, Overloaded, UsageError
 from runtime.node.logs.log import escape_control
 from runtime.retrieval.attributes.filters import Filter, parse_filter
@@ -67,7 +67,8 @@ def upsert(
                 waiting = []
         stored += _stored(writer, waiting)
         print(
-            f"{stored:,} documents stored in {time.monotonic() - begin:.1f} s; {writer.state.count:,} in the collection"
+            f"{counted(stored, 'document')} stored in {time.monotonic() - begin:.1f} s; "
+            f"{writer.state.count:,} in the collection"
         )
 
 
@@ -81,14 +82,14 @@ def delete(
         raise UsageError("give ids, or --filter")
     with CollectionWriter(directory, background=False) as writer:
         deleted = writer.delete(ids) if ids else writer.delete_where(_filter(filter))
-        print(f"{deleted:,} documents deleted; {writer.state.count:,} in the collection")
+        print(f"{counted(deleted, 'document')} deleted; {writer.state.count:,} in the collection")
 
 
 def flush(directory: Directory) -> None:
     """Seal the growing rows of the log into segments, which are searched by a graph."""
     with CollectionWriter(directory, background=False) as writer:
         writer.flush()
-        print(f"{directory}: {len(writer.state.segments)} segments")
+        print(f"{directory}: {counted(len(writer.state.segments), 'segment')}")
 
 
 def compact(directory: Directory, threads: Annotated[int, typer.Option(help="Cores to use.", min=1)] = 1) -> None:
@@ -98,7 +99,8 @@ def compact(directory: Directory, threads: Annotated[int, typer.Option(help="Cor
         CollectionWriter(directory, background=False, threads=threads) as writer,
     ):
         writer.compact(progress)
-        print(f"{directory}: {writer.state.count:,} documents in {len(writer.state.segments)} segments")
+        segments = counted(len(writer.state.segments), "segment")
+        print(f"{directory}: {counted(writer.state.count, 'document')} in {segments}")
 
 
 def query(

@@ -60,13 +60,13 @@ def test_documents_are_stored_filtered_replaced_deleted_and_verified(tmp_path: P
     assert [line.split()[1] for line in found] == ["1", "3"]
 
     _trinity("index", "upsert", docs, _lines(file, {"id": "1", "text": "a green frog", "attributes": {"tenant": "a"}}))
-    assert "1 segments" in _trinity("index", "flush", docs)
+    assert ": 1 segment\n" in _trinity("index", "flush", docs)
     assert "green frog" in _trinity("index", "query", docs, "green frog", "--filter", mine).splitlines()[0]
     later = json.dumps({"type": "gte", "key": "year", "value": 3})
-    assert "1 documents deleted; 2 in the collection" in _trinity("index", "delete", docs, "--filter", later)
-    assert "1 documents deleted; 1 in the collection" in _trinity("index", "delete", docs, "2", "none")
+    assert "1 document deleted; 2 in the collection" in _trinity("index", "delete", docs, "--filter", later)
+    assert "1 document deleted; 1 in the collection" in _trinity("index", "delete", docs, "2", "none")
     assert "tombstones    2" in _trinity("index", "info", docs)
-    assert "1 documents in 1 segments" in _trinity("index", "compact", docs)
+    assert "1 document in 1 segment\n" in _trinity("index", "compact", docs)
     info = _trinity("index", "info", docs)
     assert "tombstones    0" in info
     assert "attributes    tenant (string)\n" in info  # no document is left that has a year
@@ -126,8 +126,8 @@ def test_a_collection_of_index_build_is_put_into_deleted_from_and_updated_from_f
     file = _lines(tmp_path / "a.jsonl", *({"id": str(n), "text": f"number {n}"} for n in range(20)))
     build = ("--out", docs, "--embedder", "hashing-256", "--degree", "4", "--threads", "1")
     _trinity("index", "build", file, *build)
-    assert "1 documents stored" in _trinity("index", "upsert", docs, _lines(file, {"id": "fox", "text": "a red fox"}))
-    assert "1 documents deleted; 20 in the collection" in _trinity("index", "delete", docs, "7")
+    assert "1 document stored" in _trinity("index", "upsert", docs, _lines(file, {"id": "fox", "text": "a red fox"}))
+    assert "1 document deleted; 20 in the collection" in _trinity("index", "delete", docs, "7")
     assert "red fox" in _trinity("index", "query", docs, "red fox").splitlines()[0]
     assert "every checksum is correct" in _trinity("index", "verify", docs)
     more = _lines(tmp_path / "b.jsonl", {"id": "wolf", "text": "a grey wolf"})
