@@ -14,7 +14,7 @@ from gpu import Engine, GraphIndex, SearchParams, check_device, open_engine
 if TYPE_CHECKING:
     from gpu.cuda.engine import CudaEngine
 
-_DIMS, _SMALL_DIMS = (96, 768), (32, 48)
+_DIMS, SMALL_DIMS = (96, 768), (32, 48)
 _ROWS, _SMALL_ROWS = 1_000_000, 900
 DEFAULT_TOP_M = 64
 
@@ -105,7 +105,7 @@ def prepare(options: argparse.Namespace) -> list[Setup]:
 
 def _sources(options: argparse.Namespace) -> list[Source]:
     if options.data is None or options.dry_run:
-        dims, rows = (_SMALL_DIMS, _SMALL_ROWS) if options.dry_run else (_DIMS, options.rows or _ROWS)
+        dims, rows = (SMALL_DIMS, _SMALL_ROWS) if options.dry_run else (_DIMS, options.rows or _ROWS)
         return [Source(f"{dim} dims", dim, rows=rows) for dim in dims]
     names = data_sets(options.data)
     name = options.set or names[0]
