@@ -50,16 +50,3 @@ def test_an_example_without_a_node_prints_an_error(script: Path, fork_server: Fo
     code, (line,) = said(fork_server, script, node, file, *(() if script.stem in RINGS else ("why?",)))
     assert code == 1
     assert node in line
-
-
-@pytest.mark.parametrize("name", RINGS)
-@pytest.mark.parametrize("content", [None, b"", b"no array", b"\x93NUMPY\x01\x00"])
-def test_an_example_with_invalid_queries_names_the_file(
-    name: str, content: bytes | None, fork_server: ForkServer, tmp_path: Path
-) -> None:
-    path = tmp_path / "queries.npy"
-    if content is not None:
-        path.write_bytes(content)
-    code, (line,) = said(fork_server, ROOT / "docs" / "examples" / f"{name}.py", "nowhere", str(path))
-    assert code == 1
-    assert line.startswith(f"{path}: ")
