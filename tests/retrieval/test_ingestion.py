@@ -15,6 +15,9 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.disk import writing
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.collections.writer import CollectionWriter
+from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.ingestion import source_files
 from runtime.retrieval.ingestion.ingest import IngestReport, add, ingest
 from runtime.retrieval.open_build import open_build
@@ -273,6 +276,21 @@ def test_jsonl_documents_and_files_can_be_combined_and_both_are_updated(handbook
     done, embedded = handbook.add(lines)
     assert (done.embedded, done.kept, embedded) == (1, 2, ["gamma"])
     assert handbook.texts == {"note.txt#1": "note", "b": "beta", "c": "gamma"}
+
+
+def test_a_changed_file_replaces_documents_that_were_written_with_its_ids(handbook: Handbook) -> None:
+    lines = handbook.write("faq.jsonl", '{"id": "a", "text": "one"}\n{"id": "b", "text": "two"}\n')
+    handbook.ingest(lines)
+    with CollectionWriter(handbook.out, embedder=HashingEmbedder(64), background=False) as writer:
+        writer.upsert([UpsertDocument(id, f"written {id}") for id in ("a", "c", "d")])
+    assert handbook.add(lines)[0].read == 0
+    assert handbook.texts == {"b": "two", "a": "written a", "c": "written c", "d": "written d"}
+    handbook.write("faq.jsonl", '{"id": "a", "text": "one"}\n{"id": "c", "text": "three"}\n')
+    report, embedded = handbook.add(lines)
+    assert (report.read, report.kept) == (1, 1)
+    assert embedded == ["one", "three"]
+    assert handbook.texts == {"a": "one", "c": "three", "d": "written d"}
+    handbook.check_vectors()
 
 
 @pytest.mark.parametrize("options", [{"shards": 2}, {"dtype": "float16", "metric": "ip"}, {"dtype": "int8"}])

@@ -5,6 +5,7 @@ report = add([Path("handbook")], Path("docs"))                        # read and
 """
 
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -155,6 +156,11 @@ class _ExistingCollection:
                 self.by_file.setdefault(path, []).extend(row for row in rows if row in alive)
         self.expected = {path for path in self.files if any(_within(root / path, folder) for folder in folders)}
 
+    def loose(self) -> list[int]:
+        """Return the rows of documents of no file."""
+        of_files = set(itertools.chain.from_iterable(self.by_file.values()))
+        return [row for row in self.rows if row not in of_files]
+
     def get(self, rows: Sequence[int]) -> Iterator[tuple[int, Document]]:
         for begin in range(0, len(rows), _ROWS_AT_ONCE):
             some = rows[begin : begin + _ROWS_AT_ONCE]
@@ -206,11 +212,14 @@ class _IngestJob:
         return bool(self._gone) or bool(present - set(self._checksums) - set(self.report.skipped))
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents that are kept, then those of new and changed files."""
+        """Yield the documents of unchanged files, those of new and changed ones, and those of no file, which were
+        written one by one: a document that is read replaces one with its id."""
+        loose = self._before.loose() if self._before else []
         if self._before is not None:
             yield from self._kept(self._before)
         else:
             self._find()
+        read = set[str]()
         to_read = [f for f in self._files if f.source not in self._checksums and f.source not in self.report.skipped]
         for number, found in enumerate(to_read):
             self._progress("read", number / len(to_read))
@@ -227,7 +236,12 @@ class _IngestJob:
             self.report.read += 1
             rows = {embedding_text(document.title, document.text): row for row, document in old}
             for document in passages:
+                if loose:
+                    read.add(document.id)
                 yield self._record(document, rows.get(embedding_text(document.title, document.text), -1))
+        for row, document in self._before.get(loose) if self._before else ():
+            if document.id not in read:
+                yield self._record(document, row)
         self._progress("read", 1.0)
         if not self._rows:
             raise CollectionError(
@@ -252,10 +266,9 @@ class _IngestJob:
 
     def _kept(self, before: _ExistingCollection) -> Iterator[Document]:
         again = {found.source for found in self._files} - set(self._checksums) - set(self.report.skipped)
-        left_out = {row for file in again | self._gone for row in before.by_file.get(file, [])}
-        for row, document in before.get([row for row in before.rows if row not in left_out]):
-            if document.file:
-                self.sources.files[document.file] = before.files[document.file]
+        kept = (rows for file, rows in before.by_file.items() if file not in again | self._gone)
+        for row, document in before.get(sorted(itertools.chain.from_iterable(kept))):
+            self.sources.files[document.file] = before.files[document.file]
             yield self._record(document, row)
 
     def _record(self, document: Document, row: int) -> Document:
