@@ -1,5 +1,6 @@
 """/v1/files: files that clients upload, for vector stores."""
 
+import asyncio
 from typing import Literal, get_args
 
 from starlette.applications import Starlette
@@ -7,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from runtime.errors import Forbidden, InvalidRequest
-from runtime.retrieval.stores.records import StoredFile
+from runtime.retrieval.stores.records import StoredFile, UnknownObject
 from runtime.retrieval.stores.service import NewFile, Stores
 from runtime.serving.http.access import access_of
 from runtime.serving.http.multipart import Write, declared_bytes, receive_form
@@ -67,7 +68,12 @@ class FileRoutes:
         file = await self._stores.file(http.path_params["file"], tenant_of(http))
         headers = {"x-content-type-options": "nosniff"}
         path = self._stores.content_path(file)
-        return FileResponse(path, headers=headers, media_type="application/octet-stream", filename=file.name)
+        try:
+            found = await asyncio.to_thread(path.stat)
+        except FileNotFoundError:  # deleted meanwhile
+            raise UnknownObject(f"no file has the id {file.id!r}", "id") from None
+        kind = "application/octet-stream"
+        return FileResponse(path, headers=headers, media_type=kind, filename=file.name, stat_result=found)
 
     def _check_origin(self, http: Request) -> None:
         """Refuse pages of other origins: browsers send them forms without asking first, unlike JSON."""
