@@ -1,4 +1,4 @@
-"""How many threads embed in the frontend: the cores that no model worker on a CPU computes on."""
+"""How many threads embed and rerank in the frontend: the cores that no model worker on a CPU computes on."""
 
 import os
 from typing import Any
@@ -19,7 +19,7 @@ from runtime.serving.http.process import computing_threads
         (2, {"model": {"name": "m"}}, 1),
     ],
 )
-def test_the_frontend_embeds_on_the_cores_that_models_leave(
+def test_the_frontend_computes_on_the_cores_that_models_leave(
     monkeypatch: pytest.MonkeyPatch, cores: int, sections: dict[str, Any], threads: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
