@@ -53,10 +53,16 @@ def upgrade(disk: Disk, directory: Path) -> None:
         make_folders(directory)
         disk.sync_directory(directory)
         schema = dict(description.schema if not manifest.has_log else manifest.schema)
-        segments = [
-            _sealed(disk, directory, description, info, schema) if info.bulk else info for info in manifest.segments
-        ]
-        upgraded = replace(manifest, segments=segments, generation=manifest.generation + 1, schema=schema)
+        segments, number = [], manifest.next_segment  # new ones: pools serve both meanwhile
+        for info in manifest.segments:
+            if info.bulk:
+                segments.append(_sealed(disk, directory, description, info, number, schema))
+                number += 1
+            else:
+                segments.append(info)
+        upgraded = replace(
+            manifest, segments=segments, generation=manifest.generation + 1, next_segment=number, schema=schema
+        )
         if manifest.tombstones is not None:
             disk.remove(upgraded.tombstones_path(directory))
             _link(manifest.tombstones_path(directory), upgraded.tombstones_path(directory))
@@ -69,12 +75,17 @@ def upgrade(disk: Disk, directory: Path) -> None:
 
 
 def _sealed(
-    disk: Disk, directory: Path, description: Description, info: SegmentInfo, schema: dict[str, AttributeType]
+    disk: Disk,
+    directory: Path,
+    description: Description,
+    info: SegmentInfo,
+    number: int,
+    schema: dict[str, AttributeType],
 ) -> SegmentInfo:
-    """Make a segment of a shard of the bulk load, whose attributes are added to the schema."""
+    """Make a segment of this number of a shard of the bulk load, whose attributes are added to the schema."""
     with (
         closing(Segment.load(directory, info, description, None)) as flat,
-        building_segment(disk, directory, info.number) as building,
+        building_segment(disk, directory, number) as building,
     ):
         schema |= {name: kind for name, kind in flat.schema.items() if name not in schema}
         shutil.copytree(flat.index_folder, building / INDEX, copy_function=_link)
