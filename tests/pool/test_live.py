@@ -84,6 +84,7 @@ def test_a_query_in_the_pool_finds_one_version_of_a_document_that_is_replaced_me
 def test_a_write_is_applied_when_it_is_made_and_updates_leave_time_for_queries(
     harness: LiveHarness, make_pool: MakePool
 ) -> None:
+    harness.upsert("first")  # before, the collection is polled rarely
     pool = make_pool(plan_of(harness.path)).pool
     now = 10**15  # later than any poll
     pool.server.housekeep(now)
