@@ -47,6 +47,12 @@ name = "docs"
 path = "{collection}"
 """
 
+STORES = """
+[stores]
+path = "stores"
+embedder = "hashing-128"
+"""
+
 GATEWAY = """
 [node]
 name = "gateway"
@@ -122,6 +128,6 @@ def start_node(new_node: StartNode) -> Iterator[StartNode]:
 @pytest.fixture(scope="package")
 def node(new_node: StartNode) -> Iterator[Node]:
     """The node shared by this folder's tests: even an idle node costs a few percent of a core."""
-    node = new_node()
+    node = new_node(more=STORES)
     yield node
     node.stop()

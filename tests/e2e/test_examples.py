@@ -9,22 +9,9 @@ import numpy as np
 import pytest
 
 from runtime.testing.node import Node
-from tests.e2e.conftest import StartNode
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
-
-
-STORES = """
-[stores]
-path = "stores"
-embedder = "hashing-128"
-"""
-
-
-@pytest.fixture(scope="module")
-def node(start_node: StartNode) -> Node:
-    return start_node(more=STORES)
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
