@@ -7,13 +7,14 @@ import time
 
 import zmq
 
-from ipc.endpoints import connect, receive_all
+from ipc.endpoints import connect, new_token, receive_all
 from ipc.errors import MALFORMED, AttachRefused, AttachTimeout, PeerLost, ProtocolViolation
 from ipc.memory.shared import SharedMemory
-from ipc.ring.doorbell import EventfdBell, FdMailbox
+from ipc.ring.doorbell import EventfdBell, FdMailbox, Ringer, Sleeper, ZmqRinger, ZmqSleeper
 from ipc.ring.filters import FilterWriter
 from ipc.ring.ring import RingConsumer, RingProducer, Watch
 from ipc.session.messages import (
+    EVENTFD,
     MAX_MESSAGE_BYTES,
     VERSION,
     Attach,
@@ -33,17 +34,28 @@ SLEEP_NS = 100_000_000  # longest sleep, in case a doorbell is missed
 class Attachment:
     """Rings, doorbells and the pidfd of a pool process. All or nothing; raises as `RingClient` documents."""
 
-    def __init__(self, endpoint: str, name: str, timeout_ms: float, arena: bool) -> None:
+    def __init__(self, endpoint: str, name: str, doorbell: str, timeout_ms: float, arena: bool) -> None:
         deadline = time.monotonic_ns() + int(timeout_ms * 1e6)
         with contextlib.ExitStack() as undo:
-            mailbox = FdMailbox()
-            undo.callback(mailbox.close)
-            answer = _request_attach(endpoint, Attach(VERSION, name, os.getpid(), mailbox.name, arena), deadline)
+            mailbox: FdMailbox | None = None
+            if doorbell == EVENTFD:
+                mailbox = FdMailbox()
+                undo.callback(mailbox.close)
+                bell = mailbox.name
+            else:
+                bell = f"{endpoint[:60]}-{new_token()}"
+                self.sleeper: Sleeper = ZmqSleeper(bell)
+                undo.callback(self.sleeper.close)
+            answer = _request_attach(endpoint, Attach(VERSION, name, os.getpid(), doorbell, bell, arena), deadline)
             self.answer = answer
-            left_ms = max((deadline - time.monotonic_ns()) / 1e6, 1.0)
-            ringer_fd, sleeper_fd = mailbox.receive(answer.token, 2, left_ms)
-            self.ringer, self.sleeper = EventfdBell(ringer_fd), EventfdBell(sleeper_fd)
-            undo.callback(self.sleeper.close)
+            self.ringer: Ringer
+            if mailbox is not None:
+                left_ms = max((deadline - time.monotonic_ns()) / 1e6, 1.0)
+                ringer_fd, sleeper_fd = mailbox.receive(answer.token, 2, left_ms)
+                self.ringer, self.sleeper = EventfdBell(ringer_fd), EventfdBell(sleeper_fd)
+                undo.callback(self.sleeper.close)
+            else:
+                self.ringer = ZmqRinger(answer.bell)
             undo.callback(self.ringer.close)
             try:
                 self.pidfd = os.pidfd_open(answer.pid)
@@ -52,14 +64,16 @@ class Attachment:
             undo.callback(os.close, self.pidfd)
             self.map_rings(answer)
             undo.callback(self.memory.close)
-            self.requests.ring_with(self.ringer.fileno())
+            if isinstance(self.ringer, EventfdBell):
+                self.requests.ring_with(self.ringer.fileno())
             self._epoll = select.epoll()
             self._epoll.register(self.sleeper.fileno(), select.EPOLLIN)
             self._epoll.register(self.pidfd, select.EPOLLIN)
             # Last: from here on the pool keeps the session; one that is not joined in time is removed.
             self.results.join()
             undo.pop_all()
-        mailbox.close()
+        if mailbox is not None:
+            mailbox.close()
 
     def map_rings(self, answer: Attached) -> None:
         """Map the rings that the pool has announced. Raises `ProtocolViolation` for inconsistent sizes."""

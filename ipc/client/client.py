@@ -42,7 +42,7 @@ class RingClient(ClientSession):
     """Submits searches to the pool at `endpoint` and polls their results. One thread; only `wait` sleeps.
 
     The constructor attaches: it raises `AttachTimeout` (no answer within `timeout_ms`), `AttachRefused`, or another
-    `IpcError`. `name` appears in the pool's statistics; `spin_us` is the longest
+    `IpcError`. `name` appears in the pool's statistics; `doorbell` is 'eventfd' or 'zeromq'; `spin_us` is the longest
     spin of `wait` before it sleeps: longer than most queries take, because a wake-up takes as long again. It yields the
     core while it spins, and `SpinBudget` adapts it. `arena`: request slots of the pool's arena, into which `submit`
     writes vectors in the same kind of memory; all others go into the ring. `top_m`: default of specs without one.
@@ -160,10 +160,11 @@ class RingClient(ClientSession):
         return self.attachment.filters.slot_of(encoded, ring.position + count, read)
 
     def _check_sent(self, sent: int, ids: range) -> None:
-        """Raise the error if nothing was sent."""
+        """Ring a doorbell that is not an eventfd, or raise the error if nothing was sent."""
         if sent < 0:
             self._withdraw(ids)
             self._raise_send_error(sent)
+        self.attachment.ringer.ring()
 
     def cancel(self, request_id: int) -> bool:
         """Cancel a request. It still ends exactly once, as 'cancelled' or otherwise.
@@ -180,7 +181,8 @@ class RingClient(ClientSession):
     def _send_cancellations(self) -> None:
         if self._lost is not None:
             return
-        self.pending.send_cancellations(self.attachment.requests, self.epoch)
+        if self.pending.send_cancellations(self.attachment.requests, self.epoch):
+            self.attachment.ringer.ring()
 
     def _wait_for_room(self, block_ms: float) -> None:
         """Wait for a free request slot, with a free slot for its result."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from ipc.client.arena import ClientArena
 from ipc.client.attachment import Attachment
-from ipc.errors import IpcError, ProtocolViolation
+from ipc.errors import InvalidArgument, IpcError, ProtocolViolation
 from ipc.ring.descriptors import (
     LOST,
     REQUEST_HEADER,
@@ -21,7 +21,7 @@ from ipc.ring.descriptors import (
 )
 from ipc.ring.doorbell import SpinBudget
 from ipc.ring.ring import CLOSED, DRAINING, EVICTED, RingProducer
-from ipc.session.messages import ClientStatistics, result_offset
+from ipc.session.messages import DOORBELLS, EVENTFD, ClientStatistics, result_offset
 from ipc.session.parameters import Limits, Packed, pack, pack_cancel
 
 K = TypeVar("K")
@@ -65,8 +65,9 @@ class PendingRequests(dict[int, int]):
             del self[request_id]
         self.next_id = ids.start
 
-    def send_cancellations(self, ring: RingProducer, epoch: int) -> None:
-        """Send the unsent cancellations that fit into the ring."""
+    def send_cancellations(self, ring: RingProducer, epoch: int) -> bool:
+        """Send the unsent cancellations that fit into the ring. Return whether the pool must be rung."""
+        ring_it = False
         while self.unsent_cancels:
             request_id = self.unsent_cancels[0]
             if request_id in self:
@@ -74,8 +75,9 @@ class PendingRequests(dict[int, int]):
                     break
                 offset = ring.header_offsets[ring.loan()]
                 REQUEST_HEADER.pack_into(ring.view, offset, request_id, 0, 0, pack_cancel(epoch))
-                ring.send()
+                ring_it |= ring.send()
             self.unsent_cancels.popleft()
+        return ring_it
 
     def fail_all(self) -> int:
         """End all requests with status 'lost'. Return their number."""
@@ -105,11 +107,14 @@ class ClientSession:
         endpoint: str,
         name: str,
         *,
+        doorbell: str = EVENTFD,
         spin_us: float = 1000.0,
         timeout_ms: float = 5000.0,
         arena: bool = False,
         top_m: int = 64,
     ) -> None:
+        if doorbell not in DOORBELLS:
+            raise InvalidArgument(f"doorbell must be one of {DOORBELLS}, got {doorbell!r}")
         self.endpoint = endpoint
         self.name = name
         self.spin = SpinBudget(int(spin_us * 1000))
@@ -119,7 +124,7 @@ class ClientSession:
         self._returned = 0
         self._counts = dict.fromkeys(ClientStatistics.__struct_fields__, 0)
         self._open = True
-        self.attachment = Attachment(endpoint, name, timeout_ms, arena)
+        self.attachment = Attachment(endpoint, name, doorbell, timeout_ms, arena)
         answer = self.attachment.answer
         self.epoch = answer.epoch
         self.catalogue = answer.catalogue

@@ -95,6 +95,7 @@ class ClientRow(Record):
     received: int
     collections: Array[SessionCollection]  # by code
     codes: int
+    bell_pending: bool  # its doorbell is to be rung from Python
     cached_filters: Array[CachedFilter]
     arena: int  # address of the first of its slots of the arena
     arena_slots: int
@@ -116,6 +117,7 @@ class ClientTable(Record):
     next_row: int  # to be read
     invalid: int
     stale: int
+    pending_bells: int  # doorbells that are to be rung from Python
     request: CurrentRequest
 
 
@@ -176,7 +178,9 @@ def answer(
     result.count, result.extends = count, min(extends, _MAX_EXTENDS)
     result.receive_ns, result.begin_ns, result.end_ns = receive_ns, begin_ns, intrinsics.monotonic_ns()
     client.outstanding -= 1
-    atomics.publish_slots(end, 1)
+    if atomics.publish_slots(end, 1):
+        client.bell_pending = True
+        clients.pending_bells += 1
     return 0
 
 

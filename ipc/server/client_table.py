@@ -14,6 +14,7 @@ from ipc.native.atomics import ProducerEnd
 from ipc.native.records import address_of, array_from, new_array, numpy_view
 from ipc.ring import exchange
 from ipc.ring.descriptors import MAX_U16
+from ipc.ring.doorbell import EventfdBell
 from ipc.ring.exchange import CachedFilter, ClientRow, SessionCollection
 from ipc.ring.filters import FILTER_SLOT_BYTES, FILTER_SLOTS, read_filter
 from ipc.ring.ring import RingConsumer, RingLayout, RingProducer, Watch, format_ring
@@ -92,11 +93,12 @@ class AttachedClient:
             for slot in range(FILTER_SLOTS):
                 self._cached_filters[slot].generation_at = first + FILTER_SLOT_BYTES * slot
                 self._cached_filters[slot].code = -1
-            self.results.ring_with(self.bell.fileno())
+            if isinstance(self.bell, EventfdBell):
+                self.results.ring_with(self.bell.fileno())
             listener.watch(self.pidfd)
             undo.pop_all()
 
-    def attached(self, token: bytes, arena: Grant | None) -> Attached:
+    def attached(self, token: bytes, bell: str, arena: Grant | None) -> Attached:
         """Return the reply that opens the session."""
         return Attached(
             version=VERSION,
@@ -110,6 +112,7 @@ class AttachedClient:
             max_k=self.terms.max_k,
             max_top_m=self.terms.max_top_m,
             token=token,
+            bell=bell,
             arena=arena,
         )
 
@@ -205,6 +208,16 @@ class ClientTable:
         vacated = sorted(self._vacated)
         self._vacated.clear()
         return vacated
+
+    def ring_bells(self) -> None:
+        """Ring the doorbells that compiled code could not ring."""
+        if not self.fields.pending_bells:
+            return
+        self.fields.pending_bells = 0
+        for client in self.clients:
+            if client is not None and client.fields.bell_pending:
+                client.fields.bell_pending = False
+                client.bell.ring()
 
     def _rebuild_watch(self) -> None:
         used = max((row + 1 for row, client in enumerate(self.clients) if client is not None), default=0)

@@ -133,6 +133,7 @@ class SessionServer:
         client = self._requesting_client()
         if exchange.refuse_request(self.client_table.address, STATUS_CODES[status]) == exchange.EVICT:
             self._evict(client)
+        self.client_table.ring_bells()
 
     def _requesting_client(self) -> AttachedClient:
         client = self.client_table.clients[self.request.row]
@@ -225,7 +226,7 @@ class SessionServer:
         self._next_handle += 1
         self._clients[handle] = client
         grant = self._arena.grant(client) if attach.arena else None
-        return client.attached(token, grant)
+        return client.attached(token, self._listener.bell_endpoint, grant)
 
     def _evict(self, client: AttachedClient) -> None:
         """End the session of a client that violated the protocol."""

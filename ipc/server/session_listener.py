@@ -6,9 +6,9 @@ import select
 import zmq
 
 from ipc.endpoints import bind, receive_all, send_now
-from ipc.errors import MALFORMED
-from ipc.ring.doorbell import EventfdBell, send_fds
-from ipc.session.messages import MAX_MESSAGE_BYTES, Attach, Attached, Refused, decode_attach, encode
+from ipc.errors import MALFORMED, InvalidArgument
+from ipc.ring.doorbell import EventfdBell, Ringer, ZmqRinger, ZmqSleeper, send_fds
+from ipc.session.messages import EVENTFD, MAX_MESSAGE_BYTES, ZEROMQ, Attach, Attached, Refused, decode_attach, encode
 
 ATTACH_PENDING = -1
 """Stands for the session socket in the result of `SessionListener.poll_events`."""
@@ -21,13 +21,18 @@ class SessionListener:
         with contextlib.ExitStack() as undo:
             self._socket = bind(zmq.ROUTER, endpoint, max_message_bytes=MAX_MESSAGE_BYTES)
             undo.callback(self._socket.close)
+            self.bell_endpoint = f"{endpoint}-bell"
+            """Endpoint that clients with ZeroMQ doorbells ring."""
+            self._zmq_bell = ZmqSleeper(self.bell_endpoint)
+            undo.callback(self._zmq_bell.close)
             self._bell = EventfdBell()
             undo.callback(self._bell.close)
             self._epoll = select.epoll()
             undo.pop_all()
         self._bell_fd = self._bell.fileno()
+        self._zmq_bell_fd = self._zmq_bell.fileno()
         self._socket_fd = int(self._socket.getsockopt(zmq.FD))
-        for fd in (self._bell_fd, self._socket_fd):
+        for fd in (self._bell_fd, self._zmq_bell_fd, self._socket_fd):
             self._epoll.register(fd, select.EPOLLIN)
 
     def fileno(self) -> int:
@@ -46,6 +51,8 @@ class SessionListener:
         for fd, _ in self._epoll.poll(0):
             if fd == self._bell_fd:
                 self._bell.silence()
+            elif fd == self._zmq_bell_fd:
+                self._zmq_bell.silence()
             else:
                 events.add(ATTACH_PENDING if fd == self._socket_fd else fd)
         return events
@@ -65,11 +72,15 @@ class SessionListener:
         """Send a reply; it is dropped if the sender's queue is full."""
         send_now(self._socket, sender, encode(answer))
 
-    def open_bell(self, attach: Attach, token: bytes) -> EventfdBell:
+    def open_bell(self, attach: Attach, token: bytes) -> Ringer:
         """Exchange doorbells with a client and return the one that wakes it. Raises `InvalidArgument`, `PeerLost`."""
+        if attach.doorbell == ZEROMQ:
+            return ZmqRinger(attach.bell)
+        if attach.doorbell != EVENTFD:
+            raise InvalidArgument(f"no such doorbell: {attach.doorbell!r:.100}")
         bell = EventfdBell()
         try:
-            send_fds(attach.mailbox, token, [self._bell.fileno(), bell.fileno()])
+            send_fds(attach.bell, token, [self._bell.fileno(), bell.fileno()])
         except BaseException:
             bell.close()
             raise
@@ -94,4 +105,5 @@ class SessionListener:
     def close(self) -> None:
         self._epoll.close()
         self._socket.close()
+        self._zmq_bell.close()
         self._bell.close()

@@ -11,22 +11,26 @@ from ipc.ring.filters import FILTERS_BYTES
 from ipc.ring.ring import RingLayout
 from ipc.session.device_arena import Lease
 
-VERSION = 8
+VERSION = 7
 _PAGE = 4096
 Token = Annotated[bytes, msgspec.Meta(max_length=64)]  # a mailbox reads no more of a datagram
 MAX_MESSAGE_BYTES = 1 << 19
+
+EVENTFD, ZEROMQ = "eventfd", "zeromq"
+DOORBELLS = (EVENTFD, ZEROMQ)
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
     """A client's request for a session: rings, and with `arena` slots of the arena of query vectors.
 
-    `mailbox`: name of its FdMailbox, which receives the descriptors of both doorbells.
+    `bell`: name of its FdMailbox (eventfd) or endpoint of its doorbell (zeromq).
     """
 
     version: int
     name: str
     pid: Pid
-    mailbox: str
+    doorbell: str
+    bell: str
     arena: bool = False
 
 
@@ -111,7 +115,7 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """The reply that opens a session: both rings are in `memory`, requests first."""
+    """The reply that opens a session: both rings are in `memory`, requests first. `bell`: a zeromq endpoint."""
 
     version: int
     epoch: int
@@ -124,6 +128,7 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
     max_k: int
     max_top_m: int
     token: Token
+    bell: str
     arena: Grant | None = None
 
 

@@ -55,7 +55,7 @@ def run_loop(at: int, until: int, spin_ns: int) -> int:
             loop.last_end_ns = loop.unreported_ns = 0
             if loop.evict_count:
                 return layout.EVICTIONS
-            if not _spin(loop, clients, min(until, now + spin_ns)):
+            if clients.pending_bells or not _spin(loop, clients, min(until, now + spin_ns)):
                 return layout.IDLE
             continue
         if not extend(loop, clients):
@@ -63,7 +63,7 @@ def run_loop(at: int, until: int, spin_ns: int) -> int:
         if loop.evict_count:
             return layout.EVICTIONS
         now = loop.last_end_ns
-        if now >= until:
+        if now >= until or clients.pending_bells:
             return layout.TIME_UP
 
 

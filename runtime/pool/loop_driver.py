@@ -214,6 +214,7 @@ class PoolLoop:
                 self._backend.check()
                 raise RuntimeError("the engine failed without an error")
             else:
+                self._server.client_table.ring_bells()
                 return stopped
             stopped = run_loop(self._at, until_ns, spin_ns)
 
@@ -244,6 +245,7 @@ class PoolLoop:
     def _after_set_aside(self) -> None:
         self.memory.set_aside = len(self.filtered)
         self.drop_gone_clients()
+        self._server.client_table.ring_bells()
 
     def filters_changed(self, collection: int, scopes: Iterable[int]) -> None:
         """Invalidate the scopes of a changed collection's filters; filters in resolution are not shared."""
@@ -310,11 +312,11 @@ def serve_loop(at: int, wait_at: int, until: int) -> int:
     while True:
         stopped = run_loop(at, min(now + _EVENTS_NS, rounds_until), spin_ns(wait.budget))
         now = intrinsics.monotonic_ns()
-        if stopped == layout.TIME_UP and now < rounds_until:
+        if stopped == layout.TIME_UP and now < rounds_until and not clients.pending_bells:
             if intrinsics.wait_readable(wait.descriptor, 0) > 0:
                 return SERVER_EVENT
             continue
-        if stopped != layout.IDLE or (slept and now >= until):
+        if stopped != layout.IDLE or clients.pending_bells or (slept and now >= until):
             return stopped
         limit = max(until - now, _MS)
         rung = exchange.sleep(clients, wait.descriptor, -(-limit // _MS))

@@ -14,23 +14,22 @@ from hypothesis import strategies as st
 
 from ipc import AttachTimeout, IpcError, RingClient, bind, connect
 from ipc.endpoints import receive_all
-from ipc.errors import MALFORMED
-from ipc.ring.doorbell import EventfdBell, FdMailbox, send_fds
 from ipc.server.server import JOIN_NS
-from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attached, decode_answer, decode_attach
+from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attached
 from tests.fuzz.budget import fuzzed
 from tests.fuzz.peers import OWN, SMALL, VALUES, answer, expect_served, fits, packed
 from tests.ipc.processes import attach, endpoint
 from tests.ipc.ring_server import RingServer
 from tests.ipc.sessions import ask
 
-MAILBOX = FdMailbox()
 ATTACH: dict[str, st.SearchStrategy[Any]] = {
     "type": st.just("Attach") | VALUES,
     "version": st.just(VERSION) | VALUES,
     "name": st.text(max_size=120) | VALUES,
     "pid": st.sampled_from([OWN, 1, 0, -1, 1 << 31, 1 << 22]) | VALUES,
-    "mailbox": st.sampled_from(["nobody", "", "a\0b", "x" * 101, "tcp://127.0.0.1:1"]) | VALUES,
+    "doorbell": st.sampled_from(["eventfd", "zeromq", "telegraph", ""]) | VALUES,
+    "bell": st.sampled_from(["nobody", "", "a\0b", "x" * 101, "tcp://127.0.0.1:1", "ipc://@" + "x" * 200, "inproc://x"])
+    | VALUES,
     "arena": st.booleans() | VALUES,
 }
 
@@ -39,13 +38,9 @@ ATTACH: dict[str, st.SearchStrategy[Any]] = {
 def attach_messages(draw: st.DrawFn) -> list[bytes]:
     """Draw one to three frames: an Attach valid except for a field or two, truncated or extended, or anything."""
     fields: dict[str, Any] = {
-        "type": "Attach",
-        "version": VERSION,
-        "name": "n",
-        "pid": OWN,
-        "mailbox": MAILBOX.name,
-        "arena": True,
-    }
+        "type": "Attach", "version": VERSION, "name": "n", "pid": OWN, "doorbell": "zeromq",
+        "bell": "ipc://@trinity-fuzz", "arena": True,
+    }  # fmt: skip
     for name in draw(st.lists(st.sampled_from(sorted(ATTACH)), max_size=2)):
         fields[name] = draw(ATTACH[name])
     if draw(st.integers(0, 3)) == 0:
@@ -76,8 +71,6 @@ def test_any_message_to_a_pool_is_answered_with_rings_or_a_refusal(
         (said,) = socket.recv_multipart()
         event(str(msgspec.msgpack.decode(said)["type"]))
         assert msgspec.msgpack.decode(said)["type"] in ("Attached", "Refused")
-    with contextlib.suppress(AttachTimeout):  # it is emptied
-        MAILBOX.receive(b"nobody's", 1, 1)
     expect_served(server, honest)
     server.housekeep(time.monotonic_ns() + JOIN_NS)  # reclaims unopened rings
     assert server.statistics().clients == 1
@@ -90,7 +83,6 @@ class FakePool:
         self.endpoint = endpoint()
         self.reply = b""
         self._socket = bind(zmq.ROUTER, self.endpoint, max_message_bytes=MAX_MESSAGE_BYTES)
-        self._bell = EventfdBell()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -100,16 +92,11 @@ class FakePool:
             self._socket.poll(20)
             for frames in receive_all(self._socket):
                 self._socket.send_multipart([frames[0], self.reply])
-                with contextlib.suppress(*MALFORMED, IpcError):  # else the client waits for no descriptors
-                    said = decode_answer(self.reply)
-                    if isinstance(said, Attached):
-                        send_fds(decode_attach(frames[-1]).mailbox, said.token, [self._bell.fileno()] * 2)
 
     def close(self) -> None:
         self._ended.set()
         self._thread.join()
         self._socket.close()
-        self._bell.close()
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +130,7 @@ def test_any_answer_of_a_pool_is_a_session_or_a_typed_error(
     changes: list[tuple[tuple[Any, ...], Any]],
     cut: tuple[int, int, bytes] | None,
 ) -> None:
-    with attach(server, "template", arena=True, timeout_ms=60_000.0) as template:
+    with attach(server, "template", doorbell="zeromq", arena=True, timeout_ms=60_000.0) as template:
         fields = msgspec.msgpack.decode(msgspec.msgpack.encode(template.attachment.answer))
         for path, value in changes:
             inner = fields
@@ -159,7 +146,7 @@ def test_any_answer_of_a_pool_is_a_session_or_a_typed_error(
             at = cut[0] % len(fake.reply)
             fake.reply = fake.reply[:at] + cut[2] + fake.reply[at + cut[1] :]
         try:
-            client = RingClient(fake.endpoint, "lured", timeout_ms=60_000.0, arena=True)
+            client = RingClient(fake.endpoint, "lured", doorbell="zeromq", timeout_ms=60_000.0, arena=True)
         except AttachTimeout:
             raise
         except IpcError as error:

@@ -59,14 +59,15 @@ def server() -> Iterator[RingServer]:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "ring": {},
+    "eventfd": {"doorbell": "eventfd"},
+    "zeromq": {"doorbell": "zeromq"},
     "arena": {"arena": True},
 }
 
 
 @pytest.fixture(params=list(WAYS))
 def client(request: pytest.FixtureRequest, server: RingServer) -> Iterator[RingClient]:
-    """A client, and one whose vectors go through the pool's arena instead of the ring."""
+    """A client over each doorbell, and one whose vectors go through the pool's arena instead of the ring."""
     with attach(server, **WAYS[request.param]) as made:
         assert made.has_arena == (request.param == "arena")
         yield made

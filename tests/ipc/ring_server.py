@@ -153,6 +153,7 @@ class RingServer(SessionServer):
                 number = current.row * FILTER_SLOTS + current.filter_slot - 1
                 self._filters[number] = wanted
                 self.cache_filter(number)
+        table.ring_bells()
         # Requests have priority over housekeeping, up to a delay.
         if now >= self._next_housekeeping + (LATE_HOUSEKEEPING_NS if requests else 0):
             self.housekeep(now)
@@ -309,6 +310,7 @@ class RingServer(SessionServer):
         if sent < 0:  # not a full ring, since a slot is reserved: the client has corrupted its ring
             self.evict(row)
             return False
+        table.ring_bells()
         return True
 
 

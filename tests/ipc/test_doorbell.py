@@ -1,32 +1,45 @@
-"""Tests of doorbells, within a process and between two."""
+"""Contract tests of both doorbell types, within a process and between two."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from ipc import AttachTimeout, InvalidArgument, PeerLost
-from ipc.ring.doorbell import EventfdBell, FdMailbox, send_fds
+from ipc import AttachTimeout, InvalidArgument, PeerLost, new_token, private_endpoint
+from ipc.ring.doorbell import EventfdBell, FdMailbox, Ringer, Sleeper, ZmqRinger, ZmqSleeper, send_fds
 from tests.ipc.processes import child, readable, succeeded
 
 SOON_MS = 60_000
 
 
-@pytest.fixture
-def bell() -> Iterator[tuple[EventfdBell, EventfdBell]]:
-    sleeper = EventfdBell()
-    ringer = EventfdBell(os.dup(sleeper.fileno()))
+def _eventfd() -> tuple[Sleeper, Callable[[], Ringer]]:
+    bell = EventfdBell()
+    return bell, lambda: EventfdBell(os.dup(bell.fileno()))
+
+
+def _zeromq() -> tuple[Sleeper, Callable[[], Ringer]]:
+    endpoint = private_endpoint(new_token(), "bell")
+    return ZmqSleeper(endpoint), lambda: ZmqRinger(endpoint)
+
+
+@pytest.fixture(params=[_eventfd, _zeromq], ids=["eventfd", "zeromq"])
+def bell(request: pytest.FixtureRequest) -> Iterator[tuple[Sleeper, Ringer]]:
+    sleeper, make_ringer = request.param()
+    ringer = make_ringer()
+    ringer.ring()  # connected
+    assert readable(sleeper, SOON_MS)
+    quiet(sleeper)
     yield sleeper, ringer
     ringer.close()
     sleeper.close()
 
 
-def quiet(sleeper: EventfdBell) -> None:
+def quiet(sleeper: Sleeper) -> None:
     while readable(sleeper, 50):
         sleeper.silence()
 
 
-def test_a_ring_wakes_the_sleeper_until_it_is_silenced(bell: tuple[EventfdBell, EventfdBell]) -> None:
+def test_a_ring_wakes_the_sleeper_until_it_is_silenced(bell: tuple[Sleeper, Ringer]) -> None:
     sleeper, ringer = bell
     ringer.ring()
     assert readable(sleeper, SOON_MS)
@@ -35,7 +48,7 @@ def test_a_ring_wakes_the_sleeper_until_it_is_silenced(bell: tuple[EventfdBell, 
     assert not readable(sleeper, 0)
 
 
-def test_every_ring_after_silencing_wakes_the_sleeper(bell: tuple[EventfdBell, EventfdBell]) -> None:
+def test_every_ring_after_silencing_wakes_the_sleeper(bell: tuple[Sleeper, Ringer]) -> None:
     sleeper, ringer = bell
     for _ in range(200):
         ringer.ring()
@@ -43,7 +56,7 @@ def test_every_ring_after_silencing_wakes_the_sleeper(bell: tuple[EventfdBell, E
         sleeper.silence()
 
 
-def test_ringing_a_sleeper_that_never_reads_neither_blocks_nor_fails(bell: tuple[EventfdBell, EventfdBell]) -> None:
+def test_ringing_a_sleeper_that_never_reads_neither_blocks_nor_fails(bell: tuple[Sleeper, Ringer]) -> None:
     sleeper, ringer = bell
     for _ in range(20_000):
         ringer.ring()
@@ -53,39 +66,47 @@ def test_ringing_a_sleeper_that_never_reads_neither_blocks_nor_fails(bell: tuple
     assert readable(sleeper, SOON_MS)
 
 
-def test_silencing_without_a_ring_is_allowed(bell: tuple[EventfdBell, EventfdBell]) -> None:
+def test_silencing_without_a_ring_is_allowed(bell: tuple[Sleeper, Ringer]) -> None:
     sleeper, _ = bell
     sleeper.silence()
     sleeper.silence()
     assert not readable(sleeper, 0)
 
 
-def test_ringing_a_sleeper_that_has_exited_does_not_block(bell: tuple[EventfdBell, EventfdBell]) -> None:
+def test_ringing_a_sleeper_that_has_exited_does_not_block(bell: tuple[Sleeper, Ringer]) -> None:
     sleeper, ringer = bell
     sleeper.close()
     for _ in range(2000):
         ringer.ring()
 
 
-def test_closing_twice_is_allowed(bell: tuple[EventfdBell, EventfdBell]) -> None:
+def test_closing_twice_is_allowed(bell: tuple[Sleeper, Ringer]) -> None:
     for end in bell:
         end.close()
         end.close()
 
 
-def _echo(mailbox: str, rounds: int) -> None:
-    """Answer every ring with a ring, over eventfds sent to `mailbox`."""
-    sleeper, ringer = EventfdBell(), EventfdBell()
-    send_fds(mailbox, b"pair", [sleeper.fileno(), ringer.fileno()])
+def _echo(mailbox: str, there: str, back: str, rounds: int) -> None:
+    """Answer every ring with a ring: over eventfds sent to `mailbox`, or over the two ZeroMQ endpoints."""
+    sleeper: Sleeper
+    ringer: Ringer
+    if mailbox:
+        sleeper, ringer = EventfdBell(), EventfdBell()
+        send_fds(mailbox, b"pair", [sleeper.fileno(), ringer.fileno()])
+    else:
+        sleeper, ringer = ZmqSleeper(there), ZmqRinger(back)
+        ringer.ring()  # ready
     for _ in range(rounds):
         assert readable(sleeper, SOON_MS)
         sleeper.silence()
         ringer.ring()
+    if not mailbox:
+        assert readable(sleeper, SOON_MS)  # stay until the last answer has arrived
 
 
-def test_two_processes_wake_each_other() -> None:
+def test_two_processes_wake_each_other_by_eventfd() -> None:
     mailbox = FdMailbox()
-    with child(_echo, mailbox.name, 300) as process:
+    with child(_echo, mailbox.name, "", "", 300) as process:
         ringer, sleeper = (EventfdBell(fd) for fd in mailbox.receive(b"pair", 2, SOON_MS))
         for _ in range(300):
             ringer.ring()
@@ -94,6 +115,23 @@ def test_two_processes_wake_each_other() -> None:
         assert succeeded(process)
     for end in (ringer, sleeper, mailbox):
         end.close()
+
+
+def test_two_processes_wake_each_other_by_zeromq() -> None:
+    there, back = private_endpoint(new_token(), "there"), private_endpoint(new_token(), "back")
+    sleeper = ZmqSleeper(back)
+    ringer = ZmqRinger(there)
+    with child(_echo, "", there, back, 300) as process:
+        assert readable(sleeper, SOON_MS)
+        quiet(sleeper)
+        for _ in range(300):
+            ringer.ring()
+            assert readable(sleeper, SOON_MS)
+            sleeper.silence()
+        ringer.ring()
+        assert succeeded(process)
+    sleeper.close()
+    ringer.close()
 
 
 def test_a_mailbox_drops_descriptors_with_a_wrong_token_or_count_and_closes_them() -> None:

@@ -16,7 +16,7 @@ from tests.ipc.ring_server import RingServer
 
 DIM = 16
 ROUNDS = 40
-POOL_ROUNDS = 15
+POOL_ROUNDS = 15  # with each doorbell
 SLOTS = 8
 
 
@@ -95,7 +95,8 @@ def _serve(address: str, epoch: int, seed: int) -> None:
                 server.publish(*waiting.pop(), "ok", [epoch], [1.0])
 
 
-def test_a_pool_killed_at_any_moment_leaves_no_request_without_an_end() -> None:
+@pytest.mark.parametrize("doorbell", ["eventfd", "zeromq"])
+def test_a_pool_killed_at_any_moment_leaves_no_request_without_an_end(doorbell: str) -> None:
     rng = random.Random(2)
     address = endpoint()
     ends: Counter[tuple[int, int]] = Counter()
@@ -113,7 +114,7 @@ def test_a_pool_killed_at_any_moment_leaves_no_request_without_an_end() -> None:
 
     for epoch in range(1, POOL_ROUNDS + 1):
         with child(_serve, address, epoch, epoch) as process:
-            client = RingClient(address, "client", timeout_ms=60_000, spin_us=5)
+            client = RingClient(address, "client", doorbell=doorbell, timeout_ms=60_000, spin_us=5)
             assert client.epoch == epoch
             until = len(submitted) + rng.randrange(1, 60)
             alive = True

@@ -3,19 +3,22 @@
 import gc
 import os
 
+import pytest
+
 from ipc import HandoverSink, HandoverSource, KvArena, SearchSpec, SharedMemory, new_token, private_endpoint
 from tests.ipc.leaks import Holdings, settled
 from tests.ipc.processes import attach, endpoint
 from tests.ipc.ring_server import RingServer
 
 
-def test_sessions_leak_nothing() -> None:
+@pytest.mark.parametrize("doorbell", ["eventfd", "zeromq"])
+def test_sessions_leak_nothing(doorbell: str) -> None:
     def session() -> None:
         with RingServer(endpoint(), {"docs": 4}, epoch=1) as server:
-            with attach(server) as client:
+            with attach(server, doorbell=doorbell) as client:
                 client.submit([1, 2, 3, 4], SearchSpec("docs", 1, "prefill"))
             server.wait(1)
-            attach(server).close()
+            attach(server, doorbell=doorbell).close()
 
     session()
     before = settled()

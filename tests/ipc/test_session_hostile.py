@@ -164,15 +164,17 @@ GARBAGE = [
     b"",
     b"\xc1",
     b"x" * 1000,
-    encode(Attach(VERSION, "name", 7, "nobody")).replace(b"name", b"n\xffme", 1),
+    encode(Attach(VERSION, "name", 7, "eventfd", "nobody")).replace(b"name", b"n\xffme", 1),
     b"\x91" * 60_000,
-    encode(Attach(VERSION, "n", 0, "nobody")),
-    encode(Attach(VERSION, "n", -1, "nobody")),
-    encode(Attach(VERSION, "n", 1 << 40, "nobody")),
-    encode(Attach(VERSION, "n", os.getpid(), "nobody")),
-    encode(Attach(VERSION, "n", os.getpid(), "")),
-    encode(Attach(VERSION + 1, "n", os.getpid(), "x")),
-    encode(Attach(VERSION, "n" * 101, os.getpid(), "x")),
+    encode(Attach(VERSION, "n", 0, "eventfd", "nobody")),
+    encode(Attach(VERSION, "n", -1, "eventfd", "nobody")),
+    encode(Attach(VERSION, "n", 1 << 40, "eventfd", "nobody")),
+    encode(Attach(VERSION, "n", os.getpid(), "eventfd", "nobody")),
+    encode(Attach(VERSION, "n", os.getpid(), "eventfd", "")),
+    encode(Attach(VERSION, "n", os.getpid(), "zeromq", "tcp://127.0.0.1:1")),
+    encode(Attach(VERSION, "n", os.getpid(), "telegraph", "x")),
+    encode(Attach(VERSION + 1, "n", os.getpid(), "eventfd", "x")),
+    encode(Attach(VERSION, "n" * 101, os.getpid(), "eventfd", "x")),
     msgspec.msgpack.encode({"type": "Attach", "version": "one"}),
     msgspec.msgpack.encode(MemoryReference(1, 2, 3, 4)),
 ]
@@ -196,7 +198,7 @@ def zmq_dealer(server: RingServer) -> Any:
 
 def test_the_place_of_a_client_that_never_opens_its_rings_is_reclaimed(server: RingServer) -> None:
     with zmq_dealer(server) as socket, closing(FdMailbox()) as mailbox:
-        socket.send(encode(Attach(VERSION, "gone", os.getpid(), mailbox.name)))
+        socket.send(encode(Attach(VERSION, "gone", os.getpid(), "eventfd", mailbox.name)))
         while not socket.poll(0):
             server.wait(1)
         with attach(server) as client:

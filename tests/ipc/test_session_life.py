@@ -68,6 +68,12 @@ def test_attaching_without_a_pool_times_out() -> None:
         RingClient(endpoint(), "test", timeout_ms=30)
 
 
+@pytest.mark.parametrize("doorbell", ["bell", ""])
+def test_an_unknown_doorbell_is_rejected(doorbell: str) -> None:
+    with pytest.raises(InvalidArgument, match="doorbell"):
+        RingClient(endpoint(), "test", doorbell=doorbell)
+
+
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:5555", "ipc:///tmp/x", "ipc://@" + "x" * 101, "ipc://@", ""])
 def test_only_abstract_endpoints_are_bound_or_connected(address: str) -> None:
     with pytest.raises(InvalidArgument):
