@@ -40,7 +40,7 @@ def simulate_node(
     ] = None,
     probe_every: Annotated[int, typer.Option(help="Tokens between probes; 0 disables them.", min=0)] = 32,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Output directory for result.json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output directory for result.json and timeline.png.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Search for the best split of GPUs and placement.")] = False,
     gpus: Annotated[int, typer.Option(help="Number of GPUs, for --plan.", min=2, max=8)] = 8,
 ) -> None:
@@ -50,6 +50,7 @@ def simulate_node(
     from runtime.simulator.capacity import capacity, demands
     from runtime.simulator.node import simulate
     from runtime.simulator.plan import plans
+    from runtime.simulator.plot import draw
     from runtime.simulator.policies import PolicyChoice
     from runtime.simulator.setup import Setup
     from runtime.simulator.times.service import ServiceTimes
@@ -93,7 +94,8 @@ def simulate_node(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2))
-        console.print(f"wrote {out}/result.json")
+        drawn = draw([result], out / "timeline.png")
+        console.print(f"wrote {out}/result.json" + (" and timeline.png" if drawn else "; no plot without matplotlib"))
 
 
 def calibrate_machine(
@@ -106,13 +108,17 @@ def calibrate_machine(
     """Measure the service times of this machine. Run nothing else on it meanwhile."""
     from runtime.node.config_file import load_config
     from runtime.simulator.times.calibrate import calibrate
+    from runtime.simulator.times.roofline import draw_roofline
     from runtime.simulator.times.service import ServiceTimes
 
     out.parent.mkdir(parents=True, exist_ok=True)  # fail before the measurement, not after it
     console = Console()
     measured = calibrate(load_config(config), ServiceTimes(), lambda text: console.print(f"measuring {text}"))
     measured.save(out)
+    plot = out.with_suffix(".png")
+    drawn = draw_roofline(measured.roofline, plot)
     console.print(f"wrote {out}: {measured.source}")
+    console.print(f"wrote {plot}: utilisation by load" if drawn else "no plot without matplotlib")
 
 
 def _result_table(result: "Result") -> Table:

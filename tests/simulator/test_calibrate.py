@@ -13,7 +13,7 @@ from runtime.node.worker_config import PoolSection
 from runtime.retrieval.collections import bulk_load
 from runtime.simulator.times.calibrate import Line, calibrate, search_times
 from runtime.simulator.times.calibrate_pool import Totals, loop_times, solve
-from runtime.simulator.times.roofline import PassRoofline, Roofline
+from runtime.simulator.times.roofline import PassRoofline, Roofline, draw_roofline
 from runtime.simulator.times.service import ServiceTimes
 
 
@@ -55,6 +55,15 @@ def test_passes_are_fitted_as_fractions_of_the_best_rate() -> None:
     assert passes.peak_tokens_s == 4.0
     assert passes.saturation.at(2) == pytest.approx(0.5)
     assert passes.saturation.at(100) == pytest.approx(1.0)
+
+
+def test_a_roofline_is_plotted(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    times = (ExtendTime(16, 1, 4e-6, 1000), ExtendTime(16, 4, 4e-6, 4000))
+    curve = SearchRoofline("cpu", 1e9, 1000.0, Saturation(0.5, 4.0, 1.0), times)
+    roofline = Roofline(search=(curve,), decode=PassRoofline.fit([1, 2], [1.0, 1.5]))
+    assert draw_roofline(roofline, tmp_path / "roofline.png")
+    assert (tmp_path / "roofline.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_node_without_collections_or_model_cannot_be_calibrated(tmp_path: Path) -> None:
