@@ -34,18 +34,8 @@ def overview() -> Json:
         label_variable("model", "Model", NodeMetrics.INFO, "model_name"),
         label_variable("slo", "SLO", FrontendMetrics.SLO_REQUESTS, "slo", only="all"),
     ]
-    rows = [
-        _slos(),
-        _health(),
-        _queues(),
-        _saturation(),
-        _kv(),
-        _latency(),
-        _control_loop(),
-        _collections(),
-        _workers_and_gpus(),
-    ]
-    return dashboard(UID, "Trinity: overview", rows, variables)
+    rows = (_slos, _health, _queues, _saturation, _kv, _latency, _control_loop, _collections, _workers_and_gpus)
+    return dashboard(UID, "Trinity: overview", [row() for row in rows], variables)
 
 
 def _s(metric: NamedMetric, **labels: str) -> str:

@@ -28,8 +28,8 @@ from benchmarks.pool.wake_up import wake_up_main
 from gpu.cpu.engine import CpuEngine
 from ipc import MemoryReference
 from runtime.node.config import parse_config
+from runtime.node.metrics.kinds import Counter
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.metrics.worker_metrics import Counter
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import NodePlan
 from runtime.pool.process import Pool

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from runtime.node.metrics.kinds import Histogram
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.metrics.worker_metrics import DecodeMetrics, Histogram, PrefillMetrics
+from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 
 RECEIVED = "received"  # the frontend has read the request or search
 DEQUEUED = "dequeued"  # a prefill worker starts on it

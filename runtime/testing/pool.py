@@ -12,8 +12,8 @@ from msgspec import structs
 from gpu import Engine
 from ipc import RingClient, SessionServer
 from runtime.node.config import parse_config
+from runtime.node.metrics.kinds import Histogram, Metric
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.metrics.worker_metrics import Histogram, Metric
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import MAX_K, RING_SLOTS, NodePlan
 from runtime.pool.collections.shard import OpenShard, open_shard

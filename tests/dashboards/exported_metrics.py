@@ -5,7 +5,8 @@ from pathlib import Path
 
 from runtime.node.config import NodeConfig
 from runtime.node.control.loop import ControlLoop
-from runtime.node.metrics.worker_metrics import METRICS, Histogram
+from runtime.node.metrics.kinds import Histogram
+from runtime.node.metrics.worker_metrics import METRICS
 from runtime.node.placement.gpus import Gpus
 from runtime.node.supervisor.node_metrics import NodeMetricsSource
 from tests.node.fake_nvml import Card, FakeNvml

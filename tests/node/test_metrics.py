@@ -17,8 +17,9 @@ import runtime
 from ipc import MemoryRefused, SharedMemory
 from runtime.node.config import Role, SloSection
 from runtime.node.metrics.exporter import NodeCollector, render
+from runtime.node.metrics.kinds import Histogram, Metric
 from runtime.node.metrics.table import State, WorkerTable
-from runtime.node.metrics.worker_metrics import METRICS, DecodeMetrics, FrontendMetrics, Histogram, Metric, PoolMetrics
+from runtime.node.metrics.worker_metrics import METRICS, DecodeMetrics, FrontendMetrics, PoolMetrics
 
 ROLES: tuple[Role, ...] = ("pool", "prefill", "decode", "frontend")
 ALL = [metric for role in ROLES for metric in METRICS[role]]

@@ -13,7 +13,8 @@ from numba import njit
 from ipc.endpoints import connect
 from ipc.native.records import array_from
 from runtime.node.config import NodeConfig
-from runtime.node.metrics.worker_metrics import Histogram, Metric, PoolMetrics
+from runtime.node.metrics.kinds import Histogram, Metric
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool.loop import run_loop
 from runtime.pool.loop_driver import SERVER_EVENT
 from runtime.pool.settings import Policy, policy_of

@@ -12,8 +12,8 @@ import zmq
 
 from ipc import bind
 from runtime.node.config import parse_config
+from runtime.node.metrics.kinds import Counter, Gauge
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.metrics.worker_metrics import Counter, Gauge
 from runtime.node.placement.layout import lay_out
 from runtime.node.worker import Worker
 from runtime.serving.decode.handover_queue import SLICE_NS, WAITING_SHARE

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.node.metrics.worker_metrics import DecodeMetrics, Histogram, PrefillMetrics
+from runtime.node.metrics.kinds import Histogram
+from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.messages import DecodeLoad, Retrieval

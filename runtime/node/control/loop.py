@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, get_args
 from runtime.node.config import NodeConfig, Role
 from runtime.node.control.law import INTERVAL_S, ControlLaw, Readings, SignalMeter
 from runtime.node.control.planner import Move, Planner, Work
+from runtime.node.metrics.kinds import Counter, Gauge
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import (
-    Counter,
     DecodeMetrics,
     FrontendMetrics,
-    Gauge,
     PoolMetrics,
     PrefillMetrics,
     Stage,

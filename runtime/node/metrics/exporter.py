@@ -15,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from runtime.files import read_regular
+from runtime.node.metrics.kinds import Gauge, Histogram
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, Gauge, Histogram, PrefillMetrics
+from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.supervisor_metrics import SupervisorMetric
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily

@@ -24,7 +24,8 @@ import numpy as np
 
 from ipc import MemoryReference, SharedMemory
 from runtime.node.config import Role, SloSection
-from runtime.node.metrics.worker_metrics import METRICS, Counter, Gauge, Histogram, Metric
+from runtime.node.metrics.kinds import Counter, Gauge, Histogram, Metric
+from runtime.node.metrics.worker_metrics import METRICS
 
 _MAGIC = 0x545249_4E495459  # "TRINITY"
 _VERSION = 4

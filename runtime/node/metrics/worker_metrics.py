@@ -8,12 +8,10 @@ Units are seconds and bytes; buckets of waits start at 50 µs, because a pool an
 that differ only by stage, reason or outcome share one name with a label; labels have few values, fixed here.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import ClassVar, Literal
 
-from runtime.node.config import Role, SloSection
-from runtime.node.supervisor_metrics import NamedMetric
+from runtime.node.config import Role
+from runtime.node.metrics.kinds import ByLabel, Counter, Gauge, Histogram, Metric
 
 _WAITS = (
     50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
@@ -24,57 +22,6 @@ _FIRST_TOKENS = (
 )  # fmt: skip
 _TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _EXTENDS = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 256.0, 512.0)
-
-
-@dataclass(frozen=True, eq=False)
-class Counter(NamedMetric):
-    """A value that only grows, also across restarts of the worker."""
-
-    name: str
-    help: str
-    label: tuple[str, str] | None = None
-    kind: ClassVar[str] = "counter"
-
-
-@dataclass(frozen=True, eq=False)
-class Gauge(NamedMetric):
-    """A value that starts at 0 in every process."""
-
-    name: str
-    help: str
-    label: tuple[str, str] | None = None
-    kind: ClassVar[str] = "gauge"
-
-
-@dataclass(frozen=True, eq=False)
-class Histogram(NamedMetric):
-    """Counts by bucket, and the sum. A `limit` of the configuration becomes a bucket edge, so that SLOs can be computed
-    from buckets."""
-
-    name: str
-    help: str
-    buckets: tuple[float, ...]
-    label: tuple[str, str] | None = None
-    limit: Callable[[SloSection], float] | None = None
-    kind: ClassVar[str] = "histogram"
-
-    def edges(self, slo: SloSection) -> tuple[float, ...]:
-        """Return the upper edges of all buckets but the last, which has none."""
-        return tuple(sorted({*self.buckets, self.limit(slo)})) if self.limit else self.buckets
-
-
-Metric = Counter | Gauge | Histogram
-Value = TypeVar("Value", bound=str)
-Kind = TypeVar("Kind", Counter, Gauge, Histogram)
-
-
-class ByLabel(NamedMetric, dict[Value, Kind]):
-    """Metrics of one name by the value of a label; `values` is a `Literal` type."""
-
-    def __init__(self, kind: Callable[..., Kind], name: str, help: str, label: str, values: Any, *more: Any) -> None:
-        super().__init__({value: kind(name, help, *more, label=(label, value)) for value in get_args(values)})
-        self.name = name
-
 
 Stage = Literal["prefill", "decode"]
 OfferOutcome = Literal["accepted", "rejected", "withdrawn", "lost", "expired"]
