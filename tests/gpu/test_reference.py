@@ -85,7 +85,7 @@ def test_overflow_of_the_visited_table_does_not_change_results() -> None:
 def test_with_sketches_engine_and_reference_differ_only_in_near_ties(metric: Metric, dtype: Dtype) -> None:
     random = np.random.default_rng(3)
     vectors = clustered(random, 5000, 400)
-    index = GraphIndex.build(vectors, metric=metric, dtype=dtype)
+    index = GraphIndex.build(vectors, metric=metric, dtype=dtype, neighbor_codes=False)
     assert index.data.rows.sketch is not None
     queries = clustered(random, 20, 400)
     wanted = SearchParams(k=10, top_m=32, search_width=2)

@@ -91,7 +91,7 @@ def many(count: int) -> npt.NDArray[np.float32]:
 
 @functools.cache
 def many_indexed(count: int, metric: Metric, dtype: Dtype) -> GraphIndex:
-    return GraphIndex.build(many(count), metric=metric, dtype=dtype)
+    return GraphIndex.build(many(count), metric=metric, dtype=dtype, neighbor_codes=False)
 
 
 @functools.cache

@@ -16,10 +16,14 @@ from gpu.index.storage import MAX_SEEDS
 from tests.gpu.datasets import clustered
 
 
+def built(*, neighbor_codes: bool) -> GraphIndex:
+    vectors = clustered(np.random.default_rng(1), 4200, 128)
+    return GraphIndex.build(vectors, metric="l2", ids=np.arange(4200) * 3, neighbor_codes=neighbor_codes)
+
+
 @pytest.fixture(scope="module")
 def index() -> GraphIndex:
-    vectors = clustered(np.random.default_rng(1), 4200, 128)
-    return GraphIndex.build(vectors, metric="l2", ids=np.arange(4200) * 3)
+    return built(neighbor_codes=True)
 
 
 @pytest.fixture
@@ -114,8 +118,11 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_missing_truncated_or_altered_file_is_named(saved: Path) -> None:
-    assert {"codes.npy", "graph.npy", "ids.npy", "sketch.npy"} <= set(names(saved))
+@pytest.mark.parametrize("own", ["neighbors.npy scan.npy", "sketch.npy"])
+def test_a_missing_truncated_or_altered_file_is_named(own: str, index: GraphIndex, tmp_path: Path) -> None:
+    saved = tmp_path / "index"
+    (index if own.startswith("neighbors") else built(neighbor_codes=False)).save(saved)
+    assert {"codes.npy", "graph.npy", "ids.npy", *own.split()} <= set(names(saved))
     for name in names(saved):
         path = saved / name
         content = path.read_bytes()
