@@ -1,6 +1,7 @@
 """What `.ci/run` starts in the background fails the run with its output, and ends with the run."""
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -17,8 +18,9 @@ def started(tmp_path: Path, text: str) -> "subprocess.Popen[str]":
     command = ["bash", "-euo", "pipefail", "-c", f". {FUNCTIONS}\n{text}"]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     return subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell traps nothing that it ignores
+    )  # fmt: skip
 
 
 def test_a_command_that_fails_in_the_background_fails_the_run_and_shows_its_output(tmp_path: Path) -> None:

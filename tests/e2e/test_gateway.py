@@ -73,7 +73,8 @@ def test_greedy_tokens_with_passages_equal_the_servers_for_50_prompts_with_them(
     with ThreadPoolExecutor(8) as threads:
         for through, direct in threads.map(both, prompts(50)):
             assert through["choices"][0] == direct["choices"][0]
-            assert through["usage"] == direct["usage"]
+            counts = [answer["usage"] | {"prompt_tokens_details": None} for answer in (through, direct)]
+            assert counts[0] == counts[1]  # the second of them may find the prompt in the cache
 
 
 def test_greedy_tokens_with_two_probes_equal_the_servers_over_the_same_tokens_for_50_prompts(node: Node) -> None:
