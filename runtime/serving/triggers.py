@@ -98,29 +98,39 @@ class EntropyTrigger(PeriodicTrigger):
 
 
 class InstalledTrigger:
-    """A trigger of an installed package: its errors are logged and end the probes of an answer, not the answer."""
+    """A trigger of an installed package: its errors, of loading and making it too, are logged and end the probes of an
+    answer, not the answer or the worker."""
 
-    def __init__(self, name: str, trigger: Trigger) -> None:
-        self._name, self._trigger, self._failed = name, trigger, False
-        self.needs_logits = trigger.needs_logits
+    def __init__(self, name: str, tokens: int, threshold: float) -> None:
+        self._name = name
+        self._trigger: Trigger | None = None
+        self.needs_logits = False
+        try:
+            self._trigger = make_trigger(name, tokens, threshold)
+            self.needs_logits = self._trigger.needs_logits
+        except InvalidRequest:
+            self._fail()
 
     def should_probe(self, generated: int, last_probe_at: int, scores: npt.ArrayLike | None) -> bool:
         """See `Trigger`."""
-        return self._ask(lambda: self._trigger.should_probe(generated, last_probe_at, scores))
+        return self._ask(lambda trigger: trigger.should_probe(generated, last_probe_at, scores))
 
     def accepts(self, found: Sequence[Passage], used: Container[str]) -> bool:
         """See `Trigger`."""
-        return self._ask(lambda: self._trigger.accepts(found, used))
+        return self._ask(lambda trigger: trigger.accepts(found, used))
 
-    def _ask(self, question: Callable[[], bool]) -> bool:
-        if self._failed:
+    def _ask(self, question: Callable[[Trigger], bool]) -> bool:
+        if self._trigger is None:
             return False
         try:
-            return bool(question())
+            return bool(question(self._trigger))
         except Exception:
-            self._failed = True
-            _log.exception("the trigger %r failed: its answer does not probe any more", self._name)
+            self._fail()
             return False
+
+    def _fail(self) -> None:
+        self._trigger = None
+        _log.exception("the trigger %r failed: its answer does not probe any more", self._name)
 
 
 _BUILT_IN: dict[str, type[PeriodicTrigger]] = dict(
@@ -153,6 +163,19 @@ def _load(entry: EntryPoint) -> TriggerType:
     return loaded
 
 
+def make_trigger(name: str, tokens: int, threshold: float) -> Trigger:
+    """Return a trigger. Raises InvalidRequest as `trigger_type`, and if its class refuses these values."""
+    kind = trigger_type(name)
+    try:
+        return kind(tokens, threshold)
+    except Exception as error:
+        raise InvalidRequest(
+            f"probe_trigger {name!r} refuses every_tokens = {tokens} with probe_threshold = {threshold:g}: "
+            f"{type(error).__name__}: {error}",
+            "retrieval.probe_threshold",
+        ) from error
+
+
 def counts_tokens(name: str) -> bool:
     """Return whether the trigger probes every so many tokens, whatever they are; then any engine can use it."""
     return getattr(trigger_type(name), "should_probe", None) is PeriodicTrigger.should_probe
@@ -162,8 +185,8 @@ def trigger_of(retrieval: Retrieval | None) -> Trigger | None:
     """Return the trigger of a request; None without probes."""
     if retrieval is None or not retrieval.every_tokens:
         return None
-    trigger = trigger_type(retrieval.trigger)(retrieval.every_tokens, retrieval.threshold)
-    return trigger if retrieval.trigger in _BUILT_IN else InstalledTrigger(retrieval.trigger, trigger)
+    make = make_trigger if retrieval.trigger in _BUILT_IN else InstalledTrigger
+    return make(retrieval.trigger, retrieval.every_tokens, retrieval.threshold)
 
 
 def entropy(scores: npt.ArrayLike) -> float:

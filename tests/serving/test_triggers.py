@@ -154,16 +154,29 @@ def test_an_installed_trigger_that_fails_ends_its_answer_s_probes_only(
         "class Odd:\n"
         "    needs_logits = 'yes'\n"
         "    default_threshold = None\n"
+        "class Strict(Faulty):\n"
+        "    default_threshold = 0.5\n"
+        "    def __init__(self, tokens, threshold):\n"
+        "        if threshold > 1: raise ValueError('threshold > 1')\n"
     )
-    install(tmp_path, {"faulty": "faulty_trigger:Faulty", "odd": "faulty_trigger:Odd", "gone": "no_such_module:X"})
+    names = {"faulty": "Faulty", "odd": "Odd", "strict": "Strict"}
+    triggers = {name: f"faulty_trigger:{value}" for name, value in names.items()}
+    install(tmp_path, triggers | {"gone": "no_such_module:X"})
     faulty = trigger("faulty")
     with caplog.at_level(logging.ERROR):
         assert [faulty.should_probe(n, 0, None) for n in (4, 3, 5)] == [True, False, False]
     assert "the trigger 'faulty' failed" in caplog.text
     assert trigger("faulty").should_probe(5, 0, None), "another answer's"
+    for name in ("strict", "gone"):  # what only the worker finds out does not end the worker
+        assert not trigger(name, 2.0).should_probe(5, 0, None)
+        assert f"the trigger {name!r} failed" in caplog.text
+    with pytest.raises(InvalidRequest, match="'strict' refuses every_tokens = 4 with probe_threshold = 2: ValueError"):
+        retrieval_of(ProbesSection(), every_tokens=4, probe_trigger="strict", probe_threshold=2.0)
     with pytest.raises(InvalidRequest, match="needs_logits is 'yes', not a bool"):
         trigger_type("odd")
     with pytest.raises(InvalidRequest, match="no_such_module"):
         trigger_type("gone")
-    with pytest.raises(InvalidRequest, match="'else' is not known; there are every, drift, unsure, faulty, gone, odd"):
+    with pytest.raises(
+        InvalidRequest, match="'else' is not known; there are every, drift, unsure, faulty, gone, odd, strict"
+    ):
         trigger_type("else")

@@ -15,7 +15,7 @@ from runtime.serving.http import unsupported_fields
 from runtime.serving.http.parsing import field_error, given, json_name, suggestion, without_null
 from runtime.serving.http.ranking import RerankOptions
 from runtime.serving.messages import Message, Retrieval, Sampling
-from runtime.serving.triggers import trigger_type
+from runtime.serving.triggers import make_trigger, trigger_type
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
@@ -285,28 +285,32 @@ class GenerateBody(Prioritized):
     def to_retrieval(self, prompts: PromptsSection, probes: ProbesSection) -> Retrieval | None:
         """Convert to the workers' message, with the node's defaults; None without retrieval.
 
-        Raises InvalidRequest for an unknown trigger, and for a threshold without a trigger that uses it.
+        Raises InvalidRequest for an unknown trigger, values that it refuses, and a threshold that it does not use.
         """
         options = self.retrieval
         if options is None:
             return None
         trigger = options.probe_trigger or probes.trigger
-        threshold = trigger_type(trigger).default_threshold
-        if options.probe_threshold is not None and threshold is None:
+        default = trigger_type(trigger).default_threshold
+        if options.probe_threshold is not None and default is None:
             raise InvalidRequest(
                 f'probe_threshold requires a probe_trigger that has one, as "drift" and "unsure"; it is {trigger!r}',
                 "retrieval.probe_threshold",
             )
+        every_tokens = probes.every_tokens if options.every_tokens is None else options.every_tokens
+        threshold = options.probe_threshold or default or 0.0
+        if every_tokens:
+            make_trigger(trigger, every_tokens, threshold)
         return Retrieval(
             options.collection or "",
             options.k,
-            probes.every_tokens if options.every_tokens is None else options.every_tokens,
+            every_tokens,
             options.probe_mode or probes.mode,
             options.probe_tokens or 0,
             filter_bytes(options.filter) if options.filter else b"",
             options.hybrid,
             trigger,
-            options.probe_threshold or threshold or 0.0,
+            threshold,
             options.passages or prompts.passages,
         )
 
