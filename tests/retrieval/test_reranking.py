@@ -24,7 +24,7 @@ WANTED = Rerank(1.0)
 
 
 class ByLength:
-    """Scores a text by its length, two at a time; waits for `gate`."""
+    """Scores a text by its length, two at a time; waits for `gate`, then for one of `permits` if there are any."""
 
     name = "by-length"
 
@@ -32,6 +32,7 @@ class ByLength:
         self.max_concurrency = max_concurrency
         self.gate = threading.Event()
         self.gate.set()
+        self.permits: threading.Semaphore | None = None
         self.begun = threading.Semaphore(0)
         self.error: Exception | None = None
         self.scored: list[tuple[str, ...]] = []
@@ -45,6 +46,7 @@ class ByLength:
     def score(self, texts: list[str], until_ns: int) -> Scored:
         self.begun.release()
         assert self.gate.wait(SOON_S)
+        assert self.permits is None or self.permits.acquire(timeout=SOON_S)
         if self.error is not None:
             raise self.error
         self.scored.append(tuple(texts))
@@ -174,16 +176,18 @@ def test_batches_run_at_once_on_as_many_threads_as_there_are_or_a_server_takes(
 
 def test_a_short_list_of_one_key_does_not_wait_for_a_long_one_of_another(harness: Harness) -> None:
     reranker = harness.reranker
-    reranker.gate.clear()
+    reranker.permits = permits = threading.Semaphore(0)
     long = threading.Thread(target=harness.rank, args=(wanting(flow=1), ["long"] * 20))
     long.start()
     assert reranker.begun.acquire(timeout=SOON_S)
     short = harness.reranking.score("question", ["short"], 2, 1 << 62)
-    begun = next(short)
-    reranker.gate.set()
-    harness.drive(short, begun)
+    preparing = next(short)
+    permits.release()
+    scoring = short.send(preparing.future.result(SOON_S))
+    permits.release(10)
+    harness.drive(short, scoring)
     long.join(SOON_S)
-    assert reranker.scored.index(("short",)) <= 3
+    assert reranker.scored.index(("short",)) <= 2
     assert len(reranker.scored) == 11
 
 
