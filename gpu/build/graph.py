@@ -1,7 +1,5 @@
 """Graph build: neighbour lists, a graph, refined lists by searching it, the final graph; or all of it on a GPU."""
 
-from typing import Literal
-
 import numpy as np
 import numpy.typing as npt
 
@@ -35,7 +33,8 @@ def build_graph(
 ) -> tuple[Graph, npt.NDArray[np.uint32]]:
     """Build the search graph, uint32 [N, degree], of validated vectors float32 [N, d]. Returns it and the seed rows.
 
-    device "cuda": build on the GPU, unless there are fewer vectors than a list holds. Raises as `graph_on_gpu`.
+    device "cuda": build on the GPU, unless there are fewer vectors than a list holds. Raises DeviceUnavailable without
+    cuVS, DeviceError if its build fails.
     """
     count = len(vectors)
     seeds = np.random.default_rng(seed).permutation(count)[:_SEEDS].astype(np.uint32)
@@ -43,7 +42,11 @@ def build_graph(
         return np.zeros((1, degree), np.uint32), seeds
     space = neighbor_space(vectors, metric)
     if device != "cpu" and count > 2 * degree:
-        return graph_on_gpu(space, degree, int(seeds[0]), seed, progress), seeds
+        check_gpu_build()
+        progress("graph", 0.0)
+        graph = cuvs_graph(space, degree)
+        progress("graph", 1.0)
+        return graph, seeds
     width = min(2 * degree, count - 1)
     neighbors = nearest_neighbors(space, width, seed, threads, lambda done: progress("neighbors", done), checkpoint)
     progress("graph", 0.0)
@@ -56,38 +59,14 @@ def build_graph(
     return graph, seeds
 
 
-def graph_on_gpu(space: FloatArray, degree: int, root: int, seed: int, progress: Progress) -> Graph:
-    """Build the graph of `space` with cuVS if it is installed, else with torch.
-
-    Raises DeviceUnavailable if neither is available, DeviceError if the build fails.
-    """
-    if check_gpu_build() == "torch":
-        from gpu.build.torch_graph import torch_graph
-
-        return torch_graph(space, degree, root, seed, progress)
-    progress("graph", 0.0)
-    graph = cuvs_graph(space, degree)
-    progress("graph", 1.0)
-    return graph
-
-
-def check_gpu_build() -> Literal["cuvs", "torch"]:
-    """Return the library that builds graphs on a GPU. Raises DeviceUnavailable, with instructions, if there is none."""
+def check_gpu_build() -> None:
+    """Raise DeviceUnavailable, with instructions, if graphs cannot be built on a GPU."""
     try:
         import_cagra()
-        return "cuvs"
     except DeviceUnavailable as error:
-        no_cuvs = error
-    try:
-        from gpu.build.torch_graph import check_device
-
-        check_device()
-    except DeviceUnavailable as no_torch:
         raise DeviceUnavailable(
-            f"building on a GPU needs a CUDA device and cuVS or torch, but {no_cuvs}, and {no_torch}: pip install "
-            "'trinity-runtime[cuvs]', install a torch with CUDA, or build on the CPU"
+            f"building on a GPU needs cuVS, but {error}: pip install 'trinity-runtime[cuvs]', or build on the CPU"
         ) from None
-    return "torch"
 
 
 def neighbor_space(vectors: FloatArray, metric: str) -> FloatArray:

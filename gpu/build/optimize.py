@@ -143,23 +143,14 @@ def connect(neighbors, graph, root):  # type: ignore[no-untyped-def]
 
 
 def optimize(neighbors: Graph, degree: int, root: int, threads: int = 1) -> Graph:
-    """Return the search graph, uint32 [N, degree], of lists uint32 [N, width ≥ 1], reachable from `root`."""
-    return link(prune(neighbors, degree, threads), neighbors, degree, root, threads)
+    """Return the search graph, uint32 [N, degree], of lists uint32 [N, width ≥ 1]; every node is reachable from `root`.
 
-
-def prune(neighbors: Graph, degree: int, threads: int = 1) -> Graph:
-    """Return the `degree` neighbours (or all, if fewer) with the fewest detours, fewest first, ties by rank: uint32."""
+    Keeps the `degree` neighbours (or all, if fewer) with the fewest detours, ties by rank, and adds reverse edges.
+    """
     count, width = neighbors.shape
-    detours = np.empty((count, width), np.int32)
+    detours, kept = np.empty((count, width), np.int32), np.empty((count, min(degree, width)), np.uint32)
     in_parts(count, threads, lambda begin, end: count_detours(neighbors, begin, end, detours))
-    kept = np.empty((count, min(degree, width)), np.uint32)
     keep_fewest(neighbors, detours, kept)
-    return kept
-
-
-def link(kept: Graph, neighbors: Graph, degree: int, root: int, threads: int = 1) -> Graph:
-    """Return the graph of pruned lists and their reverse edges; every node is reachable from `root`."""
-    count = len(kept)
     graph, reverse, filled = (np.empty(shape, np.uint32) for shape in ((count, degree), (count, degree), count))
     find_sources(kept, reverse, filled)
     in_parts(count, threads, lambda begin, end: add_reverse_edges(kept, reverse, filled, begin, end, graph))

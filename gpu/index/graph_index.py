@@ -48,10 +48,10 @@ class GraphIndex:
         neighbor_codes: store RaBitQ codes of every node's neighbours (`gpu.index.data`; not with int8, else the
         default): searches on a CPU are faster, and the index is larger by code_bits · d/8 + 8 bytes per edge. A GPU's
         searches do not use them. code_bits: bits per dimension of
-        a code, 1..4; 0: the fastest (`gpu.index.data.fastest_bits`). seed: of random choices, 0 or more; on the CPU
+        a code, 1..2; 0: the fastest (`gpu.index.data.fastest_bits`). seed: of random choices, 0 or more; on the CPU
         builds are deterministic for an input and seed. threads: of the build, 1..1024. device: "cuda" builds the graph
-        on a GPU with cuVS (extra [cuvs]), else with torch. progress, checkpoint: see `gpu.build.params`; a checkpoint
-        must be of a build of the same vectors and parameters.
+        on a GPU with cuVS (extra [cuvs]). progress, checkpoint: see `gpu.build.params`; a checkpoint must be of a build
+        of the same vectors and parameters.
         Raises InvalidVector (naming the row) and InvalidParams; for "cuda" DeviceUnavailable and DeviceError.
         """
         if neighbor_codes is None:

@@ -102,7 +102,7 @@ def build(
     threads: Annotated[int, typer.Option(help="Cores to use, up to 1024; 0: all that this process may use.")] = 0,
     device: Annotated[
         Literal["cpu", "cuda"],
-        typer.Option(help="Device that builds the graph; cuda: by cuVS, of the extra \\[cuvs], or torch."),
+        typer.Option(help="Device that builds the graph; cuda: by cuVS, of the extra \\[cuvs]."),
     ] = "cpu",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing collection.")] = False,
 ) -> None:

@@ -32,8 +32,8 @@ def test_a_dry_run_runs_every_section_on_the_cpu_and_reports_what_needs_a_gpu(
     assert sections["forms"]["lines"] == [["cpu", "100.0% of the CPU engine's ids"]]
     settings = record["settings"]["32 dims"]
     assert (settings["set"], settings["vectors"]) == ("made-32-l2", 900)
-    assert settings["graph"] == "by torch, degree 32"
-    assert sections["data, 32 dims"]["data"]["torch_graph"]["recall"] > 0.95
+    assert settings["graph"] == "by the CPU, degree 32"
+    assert sections["data, 32 dims"]["data"]["graph"]["recall"] > 0.95
     assert sections["load, 32 dims"]["data"]["capacity_per_s"] > 0
     assert len(sections["steps, 32 dims"]["data"]["roofline"]["measured"]) == 5
     assert sections["cuvs, 32 dims"]["data"]["cuvs"] == "none"

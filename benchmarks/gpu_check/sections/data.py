@@ -1,22 +1,16 @@
-"""Data of a run: vectors, exact neighbours and graph, generated on the device; and the top_m for the target recall.
-
-If both cuVS and torch can build graphs, both do, and searches use cuVS's: engines are compared over one graph.
-"""
+"""Data of a run: vectors, exact neighbours and graph, generated on the device; and the top_m for the target recall."""
 
 import time
-from typing import Any
-
-import numpy as np
 
 from benchmarks.common.data import DataSet, load
 from benchmarks.gpu_check.report import Outcome
 from benchmarks.gpu_check.setup import Setup
 from benchmarks.gpu_check.synthetic import random_set, synthetic_set
-from gpu import DeviceError, DeviceUnavailable, GraphIndex, SearchParams
-from gpu.build.cuvs_graph import cuvs_graph, import_cagra
-from gpu.build.graph import build_graph, neighbor_space
+from gpu import DeviceUnavailable, GraphIndex, SearchParams
+from gpu.build.cuvs_graph import import_cagra
+from gpu.build.graph import build_graph
 from gpu.index.data import IndexData
-from gpu.index.rows import FloatArray, encode
+from gpu.index.rows import encode
 
 _DEGREE, _SEED = 32, 0
 _TOP_MS = (32, 48, 64, 96, 128, 192, 256)
@@ -59,44 +53,20 @@ def _data(setup: Setup) -> DataSet:
 
 def _built(setup: Setup, data: DataSet, threads: int, outcome: Outcome) -> tuple[GraphIndex, str]:
     """Return the index and the builder of its graph."""
-    rows = encode(data.base, data.metric, setup.dtype)
-    seeds = np.random.default_rng(_SEED).permutation(len(data.base))[:128].astype(np.uint32)
-    space = neighbor_space(data.base, data.metric)
-    indexes: dict[str, GraphIndex] = {}
-    for name, build in (("cuVS", _by_cuvs), ("torch", _by_torch)):
-        begin = time.perf_counter()
+    rows, begin, device, by = encode(data.base, data.metric, setup.dtype), time.perf_counter(), "cpu", "the CPU"
+    if setup.on_gpu:
         try:
-            graph = build(setup, space, int(seeds[0]))
-        except DeviceError as error:
-            outcome.add(f"graph by {name}", f"skipped: {error}" if isinstance(error, DeviceUnavailable) else str(error))
-            continue
-        seconds = time.perf_counter() - begin
-        indexes[name] = index = GraphIndex(IndexData(rows, graph, seeds, None))
-        recall = _recall(index, data, 64, threads)
-        outcome.add(f"graph by {name}", f"{seconds:.1f} s, recall@10 {recall:.4f} at top_m 64 on the CPU")
-        outcome.data[f"{name}_graph"] = {"seconds": seconds, "recall": recall}
-    for name, index in indexes.items():
-        return index, name
-    begin = time.perf_counter()
-    graph, seeds = build_graph(data.base, data.metric, _DEGREE, _SEED, threads, lambda stage, done: None)
-    outcome.add("graph by the CPU", f"{time.perf_counter() - begin:.1f} s")
-    return GraphIndex(IndexData(rows, graph, seeds, None)), "the CPU"
-
-
-def _by_cuvs(setup: Setup, space: FloatArray, root: int) -> Any:
-    import_cagra()
-    if not setup.on_gpu:
-        raise DeviceUnavailable("no GPU")
-    return cuvs_graph(space, _DEGREE)
-
-
-def _by_torch(setup: Setup, space: FloatArray, root: int) -> Any:
-    from gpu.build.torch_graph import torch_graph
-
-    device = _torch_device(setup)
-    if device is None:
-        raise DeviceUnavailable("torch sees no CUDA device")
-    return torch_graph(space, _DEGREE, root, _SEED, lambda stage, done: None, device)
+            import_cagra()
+            device, by = "cuda", "cuVS"
+        except DeviceUnavailable as error:
+            outcome.add("graph by cuVS", f"skipped: {error}")
+    graph, seeds = build_graph(data.base, data.metric, _DEGREE, _SEED, threads, lambda stage, done: None, device)
+    seconds = time.perf_counter() - begin
+    index = GraphIndex(IndexData(rows, graph, seeds, None))
+    recall = _recall(index, data, 64, threads)
+    outcome.add(f"graph by {by}", f"{seconds:.1f} s, recall@10 {recall:.4f} at top_m 64 on the CPU")
+    outcome.data["graph"] = {"seconds": seconds, "recall": recall}
+    return index, by
 
 
 def _torch_device(setup: Setup) -> str | None:
