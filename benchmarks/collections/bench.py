@@ -2,10 +2,6 @@
 
     python -m benchmarks.collections --data DIR [--set minilm-384-cosine] [--rows 20000] [--queries 100] [--seed 0]
         [--part replaced] [--out benchmarks/results/collections]
-    python -m benchmarks.collections --data DIR --excluded --set NAME --rows N   filters that exclude the query's
-                                                    neighbourhood; keeps the other sets of --out
-    python -m benchmarks.collections --replacements a document is replaced while it is searched: none may miss it
-                                                    (--replacements "two shards" "two replicas": only these nodes)
     python -m benchmarks.collections --filter-storm --home DIR
                                                     others' requests during a storm of the worst filters; DIR keeps the
                                                     collection of 300,000 documents for the next run
@@ -18,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,13 +26,8 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import numpy as np  # noqa: E402
 
-from benchmarks.collections.excluded import excluded, report_excluded  # noqa: E402
 from benchmarks.collections.peers import EXACT, peers, replaced_in_place, versions  # noqa: E402
-from benchmarks.collections.replacements import NODES, is_perfect, replacements  # noqa: E402
-from benchmarks.collections.replacements import report as report_of_replacements  # noqa: E402
 from benchmarks.collections.storm import filter_storm, report_storm  # noqa: E402
-from benchmarks.collections.switch import report_of as report_of_switch  # noqa: E402
-from benchmarks.collections.switch import switched  # noqa: E402
 from benchmarks.common.data import Array, load, nearest  # noqa: E402
 from benchmarks.common.machine import machine, machine_load  # noqa: E402
 from benchmarks.common.report import table, write  # noqa: E402
@@ -50,7 +40,7 @@ from runtime.retrieval.collections.writer import CollectionWriter  # noqa: E402
 K = 10
 EFFORTS = (16, 32, 64, 128, 256)
 SELECTIVITIES = (0.5, 0.1, 0.01, 0.001)
-PARTS = ("upserts", "switch", "replaced", "filtered")
+PARTS = ("upserts", "replaced", "filtered")
 ENOUGH = 0.95
 ROUNDS = 3
 SLOW_S = 0.005
@@ -225,8 +215,6 @@ def report(results: dict[str, Any]) -> str:
         "",
         "Upserts of 32, acknowledged with fsync: p50 {p50_ms:.1f} ms, p99 {p99_ms:.1f} ms; an fsync of as many bytes "
         "alone p99 {fsync_p99_ms:.1f} ms".format(**results["upserts"]),
-        "",
-        report_of_switch(results["switch"]),
     ]
     return "\n".join(lines)
 
@@ -234,13 +222,8 @@ def report(results: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--excluded", action="store_true", help="only filters that exclude the neighbourhood, of --set")
-    parser.add_argument(
-        "--replacements", nargs="*", choices=tuple(NODES), metavar="NODE",
-        help="only search for a document that is replaced, on these nodes; keep the others of --out",
-    )  # fmt: skip
     parser.add_argument("--filter-storm", action="store_true", help="only measure during storms of filters")
-    parser.add_argument("--home", type=Path, help="keep the storms' collection, or the index of --excluded, here")
+    parser.add_argument("--home", type=Path, help="keep the storms' collection here")
     parser.add_argument(
         "--part", action="append", choices=PARTS, help="measure only this part, and keep the others of --out"
     )
@@ -250,14 +233,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/collections"))
     options = parser.parse_args(arguments)
-    if options.replacements is not None:
-        out = options.out.with_name(f"{options.out.name}-replacements")
-        before = out.with_suffix(".json")
-        nodes = json.loads(before.read_text())["nodes"] if options.replacements and before.exists() else {}
-        with tempfile.TemporaryDirectory() as home:
-            nodes |= replacements(Path(home), options.replacements or NODES, partial(print, flush=True))
-        write({"machine": machine(), "nodes": nodes}, report_of_replacements(nodes), out)
-        sys.exit(0 if is_perfect(nodes) else 1)
     if options.filter_storm:
         if options.home is None:
             parser.error("--home is missing")
@@ -270,16 +245,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--data is missing")
     data = load(options.data, options.set, options.rows, options.queries)
     base, queries, metric = data.base, data.queries, data.metric
-    if options.excluded:
-        out = options.out.with_name(f"{options.out.name}-excluded")
-        before = out.with_suffix(".json")
-        sets: dict[str, Any] = json.loads(before.read_text())["sets"] if before.exists() else {}
-        home = options.home and options.home / f"{options.set}-{len(base)}"
-        filters_found = excluded(base, queries, metric, options.seed, home)
-        measured = {"rows": len(base), "queries": len(queries), "found": filters_found, "load": machine_load()}
-        sets[options.set] = measured | {"processor": machine()["processor"]}
-        write({"machine": machine(), "seed": options.seed, "sets": sets}, report_excluded(sets), out)
-        return
     before = options.out.with_name(f"{options.out.name}.json")
     results: dict[str, Any] = json.loads(before.read_text()) if options.part and before.exists() else {}
     results |= {
@@ -289,7 +254,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=options.out.parent) as place:
         parts: dict[str, Callable[[], Any]] = {
             "upserts": lambda: upserts(base, metric, Path(place) / "upserts"),
-            "switch": lambda: switched(base, queries, metric, options.seed),
             "replaced": lambda: replaced(base, queries, metric, Path(place) / "replaced"),
             "filtered": lambda: filtered(base, queries, metric, options.seed, Path(place)),
         }
