@@ -16,8 +16,8 @@ from runtime.retrieval.collections.collection import document_bytes
 from runtime.retrieval.collections.description import DESCRIPTION, DOCUMENTS
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import EmbedderSpec, embedder_name
-from runtime.retrieval.neighbors import Neighbors
-from runtime.retrieval.search.query import SearchResult, fuse_keywords
+from runtime.retrieval.neighbors import Neighbors, fuse_ranks
+from runtime.retrieval.search.query import SearchResult
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class OpenBuild:
 
     def fuse(self, result: SearchResult, keywords: Neighbors, k: int, weight: float) -> SearchResult:
         """Fuse a result of the pools with one of a keyword search. Raises `CollectionError`."""
-        (ids, distances), keywords = self.documents.align((result.ids, result.distances), keywords)
-        return fuse_keywords(structs.replace(result, ids=ids, distances=distances), keywords, k, weight)
+        by_vector, by_words = self.documents.align((result.ids, result.distances), keywords)
+        ids, distances = fuse_ranks(by_vector, by_words, k, weight)
+        return structs.replace(result, ids=ids, distances=distances)
 
     def close(self) -> None:
         """Stop the check and close the files."""

@@ -1,19 +1,16 @@
 """Tests of hybrid searches through a pool: keyword and vector results of one build and one filter are fused."""
 
 import asyncio
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest, Unavailable
+from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
-from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_registry import CollectionRegistry
@@ -24,7 +21,6 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.passages import Passage, ignore_size
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
-from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
@@ -180,59 +176,3 @@ def test_asyncio_searches_return_the_same_results(plan: NodePlan, make_pool: Mak
         asyncio.run(body())
     finally:
         client.close()
-
-
-# ---- a client with vectors and a text for keyword search
-
-
-@pytest.fixture
-def client(tmp_path: Path, plan: NodePlan, make_pool: MakePool) -> Iterator[SearchClient]:
-    pools = serve(plan, make_pool)
-    with found_at(tmp_path / "run", pools, tmp_path / "docs"), SearchClient.connect(tmp_path / "run") as made:
-        yield made
-
-
-@contextmanager
-def found_at(run_dir: Path, pools: list[InProcessPool], collection: Path) -> Iterator[None]:
-    """Publish a node in its run directory for other processes."""
-    held = RunDir.acquire(run_dir)
-    endpoints = tuple(pool.endpoint for pool in pools)
-    held.write(NodeInfo("n", os.getpid(), "", "", endpoints, ("docs",), paths=(str(collection),)))
-    yield
-    held.release()
-
-
-VECTOR = np.ones(DIM, np.float32)
-
-
-def test_a_search_client_finds_by_keywords_what_its_vector_misses(client: SearchClient) -> None:
-    plain = client.search(VECTOR, 4)
-    assert 77 not in plain.ids
-    ten: Any = np.int64(10)
-    all_of_it: Any = np.float32(1)
-    both = client.search(VECTOR, 4, text="which is n77?", hybrid=True)
-    assert set(both.ids[:2].tolist()) == {int(plain.ids[0]), 77}
-    assert len(both.ids) == 4
-    assert set(client.search(VECTOR, ten, text="all of s7", hybrid=all_of_it).ids.tolist()) == set(range(70, 80))
-    blue = client.search(VECTOR, 5, text="all of s7", hybrid=1.0, filter=tenant_filter("blue"))
-    assert set(blue.ids.tolist()) == set(range(71, 80, 2))
-
-
-def test_an_asyncio_client_searches_keywords_too(tmp_path: Path, plan: NodePlan, make_pool: MakePool) -> None:
-    async def ask() -> Any:
-        async with await AsyncSearchClient.connect(tmp_path / "run") as asking:
-            return await asking.search(VECTOR, 10, text="all of s7", hybrid=1.0, deadline_ms=60_000)
-
-    with found_at(tmp_path / "run", serve(plan, make_pool), tmp_path / "docs"):
-        assert set(asyncio.run(ask()).ids.tolist()) == set(range(70, 80))
-
-
-def test_invalid_keyword_arguments_of_a_client_are_rejected(
-    client: SearchClient, tmp_path: Path, plan: NodePlan
-) -> None:
-    for wrong in ({"hybrid": 1.5, "text": "a"}, {"hybrid": "yes", "text": "a"}, {"hybrid": True}, {"text": "n77"}):
-        with pytest.raises(InvalidRequest, match="hybrid"):
-            client.search(VECTOR, 4, **wrong)
-    build(tmp_path / "docs", len(plan.of_role("pool")), generation=2)
-    with pytest.raises(Unavailable, match="contains another build than the pools serve: reload it"):
-        client.search(VECTOR, 4, text="n77", hybrid=True)

@@ -62,19 +62,15 @@ class AsyncSearchClient:
         deadline_ms: float | None = None,
         accept: AcceptBuild | None = None,
         flow: int = 0,
-        text: str = "",
-        hybrid: bool | float = False,
         **options: Unpack[SearchOptions],
     ) -> SearchResult:
         """As `SearchClient.search` and `submit`. Queries wait while the rings are full, at most 1,024; more raise
         `Overloaded`."""
         self._check_open()
-        query = self._client.query(
-            vector, k, deadline_ns=deadline_after_ms(deadline_ms), accept=accept, flow=flow, text=text, hybrid=hybrid,
-            **options,
-        )  # fmt: skip
-        result = await self.answer(query)
-        return await asyncio.to_thread(self._client.hybrid.fuse, result, query, k) if query.hybrid else result
+        deadline_ns = deadline_after_ms(deadline_ms)
+        return await self.answer(
+            self._client.query(vector, k, deadline_ns=deadline_ns, accept=accept, flow=flow, **options)
+        )
 
     async def answer(self, query: Query) -> SearchResult:
         """Send a query that is complete, and wait for its result. Raises the error that ended it."""

@@ -17,12 +17,11 @@ from ipc import Memo, SearchSpec, Stage
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.placement.plan import NodePlan
 from runtime.node.remote_config import RemoteSection
-from runtime.node.run_dir import collection_paths, find_node
+from runtime.node.run_dir import find_node
 from runtime.node.worker_config import PoolSection
 from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
 from runtime.retrieval.search.batch_search import BatchSearch
 from runtime.retrieval.search.dispatcher import Dispatcher
-from runtime.retrieval.search.hybrid import HybridSearch
 from runtime.retrieval.search.pool_session import ReplicaPolicy
 from runtime.retrieval.search.query import (
     AcceptBuild,
@@ -83,7 +82,6 @@ class SearchClient:
             self._remote = remote_dispatcher.RemoteDispatcher(remote, (limits or QueueLimits()).parked)
         self._specs: Memo[tuple[Any, ...], SearchSpec] = Memo(lambda key: make_spec(*key[: len(key) // 2]))
         self._writes: WriteClient | None = None  # only `connect` knows the node's URL
-        self.hybrid = HybridSearch(self.dispatcher, self.remote)
         self._unclaimed: dict[int, SearchResult] = {}  # results that arrived while `search` waited for another
 
     @classmethod
@@ -114,7 +112,6 @@ class SearchClient:
 
         client = cls(info.pools, name, find=find, collections=info.collections, remote=info.remote)
         client._writes = WriteClient(lambda: find_node(node).url, api_key)
-        client.hybrid.paths = lambda: collection_paths(find_node(node))
         end = time.monotonic_ns() + int(timeout_s * 1e9)
         while (now := time.monotonic_ns()) < end and client.dispatcher.pools.sessions:
             if client.dispatcher.pools.maintain(now) and not client.dispatcher.pools.connecting:
@@ -141,13 +138,8 @@ class SearchClient:
         filter: FilterLike = None,
         accept: AcceptBuild | None = None,
         flow: int = 0,
-        text: str = "",
-        hybrid: bool | float = False,
     ) -> Query:
-        """Check the arguments of a search and return it as a query, to be sent by its `transport`. Raises as `submit`.
-
-        `hybrid`, `text`: see `search`; such a query requests more than `k` rows (`HybridSearch`).
-        """
+        """Check the arguments of a search and return it as a query, for its `transport`. Raises as `submit`."""
         width = self.dispatcher.settings.search_width if search_width is None else search_width
         parameters = (k, collection, stage, top_m, width, patience)
         try:
@@ -162,15 +154,11 @@ class SearchClient:
         row = None if for_others else query_vector(vector)
         if not spec.collection:
             spec = replace(spec, collection=self._only_collection())
-        if for_others:
-            if spec.collection not in self.remote:
-                raise InvalidRequest(
-                    f"vector is a text, and collection {spec.collection!r} is not on other nodes", "vector"
-                )
-            text = vector
-        is_hybrid = hybrid is not False or (text != "" and not for_others)
-        spec, weight = self.hybrid.widen(spec, text, hybrid) if is_hybrid else (spec, 0.0)
-        return Query(spec, row, text, weight, accept, next(self.dispatcher.tickets))
+        if for_others and spec.collection not in self.remote:
+            raise InvalidRequest(
+                f"vector is a text, and collection {spec.collection!r} is not on other nodes", "vector"
+            )
+        return Query(spec, row, vector if for_others else "", accept=accept, ticket=next(self.dispatcher.tickets))
 
     def submit(self, vector: Any, k: int, *, wait_for_room: bool = False, **options: Unpack[SubmitOptions]) -> int:
         """Submit a query for the `k` nearest neighbors of `vector` [d]; return its ticket for `poll`.
@@ -211,17 +199,11 @@ class SearchClient:
         k: int = 10,
         *,
         deadline_ms: float | None = None,
-        text: str = "",
-        hybrid: bool | float = False,
         **options: Unpack[SearchOptions],
     ) -> SearchResult:
-        """Submit a query and wait for its result. `vector` as for `submit`. Raises the error that ended the query.
-
-        `hybrid`, True or a weight: fuse the results with a keyword search for `text`, by rank (docs/hybrid.md). The
-        keyword search runs in this process, on the collection's files, so it requires a client from `connect`.
-        """
+        """Submit a query and wait for its result. `vector` as for `submit`. Raises the error that ended the query."""
         deadline_ns = 0 if deadline_ms is None else deadline_after_ms(deadline_ms)
-        query = self.query(vector, k, deadline_ns=deadline_ns, text=text, hybrid=hybrid, **options)
+        query = self.query(vector, k, deadline_ns=deadline_ns, **options)
         ticket = query.ticket
         transport = self.dispatcher if self._remote is None else self.transport(query.spec.collection)
         transport.submit(query)
@@ -233,8 +215,7 @@ class SearchClient:
         except BaseException:
             self.cancel(ticket)
             raise
-        result = self._unclaimed.pop(ticket).checked()
-        return self.hybrid.fuse(result, query, k) if query.hybrid else result
+        return self._unclaimed.pop(ticket).checked()
 
     def search_batch(
         self, vectors: Any, k: int = 10, *, deadline_ms: float | None = None, **options: Unpack[SearchOptions]
@@ -386,7 +367,6 @@ class SearchClient:
         self.dispatcher.close()
         if self._remote is not None:
             self._remote.close()
-        self.hybrid.close()
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ from ipc import STAGES, SearchSpec, Stage
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
 from runtime.retrieval.attributes.evaluation import MAX_COMPARED
 from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
-from runtime.retrieval.neighbors import Neighbors, fuse_ranks, merge_neighbors
+from runtime.retrieval.neighbors import merge_neighbors
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.vectors import Vectors, check_finite, check_length, on_host
 
@@ -128,12 +128,6 @@ class SearchResult(msgspec.Struct, frozen=True, eq=False):
 def failed_result(ticket: int, error: TrinityError) -> SearchResult:
     """Return the result of a query that was not answered."""
     return SearchResult(ticket, NO_IDS, NO_DISTANCES, error=error)
-
-
-def fuse_keywords(result: SearchResult, keywords: Neighbors, k: int, weight: float) -> SearchResult:
-    """Fuse a result with those of a keyword search (`fuse_ranks`)."""
-    ids, distances = fuse_ranks((result.ids, result.distances), keywords, k, weight)
-    return msgspec.structs.replace(result, ids=ids, distances=distances)
 
 
 class SearchBatch:
