@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from runtime import SearchClient
+from runtime.integrations.client import CollectionClient
 from runtime.testing.live_node import DIM, DOCUMENTS, FLUSH, LiveNode
 from tests.e2e.live_kills import KILLS, kill
 
@@ -30,16 +31,21 @@ def test_no_acknowledged_write_is_lost_and_no_deleted_document_returns_over_kill
     assert told.acknowledged >= 30 * kills
 
 
-def test_a_search_client_writes_finds_and_deletes_documents(live: LiveNode) -> None:
+def test_a_search_client_finds_written_documents_and_no_deleted_ones(live: LiveNode) -> None:
     vectors = np.eye(DIM, dtype=np.float32)
+    writer = CollectionClient(live.url, "notes")
     with SearchClient.connect(live.node.run_dir) as client:
-        documents = [{"id": str(n), "text": "t", "vector": vectors[n], "attributes": {"n": n}} for n in range(8)]
-        assert client.upsert(documents) == 8
+        documents = [
+            {"id": str(n), "text": "t", "vector": vectors[n].tolist(), "attributes": {"n": n}} for n in range(8)
+        ]
+        assert writer.upsert(documents) == 8
         first = int(client.search(vectors[0], 1).ids[0])
         assert client.search(vectors[3], 1).ids.tolist() == [first + 3]
-        assert client.delete(["3"]) == 1
+        assert writer.delete(["3"]) == 1
         assert first + 3 not in client.search(vectors[3], 8).ids
-        assert client.delete(filter={"type": "lt", "key": "n", "value": 3}) == 3
+        with httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
+            below = {"filter": {"type": "lt", "key": "n", "value": 3}}
+            assert http.request("DELETE", DOCUMENTS, json=below).json()["count"] == 3
         left = client.search(vectors[3], 8, filter={"type": "gte", "key": "n", "value": 0})
         assert sorted(row - first for row in left.ids) == [4, 5, 6, 7]
 

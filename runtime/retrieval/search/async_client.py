@@ -6,7 +6,6 @@ async with await AsyncSearchClient.connect("my-node") as client:
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -43,9 +42,9 @@ class AsyncSearchClient:
         self._ended = False
 
     @classmethod
-    async def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0, api_key: str = "") -> Self:
+    async def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0) -> Self:
         """As `SearchClient.connect`. Raises `Unavailable` if no pool answers."""
-        client = cls(await asyncio.to_thread(SearchClient.connect, node, name, timeout_s, api_key))
+        client = cls(await asyncio.to_thread(SearchClient.connect, node, name, timeout_s))
         client._running = asyncio.create_task(client.run())
         return client
 
@@ -106,16 +105,6 @@ class AsyncSearchClient:
         finally:
             if self._batches.pop(batch, None) is not None:
                 batch.cancel()
-
-    async def upsert(self, documents: Sequence[Mapping[str, Any]], *, collection: str = "") -> int:
-        """As `SearchClient.upsert`."""
-        return await asyncio.to_thread(self._client.upsert, documents, collection=collection)
-
-    async def delete(
-        self, ids: Sequence[str] | None = None, *, filter: Mapping[str, Any] | None = None, collection: str = ""
-    ) -> int:
-        """As `SearchClient.delete`."""
-        return await asyncio.to_thread(self._client.delete, ids, filter=filter, collection=collection)
 
     def _check_open(self) -> None:
         if self._ended:  # no result would be delivered

@@ -6,7 +6,7 @@ with SearchClient.connect("my-node") as client:
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -39,7 +39,6 @@ from runtime.retrieval.search.query import (
 from runtime.retrieval.search.routing import only_of
 from runtime.retrieval.search.transport import QueryTransport
 from runtime.retrieval.search.vectors import as_vectors, query_vector
-from runtime.retrieval.write_client import WriteClient
 
 if TYPE_CHECKING:
     from runtime.retrieval.search.remote_dispatcher import RemoteDispatcher
@@ -81,7 +80,6 @@ class SearchClient:
 
             self._remote = remote_dispatcher.RemoteDispatcher(remote, (limits or QueueLimits()).parked)
         self._specs: Memo[tuple[Any, ...], SearchSpec] = Memo(lambda key: make_spec(*key[: len(key) // 2]))
-        self._writes: WriteClient | None = None  # only `connect` knows the node's URL
         self._unclaimed: dict[int, SearchResult] = {}  # results that arrived while `search` waited for another
 
     @classmethod
@@ -95,10 +93,9 @@ class SearchClient:
         )  # fmt: skip
 
     @classmethod
-    def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0, api_key: str = "") -> Self:
+    def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0) -> Self:
         """Return a client of a running node, by its name or run directory; it reconnects if the node is restarted.
 
-        `api_key`: for `upsert` and `delete`, if the node has keys; searches through the rings need none.
         Raises `Unavailable` if no pool answers, `ConfigError` for the key of a remote collection that cannot be read.
         """
         if not isinstance(node, str | Path):
@@ -111,7 +108,6 @@ class SearchClient:
             return found.pools
 
         client = cls(info.pools, name, find=find, collections=info.collections, remote=info.remote)
-        client._writes = WriteClient(lambda: find_node(node).url, api_key)
         end = time.monotonic_ns() + int(timeout_s * 1e9)
         while (now := time.monotonic_ns()) < end and client.dispatcher.pools.sessions:
             if client.dispatcher.pools.maintain(now) and not client.dispatcher.pools.connecting:
@@ -281,29 +277,6 @@ class SearchClient:
         return results
 
     # ---- collections
-
-    def upsert(self, documents: Sequence[Mapping[str, Any]], *, collection: str = "") -> int:
-        """Insert or replace documents of a collection, all of them or none; return their number.
-
-        Each has an `id`, and may have `text`, `title`, `attributes` and a `vector` [d]; without one it is embedded.
-        When this returns the documents are durable, and searches find them. Raises `InvalidRequest`,
-        `InvalidDocument`, `Overloaded`, `NoRoom`, `Unavailable` (also if this client is not from `connect`).
-        """
-        return self._write_client().upsert(collection or self._only_collection(), documents)
-
-    def delete(
-        self, ids: Sequence[str] | None = None, *, filter: Mapping[str, Any] | None = None, collection: str = ""
-    ) -> int:
-        """Delete documents of a collection by `ids` or by `filter` (its JSON object); return their number.
-
-        No search that starts after this returns finds them. Raises as `upsert`, and `InvalidFilter`.
-        """
-        return self._write_client().delete(collection or self._only_collection(), ids, filter)
-
-    def _write_client(self) -> WriteClient:
-        if self._writes is None:
-            raise Unavailable("upsert and delete require a client from SearchClient.connect")
-        return self._writes
 
     def identities(self, collection: str) -> tuple[str, ...]:
         """Return the identities of the builds of a collection that are served now, as far as known here."""
