@@ -1,8 +1,8 @@
 """A stand-in for the Python interpreter of vLLM's environment: `FakeServer`'s model behind a Unix socket.
 
 It starts a process that is its engine core, and ends when that dies, as vLLM does. The environment says how it is:
-FAKE_VERSION; FAKE_FAULT, an error with which it ends at once; FAKE_PACE_S, between two chunks. The core's process id is
-left beside the socket.
+FAKE_VERSION; FAKE_FAULT, an error with which it ends at once; FAKE_HOLD, a file: while it exists, no stream goes beyond
+its first chunks. The core's process id is left beside the socket.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from runtime.engines.openai.http import Response
 from tests.engines.fake_openai import Behaviour, FakeServer
 
+HELD_AFTER = 10  # chunks
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -39,7 +40,7 @@ class HttpFront:
 
     def __init__(self, fake: FakeServer) -> None:
         self.fake = fake
-        self.pace_s = float(os.environ.get("FAKE_PACE_S", "0"))
+        self.hold = Path(os.environ["FAKE_HOLD"]) if "FAKE_HOLD" in os.environ else None
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -74,11 +75,13 @@ class HttpFront:
         return whole and sending.exception() is None
 
     async def _send(self, answer: Response, writer: asyncio.StreamWriter) -> None:
+        sent = 0
         async for part in answer.iter_bytes():
+            while sent > HELD_AFTER and self.hold is not None and self.hold.exists():
+                await asyncio.sleep(0.01)
             writer.write(b"%x\r\n%s\r\n" % (len(part), part))
             await writer.drain()
-            if part.startswith(b"data: "):
-                await asyncio.sleep(self.pace_s)
+            sent += part.startswith(b"data: ")
         writer.write(b"0\r\n\r\n")
 
 

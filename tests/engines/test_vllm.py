@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from tests.node.tiny_node import serve
 from tests.process_context import FORKSERVER
 
 ROOT = Path(__file__).parents[2]
-TOKENS = 300
+TOKENS = 100
+WAIT_S = 120.0
 CONFIG = """
 [node]
 name = "fake-vllm"
@@ -44,10 +45,13 @@ environment = {environment}
 """
 
 
+HOLD = "hold"
+
+
 def fake_python(home: Path, version: str = "0.32.0") -> Path:
     """Write a stand-in for the interpreter of vLLM's environment."""
     program = home / "python"
-    variables = f"FAKE_VERSION={version} PYTHONPATH={ROOT}"
+    variables = f"FAKE_VERSION={version} FAKE_HOLD={home / HOLD} PYTHONPATH={ROOT}"
     program.write_text(f'#!/bin/sh\n{variables} exec {sys.executable} {ROOT}/tests/engines/fake_vllm.py "$@"\n')
     program.chmod(0o755)
     return program
@@ -74,18 +78,35 @@ class VllmNode:
         return None
 
     def worker(self, name: str) -> WorkerStatus:
-        status = self.status()
-        assert status is not None
-        return next(found for found in status.workers if found.name == name)
+        workers: Sequence[WorkerStatus] = ()
+
+        def told() -> bool:
+            nonlocal workers
+            status = self.status()
+            workers = () if status is None else status.workers
+            return status is not None
+
+        eventually(told, WAIT_S, "the supervisor to answer")
+        return next(found for found in workers if found.name == name)
 
     def healthy(self) -> bool:
         status = self.status()
         with contextlib.suppress(httpx.HTTPError):
-            return bool(status and status.ready and httpx.get(f"{status.info.url}/health").status_code == 200)
+            return bool(status and status.ready and fetch(f"{status.info.url}/health").status_code == 200)
         return False
 
-    def ready(self, within_s: float = 120) -> None:
-        eventually(self.healthy, within_s, f"the node to be ready; {self.log.read_text() if self.log.exists() else ''}")
+    def ready(self) -> None:
+        eventually(self.healthy, WAIT_S, f"the node to be ready; {self.log.read_text() if self.log.exists() else ''}")
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep all streams from going beyond their first chunks for the duration of the block."""
+        hold = self.home / HOLD
+        hold.touch()
+        try:
+            yield
+        finally:
+            hold.unlink()
 
     def core(self, name: str) -> int:
         """The process id of an instance's engine core."""
@@ -101,7 +122,11 @@ class VllmNode:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.join(timeout=60)
+        self.process.join(timeout=WAIT_S)
+
+
+def fetch(url: str) -> httpx.Response:
+    return httpx.get(url, timeout=WAIT_S)
 
 
 Start = Callable[..., VllmNode]
@@ -112,7 +137,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmNode]:
     """A ready node, which the last test of it stops."""
     home = tmp_path_factory.mktemp("vllm")
     fake_python(home)
-    node = VllmNode(home, CONFIG.format(environment='{ FAKE_PACE_S = "0.01" }'))
+    node = VllmNode(home, CONFIG.format(environment="{}"))
     node.ready()
     yield node
     node.end()
@@ -195,25 +220,25 @@ def asked(node: VllmNode, count: int = 6, first: int = 0, tokens: int = TOKENS) 
     for asker in askers:
         asker.start()
     for asker in askers:
-        assert asker.began.wait(60), asker
+        assert asker.began.wait(WAIT_S), asker
     return askers
 
 
 def all_whole(askers: list[Asker]) -> None:
     for asker in askers:
-        asker.join(timeout=120)
+        asker.join(timeout=WAIT_S)
         assert not asker.error
         assert asker.text == expected(asker.number, asker.tokens)
 
 
 def test_a_node_runs_its_instances_and_exports_their_metrics(node: VllmNode) -> None:
-    answer = httpx.post(f"{node.info.url}/v1/chat/completions", json=body(1)).json()
+    answer = httpx.post(f"{node.info.url}/v1/chat/completions", json=body(1), timeout=WAIT_S).json()
     assert answer["choices"][0]["message"]["content"] == expected(1)
     metrics = f"{node.info.url}/metrics"
     for name in ("engine-0", "engine-1"):
         wanted = f'vllm:num_requests_running{{engine="0",model_name="fake",node="fake-vllm",worker="{name}"}} 0.0'
-        eventually(lambda wanted=wanted: wanted in httpx.get(metrics).text, 60, wanted)  # type: ignore[misc]
-    assert "python_gc" not in httpx.get(metrics).text
+        eventually(lambda wanted=wanted: wanted in fetch(metrics).text, WAIT_S, wanted)  # type: ignore[misc]
+    assert "python_gc" not in fetch(metrics).text
     assert 'asked for ["--model", "fake", "--tensor-parallel-size", "1"' in node.log.read_text()
     assert '"--dtype", "float32"]' in (node.home / "run" / "logs" / "engine-0.log").read_text().replace('\\"', '"')
     assert node.worker("engine-0").resident_bytes > psutil.Process(node.server("engine-0")).memory_info().rss / 2
@@ -221,12 +246,13 @@ def test_a_node_runs_its_instances_and_exports_their_metrics(node: VllmNode) -> 
 
 
 def test_requests_of_a_killed_instance_are_retried_and_it_restarts(node: VllmNode) -> None:
-    askers = asked(node)
     server, core = node.server("engine-0"), node.core("engine-0")
-    os.kill(core, signal.SIGKILL)
+    with node.held():
+        askers = asked(node)
+        os.kill(core, signal.SIGKILL)
+        eventually(lambda: gone(server) and gone(core), WAIT_S, "the old processes to be gone")
     all_whole(askers)
-    assert "retried after" in node.log.read_text()
-    eventually(lambda: gone(server) and gone(core), 60, "the old processes to be gone")
+    eventually(lambda: "retried after" in node.log.read_text(), WAIT_S, "the log to tell of it")
     node.ready()
     assert node.worker("engine-0").restarts == 1
     assert node.core("engine-0") != core
@@ -234,8 +260,8 @@ def test_requests_of_a_killed_instance_are_retried_and_it_restarts(node: VllmNod
 
 def test_a_stopped_node_leaves_no_process(node: VllmNode) -> None:
     everything = node.everything()
-    stop_node(node.info, timeout_s=60)
-    eventually(lambda: all(gone(pid) for pid in everything), 60, "every process to be gone")
+    stop_node(node.info, timeout_s=WAIT_S)
+    eventually(lambda: all(gone(pid) for pid in everything), WAIT_S, "every process to be gone")
     assert not list((node.home / "run").glob("*.sock"))
 
 
@@ -246,18 +272,18 @@ def test_when_the_supervisor_is_killed_no_process_is_left(start: Start) -> None:
     assert len(everything) >= 2 * 4 + 1  # of each instance: its worker, watchdog, server and core; and the frontend
     assert node.process.pid is not None
     os.kill(node.process.pid, signal.SIGKILL)
-    eventually(lambda: all(gone(pid) for pid in everything), 60, "every process to be gone")
+    eventually(lambda: all(gone(pid) for pid in everything), WAIT_S, "every process to be gone")
 
 
 def test_a_vllm_that_cannot_start_ends_the_node_with_its_error(start: Start) -> None:
     node = start(FAKE_FAULT="ValueError: Free memory on device cuda:0 (10 GiB) is less than desired")
-    node.process.join(timeout=120)
+    node.process.join(timeout=WAIT_S)
     assert node.process.exitcode == 1
     assert "exit code 1: ValueError: Free memory on device cuda:0 (10 GiB) is less than desired" in node.log.read_text()
 
 
 def test_a_version_that_is_too_old_ends_the_node_with_one_line(start: Start) -> None:
     node = start("0.19.1")
-    node.process.join(timeout=120)
+    node.process.join(timeout=WAIT_S)
     assert node.process.exitcode == EXIT_CONFIG
     assert "vLLM 0.19.1 at model.python = " in node.log.read_text()

@@ -3,14 +3,14 @@
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import psutil
 import pytest
 
 from runtime.node.supervisor.admin import restart_node
 from runtime.testing.waiting import eventually
-from tests.engines.test_vllm import VllmNode, all_whole, asked, fake_python, gone
+from tests.engines.test_vllm import WAIT_S, VllmNode, all_whole, asked, fake_python, fetch, gone
 
 CONFIG = """
 [node]
@@ -25,7 +25,6 @@ engine = "vllm"
 name = "fake"
 python = "./python"
 devices = ["cpu"]
-environment = { FAKE_PACE_S = "0.02" }
 [model.prefill]
 instances = 2
 [model.decode]
@@ -47,7 +46,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmNode]:
 def handed_over(node: VllmNode) -> dict[str, int]:
     """Return, by worker, the number of prompts computed for others or pulled from others."""
     found: dict[str, int] = {}
-    for line in httpx.get(f"{node.info.url}/metrics").text.splitlines():
+    for line in fetch(f"{node.info.url}/metrics").text.splitlines():
         if line.startswith("vllm:fake_kv_total"):
             name = next(name for name in NAMES if f'worker="{name}"' in line)
             found[name] = found.get(name, 0) + int(float(line.split()[-1]))
@@ -56,15 +55,18 @@ def handed_over(node: VllmNode) -> dict[str, int]:
 
 def test_prefill_instances_compute_prompts_and_decode_instances_generate(node: VllmNode) -> None:
     def counted(prompts: int) -> None:
-        eventually(lambda: sum(handed_over(node).values()) == 2 * prompts, 60, f"the metrics of {prompts} hand-overs")
+        eventually(
+            lambda: sum(handed_over(node).values()) == 2 * prompts, WAIT_S, f"the metrics of {prompts} hand-overs"
+        )
 
+    with node.held():  # a prompt that ends before the next begins is no reason for another decode instance
+        askers = asked(node, 6, tokens=50)
+    all_whole(askers)
     for prompts in range(6, 36, 6):
-        all_whole(asked(node, 6, tokens=50))
         counted(prompts)
-        if all(
-            handed_over(node).values()
-        ):  # a prompt that ends before the next begins is no reason for another instance
+        if all(handed_over(node).values()):
             break
+        all_whole(asked(node, 6, first=prompts, tokens=50))
     assert all(handed_over(node).values())
     log = (node.home / "run" / "logs" / "engine-prefill-0.log").read_text()
     assert "--enable-prompt-tokens-details" in log
@@ -73,10 +75,13 @@ def test_prefill_instances_compute_prompts_and_decode_instances_generate(node: V
 def test_a_rolling_restart_of_both_stages_loses_no_request(node: VllmNode) -> None:
     restarted = NAMES[::2]
     cores = {node.core(name) for name in restarted}
-    askers = asked(node, 12, tokens=100)
-    for name in restarted:
-        restart_node(node.info, name, timeout_s=120)
-    all_whole(askers)
+    with ThreadPoolExecutor(1) as thread:
+        with node.held():
+            askers = asked(node, 12)
+            restarting = thread.submit(lambda: [restart_node(node.info, name, WAIT_S) for name in restarted])
+            eventually(lambda: node.worker(restarted[1]).phase == "draining", WAIT_S, "the drain of a decode instance")
+        all_whole(askers)
+        restarting.result()
     assert not cores & {node.core(name) for name in restarted}
     assert "retried after" not in node.log.read_text()  # a drained instance finishes what it has
 
@@ -86,8 +91,9 @@ def test_killing_any_process_of_either_stage_loses_no_request_and_leaves_no_proc
         worker = node.worker(name).pid
         watchdog = next(child.pid for child in psutil.Process(worker).children() if child.name() == "sh")
         pids = {"server": node.server(name), "watchdog": watchdog, "core": node.core(name), "worker": worker}
-        askers = asked(node, 12, tokens=100)
-        os.kill(pids[victim], signal.SIGKILL)
+        with node.held():
+            askers = asked(node, 12)
+            os.kill(pids[victim], signal.SIGKILL)
         all_whole(askers)
-        eventually(lambda pids=pids: all(map(gone, pids.values())), 60, "the old processes to be gone")  # type: ignore[misc]
+        eventually(lambda pids=pids: all(map(gone, pids.values())), WAIT_S, "the old processes to be gone")  # type: ignore[misc]
         node.ready()
