@@ -33,6 +33,7 @@ SILENT = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(STORE) + STORE  
 @contextlib.contextmanager
 def client(tmp_path: Path, *nodes: str, limits: QueueLimits | None = None, **options: Any) -> Iterator[SearchClient]:
     (tmp_path / "key").write_text(KEY)
+    options = {"timeout_s": WAIT} | options
     section = RemoteSection("all", nodes, "docs", api_key_file=str(tmp_path / "key"), **options)
     with SearchClient((), "test", remote=(section,), limits=limits) as made:
         yield made
@@ -106,7 +107,7 @@ def test_concurrent_async_searches_work_and_cancelling_one_ends_its_search(start
     wanted = {text: nearest(whole, text) for text in TEXTS}
 
     async def test(url: str) -> None:
-        with client(tmp_path, url_of_whole) as ours, client(tmp_path, url, timeout_s=60.0) as other:
+        with client(tmp_path, url_of_whole) as ours, client(tmp_path, url) as other:
             async with AsyncSearchClient(ours) as asked, AsyncSearchClient(other) as waiting:
                 found = await asyncio.gather(*(asked.search(text, 10) for text in TEXTS))
                 assert [list(result.passages) for result in found] == list(wanted.values())
@@ -122,7 +123,7 @@ def test_concurrent_async_searches_work_and_cancelling_one_ends_its_search(start
 
 
 def test_a_search_ends_at_its_deadline_and_the_node_stays_up(tmp_path: Path) -> None:
-    with silent() as url, client(tmp_path, url, timeout_s=60.0) as asked:
+    with silent() as url, client(tmp_path, url) as asked:
         for _ in range(2):
             with pytest.raises(DeadlineExceeded, match=url):
                 asked.search("cats", 10, deadline_ms=50)

@@ -35,6 +35,7 @@ from tests.queries import query_of
 @contextlib.asynccontextmanager
 async def remote(tmp_path: Path, *nodes: str, **options: Any) -> AsyncIterator[CollectionRouter]:
     (tmp_path / "key").write_text(KEY)
+    options = {"timeout_s": 60.0} | options
     section = RemoteSection("all", nodes, "docs", api_key_file=str(tmp_path / "key"), **options)
     found = CollectionRouter(NoCollections(), [section])
     looking = asyncio.create_task(found.remote.run())
@@ -126,7 +127,8 @@ def test_with_partial_results_enabled_the_answer_of_the_remaining_nodes_is_marke
 def test_doctor_reports_which_nodes_of_a_collection_are_up(start_node: Any, tmp_path: Path) -> None:
     _, even = start_node(DOCUMENTS[::2])
     (tmp_path / "key").write_text(KEY)
-    section = RemoteSection("all", (even + "/", UNREACHABLE_URL), "docs", api_key_file=str(tmp_path / "key"))
+    key = str(tmp_path / "key")
+    section = RemoteSection("all", (even + "/", UNREACHABLE_URL), "docs", api_key_file=key, timeout_s=60.0)
     for missing, level in (("refuse", "error"), ("partial", "warning")):
         reported_summary = list(findings(NodeConfig(remote=(replace(section, missing=missing),))))
         assert [(one.level, one.subject) for one in reported_summary] == [
@@ -172,8 +174,10 @@ def test_a_silent_node_costs_one_timeout_and_a_short_deadline_does_not_mark_it_d
             b'{"status": "completed", "metadata": {"embedder": "hashing-64", "dimensions": "64", "metric": "cosine"}}'
         )
         head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(store)
-        silent = await raw_server(head + store)  # and to what comes next on that connection nothing
-        async with silent, remote(tmp_path, url_of(silent), timeout_s=1.0) as found:
+        silent = await raw_server(head + store, b"GET")  # and to a search nothing
+        async with silent, remote(tmp_path, url_of(silent), timeout_s=0.5) as found:
+            while found.unavailable():  # not probed yet, or not in time
+                await found.remote.probe()
             with pytest.raises(DeadlineExceeded, match=url_of(silent)):
                 await ask(found, timeout_s=0.01)
             assert found.unavailable() == {}
@@ -248,7 +252,7 @@ def test_a_wrong_key_is_reported_and_an_unreadable_key_file_is_an_error_at_start
     _, even = start_node(DOCUMENTS[::2])
 
     async def test() -> None:
-        found = CollectionRouter(NoCollections(), [RemoteSection("all", (even,), "docs")])
+        found = CollectionRouter(NoCollections(), [RemoteSection("all", (even,), "docs", timeout_s=60.0)])
         looking = asyncio.create_task(found.remote.run())
         with pytest.raises(TrinityError, match="API key"):
             await ask(found)

@@ -43,7 +43,7 @@ def endpoint() -> str:
 def attach(server: RingServer, name: str = "test", **options: Any) -> RingClient:
     """Attach a client to a server of the same thread."""
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(RingClient, server.endpoint, name, **options)
+        future = pool.submit(RingClient, server.endpoint, name, **({"timeout_ms": 1e3 * JOIN_S} | options))
         while not future.done():
             server.wait(1)
         return future.result()

@@ -23,7 +23,7 @@ SLOTS = 8
 def _flood(address: str) -> None:
     """Run a client that submits, cancels and reads as fast as it can, forever."""
     rng = random.Random(os.getpid())
-    with RingClient(address, "flood", spin_us=5) as client:
+    with RingClient(address, "flood", timeout_ms=60_000, spin_us=5) as client:
         vector = np.ones(DIM, np.float32)
         for i in itertools.count():
             try:
@@ -158,7 +158,7 @@ def test_a_client_whose_pool_died_stays_disconnected_and_a_new_one_attaches_to_t
 
 
 def _die_before_sending(address: str) -> None:
-    client = RingClient(address, "torn")
+    client = RingClient(address, "torn", timeout_ms=60_000)
     client.submit(np.ones(DIM), SearchSpec("docs", 1, "prefill"))
     ring = client.attachment.requests
     slot = ring.loan()

@@ -380,7 +380,7 @@ def test_a_client_that_reattaches_gets_a_new_lease(pool: tuple[RingServer, Devic
 
 
 def attached_process(where: str) -> None:
-    with RingClient(where, "doomed", arena=True) as client:
+    with RingClient(where, "doomed", timeout_ms=60_000.0, arena=True) as client:
         ask(client, seed=1)
         signal.pause()
 

@@ -247,7 +247,10 @@ def test_a_slow_client_never_opens_anothers_rings_and_can_attach_again(
                 with pytest.raises(PeerLost, match="closed the session"):
                     ask(late)
                 late.close()
-                with served(server, lambda s: void(answer(s))), RingClient(server.endpoint, "slow") as again:
+                with (
+                    served(server, lambda s: void(answer(s))),
+                    RingClient(server.endpoint, "slow", timeout_ms=60_000.0) as again,
+                ):
                     ask(again)
                     assert again.wait(60_000)
             else:

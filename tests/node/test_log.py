@@ -63,7 +63,7 @@ def start() -> Iterator[StartLog]:
         log = logging.getLogger(f"test-{next(numbers)}")
         log.setLevel(logging.DEBUG)
         log.propagate = False
-        handler = QueuedHandler(write, Formatter("json", log.name), **options)  # type: ignore[arg-type]
+        handler = QueuedHandler(write, Formatter("json", log.name), **({"close_s": 60.0} | options))  # type: ignore[arg-type]
         log.addHandler(handler)
         loggers.append(log)
         return log, handler

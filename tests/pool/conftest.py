@@ -55,7 +55,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MakePool = Callable[..., InProcessPool]
 BUSY = Timing(control_ns=0)
 PATIENT = QueueLimits(retry_ns=10_000_000, wait_ns=60 * 10**9)
-NEVER_STALLED = ReplicaPolicy(stalled_ns=3600 * 10**9)
+NEVER_AVOIDED = ReplicaPolicy(floor_ns=3600 * 10**9, stalled_ns=3600 * 10**9)
 MakeClient = Callable[..., SearchClient]
 
 
@@ -63,14 +63,14 @@ MakeClient = Callable[..., SearchClient]
 def make_client() -> Iterator[MakeClient]:
     """Return a factory of clients with long timeouts, which are closed after the test.
 
-    Threads of a busy machine are slow. By default these clients do not treat a pool that waits for a core as stalled;
-    a test can pass another policy.
+    Threads of a busy machine are slow. By default these clients do not treat a pool that waits for a core as slow or
+    stalled; a test can pass another policy.
     """
     made: list[SearchClient] = []
 
     def make(
         plan: NodePlan,
-        policy: ReplicaPolicy = NEVER_STALLED,
+        policy: ReplicaPolicy = NEVER_AVOIDED,
         clock: Callable[[], int] = time.monotonic_ns,
         **limits: int,
     ) -> SearchClient:

@@ -179,7 +179,8 @@ def test_searches_beyond_the_rings_capacity_wait_for_room(run: Run, queries: Vec
         assert [result.ids.tolist() for result in await asyncio.gather(*searches)] == expected
         ends = await asyncio.gather(*(client.search(query, 4) for query in many), return_exceptions=True)
         refused = [end for end in ends if isinstance(end, Overloaded)]
-        assert len(refused) == len(many) - 2 * 8 - limit
+        # A pool whose thread has been slow is avoided: its ring may be empty.
+        assert len(many) - 2 * 8 - limit <= len(refused) <= len(many) - limit
         assert all(f"the limit is {limit}" in str(end) for end in refused)
 
     run(body)

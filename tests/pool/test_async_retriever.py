@@ -98,7 +98,7 @@ def test_the_event_loop_goes_on_while_documents_are_read(
 
 
 def test_the_event_loop_goes_on_while_a_build_is_opened_and_the_search_waits_for_it(
-    plan: NodePlan, pool: InProcessPool, monkeypatch: pytest.MonkeyPatch
+    plan: NodePlan, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released, opening = threading.Event(), threading.Event()
 
@@ -112,6 +112,7 @@ def test_the_event_loop_goes_on_while_a_build_is_opened_and_the_search_waits_for
     client = SearchClient.of_plan(plan, "test")
     search = AsyncRetriever(CollectionRegistry(plan, in_background=True), client)
     path.with_name("away").rename(path)
+    make_pool(plan).start()  # only now: it verifies the files in the background
     monkeypatch.setattr("runtime.retrieval.collection_builds.open_build", held)
 
     async def body() -> None:

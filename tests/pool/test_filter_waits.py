@@ -137,7 +137,7 @@ def test_queries_with_one_filter_share_its_evaluation(
 def test_a_cancelled_query_ends_once_and_its_filter_is_not_evaluated(
     pool: InProcessPool, slow: Evaluations, vectors: Vectors
 ) -> None:
-    with RingClient(pool.endpoint, "impatient") as ring:
+    with RingClient(pool.endpoint, "impatient", timeout_ms=60_000.0) as ring:
         first, second, third = (
             ring.submit(vectors[n], SearchSpec("docs", 1, filter=filter_bytes(number_is(n)))) for n in range(3)
         )
@@ -165,7 +165,7 @@ def test_a_query_that_expires_while_it_waits_ends_at_its_deadline(
 def test_the_queries_of_a_client_that_is_gone_are_dropped(
     pool: InProcessPool, slow: Evaluations, client: SearchClient, vectors: Vectors
 ) -> None:
-    with RingClient(pool.endpoint, "gone") as ring:
+    with RingClient(pool.endpoint, "gone", timeout_ms=60_000.0) as ring:
         for number in range(4):
             ring.submit(vectors[0], SearchSpec("docs", 1, filter=filter_bytes(number_is(number))))
         until(lambda: waiting(pool)() == 4)
@@ -178,7 +178,7 @@ def test_a_client_cannot_take_all_places_of_waiting_queries(
     pool: InProcessPool, slow: Evaluations, client: SearchClient, vectors: Vectors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(filtered_requests, "MOST_WAITING", 8)
-    with RingClient(pool.endpoint, "storm") as ring:
+    with RingClient(pool.endpoint, "storm", timeout_ms=60_000.0) as ring:
         for number in range(8):
             ring.submit(vectors[0], SearchSpec("docs", 1, filter=filter_bytes(number_is(number))))
         found: list[Any] = []

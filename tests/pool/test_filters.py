@@ -163,7 +163,7 @@ def test_an_invalid_filter_is_rejected_before_it_is_sent(
 def test_malformed_filters_of_a_hostile_client_are_rejected_without_side_effects(
     pool: InProcessPool, client: SearchClient, vectors: Vectors, content: bytes
 ) -> None:
-    with RingClient(pool.endpoint, "rude") as rude:
+    with RingClient(pool.endpoint, "rude", timeout_ms=60_000.0) as rude:
         for _ in range(2):
             rude.submit(vectors[0], SearchSpec("docs", 1, filter=content))
             assert rude.wait(20_000)
@@ -181,7 +181,7 @@ def test_client_and_pool_reject_a_query_without_a_required_filter(
         with pytest.raises(InvalidRequest, match="demands a filter that binds 'tenant'"):
             client.search(vectors[0], 1, filter=wanted)
     assert client.search(vectors[0], 1, filter=eq("tenant", "acme")).ids.tolist() == [0]
-    with RingClient(pool.endpoint, "rude") as rude:
+    with RingClient(pool.endpoint, "rude", timeout_ms=60_000.0) as rude:
         for content in (b"", filter_bytes(eq("year", 2001))):
             rude.submit(vectors[0], SearchSpec("docs", 1, filter=content))
             assert rude.wait(20_000)
