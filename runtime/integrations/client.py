@@ -18,6 +18,8 @@ Filter = Mapping[str, Any]
 """A filter in OpenAI's format (docs/collections.md)."""
 Hybrid = bool | float
 """Whether to add keyword search, or its weight in the ranking, 0 to 1 (docs/hybrid.md)."""
+Rerank = bool | None
+"""Whether the node's reranker orders the passages (docs/rerank.md); None: if the node has one."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,17 @@ class CollectionClient:
         )
         self.close = weakref.finalize(self, self._http.close)
 
-    def search(self, query: str, k: int, filter: Filter | None = None, hybrid: Hybrid = False) -> list[SearchHit]:
-        """Return the k passages nearest to a text that pass a filter, best first; `hybrid` fuses a keyword search."""
-        body = {"query": query, "max_num_results": k} | ({"filters": filter} if filter else {}) | _ranking(hybrid)
+    def search(
+        self, query: str, k: int, filter: Filter | None = None, hybrid: Hybrid = False, rerank: Rerank = None
+    ) -> list[SearchHit]:
+        """Return the k passages nearest to a text that pass a filter, best first; `hybrid` fuses a keyword search.
+
+        Raises `InvalidRequest` for `rerank=True` on a node without reranker.
+        """
+        body = {"query": query, "max_num_results": k, "ranking_options": _ranking(hybrid, rerank)}
+        page = self._request("POST", self._search, _json(body | ({"filters": filter} if filter else {})))
+        if rerank and "reranked" not in page:
+            raise InvalidRequest("the node has no reranker: set model in [rerank] of its configuration", "rerank")
         return [
             SearchHit(
                 hit["id"],
@@ -58,7 +68,7 @@ class CollectionClient:
                 hit["score"],
                 ({"title": hit["title"]} if hit["title"] else {}) | hit["attributes"],
             )
-            for hit in self._request("POST", self._search, _json(body))["data"]
+            for hit in page["data"]
         ]
 
     def upsert(self, documents: Sequence[Mapping[str, Any]]) -> int:
@@ -91,15 +101,16 @@ class CollectionClient:
         raise raised
 
 
-def _ranking(hybrid: Hybrid) -> dict[str, Any]:
+def _ranking(hybrid: Hybrid, rerank: Rerank) -> dict[str, Any]:
     """Return the ranking options of a search. Raises `InvalidRequest`."""
     if not 0 <= hybrid <= 1:
         raise InvalidRequest(
             f"hybrid is {hybrid}; it must be true, false or the keywords' weight between 0 and 1", "hybrid"
         )
+    options: dict[str, Any] = {"ranker": "none" if rerank is False else "auto", "score_threshold": -1e9}
     share = 0.5 if hybrid is True else hybrid
     weights = {"embedding_weight": 1 - share, "text_weight": share}
-    return {"ranking_options": {"score_threshold": -1e9, "hybrid_search": weights}} if share else {}
+    return options | {"hybrid_search": weights} if share else options
 
 
 def _json(value: object) -> bytes:

@@ -12,15 +12,15 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import VectorStore
 from pydantic import Field, SecretStr
 
-from runtime.integrations.client import CollectionClient, Filter, Hybrid, SearchHit
+from runtime.integrations.client import CollectionClient, Filter, Hybrid, Rerank, SearchHit
 
 
 class TrinityRetriever(BaseRetriever):  # type: ignore[misc]
     """Retrieves the `k` passages of a collection that are nearest to a text and pass `filter` (OpenAI's format); with
     `hybrid`, also by keywords.
 
-    `k`, `filter` and `hybrid` may also be arguments of `invoke`. A document's metadata contains the passage's
-    attributes and title.
+    `rerank` has the node's reranker order the passages; None: if it has one. `k`, `filter`, `hybrid` and `rerank` may
+    also be arguments of `invoke`. A document's metadata contains the passage's attributes and title.
     """
 
     url: str
@@ -29,6 +29,7 @@ class TrinityRetriever(BaseRetriever):  # type: ignore[misc]
     k: int = Field(4, ge=1)
     filter: Filter | None = None
     hybrid: Hybrid = False
+    rerank: Rerank = None
 
     @cached_property
     def _client(self) -> CollectionClient:
@@ -42,9 +43,11 @@ class TrinityRetriever(BaseRetriever):  # type: ignore[misc]
         k: int | None = None,
         filter: Filter | None = None,
         hybrid: Hybrid | None = None,
+        rerank: Rerank = None,
     ) -> list[Document]:
         filter, hybrid = self.filter if filter is None else filter, self.hybrid if hybrid is None else hybrid
-        return [_document(hit) for hit in self._client.search(query, k or self.k, filter, hybrid)]
+        rerank = self.rerank if rerank is None else rerank
+        return [_document(hit) for hit in self._client.search(query, k or self.k, filter, hybrid, rerank)]
 
     def close(self) -> None:
         """Close the connections, which are otherwise closed when the object is garbage-collected."""
@@ -54,7 +57,8 @@ class TrinityRetriever(BaseRetriever):  # type: ignore[misc]
 class TrinityVectorStore(VectorStore):  # type: ignore[misc]
     """Vector store of a collection of a node. The node embeds the texts, so there is no `embedding`.
 
-    The `filter` of a search is in OpenAI's format; `hybrid` adds keyword search. Metadata become the documents'
+    The `filter` of a search is in OpenAI's format; `hybrid` adds keyword search; `rerank` has the node's reranker order
+    the passages, None: if it has one. Metadata become the documents'
     attributes: strings, integers, floats, booleans and lists of strings. Searches find texts once they are added, and
     never find deleted ones.
     """
@@ -104,17 +108,23 @@ class TrinityVectorStore(VectorStore):  # type: ignore[misc]
         self._client.delete(ids)
         return True
 
-    def similarity_search(
-        self, query: str, k: int = 4, *, filter: Filter | None = None, hybrid: Hybrid = False, **_: Any
-    ) -> list[Document]:
-        """Return the k nearest documents that pass a filter, nearest first."""
-        return [_document(hit) for hit in self._client.search(query, k, filter, hybrid)]
+    def similarity_search(self, query: str, k: int = 4, **options: Any) -> list[Document]:
+        """Return the k nearest documents, nearest first. Options as of `similarity_search_with_score`."""
+        return [document for document, _ in self.similarity_search_with_score(query, k, **options)]
 
     def similarity_search_with_score(
-        self, query: str, k: int = 4, *, filter: Filter | None = None, hybrid: Hybrid = False, **_: Any
+        self,
+        query: str,
+        k: int = 4,
+        *,
+        filter: Filter | None = None,
+        hybrid: Hybrid = False,
+        rerank: Rerank = None,
+        **_: Any,
     ) -> list[tuple[Document, float]]:
-        """Return documents with scores: the cosine, the dot product, or 1 / (1 + squared distance)."""
-        return [(_document(hit), hit.score) for hit in self._client.search(query, k, filter, hybrid)]
+        """Return documents with scores: the reranker's, if it ordered them; otherwise the cosine, the dot product, or
+        1 / (1 + squared distance)."""
+        return [(_document(hit), hit.score) for hit in self._client.search(query, k, filter, hybrid, rerank)]
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         return lambda score: score

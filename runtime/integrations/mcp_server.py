@@ -16,6 +16,7 @@ _FILTER = (
     'are eq, ne, gt, gte, lt, lte, in and nin, and {"type": "and" or "or", "filters": [...]}.'
 )
 _HYBRID = "Also search by keywords: for names, numbers and rare words."
+_RERANK = "Whether a model that reads question and passage orders the passages; by default if there is one."
 
 
 def mcp_server(client: CollectionClient, collection: str) -> MCPServer:
@@ -31,9 +32,10 @@ def mcp_server(client: CollectionClient, collection: str) -> MCPServer:
         k: Annotated[int, Field(description="How many passages.", ge=1, le=64)] = 5,
         filter: Annotated[dict[str, Any] | None, Field(description=_FILTER)] = None,
         hybrid: Annotated[bool, Field(description=_HYBRID)] = False,
+        rerank: Annotated[bool | None, Field(description=_RERANK)] = None,
     ) -> list[dict[str, Any]]:
         try:
-            found = await asyncio.to_thread(client.search, query, k, filter, hybrid)
+            found = await asyncio.to_thread(client.search, query, k, filter, hybrid, rerank)
         except TrinityError as error:  # the model reads the message and can correct its filter
             raise ToolError(error.message) from error
         return [{"id": one.id, "text": one.text, "score": one.score, "metadata": one.metadata} for one in found]

@@ -9,6 +9,7 @@ import pytest
 
 from runtime.testing.node import Node
 from tests.e2e.conftest import GATEWAY, StartNode
+from tests.e2e.test_examples import FOLDER, run_example
 from tests.retrieval.tiny_model import write_tiny_cross_encoder
 
 CHAT: Any = {"model": "tiny", "max_tokens": 4, "temperature": 0}
@@ -77,3 +78,8 @@ def test_openais_client_searches_files_with_it(where: str, request: pytest.Fixtu
     found = [result.score or 0.0 for result in call.results or []]
     assert found == pytest.approx([result.score for result in page.data][: len(found)], abs=1e-6)
     assert found == sorted(found, reverse=True)
+
+
+def test_the_example_orders_the_lines_of_a_file(ranked: Node, tmp_path: Path) -> None:
+    scores = [float(line.split()[0]) for line in run_example(FOLDER / "rerank.py", ranked, tmp_path)]
+    assert scores == sorted(scores, reverse=True)

@@ -1,12 +1,14 @@
 """A frontend with a collection of its own on disk, embedded by hashing, searched without a pool."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from runtime.integrations.client import CollectionClient
 from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.bulk_load import create
@@ -15,8 +17,11 @@ from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.neighbors import fuse_ranks
 from runtime.retrieval.passages import OnRead, Passage
+from runtime.retrieval.reranking.reranker import Batch, Scored
+from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.search.query import Query
 from runtime.retrieval.writer_service import WriterService
+from runtime.serving.http.ranking import Ranker
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 
@@ -24,6 +29,15 @@ HASHING = HashingEmbedder(64)
 KEY = "a-key"
 RARE = {"id": "rare", "text": "E1042", "vector": (-HASHING.embed(["E1042"], "query")[0]).tolist()}
 """A document with the vector opposite to its text's: only keyword search finds it."""
+
+
+class ByLength:
+    """A reranker for which longer texts are more relevant."""
+
+    name, max_concurrency = "by-length", 1
+
+    def batches(self, query: str, texts: Sequence[str]) -> list[Batch]:
+        return [Batch(range(len(texts)), lambda _: Scored([float(len(text)) for text in texts], 0))]
 
 
 class Notes:
@@ -69,13 +83,33 @@ class Notes:
         return {}
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
-    """The URL of a node with an empty collection `notes` that requires `KEY`."""
-    create(tmp_path / "notes", 64, degree=8)
-    notes = Notes(tmp_path / "notes")
-    writes = WriterService({"notes": tmp_path / "notes"}, notes.embed, lambda name: HASHING)
-    settings = Settings(collections={"notes": 64}, api_keys=(KEY,))
-    with Cluster(settings=settings, search=notes, catalogue=notes, writes=writes) as cluster:
+@contextmanager
+def notes_node(directory: Path, reranking: Reranking | None = None) -> Iterator[str]:
+    """Run a node with an empty collection `notes` that requires `KEY`; its URL."""
+    create(directory, 64, degree=8)
+    notes = Notes(directory)
+    writes = WriterService({"notes": directory}, notes.embed, lambda name: HASHING)
+    ranker = Ranker(reranking.name, 30.0) if reranking else Ranker()
+    settings = Settings(collections={"notes": 64}, api_keys=(KEY,), ranker=ranker)
+    with Cluster(settings=settings, search=notes, catalogue=notes, writes=writes, reranking=reranking) as cluster:
         yield cluster.url
     writes.close()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """The URL of a node without reranker."""
+    with notes_node(tmp_path / "notes") as url:
+        yield url
+
+
+@pytest.fixture
+def ranked_url(tmp_path: Path) -> Iterator[str]:
+    """The URL of a node whose reranker prefers long texts, with a near and a long document."""
+    reranking = Reranking(ByLength(), 64, lambda outcome, pairs, seconds: None)
+    with notes_node(tmp_path / "ranked", reranking) as url:
+        client = CollectionClient(url, "notes", KEY)
+        client.upsert([{"id": "near", "text": "cats purr"}, {"id": "long", "text": "birds sing in the morning"}])
+        client.close()
+        yield url
+    reranking.close()

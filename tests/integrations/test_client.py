@@ -58,3 +58,17 @@ def test_hybrid_search_is_used_only_on_request(url: str, hybrid: Hybrid) -> None
         with pytest.raises(InvalidRequest, match="hybrid is"):
             client.search("E1042", 2, hybrid=wrong)
     client.close()
+
+
+def test_a_nodes_reranker_orders_the_passages_unless_it_is_not_wanted(ranked_url: str, url: str) -> None:
+    client = CollectionClient(ranked_url, "notes", KEY)
+    for rerank, first in ((None, "long"), (True, "long"), (False, "near")):
+        assert client.search("cats purr", 2, rerank=rerank)[0].id == first
+        assert client.search("cats purr", 2, hybrid=True, rerank=rerank)[0].id == first
+    assert client.search("cats purr", 1)[0].score == len("birds sing in the morning"), "a score is the reranker's"
+    client.close()
+    without = CollectionClient(url, "notes", KEY)
+    assert without.search("cats purr", 1) == without.search("cats purr", 1, rerank=False) == []
+    with pytest.raises(InvalidRequest, match="no reranker"):
+        without.search("cats purr", 1, rerank=True)
+    without.close()

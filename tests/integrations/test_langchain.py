@@ -84,3 +84,14 @@ def test_hybrid_search_is_used_on_request(store: TrinityVectorStore, url: str) -
     ):
         assert ("rare" in [one.id for one in found]) == by_words
     retriever.close()
+
+
+def test_reranking_can_be_left_out(ranked_url: str) -> None:
+    retriever = TrinityRetriever(url=ranked_url, collection="notes", api_key=KEY, k=2)
+    assert [one.id for one in retriever.invoke("cats purr")] == ["long", "near"]
+    assert [one.id for one in retriever.invoke("cats purr", rerank=False)] == ["near", "long"]
+    retriever.close()
+    store = TrinityVectorStore(ranked_url, "notes", KEY)
+    assert store.similarity_search("cats purr", k=1)[0].id == "long"
+    assert store.similarity_search_with_score("cats purr", k=1, rerank=False)[0][0].id == "near"
+    store.close()

@@ -48,3 +48,10 @@ def test_hybrid_search_is_used_on_request(url: str) -> None:
         retriever = TrinityRetriever(url, "notes", KEY, k=2, hybrid=hybrid)
         assert ("rare" in [one.node_id for one in retriever.retrieve("E1042")]) == hybrid
         retriever.close()
+
+
+def test_reranking_can_be_left_out(ranked_url: str) -> None:
+    for rerank, first in ((None, "long"), (False, "near")):
+        retriever = TrinityRetriever(ranked_url, "notes", KEY, k=2, rerank=rerank)
+        assert retriever.retrieve("cats purr")[0].node_id == first
+        retriever.close()

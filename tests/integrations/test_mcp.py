@@ -76,3 +76,12 @@ def test_the_search_tool_supports_hybrid_search(url: str) -> None:
         answer = asyncio.run(asked(server, query="E1042", k=2, hybrid=hybrid))[1]
         assert ("rare" in [one["id"] for one in answer.structured_content["result"]]) == hybrid
     client.close()
+
+
+def test_the_search_tool_can_leave_reranking_out(ranked_url: str) -> None:
+    client = CollectionClient(ranked_url, "notes", KEY)
+    server = mcp_server(client, "notes")
+    for rerank, first in ((None, "long"), (False, "near")):
+        answer = asyncio.run(asked(server, query="cats purr", k=2, rerank=rerank))[1]
+        assert answer.structured_content["result"][0]["id"] == first
+    client.close()
