@@ -100,6 +100,41 @@ def test_a_file_in_a_store_is_found_by_its_text_and_its_attributes(client: opena
     ]
 
 
+def test_a_filter_may_name_files(client: openai.OpenAI) -> None:
+    files = {name: upload(client, name) for name in ("leave.md", "Lëave 2.md", "travel.txt")}
+    store = client.vector_stores.create(file_ids=list(files.values())).id
+    own = client.vector_stores.create().id
+    client.vector_stores.files.create(own, file_id=files["leave.md"], attributes={"filename": "its own"})
+    for one in (store, own):
+        wait_indexed(client, one)
+
+    def found(operator: str, value: Any, store: str = store) -> set[str]:
+        filters: Any = {"type": operator, "key": "filename", "value": value}
+        return {one.filename for one in client.vector_stores.search(store, query="leave", filters=filters)}
+
+    assert found("eq", "leave.md") == {"leave.md"}
+    assert found("in", ["Lëave 2.md", "travel.txt", "none"]) == {"Lëave 2.md", "travel.txt"}
+    assert found("nin", ["Lëave 2.md", "travel.txt"]) == found("gt", "Lëave 2.md") - {"travel.txt"} == {"leave.md"}
+    assert found("eq", 1) == found("eq", "leave.md", own) == set()
+    assert found("eq", "its own", own) == {"leave.md"}, "an attribute of that name is what a filter means"
+
+
+def test_the_kinds_of_text_that_openai_lists_are_read_in_its_encodings(client: openai.OpenAI) -> None:
+    kinds = "c cpp cs css go java js json md php py rb sh tex ts txt html"
+    texts = {f"a.{kind}": f"leave = 'twelve wëeks' in {kind}" for kind in kinds.split()}
+    encodings = itertools.cycle(("utf-8", "utf-8-sig", "utf-16"))
+    files = {upload(client, name, text.encode(next(encodings))): text for name, text in texts.items()}
+    files[upload(client, "b.txt", b"\xfe\xff" + "wëeks".encode("utf-16-be"))] = "wëeks"
+    store = client.vector_stores.create(file_ids=list(files)).id
+    wait_indexed(client, store)
+    read = {id: client.vector_stores.files.content(id, vector_store_id=store).data[0].text for id in files}
+    assert read == files
+    without_mark = upload(client, "c.txt", "wëeks".encode("utf-16-le"))
+    failed = client.vector_stores.files.create_and_poll(without_mark, vector_store_id=store, poll_interval_ms=20)
+    assert failed.last_error is not None
+    assert (failed.status, failed.last_error.code) == ("failed", "invalid_file")
+
+
 def test_a_search_finds_nothing_of_another_store(client: openai.OpenAI) -> None:
     one = client.vector_stores.create(file_ids=[upload(client)])
     other = client.vector_stores.create(file_ids=[upload(client, "travel.txt", TRAVEL)])

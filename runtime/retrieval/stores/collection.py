@@ -26,7 +26,7 @@ from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.description import is_collection
 from runtime.retrieval.embedding.loading import embedder_dim
 
-STORE, FILE = "store", "file"
+STORE, FILE, FILENAME = "store", "file", "filename"
 COLUMNS_PER_TYPE = 16
 _TYPES = {
     "string": AttributeType.STRING,
@@ -46,7 +46,7 @@ def ensure(directory: Path, embedder: str) -> None:
     temporary = directory.with_name(f"{directory.name}-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     columns = {f"{kind}{n}": of for kind, of in _TYPES.items() for n in range(COLUMNS_PER_TYPE)}
-    schema = {STORE: AttributeType.STRING, FILE: AttributeType.STRING} | columns
+    schema = dict.fromkeys((STORE, FILE, FILENAME), AttributeType.STRING) | columns
     create(temporary, embedder_dim(embedder), embedder=embedder, demanded=STORE, schema=schema)
     try:
         temporary.rename(directory)
@@ -75,10 +75,12 @@ def with_columns(columns: Columns, attributes: Mapping[str, Scalar]) -> dict[str
     return found
 
 
-def stored_attributes(store: str, file: str, columns: Columns, attributes: Mapping[str, Scalar]) -> dict[str, Scalar]:
+def stored_attributes(
+    store: str, file: str, filename: str, columns: Columns, attributes: Mapping[str, Scalar]
+) -> dict[str, Scalar]:
     """Return the attributes of a file's passages in the collection."""
     values = {columns[f"{_type_of(value)}:{name}"]: value for name, value in attributes.items()}
-    return {STORE: store, FILE: file} | values
+    return {STORE: store, FILE: file, FILENAME: filename} | values
 
 
 def attributes_of(columns: Columns, stored: Mapping[str, object]) -> dict[str, object]:
@@ -89,8 +91,8 @@ def attributes_of(columns: Columns, stored: Mapping[str, object]) -> dict[str, o
 def store_filter(stores: Mapping[str, Columns], wanted: Filter | None = None) -> Filter:
     """Return the filter for the passages of these stores that pass `wanted`, a filter of their files' attributes.
 
-    As in OpenAI's API a file without an attribute, or with a value of another type, passes only `ne` and `nin`.
-    Raises `InvalidFilter` for an order of booleans.
+    As in OpenAI's API a file without an attribute, or with a value of another type, passes only `ne` and `nin`, and
+    `filename` is the file's name, unless files of the store have an attribute of that name. Raises `InvalidFilter` for an order of booleans.
     """
     if wanted is None:
         return Comparison(STORE, "eq" if len(stores) == 1 else "in", tuple(sorted(stores)))
@@ -122,7 +124,10 @@ def _in_columns(columns: Columns, wanted: Comparison) -> Filter:
         )
     by_column: dict[str, list[Scalar]] = {}
     for value in wanted.values:
-        if (column := columns.get(f"{_type_of(value)}:{key}")) is not None:
+        column = columns.get(f"{_type_of(value)}:{key}")
+        if column is None and key == FILENAME and isinstance(value, str):
+            column = FILENAME
+        if column is not None:
             by_column.setdefault(column, []).append(value)
     found = tuple(Comparison(column, operator, tuple(values)) for column, values in by_column.items())
     return AnyOf(found) if len(found) > 1 else found[0] if found else _NOTHING

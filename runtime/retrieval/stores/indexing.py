@@ -154,7 +154,7 @@ class Indexer:
             return
         try:
             passages, size = await self._passages(file, entry.chunking)
-            await self._write(store, entry, passages)
+            await self._write(store, entry, file.name, passages)
         except _Stopped:
             return
         except (UnreadableFile, BuildRefused) as error:
@@ -182,8 +182,8 @@ class Indexer:
 
         await self._run(record)
 
-    async def _write(self, store: Store, entry: StoreFile, passages: list[FilePassage]) -> None:
-        attributes = stored_attributes(store.id, entry.id, store.columns, entry.attributes)
+    async def _write(self, store: Store, entry: StoreFile, filename: str, passages: list[FilePassage]) -> None:
+        attributes = stored_attributes(store.id, entry.id, filename, store.columns, entry.attributes)
         for begin in range(0, len(passages), _BATCH):
             documents = [
                 UpsertDocument(f"{store.id}/{entry.id}/{number}", one.text, one.title, attributes)
