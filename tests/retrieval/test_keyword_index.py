@@ -2,13 +2,13 @@
 
 import re
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from gpu import GraphIndex
 from runtime.errors import CollectionError, CollectionReplaced, DeadlineExceeded
@@ -18,9 +18,13 @@ from runtime.retrieval.collections.keyword_index import (
     MAX_DOCUMENT_WORDS,
     MAX_ROWS,
     MAX_WORDS,
-    KeywordIndex,
-    distances,
+    KeywordFile,
+    Postings,
+    Searched,
+    Texts,
+    search_indexes,
 )
+from runtime.retrieval.collections.keyword_search import distances
 from runtime.retrieval.collections.words import stem, words_of
 
 LATER_NS = 1 << 62
@@ -32,19 +36,31 @@ TEXTS = [
 ]
 
 
+def postings(texts: Texts) -> Postings:
+    made = Postings()
+    add(made, texts)
+    return made
+
+
+def add(index: Postings, texts: Texts) -> None:
+    for title, text in texts:
+        index.add(title, text)
+
+
 @pytest.fixture
-def index() -> Iterator[KeywordIndex]:
-    made = KeywordIndex.temporary()
-    made.add(TEXTS)
-    yield made
-    made.close()
+def index() -> Postings:
+    return postings(TEXTS)
 
 
-def search(index: KeywordIndex, text: str, depth: int = 10) -> list[int]:
-    return [int(row) for row in index.search(text, depth, None, LATER_NS)]
+def search(
+    index: Postings | KeywordFile, text: str, depth: int = 10, visible: NDArray[np.bool_] | None = None
+) -> list[int]:
+    count = len(index.lengths)
+    shown = np.ones(count, bool) if visible is None else visible
+    return [int(row) for row in search_indexes([Searched(index, np.arange(count), shown)], text, depth, LATER_NS)]
 
 
-def test_the_row_with_the_rarer_stems_comes_first(index: KeywordIndex) -> None:
+def test_the_row_with_the_rarer_stems_comes_first(index: Postings) -> None:
     assert search(index, "the board games of a player") == [2, 3, 1]
     assert search(index, "Volcano?") == [1]
     assert sorted(search(index, "nothing of that")) == [0, 3]
@@ -52,14 +68,14 @@ def test_the_row_with_the_rarer_stems_comes_first(index: KeywordIndex) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "?!", "xylophone", "__", "\0"])
-def test_a_text_without_known_words_finds_nothing(index: KeywordIndex, text: str) -> None:
+def test_a_text_without_known_words_finds_nothing(index: Postings, text: str) -> None:
     assert search(index, text) == []
 
 
-def test_of_long_words_and_long_texts_the_beginning_is_indexed(index: KeywordIndex) -> None:
+def test_of_long_words_and_long_texts_the_beginning_is_indexed(index: Postings) -> None:
     """A word of a megabyte would take minutes to stem."""
     assert words_of("y" * 1_000_000 + " next") == ["y" * 64, "next"]
-    index.add([("", " ".join(f"q{number}" for number in range(MAX_DOCUMENT_WORDS + 1))), ("", "y" * 1_000_000)])
+    add(index, [("", " ".join(f"q{number}" for number in range(MAX_DOCUMENT_WORDS + 1))), ("", "y" * 1_000_000)])
     assert search(index, f"q{MAX_DOCUMENT_WORDS - 1}") == [4]
     assert search(index, f"q{MAX_DOCUMENT_WORDS}") == []
     assert search(index, "y" * 100) == [5]
@@ -72,28 +88,22 @@ WORDS = ["cats", "game", "title", "text", "rowid", "rank", "AND", "OR", "NOT", "
 @settings(max_examples=200)
 @given(parts=st.lists(st.sampled_from(SYNTAX + WORDS) | st.text(max_size=4), max_size=20), blank=st.booleans())
 def test_query_text_is_never_parsed_as_syntax(parts: list[str], blank: bool) -> None:
-    index = KeywordIndex.temporary()
-    index.add(TEXTS)
-    try:
-        text = (" " if blank else "").join(parts)
-        literal = " ".join(dict.fromkeys(word.lower() for word in re.findall(r"[^\W_]+", text)))
-        assert sorted(search(index, text)) == sorted(search(index, literal))
-        assert search(index, "mammals") == [0], "the table was changed"
-    finally:
-        index.close()
+    index = postings(TEXTS)
+    text = (" " if blank else "").join(parts)
+    literal = " ".join(dict.fromkeys(word.lower() for word in re.findall(r"[^\W_]+", text)))
+    assert sorted(search(index, text)) == sorted(search(index, literal))
+    assert search(index, "mammals") == [0], "the table was changed"
 
 
 def test_frequent_words_are_skipped_and_ranked_rows_are_bounded() -> None:
-    index = KeywordIndex.temporary()
-    index.add(("", "common" + " halves" * (row % 2) + " rare" * (row == 77)) for row in range(MAX_ROWS + 1))
+    index = postings(("", "common" + " halves" * (row % 2) + " rare" * (row == 77)) for row in range(MAX_ROWS + 1))
     assert search(index, "the common rare") == [77]
     assert search(index, "common") == []
     assert len(search(index, "halves", 1 << 20)) == (MAX_ROWS + 1) // 2
     assert search(index, "common halves rare", 1)[0] == 77
-    index.close()
 
 
-def test_only_the_first_words_of_a_query_are_searched(index: KeywordIndex) -> None:
+def test_only_the_first_words_of_a_query_are_searched(index: Postings) -> None:
     assert search(index, "zzz " * 1000 + "mammals") == []
     others = " ".join(f"w{number}" for number in range(MAX_WORDS - 1))
     assert search(index, f"{others} mammals") == [0]
@@ -102,21 +112,17 @@ def test_only_the_first_words_of_a_query_are_searched(index: KeywordIndex) -> No
 
 
 def test_filtered_rows_do_not_take_places_in_the_results() -> None:
-    index = KeywordIndex.temporary()
-    index.add(("", "word " * (1 + (row < 600))) for row in range(700))
+    index = postings(("", "word " * (1 + (row < 600))) for row in range(700))
     allowed = np.zeros(700, bool)
     allowed[[3, 650, 660]] = True
-    assert index.search("word", 2, allowed, LATER_NS).tolist() == [3, 650]
-    index.close()
+    assert search(index, "word", 2, allowed) == [3, 650]
 
 
 def test_a_document_is_found_however_many_others_that_are_not_visible_have_its_words() -> None:
-    index = KeywordIndex.temporary()
-    index.add(("", "shared words" + " own" * (row == MAX_ROWS)) for row in range(2 * MAX_ROWS))
+    index = postings(("", "shared words" + " own" * (row == MAX_ROWS)) for row in range(2 * MAX_ROWS))
     visible = np.arange(2 * MAX_ROWS) == MAX_ROWS
-    assert index.search("shared", 2, visible, LATER_NS).tolist() == [MAX_ROWS]
-    assert index.search("own", 2, ~visible, LATER_NS).tolist() == []
-    index.close()
+    assert search(index, "shared", 2, visible) == [MAX_ROWS]
+    assert search(index, "own", 2, ~visible) == []
 
 
 DOCUMENT = st.lists(st.sampled_from(["cat", "dog", "mouse", "heron", "the"]), max_size=12).map(" ".join)
@@ -128,46 +134,48 @@ def test_results_depend_on_visible_documents_only(
     documents: list[tuple[bool, str, str]], query: str, depth: int
 ) -> None:
     """Searches give the same results as in an index without the other documents, in the same order."""
-    both, alone = KeywordIndex.temporary(), KeywordIndex.temporary()
-    try:
-        both.add((title, text) for _, title, text in documents)
-        alone.add((title, text) for shown, title, text in documents if shown)
-        visible = np.array([shown for shown, _, _ in documents], bool)
-        found = both.search(query, depth, visible, LATER_NS)
-        assert found.tolist() == np.flatnonzero(visible)[alone.search(query, depth, None, LATER_NS)].tolist()
-    finally:
-        both.close()
-        alone.close()
+    both = postings((title, text) for _, title, text in documents)
+    alone = postings((title, text) for shown, title, text in documents if shown)
+    visible = np.array([shown for shown, _, _ in documents], bool)
+    found = search(both, query, depth, visible)
+    assert found == np.flatnonzero(visible)[search(alone, query, depth)].tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), DOCUMENT), max_size=20), DOCUMENT)
+def test_results_do_not_depend_on_how_documents_are_divided_among_indexes(
+    documents: list[tuple[int, str]], query: str
+) -> None:
+    rows = [np.flatnonzero([place == part for place, _ in documents]) for part in range(3)]
+    parts: list[Postings | KeywordFile] = [postings(("", documents[row][1]) for row in some) for some in rows[:2]]
+    parts.append(KeywordFile.temporary(("", documents[row][1]) for row in rows[2]))
+    searched = [Searched(part, some, np.ones(len(some), bool)) for part, some in zip(parts, rows, strict=True)]
+    whole = postings(("", text) for _, text in documents)
+    assert search_indexes(searched, query, 10, LATER_NS).tolist() == search(whole, query)
 
 
 def test_documents_without_words_are_counted_and_never_found() -> None:
-    index = KeywordIndex.temporary()
-    index.add([("", "")])
+    index = postings([("", "")])
     assert search(index, "cat") == []
-    index.add([("", "?!"), ("", "cat")])
-    assert (index.size, search(index, "cat")) == (3, [2])
-    index.close()
+    add(index, [("", "?!"), ("", "cat")])
+    assert (len(index), search(index, "cat")) == (3, [2])
 
 
 def test_documents_are_ranked_by_bm25() -> None:
-    index = KeywordIndex.temporary()
     texts = ["cat", "cat cat", "cat dog", "dog", "cat and many other words of no interest to this query"]
-    index.add(("", text) for text in texts)
+    index = postings(("", text) for text in texts)
     assert search(index, "cat") == [1, 0, 2, 4]
     assert search(index, "cats or dogs") == [2, 3, 1, 0, 4]
-    index.close()
 
 
 def test_the_index_of_a_file_equals_that_in_memory_across_chunks(tmp_path: Path) -> None:
     texts = [("", f"word{row % 1000} all{row % 5000}") for row in range(CHUNK + 2000)]
-    KeywordIndex.create(tmp_path / "keywords.sqlite", texts)
-    stored, memory = KeywordIndex.open(tmp_path / "keywords.sqlite"), KeywordIndex.temporary()
-    memory.add(texts)
-    assert stored.size == memory.size == len(texts)
+    KeywordFile.create(tmp_path / "keywords.sqlite", texts)
+    stored, memory = KeywordFile.open(tmp_path / "keywords.sqlite", len(texts)), postings(texts)
+    assert len(memory) == len(texts)
     for query in ("word7", "all4999 word999", "word0 all0"):
         assert search(stored, query, 100) == search(memory, query, 100) != []
     stored.close()
-    memory.close()
 
 
 @pytest.mark.parametrize(
@@ -180,52 +188,49 @@ def test_words_are_compared_without_case_accents_and_english_endings(text: str, 
 
 
 def test_a_query_ends_at_its_deadline_and_the_next_one_works() -> None:
-    index = KeywordIndex.temporary()
-    index.add(("", "word") for _ in range(3000))
+    index = postings(("", "word") for _ in range(3000))
     now = iter(range(10**9))
+    searched = [Searched(index, np.arange(3000), np.ones(3000, bool))]
     with pytest.raises(DeadlineExceeded, match="keyword search exceeded"):
-        index.search("a word and another", 5, None, 3, clock=lambda: next(now))
-    index.add([("", "another")])
+        search_indexes(searched, "a word and another", 5, 3, clock=lambda: next(now))
+    add(index, [("", "another")])
     assert search(index, "another") == [3000]
-    index.close()
 
 
 def test_an_index_file_round_trips_and_an_invalid_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "keywords.sqlite"
     with pytest.raises(CollectionError, match=r"keywords\.sqlite is missing"):
-        KeywordIndex.open(path)
-    KeywordIndex.create(path, TEXTS)
-    index = KeywordIndex.open(path)
+        KeywordFile.open(path, len(TEXTS))
+    KeywordFile.create(path, TEXTS)
+    index = KeywordFile.open(path, len(TEXTS))
     assert search(index, "football") == [3]
-    before = path.read_bytes()
-    index.add([("", "more football"), *[("", "more")] * CHUNK])
-    assert search(index, "football") == [len(TEXTS), 3]
-    assert path.read_bytes() == before
     index.close()
     with pytest.raises(CollectionReplaced):
         search(index, "football")
+    with pytest.raises(CollectionError, match="has 4 documents, not 5"):
+        KeywordFile.open(path, 5)
     for content in (b"", b"no database" * 100, path.read_bytes()[:5000]):
         path.write_bytes(content)
         with pytest.raises(CollectionError, match=r"damaged|cannot be read"):
-            search(KeywordIndex.open(path), "football")
+            search(KeywordFile.open(path, len(TEXTS)), "football")
     path.unlink()
     foreign = sqlite3.connect(path)
     foreign.execute("CREATE TABLE words (title TEXT)")
     foreign.close()
     with pytest.raises(CollectionError, match="have another schema"):
-        KeywordIndex.open(path)
+        KeywordFile.open(path, len(TEXTS))
 
 
 def test_a_file_that_cannot_be_opened_is_a_collection_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "keywords.sqlite"
-    KeywordIndex.create(path, TEXTS)
+    KeywordFile.create(path, TEXTS)
 
     def refuse(*_: object, **__: object) -> None:
         raise sqlite3.OperationalError("unable to open database file")
 
-    monkeypatch.setattr("runtime.retrieval.collections.keyword_index.sqlite3.connect", refuse)
+    monkeypatch.setattr("runtime.retrieval.collections.documents.sqlite3.connect", refuse)
     with pytest.raises(CollectionError, match=r"keywords\.sqlite is damaged: unable to open"):
-        KeywordIndex.open(path)
+        KeywordFile.open(path, len(TEXTS))
 
 
 @pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])

@@ -12,14 +12,12 @@ from numpy.typing import NDArray
 from gpu import GpuError, GraphIndex
 from gpu.build.params import BuildDevice, BuildParams, check_within
 from gpu.index.rows import MAX_DIM
-from runtime.errors import BuildRefused, CollectionError
-from runtime.retrieval.attributes.schema import AttributeType, Schema
-from runtime.retrieval.collections.attributes import AttributeCollector
+from runtime.errors import BuildRefused, CollectionError, InvalidDocument
+from runtime.retrieval.attributes.schema import AttributeType, Schema, extend_schema
 from runtime.retrieval.collections.description import (
     DESCRIPTION,
     DOCUMENTS,
     INDEX,
-    KEYWORDS,
     MAX_SHARDS,
     Description,
     encode_with_checksum,
@@ -27,10 +25,9 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.directory import atomic_directory
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
-from runtime.retrieval.collections.keyword_index import KeywordIndex
 from runtime.retrieval.collections.log import LogWriter, log_path
 from runtime.retrieval.collections.manifest import MANIFEST, Manifest, make_folders
-from runtime.retrieval.collections.segment_files import building_path, seal_segment
+from runtime.retrieval.collections.segment_files import building_path, seal_segment, write_documents
 from runtime.retrieval.collections.sources import (
     DOCUMENT_SUFFIXES,
     Progress,
@@ -119,12 +116,12 @@ def build(
         folders = [building_path(building, shard) for shard in range(shards)]
         for folder in folders:
             folder.mkdir()
-        columns = AttributeCollector(declared, shards)
+        schema = dict(declared)
         if bare is not None:
             matrix = bare
         else:
-            read = columns.collect(_documents(source, progress))
-            with _written_documents(building, folders, read, sources) as documents:
+            read = _extending(schema, _documents(source, progress))
+            with _written_documents(building, folders, read, schema, sources) as documents:
                 if given is None:
                     assert model is not None, "loaded above"
                     matrix = _embed(documents, model, known_vectors, threads, progress)
@@ -132,7 +129,6 @@ def build(
                     matrix = given
                 else:
                     raise CollectionError(f"{len(given)} vectors do not match {documents.last_row + 1} documents")
-            columns.write(folders)
         if own_ids is None and shards > 1:
             own_ids = np.arange(len(matrix))
         if own_ids is not None and own_ids.shape != (len(matrix),):
@@ -157,7 +153,7 @@ def build(
             segments.append(seal_segment(disk, folder, index.size, shard))
         next_row = 1 + (len(matrix) - 1 if own_ids is None else int(own_ids.max()))
         found = _describe(index.dim, metric, dtype, index.degree, embedder, demanded, declared, shards)
-        manifest = Manifest(0, segments, 0, next_row, shards, columns.schema)
+        manifest = Manifest(0, segments, 0, next_row, shards, schema)
         begin_collection(disk, building, found.identified(segments), manifest)
 
 
@@ -220,22 +216,35 @@ def _describe(
 
 @contextlib.contextmanager
 def _written_documents(
-    building: Path, folders: Sequence[Path], documents: Iterable[Document], sources: Sources | None
+    building: Path, folders: Sequence[Path], documents: Iterable[Document], schema: Schema, sources: Sources | None
 ) -> Iterator[DocumentStore]:
-    """Write documents and their keyword indexes into the folders of the shards; yield all of the documents."""
-    whole = (folders[0] if len(folders) == 1 else building) / DOCUMENTS
+    """Write documents into the folders of the shards; yield all of them."""
+    if len(folders) == 1:
+        write_documents(folders[0], documents, schema, sources)
+        with DocumentStore.open(folders[0] / DOCUMENTS) as store:
+            yield store
+        return
+    whole = building / DOCUMENTS
     DocumentStore.write(whole, documents, sources=sources)
     with DocumentStore.open(whole) as store:
         _check_shards(len(folders), store.last_row + 1)
         for shard, folder in enumerate(folders):
-            path = folder / DOCUMENTS
             with DocumentStore.open(whole, (shard, len(folders))) as part:
-                if path != whole:
-                    DocumentStore.write(path, part.all(), sources=sources)
-                KeywordIndex.create(folder / KEYWORDS, ((title, text) for _, title, text in part.texts()))
+                write_documents(folder, part.all(), schema, sources)
         yield store
-    if whole.parent == building:
-        whole.unlink()
+    whole.unlink()
+
+
+def _extending(schema: dict[str, AttributeType], documents: Iterable[Document]) -> Iterator[Document]:
+    """Yield the documents, and add their attributes to a schema. Raises `CollectionError` if an attribute's type
+    differs between them."""
+    for number, document in enumerate(documents, 1):
+        if document.attributes:
+            try:
+                schema |= extend_schema(schema, document.attributes)
+            except InvalidDocument as error:
+                raise CollectionError(f"document {number}, {document.id!r}: {error.message}") from error
+        yield document
 
 
 def _shard_progress(progress: Progress, shard: int, shards: int) -> Progress:

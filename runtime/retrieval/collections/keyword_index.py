@@ -1,8 +1,9 @@
-"""Keyword index of a collection: BM25 over titles and texts. It does not contain the texts.
+"""Keyword indexes of documents: BM25 over titles and texts. They do not contain the texts.
 
-Documents are numbered in the order in which they are added. A search ranks *visible* documents, and its result depends
-on nothing else: the number and the lengths of documents, and how many have a word, are counted among the visible ones.
-Hence others' documents, deleted ones and those that a filter excludes neither take places nor can be inferred.
+A sealed segment has its index in a file; that of the growing rows is in memory. Documents are numbered in the order of
+their rows. A search ranks the *visible* documents of several indexes together, and its result depends on nothing else:
+the number and the lengths of documents, and how many have a word, are counted among the visible ones. Hence others'
+documents, deleted ones and those that a filter excludes neither take places nor can be inferred.
 
 documents   for each chunk of consecutive documents, the first one's number and their lengths in words, uint32
 postings    for each chunk and stem, the documents that have it, ascending: (number - first) << 8 | min(count, 255),
@@ -14,15 +15,16 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, CollectionReplaced, DeadlineExceeded
 from runtime.retrieval.attributes.columns import Bits
-from runtime.retrieval.collections.documents import read_only_uri
+from runtime.retrieval.collections.documents import read_only
 from runtime.retrieval.collections.words import stem, words_of
 
 MAX_WORDS = 32  # in a query
@@ -42,37 +44,51 @@ _K1, _B = 1.2, 0.75  # of BM25
 Rows = NDArray[np.int64]
 Lengths = NDArray[np.uint32]
 Matches = NDArray[np.int64]
-"""Documents, ascending, and how often each has a stem, [2, documents]."""
+"""Documents that have a stem, [3, documents]: row, how often it has the stem, length in words."""
 Texts = Iterable[tuple[str, str]]  # title, text
 
 
-class _Chunk:
-    """Postings of consecutive documents in memory. `lengths`: of each document, in words.
+class Postings:
+    """An index in memory, to which documents are added. Thread-safe; one thread adds.
 
     Words are appended as numbers of their stems, and inverted before they are read or when there are many: together
     that takes a fraction of the time of appending to each stem's postings.
     """
 
     def __init__(self) -> None:
-        self.lengths = array("I")
+        self._lengths = array("I")
         self._stems: dict[str, int] = {}
         self._numbers = _StemNumbers(self._stems)
         self._entries: list[array[int]] = []  # by number of the stem
         self._pending = array("I")  # stems of the documents from `_inverted` on
         self._inverted = 0
+        self._lock = threading.Lock()
 
-    def add(self, words: Sequence[str]) -> None:
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def lengths(self) -> Lengths:
+        """Of each document, in words."""
+        return np.array(self._lengths, np.uint32)
+
+    def add(self, title: str, text: str) -> None:
         """Add a document."""
-        self._pending.extend(map(self._numbers.__getitem__, words))
-        self.lengths.append(len(words))
-        if len(self._pending) > _MAX_PENDING:
-            self._invert()
+        words = words_of(f"{title}\n{text}")[:MAX_DOCUMENT_WORDS]
+        numbers = [self._numbers[word] for word in words]
+        with self._lock:
+            self._pending.extend(numbers)
+            self._lengths.append(len(words))
+            if len(self._pending) > _MAX_PENDING:
+                self._invert()
 
-    def entries(self, word: str) -> bytes:
-        """Return the entries of a stem."""
-        self._invert()
-        number = self._stems.get(word)
-        return b"" if number is None else self._entries[number].tobytes()
+    def entries(self, word: str) -> Iterator[tuple[int, bytes]]:
+        """Yield the number of the first document, 0, and the entries of a stem."""
+        with self._lock:
+            self._invert()
+            number = self._stems.get(word, len(self._entries))
+            content = self._entries[number].tobytes() if number < len(self._entries) else b""
+        yield 0, content
 
     def all_entries(self) -> Iterator[tuple[str, bytes]]:
         """Yield the stems, sorted, with their entries."""
@@ -80,10 +96,10 @@ class _Chunk:
         return ((word, self._entries[number].tobytes()) for word, number in sorted(self._stems.items()))
 
     def _invert(self) -> None:
-        if self._inverted == len(self.lengths):
+        if self._inverted == len(self._lengths):
             return
         documents = np.repeat(
-            np.arange(self._inverted, len(self.lengths), dtype=np.uint64), self.lengths[self._inverted :]
+            np.arange(self._inverted, len(self._lengths), dtype=np.uint64), self._lengths[self._inverted :]
         )
         stems = np.array(self._pending, np.uint64)
         pairs, counts = np.unique(stems << np.uint64(32) | documents, return_counts=True)
@@ -93,7 +109,7 @@ class _Chunk:
         self._entries += [array("I") for _ in range(len(self._stems) - len(self._entries))]
         for begin, end in pairwise([*begins.tolist(), len(entries)]):
             self._entries[int(stems[begin])].frombytes(entries[begin:end].tobytes())
-        self._pending, self._inverted = array("I"), len(self.lengths)
+        self._pending, self._inverted = array("I"), len(self._lengths)
 
 
 class _StemNumbers(dict[str, int]):
@@ -108,112 +124,77 @@ class _StemNumbers(dict[str, int]):
         return number
 
 
-class KeywordIndex:
-    """An inverted index in an SQLite file. Thread-safe; searches are serialised by a lock."""
+class KeywordFile:
+    """An index in an SQLite file, which does not change. Thread-safe. `lengths`: of each document, in words."""
 
-    def __init__(self, connection: sqlite3.Connection, name: str, databases: Sequence[str] = ("main",)) -> None:
-        """Use `create`, `open` or `temporary`. databases: SQLite's names, in the order of their documents."""
-        self._connection, self._name = connection, name
-        self._lock = threading.Lock()
-        self._lengths = np.empty(0, np.uint32)  # of the documents of the chunks in files
-        self._first: dict[str, int] = {}  # by database, what is added to its numbers of documents
-        for database in databases:
-            chunks = connection.execute(f"SELECT lengths FROM {database}.documents ORDER BY first")
-            self._first[database] = 0 if database == "main" else len(self._lengths)
-            self._lengths = np.concatenate([self._lengths, *(np.frombuffer(one, np.uint32) for (one,) in chunks)])
-        self._recent = _Chunk()
+    def __init__(self, connection: sqlite3.Connection, name: str) -> None:
+        """Use `open` or `temporary`."""
+        self._connection, self._name, self._lock = connection, name, threading.Lock()
+        chunks = connection.execute("SELECT lengths FROM documents ORDER BY first")
+        parts = [np.frombuffer(lengths, np.uint32) for (lengths,) in chunks]
+        self.lengths: Lengths = np.concatenate([np.empty(0, np.uint32), *parts])
 
     @staticmethod
     def create(path: Path, texts: Texts) -> None:
         """Write a new file. Raises `sqlite3.Error`, and leaves an incomplete file then."""
         connection = sqlite3.connect(path, isolation_level=None)
         try:
-            connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-            index = KeywordIndex(_prepared(connection), str(path))
-            index._insert(texts)
-            index._write_chunk()
+            _write(connection, texts)
         finally:
             connection.close()
 
     @classmethod
-    def open(cls, *paths: Path) -> "KeywordIndex":
-        """Open files that `create` wrote, which do not change: documents are added in a temporary file.
-
-        Their documents are numbered one file after the other. Raises `CollectionError` if one is missing, foreign or
-        damaged.
-        """
-        names, path = [f"sealed{number}" for number in range(len(paths))], paths[0]
-        connection: sqlite3.Connection | None = None
+    def open(cls, path: Path, size: int) -> "KeywordFile":
+        """Open a file that `create` wrote. Raises `CollectionError` if it is missing, foreign or damaged, or has
+        another number of documents than `size`."""
+        if not path.is_file():
+            raise CollectionError(f"{path} is missing")
+        connection = read_only(path)
         try:
-            connection = sqlite3.connect("", isolation_level=None, check_same_thread=False, uri=True)
-            for name, path in zip(names, paths, strict=True):
-                if not path.is_file():
-                    raise CollectionError(f"{path} is missing")
-                connection.execute(f"ATTACH ? AS {name}", (read_only_uri(path),))
-                (own,) = connection.execute(f"PRAGMA {name}.application_id").fetchone()
-                tables = connection.execute(f"SELECT type, sql FROM {name}.sqlite_master ORDER BY name").fetchall()
-                if own != _APPLICATION_ID or tables != [("table", _DOCUMENTS), ("table", _POSTINGS)]:
-                    raise CollectionError(f"{path} is damaged: its tables have another schema")
-            return cls(_prepared(connection), ", ".join(map(str, paths)), (*names, "main"))
+            (own,) = connection.execute("PRAGMA application_id").fetchone()
+            tables = connection.execute("SELECT type, sql FROM sqlite_master ORDER BY name").fetchall()
+            if own != _APPLICATION_ID or tables != [("table", _DOCUMENTS), ("table", _POSTINGS)]:
+                raise CollectionError(f"{path} is damaged: its tables have another schema")
+            found = cls(connection, str(path))
+            if len(found.lengths) != size:
+                raise CollectionError(f"{path} is damaged: it has {len(found.lengths)} documents, not {size}")
+            return found
         except (sqlite3.Error, ValueError, TypeError, CollectionError) as error:
-            if connection is not None:
-                connection.close()
+            connection.close()
             if isinstance(error, CollectionError):
                 raise
             raise CollectionError(f"{path} is damaged: {error}") from error
 
     @classmethod
-    def temporary(cls) -> "KeywordIndex":
-        """Create an empty index in an unnamed temporary file, which is deleted when the index is closed."""
+    def temporary(cls, texts: Texts) -> "KeywordFile":
+        """Write an unnamed file, which is deleted when it is closed. Raises `CollectionError`."""
         connection = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-        return cls(_prepared(connection), "the temporary keyword index")
+        try:
+            _write(connection, texts)
+        except sqlite3.Error as error:
+            raise CollectionError(f"a temporary keyword index cannot be written: {error}") from error
+        return cls(connection, "a temporary keyword index")
 
-    @property
-    def size(self) -> int:
-        """Number of documents."""
-        return len(self._lengths) + len(self._recent.lengths)
+    def entries(self, word: str) -> Iterator[tuple[int, bytes]]:
+        """Yield the number of the first document and the entries of a stem, of each chunk that has it.
 
-    def add(self, texts: Texts) -> None:
-        """Add documents. Raises `CollectionError`."""
-        with self._lock:
-            try:
-                self._insert(texts)
-            except sqlite3.Error as error:
-                raise CollectionError(f"{self._name} cannot be written: {error}") from error
-
-    def search(
-        self,
-        text: str,
-        depth: int,
-        visible: Bits | None,
-        deadline_ns: int,
-        clock: Callable[[], int] = time.monotonic_ns,
-    ) -> Rows:
-        """Return the visible documents that have words of a text, by descending BM25 score, int64 [≤ depth].
-
-        visible: bool [≤ size], documents beyond it are not visible; None: all are. Of the text's first `MAX_WORDS`
-        different stems, the rarest are searched as long as together they match at most `MAX_ROWS` visible documents:
-        frequent words add little to the rank and take long. Raises `DeadlineExceeded`, `CollectionError`, and
-        `CollectionReplaced` if the index is closed.
+        Raises `CollectionError`, and `CollectionReplaced` if the file is closed.
         """
-        words = words_of(text[:_MAX_QUERY_CHARACTERS])[:_MAX_READ]
-        stems = dict.fromkeys(stem(word) for word in words)
+        sql = "SELECT first, entries FROM postings WHERE stem = ? ORDER BY first"
+        try:
+            with self._lock:
+                cursor = self._connection.execute(sql, (word,))
+            while (found := self._next(cursor)) is not None:
+                yield found
+        except sqlite3.ProgrammingError as error:
+            raise CollectionReplaced(f"{self._name} is closed") from error
+        except sqlite3.Error as error:
+            raise CollectionError(f"{self._name} cannot be read: {error}") from error
+
+    def _next(self, cursor: sqlite3.Cursor) -> tuple[int, bytes] | None:
         with self._lock:
-            lengths = np.concatenate([self._lengths, np.array(self._recent.lengths, np.uint32)])
-            shown = np.ones(self.size, bool) if visible is None else np.zeros(self.size, bool)
-            if visible is not None:
-                shown[: len(visible)] = visible
-            matches = {}
-            try:
-                for word in islice(stems, MAX_WORDS):
-                    if clock() >= deadline_ns:
-                        raise DeadlineExceeded("the keyword search exceeded its deadline")
-                    matches[word] = self._matches(word, shown)
-            except sqlite3.ProgrammingError as error:
-                raise CollectionReplaced(f"{self._name} is closed") from error
-            except (sqlite3.Error, ValueError, TypeError, IndexError) as error:
-                raise CollectionError(f"{self._name} cannot be read: {error}") from error
-        return _ranked(_rarest(matches), lengths, lengths[shown])[:depth]
+            found: tuple[int, bytes] | None = cursor.fetchone()
+            return found
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -223,40 +204,80 @@ class KeywordIndex:
     def __del__(self) -> None:
         self._connection.close()
 
-    def _insert(self, texts: Texts) -> None:
-        for title, text in texts:
-            self._recent.add(words_of(f"{title}\n{text}")[:MAX_DOCUMENT_WORDS])
-            if len(self._recent.lengths) == CHUNK:
-                self._write_chunk()
 
-    def _write_chunk(self) -> None:
-        """Move the documents in memory to the file."""
-        first, lengths = len(self._lengths), np.array(self._recent.lengths, np.uint32)
-        entries = ((word, first, found) for word, found in self._recent.all_entries())
-        self._connection.execute("BEGIN")
-        self._connection.execute("INSERT INTO main.documents VALUES (?, ?)", (first, lengths.tobytes()))
-        self._connection.executemany("INSERT INTO main.postings VALUES (?, ?, ?)", entries)
-        self._connection.execute("COMMIT")
-        self._lengths, self._recent = np.concatenate([self._lengths, lengths]), _Chunk()
+def _write(connection: sqlite3.Connection, texts: Texts) -> None:
+    """Write the tables, without a journal or syncs: a crash leaves a file that is not used."""
+    for statement in (f"PRAGMA application_id = {_APPLICATION_ID}", "PRAGMA journal_mode = OFF"):
+        connection.execute(statement)
+    for statement in ("PRAGMA synchronous = OFF", _DOCUMENTS, _POSTINGS):
+        connection.execute(statement)
+    remaining, first = iter(texts), 0
+    while chunk := list(islice(remaining, CHUNK)):
+        postings = Postings()
+        for title, text in chunk:
+            postings.add(title, text)
+        entries = ((word, first, content) for word, content in postings.all_entries())
+        connection.execute("BEGIN")
+        connection.execute("INSERT INTO documents VALUES (?, ?)", (first, postings.lengths.tobytes()))
+        connection.executemany("INSERT INTO postings VALUES (?, ?, ?)", entries)
+        connection.execute("COMMIT")
+        first += len(chunk)
 
-    def _matches(self, word: str, shown: Bits) -> Matches:
-        """Return the shown documents with a stem, and how often each has it. Stops when there are over `MAX_ROWS`."""
-        found = [np.empty((2, 0), np.int64)]
-        sql = "SELECT first + {}, entries FROM {}.postings WHERE stem = ? ORDER BY first"
-        chunks = [self._connection.execute(sql.format(first, name), (word,)) for name, first in self._first.items()]
-        recent = self._recent.entries(word)
-        size = 0
-        for first, content in chain(*chunks, [(len(self._lengths), recent)] if recent else []):
-            entries = np.frombuffer(content, np.uint32)
-            numbers = first + (entries >> 8).astype(np.int64)
-            here = shown[numbers]
-            found.append(np.stack([numbers[here], entries[here] & 255]))
-            size += found[-1].shape[1]
+
+# ---- searches
+
+
+class Searched(NamedTuple):
+    """An index that a search reads: the rows of its documents, and whether each of these is visible. Documents behind
+    them are not."""
+
+    words: Postings | KeywordFile
+    rows: Rows
+    visible: Bits
+
+
+def search_indexes(
+    indexes: Sequence[Searched],
+    text: str,
+    depth: int,
+    deadline_ns: int,
+    clock: Callable[[], int] = time.monotonic_ns,
+) -> Rows:
+    """Return the rows of the visible documents that have words of a text, by descending BM25 score, int64 [≤ depth].
+
+    Of the text's first `MAX_WORDS` different stems, the rarest are searched as long as together they match at most
+    `MAX_ROWS` visible documents: frequent words add little to the rank and take long. Raises `DeadlineExceeded`, and
+    the errors of `KeywordFile.entries`.
+    """
+    words = words_of(text[:_MAX_QUERY_CHARACTERS])[:_MAX_READ]
+    lengths = [one.words.lengths[: len(one.visible)] for one in indexes]
+    matches = {}
+    for word in islice(dict.fromkeys(stem(word) for word in words), MAX_WORDS):
+        if clock() >= deadline_ns:
+            raise DeadlineExceeded("the keyword search exceeded its deadline")
+        matches[word] = _matches(word, indexes, lengths)
+    counted = [found[one.visible] for one, found in zip(indexes, lengths, strict=True)]
+    return _ranked(_rarest(matches), np.concatenate([np.empty(0, np.uint32), *counted]))[:depth]
+
+
+def _matches(word: str, indexes: Sequence[Searched], lengths: Sequence[Lengths]) -> Matches:
+    """Return the visible documents with a stem. Stops when there are over `MAX_ROWS`."""
+    found, size = [np.empty((3, 0), np.int64)], 0
+    for (words, rows, visible), sizes in zip(indexes, lengths, strict=True):
+        for first, content in words.entries(word):
+            try:
+                entries = np.frombuffer(content, np.uint32)
+                numbers = first + (entries >> 8).astype(np.int64)
+            except (ValueError, TypeError) as error:
+                raise CollectionError(f"the entries of {word!r} in a keyword index are damaged: {error}") from error
+            numbers, entries = numbers[numbers < len(visible)], entries[numbers < len(visible)]
+            here = visible[numbers]
+            numbers, counts = numbers[here], entries[here] & 255
+            found.append(np.stack([rows[numbers], counts, sizes[numbers]]))
+            size += len(numbers)
             if size > MAX_ROWS:
-                break
-        for cursor in chunks:
-            cursor.close()
-        return np.concatenate(found, axis=1)
+                return np.concatenate(found, axis=1)
+    return np.concatenate(found, axis=1)
 
 
 def _rarest(matches: Mapping[str, Matches]) -> list[Matches]:
@@ -269,35 +290,14 @@ def _rarest(matches: Mapping[str, Matches]) -> list[Matches]:
     return rare
 
 
-def _ranked(matches: Sequence[Matches], lengths: Lengths, shown_lengths: Lengths) -> Rows:
-    """Return the documents of some stems' matches by descending BM25 score, ties by number.
-
-    lengths: of all documents by number; shown_lengths: of those that are counted.
-    """
-    numbers, counts = np.concatenate([np.empty((2, 0), np.int64), *matches], axis=1)
+def _ranked(matches: Sequence[Matches], counted: Lengths) -> Rows:
+    """Return the rows of some stems' matches by descending BM25 score, ties by row. counted: the lengths of all visible
+    documents."""
+    rows, counts, lengths = np.concatenate([np.empty((3, 0), np.int64), *matches], axis=1)
     frequencies = np.array([found.shape[1] for found in matches], np.float64)
-    weights = np.log1p((len(shown_lengths) - frequencies + 0.5) / (frequencies + 0.5))
+    weights = np.log1p((len(counted) - frequencies + 0.5) / (frequencies + 0.5))
     weights = np.repeat(weights, frequencies.astype(np.int64))
-    relative = lengths[numbers] / max(shown_lengths.mean() if len(shown_lengths) else 0.0, 1.0)
-    documents, at = np.unique(numbers, return_inverse=True)
-    scores = np.bincount(at, weights * counts * (_K1 + 1) / (counts + _K1 * (1 - _B + _B * relative)), len(documents))
-    return documents[np.lexsort((documents, -scores))]
-
-
-def distances(vectors: NDArray[np.float32], query: NDArray[np.float32], metric: str) -> NDArray[np.float32]:
-    """Return distances of vectors [n, d] to a query [d]: squared for l2; 1 - cosine; negative dot product for ip."""
-    if metric == "l2":
-        return np.asarray(np.square(vectors - query).sum(axis=1), np.float32)
-    if metric == "ip":
-        return np.asarray(-(vectors @ query), np.float32)
-    lengths = np.linalg.norm(vectors, axis=1) * np.linalg.norm(query)
-    return np.asarray(1 - (vectors @ query) / np.maximum(lengths, 1e-30), np.float32)
-
-
-def _prepared(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """Create the empty tables, without a journal or syncs: a crash leaves a file that is not used."""
-    connection.execute("PRAGMA journal_mode = OFF")
-    connection.execute("PRAGMA synchronous = OFF")
-    connection.execute(_DOCUMENTS)
-    connection.execute(_POSTINGS)
-    return connection
+    relative = lengths / max(counted.mean() if len(counted) else 0.0, 1.0)
+    found, at = np.unique(rows, return_inverse=True)
+    scores = np.bincount(at, weights * counts * (_K1 + 1) / (counts + _K1 * (1 - _B + _B * relative)), len(found))
+    return found[np.lexsort((found, -scores))]

@@ -1,79 +1,45 @@
-"""Keyword search of a collection: BM25 ranks, with vector distances, by an index of this process that follows the rows.
+"""Keyword search of a collection: BM25 ranks, with vector distances, over the segments' indexes and the growing rows'.
 
-The index begins with those of a bulk load. Without them it is built at the first search, in a temporary file, on a
-background thread if there are many documents. A row
-denotes one text permanently, so neither sealing nor merging changes the index. Deleted rows are not visible to
-searches, and the index is rebuilt when most of its rows are deleted, to release their space.
-
-A search waits briefly for rows that are added in the background. While the newer version of a document is not in the
-index, the older one is found.
+The growing rows are added to an index in memory, and segments of earlier versions, which have no index, are read into
+temporary ones, on a background thread. A search waits briefly for it. While the newer version of a document is not in
+the index, the older one is found.
 """
 
-import heapq
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
-from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import CollectionError, Unavailable
-from runtime.retrieval.attributes.columns import Bits
+from runtime.errors import Unavailable
 from runtime.retrieval.attributes.evaluation import BoundedWork, check_deadline
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.background_task import BackgroundTask
-from runtime.retrieval.collections.description import KEYWORDS
+from runtime.retrieval.collections.description import DOCUMENTS, KEYWORDS
 from runtime.retrieval.collections.growing_segment import GrowingSegment
-from runtime.retrieval.collections.keyword_index import KeywordIndex, Rows, distances
-from runtime.retrieval.collections.segment import Segment, locate_rows
+from runtime.retrieval.collections.keyword_index import KeywordFile, Postings, Searched, search_indexes
+from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.state import Snapshot, State
 from runtime.retrieval.neighbors import Neighbors
 
-_BATCH_ROWS = 256  # added while a query waits, about 20 ms; more rows are added in the background, in such batches
-_BATCH_CHARACTERS = 1 << 18  # the same, of rows with long texts
-_MAX_DELETED = 8192  # deleted rows that never cause a rebuild
-_WAIT_S = 0.25  # how long a search waits for the rows that are added in the background
-_FIRST_WAIT_S = 1.0  # the same, of the first ones: a small collection is searched at once
-
-
-class _Filled(NamedTuple):
-    """An index of the rows below `next_row`, without those that were deleted before they were added.
-
-    rows: int64: the row of each of the index's documents; in the first segments of several shards they ascend within
-    each, behind these they ascend. More documents may be added meanwhile.
-    """
-
-    words: KeywordIndex
-    rows: Rows
-    next_row: int
-
-    def locate(self, queried: Rows) -> tuple[Bits, NDArray[np.int64]]:
-        """Return which of some rows are in the index, and the numbers of their documents."""
-        order = np.argsort(self.rows, kind="stable")  # in linear time if they ascend
-        here, places = locate_rows(self.rows[order], queried)
-        return here, order[places]
-
-
-class _Places(NamedTuple):
-    """Which rows of a segment are in the index, and their documents' numbers there."""
-
-    here: Bits
-    numbers: NDArray[np.int64]
+_WAIT_S = 0.25  # how long a search waits for rows that are being added
 
 
 class KeywordSearch:
     """Keyword search over a `State` that its owner advances. Thread-safe."""
 
     def __init__(self, state: State, clock: Callable[[], float] = time.monotonic) -> None:
+        """Open the files of the segments. Raises `CollectionError`."""
         self._state, self._clock = state, clock
         self._lock = threading.Lock()
-        self._filled = _of_bulk_load(state)
-        self._filling: BackgroundTask[_Filled] | None = None  # adds rows to the index
-        self._rebuilding: BackgroundTask[_Filled] | None = None  # makes another index
-        self._places: dict[Segment, _Places] = {}  # of segments all of whose rows are below `next_row`
+        self._files: WeakKeyDictionary[Segment, KeywordFile] = WeakKeyDictionary()
+        self._grown: WeakKeyDictionary[GrowingSegment, Postings] = WeakKeyDictionary()
+        self._adding: BackgroundTask[None] | None = None
+        for segment in state.segments:
+            self._file_of(segment)
 
     def search_keywords(
         self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int
@@ -81,183 +47,106 @@ class KeywordSearch:
         """Return the rows that match words of a text and pass a filter, by descending BM25 score, int64 [≤ depth], and
         the distances of their vectors from the text's `vector`, float32 [≤ depth].
 
-        Raises the errors of `KeywordIndex.search`, and `Unavailable` until the index is built.
+        Raises the errors of `search_indexes`, and `Unavailable` until segments without an index were read.
         """
-        state = self._state
-        work = BoundedWork(partial(check_deadline, deadline_ns))
-        with self._lock:
-            filled = self._updated()
-            snapshot = state.snapshot()
-            growing, segments = snapshot.growing, snapshot.segments
-            if filter is None and filled.next_row == len(filled.rows) == state.count == growing.next_row:
-                visible = np.ones(len(filled.rows), bool)  # as of a bulk load that was never written to
-            else:
-                visible = self._visible(filled, snapshot, filter, work)
-        rows = filled.rows[filled.words.search(text, depth, visible, deadline_ns)]
+        snapshot = self._state.snapshot()
+        self._wait_for_rows(snapshot)
+        growing, segments = snapshot.growing, snapshot.segments
+        searched = self._searched(snapshot, filter, BoundedWork(partial(check_deadline, deadline_ns)))
+        rows = search_indexes(searched, text, depth, deadline_ns)
         vectors = np.empty((len(rows), len(vector)), np.float32)
         for segment in segments:
             here, at = segment.locate(rows)
             vectors[here] = segment.vectors(at)
         grown = rows >= growing.first
         vectors[grown] = growing.vectors(rows[grown] - growing.first)
-        return rows, distances(vectors, vector, state.description.metric)
+        return rows, distances(vectors, vector, self._state.description.metric)
 
-    def _visible(self, filled: _Filled, snapshot: Snapshot, filter: Filter | None, work: BoundedWork) -> Bits:
-        """Return which of the index's documents are not deleted and pass a filter."""
-        passing, recent = snapshot.passing(filter, work)
+    def _searched(self, snapshot: Snapshot, filter: Filter | None, work: BoundedWork) -> list[Searched]:
         growing, segments = snapshot.growing, snapshot.segments
-        visible = np.zeros(len(filled.rows), bool)
-        begin, end = np.searchsorted(filled.rows, [growing.first, growing.first + len(recent)])
-        visible[begin:end] = recent[filled.rows[begin:end] - growing.first]
-        self._places = {one: self._places[one] for one in segments if one in self._places}
-        for segment, bits in zip(segments, passing, strict=True):
-            places = self._places_of(segment, filled)
-            visible[places.numbers] = bits[places.here]
-        if filled.next_row < growing.next_row:
-            self._keep_replaced(visible, filled, growing, segments, filter)
-        return visible
+        passing, recent = snapshot.passing(filter, work)
+        postings = self._postings_of(growing)
+        count = min(len(postings), len(recent))
+        if count < len(recent):  # the rows whose newer versions are not in the index yet remain visible
+            rows = self._state.replaced_by(growing.first + count)
+            for number, segment in enumerate(segments):
+                _, at = segment.locate(rows)
+                passing[number] = passing[number].copy()
+                passing[number][at] = True if filter is None else segment.passing(filter)[at]
+            at = rows[(rows >= growing.first) & (rows < growing.first + count)] - growing.first
+            recent = recent.copy()
+            recent[at] = True if filter is None else growing.passing(filter)[at]
+        files = [(self._file_of(one), one, bits) for one, bits in zip(segments, passing, strict=True)]
+        found = [Searched(file, one.rows, bits) for file, one, bits in files if file is not None]
+        return [*found, Searched(postings, np.arange(growing.first, growing.first + count), recent[:count])]
 
-    def _keep_replaced(
-        self,
-        visible: Bits,
-        filled: _Filled,
-        growing: GrowingSegment,
-        segments: Sequence[Segment],
-        filter: Filter | None,
-    ) -> None:
-        """Keep the rows visible whose newer versions are not in the index yet."""
-        rows = self._state.replaced_by(filled.next_row)
-        here, numbers = filled.locate(rows)
-        rows = rows[here]
-        for segment in segments:
-            inside, at = segment.locate(rows)
-            visible[numbers[inside]] = True if filter is None else segment.passing(filter)[at]
-        inside = rows >= growing.first
-        visible[numbers[inside]] = True if filter is None else growing.passing(filter)[rows[inside] - growing.first]
+    def _file_of(self, segment: Segment) -> KeywordFile | None:
+        """Return a segment's index; None for one of bare vectors, or one that was not read yet. Raises
+        `CollectionError`."""
+        with self._lock:
+            if segment not in self._files and KEYWORDS in segment.files:
+                self._files[segment] = KeywordFile.open(segment.path / KEYWORDS, segment.size)
+            return self._files.get(segment)
 
-    def _places_of(self, segment: Segment, filled: _Filled) -> _Places:
-        places = self._places.get(segment)
-        if places is None:
-            places = _Places(*filled.locate(segment.rows))
-            if segment.last_row < filled.next_row:
-                self._places[segment] = places
-        return places
+    def _postings_of(self, growing: GrowingSegment) -> Postings:
+        with self._lock:
+            return self._grown.setdefault(growing, Postings())
 
-    def _updated(self) -> _Filled:
-        """Return the index with the rows as of now; without some of them if adding them takes longer than `_WAIT_S`.
+    # ---- rows that are added in the background
 
-        Raises `Unavailable`.
+    def _unread(self, snapshot: Snapshot) -> list[Segment]:
+        """Return the segments whose documents are in no index."""
+        return [one for one in snapshot.segments if DOCUMENTS in one.files and self._file_of(one) is None]
+
+    def _wait_for_rows(self, snapshot: Snapshot) -> None:
+        """Wait until all rows are in an index, for `_WAIT_S` at most.
+
+        Raises `Unavailable` if those of a segment are not then, or cannot be read.
         """
-        wanted, until = self._state.growing.next_row, self._clock() + (_WAIT_S if self._filled else _FIRST_WAIT_S)
-        while True:
-            if self._rebuilding is not None and self._rebuilding.done:
-                done, self._rebuilding = self._rebuilding, None
-                self._install(self._result(done))
-            if self._filling is not None and self._filling.done:
-                done, self._filling = self._filling, None
-                added = self._result(done)
-                if self._filled is None or added.words is self._filled.words:  # else it was rebuilt meanwhile
-                    self._install(added)
-            if self._filling is None:
-                self._add_new_rows()
-            filled, left_s = self._filled, until - self._clock()
-            if filled is not None and (self._filling is None or filled.next_row >= wanted or left_s <= 0):
-                return filled
-            if left_s <= 0 or self._filling is None:
-                raise Unavailable("the keyword index of the collection is being built; try again soon")
-            self._filling.join(left_s)
+        until, count = self._clock() + _WAIT_S, len(snapshot.growing_alive)
+        while self._unread(snapshot) or len(self._postings_of(snapshot.growing)) < count:
+            with self._lock:
+                if self._adding is None or self._adding.done:
+                    self._adding = BackgroundTask("keywords", lambda task: self._add(snapshot, task))
+                task = self._adding
+            task.join(max(until - self._clock(), 0))
+            if task.done and task.error_message:
+                raise Unavailable(f"the keyword index of the collection failed: {task.error_message}")
+            if self._clock() >= until:
+                break
+        if self._unread(snapshot):
+            raise Unavailable("the keyword index of the collection is being built; try again soon")
 
-    def _result(self, done: BackgroundTask[_Filled]) -> _Filled:
-        if done.result is None:
-            self._reset()
-            raise Unavailable(f"the keyword index of the collection failed: {done.error_message}")
-        return done.result
+    def _add(self, snapshot: Snapshot, task: BackgroundTask[None]) -> None:
+        def texts(segment: Segment) -> Iterator[tuple[str, str]]:
+            for _, title, text in segment.documents.texts():
+                task.check_cancelled(len(text))
+                yield title, text
 
-    def _add_new_rows(self) -> None:
-        """Add the new rows, in the background if there are many. Rebuild the index if most of its rows are deleted."""
-        with self._state.lock:
-            alive, growing = self._state.count, self._state.growing
-        filled = self._filled or _no_rows()
-        if self._filled and self._rebuilding is None and len(filled.rows) > 2 * alive + _MAX_DELETED:
-            self._rebuilding = BackgroundTask("keywords", self._rebuilt)
-        if filled.next_row >= growing.first and _is_short(growing, filled.next_row):
-            try:
-                self._install(self._fill(filled))
-            except CollectionError as error:
-                self._reset()
-                raise Unavailable(f"the keyword index of the collection failed: {error.message}") from error
-        else:
-            self._filling = BackgroundTask("keywords", lambda task: self._fill(filled, task.check_cancelled))
-
-    def _rebuilt(self, task: BackgroundTask[_Filled]) -> _Filled:
-        """Return another index, with nearly all rows: the second turn adds those written during the first."""
-        return self._fill(self._fill(_no_rows(), task.check_cancelled), task.check_cancelled)
-
-    def _install(self, filled: _Filled) -> None:
-        if self._filled is None or filled.words is not self._filled.words:
-            self._places = {}
-        self._filled = filled
-
-    def _fill(self, filled: _Filled, check: Callable[[int], None] = lambda rows: None) -> _Filled:
-        """Add the rows from `next_row` on to the index, in order. `check` may raise."""
-        with self._state.lock:
-            growing, segments = self._state.growing, self._state.segments
-            count, dead = growing.count, set(self._state.dead_rows().tolist())
-        begin = max(filled.next_row - growing.first, 0)
-        grown = ((one.row, one.title, one.text) for one in growing.documents[begin:count])
-        added = [filled.rows]
-        texts = chain(heapq.merge(*(one.documents.texts(filled.next_row) for one in segments)), grown)
-        for batch in _batches(texts):
-            check(len(batch))
-            alive = [one for one in batch if one[0] not in dead]
-            filled.words.add((title, text) for _, title, text in alive)
-            added.append(np.array([row for row, _, _ in alive], np.int64))
-        return _Filled(filled.words, np.concatenate(added), growing.first + count)
-
-    def _reset(self) -> None:
-        self._filled, self._places = None, {}
+        growing, postings = snapshot.growing, self._postings_of(snapshot.growing)
+        for document in growing.documents[len(postings) : len(snapshot.growing_alive)]:
+            task.check_cancelled(len(document.text))
+            postings.add(document.title, document.text)
+        for segment in self._unread(snapshot):
+            file = KeywordFile.temporary(texts(segment))
+            with self._lock:
+                self._files[segment] = file
 
     def close(self) -> None:
-        """Cancel a running build and close the index. Idempotent."""
+        """Cancel a running build and close the files. Idempotent."""
+        if self._adding is not None:
+            self._adding.cancel()
+            self._adding.join()
         with self._lock:
-            for task in (self._filling, self._rebuilding):
-                if task is not None:
-                    task.cancel()
-                    task.join()
-            self._filling = self._rebuilding = None
-            if self._filled is not None:
-                self._filled.words.close()
-            self._reset()
+            for file in self._files.values():
+                file.close()
 
 
-def _no_rows() -> _Filled:
-    return _Filled(KeywordIndex.temporary(), np.empty(0, np.int64), 0)
-
-
-def _of_bulk_load(state: State) -> _Filled | None:
-    """Return the indexes that a bulk load made of all of its rows; None without them. Raises `CollectionError`."""
-    segments = [segment for segment in state.segments if KEYWORDS in segment.files]
-    rows = np.concatenate([np.empty(0, np.int64), *(segment.rows for segment in segments)])
-    if not segments or len(rows) != max(segment.last_row for segment in segments) + 1:
-        return None
-    return _Filled(KeywordIndex.open(*(segment.path / KEYWORDS for segment in segments)), rows, len(rows))
-
-
-def _is_short(growing: GrowingSegment, first: int) -> bool:
-    """Return whether the growing rows from `first` on are so few, and their texts so short, that a query may wait."""
-    new = growing.documents[first - growing.first : growing.count]
-    return len(new) <= _BATCH_ROWS and sum(len(one.title) + len(one.text) for one in new) <= _BATCH_CHARACTERS
-
-
-def _batches(texts: Iterator[tuple[int, str, str]]) -> Iterator[list[tuple[int, str, str]]]:
-    """Yield the rows in batches for which searches can wait; a row with a long text is a batch of its own."""
-    batch: list[tuple[int, str, str]] = []
-    characters = 0
-    for row in texts:
-        batch.append(row)
-        characters += len(row[1]) + len(row[2])
-        if len(batch) == _BATCH_ROWS or characters > _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def distances(vectors: NDArray[np.float32], query: NDArray[np.float32], metric: str) -> NDArray[np.float32]:
+    """Return distances of vectors [n, d] to a query [d]: squared for l2; 1 - cosine; negative dot product for ip."""
+    if metric == "l2":
+        return np.asarray(np.square(vectors - query).sum(axis=1), np.float32)
+    if metric == "ip":
+        return np.asarray(-(vectors @ query), np.float32)
+    lengths = np.linalg.norm(vectors, axis=1) * np.linalg.norm(query)
+    return np.asarray(1 - (vectors @ query) / np.maximum(lengths, 1e-30), np.float32)

@@ -15,16 +15,15 @@ import numpy as np
 from gpu import GraphIndex
 from runtime.errors import CollectionError, TrinityError
 from runtime.node.worker import die_with_parent
-from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.collections.checksums import SegmentChecksums
-from runtime.retrieval.collections.description import ATTRIBUTES, DOCUMENTS, INDEX
+from runtime.retrieval.collections.description import INDEX
 from runtime.retrieval.collections.disk import Disk, storage_error
-from runtime.retrieval.collections.documents import Document, DocumentStore
+from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import SegmentInfo, read_manifest
 from runtime.retrieval.collections.recovery import replay
 from runtime.retrieval.collections.resumable_merge import ResumableMerge
 from runtime.retrieval.collections.segment import sources_of
-from runtime.retrieval.collections.segment_files import building_segment, seal_segment
+from runtime.retrieval.collections.segment_files import building_segment, seal_segment, write_documents
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.collections.state import State
 
@@ -114,9 +113,7 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
     documents, vectors = [documents[position] for position in order], np.concatenate(parts)[order]
     about, bits = state.description, code_bits(state)
     with building_segment(disk, state.directory, job.number) as building:
-        DocumentStore.write(building / DOCUMENTS, documents, sources=sources_of(merged))
-        columns = Columns.from_documents((document.attributes for document in documents), dict(state.schema))
-        (building / ATTRIBUTES).write_bytes(columns.encode())
+        write_documents(building, documents, dict(state.schema), sources_of(merged))
         index = GraphIndex.build(
             vectors,
             metric=about.metric,  # type: ignore[arg-type]

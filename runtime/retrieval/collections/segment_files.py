@@ -3,15 +3,15 @@
 segment.json         its size, and the checksums of the other files (`Contents`)
 index/               an index whose ids are row numbers: see `gpu.index.storage`
 documents.sqlite     see `documents`; missing for bare vectors
-attributes.msgpack   see `Columns.encode`; missing if no document of a bulk load has one
-keywords.sqlite      see `keyword_index`; of a bulk load of documents
+attributes.msgpack   see `Columns.encode`; missing if no document has one
+keywords.sqlite      see `keyword_index`; missing for bare vectors, and in segments that earlier versions sealed
 """
 
 import hashlib
 import os
 import sqlite3
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,8 @@ import msgspec
 from gpu import GpuError
 from runtime.errors import CollectionError, NoRoom
 from runtime.files import read_regular, set_modes
+from runtime.retrieval.attributes.columns import Columns
+from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.collections.description import (
     ATTRIBUTES,
     DOCUMENTS,
@@ -32,6 +34,8 @@ from runtime.retrieval.collections.description import (
     index_folders,
 )
 from runtime.retrieval.collections.disk import Disk, storage_error
+from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
+from runtime.retrieval.collections.keyword_index import KeywordFile
 from runtime.retrieval.collections.manifest import SegmentInfo
 
 CONTENTS, META = "segment.json", f"{INDEX}/meta.json"
@@ -109,6 +113,22 @@ def building_segment(disk: Disk, directory: Path, number: int) -> Iterator[Path]
         if isinstance(error, GpuError):
             raise CollectionError(f"{target} cannot be built: {error}") from error
         raise
+
+
+def write_documents(
+    building: Path, documents: Iterable[Document], schema: Schema, sources: Sources | None = None
+) -> None:
+    """Write the documents of a new segment, with their attributes as far as a schema has them and their keyword index.
+
+    documents, sources: see `DocumentStore.write`. schema: read when all documents were. Raises as that does, and
+    `OSError`.
+    """
+    DocumentStore.write(building / DOCUMENTS, documents, sources=sources)
+    with DocumentStore.open(building / DOCUMENTS) as store:
+        columns = Columns.from_documents((one.attributes for one in store.all()), schema)
+        if columns.schema:
+            (building / ATTRIBUTES).write_bytes(columns.encode())
+        KeywordFile.create(building / KEYWORDS, ((title, text) for _, title, text in store.texts()))
 
 
 def seal_segment(

@@ -109,7 +109,14 @@ class CollectionDocuments:
         """Poll, then search: see `KeywordSearch.search_keywords`."""
         with self._lock:
             self._reader.poll()
-        return self._keywords.search_keywords(text, vector, depth, filter, deadline_ns)
+        try:
+            return self._keywords.search_keywords(text, vector, depth, filter, deadline_ns)
+        except CollectionError:
+            with self._lock:
+                merged_away = self._reader.catch_up()  # the files of segments that were not opened yet
+            if not merged_away:
+                raise
+            return self._keywords.search_keywords(text, vector, depth, filter, deadline_ns)
 
     def close(self) -> None:
         self._keywords.close()

@@ -25,8 +25,6 @@ from runtime.retrieval.collections.description import (
     read_description,
 )
 from runtime.retrieval.collections.disk import Disk, storage_error
-from runtime.retrieval.collections.documents import DocumentStore
-from runtime.retrieval.collections.keyword_index import KeywordIndex
 from runtime.retrieval.collections.log import LogWriter, log_path
 from runtime.retrieval.collections.manifest import (
     MANIFEST,
@@ -35,7 +33,7 @@ from runtime.retrieval.collections.manifest import (
     read_manifest,
 )
 from runtime.retrieval.collections.segment import Segment
-from runtime.retrieval.collections.segment_files import META, building_segment, seal_segment
+from runtime.retrieval.collections.segment_files import META, building_segment, seal_segment, write_documents
 
 
 def upgrade(disk: Disk, directory: Path) -> None:
@@ -94,13 +92,8 @@ def _sealed(
             for name in {DOCUMENTS, ATTRIBUTES, KEYWORDS} & flat.files.keys():
                 _link(directory / name, building / name)
                 known[name] = flat.files[name]
-        else:
-            if ATTRIBUTES in flat.files:
-                (building / ATTRIBUTES).write_bytes(flat.columns.encode())
-            if isinstance(flat.documents, DocumentStore):
-                texts = ((title, text) for _, title, text in flat.documents.texts())
-                DocumentStore.write(building / DOCUMENTS, flat.documents.all(), sources=flat.documents.sources())
-                KeywordIndex.create(building / KEYWORDS, texts)
+        elif DOCUMENTS in flat.files:
+            write_documents(building, flat.documents.all(), schema, flat.documents.sources())
         return seal_segment(disk, building, info.size, info.shard, known)
 
 
