@@ -50,7 +50,8 @@ async def wait_until(step: Until) -> Any:
 
 
 class AsyncRetriever:
-    """Retrieval for the tasks of one event loop. Embedding, keyword search and reading documents run on threads.
+    """Retrieval for the tasks of one event loop. Embedding, keyword search and reading documents run on threads, except
+    for documents that were read lately.
 
     Embeddings and keyword searches take turns by API key (`SearchSpec.flow`), as filters that are new to the pools do
     there.
@@ -89,6 +90,8 @@ class AsyncRetriever:
             case Until():
                 return await wait_until(step)
             case Read():
+                if (known := step.known()) is not None:
+                    return known
                 return await asyncio.get_running_loop().run_in_executor(self._documents, step.run)
             case _:
                 self.client.poll_now()

@@ -75,6 +75,19 @@ class DocumentLookup:
         except CollectionError as error:
             return error
 
+    def known(self, on_read: OnRead) -> Sequence[Document | None] | CollectionError | None:
+        """As `read`, of documents that are in memory; None if `read` has to be called. Never waits."""
+        try:
+            found = self.build.documents.get_known(self.rows)
+        except CollectionError as error:
+            return error
+        if found is not None:
+            documents = [one for one in found if one is not None]
+            size = sum(size_of(one.id, one.title, one.text, one.attributes) for one in documents)
+            check_size(size, len(self.rows))
+            on_read(size)
+        return found
+
 
 class CollectionRegistry:
     """The documents and embedders of a node's collections. `dims`: vector length by collection, 0 while unknown.

@@ -68,8 +68,10 @@ def ignore_size(size: int) -> None:
 
 def size_of(id: str, title: str, text: str, attributes: Attributes) -> int:
     """Return the bytes of a passage's texts and attributes."""
-    texts = (part if part.isascii() else part.encode(errors="replace") for part in (id, title, text))
-    return sum(map(len, texts)) + (len(msgspec.json.encode(attributes)) if attributes else 0)
+    size = len(msgspec.json.encode(attributes)) if attributes else 0
+    for part in (id, title, text):
+        size += len(part) if part.isascii() else len(part.encode(errors="replace"))
+    return size
 
 
 def check_size(size: int, wanted: int) -> None:

@@ -52,9 +52,10 @@ PAUSE: Literal["pause"] = "pause"
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A function that reads files."""
+    """A function that reads files. `known` returns the same, or None if a file has to be read."""
 
     run: Callable[[], Any]
+    known: Callable[[], Any] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,9 @@ class RetrievalSteps:
             if ranking is not None:
                 ranking.cancel()
         lookup = registry.lookup(collection, result)
-        documents: Sequence[Document | None] | CollectionError = yield Read(partial(lookup.read, on_read))
+        documents: Sequence[Document | None] | CollectionError = yield Read(
+            partial(lookup.read, on_read), partial(lookup.known, on_read)
+        )
         passages = registry.found(collection, result, lookup, documents)
         return RetrievalResult(query.ticket, passages, None, embedded_ns, result.identity)
 

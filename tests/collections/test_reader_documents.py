@@ -13,6 +13,7 @@ from runtime.retrieval.attributes.filters import Comparison
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.operations import Upsert, decode, encode
 from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.recent_documents import RecentDocuments
 from runtime.retrieval.collections.replaced_rows import KEPT_S, ReplacedRows
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.collections.writer import CollectionWriter
@@ -214,3 +215,38 @@ def test_a_log_of_an_older_version_does_not_name_the_rows_that_replace_others() 
     (found,) = decode(old, DIM)
     assert isinstance(found, Upsert)
     assert (found.replaced, found.successors) == ([1], [])
+
+
+def test_documents_that_were_read_are_known_until_a_write_is_to_be_applied(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a") as writer:
+        writer.upsert(documents(range(10)))
+        writer.flush()
+        reading = CollectionDocuments(tmp_path / "a")
+        rows = [writer.state.rows_of([name])[name] for name in ("3", "7", "9")]
+        assert reading.get_known(rows) is None
+        found = reading.get(rows)
+        assert reading.get_known(rows) == found
+        assert reading.get_known([*rows, 1]) is None
+        writer.delete(["7"])
+        assert reading.get_known(rows) is None
+        reading.get([])
+        assert reading.get_known(rows) == [found[0], None, found[2]]
+        writer.upsert([document("3", 30), document("new", 31)])
+        assert reading.get_known(rows) is None
+        newer = [writer.state.rows_of([name])[name] for name in ("3", "new")]
+        assert reading.get([*rows, *newer])[0] is None
+        known = reading.get_known([*rows, *newer])  # growing documents are in memory
+        assert known is not None
+        assert [one and one.text for one in known] == [None, None, "text 9", "text 30", "text 31"]
+        reading.close()
+
+
+def test_known_documents_are_those_added_last_within_their_memory() -> None:
+    recent = RecentDocuments(limit_bytes=100)
+    for row in range(8):
+        recent.add([(row, Document(str(row), "", "x" * 24))])
+    assert list(recent.find(range(8))) == [4, 5, 6, 7]
+    recent.add([(9, Document("9", "", "y" * 99)), (7, Document("7", "", "z"))])
+    assert list(recent.find(range(10))) == [9]
+    recent.add([(1, Document("1", "", "y" * 101))])
+    assert recent.find(range(10)) == {}

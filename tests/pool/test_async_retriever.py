@@ -97,6 +97,20 @@ def test_the_event_loop_goes_on_while_documents_are_read(
     run(search, body)
 
 
+def test_a_passage_that_was_read_lately_is_not_read_again(
+    search: AsyncRetriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(self: CollectionDocuments, rows: Any, on_read: Any) -> Any:
+        raise AssertionError(f"{rows} is read again")
+
+    async def body() -> None:
+        assert await found(search, filter=number_is(5)) == ["d5"]
+        monkeypatch.setattr(CollectionDocuments, "get", get)
+        assert await found(search, filter=number_is(5)) == ["d5"]
+
+    run(search, body)
+
+
 def test_the_event_loop_goes_on_while_a_build_is_opened_and_the_search_waits_for_it(
     plan: NodePlan, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

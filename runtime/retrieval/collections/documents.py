@@ -40,7 +40,7 @@ _COLUMNS = {
     "FROM documents LEFT JOIN files ON file = number",
 }
 _MAX_TEXT_BYTES = 64 << 20
-_MAX_IDS = 500  # in one SQL query
+_MAX_IDS = 500  # or rows, in one SQL query
 _BATCH_ROWS = 256  # that `all` and `texts` read at a time
 
 Rows = Sequence[int] | NDArray[np.int64]
@@ -77,7 +77,7 @@ class Documents(Protocol):
         """Return the document of a row; None if it is not here."""
 
     def get(self, rows: Rows, on_read: Callable[[Document], None] = ...) -> list[Document]:
-        """Return the documents of rows, in order; `on_read` is called with each before the next is read.
+        """Return the documents of rows, in order; `on_read` is called with each before the next is read, in any order.
 
         Raises `CollectionError` for a row that is not here.
         """
@@ -180,14 +180,22 @@ class DocumentStore:
         return found[0] if found else None
 
     def get(self, rows: Rows, on_read: Callable[[Document], None] = lambda document: None) -> list[Document]:
-        found = []
-        for row in rows:
-            one = self.find(int(row))
-            if one is None:
-                raise CollectionError(f"{self.path} has no row {row}: its last one is {self.last_row}")
-            on_read(one)
-            found.append(one)
-        return found
+        found: dict[int, Document] = {}
+        wanted = [int(row) for row in rows]
+        for begin in range(0, len(wanted), _MAX_IDS):
+            part = wanted[begin : begin + _MAX_IDS]
+            sql = f"SELECT {_COLUMNS[self._version]} WHERE row IN ({', '.join('?' * len(part))})"
+
+            def read(connection: sqlite3.Connection, sql: str = sql, part: list[int] = part) -> None:
+                for columns in connection.execute(sql, part):
+                    found[columns[0]] = one = self._document(*columns)
+                    on_read(one)
+
+            self._read(read)
+        missing = next((row for row in wanted if row not in found), None)
+        if missing is not None:
+            raise CollectionError(f"{self.path} has no row {missing}: its last one is {self.last_row}")
+        return [found[row] for row in wanted]
 
     def all(self, first: int = 0) -> Iterator[Document]:
         while part := self._select("WHERE row >= ? ORDER BY row LIMIT ?", first, _BATCH_ROWS):

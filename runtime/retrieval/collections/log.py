@@ -165,8 +165,10 @@ class LogFollower:
         self.sequence = first  # number of the next record
         self.first, self.end = first, 0  # first record of the file, and position of the next record
         self._torn = False  # bytes follow the last complete record: one is being written, or was torn by a crash
+        path = log_path(directory, first)
+        self._path = os.fspath(path)
         try:
-            self._fd = _open(log_path(directory, first))
+            self._fd = _open(path)
         except OSError as error:
             raise storage_error(error, f"the log of {directory} cannot be read at record {first}") from error
 
@@ -198,12 +200,20 @@ class LogFollower:
                     return found
                 os.close(self._fd)
                 self._fd, self.first, self.end = fd, self.sequence, 0
+                self._path = os.fspath(following)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `poll` would read anything."""
+        return self.torn_bytes != 0 or (
+            self.sequence != self.first and log_path(self._directory, self.sequence).exists()
+        )
 
     @property
     def is_current(self) -> bool | None:
         """Whether the open file is still the file at its path, with all records read. None if the path is gone."""
         try:
-            there = os.stat(log_path(self._directory, self.first))
+            there = os.stat(self._path)
         except OSError:
             return None
         return os.path.samestat(os.fstat(self._fd), there) and there.st_size >= self.end

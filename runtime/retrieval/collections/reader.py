@@ -65,6 +65,7 @@ class CollectionReader:
         replaced, searched: see `State`.
         """
         self.directory, self.replaced, self.outdated = directory, False, ""
+        self._manifest_path = os.fspath(directory / MANIFEST)  # joining paths takes longer than a system call
         self.segments_ready: Callable[[Sequence[Segment]], bool] = lambda segments: True
         self._parts: Iterator[None] | None = None  # of the records that are applied
         self._loads_in_background, self._replaced, self._searched = background, replaced, searched
@@ -143,6 +144,14 @@ class CollectionReader:
     @property
     def applying(self) -> bool:
         return self._parts is not None
+
+    @property
+    def current(self) -> bool:
+        """Whether `poll` would find no write and no other file: a few system calls."""
+        follower = self._follower
+        if self.applying or self._manifest_stat() != self._last_stat:
+            return False
+        return follower is None or (follower.is_current is True and not follower.has_more)
 
     @property
     def has_log(self) -> bool:
@@ -286,7 +295,7 @@ class CollectionReader:
 
     def _manifest_stat(self) -> tuple[int, int, int] | None:
         try:
-            found = os.stat(self.directory / MANIFEST)
+            found = os.stat(self._manifest_path)
         except (FileNotFoundError, NotADirectoryError):  # never written to; or the directory was moved
             return None
         except OSError as error:

@@ -14,6 +14,7 @@ from runtime.retrieval.collections.description import DOCUMENTS, KEYWORDS, Descr
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.keyword_search import KeywordSearch
 from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.recent_documents import RecentDocuments
 from runtime.retrieval.collections.replaced_rows import ReplacedRows
 from runtime.retrieval.collections.state import State
 from runtime.retrieval.neighbors import Neighbors
@@ -28,7 +29,7 @@ class CollectionDocuments:
 
     def __init__(self, directory: Path) -> None:
         """Open the collection. Raises `CollectionError`."""
-        self.path, self._lock = directory, threading.Lock()
+        self.path, self._lock, self._recent = directory, threading.Lock(), RecentDocuments()
         self._reader = CollectionReader(
             directory, background=True, checksum_files=(DOCUMENTS, KEYWORDS), replaced=ReplacedRows(), searched=False
         )
@@ -80,14 +81,24 @@ class CollectionDocuments:
             state = self._reader.state
             if max(rows, default=-1) >= state.growing.next_row:  # in a segment that is not open in this process yet
                 self._reader.catch_up()
-            newest = state.newest(rows)
-            deleted = state.deleted(newest)
             found = state.documents(rows, on_read)
-        shown = {document: row for document, row in sorted(zip(newest, rows, strict=True))}
-        return [
-            one if one is not None and not is_deleted and shown[document] == row else None
-            for row, document, one, is_deleted in zip(rows, newest, found, deleted, strict=True)
-        ]
+            self._recent.add((row, one) for row, one in zip(rows, found, strict=True) if one is not None)
+            return _shown(state, rows, found)
+
+    def get_known(self, rows: Sequence[int]) -> list[Document | None] | None:
+        """As `get`, of documents that are in memory; None if any has to be read, a write applied, or another thread
+        waited for."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            if not self._reader.current:
+                return None
+            known = self._recent.find(rows) | self._reader.state.growing_documents(rows)
+            if len(known) < len(rows):
+                return None
+            return _shown(self._reader.state, rows, [known[row] for row in rows])
+        finally:
+            self._lock.release()
 
     def align(self, one: Neighbors, other: Neighbors) -> tuple[Neighbors, Neighbors]:
         """Return two results of the same query, in which a document has the same row: where they found two versions of
@@ -121,3 +132,14 @@ class CollectionDocuments:
     def close(self) -> None:
         self._keywords.close()
         self._reader.close()
+
+
+def _shown(state: State, rows: Sequence[int], found: Sequence[Document | None]) -> list[Document | None]:
+    """Return the documents found, None for a deleted one and for an older version of another."""
+    newest = state.newest(rows)
+    deleted = state.deleted(newest)
+    shown = {document: row for document, row in sorted(zip(newest, rows, strict=True))}
+    return [
+        one if one is not None and not is_deleted and shown[document] == row else None
+        for row, document, one, is_deleted in zip(rows, newest, found, deleted, strict=True)
+    ]

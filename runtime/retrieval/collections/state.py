@@ -305,20 +305,28 @@ class State:
     ) -> list[Document | None]:
         """Return the documents of rows; None for a row that is not here, for example because it was merged away.
 
-        `on_read` is called with each before the next is read.
+        `on_read` is called with each before the next is read, in any order.
         """
         with self.lock:
-            growing, segments = self.growing, self.segments
-        found: list[Document | None] = []
+            segments = self.segments
+            found = self.growing_documents(rows)
+        for document in found.values():
+            on_read(document)
+        sealed = np.array([row for row in rows if row not in found], np.int64)
+        for segment in segments:
+            here = sealed[segment.locate(sealed)[0]].tolist()
+            found |= zip(here, segment.documents.get(here, on_read), strict=True) if here else ()
         for row in rows:
-            if growing.first <= row < growing.first + len(growing.documents):
-                found.append(growing.documents[row - growing.first])
-            else:
-                here = [segment for segment in segments if segment.has(row)]
-                found.append(here[0].documents.get([row])[0] if here else self._replaced_document(row))
-            if (document := found[-1]) is not None:
-                on_read(document)
-        return found
+            if row not in found and (document_then := self._replaced_document(row)) is not None:
+                found[row] = document_then
+                on_read(document_then)
+        return [found.get(row) for row in rows]
+
+    def growing_documents(self, rows: Sequence[int]) -> dict[int, Document]:
+        """Return the documents of those rows that are growing: in memory."""
+        with self.lock:
+            first, documents = self.growing.first, self.growing.documents
+            return {row: documents[row - first] for row in rows if 0 <= row - first < len(documents)}
 
     def _replaced_document(self, row: int) -> Document | None:
         if self._replaced is None:
@@ -342,16 +350,17 @@ class State:
 
     def deleted(self, rows: Sequence[int]) -> list[bool]:
         """Return whether each row is deleted or unknown."""
+        wanted = np.array(rows, np.int64)
+        alive = np.zeros(len(wanted), bool)
         with self.lock:
-            dead = []
-            for row in rows:
-                place = row - self.growing.first
-                if 0 <= place < self.growing.count:
-                    dead.append(not self.growing.alive[place])
-                    continue
-                here = [(s, p) for s in self.segments for p in s.positions(np.array([row], np.int64))]
-                dead.append(not any(segment.alive[position] for segment, position in here))
-            return dead
+            for segment in self.segments:
+                here, at = segment.locate(wanted)
+                alive[here] |= segment.alive[at]
+            places = wanted - self.growing.first
+            grown = (places >= 0) & (places < self.growing.count)
+            alive[grown] = self.growing.alive[places[grown]]
+        dead: list[bool] = (~alive).tolist()
+        return dead
 
     def close(self) -> None:
         close(self.segments)
