@@ -40,7 +40,7 @@ def reference() -> str:
     """Return the text of docs/configuration.md."""
     parts = [_HEAD]
     for name, section in _sections():
-        title = f"[[{name}]]" if name in ("collections", "remote") else f"[{name}]"
+        title = f"[[{name}]]" if name == "collections" else f"[{name}]"
         tag = section.__struct_config__.tag
         parts.append(f"## {title}{_TITLES.get(tag, '') if isinstance(tag, str) else ''}\n")
         parts.append(_text(section))

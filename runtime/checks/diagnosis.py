@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from gpu import DeviceError
 from ipc.native.compiled import can_cache
-from runtime.checks import gpu_sharing, permissions, preflight, remote, vllm
+from runtime.checks import gpu_sharing, permissions, preflight, vllm
 from runtime.checks.finding import Finding, Level
 from runtime.engines.openai.capabilities import check_servers
 from runtime.errors import ConfigError, EmbedderUnreachable, TrinityError
@@ -83,8 +83,6 @@ def diagnose(
         if isinstance(config.model, VllmSection):
             yield from vllm.findings(config.model, machine)
         yield from _embedders(config)
-        if config.remote:
-            yield from remote.findings(config)
         yield from permissions.findings(config)
         yield from _port(config)
         yield _files(config, machine)

@@ -15,7 +15,6 @@ def findings(config: NodeConfig) -> Iterator[Finding]:
     keys += [config.model.api_key_file] if isinstance(config.model, OpenAiSection) else []
     keys += [collection.embedder_key_file for collection in config.collections]
     keys += [config.rerank.key_file]
-    keys += [remote.api_key_file for remote in config.remote]
     for key in dict.fromkeys(Path(key) for key in keys if key):
         yield from _finding("keys", key, f"chmod o= {key}")
     for collection in config.collections:

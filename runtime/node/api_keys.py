@@ -39,7 +39,7 @@ def read_api_keys(config: NodeConfig) -> tuple[ApiKey, ...]:
         reason = getattr(error, "strerror", error)
         raise ConfigError(f"http.api_keys_file: cannot read {path}: {reason}") from error
     keys: dict[str, ApiKey] = {}
-    known = {found.name for found in config.collections} | {found.name for found in config.remote}
+    known = {found.name for found in config.collections}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.strip().startswith("#"):
             continue

@@ -13,12 +13,12 @@ from msgspec import Meta
 from runtime.errors import ConfigError
 from runtime.node.config_errors import explain_error
 from runtime.node.engine_config import ModelSection, OpenAiSection, Seconds, Section, VllmSection
-from runtime.node.remote_config import Name, RemoteSection
 from runtime.node.retrieval_config import ProbesSection, PromptsSection, RerankSection
 from runtime.node.stores_config import STORES, StoresSection
 from runtime.node.worker_config import DecodeSection, PoolSection, PrefillSection
 
 Role = Literal["pool", "prefill", "decode", "engine", "frontend"]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
 Verify = Literal["start", "background", "never"]
 
@@ -255,7 +255,6 @@ class NodeConfig(Section, frozen=True):
     answer_cache: AnswerCacheSection = AnswerCacheSection()
     stores: StoresSection = StoresSection()
     collections: tuple[CollectionSection, ...] = ()
-    remote: tuple[RemoteSection, ...] = ()
 
     @property
     def searchable(self) -> tuple[CollectionSection, ...]:

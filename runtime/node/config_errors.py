@@ -71,6 +71,7 @@ REMOVED = {
     "handover.order": "prefill computes a prompt before decode reserves room for it",
     "http.max_connections_per_peer": "one client address may have half of http.max_connections",
     "http.vllm_metrics": "/metrics has vLLM's names, too",
+    "remote": "search the nodes over HTTP and merge their passages by distance",
     "stores.max_files": "the limit is 100,000 files",
     "stores.max_responses": "the latest 10,000 responses are kept",
     "stores.max_stores": "the limit is 1,000 stores",

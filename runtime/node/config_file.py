@@ -74,10 +74,6 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
         )
         for index, found in enumerate(config.collections)
     )
-    remote = tuple(
-        replace(found, api_key_file=under(f"remote[{index}].api_key_file", found.api_key_file))
-        for index, found in enumerate(config.remote)
-    )
     model = config.model
     if isinstance(model, ModelSection) and _is_path(model.name):
         model = replace(model, name=under("model.name", model.name))
@@ -96,7 +92,7 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
     log = replace(config.log, directory=under("log.directory", config.log.directory))
     return replace(
         config, node=node, log=log, kv=kv, http=http, model=model, stores=stores, rerank=rerank,
-        collections=collections, remote=remote,
+        collections=collections,
     )  # fmt: skip
 
 

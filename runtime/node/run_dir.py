@@ -21,7 +21,6 @@ from ipc.native.private import others_can_replace
 from runtime.errors import ConfigError, InvalidRequest, ResourceBusy, Unavailable
 from runtime.files import read_regular
 from runtime.node.placement.plan import ANSWERS_FOLDER, KV_FOLDER, default_run_dir, nodes_dir
-from runtime.node.remote_config import RemoteSection
 
 _PAUSE_S = 0.01  # between two tries
 LOGS = "logs"  # folder of the log files, unless log.directory is set
@@ -34,7 +33,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     """Endpoints and paths of a running node, for other processes of the user.
 
     `pools`: endpoints of its vector-pool workers. `logs`: directory of its log files. `paths`: directories of its
-    `collections`, in the same order. `remote`: its collections on other nodes.
+    `collections`, in the same order.
     """
 
     name: str
@@ -45,7 +44,6 @@ class NodeInfo(msgspec.Struct, frozen=True):
     collections: tuple[str, ...]
     logs: str = ""
     paths: tuple[str, ...] = ()
-    remote: tuple[RemoteSection, ...] = ()
 
 
 def collection_paths(info: NodeInfo) -> dict[str, str]:

@@ -6,7 +6,7 @@ import msgspec
 
 from runtime.errors import ResponseTooLarge
 
-MAX_PASSAGES_BYTES = 32 << 20  # of one search, also as JSON: another node reads no more
+MAX_PASSAGES_BYTES = 32 << 20  # of one search, also as JSON
 Attribute = str | int | float | bool | Sequence[str]
 Attributes = Mapping[str, Attribute]
 """A document's metadata: of a passage from a file `source` (its path), `heading` and `page`."""
@@ -32,15 +32,13 @@ RERANKED = "reranked"
 class FoundPassages(list[Passage]):
     """Passages of a search, and what there is to say about it.
 
-    `partial`: some nodes of the collection did not answer. `ranking`: `RERANKED`; the code of the error that prevented
-    it; or "", not requested. `searched_ns`: when the search ended and the reranking began; 0: not requested.
+    `ranking`: `RERANKED`; the code of the error that prevented it; or "", not requested.
+    `searched_ns`: when the search ended and the reranking began; 0: not requested.
     """
 
-    def __init__(
-        self, passages: Iterable[Passage] = (), *, partial: bool = False, ranking: str = "", searched_ns: int = 0
-    ) -> None:
+    def __init__(self, passages: Iterable[Passage] = (), *, ranking: str = "", searched_ns: int = 0) -> None:
         super().__init__(passages)
-        self.partial, self.ranking, self.searched_ns = partial, ranking, searched_ns
+        self.ranking, self.searched_ns = ranking, searched_ns
 
     @classmethod
     def of(cls, passages: Iterable[Passage]) -> "FoundPassages":

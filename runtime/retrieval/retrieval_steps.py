@@ -5,7 +5,7 @@ A generator yields what it waits for and is sent the outcome, so nothing here wa
 ```
 Future     of a thread: an embedded text, the results of a keyword search
 Until      the same, until a time
-Query      → the `SearchResult` of the pools, or of other nodes
+Query      → the `SearchResult` of the pools
 Read       a function that reads files, to be called where that delays nobody
 PAUSE      until the pools have been polled again
 ```
@@ -73,9 +73,8 @@ Step = Future[Any] | Until | Query | Read | Literal["pause"]
 class RetrievalResult:
     """The end of a retrieval: its passages, nearest first, or the error that ended it.
 
-    `embedded_ns`: when its vector was ready. `build`: identity of the collection's build that the passages come from;
-    "" for a collection on other nodes, whose result is `partial` if some of these did not answer. `ranking` and
-    `searched_ns`: see `FoundPassages`.
+    `embedded_ns`: when its vector was ready. `build`: identity of the collection's build that the passages come from.
+    `ranking` and `searched_ns`: see `FoundPassages`.
     """
 
     ticket: int
@@ -83,7 +82,6 @@ class RetrievalResult:
     error: TrinityError | None = None
     embedded_ns: int = 0
     build: str = ""
-    partial: bool = False
     ranking: str = ""
     searched_ns: int = 0
 
@@ -141,8 +139,6 @@ class RetrievalSteps:
         """
         if query.hybrid and query.vector is not None:
             raise InvalidRequest("hybrid requires a text: use query instead of vector", "hybrid")
-        if query.spec.collection in self._client.remote:
-            return (yield from self._on_other_nodes(query))
         attempts = 0
         while True:
             attempts += 1
@@ -152,15 +148,6 @@ class RetrievalSteps:
                 if build or attempts == MAX_BUILD_ATTEMPTS:
                     raise
             on_embedded = ignore_embedded
-
-    def _on_other_nodes(self, query: Query) -> Steps:
-        """Send the query to the nodes of the collection, which embed a text and return passages."""
-        if query.hybrid:  # ranks of different nodes are not comparable
-            message = f"collection {query.spec.collection!r} is on other nodes, without hybrid search"
-            raise InvalidRequest(message, "hybrid")
-        sent_ns = self._clock()
-        result: SearchResult = yield query
-        return RetrievalResult(query.ticket, result.passages, None, sent_ns, result.identity, result.partial)
 
     def _retrieve(self, query: Query, build: str, on_embedded: Callable[[], None], on_read: OnRead) -> Steps:
         registry, collection, k, flow = self._registry, query.spec.collection, query.spec.k, query.spec.flow

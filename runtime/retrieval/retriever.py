@@ -80,9 +80,6 @@ class Retriever:
             Query(SearchSpec(name, 1, "decode", deadline_ns=end), np.ones(max(dim, 1), np.float32))
             for name, dim in self.registry.dims.items()
         ]
-        queries += [
-            Query(SearchSpec(name, 1, "decode", deadline_ns=end), text="a first text") for name in self.client.remote
-        ]
         waiting = set()
         for query in queries:
             with suppress(TrinityError):  # it may become searchable later
@@ -160,7 +157,7 @@ class Retriever:
                         outcome = step.run()
                         continue
                     case Query():
-                        self.client.transport(step.spec.collection).submit(step)
+                        self.client.dispatcher.submit(step)
                     case Future():
                         self._wait(retrieval, step)
                     case Until():

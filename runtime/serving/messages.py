@@ -150,8 +150,7 @@ class Retrieved(msgspec.Struct, frozen=True, tag=True):
 
     The prefill worker sends one for every request with retrieval, before the hand-over, even if nothing was found.
     `inserted`: the tokens that a probe inserted into the context, before the token that was the last one then.
-    `partial`: some nodes of the collection were not searched, so a probe may have found nothing. `ranking`: see
-    `FoundPassages`.
+    `ranking`: see `FoundPassages`.
     """
 
     request_id: str
@@ -159,7 +158,6 @@ class Retrieved(msgspec.Struct, frozen=True, tag=True):
     at_token: int = 0
     inserted: tuple[int, ...] = ()
     stages: dict[str, int] = {}  # stamps so far, with the passages found before prefill
-    partial: bool = False
     texts: tuple[str, ...] = ()
     ranking: str = ""
 

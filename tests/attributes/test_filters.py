@@ -17,7 +17,6 @@ from runtime.retrieval.attributes.filters import (
     both_filters,
     canonical,
     check_filter,
-    filter_json,
     parse_filter,
 )
 from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, AttributeType, Schema, extend_schema
@@ -99,7 +98,6 @@ def test_a_filter_matches_a_plain_python_reference(documents: list[dict[str, Any
     expected = [_passes(document, wanted) for document in seen]
 
     assert columns.matching(parsed).tolist() == expected
-    assert parse_filter(filter_json(parsed)) == parsed
     assert Columns.decode(columns.encode(), SCHEMA).matching(parsed).tolist() == expected
 
 

@@ -39,7 +39,7 @@ class FakeSearch:
     def __init__(self) -> None:
         self.calls: list[tuple[Query, float]] = []
         self.error: TrinityError | None = None
-        self.hangs = self.partial = self.same = False
+        self.hangs = self.same = False
         self.long = 0  # bytes of padding per passage
         self.ranking, self.searched_ns = "", 0
         self._count = itertools.count(1)
@@ -56,7 +56,7 @@ class FakeSearch:
         number = 1 if self.same else next(self._count)
         names = [f"{number}.{k}" for k in range(query.spec.k)]
         found = [Passage(f"p{one}", f"T{one}", 0.1, f"passage {one}." + "x" * self.long) for one in names]
-        return FoundPassages(found, partial=self.partial, ranking=self.ranking, searched_ns=self.searched_ns)
+        return FoundPassages(found, ranking=self.ranking, searched_ns=self.searched_ns)
 
     def missing(self) -> list[str]:
         return []

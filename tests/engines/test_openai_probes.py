@@ -81,19 +81,6 @@ def test_a_probe_without_new_passages_does_not_change_the_answer() -> None:
     run(test())
 
 
-def test_partial_results_are_reported_as_partial() -> None:
-    async def test() -> None:
-        async with running_engine() as harness:
-            harness.library.partial = True
-            told = await read_answer(harness.chat(retrieval=PROBES, max_tokens=12))
-            assert [search.at_token for search in told.searches if search.partial] == [0, 8]
-            assert [search.at_token for search in told.searches if search.passages] == [0, 8]
-            harness.library.partial = False
-            assert not any(search.partial for search in (await read_answer(harness.chat(retrieval=PROBES))).searches)
-
-    run(test())
-
-
 def test_in_prefetch_mode_the_answer_continues_until_the_passages_arrive() -> None:
     async def test() -> None:
         async with running_engine() as harness:

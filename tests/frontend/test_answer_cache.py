@@ -139,16 +139,15 @@ def test_the_oldest_answer_is_evicted(tmp_path: Path) -> None:
     harness.answers.close()
 
 
-def test_a_question_is_stored_once_and_large_or_partial_answers_are_not_stored(harness: CacheHarness) -> None:
+def test_a_question_is_stored_once_and_large_answers_are_not_stored(harness: CacheHarness) -> None:
     for pieces in (ONE, (Tokens("b", "two", (3,), "stop", 3),)):
         harness.store(asked(), pieces)
     vector = LetterEmbedder().embed(["long?"])[0]
     harness.answers.store(asked("long?"), vector, (Tokens("a", "x" * (1 << 17), (1,), "stop"),))
     long = Retrieved("a", (Passage("p", "", 0.1, "x" * (1 << 17)),))
     harness.answers.store(asked("many?"), vector, (long, *ONE))
-    harness.answers.store(asked("some?"), vector, (Retrieved("a", (), partial=True), *ONE))  # without some nodes
     harness.store(asked("after these?"), ONE)
-    assert [harness.find(asked(prompt)) is None for prompt in ("long?", "many?", "some?")] == [True, True, True]
+    assert [harness.find(asked(prompt)) is None for prompt in ("long?", "many?")] == [True, True]
     hit = harness.find(asked())
     assert hit is not None
     assert [piece.text for piece in hit.pieces if isinstance(piece, Tokens)] == ["two"]

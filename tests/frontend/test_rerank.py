@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from runtime.errors import RerankerUnreachable
-from runtime.retrieval.attributes.filters import AttributeBinding, decode_filter, filter_json
+from runtime.retrieval.attributes.filters import AttributeBinding, decode_filter, parse_filter
 from runtime.retrieval.embedding.model_directory import read_model_directory
 from runtime.retrieval.passages import FoundPassages, OnRead, Passage
 from runtime.retrieval.reranking.cross_encoder import CrossEncoder
@@ -35,7 +35,7 @@ class Library(Stand):
     ) -> FoundPassages:
         on_embedded()
         self.asked.append(asked)
-        return FoundPassages(FOUND[: asked.spec.k], partial=asked.text == "some")
+        return FoundPassages(FOUND[: asked.spec.k])
 
 
 class Faulty(CrossEncoder):
@@ -205,11 +205,6 @@ def test_after_the_time_of_a_request_the_order_stays_and_is_marked(http: httpx.C
     assert ended == [("late", 4)]
 
 
-def test_partial_results_stay_marked(http: httpx.Client) -> None:
-    answer = http.post("/v1/retrieval", json={"collection": "docs", "query": "some", "rerank": True}).json()
-    assert (answer["partial"], answer["reranked"]) == (True, True)
-
-
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
@@ -299,7 +294,7 @@ def test_a_restricted_key_reranks_its_own_documents_only(http: httpx.Client, clu
     assert http.post("/v1/retrieval", json=body, headers=headers).json()["reranked"] is True
     spec = asked(cluster).spec
     assert (spec.k, spec.flow) == (8, 2)
-    assert filter_json(decode_filter(spec.filter)) == {"type": "eq", "key": "tenant", "value": "acme"}
+    assert decode_filter(spec.filter) == parse_filter({"type": "eq", "key": "tenant", "value": "acme"})
     other = body | {"collection": "bare"}
     assert http.post("/v1/retrieval", json=other, headers=headers).status_code == 403
     assert http.post("/v1/rerank", json={"query": "a", "documents": ["b"]}, headers=headers).status_code == 200

@@ -15,7 +15,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from runtime.errors import InvalidRequest
 from runtime.node.stores_config import STORES
-from runtime.retrieval.attributes.filters import decode_filter, filter_json
+from runtime.retrieval.attributes.filters import AllOf, AnyOf, decode_filter, parse_filter
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.records import StoredResponse, UnknownObject
 from runtime.retrieval.stores.responses import TTL_S, ResponseStore
@@ -288,10 +288,12 @@ def test_clients_stores_are_searched_by_their_filter(tmp_path: Path) -> None:
         retrieval = generation(cluster).retrieval
         assert retrieval is not None
         assert retrieval.collection == STORES
-        (one, other) = filter_json(decode_filter(retrieval.filter))["filters"]
-        for part, store in zip((one, other), stores, strict=True):
-            assert {"type": "eq", "key": "store", "value": store} in part["filters"]
-            assert {"type": "gte", "key": "number0", "value": 2021} in part["filters"]
+        either = decode_filter(retrieval.filter)
+        assert isinstance(either, AnyOf)
+        for part, store in zip(either.filters, stores, strict=True):
+            assert isinstance(part, AllOf)
+            assert parse_filter({"type": "eq", "key": "store", "value": store}) in part.filters
+            assert parse_filter({"type": "gte", "key": "number0", "value": 2021}) in part.filters
 
 
 def test_a_tenants_responses_and_stores_are_its_own(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from runtime.errors import WorkerLost
 from runtime.serving.frontend.requests import Request
 from runtime.serving.http.responses import ChatResponse, events
-from runtime.serving.messages import Generation, Retrieval, Retrieved, Sampling, Tokens
+from runtime.serving.messages import Generation, Sampling, Tokens
 from tests.frontend.fake_workers import run
 
 
@@ -46,13 +46,3 @@ def test_pieces_before_an_error_are_written_before_it() -> None:
     _, rest, error = parts(asked)
     assert b'"two"' in rest
     assert b"worker_lost" in error
-
-
-def test_an_answer_reports_partial_passages() -> None:
-    for partial in (False, True):
-        answer = ChatResponse("r", "m", 0, Retrieval("docs"))
-        for piece in (Retrieved("r", ()), Retrieved("r", (), 8, partial=partial), Tokens("r", "one", (1,), "stop")):
-            answer.add(piece)
-        assert answer.body()["retrieval"].get("partial", False) is partial
-        assert (b'"partial":true' in answer.opening()) is partial
-        assert (b'"partial":true' in answer.chunk(answer.searches[1])) is partial

@@ -18,9 +18,7 @@ from runtime.node.placement.layout import lay_out
 from tests.fuzz.budget import fuzzed
 from tests.fuzz.toml import TEXT, values, written
 
-SECTIONS = {
-    name: kind for name, kind in get_type_hints(NodeConfig).items() if name not in ("model", "collections", "remote")
-}
+SECTIONS = {name: kind for name, kind in get_type_hints(NodeConfig).items() if name not in ("model", "collections")}
 KEYS = sorted({*get_type_hints(NodeConfig), *(key for kind in SECTIONS.values() for key in get_type_hints(kind))})
 NAMES = st.sampled_from([*KEYS, "name", "path", "context_tokens", "shards"]) | TEXT
 VALUES = values(NAMES)

@@ -181,17 +181,6 @@ def test_an_unreachable_server_is_an_error_with_its_address(tmp_path: Path) -> N
     assert found[f"engine {url}"].advice.startswith("start it")
 
 
-def test_unreachable_nodes_of_a_remote_collection_are_reported_by_address(tmp_path: Path) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    section = {"name": "far", "nodes": [url], "missing": "partial"}
-    found = findings(parse_config({"remote": [section], "http": {"port": 0}}))[f"remote far at {url}"]
-    assert (found.level, found.advice[:8]) == ("error", "start it")
-    keyed = parse_config({"remote": [section | {"api_key_file": str(tmp_path / "none")}], "http": {"port": 0}})
-    assert "none" in findings(keyed)["remote"].text
-
-
 def test_an_unwritable_compile_cache_is_reported_with_an_alternative(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -90,31 +89,6 @@ def test_without_a_model_a_node_serves_retrieval_alone(tmp_path: Path) -> None:
 
 def test_without_collections_a_node_has_no_pool(tmp_path: Path) -> None:
     assert names(plan(tmp_path, **MODEL, collections=[])) == ["prefill-0", "decode-0", "frontend-0"]
-
-
-def test_a_node_with_only_remote_collections_has_only_a_frontend(tmp_path: Path) -> None:
-    remote = [{"name": "far", "nodes": ["http://a:8080", "http://b:8080/v1"]}]
-    found = plan(tmp_path, collections=[], remote=remote)
-    assert names(found) == ["frontend-0"]
-    assert msgspec.json.decode(msgspec.json.encode(found), type=NodePlan) == found  # as workers are told of it
-
-
-@pytest.mark.parametrize(
-    ("names", "nodes", "says"),
-    [
-        (["docs"], ["http://a"], "remote: the name 'docs' is used twice"),
-        (["far", "far"], ["http://a"], "remote: the name 'far' is used twice"),
-        (["far"], ["http://a", "http://a"], "remote: 'far': the node http://a is listed twice"),
-        (["far"], ["http://A:80/", "http://a:80/v1"], "remote: 'far': the node http://a:80 is listed twice"),
-        (["far"], ["http://a:99999"], "remote: 'far': 'http://a:99999' is not a node's URL: use http://HOST:PORT"),
-        (["far"], ["http://[::1:80"], "remote: 'far': 'http://[::1:80' is not a node's URL: use http://HOST:PORT"),
-        (["far"], ["http://localhost:8080"], "remote: 'far': http://localhost:8080 is this node itself"),
-    ],
-)
-def test_a_remote_collection_that_cannot_be_searched_is_refused(
-    names: list[str], nodes: list[str], says: str, tmp_path: Path
-) -> None:
-    assert refusal(tmp_path, remote=[{"name": name, "nodes": nodes} for name in names]).startswith(says)
 
 
 def test_a_node_with_nothing_to_serve_is_refused(tmp_path: Path) -> None:

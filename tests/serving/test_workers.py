@@ -135,15 +135,6 @@ def test_an_answer_with_inserted_passages_equals_a_fresh_run_on_the_same_tokens(
     workers.assert_nothing_held()
 
 
-def test_partial_searches_are_reported_even_without_new_passages(start: Start) -> None:
-    workers = start(decode={"slots": 3})
-    workers.play_pool(FakePool(PASSAGES[:1], partial=True), FakePool(PASSAGES[:1], partial=True))
-    workers.submit("r", [5, 6, 7], 10, retrieval=Retrieval("docs", 1, every_tokens=4))
-    workers.run()
-    output = [(search.at_token, len(search.passages), search.partial) for search in workers.outputs["r"].searches]
-    assert output == [(0, 1, True), (4, 0, True), (8, 0, True)]
-
-
 def test_a_prefetching_row_continues_during_its_probe(start: Start) -> None:
     workers = start(context=1024)
     workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=3))

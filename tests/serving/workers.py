@@ -27,10 +27,8 @@ class FakePool:
     """Fake of a worker's retriever: returns `passages`, in order or chosen by the text (`by_text`), `polls` polls after
     the request."""
 
-    def __init__(
-        self, passages: Sequence[Passage], polls: int = 1, *, by_text: bool = False, partial: bool = False
-    ) -> None:
-        self.passages, self.polls, self._by_text, self._partial = list(passages), polls, by_text, partial
+    def __init__(self, passages: Sequence[Passage], polls: int = 1, *, by_text: bool = False) -> None:
+        self.passages, self.polls, self._by_text = list(passages), polls, by_text
         self.request_count = 0
         self._open: dict[int, list[int]] = {}
 
@@ -49,7 +47,7 @@ class FakePool:
         for ticket in done:
             _, k, first = self._open.pop(ticket)
             passages = tuple((self.passages * 2)[first : first + k])
-            found.append(RetrievalResult(ticket, passages, embedded_ns=time.monotonic_ns(), partial=self._partial))
+            found.append(RetrievalResult(ticket, passages, embedded_ns=time.monotonic_ns()))
         return found
 
     def cancel(self, ticket: int) -> None:

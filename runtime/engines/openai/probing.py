@@ -8,9 +8,9 @@ from runtime.engines.openai.assembly import Fitted, fit, inserted_text
 from runtime.engines.openai.capabilities import tokenize
 from runtime.engines.openai.server import Server
 from runtime.errors import DeadlineExceeded, TrinityError
-from runtime.retrieval.passages import FoundPassages, Passage, ignore_size
+from runtime.retrieval.passages import Passage, ignore_size
 from runtime.serving.http.service import SearchSource
-from runtime.serving.messages import Probe, ProbeOutcome, Retrieval, Retrieved
+from runtime.serving.messages import Probe, ProbeOutcome, Retrieval
 from runtime.serving.triggers import trigger_of
 
 _TIMEOUT_S = 2.0  # after which an answer continues without the passages
@@ -22,19 +22,16 @@ class Probing:
     """The probes of one answer, every `retrieval.every_tokens` tokens and one at a time.
 
     The model's confidence is not available here, so the trigger "unsure" is not supported. A probe adds passages of up
-    to `max_tokens` tokens. If some nodes of a sharded collection did not answer, `emit` gets a partial `Retrieved`.
+    to `max_tokens` tokens.
     """
 
     def __init__(
         self,
-        request_id: str,
-        emit: Callable[[Retrieved], None],
         search: SearchSource,
         retrieval: Retrieval,
         max_tokens: int,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._request_id, self._emit = request_id, emit
         self._search, self._retrieval, self._clock = search, retrieval, clock
         self.max_tokens = min(max_tokens, retrieval.probe_tokens or max_tokens)
         self._search_task: asyncio.Task[list[Passage]] | None = None
@@ -73,8 +70,6 @@ class Probing:
         except TrinityError:
             outcome = "failed"
         self._search_task = None
-        if FoundPassages.of(found).partial:
-            self._emit(Retrieved(self._request_id, (), self._begin_token, partial=True))
         if outcome == "answered" and self._trigger is not None and not self._trigger.accepts(found, self.seen):
             outcome, found = "near", []
         new = [passage for passage in found if passage.id not in self.seen]

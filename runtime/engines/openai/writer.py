@@ -68,7 +68,7 @@ class AnswerWriter:
         retrieval = generation.retrieval
         self._probing = None
         if retrieval is not None and retrieval.every_tokens:
-            self._probing = Probing(request.id, emit, deps.search, retrieval, deps.probes.passage_tokens, deps.clock)
+            self._probing = Probing(deps.search, retrieval, deps.probes.passage_tokens, deps.clock)
         self._chat = "messages" in body
         self._max_tokens: int | None = body.get("max_completion_tokens", body.get("max_tokens"))
         if self._probing is not None and not self._chat:
@@ -136,7 +136,7 @@ class AnswerWriter:
         stamps = dict(self._relay.stamps)
         texts = fitted.texts if retrieval and retrieval.quote else ()
         self._unreported = Retrieved(
-            self._request.id, without_text(fitted.used), stages=stamps, partial=self._found.partial, texts=texts,
+            self._request.id, without_text(fitted.used), stages=stamps, texts=texts,
             ranking=self._found.ranking,
         )  # fmt: skip
 

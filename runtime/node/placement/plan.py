@@ -25,7 +25,6 @@ ANSWERS = "@answers"
 ANSWERS_FOLDER = ".trinity-answers"
 KV_FOLDER = "kv"
 _MAX_SOCKET_BYTES = 107  # sun_path without its NUL
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _DRAINING_SUFFIX = ".sock.old"  # longest suffix of a socket's name
 
 
@@ -149,7 +148,6 @@ class NodePlan(msgspec.Struct, frozen=True):
 def plan_workers(config: NodeConfig) -> NodePlan:
     """Plan every worker with the configured devices; the pool's placement is resolved already. Raises `ConfigError`."""
     _check_collections(config)
-    _check_remote(config)
     read_api_keys(config)
     _check_engine(config)
     workers = [
@@ -238,8 +236,8 @@ def _check_memory_kinds(workers: list[WorkerPlan]) -> None:
 
 
 def _check_counts(config: NodeConfig) -> None:
-    if config.model is None and not config.searchable and not config.remote:
-        raise ConfigError("nothing to serve: configure [model], [[collections]], [stores] or [[remote]]")
+    if config.model is None and not config.searchable:
+        raise ConfigError("nothing to serve: configure [model], [[collections]] or [stores]")
     needed = [("prefill", config.prefill.workers), ("decode", config.decode.workers)] if config.own_model else []
     if config.needs_pool:
         needed.append(("pool", config.pool.workers))
@@ -305,25 +303,6 @@ def _check_collections(config: NodeConfig) -> None:
                 f"pool.workers = {config.pool.workers} is not a multiple of the {collection.shards} shards of "
                 f"collection {collection.name!r}: every shard needs the same number of workers"
             )
-
-
-def _check_remote(config: NodeConfig) -> None:
-    seen = {collection.name for collection in config.collections}
-    for remote in config.remote:
-        if remote.name in seen:
-            raise ConfigError(f"remote: the name {remote.name!r} is used twice")
-        seen.add(remote.name)
-        for url in remote.urls:
-            try:
-                valid = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
-            except ValueError:
-                valid = False
-            if not valid:
-                raise ConfigError(f"remote: {remote.name!r}: {url!r} is not a node's URL: use http://HOST:PORT")
-            if config.http.port == urlsplit(url).port and urlsplit(url).hostname in (config.http.host, *_LOOPBACK):
-                raise ConfigError(f"remote: {remote.name!r}: {url} is this node itself")
-            if remote.urls.count(url) > 1:
-                raise ConfigError(f"remote: {remote.name!r}: the node {url} is listed twice")
 
 
 def _check_engine(config: NodeConfig) -> None:

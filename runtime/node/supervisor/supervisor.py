@@ -331,7 +331,6 @@ class Supervisor:
             collections=tuple(collection.name for collection in self.plan.config.collections),
             paths=tuple(collection.path for collection in self.plan.config.collections),
             logs=str(log_directory(self.plan)),
-            remote=self.plan.config.remote,
         )
 
     def status(self) -> NodeStatus:

@@ -71,21 +71,6 @@ def canonical(filter: Filter) -> bytes:
     return msgspec.json.encode(filter)
 
 
-def filter_json(filter: Filter) -> dict[str, Any]:
-    """Return the JSON object of a filter: the inverse of `parse_filter`."""
-    match filter:
-        case Comparison(key, operator, values):
-            return {"type": operator, "key": key, "value": list(values) if operator == "in" else values[0]}
-        case Not(Comparison(_, "eq" | "in" as operator, _) as positive):
-            return filter_json(positive) | {"type": "ne" if operator == "eq" else "nin"}
-        case Not(inner):
-            return {"type": "not", "filter": filter_json(inner)}
-    return {
-        "type": "and" if isinstance(filter, AllOf) else "or",
-        "filters": [filter_json(one) for one in filter.filters],
-    }
-
-
 def decode_filter(content: bytes) -> Filter:
     """Decode and validate the output of `canonical`. Raises `InvalidFilter`."""
     try:

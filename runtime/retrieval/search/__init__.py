@@ -1,1 +1,1 @@
-"""The search client: queries to vector pools and other nodes."""
+"""The search client: queries to vector pools."""

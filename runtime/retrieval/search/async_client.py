@@ -74,7 +74,7 @@ class AsyncSearchClient:
     async def answer(self, query: Query) -> SearchResult:
         """Send a query that is complete, and wait for its result. Raises the error that ended it."""
         self._check_open()
-        self._client.transport(query.spec.collection).submit(query, wait_for_room=True)
+        self._client.dispatcher.submit(query, wait_for_room=True)
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
         self._waiting[query.ticket] = future
         self._wake.set()

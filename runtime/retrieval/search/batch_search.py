@@ -1,18 +1,17 @@
 """A batch of queries: sent as far as there is room, the rest as results arrive."""
 
 from runtime.errors import TrinityError
-from runtime.retrieval.search.dispatcher import BATCH_QUERIES
+from runtime.retrieval.search.dispatcher import BATCH_QUERIES, Dispatcher
 from runtime.retrieval.search.query import Query, SearchBatch, SearchResult, failed_result
-from runtime.retrieval.search.transport import QueryTransport
 from runtime.retrieval.search.vectors import Vectors
 
 
 class BatchSearch:
     """Alternate `send` and `add` until `done`, then read `result`. Ends even if no pool ever appears."""
 
-    def __init__(self, transport: QueryTransport, queries: list[Query], rows: Vectors, k: int) -> None:
-        self._transport, self._queries, self._rows, self._k = transport, queries, rows, k
-        self._since_ns = transport.clock()
+    def __init__(self, dispatcher: Dispatcher, queries: list[Query], rows: Vectors, k: int) -> None:
+        self._dispatcher, self._queries, self._rows, self._k = dispatcher, queries, rows, k
+        self._since_ns = dispatcher.clock()
         self._sent = 0  # queries that were accepted, or failed before
         self._row_of = {query.ticket: row for row, query in enumerate(queries)}
         self._results: list[SearchResult | None] = [None] * len(queries)
@@ -28,12 +27,12 @@ class BatchSearch:
         while self._sent < len(self._queries):
             chunk = slice(self._sent, self._sent + BATCH_QUERIES)
             queries = self._queries[chunk]
-            error = self._transport.wait_error(queries[0], self._since_ns, self._transport.clock())
+            error = self._dispatcher.wait_error(queries[0], self._since_ns, self._dispatcher.clock())
             if error is not None:
                 self._fail_unsent(error)
                 return
             try:
-                count = self._transport.submit_many(queries, self._rows[chunk])
+                count = self._dispatcher.submit_many(queries, self._rows[chunk])
             except TrinityError as refusal:
                 if self._sent == 0:
                     raise
@@ -64,7 +63,7 @@ class BatchSearch:
         """Cancel all outstanding queries."""
         for row, query in enumerate(self._queries[: self._sent]):
             if self._results[row] is None:
-                self._transport.cancel(query.ticket)
+                self._dispatcher.cancel(query.ticket)
 
     def result(self) -> SearchBatch:
         """Return all results, once `done`."""

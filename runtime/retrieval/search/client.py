@@ -8,7 +8,7 @@ with SearchClient.connect("my-node") as client:
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import Any, Self, Unpack
 
 import zmq
 from msgspec.structs import replace
@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from ipc import Memo, SearchSpec, Stage
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.placement.plan import NodePlan
-from runtime.node.remote_config import RemoteSection
 from runtime.node.run_dir import find_node
 from runtime.node.worker_config import PoolSection
 from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
@@ -37,11 +36,7 @@ from runtime.retrieval.search.query import (
     make_spec,
 )
 from runtime.retrieval.search.routing import only_of
-from runtime.retrieval.search.transport import QueryTransport
 from runtime.retrieval.search.vectors import as_vectors, query_vector
-
-if TYPE_CHECKING:
-    from runtime.retrieval.search.remote_dispatcher import RemoteDispatcher
 
 _RECONNECT_MS = 5  # interval of connection checks while queries wait for a pool
 
@@ -63,22 +58,11 @@ class SearchClient:
         collections: Sequence[str] = (),
         limits: QueueLimits | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
-        remote: Sequence[RemoteSection] = (),
         near: Collection[int] = (),
     ) -> None:
-        """near: indexes of the endpoints that are preferred.
-
-        Raises `ConfigError` for a key of `remote` that cannot be read.
-        """
+        """near: indexes of the endpoints that are preferred."""
         self._collections = tuple(collections)  # the node's own; empty: as its pools report
         self.dispatcher = Dispatcher(endpoints, name, defaults or PoolSection(), policy, find, limits, clock, near)
-        self.remote = frozenset(section.name for section in remote)
-        """The collections that are on other nodes."""
-        self._remote: RemoteDispatcher | None = None
-        if remote:
-            from runtime.retrieval.search import remote_dispatcher  # imports an HTTP client
-
-            self._remote = remote_dispatcher.RemoteDispatcher(remote, (limits or QueueLimits()).parked)
         self._specs: Memo[tuple[Any, ...], SearchSpec] = Memo(lambda key: make_spec(*key[: len(key) // 2]))
         self._unclaimed: dict[int, SearchResult] = {}  # results that arrived while `search` waited for another
 
@@ -87,16 +71,13 @@ class SearchClient:
         """Return the client of one of the node's own workers; pools are attached as they start."""
         names = [collection.name for collection in plan.config.collections]
         endpoints = [plan.endpoint(pool.name) for pool in plan.of_role("pool")]
-        return cls(
-            endpoints, name, plan.config.pool, collections=names, remote=plan.config.remote,
-            near=plan.local_pools(name),
-        )  # fmt: skip
+        return cls(endpoints, name, plan.config.pool, collections=names, near=plan.local_pools(name))
 
     @classmethod
     def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0) -> Self:
         """Return a client of a running node, by its name or run directory; it reconnects if the node is restarted.
 
-        Raises `Unavailable` if no pool answers, `ConfigError` for the key of a remote collection that cannot be read.
+        Raises `Unavailable` if no pool answers.
         """
         if not isinstance(node, str | Path):
             raise InvalidRequest(f"node must be a name or the Path of a run directory, not {node!r}", "node")
@@ -107,13 +88,13 @@ class SearchClient:
             client._collections = found.collections
             return found.pools
 
-        client = cls(info.pools, name, find=find, collections=info.collections, remote=info.remote)
+        client = cls(info.pools, name, find=find, collections=info.collections)
         end = time.monotonic_ns() + int(timeout_s * 1e9)
         while (now := time.monotonic_ns()) < end and client.dispatcher.pools.sessions:
             if client.dispatcher.pools.maintain(now) and not client.dispatcher.pools.connecting:
                 return client
             time.sleep(0.002)
-        if not client.live and (info.pools or not info.remote):
+        if not client.live:
             client.close()
             raise Unavailable(f"no pool of node {str(node)!r} answered within {timeout_s:g} s")
         return client
@@ -135,7 +116,7 @@ class SearchClient:
         accept: AcceptBuild | None = None,
         flow: int = 0,
     ) -> Query:
-        """Check the arguments of a search and return it as a query, for its `transport`. Raises as `submit`."""
+        """Check the arguments of a search and return it as a query, for the `dispatcher`. Raises as `submit`."""
         width = self.dispatcher.settings.search_width if search_width is None else search_width
         parameters = (k, collection, stage, top_m, width, patience)
         try:
@@ -146,23 +127,17 @@ class SearchClient:
             spec = replace(spec, filter=content)
         if type(deadline_ns) is not int or deadline_ns or flow:
             spec = replace(spec, deadline_ns=check_deadline(deadline_ns), flow=flow)
-        for_others = self.remote and isinstance(vector, str) and vector
-        row = None if for_others else query_vector(vector)
+        row = query_vector(vector)
         if not spec.collection:
             spec = replace(spec, collection=self._only_collection())
-        if for_others and spec.collection not in self.remote:
-            raise InvalidRequest(
-                f"vector is a text, and collection {spec.collection!r} is not on other nodes", "vector"
-            )
-        return Query(spec, row, vector if for_others else "", accept=accept, ticket=next(self.dispatcher.tickets))
+        return Query(spec, row, accept=accept, ticket=next(self.dispatcher.tickets))
 
     def submit(self, vector: Any, k: int, *, wait_for_room: bool = False, **options: Unpack[SubmitOptions]) -> int:
         """Submit a query for the `k` nearest neighbors of `vector` [d]; return its ticket for `poll`.
 
         `collection` may be omitted if the node has only one.
-        `vector` is a sequence of numbers, a numpy array, or an object with `__dlpack__` or `__cuda_array_interface__`;
-        for a collection on other nodes it may be a text, which they embed. Other nodes receive k, filter and deadline
-        only. A vector on a GPU must not be changed until its query has ended: float32 is copied from there into the
+        `vector` is a sequence of numbers, a numpy array, or an object with `__dlpack__` or `__cuda_array_interface__`.
+        A vector on a GPU must not be changed until its query has ended: float32 is copied from there into the
         memory of a pool on that GPU or of one that reaches it, and again into another's if the pool dies; to other
         pools it is copied through the host.
         `filter`: results must pass it; in OpenAI's format (docs/collections.md), or parsed by `parse_filter`, which is
@@ -174,20 +149,12 @@ class SearchClient:
         accepted.
         """
         query = self.query(vector, k, **options)
-        transport = self.dispatcher if self._remote is None else self.transport(query.spec.collection)
-        transport.submit(query, wait_for_room)
+        self.dispatcher.submit(query, wait_for_room)
         return query.ticket
-
-    def transport(self, collection: str) -> QueryTransport:
-        """Return the transport of queries to a collection. Raises `Unavailable` if the client is closed."""
-        if self._remote is not None and collection in self.remote:
-            self.dispatcher.check_open()
-            return self._remote
-        return self.dispatcher
 
     def _only_collection(self) -> str:
         """Return the name of the only collection. Raises `InvalidRequest`, `Unavailable`."""
-        return only_of((*(self._collections or self.dispatcher.pools.routes.collections), *self.remote))
+        return only_of(self._collections or self.dispatcher.pools.routes.collections)
 
     def search(
         self,
@@ -201,11 +168,10 @@ class SearchClient:
         deadline_ns = 0 if deadline_ms is None else deadline_after_ms(deadline_ms)
         query = self.query(vector, k, deadline_ns=deadline_ns, **options)
         ticket = query.ticket
-        transport = self.dispatcher if self._remote is None else self.transport(query.spec.collection)
-        transport.submit(query)
+        self.dispatcher.submit(query)
         try:
             while ticket not in self._unclaimed:
-                self._unclaimed.update((result.ticket, result) for result in self._collect())
+                self._unclaimed.update((result.ticket, result) for result in self.dispatcher.collect())
                 if ticket not in self._unclaimed:
                     self._wait()
         except BaseException:
@@ -226,7 +192,7 @@ class SearchClient:
         try:
             while not batch.done:
                 batch.send()
-                self._unclaimed.update((one.ticket, one) for one in self._collect() if not batch.add(one))
+                self._unclaimed.update((one.ticket, one) for one in self.dispatcher.collect() if not batch.add(one))
                 if not batch.done:
                     self._wait()
         except BaseException:
@@ -256,23 +222,17 @@ class SearchClient:
             raise InvalidRequest(f"vectors must have the shape (n, d), got {rows.shape}", "vectors")
         if len(rows) and not spec.collection:
             spec = replace(spec, collection=self._only_collection())
-        transport, tickets = self.transport(spec.collection), self.dispatcher.tickets
-        return BatchSearch(transport, [Query(spec, row, ticket=next(tickets)) for row in rows], rows, spec.k)
+        tickets = self.dispatcher.tickets
+        return BatchSearch(self.dispatcher, [Query(spec, row, ticket=next(tickets)) for row in rows], rows, spec.k)
 
     def cancel(self, ticket: int) -> None:
         """Cancel a query: it ends with an error, or is not returned by `poll`."""
         self.dispatcher.cancel(ticket)
-        if self._remote is not None:
-            self._remote.cancel(ticket)
-
-    def _collect(self) -> list[SearchResult]:
-        found = self.dispatcher.collect()
-        return found if self._remote is None else found + self._remote.collect()
 
     def poll(self) -> list[SearchResult]:
         """Return what has ended since the last call. Never blocks. Raises `Unavailable` after `close`."""
         self.dispatcher.check_open()
-        results = [*self._unclaimed.values(), *self._collect()]
+        results = [*self._unclaimed.values(), *self.dispatcher.collect()]
         self._unclaimed.clear()
         return results
 
@@ -306,8 +266,7 @@ class SearchClient:
 
     def filenos(self) -> list[int]:
         """Return the descriptors that become readable when, once armed, a result arrives; they change on reconnects."""
-        found = [client.fileno() for client in self.dispatcher.pools.clients()]
-        return found if self._remote is None else [*found, self._remote.fileno()]
+        return [client.fileno() for client in self.dispatcher.pools.clients()]
 
     def arm(self) -> bool:
         """Enable the doorbells; return False if a result is already there. Call `disarm` after every `arm`."""
@@ -325,11 +284,11 @@ class SearchClient:
 
     @property
     def reachable(self) -> bool:
-        """Whether a pool is attached or being attached, or there are other nodes to ask."""
-        return self.live or self.dispatcher.pools.connecting or bool(self.remote)
+        """Whether a pool is attached or being attached."""
+        return self.live or self.dispatcher.pools.connecting
 
     def _wait(self) -> None:
-        only = None if self._remote is not None and self._remote.busy else self.dispatcher.only_busy()
+        only = self.dispatcher.only_busy()
         if only is not None:
             only.wait(50.0)  # spins before it sleeps: fast for the common case
         else:
@@ -338,8 +297,6 @@ class SearchClient:
     def close(self) -> None:
         """Close the sessions; outstanding queries never end."""
         self.dispatcher.close()
-        if self._remote is not None:
-            self._remote.close()
 
     def __enter__(self) -> Self:
         return self

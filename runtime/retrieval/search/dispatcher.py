@@ -40,7 +40,7 @@ BATCH_QUERIES = 32  # consecutive queries of a batch that are sent to one pool
 
 
 class Dispatcher:
-    """`QueryTransport` to a node's pools: one client's sessions and outstanding queries. Not thread-safe.
+    """One client's sessions with a node's pools and its outstanding queries. Not thread-safe; no method blocks.
 
     `tickets` numbers the client's queries. `find` returns the endpoints of the pools, once all known ones are lost.
     `near`: indexes of the endpoints that are preferred.

@@ -19,7 +19,6 @@ from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Over
 from runtime.retrieval.attributes.evaluation import MAX_COMPARED
 from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
 from runtime.retrieval.neighbors import merge_neighbors
-from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.vectors import Vectors, check_finite, check_length, on_host
 
 # ---- search parameters, validated before a pool is known; a pool has limits of its own
@@ -102,9 +101,6 @@ class SearchResult(msgspec.Struct, frozen=True, eq=False):
 
     `extends`: engine steps. `wait_ns`: time until it had a slot; `search_ns`: time in the slot; for a sharded
     collection the maximum over shards. `identity`: the collection's build that the ids refer to.
-
-    For a collection on other nodes the ids are -1 and `passages` contains the documents; `partial`: some nodes did not
-    answer.
     """
 
     ticket: int
@@ -115,8 +111,6 @@ class SearchResult(msgspec.Struct, frozen=True, eq=False):
     search_ns: int = 0
     error: TrinityError | None = None
     identity: str = ""
-    passages: tuple[Passage, ...] = ()
-    partial: bool = False
 
     def checked(self) -> "SearchResult":
         """Return the result itself. Raises its error, if any."""
@@ -269,7 +263,7 @@ class Rerank(msgspec.Struct, frozen=True):
 class Query(msgspec.Struct, eq=False):
     """A query from where it enters to its end, or one shard's part of it (then `gather` is set).
 
-    `spec`: what is wanted, and for whom. `vector` [d]: None until the text is embedded, here or by other nodes; on a
+    `spec`: what is wanted, and for whom. `vector` [d]: None until the text is embedded; on a
     GPU the caller's own array, from which a retry copies again. `text`: to be embedded, or what a keyword search is
     for, whose weight in the fused ranks is `hybrid`, 0 for none. `accept`: acceptable builds, None for any. `rerank`:
     what is done with the passages found, None for nothing.

@@ -84,13 +84,12 @@ class Probes:
         allowed = min(self._passage_tokens, retrieval.probe_tokens or self._passage_tokens)
         chunk = passages_chunk(self._tokenizer, new, min(allowed, self._context_tokens - len(row.context) - remaining))
         self._finish(row, "near" if near else "answered", len(chunk.used))
-        if chunk.tokens:
-            row.context[-1:-1] = chunk.tokens
-            row.build = result.build
-            row.seen.update(passage.id for passage in chunk.used)
-        elif not result.partial:
+        if not chunk.tokens:
             return None
-        return Retrieved(row.id, without_text(chunk.used), row.generated, tuple(chunk.tokens), partial=result.partial)
+        row.context[-1:-1] = chunk.tokens
+        row.build = result.build
+        row.seen.update(passage.id for passage in chunk.used)
+        return Retrieved(row.id, without_text(chunk.used), row.generated, tuple(chunk.tokens))
 
     def _finish(self, row: Row, outcome: ProbeOutcome, passages: int = 0) -> None:
         """Record the outcome and the times of the row's probe."""

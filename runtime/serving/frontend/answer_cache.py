@@ -144,10 +144,7 @@ class AnswerCache:
         return hit
 
     def store(self, key: CacheKey, vector: Vector, pieces: Sequence[Piece]) -> None:
-        """Queue a complete answer to be stored. It is dropped if it is partial or too large, or if the queue is
-        full."""
-        if any(isinstance(piece, Retrieved) and piece.partial for piece in pieces):
-            return
+        """Queue a complete answer to be stored. It is dropped if it is too large, or if the queue is full."""
         if len(self._queue) < _MAX_QUEUED and not self._closed:
             self._queue.append((key, vector, pieces))
             self._write_thread.submit(self._write)

@@ -288,8 +288,7 @@ class _Routes:
         )  # fmt: skip
         found = [passage_json(passage) | {"text": passage.text} for passage in passages]
         result: Json = {"id": request_id(http), "object": "retrieval", "collection": collection, "passages": found}
-        partial: Json = {"partial": True} if passages.partial else {}
-        return passages_response(result | partial | ranking_json(passages.ranking))
+        return passages_response(result | ranking_json(passages.ranking))
 
     def add_collection_routes(self, app: Starlette) -> None:
         """Add the routes of collections, documents and embedders."""

@@ -8,7 +8,6 @@ import os
 import resource
 import sys
 import time
-from collections import ChainMap
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -54,7 +53,6 @@ from runtime.serving.model.model_info import ModelInfo, model_directory
 
 if TYPE_CHECKING:
     from runtime.serving.frontend.spans import RequestSpans
-    from runtime.serving.http.remote_collections import CollectionRouter
     from runtime.serving.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -128,13 +126,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     search = None
     if config.searchable:
         search = AsyncRetriever(registry, SearchClient.of_plan(plan, worker.name), threads=computing_threads(plan))
-    local = search or NoCollections()
-    router: CollectionRouter | None = None
-    if config.remote:
-        from runtime.serving.http import remote_collections  # optional: HTTP to other nodes
-
-        router = remote_collections.CollectionRouter(local, config.remote)
-    collections = router or local
+    collections = search or NoCollections()
     source = collections if reranking is None else RerankedSearch(collections, reranking)
     engine = await make_engine(worker, metrics, source)
     own, served = config.own_model, config.model
@@ -145,7 +137,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     settings = Settings(
         model=model,
         context_tokens=served.context_tokens if served else 0,
-        collections=_Public(registry.dims if router is None else ChainMap(dict(router.dims), registry.dims)),  # type: ignore[arg-type]
+        collections=_Public(registry.dims),
         host=config.http.host,
         api_keys=tuple(one.key for one in keys),
         access=access_by_key(keys),
@@ -218,8 +210,6 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         loops.append(asyncio.create_task(client.run()))
     if answers is not None:
         loops.append(asyncio.create_task(answers.run()))
-    if router is not None:
-        loops.append(asyncio.create_task(router.remote.run()))
     try:
         # No loop ends by itself: if one does, it has failed, and the process must end.
         done, _ = await asyncio.wait([serving, *loops], return_when=asyncio.FIRST_COMPLETED)

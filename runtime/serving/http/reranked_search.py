@@ -31,7 +31,7 @@ class RerankedSearch:
             return found
         query, searched_ns = replace(query, spec=replace(query.spec, deadline_ns=until_ns)), monotonic_ns()
         passages, ranking = await run_steps(self._reranking.rank(query, found), wait_until)
-        return FoundPassages(passages, partial=found.partial, ranking=ranking, searched_ns=searched_ns)
+        return FoundPassages(passages, ranking=ranking, searched_ns=searched_ns)
 
     def missing(self) -> list[str]:
         return self._source.missing()

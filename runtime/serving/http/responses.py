@@ -1,7 +1,7 @@
 """Response bodies: OpenAI's completion objects, complete or as server-sent events, and its error object.
 
-Trinity adds `retrieval` (the passages used: id, title, distance, and the number of answer tokens before them; `partial`
-if nodes of the collection were missing, `reranked`), `timings` (seconds per stage, see `stages.stage_seconds`) and, for
+Trinity adds `retrieval` (the passages used: id, title, distance, and the number of answer tokens before them;
+`reranked`), `timings` (seconds per stage, see `stages.stage_seconds`) and, for
 an answer from the cache (`answer_cache.py`), `cached`: the similarity of the questions and the age of the answer. In a
 stream the first chunk contains the passages found before prefill, each probe has a chunk of its own, and the chunk with
 the `finish_reason` contains the timings. A stream ends with the last piece or with an error event.
@@ -45,7 +45,7 @@ def json_response(value: object, headers: Mapping[str, str] | None = None, statu
 
 
 def passages_response(value: object) -> Response:
-    """Return a response with passages. Raises `ResponseTooLarge` beyond what other nodes read of one."""
+    """Return a response with passages. Raises `ResponseTooLarge` for one that is too large."""
     response = json_response(value)
     if len(response.body) > MAX_PASSAGES_BYTES:
         raise ResponseTooLarge(
@@ -230,8 +230,7 @@ class GenerationResponse:
         ]
         name = self.store.id if self.store else retrieval.collection
         ranking = next((search.ranking for search in searches if search.ranking), "")
-        found: Json = {"collection": name, "passages": passages} | ranking_json(ranking)
-        return found | {"partial": True} if any(search.partial for search in searches) else found
+        return {"collection": name, "passages": passages} | ranking_json(ranking)
 
     def _object(self, name: str, choice: Json) -> Json:
         choices = [{"index": 0, "logprobs": None, "finish_reason": None} | choice]

@@ -188,7 +188,7 @@ class PrefillWorker:
         job.build = result.build if prompt.used else ""
         texts = prompt.texts if generation.retrieval and generation.retrieval.quote else ()
         used = without_text(prompt.used)
-        self._link.send(Retrieved(job.id, used, 0, (), job.stages, result.partial, texts, result.ranking))
+        self._link.send(Retrieved(job.id, used, 0, (), job.stages, texts, result.ranking))
         self._enqueue(job)
 
     # ---- prefill

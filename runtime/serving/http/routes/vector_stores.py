@@ -225,8 +225,7 @@ class StoreRoutes:
             "has_more": False,
             "next_page": None,
         }
-        partial: Json = {"partial": True} if any(found.partial for found in lists) else {}
-        return passages_response(page | partial | ranking_json(state))
+        return passages_response(page | ranking_json(state))
 
     def _name(self, name: str, http: Request) -> str:
         return access_of(http).resolve(name, self._collections, "vector_store_id", "vector store")
