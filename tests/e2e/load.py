@@ -4,10 +4,10 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from runtime.testing.background import Background
 from runtime.testing.node import Node
@@ -23,6 +23,8 @@ GENERATE: dict[str, Any] = {
 }
 START_S = 240.0  # bounds a wait that would never end, not a start on a busy machine
 SEARCH = {"query": "the with statement", "collection": "docs", "k": 3}
+WAIT_S = 120.0
+R = TypeVar("R")
 
 
 def prompts(count: int) -> Iterator[str]:
@@ -47,10 +49,32 @@ def load(node: Node, searchers: int = 4, generators: int = 1) -> Iterator[Counte
         yield answers
 
 
+@contextmanager
+def repeated(
+    ask: Callable[[dict[str, Any]], R], bodies: Sequence[dict[str, Any]]
+) -> Iterator[list[list[R | Exception]]]:
+    """Ask with each body again and again until the block ends, so that requests are in flight at any moment of it.
+
+    Yields the answers to each body, which are complete after the block.
+    """
+    answers: list[list[R | Exception]] = [[] for _ in bodies]
+
+    def run(number: int) -> None:
+        while not asking.ended.is_set():
+            try:
+                answers[number].append(ask(bodies[number]))
+            except Exception as error:
+                answers[number].append(error)
+
+    asking = Background([partial(run, number) for number in range(len(bodies))])
+    with asking:
+        yield answers
+
+
 def wait_for_more(answers: Counter[int], count: int) -> None:
     """Wait until more than `count` further answers have status 200."""
     before = answers[200]
-    eventually(lambda: answers[200] > before + count, 60, f"{count} answers more")
+    eventually(lambda: answers[200] > before + count, WAIT_S, f"{count} answers more")
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """A real Prometheus that scrapes a node, for tests."""
 
 import json
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -11,6 +10,7 @@ from typing import Any
 
 from runtime.testing.waiting import eventually
 from tests.dashboards.tools import tool
+from tests.fleet.balancers import free_port
 
 CONFIG = """
 global:
@@ -28,9 +28,7 @@ class Prometheus:
     """A Prometheus process; `close` ends it."""
 
     def __init__(self, home: Path, target: str, rules: str, interval_ms: int = 500) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         self.url = f"http://{address}"
         (home / "rules.yml").write_text(rules)
         config = home / "prometheus.yml"
@@ -56,7 +54,7 @@ class Prometheus:
     def _is_ready(self) -> bool:
         assert self._process.poll() is None, f"Prometheus ended:\n{self.log.read_text()}"
         try:
-            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=10) as answer:
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=60) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

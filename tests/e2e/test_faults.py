@@ -2,9 +2,9 @@
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from runtime.errors import TrinityError
 from runtime.testing.node import Node, leftovers, token_of
 from runtime.testing.waiting import eventually
 from tests.e2e.conftest import StartNode
-from tests.e2e.load import prompts
+from tests.e2e.load import WAIT_S, prompts, repeated
 
 BODY: dict[str, Any] = {
     "model": "tiny",
@@ -28,7 +28,8 @@ BODY: dict[str, Any] = {
     "retrieval": {"collection": "docs", "k": 2, "every_tokens": 16},
 }
 
-JUMPING_CLOCK = """
+HEARTBEAT_S = 10.0  # of the node in which a worker hangs
+JUMPING_CLOCK = """"
 import random, time
 wall, dice = time.time, random.Random(1)
 time.time = lambda: wall() + dice.choice((86_400.0, -86_400.0, 0.0))
@@ -55,7 +56,7 @@ def coupled(start_node: StartNode) -> Node:
 def mortal(new_node: StartNode, mortals: list[Node]) -> Node:
     """A node that a test may end; the next test gets another one."""
     if not mortals or mortals[-1].process.poll() is not None:
-        mortals.append(new_node(heartbeat_s=6.0))
+        mortals.append(new_node(heartbeat_s=HEARTBEAT_S))
     return mortals[-1]
 
 
@@ -72,27 +73,49 @@ def answer_of(node: Node, body: dict[str, Any]) -> tuple[str, list[int]]:
     return reason, tokens
 
 
+def answers_of(node: Node, bodies: list[dict[str, Any]]) -> list[tuple[str, list[int]]]:
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        return list(threads.map(partial(answer_of, node), bodies))
+
+
 def end_of(node: Node, body: dict[str, Any]) -> str:
     """Return the end of a streamed request."""
     return answer_of(node, body)[0]
+
+
+def last_of(node: Node, body: dict[str, Any]) -> tuple[str, bool]:
+    """Ask until an answer is cut or refused; return its error code, and whether it had begun."""
+    while True:
+        reason, tokens = answer_of(node, body)
+        if reason != "length":
+            return reason, bool(tokens)
+
+
+def in_flight(node: Node, count: int, metric: str = "trinity_requests_in_flight") -> None:
+    """Wait until the node has so many requests."""
+    eventually(lambda: node.metric(metric) >= count, WAIT_S, f"{count} requests in flight")
+
+
+def as_undisturbed(answers: list[list[Any]], undisturbed: list[tuple[str, list[int]]]) -> bool:
+    """Whether every answer to each question is the one that it had before."""
+    return all(found and found == [one] * len(found) for found, one in zip(answers, undisturbed, strict=True))
 
 
 @pytest.mark.parametrize("worker", ["pool-0", "prefill-0", "decode-0"])
 def test_a_killed_worker_loses_no_request_or_token_and_restarts(node: Node, worker: str) -> None:
     # A probe that is out when its pool dies may be left out, and what follows differs: none there.
     retrieval = False if worker == "pool-0" else BODY["retrieval"]
-    bodies = [BODY | {"prompt": prompt, "retrieval": retrieval, "max_tokens": 200} for prompt in prompts(12)]
-    with ThreadPoolExecutor(12) as threads:
-        undisturbed = list(threads.map(lambda body: answer_of(node, body), bodies))
-        assert {reason for reason, _ in undisturbed} == {"length"}
-        ends = [threads.submit(answer_of, node, body) for body in bodies]
-        eventually(lambda: node.metric("trinity_requests_in_flight") >= 6, 60, "requests in flight")
+    bodies = [BODY | {"prompt": prompt, "retrieval": retrieval} for prompt in prompts(12)]
+    undisturbed = answers_of(node, bodies)
+    assert {reason for reason, _ in undisturbed} == {"length"}
+    with repeated(partial(answer_of, node), bodies) as answers:
+        in_flight(node, 6)
         before = node.status()
         for one in before.workers:
             for kind in (signal.SIGINT, signal.SIGHUP):  # from a terminal: the supervisor's alone
                 os.kill(one.pid, kind)
         node.kill(worker)
-        assert [end.result(timeout=60) for end in ends] == undisturbed
+    assert as_undisturbed(answers, undisturbed)
     node.wait_ready()
     after = {w.name: w for w in node.status().workers}
     for was in before.workers:
@@ -103,17 +126,16 @@ def test_a_killed_worker_loses_no_request_or_token_and_restarts(node: Node, work
 
 @pytest.mark.timeout(400)
 def test_a_worker_that_hangs_under_load_is_killed_and_its_requests_complete(mortal: Node) -> None:
-    bodies = [BODY | {"prompt": prompt, "max_tokens": 150} for prompt in prompts(8)]  # that some are there to be seen
-    with ThreadPoolExecutor(8) as threads:
-        undisturbed = list(threads.map(lambda body: answer_of(mortal, body), bodies))
-        assert {reason for reason, _ in undisturbed} == {"length"}
-        ends = [threads.submit(answer_of, mortal, body) for body in bodies]
-        eventually(lambda: mortal.metric("trinity_num_requests_running") >= 2, 60, "running rows")
+    bodies = [BODY | {"prompt": prompt} for prompt in prompts(8)]
+    undisturbed = answers_of(mortal, bodies)
+    assert {reason for reason, _ in undisturbed} == {"length"}
+    with repeated(partial(answer_of, mortal), bodies) as answers:
+        in_flight(mortal, 2, "trinity_num_requests_running")
         os.kill(mortal.pid("decode-0"), signal.SIGSTOP)  # its connections stay open: only its silence tells
-        assert [end.result(timeout=100) for end in ends] == undisturbed
+    assert as_undisturbed(answers, undisturbed)
     mortal.wait_ready()
     assert {w.name: w.restarts for w in mortal.status().workers if w.restarts} == {"decode-0": 1}
-    assert "decode-0 has no heartbeat for 6 s: killed" in mortal.log.read_text()
+    assert f"decode-0 has no heartbeat for {HEARTBEAT_S:.0f} s: killed" in mortal.log.read_text()
     assert mortal.metric("trinity_requests_total", outcome="failed") == 0
 
 
@@ -134,10 +156,10 @@ def test_a_wall_clock_that_jumps_by_days_changes_no_answer_and_unfinished_reques
     assert {w.name: w.restarts for w in jumping.status().workers if w.restarts} == {"pool-0": 1}
     long = BODY | {"prompt": "a" * 100, "max_tokens": 1900, "retrieval": False}
     with ThreadPoolExecutor(6) as threads:
-        ends = [threads.submit(end_of, jumping, long) for _ in range(6)]
-        eventually(lambda: jumping.metric("trinity_num_requests_running") == 6, 60, "six running rows")
+        ends = [threads.submit(last_of, jumping, long) for _ in range(6)]
+        in_flight(jumping, 6, "trinity_num_requests_running")
         assert jumping.stop() == 0
-        assert {end.result(timeout=60) for end in ends} == {"unavailable"}
+        assert {end.result()[0] for end in ends} == {"unavailable"}
 
 
 def test_a_killed_pool_delays_searches_instead_of_failing_them(node: Node) -> None:
@@ -159,50 +181,44 @@ def test_a_coupled_pool_serves_its_worker_and_another_pool_takes_over_while_it_i
     others = [("pool-0", "decode"), ("pool-1", "prefill")]
     before = [queries(*one) for one in others]  # workers that start ask whichever pool is up
     assert [answer_of(coupled, body) for body in bodies] == answers
-    assert queries("pool-0", "prefill") >= 4
-    assert queries("pool-1", "decode") >= 4
+    eventually(lambda: queries("pool-0", "prefill") >= 4, WAIT_S, "the queries of prefill")
+    eventually(lambda: queries("pool-1", "decode") >= 4, WAIT_S, "the queries of decode")
     assert [queries(*one) for one in others] == before
     coupled.kill("pool-0")
     assert answer_of(coupled, bodies[0]) == answers[0]
-    assert queries("pool-1", "prefill") > before[1]
+    eventually(lambda: queries("pool-1", "prefill") > before[1], WAIT_S, "a query of prefill elsewhere")
     coupled.wait_ready()
 
 
 @pytest.mark.timeout(400)
 def test_standby_workers_replace_killed_ones_and_no_token_changes(node: Node, coupled: Node) -> None:
     bodies = [BODY | {"prompt": prompt} for prompt in prompts(12)]
-    with ThreadPoolExecutor(12) as threads:
-        undisturbed = list(threads.map(lambda body: answer_of(node, body), bodies))
-        for worker in ("decode-0", "prefill-0"):
-            eventually(lambda: all(w.phase == "standby" for w in coupled.status().spares), 120, "standby workers")
-            spares = {w.name: w.pid for w in coupled.status().spares}
-            ends = [threads.submit(answer_of, coupled, body) for body in bodies]
-            eventually(lambda: coupled.metric("trinity_requests_in_flight") >= 6, 60, "requests in flight")
+    undisturbed = answers_of(node, bodies)
+    for worker in ("decode-0", "prefill-0"):
+        eventually(lambda: all(w.phase == "standby" for w in coupled.status().spares), WAIT_S, "standby workers")
+        spares = {w.name: w.pid for w in coupled.status().spares}
+        with repeated(partial(answer_of, coupled), bodies) as answers:
+            in_flight(coupled, 6)
             coupled.kill(worker)
-            assert [end.result(timeout=100) for end in ends] == undisturbed
-            coupled.wait_ready()
-            assert coupled.pid(worker) == spares[worker.replace("-0", "-spare-0")]
-        coupled.wait_idle()
-        assert coupled.metric("trinity_requests_total", outcome="failed") == 0
+        assert as_undisturbed(answers, undisturbed)
+        coupled.wait_ready()
+        assert coupled.pid(worker) == spares[worker.replace("-0", "-spare-0")]
+    coupled.wait_idle()
+    assert coupled.metric("trinity_requests_total", outcome="failed") == 0
     info, pids = coupled.info, coupled.pids().values()
     assert coupled.stop() == 0  # the last test of this node
     assert leftovers(token_of(info), pids, coupled.run_dir) == []
 
 
 def test_a_killed_frontend_ends_its_streams_and_workers_drop_the_requests(node: Node) -> None:
-    ended = threading.Event()
-
-    def read() -> None:
-        end_of(node, BODY | {"prompt": "x", "max_tokens": 1500})
-        ended.set()
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    eventually(lambda: node.metric("trinity_num_requests_running") >= 1, 60, "a running row")
-    node.kill("frontend-0")
-    assert ended.wait(60), "the client must see its connection close"
+    long = BODY | {"prompt": "x", "max_tokens": 1500}
+    with ThreadPoolExecutor(1) as thread:
+        cut = thread.submit(last_of, node, long)
+        in_flight(node, 1, "trinity_num_requests_running")
+        node.kill("frontend-0")
+        cut.result()  # the client sees its connection close
     node.wait_ready()
-    eventually(lambda: node.metric("trinity_num_requests_running") == 0, 60, "the row to be dropped")
+    eventually(lambda: node.metric("trinity_num_requests_running") == 0, WAIT_S, "the row to be dropped")
     assert end_of(node, BODY | {"prompt": "again"}) == "length"
 
 
@@ -220,11 +236,11 @@ def test_a_killed_supervisor_takes_everything_down_with_it(mortal: Node, mortals
 def test_sigint_drains_requests_in_flight_and_leaks_nothing(mortal: Node) -> None:
     pids, token = mortal.pids().values(), token_of(mortal.info)
     with ThreadPoolExecutor(4) as threads:
-        bodies = [BODY | {"prompt": prompt, "max_tokens": 400} for prompt in prompts(4)]  # all are there to be seen
-        ends = [threads.submit(end_of, mortal, body) for body in bodies]
-        eventually(lambda: mortal.metric("trinity_requests_in_flight") == 4, 60, "requests in flight")
+        ends = [threads.submit(last_of, mortal, BODY | {"prompt": prompt}) for prompt in prompts(4)]
+        in_flight(mortal, 4)
         assert mortal.stop(signal.SIGINT) == 0
-        assert [end.result(timeout=60) for end in ends] == ["length"] * 4
+        # What was in flight ends whole; a request after it is refused.
+        assert [end.result() for end in ends] == [("unavailable", False)] * 4
     assert leftovers(token, pids, mortal.run_dir) == []
 
 

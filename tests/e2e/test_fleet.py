@@ -79,7 +79,7 @@ def is_free(url: str) -> bool:
 
 
 def _drained(node: Node) -> None:
-    with httpx.Client(base_url=node.info.url, trust_env=False) as operator:
+    with httpx.Client(base_url=node.info.url, timeout=60, trust_env=False) as operator:
         assert operator.post("/drain").json()["draining"] is True
         node.wait(lambda: operator.get("/drain").json()["in_flight"] == 0, 60, "requests to end")
 

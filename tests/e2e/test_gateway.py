@@ -27,7 +27,7 @@ from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually
 from tests.e2e.conftest import GATEWAY
-from tests.e2e.load import prompts
+from tests.e2e.load import WAIT_S, prompts, repeated
 from tests.engines.engine_harness import FakeSearch, read_answer, sequence
 
 Json = dict[str, Any]
@@ -155,25 +155,31 @@ def test_a_client_disconnect_frees_the_servers_slot(node: Node, gateway: Node) -
     request = urllib.request.Request(
         f"{gateway.info.url}/v1/completions", body, {"Content-Type": "application/json"}, method="POST"
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        answer.readline()
-        eventually(lambda: node.metric("trinity_requests_in_flight") == 1, 30, "the server to have it")
-    eventually(lambda: node.metric("trinity_requests_in_flight") == 0, 30, "the server to be told")
-    assert gateway.metric("trinity_requests_total", outcome="cancelled") >= 1
+
+    def cancelled() -> bool:  # unless the answer has ended before
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            answer.readline()
+        eventually(lambda: node.metric("trinity_requests_in_flight") == 0, WAIT_S, "the server to be told")
+        return gateway.metric("trinity_requests_total", outcome="cancelled") >= 1
+
+    eventually(cancelled, WAIT_S, "a request to be cancelled")
 
 
 def test_killing_the_servers_frontend_loses_no_request_or_token(node: Node, gateway: Node) -> None:
-    asked = [f"Question {number}: what does a with statement do?" for number in range(6)]
-    expected = [chat(node, text, max_tokens=400)["choices"][0]["token_ids"] for text in asked]
-    with ThreadPoolExecutor(len(asked)) as threads:
-        answers = [threads.submit(chat, gateway, text, max_tokens=400) for text in asked]
-        # Of all six no look may ever find as many: the first can have ended before the last has begun.
-        eventually(lambda: node.metric("trinity_requests_in_flight") >= 1, 60, "the server to have the first of them")
+    asked = [{"text": f"Question {number}: what does a with statement do?"} for number in range(6)]
+
+    def tokens(server: Node, body: Json) -> list[int]:
+        answer = chat(server, **body, max_tokens=100)
+        assert answer["usage"]["completion_tokens"] == 100
+        return list(answer["choices"][0]["token_ids"])
+
+    expected = [tokens(node, body) for body in asked]
+    with repeated(partial(tokens, gateway), asked) as answers:
+        eventually(lambda: node.metric("trinity_requests_in_flight") >= 1, WAIT_S, "the server to have one of them")
         node.kill("frontend-0")
-        found = [answer.result() for answer in answers]
-    assert [answer["choices"][0]["token_ids"] for answer in found] == expected
-    assert {answer["usage"]["completion_tokens"] for answer in found} == {400}
-    eventually(lambda: gateway.metric("trinity_requests_restarted_total") >= 1, 30, "the metric to tell of it")
+        restarted = "trinity_requests_restarted_total"
+        eventually(lambda: gateway.metric(restarted) >= 1, WAIT_S, "a request to be asked again")
+    assert all(found == [one] * len(found) for found, one in zip(answers, expected, strict=True))
     node.wait_ready()
 
 

@@ -37,7 +37,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def url(node: str) -> Iterator[str]:
     """The URL of the node, whose collection is empty."""
     yield node
-    httpx.request("DELETE", node + DOCUMENTS, json={"filter": ALL}, trust_env=False).raise_for_status()
+    httpx.request("DELETE", node + DOCUMENTS, json={"filter": ALL}, timeout=60, trust_env=False).raise_for_status()
 
 
 class TestVectorStore(VectorStoreIntegrationTests):  # type: ignore[misc]

@@ -109,7 +109,7 @@ def test_a_client_that_goes_ends_its_request_in_the_node(client: httpx.Client) -
             next(answer.iter_raw())
 
     def ended() -> list[str]:
-        lines = httpx.get(f"{node.url}/metrics", trust_env=False).text.splitlines()
+        lines = httpx.get(f"{node.url}/metrics", timeout=60, trust_env=False).text.splitlines()
         counts = [line for line in lines if line.startswith("trinity_requests_total") and 'outcome="cancelled"' in line]
         return [line for line in counts if not line.endswith(" 0.0")]
 

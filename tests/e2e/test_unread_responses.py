@@ -57,7 +57,7 @@ def test_the_memory_of_silent_clients_is_bounded_and_others_are_served(live: Liv
             if number % 10 == 0:
                 found = search(live.url, 1, -1.0)
                 assert [passage["id"] for passage in found.json()["passages"]] == ["short"]
-                assert httpx.get(f"{live.url}/health", trust_env=False).status_code == 200
+                assert httpx.get(f"{live.url}/health", timeout=60, trust_env=False).status_code == 200
 
         def large_response() -> bool:
             """It finds room once silent clients are slow enough to be disconnected."""

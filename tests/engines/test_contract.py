@@ -68,9 +68,6 @@ class TrinityFixture:
         self.tasks: list[asyncio.Task[None]] = []
         self._asked = 0
 
-    def changed(self) -> None:
-        """Do nothing; the scripted workers call this."""
-
     def tick(self) -> None:
         self.link.tick()
 

@@ -1,12 +1,13 @@
 """The load balancers of docs/examples/fleet. Tests of a missing program skip; HAProxy's fail in CI."""
 
 import os
+import random
 import re
 import shutil
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ import pytest
 
 from runtime.testing.waiting import eventually
 
+_FIRST_EPHEMERAL = 32_768
 BALANCERS = ("haproxy", "envoy", "vllm-router")
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples" / "fleet"
 _FILES = {"haproxy": "haproxy.cfg", "envoy": "envoy.yaml", "vllm-router": "vllm-router.sh"}
@@ -71,9 +73,12 @@ def _with_affinity(text: str, affinity: Affinity) -> str:
 
 
 def free_port() -> int:
-    """Return a free TCP port."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
+    """Return a free TCP port that no socket gets by itself: it is still free when a process that is told of it listens,
+    and while that is replaced by another."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, _FIRST_EPHEMERAL)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @contextmanager
@@ -98,10 +103,10 @@ def balancing(name: str, nodes: Sequence[str], home: Path, affinity: Affinity = 
     finally:
         process.terminate()
         try:
-            process.wait(timeout=10)
+            process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(timeout=10)
+            process.wait(timeout=60)
 
 
 def _listens(port: int) -> bool:

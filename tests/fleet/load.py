@@ -72,7 +72,11 @@ def more(outcomes: Outcomes, count: int) -> None:
 def takes_part(node: Node, outcomes: Outcomes) -> None:
     """Wait until the balancer of this load has sent the node a request: the node has its trace."""
     trace = f"{node.info.url}/v1/traces/{outcomes.request_id}"
-    node.wait(lambda: httpx.get(trace, trust_env=False).status_code == 200, 60, "the balancer to send it something")
+    node.wait(
+        lambda: httpx.get(trace, timeout=_TIMEOUT_S, trust_env=False).status_code == 200,
+        60,
+        "the balancer to send it something",
+    )
 
 
 def _ask(url: str, request_id: str, kind: str, path: str, body: dict[str, Any]) -> Outcome:

@@ -29,9 +29,8 @@ from runtime.serving.http.middleware import id_source
 from runtime.serving.http.reranked_search import RerankedSearch
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.service import CollectionCatalogue, NoCollections, SearchSource, Service, Settings
-from runtime.serving.messages import (
-    Role,
-)
+from runtime.serving.messages import Role
+from runtime.testing.waiting import until
 from tests.clock import Clock
 from tests.frontend.fake_workers import PASSAGES, WAIT, ScriptedWorker, unique_endpoint
 
@@ -118,7 +117,6 @@ class Cluster:
         self.ended: list[RequestOutcome] = []
         self._counts: dict[Role, int] = {"prefill": prefills, "decode": decodes}
         self._max_in_flight = max_in_flight
-        self._changed = threading.Condition()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ready = threading.Event()
         self._stop: asyncio.Event
@@ -158,13 +156,8 @@ class Cluster:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT)
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition holds; it is checked whenever a worker or a request changes."""
-        with self._changed:
-            assert self._changed.wait_for(condition, WAIT), "the condition never became true"
-
-    def changed(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        """Wait until the condition holds, in the frontend's thread."""
+        until(lambda: self.on_loop(condition), within_s=WAIT)
 
     def restart(self, name: str) -> None:
         """Replace a worker that dies without a message by one of the same name that sends Hello."""
@@ -208,7 +201,9 @@ class Cluster:
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         router = Router(max_in_flight=self._max_in_flight)
-        self.link = WorkerLink(unique_endpoint(), router, epoch=77, clock=self.clock, on_end=self._ended, keep_traces=8)
+        self.link = WorkerLink(
+            unique_endpoint(), router, epoch=77, clock=self.clock, on_end=self.ended.append, keep_traces=8
+        )
         new_id = id_source(77)
         search = RerankedSearch(self.search, self._reranking) if self._reranking else self.search
         service = Service(
@@ -226,10 +221,9 @@ class Cluster:
         link = asyncio.create_task(self.link.run())
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
         storing = [] if self._stores is None else [asyncio.create_task(self._stores.run())]
-        noticing = asyncio.create_task(self._poll())
         self._ready.set()
         await serving
-        others = [noticing, link, *storing, *self._tasks.values()]
+        others = [link, *storing, *self._tasks.values()]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
@@ -242,13 +236,3 @@ class Cluster:
         for role, count in self._counts.items():
             for number in range(count):
                 yield role, f"{role}-{number}"
-
-    async def _poll(self) -> None:
-        # Changes inside the frontend (a lost worker, a Hello) do not call `changed`, so poll.
-        while True:
-            self.changed()
-            await asyncio.sleep(0.02)
-
-    def _ended(self, ended: RequestOutcome) -> None:
-        self.ended.append(ended)
-        self.changed()

@@ -150,7 +150,6 @@ class ScriptedWorker(FakeWorker):
                 elif isinstance(message, Prefill):
                     self.prefills.append(message)
                     self.start(message)
-                self.cluster.changed()
         finally:
             for task in list(self.held.values()):
                 task.cancel()
@@ -163,14 +162,12 @@ class ScriptedWorker(FakeWorker):
         task = self.held.pop(request_id, None)
         if task is not None:
             task.cancel()
-        self.cluster.changed()
 
     async def _run(self, prefill: Prefill) -> None:
         try:
             await (self._prefill(prefill) if self.me.role == "prefill" else self._decode(prefill))
         finally:
             self.held.pop(prefill.request_id, None)
-            self.cluster.changed()
 
     async def _prefill(self, prefill: Prefill) -> None:
         script = _script(prefill)

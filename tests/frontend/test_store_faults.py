@@ -15,6 +15,7 @@ from runtime.serving.http.multipart import FORM_BYTES
 from runtime.serving.http.service import Settings
 from runtime.testing.waiting import eventually
 from tests.frontend.cluster import Cluster
+from tests.frontend.fake_workers import WAIT
 from tests.frontend.store_node import StoreSearch, store_node
 from tests.frontend.test_stores import LEAVE, upload
 
@@ -29,7 +30,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def post(cluster: Cluster, body: bytes, **headers: str) -> httpx.Response:
     head = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"} | headers
-    return httpx.post(f"{cluster.url}/v1/files", content=body, headers=head, trust_env=False)
+    return httpx.post(f"{cluster.url}/v1/files", content=body, headers=head, timeout=WAIT, trust_env=False)
 
 
 def form(*parts: tuple[str, bytes], end: bytes = b"--\r\n") -> bytes:
@@ -99,9 +100,9 @@ def test_a_file_of_any_cut_into_chunks_is_stored_as_it_was_sent(cluster: Cluster
     headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
     for size in (1, 2, 3, 7, 64):
         parts = (body[at : at + size] for at in range(0, len(body), size))
-        made = httpx.post(f"{cluster.url}/v1/files", content=parts, headers=headers, trust_env=False)
+        made = httpx.post(f"{cluster.url}/v1/files", content=parts, headers=headers, timeout=WAIT, trust_env=False)
         assert made.status_code == 200, made.text
-        got = httpx.get(f"{cluster.url}/v1/files/{made.json()['id']}/content", trust_env=False).content
+        got = httpx.get(f"{cluster.url}/v1/files/{made.json()['id']}/content", timeout=WAIT, trust_env=False).content
         assert got == content
 
 

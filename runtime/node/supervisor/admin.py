@@ -169,7 +169,7 @@ def _scale(scale: Callable[[ScaleAction, str], tuple[str, ...]], action: str, ta
         return ScaleReply((), error.message)
 
 
-def admin_request(endpoint: str, request: str, timeout_s: float = 5.0) -> bytes:
+def admin_request(endpoint: str, request: str, timeout_s: float = 10.0) -> bytes:
     """Send one request to the supervisor at a control endpoint and return its reply.
 
     Requests: "status", "metrics", "stop", "draining on", "draining off", "restart", "restart WORKER", "reload",
