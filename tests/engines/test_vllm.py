@@ -95,8 +95,8 @@ class VllmNode:
             return bool(status and status.ready and fetch(f"{status.info.url}/health").status_code == 200)
         return False
 
-    def ready(self) -> None:
-        eventually(self.healthy, WAIT_S, f"the node to be ready; {self.log.read_text() if self.log.exists() else ''}")
+    def ready(self, timeout_s: float = WAIT_S) -> None:
+        eventually(self.healthy, timeout_s, f"the node to be ready; {self.log.read_text() if self.log.exists() else ''}")
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -72,13 +72,18 @@ def test_prefill_instances_compute_prompts_and_decode_instances_generate(node: V
     assert "--enable-prompt-tokens-details" in log
 
 
+def restart_in_turn(node: VllmNode, names: Sequence[str]) -> None:
+    for name in names:
+        restart_node(node.info, name, WAIT_S)
+
+
 def test_a_rolling_restart_of_both_stages_loses_no_request(node: VllmNode) -> None:
     restarted = NAMES[::2]
     cores = {node.core(name) for name in restarted}
     with ThreadPoolExecutor(1) as thread:
         with node.held():
             askers = asked(node, 12)
-            restarting = thread.submit(lambda: [restart_node(node.info, name, WAIT_S) for name in restarted])
+            restarting = thread.submit(restart_in_turn, node, restarted)
             eventually(lambda: node.worker(restarted[1]).phase == "draining", WAIT_S, "the drain of a decode instance")
         all_whole(askers)
         restarting.result()

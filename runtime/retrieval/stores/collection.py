@@ -92,7 +92,8 @@ def store_filter(stores: Mapping[str, Columns], wanted: Filter | None = None) ->
     """Return the filter for the passages of these stores that pass `wanted`, a filter of their files' attributes.
 
     As in OpenAI's API a file without an attribute, or with a value of another type, passes only `ne` and `nin`, and
-    `filename` is the file's name, unless files of the store have an attribute of that name. Raises `InvalidFilter` for an order of booleans.
+    `filename` is the file's name, unless files of the store have an attribute of that name. Raises `InvalidFilter` for
+    an order of booleans.
     """
     if wanted is None:
         return Comparison(STORE, "eq" if len(stores) == 1 else "in", tuple(sorted(stores)))
