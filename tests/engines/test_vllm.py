@@ -96,7 +96,8 @@ class VllmNode:
         return False
 
     def ready(self, timeout_s: float = WAIT_S) -> None:
-        eventually(self.healthy, timeout_s, f"the node to be ready; {self.log.read_text() if self.log.exists() else ''}")
+        log = self.log.read_text() if self.log.exists() else ""
+        eventually(self.healthy, timeout_s, f"the node to be ready; {log}")
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
