@@ -169,8 +169,7 @@ def typical_queries(index: GraphIndex, count: int) -> npt.NDArray[np.float32]:
     """
     random = np.random.default_rng(0)
     rows = index.data.rows
-    stored = rows.codes if rows.full is None else rows.full
-    near = np.asarray(stored[random.integers(len(stored), size=count)], np.float32)[:, : index.dim]
+    near = np.asarray(rows.codes[random.integers(len(rows.codes), size=count)], np.float32)[:, : index.dim]
     noise = random.standard_normal(near.shape, np.float32) * near.std(axis=0)
     queries: npt.NDArray[np.float32] = near + np.float32(0.5) * noise
     return queries
@@ -180,7 +179,7 @@ def _touch(index: GraphIndex) -> None:
     """Read a byte of every page, so that page faults of mapped files are not timed."""
     rows = index.data.rows
     sketches = None if rows.sketch is None else rows.sketch.codes
-    for array in (rows.codes, rows.full, sketches, index.data.graph):
+    for array in (rows.codes, sketches, index.data.graph):
         if array is not None:
             np.ascontiguousarray(array).reshape(-1).view(np.uint8)[::4096].max()
 

@@ -33,7 +33,6 @@ class BuildParams:
     metric: str = "cosine"
     degree: int = 32
     dtype: str = "float32"
-    neighbor_codes: bool = False
     code_bits: int = 0
     seed: int = 0
     threads: int = 1
@@ -47,8 +46,6 @@ class BuildParams:
         check_within("code_bits", self.code_bits, 0, MAX_CODE_BITS)
         check_within("seed", self.seed, 0, MAX_SEED)
         check_within("threads", self.threads, 1, MAX_THREADS)
-        if self.neighbor_codes and self.dtype == "int8":
-            raise InvalidParams("neighbor_codes need exact distances: use dtype float32 or float16, not int8")
 
 
 def check_one_of(name: str, value: object, known: tuple[str, ...]) -> None:

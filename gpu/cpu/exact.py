@@ -6,9 +6,9 @@ import numpy.typing as npt
 from gpu.build.params import check_within
 from gpu.compiled import compiled
 from gpu.cpu.extend.keys import distance_of, insert, key_of, node_of, row_distance
-from gpu.cpu.queries import QueryEncoding, full_offset, prepare, prepared_bytes
+from gpu.cpu.queries import QueryEncoding, prepare, prepared_bytes, row_offset
 from gpu.cpu.simd import prefetch
-from gpu.cpu.tables import F16_DOT, F16_L2, F32_DOT, F32_L2
+from gpu.cpu.tables import kind_of
 from gpu.errors import InvalidParams, InvalidVector
 from gpu.index.rows import Rows, aligned_empty, metric_transform
 
@@ -34,7 +34,7 @@ def scan(kind, start, row_bytes, lanes, nodes, count, queries, offset, keys, fil
                     following = start + nodes[i + 4] * row_bytes
                     for line in range(0, row_bytes, 64):
                         prefetch(np.uint64(following + line))
-                distance = row_distance(kind, np.uint64(start + node * row_bytes), query, lanes, np.float32(1))
+                distance = row_distance(kind, np.uint64(start + node * row_bytes), query, lanes)
                 if insert(keys, q, filled[q], k, key_of(distance, node)) >= 0:
                     filled[q] = min(filled[q] + 1, k)
 
@@ -58,14 +58,13 @@ def nearest(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Return nodes int64 [q, k] and distances float32 [q, k] of the nearest rows, padded with -1 and +inf.
 
-    Distances have full precision, also for int8 rows. nodes: int64, the rows to score; default: the first `count`, or
-    all. Raises InvalidVector and InvalidParams.
+    nodes: int64, the rows to score; default: the first `count`, or all. Raises InvalidVector and InvalidParams.
     """
     array = np.asarray(queries)
     if array.ndim != 2:
         raise InvalidVector(f"queries have shape {array.shape}; this index needs [q, {rows.dim}]")
     check_within("k", k, 1, MAX_K)
-    codes = rows.codes if rows.full is None else rows.full
+    codes = rows.codes
     selected = np.zeros(0, np.int64) if nodes is None else np.ascontiguousarray(nodes, np.int64)
     total = len(selected) if nodes is not None else len(codes) if count is None else count
     if not 0 <= total <= len(codes) or (
@@ -74,11 +73,10 @@ def nearest(
         raise InvalidParams(f"row numbers must be within 0..{len(codes) - 1}")
     prepared = aligned_empty((len(array), prepared_bytes(rows)), np.uint8)
     prepare(array, QueryEncoding(rows), prepared)
-    kinds = (F16_L2, F16_DOT) if codes.dtype == np.float16 else (F32_L2, F32_DOT)
     keys, filled = np.empty((len(array), k), np.uint64), np.zeros(len(array), np.int64)
     scan(
-        kinds[rows.metric != "l2"], codes.ctypes.data, codes.strides[0], codes.shape[1], selected, total, prepared,
-        full_offset(rows), keys, filled,
+        kind_of(rows), codes.ctypes.data, codes.strides[0], codes.shape[1], selected, total, prepared,
+        row_offset(rows), keys, filled,
     )  # fmt: skip
     found, distances = np.empty(keys.shape, np.int64), np.empty(keys.shape, np.float32)
     write(keys, filled, *metric_transform(rows), found, distances)

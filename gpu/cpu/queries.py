@@ -2,9 +2,8 @@
 
 Layout of a prepared query:
 
-    0    float32  constant, margin, step and bias of the sketch, step of the int8 codes, step and offset of the table
+    0    float32  constant, margin, step and bias of the sketch, step and offset of the table
     64   int16    two lanes per byte of a sketch, in blocks of 32: lower halves, upper halves
-    …    int16    one lane per byte of a row of int8 codes
     …    float32  the query, zero-padded to 16 lanes
     …    uint8    the lookup table for neighbour codes (see `fast_scan.write_table`), aligned to a cache line
     …    float32  the rotated query
@@ -26,7 +25,7 @@ from gpu.index.rows import LARGEST_SQUARE, Rows, padded
 from ipc.native.arrays import float32_at, int16_at
 from ipc.native.records import address_of
 
-SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP, SKETCH_BIAS, CODE_STEP, TABLE_STEP, TABLE_OFFSET = 0, 4, 8, 12, 16, 20, 24
+SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP, SKETCH_BIAS, TABLE_STEP, TABLE_OFFSET = 0, 4, 8, 12, 16, 20
 QUERY_SKETCH = 64
 
 
@@ -48,27 +47,21 @@ class QueryEncoding:
             centre=self._centre.ctypes.data,
             projection=self._projection.ctypes.data,
             components=len(self._projection),
-            sketch_lanes=(code_offset(rows) - QUERY_SKETCH) // 2,
-            code_lanes=rows.lanes if rows.dtype == "int8" else 0,
+            sketch_lanes=(row_offset(rows) - QUERY_SKETCH) // 2,
         )
         self._signs = None if codes is None else np.ascontiguousarray(codes.signs)
         if self._signs is not None:
             self.record.signs, self.record.rotated_lanes = self._signs.ctypes.data, self._signs.shape[1]
 
 
-def code_offset(rows: Rows) -> int:
-    """Return the offset of the lanes for int8 codes in a prepared query, bytes."""
+def row_offset(rows: Rows) -> int:
+    """Return the offset of the query's float32 lanes, which rows are compared with, in a prepared query, bytes."""
     return QUERY_SKETCH + (0 if rows.sketch is None else 4 * rows.sketch.codes.shape[1])
-
-
-def full_offset(rows: Rows) -> int:
-    """Return the offset of the float32 lanes in a prepared query, bytes."""
-    return code_offset(rows) + (2 * rows.lanes if rows.dtype == "int8" else 0)
 
 
 def table_offset(rows: Rows) -> int:
     """Return the offset of the lookup table for neighbour codes in a prepared query, bytes."""
-    return -(-(full_offset(rows) + 4 * padded(rows.dim)) // 64) * 64
+    return -(-(row_offset(rows) + 4 * padded(rows.dim)) // 64) * 64
 
 
 def prepared_bytes(rows: Rows, codes: NeighborCodes | None = None) -> int:
@@ -117,8 +110,7 @@ def write_queries(queries: Any, encoding: int, out: Any) -> Any:
 def write_query(query: Any, encoding: Encoding, record: Any) -> Any:
     """Prepare one query, float32 [d], into its record, uint8. Returns whether it is valid."""
     dim, lanes = len(query), padded_lanes(len(query))
-    code_start = QUERY_SKETCH + 2 * encoding.sketch_lanes
-    full_start = code_start + 2 * encoding.code_lanes
+    full_start = QUERY_SKETCH + 2 * encoding.sketch_lanes
     squares = squared_norm(query)
     if not np.isfinite(squares) or (not encoding.normalised and squares > LARGEST_SQUARE):
         return False
@@ -133,41 +125,34 @@ def write_query(query: Any, encoding: Encoding, record: Any) -> Any:
     full[dim:] = 0
     if encoding.rotated_lanes > 0:
         write_rotated(full, encoding, record[(full_start + 4 * lanes + 63) // 64 * 64 :], header)
-    if encoding.sketch_lanes == 0 and encoding.code_lanes == 0:
+    if encoding.sketch_lanes == 0:
         return True
     centre = float32_at(encoding.centre, lanes)
     shifted = full.copy()
     if encoding.squared:
         shifted -= centre
-    if encoding.code_lanes > 0:
-        # The sum of products with codes up to 127 must fit into 32 bits.
-        largest = min(32767, 2147483647 // (127 * encoding.code_lanes))
-        header[4] = quantise(shifted[:dim], largest, int16_at(start + code_start, encoding.code_lanes))
-    if encoding.sketch_lanes > 0:
-        squares = dot(shifted, shifted)
-        if encoding.code_lanes > 0:
-            header[0] = 0  # distances of int8 codes omit the constant as well
-        elif encoding.squared:
-            header[0] = squares
-        else:
-            header[0] = -dot(centre, shifted)
-        slack = encoding.slack
-        header[1] = np.float32((2 if encoding.squared else 1) * slack * np.sqrt(squares))
-        size = encoding.components
-        heads = np.zeros(encoding.sketch_lanes, np.float32)
-        for j in range(size):
-            upper = j >= size // 2
-            place = j - size // 2 if upper else j
-            place = (place // 32) * 64 + place % 32 + (32 if upper else 0)
-            direction = np.uint64(encoding.projection + 2 * j * lanes)
-            heads[place] = dot_f16(direction, np.uint64(shifted.ctypes.data), lanes)
-        sketch = int16_at(start + QUERY_SKETCH, encoding.sketch_lanes)
-        header[2] = quantise(heads, 8191, sketch)
-        total = 0
-        for lane in sketch:
-            total += lane
-        header[3] = np.float32(7.5) * np.float32(total)
-        shifted[0] = 0  # keeps the array alive: numba frees it after its last use, and does not see address uses
+    squares = dot(shifted, shifted)
+    if encoding.squared:
+        header[0] = squares
+    else:
+        header[0] = -dot(centre, shifted)
+    slack = encoding.slack
+    header[1] = np.float32((2 if encoding.squared else 1) * slack * np.sqrt(squares))
+    size = encoding.components
+    heads = np.zeros(encoding.sketch_lanes, np.float32)
+    for j in range(size):
+        upper = j >= size // 2
+        place = j - size // 2 if upper else j
+        place = (place // 32) * 64 + place % 32 + (32 if upper else 0)
+        direction = np.uint64(encoding.projection + 2 * j * lanes)
+        heads[place] = dot_f16(direction, np.uint64(shifted.ctypes.data), lanes)
+    sketch = int16_at(start + QUERY_SKETCH, encoding.sketch_lanes)
+    header[2] = quantise(heads, 8191, sketch)
+    total = 0
+    for lane in sketch:
+        total += lane
+    header[3] = np.float32(7.5) * np.float32(total)
+    shifted[0] = 0  # keeps the array alive: numba frees it after its last use, and does not see address uses
     return True
 
 

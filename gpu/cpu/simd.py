@@ -98,15 +98,6 @@ def _square_term(builder: Any, row: Any, query: Any, position: Any, total: Any) 
     return builder.fadd(total, builder.fmul(x, x, flags=_FAST), flags=_FAST)
 
 
-def _code_term(builder: Any, row: Any, query: Any, position: Any, total: Any) -> Any:
-    """Add 32 products of int8 codes and an int16 query, in pairs: LLVM lowers this shape to one multiply-add."""
-    x = _load_i16(builder, builder.add(row, position), _i8, 2 * LANES)
-    q = _load_i16(builder, builder.add(query, builder.mul(position, ir.Constant(_i64, 2))), _i16, 2 * LANES)
-    product = builder.mul(x, q)
-    even, odd = (shuffled(builder, product, product, range(start, 2 * LANES, 2)) for start in (0, 1))
-    return builder.add(total, builder.add(even, odd))
-
-
 def _sketch_term(builder: Any, row: Any, query: Any, position: Any, total: Any) -> Any:
     """Add the products of 32 bytes of 4-bit components: lower halves with 32 query lanes, then upper halves."""
     codes = builder.load(at(builder, builder.add(row, position), ir.VectorType(_i8, 2 * LANES)), align=1)
@@ -187,8 +178,6 @@ dot_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=False), LANES, type
 l2_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=True), LANES, types.float32, _f32, tail=8)
 # The squared norm of float32 lanes, a multiple of 16, in float64; both addresses are the vector's.
 square_f64 = _sum(_square_term, LANES, types.float64, _f64)
-# int8 row, int16 query, int32 result; lanes are a multiple of 32.
-dot_i8 = _sum(_code_term, 2 * LANES, types.int32, _i32)
 # 4-bit sketch, int16 query in blocks of 32 lanes (lower halves, upper halves), int32 result; lanes are bytes.
 dot_sketch = _sum(_sketch_term, 2 * LANES, types.int32, _i32)
 

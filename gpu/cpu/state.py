@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu.queries import QueryEncoding, code_offset, full_offset, prepared_bytes, table_offset
+from gpu.cpu.queries import QueryEncoding, prepared_bytes, row_offset, table_offset
 from gpu.cpu.simd import KEYS_AT_ONCE
 from gpu.cpu.tables import Batch, Collection, Encoding, Slot, handle_of, kind_of
 from gpu.index.data import IndexData
@@ -27,8 +27,7 @@ def collection_record(data: IndexData) -> Collection:
         row_bytes=rows.codes.strides[0],
         lanes=rows.lanes,
         kind=kind_of(rows),
-        query_row=code_offset(rows) if rows.dtype == "int8" else full_offset(rows),
-        query_full=full_offset(rows),
+        query_row=row_offset(rows),
         graph=data.graph.ctypes.data,
         degree=data.graph.shape[1],
         size=len(data.graph),
@@ -39,9 +38,6 @@ def collection_record(data: IndexData) -> Collection:
     )
     if rows.sketch is not None:
         made.sketches, made.sketch_bytes = rows.sketch.codes.ctypes.data, rows.sketch.codes.shape[1]
-    if rows.full is not None:
-        made.full, made.full_bytes = rows.full.ctypes.data, rows.full.strides[0]
-        made.full_lanes = rows.full.shape[1]
     if data.codes is not None:
         made.blocks, made.block_bytes = data.codes.blocks.ctypes.data, data.codes.blocks.shape[1]
         made.entry, made.rotated = data.codes.entry.ctypes.data, data.codes.dims
@@ -70,7 +66,7 @@ def visited_bits_of(collection: Collection, top_m: int) -> Any:
 class BatchState:
     """Arrays of `slots` slots for queries of at most `max_top_m` and `max_width` over some indexes.
 
-    Bytes per slot: 8·max_top_m for top_m, 4·2^visited_bits for the visited table (at most 128 KiB), up to 6 per
+    Bytes per slot: 8·max_top_m for top_m, 4·2^visited_bits for the visited table (at most 128 KiB), 4 per
     dimension plus 320 for the query (8 more per dimension with neighbour codes), 8 per task (max_width·degree or the
     seeds), 8·max_width for parents, 20·max_k for results, and about 150 more.
     """

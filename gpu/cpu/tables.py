@@ -16,7 +16,7 @@ from ipc.native.records import Array, Record, address_of, array_at, record, reco
 
 @record
 class Collection(Record):
-    """An index. Addresses are 0 where it has none: of sketches, full rows, codes (blocks and what follows), scan."""
+    """An index. Addresses are 0 where it has none: of sketches, codes (blocks and what follows), scan."""
 
     rows: int  # address
     row_bytes: int
@@ -25,10 +25,6 @@ class Collection(Record):
     query_row: int  # byte offset into a prepared query
     sketches: int  # address
     sketch_bytes: int
-    full: int  # address
-    full_bytes: int
-    full_lanes: int
-    query_full: int  # byte offset
     graph: int  # address
     degree: int
     size: int  # rows
@@ -58,7 +54,6 @@ class Encoding(Record):
     projection: int  # address, float16
     components: int
     sketch_lanes: int
-    code_lanes: int
     signs: int  # address, float32
     rotated_lanes: int  # 0 without neighbour codes
 
@@ -94,7 +89,7 @@ class Slot(Record):
 
 
 # Kinds: the row's element type times 2, plus 1 for a dot product.
-F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)
+F32_L2, F32_DOT, F16_L2, F16_DOT = range(4)
 
 
 def kind_of(rows: Rows) -> int:

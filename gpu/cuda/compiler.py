@@ -33,8 +33,6 @@ _CONSTANTS = (
     "F32_DOT",
     "F16_L2",
     "F16_DOT",
-    "I8_L2",
-    "I8_DOT",
     "MERGE_THREADS",
     "DISTANCE_THREADS",
     "DISTANCE_PLACES",
@@ -59,7 +57,6 @@ _CONSTANTS = (
     "SCRATCH_BYTES",
     "TASK_BITS",
     "TASK_MASK",
-    "CODE_STEP",
     "MAX_SEARCH_WIDTH",
 )
 """Names in gpu.cuda.layout; those of structs are upper case there."""

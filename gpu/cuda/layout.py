@@ -38,10 +38,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.compiled import compiled
-from gpu.cpu.queries import CODE_STEP as CODE_STEP  # exported to the kernels
-from gpu.cpu.queries import code_offset, full_offset
+from gpu.cpu.queries import row_offset
 from gpu.cpu.state import visited_bits as bits_for
-from gpu.cpu.tables import F16_DOT, F16_L2, F32_DOT, F32_L2, I8_DOT, I8_L2, kind_of  # noqa: F401
+from gpu.cpu.tables import F16_DOT, F16_L2, F32_DOT, F32_L2, kind_of  # noqa: F401
 from gpu.index.data import IndexData
 from gpu.index.rows import LARGEST_SQUARE as LARGEST_SQUARE
 from gpu.index.rows import Rows
@@ -85,27 +84,21 @@ EVERY_DECODE = 8  # one in this many entries taken is from the decode ring, if i
 
 COLLECTION = np.dtype(
     [
-        ("rows", np.uint64),  # addresses; `full` is 0 unless rows are int8
-        ("full", np.uint64),
+        ("rows", np.uint64),  # addresses
         ("graph", np.uint64),
         ("seeds", np.uint64),
         ("row_chunks", np.uint32),
-        ("full_chunks", np.uint32),
         ("degree", np.uint32),
         ("size", np.uint32),
         ("seed_count", np.uint32),
         ("kind", np.uint32),
-        ("query_row", np.uint32),  # byte offsets into a prepared query: the encoding for rows,
-        ("query_full", np.uint32),  # and for full rows
-        ("centre", np.uint64),  # how a query is prepared on the device: the rows' centre (int8 under L2 only), their
-        ("scale", np.float64),  # scale, the vector's length, the number of codes, and whether it is normalised
-        ("dim", np.uint32),
-        ("code_lanes", np.uint32),
-        ("normalised", np.uint32),
-        ("unused", np.uint32, 9),
+        ("query_row", np.uint32),  # byte offset of what rows are compared with in a prepared query
+        ("scale", np.float64),  # how a query is prepared on the device: the rows' scale,
+        ("dim", np.uint32),  # the vector's length,
+        ("normalised", np.uint32),  # whether it is normalised
     ]
 )
-"""A collection, 128 bytes: rows and full [size, chunks], graph uint32 [size, degree], seeds uint32, centre float32."""
+"""A collection, 64 bytes: rows [size, chunks], graph uint32 [size, degree], seeds uint32."""
 
 SLOT = np.dtype(
     [
@@ -244,7 +237,7 @@ collections, rows; writes distances."""
 
 MERGE_AND_GATHER = KernelSpec("merge_and_gather", MERGE_THREADS, (("limit", np.uint32), ("condition", np.uint64)))
 """Grid: bucket. Shared: `BatchShape.merge_shared_bytes`. Reads slots, nodes, distances, keys, visited, collections,
-graph, full rows, doorbell; writes slots, keys, visited, nodes, due, results, progress, counters.
+graph, doorbell; writes slots, keys, visited, nodes, due, results, progress, counters.
 
 An extend ends the launch when it is number `limit`, when a slot has finished, or when the doorbell is not 0. Then
 progress.launches is incremented; else the loop continues. `condition`: the handle of the conditional WHILE node around
@@ -274,7 +267,7 @@ KERNELS = (
 
 def without_sketch(rows: Rows) -> Rows:
     """Return the rows without sketches, which the kernels do not use: rows are cheap to read on a GPU."""
-    return Rows(rows.metric, rows.dtype, rows.dim, rows.codes, rows.full, rows.centre, rows.scale, None)
+    return Rows(rows.metric, rows.dtype, rows.dim, rows.codes, rows.centre, rows.scale, None)
 
 
 def collection_record(data: IndexData, addresses: dict[str, int]) -> npt.NDArray[Any]:
@@ -287,15 +280,12 @@ def collection_record(data: IndexData, addresses: dict[str, int]) -> npt.NDArray
     for name, address in addresses.items():
         record[name] = address
     record["row_chunks"] = rows.codes.shape[1] * rows.codes.itemsize // CHUNK_BYTES
-    record["full_chunks"] = 0 if rows.full is None else rows.full.shape[1] * 4 // CHUNK_BYTES
     record["size"], record["degree"] = data.graph.shape
     record["seed_count"] = len(data.seeds)
     record["kind"] = kind_of(rows)
-    record["query_row"] = code_offset(rows) if rows.dtype == "int8" else full_offset(rows)
-    record["query_full"] = full_offset(rows)
+    record["query_row"] = row_offset(rows)
     record["scale"] = rows.scale if rows.metric == "l2" else 1.0
     record["dim"], record["normalised"] = rows.dim, rows.metric == "cosine"
-    record["code_lanes"] = rows.lanes if rows.dtype == "int8" else 0
     return record
 
 

@@ -23,12 +23,7 @@ def device_arrays(data: IndexData) -> dict[str, npt.NDArray[Any]]:
 
     Ids stay on the host, since results are row numbers. Sketches are omitted: see `layout.without_sketch`.
     """
-    arrays: dict[str, npt.NDArray[Any]] = {"rows": data.rows.codes, "graph": data.graph, "seeds": data.seeds}
-    if data.rows.full is not None:
-        arrays["full"] = data.rows.full
-    if data.rows.dtype == "int8" and data.rows.metric == "l2":
-        arrays["centre"] = np.ascontiguousarray(data.rows.centre, np.float32)
-    return arrays
+    return {"rows": data.rows.codes, "graph": data.graph, "seeds": data.seeds}
 
 
 def padded_bytes(nbytes: int) -> int:

@@ -33,7 +33,7 @@ class GraphIndex:
         degree: int = 32,
         dtype: rows.Dtype = "float32",
         ids: npt.ArrayLike | None = None,
-        neighbor_codes: bool | None = None,
+        neighbor_codes: bool = True,
         code_bits: int = 0,
         seed: int = 0,
         threads: int = 1,
@@ -43,20 +43,16 @@ class GraphIndex:
     ) -> "GraphIndex":
         """Build an index over `vectors` [N, d] (any float or integer dtype; N ≥ 1).
 
-        degree: edges per node, 2..512. dtype: of the rows that traversal reads; int8 also stores float32 rows and
-        rescores the last candidates with them. ids: int64 [N], returned by searches instead of row numbers.
-        neighbor_codes: store RaBitQ codes of every node's neighbours (`gpu.index.data`; not with int8, else the
-        default): searches on a CPU are faster, and the index is larger by code_bits · d/8 + 8 bytes per edge. A GPU's
-        searches do not use them. code_bits: bits per dimension of
-        a code, 1..2; 0: the fastest (`gpu.index.data.fastest_bits`). seed: of random choices, 0 or more; on the CPU
-        builds are deterministic for an input and seed. threads: of the build, 1..1024. device: "cuda" builds the graph
-        on a GPU with cuVS (extra [cuvs]). progress, checkpoint: see `gpu.build.params`; a checkpoint must be of a build
-        of the same vectors and parameters.
+        degree: edges per node, 2..512. dtype: of the rows. ids: int64 [N], returned by searches instead of row numbers.
+        neighbor_codes: store RaBitQ codes of every node's neighbours (`gpu.index.data`): searches on a CPU are faster,
+        and the index is larger by code_bits · d/8 + 8 bytes per edge. A GPU's searches do not use them. code_bits: bits
+        per dimension of a code, 1..2; 0: the fastest (`gpu.index.data.fastest_bits`). seed: of random choices, 0 or
+        more; on the CPU builds are deterministic for an input and seed. threads: of the build, 1..1024. device: "cuda"
+        builds the graph on a GPU with cuVS (extra [cuvs]). progress, checkpoint: see `gpu.build.params`; a checkpoint
+        must be of a build of the same vectors and parameters.
         Raises InvalidVector (naming the row) and InvalidParams; for "cuda" DeviceUnavailable and DeviceError.
         """
-        if neighbor_codes is None:
-            neighbor_codes = dtype != "int8"
-        BuildParams(metric, degree, dtype, neighbor_codes, code_bits, seed, threads, device)
+        BuildParams(metric, degree, dtype, code_bits, seed, threads, device)
         report = progress or (lambda stage, fraction: None)
         checked = rows.checked_vectors(vectors, metric)
         own_ids = None if ids is None else _checked_ids(ids, len(checked))
@@ -147,7 +143,7 @@ class GraphIndex:
     def vectors(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:
         """Return the vectors of these rows, float32 [n, d], in stored precision; of unit length under cosine."""
         kept = self.data.rows
-        found = (kept.codes if kept.full is None else kept.full)[np.asarray(rows, np.int64), : kept.dim]
+        found = kept.codes[np.asarray(rows, np.int64), : kept.dim]
         return found.astype(np.float32) / np.float32(kept.scale)
 
     @property

@@ -4,11 +4,10 @@
 |---|---|---|
 | float32 | d floats, zero-padded to 16 bytes | exact |
 | float16 | d halves of x·scale, zero-padded to 16 bytes | of the stored halves |
-| int8 | d codes of x - centre, zeros, the row's step and squared norm as float32: 32·n bytes | of the codes |
 
-float16's `scale` is a power of two that keeps every value in range. An int8 index also stores float32 rows, to rescore
-the nearest candidates. Rows start on boundaries of 64 bytes where their length allows. Under cosine the vectors are
-normalised first; a zero vector stays zero: its cosine to anything counts as 0 and its distance as 1.
+float16's `scale` is a power of two that keeps every value in range. Rows start on boundaries of 64 bytes where their
+length allows. Under cosine the vectors are normalised first; a zero vector stays zero: its cosine to anything counts as
+0 and its distance as 1.
 """
 
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from gpu.errors import InvalidVector
 from gpu.index.sketch import TAIL, Sketch, projection_of, sketch_codes, slack_of
 
 Metric = Literal["cosine", "l2", "ip"]
-Dtype = Literal["float32", "float16", "int8"]
+Dtype = Literal["float32", "float16"]
 METRICS: tuple[str, ...] = get_args(Metric)
 DTYPES: tuple[str, ...] = get_args(Dtype)
 MAX_DIM = 16384
@@ -41,7 +40,6 @@ class Rows:
     """The encoded vectors of an index.
 
     codes: the rows that traversal reads, [N, row length], C order.
-    full: float32 [N, d padded to 16 bytes] for rescoring, or None where `codes` is exact enough.
     centre: float32 [d], the mean of x·scale.
     scale: rows hold x·scale; 1 except for float16.
     sketch: read before `codes` to skip far rows, or None where that does not pay off.
@@ -51,7 +49,6 @@ class Rows:
     dtype: str
     dim: int
     codes: AnyArray
-    full: FloatArray | None
     centre: FloatArray
     scale: float
     sketch: Sketch | None
@@ -65,7 +62,7 @@ class Rows:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         sketch = 0 if self.sketch is None else self.sketch.codes.nbytes + self.sketch.projection.nbytes
-        return int(self.codes.nbytes) + (0 if self.full is None else int(self.full.nbytes)) + sketch
+        return int(self.codes.nbytes) + sketch
 
 
 def padded(dim: int, multiple: int = 16) -> int:
@@ -133,31 +130,11 @@ def encode(
         scale = 2.0 ** np.floor(np.log2(_F16_MAX / largest)) if largest > 0 else 1.0
         vectors = vectors * np.float32(scale)
     centre = vectors.mean(axis=0, dtype=np.float64).astype(np.float32)
-    exact = None if dtype == "float16" else _padded_copy(vectors, "float32")
-    if dtype == "float32":
-        assert exact is not None
-        codes, exact = exact, None
-    elif dtype == "float16":
-        codes = _padded_copy(vectors, "float16")
-    else:
-        codes = _int8_codes(vectors, centre)
+    codes = _padded_copy(vectors, dtype)
     sketch = None
     if pairs is not None and codes.shape[1] * codes.itemsize >= _LEAST_SKETCHED_BYTES:
         sketch = _sketch(vectors, centre, metric == "l2", pairs, seed)
-    return Rows(metric, dtype, dim, codes, exact, centre, scale, sketch)
-
-
-def _int8_codes(vectors: FloatArray, centre: FloatArray) -> AnyArray:
-    count, dim = vectors.shape
-    codes = aligned_empty(*code_shape(count, dim, "int8"))
-    for begin in range(0, count, _BLOCK):
-        block = vectors[begin : begin + _BLOCK] - centre
-        target = codes[begin : begin + _BLOCK]
-        steps = np.abs(block).max(axis=1) / 127
-        target[:, :dim] = np.rint(block / np.where(steps > 0, steps, 1)[:, None])
-        target[:, dim:-8] = 0
-        target[:, -8:] = np.stack([steps, np.einsum("ij,ij->i", block, block)], axis=1).astype(np.float32).view(np.int8)
-    return codes
+    return Rows(metric, dtype, dim, codes, centre, scale, sketch)
 
 
 def _sketch(vectors: FloatArray, centre: FloatArray, l2: bool, pairs: npt.NDArray[np.int64], seed: int) -> Sketch:
@@ -173,8 +150,6 @@ def _sketch(vectors: FloatArray, centre: FloatArray, l2: bool, pairs: npt.NDArra
 
 def code_shape(size: int, dim: int, dtype: str) -> tuple[tuple[int, int], npt.DTypeLike]:
     """Return shape and element type of `Rows.codes`."""
-    if dtype == "int8":
-        return (size, padded(dim + TAIL, 32)), np.int8
     return (size, padded(dim, 16 // np.dtype(dtype).itemsize)), np.dtype(dtype)
 
 

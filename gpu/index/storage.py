@@ -3,7 +3,6 @@
     meta.json      {"format": "trinity-index", "version": 5, "metric", "dtype", "dim", "size", "degree",
                     "scale", "sketch_lines", "slack", "code_bits", "files": {"codes.npy": {"bytes", "sha256"}, …}}
     codes.npy      encoded vectors as the search reads them      (see `gpu.index.rows`)
-    full.npy       float32 [N, d padded to 4], for rescoring     (int8 only)
     sketch.npy     uint8 [N, 64·lines]                           (see `gpu.index.sketch`; where sketches pay)
     projection.npy float16 [components, d padded to 16]          (with sketch.npy)
     centre.npy     float32 [d]
@@ -65,8 +64,6 @@ def save(data: IndexData, directory: Path) -> None:
     sketch = data.rows.sketch
     if sketch is not None:
         arrays |= {"sketch.npy": sketch.codes, "projection.npy": sketch.projection}
-    if data.rows.full is not None:
-        arrays["full.npy"] = data.rows.full
     if data.ids is not None:
         arrays["ids.npy"] = data.ids
     if data.codes is not None:
@@ -114,15 +111,13 @@ def load(directory: Path) -> IndexData:
         "graph.npy": ((size, degree), np.uint32),
         "seeds.npy": ((-1,), np.uint32),
     }
-    if dtype == "int8":
-        shapes["full.npy"] = code_shape(size, dim, "float32")
     lines = meta["sketch_lines"]
     if lines:
         shapes["sketch.npy"] = ((size, lines * LINE), np.uint8)
         shapes["projection.npy"] = ((components(lines), padded(dim)), np.float16)
     if "ids.npy" in files:
         shapes["ids.npy"] = ((size,), np.int64)
-    if "neighbors.npy" in files and dtype != "int8":
+    if "neighbors.npy" in files:
         shapes["neighbors.npy"] = ((size, block_bytes(dim, degree, meta["code_bits"])), np.uint8)
         shapes["entry.npy"] = ((1, -1), np.uint8)
         shapes["rotation.npy"] = ((ROUNDS, code_dims(dim)), np.float32)
@@ -139,7 +134,6 @@ def load(directory: Path) -> IndexData:
         dtype,
         dim,
         arrays["codes.npy"],
-        arrays.get("full.npy"),
         np.array(arrays["centre.npy"]),
         meta["scale"],
         Sketch(arrays["sketch.npy"], arrays["projection.npy"], meta["slack"]) if lines else None,
@@ -208,6 +202,10 @@ def _read_meta(directory: Path) -> dict[str, Any]:
     if meta.setdefault("code_bits", 1) in (3, 4):
         raise IndexFormatError(
             f"{path} has neighbour codes of {meta['code_bits']} bits, which no longer exist: build it anew"
+        )
+    if meta.get("dtype") == "int8":
+        raise IndexFormatError(
+            f"{path} has int8 rows, which no longer exist: build it anew, with float16 for small rows"
         )
     limits = {
         "size": (1, (1 << 31) - 1),

@@ -57,7 +57,7 @@ __device__ inline SlotRun extend_slot(const Batch& batch, uint32 slot_number, Sl
         const bool done = count_extend(slot, head, merged);
         head.task_count = 0;
         if (done)
-            finish(batch, slot_number, slot, collection, keys, &scratch->merging);
+            publish(batch, slot_number, slot, keys);
         else
             head.task_count = gather_neighbors<1, false>(slot, head, collection, merged.parent_count, visited, nodes,
                                                          gathering);

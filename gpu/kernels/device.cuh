@@ -15,15 +15,6 @@ __device__ inline float float_of_half(unsigned short bits) {
     return value;
 }
 
-// Load 16 bytes of a row, bypassing L1: rows are read once.
-__device__ inline uint4 load_row(const uint4* address) {
-    uint4 chunk;
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
-        : "l"(address));
-    return chunk;
-}
-
 // Load 16 bytes of device memory at this point: the assembler would move a plain load behind the next branch, and delay
 // the loads that depend on it.
 __device__ inline uint4 load_now(const uint4* address) {

@@ -6,66 +6,12 @@
 #include "distance.cuh"
 #include "merge.cuh"
 
-constexpr uint32 RESCORED_AT_LEAST = 8;
-
 struct BlockScratch {
     GatherScratch gathering;
     MergeScratch merging;
     uint32 reasons;
 };
 static_assert(sizeof(BlockScratch) <= SCRATCH_BYTES, "shared scratch of a block");
-
-// The full-precision key of an entry; every member of the team gets it.
-__device__ inline uint64 exact_key(const Slot* slot, const Collection& collection, uint64 key) {
-    return key_of(full_distance(collection, slot, node_of(key)), node_of(key));
-}
-
-// Sort the nearest entries by full-precision distance and drop the others (int8 rows only), as on the CPU
-// (gpu/cpu/extend/results.py): rescoring the first max(k, 8) entries measures the range of the codes' error; later entries
-// are rescored if an error somewhat below that range could make them nearer than the k-th.
-__device__ inline void rescore(const Slot* slot, const Collection& collection, uint64* keys,
-                                     MergeScratch* scratch) {
-    const uint32 k = slot->k, count = min(slot->top_m, 2 * k + 16), first = min(count, max(k, RESCORED_AT_LEAST));
-    const uint32 team = threadIdx.x / TEAM, teams = blockDim.x / TEAM;
-    const bool leads = threadIdx.x % TEAM == 0;
-    // Every member of a team reads a key before its leader replaces it: the exact distance depends on it, but racecheck
-    // counts barriers only.
-    const uint32 together = team_mask();
-    if (threadIdx.x == 0) {
-        scratch->least = ~0u;
-        scratch->most = scratch->worst = 0;
-    }
-    __syncthreads();
-    for (uint32 i = team; i < first; i += teams) {
-        const uint64 key = keys[i];
-        if (key == NO_KEY) break;
-        const uint64 exact = exact_key(slot, collection, key);
-        __syncwarp(together);
-        if (!leads) continue;
-        const uint32 off = ordered_of(distance_of(exact) - distance_of(key));
-        atomicMin(&scratch->least, off);
-        atomicMax(&scratch->most, off);
-        keys[i] = exact;
-    }
-    __syncthreads();
-    for (uint32 i = threadIdx.x; i < first; i += blockDim.x) {  // the k-th of them; there are more than k only if k < 8
-        uint32 rank = 0;
-        for (uint32 j = 0; j < first && first > k; j++) rank += keys[j] < keys[i];
-        if (rank < k) atomicMax(&scratch->worst, static_cast<uint32>(keys[i] >> 32));
-    }
-    __syncthreads();
-    const float least = float_of(scratch->least), most = float_of(scratch->most), worst = float_of(scratch->worst);
-    for (uint32 i = first + team; i < count; i += teams) {
-        const uint64 key = keys[i];
-        const bool wanted = key != NO_KEY && distance_of(key) + least - (most - least) < worst;
-        const uint64 exact = wanted ? exact_key(slot, collection, key) : NO_KEY;
-        __syncwarp(together);
-        if (leads) keys[i] = exact;
-    }
-    fill_keys(keys, count, power_of_two(count));
-    __syncthreads();
-    sort(keys, power_of_two(count));
-}
 
 // Write the k nearest of a slot's keys to its result line, then the ticket.
 __device__ inline void publish(const Batch& batch, uint32 slot_number, const Slot* slot, const uint64* keys) {
@@ -107,13 +53,6 @@ __device__ inline void set_due(const Batch& batch, uint32 slot_number, uint32 co
 __device__ inline void keep_tasks(const Batch& batch, uint32 slot_number, Slot* slot, uint32 collection, uint32 count) {
     slot->task_count = count;
     set_due(batch, slot_number, collection, count);
-}
-
-// Publish the result of a finished query: `keys` in shared memory, with capacity for a power of two.
-__device__ inline void finish(const Batch& batch, uint32 slot_number, const Slot* slot, const Collection& collection,
-                              uint64* keys, MergeScratch* scratch) {
-    if (collection.full != 0) rescore(slot, collection, keys, scratch);
-    publish(batch, slot_number, slot, keys);
 }
 
 // Leave the launch with reasons to end it (finished slots, a doorbell). True in one thread of the last block to leave.

@@ -14,7 +14,6 @@ struct MergeScratch {
     uint32 fresh_count;
     uint32 cursor;  // the first unexpanded entry
     uint32 parent_count;
-    uint32 least, most, worst;  // for rescoring: floats as ordered integers
 };
 
 // ---- a block, keys in shared memory

@@ -23,7 +23,7 @@ __device__ inline T over_block(T value, T* of_warps, Combine combine) {
 __device__ inline bool prepare_query(Slot* slot, const Collection& collection, uint64 vector, void* scratch) {
     const uint32 dim = collection.dim, lanes = (dim + 15) / 16 * 16;
     unsigned char* query = reinterpret_cast<unsigned char*>(slot + 1);
-    float* full = reinterpret_cast<float*>(query + collection.query_full);
+    float* full = reinterpret_cast<float*>(query + collection.query_row);
     const uint32* source = at<const uint32>(vector);
     double square = 0;
     for (uint32 i = threadIdx.x; i < lanes; i += blockDim.x) {
@@ -37,26 +37,7 @@ __device__ inline bool prepare_query(Slot* slot, const Collection& collection, u
     const bool normalised = collection.normalised != 0;
     if (!(squares <= (normalised ? LARGEST_DOUBLE : LARGEST_SQUARE))) return false;
     const double factor = normalised && squares > 0 ? 1 / sqrt(squares) : collection.scale;
-    const uint32 code_lanes = collection.code_lanes;
-    const float* centre = at<const float>(collection.centre);
-    const bool shifts = collection.kind == I8_L2;
-    float most = 0;
-    for (uint32 i = threadIdx.x; i < lanes; i += blockDim.x) {
-        const float value = static_cast<float>(full[i] * factor);
-        full[i] = value;
-        if (code_lanes > 0 && i < dim) most = max(most, fabsf(shifts ? value - centre[i] : value));
-    }
-    if (code_lanes > 0) {
-        const auto larger = [](float a, float b) { return max(a, b); };
-        most = over_block(most, static_cast<float*>(scratch), larger);
-        const float step = most / static_cast<float>(min(32767u, 2147483647u / (127 * code_lanes)));
-        short* codes = reinterpret_cast<short*>(query + collection.query_row);
-        for (uint32 i = threadIdx.x; i < code_lanes; i += blockDim.x) {  // the values that this thread has written
-            const float value = i < dim ? (shifts ? full[i] - centre[i] : full[i]) : 0.0f;
-            codes[i] = most > 0 ? static_cast<short>(rintf(value / step)) : 0;
-        }
-        if (threadIdx.x == 0) *reinterpret_cast<float*>(query + CODE_STEP) = step;
-    }
+    for (uint32 i = threadIdx.x; i < lanes; i += blockDim.x) full[i] = static_cast<float>(full[i] * factor);
     __syncthreads();
     return true;
 }

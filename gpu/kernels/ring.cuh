@@ -50,16 +50,13 @@ struct RowCursor {
 template <uint32 KIND, bool LONG, bool ONE_WARP>
 __device__ inline void ring_distances(const Collection& collection, const Slot* slot, const uint32* nodes, uint32 count,
                                       float* distances, Ring ring) {
-    using Sum = typename SumOf<KIND>::type;
     constexpr uint32 PIECE = LONG ? LANES : PAIR, QUERY_CHUNKS = KIND < F16_L2 ? 1 : 2;
     const uint32 thread = computed_here(threadIdx.x), lane = thread % TEAM, team = thread % WARP / TEAM;
     const uint32 chunks = collection.row_chunks;
-    const uint32 writer = KIND == I8_DOT ? (chunks - 1) % TEAM : 0;  // has the trailing step and norm of an int8 row
     RowCursor<PIECE, ONE_WARP> fetched = {first_row<ONE_WARP>(thread), 0}, added = fetched;
     if (added.row >= count) return;
     const unsigned char* rows = at<const unsigned char>(collection.rows) + lane * CHUNK_BYTES;
     const uint4* query = query_at(slot, collection.query_row) + lane * QUERY_CHUNKS;
-    const float query_step = KIND == I8_DOT ? *reinterpret_cast<const float*>(query_at(slot, CODE_STEP)) : 0.0f;
     uint4 kept[PAIR * QUERY_CHUNKS] = {};  // the lane's part of the query, for short rows
     if (!LONG)
 #pragma unroll
@@ -72,7 +69,7 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
     const bool two = !LONG || ring.places >= 2 * PIECE;  // halves
     // The half to fill next, and the other. Indices, since NVRTC 13.0 does not end on pointers that alternate.
     uint32 next = thread / WARP * ring.places * WARP + thread % WARP, last = two ? next + half : next;
-    Sum sums[2][PAIR] = {};  // of a pair's lanes, and of the next pair's
+    float sums[2][PAIR] = {};  // of a pair's lanes, and of the next pair's
     const auto fetch = [&] {
 #pragma unroll 1
         for (uint32 place = next; place != next + half && fetched.row < count; place += stride) {
@@ -99,21 +96,20 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
 #pragma unroll 1
         for (uint32 place = next; place != next + half && added.row < count; place += stride) {
             const uint32 i = added.row + team, left = i < count ? chunks : 0;
-            uint4 chunk;
             uint32 number = added.piece + lane, now = place;
 #pragma unroll 1
             for (uint32 n = 0; n < PIECE / PAIR; n++) {  // not unrolled: too few registers
 #pragma unroll
                 for (uint32 j = 0; j < PAIR; j++)
                     if (number + j * TEAM < left) {
-                        chunk = ring.chunks[now + j * WARP];
+                        const uint4 chunk = ring.chunks[now + j * WARP];
                         const uint4* part = LONG ? query + (number - lane + j * TEAM) * QUERY_CHUNKS : kept + j * QUERY_CHUNKS;
                         sums[0][j] = add_chunk<KIND>(sums[0][j], chunk, part);
                     }
                 if (!LONG) continue;
 #pragma unroll
                 for (uint32 j = 0; j < PAIR; j++) {
-                    const Sum sum = sums[0][j];
+                    const float sum = sums[0][j];
                     sums[0][j] = sums[1][j];
                     sums[1][j] = sum;
                 }
@@ -121,15 +117,8 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
                 now += PAIR * WARP;
             }
             if (!added.step(chunks)) continue;
-            const Sum lanes = (sums[0][0] + sums[1][0]) + (sums[0][1] + sums[1][1]);
-            const Sum sum = team_total(lanes, WHOLE_WARP);
-            if (lane == writer && i < count) {
-                if constexpr (KIND == I8_DOT)
-                    distances[i] = code_distance(collection, sum, query_step, __uint_as_float(chunk.z),
-                                                 __uint_as_float(chunk.w));
-                else
-                    distances[i] = KIND % 2 == 0 ? sum : -sum;
-            }
+            const float sum = team_total((sums[0][0] + sums[1][0]) + (sums[0][1] + sums[1][1]), WHOLE_WARP);
+            if (lane == 0 && i < count) distances[i] = KIND % 2 == 0 ? sum : -sum;
             sums[0][0] = sums[0][1] = sums[1][0] = sums[1][1] = 0;
         }
     }
@@ -144,8 +133,8 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
         ring_distances<KIND, false, ONE_WARP>(collection, slot, nodes, count, distances, ring);
 }
 
-// Distances of the slot's query to the rows of `count` nodes: squared L2, or minus the dot product; for int8 codes without
-// the constant |q - c|² or c · q (gpu/index/rows.py). All threads of the block or the warp.
+// Distances of the slot's query to the rows of `count` nodes: squared L2, or minus the dot product. All threads of the
+// block or the warp.
 template <bool ONE_WARP = false>
 __device__ inline void row_distances(const Collection& collection, const Slot* slot, const uint32* nodes, uint32 count,
                                      float* distances, Ring ring) {
@@ -153,7 +142,6 @@ __device__ inline void row_distances(const Collection& collection, const Slot* s
         case F32_L2: return ring_distances<F32_L2, ONE_WARP>(collection, slot, nodes, count, distances, ring);
         case F32_DOT: return ring_distances<F32_DOT, ONE_WARP>(collection, slot, nodes, count, distances, ring);
         case F16_L2: return ring_distances<F16_L2, ONE_WARP>(collection, slot, nodes, count, distances, ring);
-        case F16_DOT: return ring_distances<F16_DOT, ONE_WARP>(collection, slot, nodes, count, distances, ring);
-        default: return ring_distances<I8_DOT, ONE_WARP>(collection, slot, nodes, count, distances, ring);
+        default: return ring_distances<F16_DOT, ONE_WARP>(collection, slot, nodes, count, distances, ring);
     }
 }

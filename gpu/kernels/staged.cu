@@ -148,9 +148,8 @@ __device__ inline bool merge_and_gather_slot(const Batch& batch, Slot* slot, con
     const bool done = count_extend(slot, head, merged);
     uint32 count = 0;
     if (done) {
-        for (uint32 i = threadIdx.x; in_registers && i < top_m; i += blockDim.x) keys[i] = stored[i];
         __syncthreads();
-        finish(batch, blockIdx.x, slot, collection, keys, &scratch->merging);
+        publish(batch, blockIdx.x, slot, stored);
     } else {
         uint32* visited = visited_at(batch, blockIdx.x);
         count = gather_neighbors<MERGE_AT_ONCE, true>(slot, head, collection, merged.parent_count, visited, nodes,

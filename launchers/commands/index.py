@@ -84,16 +84,13 @@ def build(
     ] = None,
     degree: Annotated[int, typer.Option(help="Edges per node of the graph, 2 to 512.")] = 32,
     dtype: Annotated[
-        Literal["float32", "float16", "int8"],
-        typer.Option(help="Type of stored vectors; int8 also stores float32."),
+        Literal["float32", "float16"],
+        typer.Option(help="Type of stored vectors."),
     ] = "float32",
     neighbor_codes: Annotated[
-        bool | None,
-        typer.Option(
-            help="Store neighbour codes: faster on CPUs, larger. Default: yes, except with int8.",
-            show_default=False,
-        ),
-    ] = None,
+        bool,
+        typer.Option(help="Store neighbour codes: faster on CPUs, larger."),
+    ] = True,
     code_bits: Annotated[
         int, typer.Option(help="Bits per dimension of neighbour codes, 1 or 2. 0: 2 up to 256 dimensions, else 1.")
     ] = 0,

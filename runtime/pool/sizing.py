@@ -82,7 +82,7 @@ def measure(
     the time in ns, 0 for the machine's clock. Rows of the index are the queries, each used once a round, because the
     rows that a query has read stay cached. Raises the engine's error if it fails.
     """
-    rows = data.rows.codes if data.rows.full is None else data.rows.full
+    rows = data.rows.codes
     sizes = sizes_to(most)
     queries = [_QUERIES + 3 * active for active in sizes]
     picked = np.random.default_rng(0).permutation(len(rows))[: sum(queries)]

@@ -135,14 +135,6 @@ inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline unsigned __float_as_uint(float value) { return emulated::value_of<unsigned>(value); }
 inline float __uint_as_float(unsigned bits) { return emulated::value_of<float>(bits); }
 
-inline int dp2a(int lanes, int codes, int sum, int first) {
-    for (int i = 0; i < 2; i++)
-        sum += static_cast<int16_t>(lanes >> (16 * i)) * static_cast<int8_t>(codes >> (8 * (first + i)));
-    return sum;
-}
-inline int __dp2a_lo(int lanes, int codes, int sum) { return dp2a(lanes, codes, sum, 0); }
-inline int __dp2a_hi(int lanes, int codes, int sum) { return dp2a(lanes, codes, sum, 2); }
-
 inline float float_of_half(unsigned short bits) {
     const unsigned sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, fraction = bits & 1023;
     const float size = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
@@ -150,7 +142,6 @@ inline float float_of_half(unsigned short bits) {
     return sign ? -size : size;  // no infinities: gpu/index/rows.py keeps values in range
 }
 
-inline uint4 load_row(const uint4* address) { return *address; }
 inline uint4 load_now(const uint4* address) { return *address; }
 inline unsigned computed_here(unsigned value) { return value; }
 inline void copy_row(uint4* target, const uint4* source) { emulated::copy_later(target, source, sizeof(uint4)); }

@@ -41,7 +41,7 @@ def run(driver: EmulatedDriver, seed: int) -> bool:
     A warp merges the top_m of one slot, the block that of the other.
     """
     random = np.random.default_rng(seed)
-    data = [random_index(random, 300, "l2", "float32", 16, 40), random_index(random, 300, "ip", "int8", 16, 40)]
+    data = [random_index(random, 300, "l2", "float32", 16, 40), random_index(random, 300, "ip", "float16", 16, 40)]
     wanted = [SearchParams(k=12, top_m=top_m, search_width=8) for top_m in (100, 270)]
     bench = Workbench(driver, data, Limits(slots=2, max_top_m=270))
     queries = exact_vectors(random, 2)

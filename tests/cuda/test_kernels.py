@@ -32,7 +32,7 @@ def mixed(random: np.random.Generator) -> list[IndexData]:
     return [
         random_index(random, 200, "l2", "float32", 6, 8),
         random_index(random, 150, "cosine", "float16", 9, 5),
-        random_index(random, 120, "ip", "int8", 4, 16),
+        random_index(random, 120, "ip", "float32", 4, 16),
     ]
 
 
@@ -249,9 +249,9 @@ def test_pausing_a_finished_query_leaves_it_finished(new_driver: NewDriver) -> N
     assert int(bench.slot(0)["status"]) == layout.FREE
 
 
-@pytest.mark.parametrize(("dtype", "dim"), [("int8", 48), ("float32", 128)])
+@pytest.mark.parametrize(("dtype", "dim"), [("float16", 48), ("float32", 128)])
 def test_results_on_clustered_data_equal_the_reference_s(
-    dtype: Literal["int8", "float32"], dim: int, new_driver: NewDriver
+    dtype: Literal["float16", "float32"], dim: int, new_driver: NewDriver
 ) -> None:
     random = np.random.default_rng(10)
     vectors = clustered(random, 1000, dim)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cpu.queries import QueryEncoding, code_offset, full_offset, prepare, prepared_bytes
+from gpu.cpu.queries import QueryEncoding, prepare, prepared_bytes, row_offset
 from gpu.cuda import layout
 from gpu.cuda.batch_shape import BatchShape, distance_shared_bytes
 from gpu.cuda.driver import Argument, Dim, Driver, PinnedMemory
@@ -90,16 +90,12 @@ class Workbench:
         line[layout.SLOT.itemsize :] = 0xFF  # not to be read
         self.command(slot, layout.ACTIVE, line, layout.LINE_IN_PLACE)
 
-    def query(self, slot: int, index: IndexData) -> dict[str, npt.NDArray[Any]]:
-        """Return what distances to rows of this index read of a slot's prepared query in device memory."""
+    def query(self, slot: int, index: IndexData) -> npt.NDArray[np.float32]:
+        """Return what rows of this index are compared with, of a slot's prepared query in device memory."""
         line, rows = np.zeros(self.shape.line_bytes, np.uint8), layout.without_sketch(index.rows)
         self.driver.copy_to_host(self.stream, line, self.addresses["slots"] + slot * self.shape.line_bytes)
-        prepared, full = line[layout.SLOT.itemsize :], full_offset(rows)
-        parts = {"full": prepared[full : full + 4 * padded(rows.dim)].view(np.float32)}
-        if rows.dtype == "int8":
-            parts["codes"] = prepared[code_offset(rows) : full].view(np.int16)
-            parts["step"] = prepared[layout.CODE_STEP : layout.CODE_STEP + 4].view(np.float32)
-        return parts
+        begin = layout.SLOT.itemsize + row_offset(rows)
+        return line[begin : begin + 4 * padded(rows.dim)].view(np.float32)
 
     def line(
         self, slot: int, query: npt.NDArray[Any], params: SearchParams, collection: int = 0, **head: int

@@ -23,13 +23,13 @@ SIZE = 60
 
 
 def build_all(home: Path) -> list[Path]:
-    """Build one collection of each type: with documents and sketches; int8 with custom ids; float16 in two shards."""
+    """Build one collection of each type: with documents; of vectors with custom ids; float16 in two shards."""
     documents = [Document(f"id-{n}", f"title {n}", f"the text of number {n * 7919} is {n}") for n in range(SIZE)]
     vectors = np.random.default_rng(1).normal(size=(SIZE, 48)).astype(np.float32)
     bulk_load.build(documents, home / "docs", embedder="hashing-256", degree=8)
-    bulk_load.build(vectors, home / "int8", metric="l2", dtype="int8", degree=8, ids=np.arange(SIZE) * 3)
+    bulk_load.build(vectors, home / "bare", metric="l2", degree=8, ids=np.arange(SIZE) * 3)
     bulk_load.build(documents, home / "split", vectors=vectors, metric="ip", dtype="float16", degree=4, shards=2)
-    return [home / name for name in ("docs", "int8", "split")]
+    return [home / name for name in ("docs", "bare", "split")]
 
 
 def files_of(collection: Path) -> list[str]:

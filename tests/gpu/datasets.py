@@ -9,7 +9,7 @@ from gpu.index.data import IndexData
 from gpu.index.rows import Dtype, FloatArray, Metric, checked_vectors, encode
 
 METRICS: tuple[Metric, ...] = ("cosine", "l2", "ip")
-DTYPES: tuple[Dtype, ...] = ("float32", "float16", "int8")
+DTYPES: tuple[Dtype, ...] = ("float32", "float16")
 
 
 def exact_vectors(random: np.random.Generator, count: int, dim: int = 20) -> FloatArray:

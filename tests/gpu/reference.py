@@ -16,7 +16,6 @@ from gpu.index.sketch import TAIL, decoded
 from gpu.params import SearchParams
 
 SEEDS_KEPT = 16
-RESCORED_AT_LEAST = 8
 FloatArray = npt.NDArray[np.float32]
 Entry = tuple[float, int]
 
@@ -94,33 +93,15 @@ class ReferenceSearch:
         return [entry for entry in self.top_m if self._allowed is None or self._allowed[entry[1]]]
 
     def result(self) -> tuple[npt.NDArray[np.int64], FloatArray]:
-        """Return ids and distances of the k nearest, rescored where the rows are codes; padded with -1 and +inf."""
+        """Return ids and distances of the k nearest, padded with -1 and +inf."""
         k, rows = self._params.k, self._data.rows
         entries = self._results()
-        if rows.full is not None:
-            entries = self._rescored(rows.full)
         found = np.full(k, -1, np.int64)
         distances = np.full(k, np.inf, np.float32)
         best = entries[:k]
         found[: len(best)] = [node for _, node in best]
         distances[: len(best)] = [distance for distance, _ in best]
         return self._data.ids_of(found), true_distances(distances, rows)
-
-    def _rescored(self, full: FloatArray) -> list[Entry]:
-        """Return the nearest entries in full precision: max(k, 8), and others that may be nearer than the k-th."""
-        k, rows = self._params.k, self._data.rows
-        entries = self._results()[: 2 * k + 16]
-        nodes = np.array([node for _, node in entries], np.int64)
-        codes = np.array([distance for distance, _ in entries], np.float32)
-        exact = raw_distances(full[nodes, : rows.dim], self._query, rows.metric)
-        first = max(k, RESCORED_AT_LEAST)
-        if len(entries) > first:
-            off = exact[:first] - codes[:first]
-            nearest = codes + off.min() - (off.max() - off.min())
-            wanted = nearest < np.sort(exact[:first])[k - 1]
-            wanted[:first] = True
-            exact, nodes = exact[wanted], nodes[wanted]
-        return sorted(zip(exact.tolist(), nodes.tolist(), strict=True))
 
     def _unexpanded(self) -> list[int]:
         return [node for _, node in self.top_m if node not in self.expanded]
@@ -296,17 +277,8 @@ def raw_distances(vectors: FloatArray, query: FloatArray, metric: str) -> FloatA
 
 
 def stored_distances(rows: Rows, query: FloatArray, nodes: npt.NDArray[np.int64]) -> FloatArray:
-    """Return distances of the stored rows; for int8 codes without the constant |q - c|² or c · q."""
-    if rows.dtype != "int8":
-        return raw_distances(rows.codes[nodes, : rows.dim].astype(np.float32), query, rows.metric)
-    codes, step, square = _codes_and_tail(rows.codes[nodes].view(np.uint8))
-    shifted = query - rows.centre if rows.metric == "l2" else query
-    largest = min(32767, (2**31 - 1) // (127 * rows.lanes))
-    query_step = np.abs(shifted).max() / np.float32(largest)
-    lanes = np.rint(shifted / query_step).astype(np.int64) if query_step > 0 else np.zeros(rows.dim, np.int64)
-    dots = (codes[:, : rows.dim].view(np.int8).astype(np.int64) @ lanes).astype(np.float32) * query_step * step
-    distances: FloatArray = square - 2 * dots if rows.metric == "l2" else -dots
-    return distances
+    """Return distances of the stored rows."""
+    return raw_distances(rows.codes[nodes, : rows.dim].astype(np.float32), query, rows.metric)
 
 
 def sketch_estimates(rows: Rows, query: FloatArray, nodes: npt.NDArray[np.int64]) -> tuple[FloatArray, float]:
@@ -317,7 +289,7 @@ def sketch_estimates(rows: Rows, query: FloatArray, nodes: npt.NDArray[np.int64]
     l2 = rows.metric == "l2"
     shifted = query - rows.centre if l2 else query
     dots = decoded(sketches) @ (rows.sketch.projection[:, : rows.dim].astype(np.float32) @ shifted)
-    constant = 0.0 if rows.dtype == "int8" else float(shifted @ shifted) if l2 else -float(rows.centre @ query)
+    constant = float(shifted @ shifted) if l2 else -float(rows.centre @ query)
     estimates: FloatArray = ((square - 2 * dots if l2 else -dots) + constant).astype(np.float32)
     return estimates, (2 if l2 else 1) * rows.sketch.slack * float(np.linalg.norm(shifted))
 

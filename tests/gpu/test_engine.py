@@ -162,7 +162,7 @@ def test_the_cpu_engine_s_state_is_bounded_and_reported(index: GraphIndex) -> No
 
 
 def test_two_indexes_of_different_dims_and_dtypes_share_the_slots(backend: Backend, index: GraphIndex) -> None:
-    wide = GraphIndex.build(clustered(np.random.default_rng(2), 500, 72), metric="cosine", dtype="int8", degree=16)
+    wide = GraphIndex.build(clustered(np.random.default_rng(2), 500, 72), metric="cosine", dtype="float16", degree=16)
     params, queries = SearchParams(5, 32, 2), clustered(np.random.default_rng(9), 1, 72)
     with backend.engine({"docs": index, "wide": wide}, slots=4) as engine:
         assert dict(engine.dims) == {"docs": DIM, "wide": 72}

@@ -319,11 +319,6 @@ def test_a_code_has_the_requested_number_of_bits_or_the_fastest(
         GraphIndex.build(vectors, neighbor_codes=True, code_bits=3)
 
 
-def test_codes_cannot_be_combined_with_int8(random: np.random.Generator) -> None:
-    with pytest.raises(InvalidParams, match="exact distances"):
-        GraphIndex.build(random.standard_normal((10, 8)), dtype="int8", neighbor_codes=True)
-
-
 @pytest.mark.parametrize("top_m", [1, 7, 8, 9, 64, 65, 200])
 def test_inserting_by_whole_registers_equals_inserting_key_by_key(random: np.random.Generator, top_m: int) -> None:
     by_key, by_chunks = (np.full(padded(top_m, KEYS_AT_ONCE) + 8, 77, np.uint64) for _ in range(2))

@@ -13,7 +13,7 @@ import pytest
 from gpu import GraphIndex, IndexFormatError, InvalidParams
 from gpu.index.rows import Dtype
 from gpu.index.storage import MAX_SEEDS
-from tests.gpu.datasets import clustered
+from tests.gpu.datasets import DTYPES, clustered
 
 
 def built(*, neighbor_codes: bool) -> GraphIndex:
@@ -32,7 +32,7 @@ def saved(index: GraphIndex, tmp_path: Path) -> Path:
     return tmp_path / "index"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_loaded_index_returns_the_results_of_the_built_one(tmp_path: Path, dtype: Dtype) -> None:
     random = np.random.default_rng(1)
     built = GraphIndex.build(clustered(random, 4200, 128), metric="ip", dtype=dtype, degree=16)
@@ -156,6 +156,7 @@ def change(directory: Path, **values: object) -> None:
         ({"degree": "32"}, "degree is '32'"),
         ({"size": 4199}, "was expected"),
         ({"metric": "hamming"}, "metric 'hamming'"),
+        ({"dtype": "int8"}, "has int8 rows, which no longer exist: build it anew"),
         ({"scale": 0.0}, "scale is 0.0"),
         ({"slack": -1.0}, "slack is -1.0"),
         ({"sketch_lines": 9}, "sketch_lines is 9"),

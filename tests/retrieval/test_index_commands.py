@@ -202,7 +202,7 @@ def test_every_user_error_is_one_line_and_a_non_zero_exit(
         (("--threads", 99999), "threads is 99999, outside 1..1024"),
         (("--threads", -2), "threads is -2, outside 1..1024"),
         (("--seed", -1), "seed is -1, outside 0..9223372036854775807"),
-        (("--dtype", "int8", "--neighbor-codes"), "neighbor_codes need exact distances"),
+        (("--dtype", "int8"), "'int8' is not one of 'float32', 'float16'"),
         (("--ids", "none.npy"), "documents have their own ids"),
     ],
 )

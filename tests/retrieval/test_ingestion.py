@@ -293,7 +293,7 @@ def test_a_changed_file_replaces_documents_that_were_written_with_its_ids(handbo
     handbook.check_vectors()
 
 
-@pytest.mark.parametrize("options", [{"shards": 2}, {"dtype": "float16", "metric": "ip"}, {"dtype": "int8"}])
+@pytest.mark.parametrize("options", [{"shards": 2}, {"dtype": "float16", "metric": "ip"}])
 def test_the_settings_of_a_collection_are_kept(handbook: Handbook, options: dict[str, object]) -> None:
     for number in range(20):
         handbook.write(f"{number}.txt", f"text number {number}")

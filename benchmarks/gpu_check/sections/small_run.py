@@ -13,9 +13,9 @@ from gpu.devices import CPU
 
 
 def main(device: str, form: str) -> None:
-    """Search int8 rows under l2, which includes rescoring; also pause, resume and release."""
+    """Search, pause, resume and release."""
     data = random_set(800, 40, 24, seed=3)
-    index = GraphIndex.build(data.base, metric="l2", dtype="int8", degree=8)
+    index = GraphIndex.build(data.base, metric="l2", degree=8)
     engine = engine_of(device, form, {"docs": index})
     paused = engine.admit(data.queries[0], SearchParams(5, 32, 2), "docs")
     if form != "resident":  # with which it would finish

@@ -14,7 +14,6 @@ codes (`gpu.cpu.extend.code_scan`) where that is faster than comparing the allow
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu import tables as at
 from gpu.cpu.extend.keys import insert, key_of, may_be_result, node_of, row_distance
 from gpu.cpu.fast_scan import lowest_bit
 from gpu.cpu.simd import load_u64, prefetch
@@ -132,17 +131,13 @@ def extend_scan(batch, active, finished):  # type: ignore[no-untyped-def]
 
 @compiled
 def scan_rows(batch, slot):  # type: ignore[no-untyped-def]
-    """Score the next rows of a slot's scan in full precision. Returns whether the scan is complete."""
+    """Score the next rows of a slot's scan. Returns whether the scan is complete."""
     search, collection = batch.slots[slot], batch.collections[batch.slots[slot].collection]
     coded = collection.blocks != 0
     keys = batch.exact if coded else batch.keys
     rows, row_bytes = collection.rows, collection.row_bytes
     lanes, kind = collection.lanes, collection.kind
     query = np.uint64(search.query + collection.query_row)
-    if collection.full != 0:
-        rows, row_bytes, lanes = collection.full, collection.full_bytes, collection.full_lanes
-        kind = at.F32_DOT if kind & 1 else at.F32_L2
-        query = np.uint64(search.query + collection.query_full)
     allowed, size, k, filled = search.allowed, collection.size, search.k, search.scored if coded else search.filled
     row = ahead = next_allowed_row(allowed, search.cursor, size)
     for _ in range(PREFETCHED_BYTES // row_bytes):
@@ -153,7 +148,7 @@ def scan_rows(batch, slot):  # type: ignore[no-untyped-def]
         if ahead < size:
             for offset in range(0, row_bytes, 64):
                 prefetch(np.uint64(rows + ahead * row_bytes + offset))
-        distance = row_distance(kind, np.uint64(rows + row * row_bytes), query, lanes, np.float32(1))
+        distance = row_distance(kind, np.uint64(rows + row * row_bytes), query, lanes)
         if insert(keys, slot, filled, k, key_of(distance, row)) >= 0:
             filled = min(filled + 1, k)
         row = next_allowed_row(allowed, row + 1, size)

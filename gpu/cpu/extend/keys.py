@@ -16,17 +16,15 @@ from gpu.cpu.simd import (
     count_below,
     dot_f16,
     dot_f32,
-    dot_i8,
     float_bits,
     l2_f16,
     l2_f32,
-    load_f32,
     load_u64,
     move,
     shift_in,
     store_u64,
 )
-from gpu.cpu.tables import F16_DOT, F16_L2, F32_DOT, F32_L2, I8_L2
+from gpu.cpu.tables import F16_L2, F32_DOT, F32_L2
 
 _COMPARED = 64  # keys compared linearly, by registers; a binary search narrows longer lists to this first
 
@@ -108,21 +106,13 @@ def insert_by_chunks(keys, filled, top_m, key):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def row_distance(kind, row, query, lanes, step):  # type: ignore[no-untyped-def]
-    """Return the distance between a query and the row at an address: squared L2, or minus the dot product.
-
-    For int8 codes a constant of the query is omitted: values order like distances. `step`: the query's code step.
-    """
+def row_distance(kind, row, query, lanes):  # type: ignore[no-untyped-def]
+    """Return the distance between a query and the row at an address: squared L2, or minus the dot product."""
     if kind == F32_L2:
         return l2_f32(row, query, lanes)
     if kind == F32_DOT:
         return -dot_f32(row, query, lanes)
-    if kind == F16_L2:
-        return l2_f16(row, query, lanes)
-    if kind == F16_DOT:
-        return -dot_f16(row, query, lanes)
-    dot = np.float32(dot_i8(row, query, lanes)) * step * load_f32(row + np.uint64(lanes - 8))
-    return load_f32(row + np.uint64(lanes - 4)) - np.float32(2) * dot if kind == I8_L2 else -dot
+    return l2_f16(row, query, lanes) if kind == F16_L2 else -dot_f16(row, query, lanes)
 
 
 @compiled

@@ -128,7 +128,7 @@ def start_search(handle, slot):  # type: ignore[no-untyped-def]
 def centre_distance(batch, slot):  # type: ignore[no-untyped-def]
     """Return the distance between a slot's query and the centre of its collection."""
     collection = batch.slots[slot].collection
-    full = np.uint64(batch.slots[slot].query + batch.collections[collection].query_full)
+    full = np.uint64(batch.slots[slot].query + batch.collections[collection].query_row)
     encoding = batch.encodings[collection]
     lanes = padded_lanes(encoding.dim)
     centre = np.uint64(encoding.centre)
@@ -157,7 +157,7 @@ def score_node(handle, slot, node):  # type: ignore[no-untyped-def]
     row = np.uint64(collection.rows + node * collection.row_bytes)
     query = np.uint64(slots[slot].query + collection.query_row)
     kind, lanes = collection.kind, collection.lanes
-    distance = row_distance(kind, row, query, lanes, np.float32(1))
+    distance = row_distance(kind, row, query, lanes)
     scored, k = slots[slot].scored, slots[slot].k
     if not may_be_result(slots[slot].allowed, node):
         return distance

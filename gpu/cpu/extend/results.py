@@ -1,13 +1,9 @@
-"""Results of a finished slot: filtering, rescoring of int8 candidates, output."""
+"""Results of a finished slot: filtering, output."""
 
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu import tables as at
-from gpu.cpu.extend.keys import distance_of, key_of, may_be_result, node_of, row_distance
-from gpu.cpu.simd import prefetch
-
-RESCORED_AT_LEAST = 8
+from gpu.cpu.extend.keys import distance_of, may_be_result, node_of
 
 
 @compiled
@@ -22,56 +18,6 @@ def keep_allowed(batch, slot):  # type: ignore[no-untyped-def]
             keys[slot, kept] = keys[slot, i]
             kept += 1
     slots[slot].filled = kept
-
-
-@compiled
-def rescore(batch, slot):  # type: ignore[no-untyped-def]
-    """Sort the nearest entries of a finished top_m by full-precision distance (int8 only).
-
-    Rescoring the first max(k, 8) entries measures the range of the codes' error for this query. Later entries, up to
-    2·k + 16, are rescored as long as an error somewhat below that range could make them nearer than the k-th.
-    """
-    collections, slots, keys = batch.collections, batch.slots, batch.keys
-    if collections[slots[slot].collection].full == 0:
-        return
-    count = min(slots[slot].filled, 2 * slots[slot].k + 16)
-    first = min(count, max(slots[slot].k, RESCORED_AT_LEAST))
-    least, most = rescore_range(batch, slot, 0, first)
-    if first == count:
-        return
-    worst = distance_of(keys[slot, slots[slot].k - 1])
-    following = first
-    while following < count and distance_of(keys[slot, following]) + least - (most - least) < worst:
-        following += 1
-    rescore_range(batch, slot, first, following)
-
-
-@compiled
-def rescore_range(batch, slot, begin, end):  # type: ignore[no-untyped-def]
-    """Rescore entries begin..end and sort them into the earlier ones. Returns the (least, most) distance change."""
-    collections, slots, keys = batch.collections, batch.slots, batch.keys
-    collection = collections[slots[slot].collection]
-    full, full_bytes = collection.full, collection.full_bytes
-    kind = at.F32_DOT if collection.kind == at.I8_DOT else at.F32_L2
-    lanes = collection.full_lanes
-    query = np.uint64(slots[slot].query + collection.query_full)
-    least, most = np.float32(np.inf), np.float32(-np.inf)
-    for i in range(begin, end):
-        node = np.int64(node_of(keys[slot, i]))
-        for offset in range(0, full_bytes, 64):
-            prefetch(np.uint64(full + node * full_bytes + offset))
-    for i in range(begin, end):
-        node = np.int64(node_of(keys[slot, i]))
-        distance = row_distance(kind, np.uint64(full + node * full_bytes), query, lanes, np.float32(1))
-        least = min(least, distance - distance_of(keys[slot, i]))
-        most = max(most, distance - distance_of(keys[slot, i]))
-        key = key_of(distance, node)
-        j = i
-        while j > 0 and keys[slot, j - 1] > key:
-            keys[slot, j] = keys[slot, j - 1]
-            j -= 1
-        keys[slot, j] = key
-    return least, most
 
 
 @compiled

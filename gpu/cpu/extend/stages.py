@@ -17,8 +17,8 @@ from gpu.cpu.extend.code_scan import extend_code_scan
 from gpu.cpu.extend.filtered import COMPARE, WALK, count_parent, extend_scan, fall_back_to_scan, has_min_allowed
 from gpu.cpu.extend.keys import distance_of, insert, key_of, node_of, row_distance
 from gpu.cpu.extend.rabitq import extend_rabitq
-from gpu.cpu.extend.results import keep_allowed, rescore
-from gpu.cpu.queries import CODE_STEP, QUERY_SKETCH, SKETCH_BIAS, SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP
+from gpu.cpu.extend.results import keep_allowed
+from gpu.cpu.queries import QUERY_SKETCH, SKETCH_BIAS, SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP
 from gpu.cpu.simd import WAYS, dot_sketch, load_f32, move, prefetch, visit
 from gpu.cpu.tables import batch_at
 
@@ -154,7 +154,6 @@ def compute_distances(batch, active):  # type: ignore[no-untyped-def]
         collection = collections[slots[slot].collection]
         rows, row_bytes = collection.rows, collection.row_bytes
         kind, lanes = collection.kind, collection.lanes
-        step = load_f32(np.uint64(slots[slot].query + CODE_STEP))
         query = np.uint64(slots[slot].query + collection.query_row)
         for t in range(slots[slot].task_begin, slots[slot].task_end):
             if t + 1 < slots[slot].task_end:
@@ -162,7 +161,7 @@ def compute_distances(batch, active):  # type: ignore[no-untyped-def]
                 for offset in range(64, row_bytes, 64):
                     prefetch(np.uint64(following + offset))
             row = np.uint64(rows + np.int64(tasks[t]) * row_bytes)
-            distances[t] = row_distance(kind, row, query, lanes, step)
+            distances[t] = row_distance(kind, row, query, lanes)
 
 
 @compiled
@@ -240,7 +239,6 @@ def extend_exact(handle, active, finished):  # type: ignore[no-untyped-def]
         slot = finished[i]
         keep_allowed(batch, slot)
         if not fall_back_to_scan(batch, slot, batch.slots[slot].filled):
-            rescore(batch, slot)
             finished[kept] = slot
             kept += 1
     return kept

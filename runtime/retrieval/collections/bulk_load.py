@@ -40,7 +40,7 @@ from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, embedder_dim, load_embedder
 
 Metric = Literal["cosine", "l2", "ip"]
-Dtype = Literal["float32", "float16", "int8"]
+Dtype = Literal["float32", "float16"]
 Source = Path | Iterable[Document] | NDArray[Any]
 KnownVectors = Callable[[], tuple[NDArray[np.int64], Vectors]]
 _EMBED_BATCH = 64  # texts a thread between two progress reports
@@ -61,7 +61,7 @@ def build(
     ids: Path | NDArray[np.int64] | None = None,
     degree: int = 32,
     dtype: Dtype = "float32",
-    neighbor_codes: bool | None = None,
+    neighbor_codes: bool = True,
     code_bits: int = 0,
     shards: int = 1,
     seed: int = 0,
@@ -90,7 +90,7 @@ def build(
     Raises `BuildRefused` for an invalid argument, before reading (before embedding, if it depends on the number of
     rows); `CollectionError` for an invalid source or `out`, `ModelError` for the embedder.
     """
-    check_arguments(BuildParams, metric, degree, dtype, bool(neighbor_codes), code_bits, seed, threads, device)
+    check_arguments(BuildParams, metric, degree, dtype, code_bits, seed, threads, device)
     check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
     if embedder is not None:
         embedder_dim(embedder)
@@ -175,7 +175,7 @@ def create(
 
     Raises `BuildRefused`, `OutputRefused` if the directory exists, `CollectionError`, `NoRoom`.
     """
-    check_arguments(BuildParams, metric, degree, dtype, dtype != "int8")
+    check_arguments(BuildParams, metric, degree, dtype)
     check_arguments(check_within, "dim", dim, 1, MAX_DIM)
     check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
     declared = _declared(demanded, schema)

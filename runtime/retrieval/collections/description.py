@@ -207,6 +207,8 @@ def read_description(directory: Path) -> Description:
             found = _converted(path, decoded(path, content, _OldDescription))
         case _:
             raise CollectionError(f"{directory} is not a collection: {path} was not written by Trinity")
+    if found.dtype == "int8":
+        raise CollectionError(f"{path} is of int8 rows, which no longer exist: build it anew (float16 is smaller)")
     if found.metric not in METRICS or found.dtype not in DTYPES or not 1 <= found.dim <= MAX_DIM:
         raise CollectionError(f"{path} is damaged: metric {found.metric!r:.40}, dtype {found.dtype!r:.40}")
     if found.nonce is not msgspec.UNSET and not _IDENTITY.fullmatch(found.nonce):

@@ -139,8 +139,6 @@ def code_bits(state: State) -> int | None:
 
     0: none was built; None: without codes.
     """
-    if state.description.dtype == "int8":
-        return None
     largest = max(state.segments, key=lambda segment: segment.size, default=None)
     if largest is None:
         return 0
