@@ -29,7 +29,7 @@ BODY: dict[str, Any] = {
 }
 
 HEARTBEAT_S = 10.0  # of the node in which a worker hangs
-JUMPING_CLOCK = """"
+JUMPING_CLOCK = """
 import random, time
 wall, dice = time.time, random.Random(1)
 time.time = lambda: wall() + dice.choice((86_400.0, -86_400.0, 0.0))
