@@ -12,6 +12,7 @@ from runtime.errors import DeadlineExceeded
 from runtime.node.metrics.table import WorkerTable
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.retrieval_steps import PAUSE_MS, Read, RetrievalSteps, Step, Until
@@ -102,6 +103,10 @@ class AsyncRetriever:
     def summary(self, collection: str) -> CollectionSummary:
         """Return the size and properties of a collection. Raises `UnknownCollection`."""
         return self.registry.summary(collection)
+
+    def documents(self, collection: str) -> CollectionDocuments:
+        """Return the open documents of a collection. Raises `UnknownCollection`, `Unavailable`."""
+        return self.registry.current(collection).documents
 
     def embedders(self) -> Mapping[str, Embedder]:
         """Return the collections' embedders, by the names that requests use."""

@@ -199,6 +199,14 @@ class CollectionRegistry:
         current = self.builds_of(collection).current
         return CollectionSummary() if current is None else current.summary
 
+    def current(self, collection: str) -> OpenBuild:
+        """Return the open build of a collection. Raises `UnknownCollection`, `Unavailable`."""
+        builds = self.builds_of(collection)
+        if builds.current is None:
+            reason = builds.error or "the documents of the build that the pools serve are not open yet"
+            raise Unavailable(f"collection {collection!r} is unavailable: {reason}")
+        return builds.current
+
     # ---- embedders
 
     def embedder(self, collection: str) -> Embedder:
@@ -206,11 +214,7 @@ class CollectionRegistry:
 
         Raises `InvalidRequest` if it has none, `Unavailable` if its documents are not open.
         """
-        builds = self.builds_of(collection)
-        if builds.current is None:
-            reason = builds.error or "the documents of the build that the pools serve are not open yet"
-            raise Unavailable(f"collection {collection!r} is unavailable: {reason}")
-        spec, location = builds.current.embedder, self._locations[collection]
+        spec, location = self.current(collection).embedder, self._locations[collection]
         if spec is None:
             raise InvalidRequest(
                 f"collection {collection!r} was built from vectors and has no embedder: query it with a vector", "query"

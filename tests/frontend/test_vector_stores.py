@@ -12,6 +12,7 @@ import pytest
 from runtime.errors import EmbedderFailed, UnknownCollection
 from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import Query
@@ -47,6 +48,9 @@ class Stand:
         if collection != "docs":
             raise UnknownCollection(collection)
         return CollectionSummary(True, 900, 30, 12_345, 1_700_000_000, 64, "cosine", "hashing-64")
+
+    def documents(self, collection: str) -> CollectionDocuments:
+        raise UnknownCollection(collection)
 
     def embedders(self) -> dict[str, Embedder]:
         return {"hashing-64": HASHING}

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.errors import UnknownCollection
 from runtime.integrations.client import CollectionClient
 from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.keyword_search import KeywordSearch
 from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.neighbors import fuse_ranks
 from runtime.retrieval.passages import OnRead, Passage
@@ -69,6 +71,9 @@ class Notes:
 
     def summary(self, collection: str) -> CollectionSummary:
         return CollectionSummary(True, metric="cosine")
+
+    def documents(self, collection: str) -> CollectionDocuments:
+        raise UnknownCollection(collection)
 
     def embedders(self) -> dict[str, Embedder]:
         return {}

@@ -252,6 +252,14 @@ class Columns:
 
         return evaluate(filter, ordered, count, work or BoundedWork())
 
+    def strings(self, name: str, size: int) -> tuple[Sequence[str], NDArray[np.int32]]:
+        """Return the strings of an attribute, ascending, and the number of its string for each of the first `size`
+        rows, from 1 on; 0: none. An attribute of another type has none."""
+        column = self._columns.get(name)
+        if column is None or column.kind is not AttributeType.STRING:
+            return (), np.zeros(size, np.int32)
+        return column.ordered(size).strings()
+
     def take(self, rows: NDArray[np.int64]) -> "Columns":
         """Return the attributes of some rows, at least one, ascending: they become rows 0, 1, …"""
         columns = Columns.empty(len(rows))

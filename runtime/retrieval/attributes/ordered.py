@@ -54,6 +54,11 @@ class OrderedValues:
         """Return an attribute that no row has."""
         return cls(AttributeType.STRING, (), np.empty(0, np.int32), np.empty(0, np.int64), size)
 
+    def strings(self) -> tuple[Sequence[str], NDArray[np.int32]]:
+        """Return the different strings of an attribute of the type STRING, ascending, and the code of each row."""
+        assert not isinstance(self._ascending, np.ndarray), "strings"
+        return self._ascending, self._codes
+
     # ---- sets of codes
 
     def edges(self, comparison: Comparison) -> Edges:

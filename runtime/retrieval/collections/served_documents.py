@@ -12,6 +12,7 @@ from runtime.retrieval.attributes.filters import Filter, check_filter
 from runtime.retrieval.collections.checksums import SegmentChecksums
 from runtime.retrieval.collections.description import DOCUMENTS, KEYWORDS, Description
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.files import Files
 from runtime.retrieval.collections.keyword_search import KeywordSearch
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.recent_documents import RecentDocuments
@@ -99,6 +100,12 @@ class CollectionDocuments:
             return _shown(self._reader.state, rows, [known[row] for row in rows])
         finally:
             self._lock.release()
+
+    def files(self) -> Files:
+        """Return the files of the documents, of the present state. Raises `CollectionError`."""
+        with self._lock:
+            self._reader.poll()
+            return Files(self._reader.state)
 
     def align(self, one: Neighbors, other: Neighbors) -> tuple[Neighbors, Neighbors]:
         """Return two results of the same query, in which a document has the same row: where they found two versions of

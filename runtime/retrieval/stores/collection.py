@@ -91,7 +91,7 @@ def attributes_of(columns: Columns, stored: Mapping[str, object]) -> dict[str, o
 def store_filter(stores: Mapping[str, Columns], wanted: Filter | None = None) -> Filter:
     """Return the filter for the passages of these stores that pass `wanted`, a filter of their files' attributes.
 
-    As in OpenAI's API a file without an attribute, or with a value of another type, passes only `ne` and `nin`, and
+    As in OpenAI's API a file without an attribute, or with a value of another type, passes only `ne` and `nin`.
     `filename` is the file's name, unless files of the store have an attribute of that name. Raises `InvalidFilter` for
     an order of booleans.
     """

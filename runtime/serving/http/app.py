@@ -62,6 +62,7 @@ from runtime.serving.http.responses import (
     passage_json,
     passages_response,
 )
+from runtime.serving.http.routes.collection_files import CollectionFiles
 from runtime.serving.http.routes.documents import DocumentRoutes
 from runtime.serving.http.routes.drain import DrainRoute
 from runtime.serving.http.routes.embeddings import EmbeddingsRoute
@@ -306,7 +307,8 @@ class _Routes:
         if (stores := self._service.stores) is not None:
             origins = None if settings.api_keys else settings.cors_origins
             FileRoutes(stores, settings.body_timeout_s, origins).add_to(app)
-            StoreFileRoutes(stores, self.read_bytes, settings.collections).add_to(app)
+        files = CollectionFiles(catalogue, self._service.writes)
+        StoreFileRoutes(stores, self.read_bytes, settings.collections, files).add_to(app)
         if self._service.writes is not None:
             DocumentRoutes(self._service.writes, self.read_bytes, settings.collections).add_to(app)
 

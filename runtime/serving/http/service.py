@@ -21,6 +21,7 @@ from runtime.errors import (
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.fair_gate import FairLimit
 from runtime.retrieval.passages import FoundPassages, OnRead, Passage
@@ -76,6 +77,9 @@ class NoCollections:
         raise Unavailable("this node has no collections")
 
     def summary(self, collection: str) -> CollectionSummary:
+        raise UnknownCollection("this node has no collections", "vector_store_id")
+
+    def documents(self, collection: str) -> CollectionDocuments:
         raise UnknownCollection("this node has no collections", "vector_store_id")
 
     def embedders(self) -> Mapping[str, Embedder]:
@@ -180,6 +184,10 @@ class CollectionCatalogue(Protocol):
 
     def summary(self, collection: str) -> CollectionSummary:
         """Return the description of a collection. Raises UnknownCollection."""
+
+    def documents(self, collection: str) -> CollectionDocuments:
+        """Return the open documents of a collection. Raises UnknownCollection, Unavailable, and InvalidRequest if they
+        are on other nodes."""
 
     def embedders(self) -> Mapping[str, Embedder]:
         """Return the embedders by the names that requests use."""

@@ -1,16 +1,17 @@
 """Bodies and objects of clients' vector stores, their files and batches, in OpenAI's format."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from starlette.responses import Response
 
 from runtime.retrieval.stores.catalogue import Usage
 from runtime.retrieval.stores.records import Batch, Chunking, Store, StoreFile
 from runtime.retrieval.stores.service import Stores
 from runtime.serving.http.api_types import StrictModel
 from runtime.serving.http.parsing import field_error, json_name
-from runtime.serving.http.responses import Json
+from runtime.serving.http.responses import Json, json_response
 
 STORE_PREFIX = "vs_"
 MAX_BATCH_FILES = 2000
@@ -178,6 +179,14 @@ def store_file_json(entry: StoreFile) -> Json:
         "attributes": entry.attributes,
         "chunking_strategy": strategy,
     }
+
+
+def content_page(texts: Sequence[str]) -> Response:
+    """Return OpenAI's page of a file's passages. Call it on a thread: it has the whole text of the file."""
+    data = [{"type": "text", "text": text} for text in texts]
+    return json_response(
+        {"object": "vector_store.file_content.page", "data": data, "has_more": False, "next_page": None}
+    )
 
 
 def batch_json(batch: Batch, counts: Mapping[str, Usage]) -> Json:

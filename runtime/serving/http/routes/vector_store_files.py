@@ -1,7 +1,7 @@
-"""/v1/vector_stores/{id}/files and …/file_batches: the files in a client's vector store."""
+"""/v1/vector_stores/{id}/files and …/file_batches: the files in a client's vector store, or of a collection."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import cast, get_args
 
 from starlette.applications import Starlette
@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest
-from runtime.retrieval.ingestion.passages import FilePassage
 from runtime.retrieval.stores.records import FileStatus
 from runtime.retrieval.stores.service import NewEntry, Stores
 from runtime.serving.http.access import access_of
@@ -17,6 +16,7 @@ from runtime.serving.http.middleware import ReadBody
 from runtime.serving.http.parsing import parse
 from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import json_response
+from runtime.serving.http.routes.collection_files import CollectionFiles
 from runtime.serving.http.routes.files import tenant_of
 from runtime.serving.http.routes.paging import list_json, page_of
 from runtime.serving.http.routes.store_objects import (
@@ -25,6 +25,7 @@ from runtime.serving.http.routes.store_objects import (
     AddFileBody,
     UpdateFileBody,
     batch_json,
+    content_page,
     store_file_json,
     to_chunking,
 )
@@ -33,20 +34,25 @@ _FILTERS = tuple(status for status in get_args(FileStatus) if status != "deleted
 
 
 class StoreFileRoutes:
-    """The routes. `collections` contains the names of configured ones, whose files are not listed here."""
+    """The routes. `collections` contains the names of configured ones, for which `files` answers. stores: None on a
+    node without `[stores]`, which has only the routes that concern configured ones."""
 
-    def __init__(self, stores: Stores, read: ReadBody, collections: Iterable[str]) -> None:
-        self._stores, self._read, self._collections = stores, read, collections
+    def __init__(
+        self, stores: Stores | None, read: ReadBody, collections: Iterable[str], files: CollectionFiles
+    ) -> None:
+        self._clients, self._read, self._collections, self._files = stores, read, collections, files
 
     def add_to(self, app: Starlette) -> None:
-        """Register the routes."""
+        """Register the routes. An id may be the path of a file, with slashes."""
         files, batches = "/v1/vector_stores/{store}/files", "/v1/vector_stores/{store}/file_batches"
-        app.add_route(files, self.add, methods=["POST"])
         app.add_route(files, self.list_files, methods=["GET"])
-        app.add_route(f"{files}/{{file}}", self.get, methods=["GET"])
-        app.add_route(f"{files}/{{file}}", self.update, methods=["POST"])
-        app.add_route(f"{files}/{{file}}", self.delete, methods=["DELETE"])
-        app.add_route(f"{files}/{{file}}/content", self.content, methods=["GET"])
+        app.add_route(f"{files}/{{file:path}}/content", self.content, methods=["GET"])
+        app.add_route(f"{files}/{{file:path}}", self.get, methods=["GET"])
+        app.add_route(f"{files}/{{file:path}}", self.delete, methods=["DELETE"])
+        if self._clients is None:
+            return
+        app.add_route(files, self.add, methods=["POST"])
+        app.add_route(f"{files}/{{file:path}}", self.update, methods=["POST"])
         app.add_route(batches, self.add_batch, methods=["POST"])
         app.add_route(f"{batches}/{{batch}}", self.get_batch, methods=["GET"])
         app.add_route(f"{batches}/{{batch}}/cancel", self.cancel_batch, methods=["POST"])
@@ -61,7 +67,10 @@ class StoreFileRoutes:
         status = http.query_params.get("filter")
         if status is not None and status not in _FILTERS:
             raise InvalidRequest(f"filter is {status[:64]!r}, allowed are {', '.join(_FILTERS)}", "filter")
-        store, page, batch = self._store(http), page_of(http.query_params), http.path_params.get("batch")
+        batch = http.path_params.get("batch")
+        if batch is None and (name := self._collection(http)) is not None:
+            return await self._files.list_files(http, name)
+        store, page = self._store(http), page_of(http.query_params)
         if batch is not None:
             await self._stores.batch(store, batch, tenant_of(http))
         wanted = cast("FileStatus | None", status)
@@ -69,6 +78,8 @@ class StoreFileRoutes:
         return json_response(list_json([store_file_json(entry) for entry in found], more))
 
     async def get(self, http: Request) -> Response:
+        if (name := self._collection(http)) is not None:
+            return await self._files.get(http, name)
         entry = await self._stores.entry(self._store(http), http.path_params["file"], tenant_of(http))
         return json_response(store_file_json(entry))
 
@@ -79,15 +90,19 @@ class StoreFileRoutes:
         return json_response(store_file_json(entry))
 
     async def delete(self, http: Request) -> Response:
+        if (name := self._collection(http)) is not None:
+            return await self._files.delete(http, name)
         id = http.path_params["file"]
         await self._stores.remove_file(self._store(http), id, tenant_of(http))
         return json_response({"id": id, "object": "vector_store.file.deleted", "deleted": True})
 
     async def content(self, http: Request) -> Response:
+        if (name := self._collection(http)) is not None:
+            return await self._files.content(http, name)
         entry = await self._stores.entry(self._store(http), http.path_params["file"], tenant_of(http))
         passages = await self._stores.passages(entry)
         unsent_response(http).reserve(2 * sum(len(one.text) for one in passages))
-        return await asyncio.to_thread(_content_page, passages)  # it has the whole text of the file
+        return await asyncio.to_thread(content_page, [one.text for one in passages])
 
     async def add_batch(self, http: Request) -> Response:
         body = parse(AddBatchBody, await self._read(http))
@@ -111,22 +126,32 @@ class StoreFileRoutes:
         batch = await self._stores.cancel_batch(store, http.path_params["batch"], tenant_of(http))
         return json_response(batch_json(batch, await self._stores.counts(store, batch.id)))
 
-    def _store(self, http: Request) -> str:
+    @property
+    def _stores(self) -> Stores:
+        assert self._clients is not None, "with [stores]"
+        return self._clients
+
+    def _collection(self, http: Request) -> str | None:
+        """Return the configured collection that a request is about; None for a client's store.
+
+        Raises `UnknownCollection` and `Forbidden` on a node without clients' stores.
+        """
         name = str(http.path_params["store"])
-        if name in access_of(http).visible(self._collections):
+        if self._clients is None:
+            return access_of(http).resolve(name, self._collections, "vector_store_id", "vector store")
+        return name if name in access_of(http).visible(self._collections) else None
+
+    def _store(self, http: Request) -> str:
+        """Return a client's store. Raises `InvalidRequest` for a configured collection, which this route cannot
+        change."""
+        if self._collection(http) is not None:
             raise InvalidRequest(
-                f"{name!r} is a collection of the node's configuration, whose files are not listed here",
+                f"{http.path_params['store']!r} is a collection of the node's configuration: files are added to it by "
+                "`trinity index add`, documents by PUT /v1/collections/…/documents",
                 "vector_store_id",
             )
-        return name
+        return str(http.path_params["store"])
 
 
 def _entry(body: AddFileBody) -> NewEntry:
     return NewEntry(body.file_id, body.attributes, to_chunking(body.chunking_strategy))
-
-
-def _content_page(passages: Sequence[FilePassage]) -> Response:
-    data = [{"type": "text", "text": one.text} for one in passages]
-    return json_response(
-        {"object": "vector_store.file_content.page", "data": data, "has_more": False, "next_page": None}
-    )

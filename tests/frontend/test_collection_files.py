@@ -1,0 +1,152 @@
+"""OpenAI's client lists, shows, reads and deletes the files of a collection that `trinity index build` has built."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from runtime.retrieval.attributes.filters import AttributeBinding
+from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.collections.served_documents import CollectionDocuments
+from runtime.retrieval.collections.validation import UpsertDocument
+from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
+from runtime.retrieval.ingestion.ingest import ingest
+from runtime.retrieval.writer_service import WriterService
+from runtime.serving.http.access import Access
+from runtime.serving.http.remote_collections import CollectionRouter
+from runtime.serving.http.service import NoCollections, Settings
+from tests.frontend.cluster import Cluster
+from tests.frontend.fake_workers import run
+from tests.frontend.store_node import store_node
+
+HASHING = HashingEmbedder(64)
+LEAVE = "hr/leave of all.md"
+WEEKS, RETURN = (
+    "Parental leave is twelve weeks long for all who work.",
+    "They return in part time for as long as they like.",
+)
+ALL, ACME = "key-of-all", "key-of-acme"
+SETTINGS = Settings(
+    "tiny", {"docs": 64}, api_keys=(ALL, ACME), access={ACME: Access({"docs": AttributeBinding("tenant", "acme")})}
+)
+
+
+class Docs(NoCollections):
+    """The collection `docs` in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.opened = CollectionDocuments(directory)
+
+    def summary(self, collection: str) -> CollectionSummary:
+        return CollectionSummary(True, created_at=1_700_000_000, dim=64, metric="cosine")
+
+    def documents(self, collection: str) -> CollectionDocuments:
+        return self.opened
+
+    async def embed(self, embedder: Embedder, texts: Any, kind: TextKind, flow: int) -> tuple[Vectors, int]:
+        return embedder.embed(texts, kind), 0
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("built")
+    (home / "handbook" / "hr").mkdir(parents=True)
+    (home / "handbook" / "hr" / "leave of all.md").write_text(f"# Leave\n\n{WEEKS}\n\n# Return\n\n{RETURN}")
+    for number in range(4):
+        (home / "handbook" / f"{number}.txt").write_text(f"Text {number}.")
+    ingest([home / "handbook"], home / "docs", "hashing-64", HASHING, degree=2, passage_tokens=16)
+    return home / "docs"
+
+
+@pytest.fixture
+def writes(built: Path, tmp_path: Path) -> Iterator[WriterService]:
+    shutil.copytree(built, tmp_path / "docs")
+    docs = Docs(tmp_path / "docs")
+    made = WriterService({"docs": tmp_path / "docs"}, docs.embed, lambda _: HASHING)
+    yield made
+    made.close()
+    docs.opened.close()
+
+
+@pytest.fixture
+def cluster(writes: WriterService, tmp_path: Path) -> Iterator[Cluster]:
+    docs = Docs(tmp_path / "docs")
+    with Cluster(settings=SETTINGS, catalogue=docs, writes=writes) as made:
+        yield made
+    docs.opened.close()
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with cluster.client(ALL) as client:
+        yield client
+
+
+def listed(client: openai.OpenAI, **options: Any) -> list[str]:
+    return [file.id for file in client.vector_stores.files.list("docs", **options)]
+
+
+def test_files_are_listed_shown_read_and_deleted(client: openai.OpenAI) -> None:
+    files = client.vector_stores.files
+    assert listed(client) == [LEAVE, "3.txt", "2.txt", "1.txt", "0.txt"]
+    assert listed(client, limit=2, order="asc") == ["0.txt", "1.txt", "2.txt", "3.txt", LEAVE]
+    assert listed(client, filter="completed") == listed(client)
+    assert listed(client, filter="failed") == []
+    leave = files.retrieve(LEAVE, vector_store_id="docs")
+    assert (leave.id, leave.vector_store_id, leave.status, leave.created_at) == (LEAVE, "docs", "completed", 1.7e9)
+    assert leave.attributes == {"source": LEAVE}
+    texts = [part.text for part in files.content(LEAVE, vector_store_id="docs")]
+    assert texts == [WEEKS, RETURN]
+    assert files.delete(LEAVE, vector_store_id="docs").deleted
+    assert listed(client) == ["3.txt", "2.txt", "1.txt", "0.txt"]
+    for call in (files.retrieve, files.content, files.delete):
+        with pytest.raises(openai.NotFoundError, match=r"no file of .* the id 'hr/leave of all\.md'"):
+            call(LEAVE, vector_store_id="docs")
+    with pytest.raises(openai.BadRequestError, match="no file 'x'"):
+        listed(client, after="x")
+
+
+def test_documents_that_were_written_are_files_of_their_own(client: openai.OpenAI, writes: WriterService) -> None:
+    for id in ("note", "other"):
+        run(writes.upsert("docs", [UpsertDocument(id, f"The {id}.", attributes={"year": 2024})]))
+    assert listed(client, limit=1)[:3] == ["other", "note", LEAVE]
+    assert client.vector_stores.files.retrieve("note", vector_store_id="docs").attributes == {"year": 2024}
+    assert [part.text for part in client.vector_stores.files.content("note", vector_store_id="docs")] == ["The note."]
+    client.vector_stores.files.delete("note", vector_store_id="docs")
+    assert listed(client)[:2] == ["other", LEAVE]
+
+
+def test_a_key_for_a_part_of_the_collection_sees_no_list_of_all_files(cluster: Cluster) -> None:
+    with cluster.client(ACME) as acme:
+        for call in (
+            lambda: acme.vector_stores.files.list("docs"),
+            lambda: acme.vector_stores.files.retrieve(LEAVE, vector_store_id="docs"),
+            lambda: acme.vector_stores.files.content(LEAVE, vector_store_id="docs"),
+            lambda: acme.vector_stores.files.delete(LEAVE, vector_store_id="docs"),
+        ):
+            with pytest.raises(openai.PermissionDeniedError):
+                call()
+
+
+def test_a_collection_on_other_nodes_says_so() -> None:
+    router = CollectionRouter(NoCollections(), ())
+    router.dims = {"far": 0}
+    with Cluster(settings=Settings("tiny", {"far": 0}), catalogue=router) as cluster, cluster.client() as client:
+        with pytest.raises(openai.BadRequestError, match="on other nodes"):
+            client.vector_stores.files.list("far")
+        with pytest.raises(openai.NotFoundError):
+            client.vector_stores.files.list("none")
+
+
+def test_with_clients_stores_what_changes_a_collection_is_refused_with_a_reason(tmp_path: Path) -> None:
+    with store_node(tmp_path, Settings("tiny", {"docs": 64})) as cluster, cluster.client() as client:
+        for call in (
+            lambda: client.vector_stores.files.create("docs", file_id="f"),
+            lambda: client.vector_stores.files.update("a/b.md", vector_store_id="docs", attributes={}),
+            lambda: client.vector_stores.file_batches.create("docs", file_ids=["f"]),
+        ):
+            with pytest.raises(openai.BadRequestError, match="files are added to it by `trinity index add`"):
+                call()
