@@ -4,8 +4,10 @@ Parts are compiled by processes of their own, which leave the code in the cache,
 engine and needs them one after the other. It waits for a part that is being compiled, and compiles itself what nobody
 has begun (`ipc.native.machine_code`):
 
-    pool     … ─▶ query ─▶ admit ─▶ rabitq ─▶ (exact) ─▶ the engine's extend ─▶ (the loop)
-    parts    exact ─▶ receive ─▶ schedule ─▶ … ─▶ the whole loop
+    pool     … ─▶ (query) ─▶ admit ─▶ (scan, code scan, exact, rabitq, results) ─▶ the engine's extend ─▶ (the loop)
+    parts    distances ─▶ merge ─▶ … ─▶ exact ─▶ … ─▶ receive ─▶ schedule ─▶ … ─▶ the whole loop
+
+The longest chain of functions that call each other ends with the engine's extend, so most parts are below it.
 
 `python -m runtime.pool.loop_parts NAME …` compiles these parts.
 """
@@ -16,12 +18,11 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
 
-from numba import float32, int32, int64, uint8
+from numba import float32, int32, int64, types, uint8, uint32, uint64
 
-from gpu.cpu import queries
-from gpu.cpu.extend import code_scan, rabitq, stages
-from gpu.cpu.tables import Encoding
-from ipc.native.records import numba_type
+from gpu.cpu import queries, tables
+from gpu.cpu.extend import code_scan, filtered, rabitq, results, stages
+from ipc.native.records import Array, numba_type
 from ipc.ring.exchange import ClientTable
 from runtime.pool import loop, loop_driver, policy, sizing
 from runtime.pool.loop_layout import Loop
@@ -30,9 +31,22 @@ from runtime.pool.tables import Tables
 _LOOP, _CLIENTS = numba_type(Loop), numba_type(ClientTable)
 
 _HANDLE, _SLOTS = int64[:, ::1], int32[::1]
+_BATCH = types.NamedTuple(
+    (
+        int64, *map(numba_type, (Array[tables.Collection], Array[tables.Encoding], Array[tables.Slot])),
+        uint8[:, ::1], uint64[:, ::1], uint32[:, ::1], int64[:, ::1], uint32[::1], float32[::1], _SLOTS, _SLOTS,
+        int64[:, ::1], float32[:, ::1], uint64[:, ::1],
+    ),
+    tables.Batch,
+)  # fmt: skip
 
 _SEARCH = {
-    "query": (queries.write_query, (float32[::1], numba_type(Encoding), uint8[::1])),
+    "distances": (stages.compute_distances, (_BATCH, _SLOTS)),
+    "merge": (stages.merge_top_m, (_BATCH, _SLOTS, _SLOTS)),
+    "rescore": (results.rescore, (_BATCH, int32)),
+    "results": (results.write_result, (_BATCH, int32, int64[::1], float32[::1])),
+    "scan": (filtered.extend_scan, (_BATCH, _SLOTS, _SLOTS)),
+    "query": (queries.write_query, (float32[::1], numba_type(tables.Encoding), uint8[::1])),
     "exact": (stages.extend_exact, (_HANDLE, _SLOTS, _SLOTS)),
     "code scan": (code_scan.extend_code_scan, (_HANDLE, _SLOTS, _SLOTS)),
     "rabitq's start": (rabitq.start_search, (_HANDLE, int32)),
@@ -51,11 +65,10 @@ CALLED = {
     "control": (*loop_driver.CALLED_RARELY, sizing.CALLED),
 }
 """Name → functions that Python calls, and the types of their arguments."""
-INNER = {"exact": _SEARCH["exact"], **_LOOP_PARTS, **_SEARCH}
+INNER = {**_SEARCH, **_LOOP_PARTS}
 """Name → a function and the types with which compiled code calls it."""
 PARTS = (*INNER, *CALLED)
-"""In the order in which one process compiles them: the pool's own process begins with the CPU engine, and there with
-the last one."""
+"""In the order in which one process compiles them, callees first."""
 
 
 def compile_parts(names: Sequence[str]) -> None:
@@ -64,8 +77,8 @@ def compile_parts(names: Sequence[str]) -> None:
         if name in INNER:
             function, arguments = INNER[name]
             function.compile_inner(*arguments)
-        for outer, types in CALLED.get(name, ()):
-            outer.compile(types)
+        for outer, signature in CALLED.get(name, ()):
+            outer.compile(signature)
 
 
 def is_cached() -> bool:

@@ -7,6 +7,7 @@ import pytest
 from numba import int64, typeof
 from numba.core import event
 
+from gpu.cpu.running_batch import extend_active
 from gpu.cpu.state import BatchState
 from ipc.native.dispatcher import Dispatcher
 from runtime.pool import loop_parts
@@ -26,12 +27,15 @@ class Compilations(event.Listener):  # type: ignore[misc]
         pass
 
 
-def test_after_its_parts_the_loop_compiles_little_else() -> None:
+def test_after_its_parts_the_loop_and_the_engine_compile_little_else() -> None:
     compile_parts(list(PARTS))
     loop = Dispatcher(run_loop.py_func, {"nogil": True, "error_model": "numpy", "_nrt": False}, "another stamp")
+    handle = INNER["exact"][1][0]
+    engine = Dispatcher(extend_active.py_func, {"nogil": True, "error_model": "numpy"}, "another stamp")
     listener = Compilations()
     with event.install_listener("numba:compile", listener):
         loop.compile((int64, int64, int64))
+        engine.compile((handle, int64))
     parts = {function.py_func.__name__ for function, _ in INNER.values()}
     assert parts & set(listener.names) == {"run_loop"}
 
@@ -41,6 +45,11 @@ def test_searches_are_compiled_for_the_arrays_of_a_batch() -> None:
     handle, active, finished = map(typeof, (state.handle, state.batch.active, state.batch.finished))
     for name in ("exact", "code scan", "rabitq"):
         assert INNER[name][1] == (handle, active, finished)
+    batch, slot = INNER["distances"][1][0], active.dtype
+    assert batch.types[4:] == tuple(map(typeof, state.batch.arrays))
+    assert INNER["merge"][1] == INNER["scan"][1] == (batch, active, finished)
+    assert INNER["rescore"][1] == (batch, slot)
+    assert INNER["results"][1] == (batch, slot, typeof(state.batch.nodes[0]), typeof(state.batch.found[0]))
     assert INNER["query"][1][-1] == typeof(state.batch.queries[0])
     for name in ("rabitq's start", "rabitq's end"):
         assert INNER[name][1] == (handle, active.dtype)
