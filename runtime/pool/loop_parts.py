@@ -43,7 +43,6 @@ _BATCH = types.NamedTuple(
 _SEARCH = {
     "distances": (stages.compute_distances, (_BATCH, _SLOTS)),
     "merge": (stages.merge_top_m, (_BATCH, _SLOTS, _SLOTS)),
-    "rescore": (results.rescore, (_BATCH, int32)),
     "results": (results.write_result, (_BATCH, int32, int64[::1], float32[::1])),
     "scan": (filtered.extend_scan, (_BATCH, _SLOTS, _SLOTS)),
     "query": (queries.write_query, (float32[::1], numba_type(tables.Encoding), uint8[::1])),

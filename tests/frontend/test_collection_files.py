@@ -16,7 +16,6 @@ from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, Text
 from runtime.retrieval.ingestion.ingest import ingest
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.access import Access
-from runtime.serving.http.remote_collections import CollectionRouter
 from runtime.serving.http.service import NoCollections, Settings
 from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import run
@@ -129,16 +128,6 @@ def test_a_key_for_a_part_of_the_collection_sees_no_list_of_all_files(cluster: C
         ):
             with pytest.raises(openai.PermissionDeniedError):
                 call()
-
-
-def test_a_collection_on_other_nodes_says_so() -> None:
-    router = CollectionRouter(NoCollections(), ())
-    router.dims = {"far": 0}
-    with Cluster(settings=Settings("tiny", {"far": 0}), catalogue=router) as cluster, cluster.client() as client:
-        with pytest.raises(openai.BadRequestError, match="on other nodes"):
-            client.vector_stores.files.list("far")
-        with pytest.raises(openai.NotFoundError):
-            client.vector_stores.files.list("none")
 
 
 def test_with_clients_stores_what_changes_a_collection_is_refused_with_a_reason(tmp_path: Path) -> None:
