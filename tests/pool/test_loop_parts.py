@@ -48,7 +48,6 @@ def test_searches_are_compiled_for_the_arrays_of_a_batch() -> None:
     batch, slot = INNER["distances"][1][0], active.dtype
     assert batch.types[4:] == tuple(map(typeof, state.batch.arrays))
     assert INNER["merge"][1] == INNER["scan"][1] == (batch, active, finished)
-    assert INNER["rescore"][1] == (batch, slot)
     assert INNER["results"][1] == (batch, slot, typeof(state.batch.nodes[0]), typeof(state.batch.found[0]))
     assert INNER["query"][1][-1] == typeof(state.batch.queries[0])
     for name in ("rabitq's start", "rabitq's end"):
