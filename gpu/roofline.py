@@ -118,8 +118,7 @@ class SearchRoofline:
 def slot_bytes(index: GraphIndex, search_width: int) -> int:
     """Return the bytes that an extend reads per slot: `search_width` graph rows, and the vector of each of their edges.
 
-    This is an upper bound: visited vectors are skipped, and so are vectors that their sketch rules out. Values are
-    comparable for one index, not between indexes.
+    This is an upper bound: visited vectors are skipped. Values are comparable for one index, not between indexes.
     """
     return search_width * index.degree * (4 + int(index.data.rows.codes.strides[0]))
 
@@ -177,11 +176,8 @@ def typical_queries(index: GraphIndex, count: int) -> npt.NDArray[np.float32]:
 
 def _touch(index: GraphIndex) -> None:
     """Read a byte of every page, so that page faults of mapped files are not timed."""
-    rows = index.data.rows
-    sketches = None if rows.sketch is None else rows.sketch.codes
-    for array in (rows.codes, sketches, index.data.graph):
-        if array is not None:
-            np.ascontiguousarray(array).reshape(-1).view(np.uint8)[::4096].max()
+    for array in (index.data.rows.codes, index.data.graph):
+        np.ascontiguousarray(array).reshape(-1).view(np.uint8)[::4096].max()
 
 
 def host_copy_bytes_s(clock: Clock = time.perf_counter, nbytes: int = _COPY_BYTES) -> float:

@@ -14,8 +14,6 @@ from gpu.index.rows import FloatArray, encode
 from gpu.params import SearchParams
 
 _SEEDS = 128
-_LEAST_SKETCHED = 4096
-_PAIRS = 4096
 _WIDER = 3  # width of refined lists, as a multiple of the degree
 _GOOD_LISTS = 0.97  # recall of the lists above which refining them does not pay off
 _SAMPLE = 200
@@ -54,7 +52,7 @@ def build_graph(
     progress("graph", 1.0)
     if count > EXACT_LIMIT and list_recall(space, neighbors, seed) < _GOOD_LISTS:
         wider = min(_WIDER * degree, count - 1)
-        neighbors = searched_neighbors(space, graph, seeds, wider, seed, threads, progress, checkpoint)
+        neighbors = searched_neighbors(space, graph, seeds, wider, threads, progress, checkpoint)
         graph = optimize(neighbors, degree, int(seeds[0]), threads)
     return graph, seeds
 
@@ -93,13 +91,12 @@ def searched_neighbors(
     graph: Graph,
     seeds: npt.NDArray[np.uint32],
     width: int,
-    seed: int,
     threads: int,
     progress: Progress,
     checkpoint: Checkpoint = no_checkpoint,
 ) -> Graph:
     """Return neighbour lists, uint32 [N, width], by searching the graph for every vector, starting at its own node."""
-    rows = encode(space, "l2", "float32", neighbor_pairs(graph, seed), seed)
+    rows = encode(space, "l2", "float32")
     own = np.arange(len(space))
     params = SearchParams(k=width + 1, top_m=width + 1, search_width=1)
     data = IndexData(rows, graph, seeds, None)
@@ -124,12 +121,3 @@ def searched_neighbors(
     lists[missing] = np.broadcast_to(own[:, None], lists.shape)[missing]
     better: Graph = lists.astype(np.uint32)
     return better
-
-
-def neighbor_pairs(graph: Graph, seed: int) -> npt.NDArray[np.int64] | None:
-    """Return sampled pairs of a node and a neighbour, int64 [n, 2], to calibrate sketches; None in small graphs."""
-    if len(graph) < _LEAST_SKETCHED:
-        return None
-    random = np.random.default_rng(seed)
-    nodes = random.integers(len(graph), size=_PAIRS)
-    return np.stack([nodes, graph[nodes, random.integers(graph.shape[1], size=_PAIRS)]], axis=1).astype(np.int64)

@@ -6,7 +6,7 @@ import numpy.typing as npt
 from gpu.build.params import check_within
 from gpu.compiled import compiled
 from gpu.cpu.extend.keys import distance_of, insert, key_of, node_of, row_distance
-from gpu.cpu.queries import QueryEncoding, prepare, prepared_bytes, row_offset
+from gpu.cpu.queries import QUERY_ROW, QueryEncoding, prepare, prepared_bytes
 from gpu.cpu.simd import prefetch
 from gpu.cpu.tables import kind_of
 from gpu.errors import InvalidParams, InvalidVector
@@ -76,7 +76,7 @@ def nearest(
     keys, filled = np.empty((len(array), k), np.uint64), np.zeros(len(array), np.int64)
     scan(
         kind_of(rows), codes.ctypes.data, codes.strides[0], codes.shape[1], selected, total, prepared,
-        row_offset(rows), keys, filled,
+        QUERY_ROW, keys, filled,
     )  # fmt: skip
     found, distances = np.empty(keys.shape, np.int64), np.empty(keys.shape, np.float32)
     write(keys, filled, *metric_transform(rows), found, distances)

@@ -71,11 +71,6 @@ def _widen_f16(builder: Any, address: Any, lanes: int) -> Any:
     return builder.fpext(halves, ir.VectorType(_f32, lanes))
 
 
-def _load_i16(builder: Any, address: Any, of: Any, lanes: int) -> Any:
-    loaded = builder.load(at(builder, address, ir.VectorType(of, lanes)), align=1)
-    return builder.sext(loaded, ir.VectorType(_i32, lanes))
-
-
 def _float_term(widen_row: Any, row_bytes: int, squared_difference: bool) -> Any:
     """Return a term that adds products, or squared differences, one element per lane of the sum."""
 
@@ -98,23 +93,6 @@ def _square_term(builder: Any, row: Any, query: Any, position: Any, total: Any) 
     return builder.fadd(total, builder.fmul(x, x, flags=_FAST), flags=_FAST)
 
 
-def _sketch_term(builder: Any, row: Any, query: Any, position: Any, total: Any) -> Any:
-    """Add the products of 32 bytes of 4-bit components: lower halves with 32 query lanes, then upper halves."""
-    codes = builder.load(at(builder, builder.add(row, position), ir.VectorType(_i8, 2 * LANES)), align=1)
-    wide = builder.zext(codes, ir.VectorType(_i16, 2 * LANES))
-    halves = (
-        builder.and_(wide, ir.Constant(wide.type, [15] * 2 * LANES)),
-        builder.lshr(wide, ir.Constant(wide.type, [4] * 2 * LANES)),
-    )
-    for number, half in enumerate(halves):
-        lanes = builder.add(builder.mul(position, ir.Constant(_i64, 2)), ir.Constant(_i64, number * 2 * LANES))
-        q = _load_i16(builder, builder.add(query, builder.mul(lanes, ir.Constant(_i64, 2))), _i16, 2 * LANES)
-        product = builder.mul(builder.sext(half, q.type), q)
-        even, odd = (shuffled(builder, product, product, range(start, 2 * LANES, 2)) for start in (0, 1))
-        total = builder.add(total, builder.add(even, odd))
-    return total
-
-
 def _sum(term: Any, step: int, result: Any, scalar: Any, tail: int = 0) -> Any:
     """Return an intrinsic that sums `term` over `lanes` elements, `step` at a time, then `tail` at a time."""
     tail = tail or step
@@ -123,7 +101,7 @@ def _sum(term: Any, step: int, result: Any, scalar: Any, tail: int = 0) -> Any:
         row, query, lanes = args
 
         def add(a: Any, b: Any) -> Any:
-            return builder.add(a, b) if scalar is _i32 else builder.fadd(a, b, flags=_FAST)
+            return builder.fadd(a, b, flags=_FAST)
 
         def sum_up(start: Any, step: int, unrolled: int, sums: list[Any]) -> tuple[Any, list[Any]]:
             before = builder.block
@@ -178,8 +156,6 @@ dot_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=False), LANES, type
 l2_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=True), LANES, types.float32, _f32, tail=8)
 # The squared norm of float32 lanes, a multiple of 16, in float64; both addresses are the vector's.
 square_f64 = _sum(_square_term, LANES, types.float64, _f64)
-# 4-bit sketch, int16 query in blocks of 32 lanes (lower halves, upper halves), int32 result; lanes are bytes.
-dot_sketch = _sum(_sketch_term, 2 * LANES, types.int32, _i32)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

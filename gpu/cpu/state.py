@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu.queries import QueryEncoding, prepared_bytes, row_offset, table_offset
+from gpu.cpu.queries import QueryEncoding, prepared_bytes, table_offset
 from gpu.cpu.simd import KEYS_AT_ONCE
 from gpu.cpu.tables import Batch, Collection, Encoding, Slot, handle_of, kind_of
 from gpu.index.data import IndexData
@@ -27,7 +27,6 @@ def collection_record(data: IndexData) -> Collection:
         row_bytes=rows.codes.strides[0],
         lanes=rows.lanes,
         kind=kind_of(rows),
-        query_row=row_offset(rows),
         graph=data.graph.ctypes.data,
         degree=data.graph.shape[1],
         size=len(data.graph),
@@ -36,12 +35,10 @@ def collection_record(data: IndexData) -> Collection:
         seeds=data.seeds.ctypes.data,
         seed_count=len(data.seeds),
     )
-    if rows.sketch is not None:
-        made.sketches, made.sketch_bytes = rows.sketch.codes.ctypes.data, rows.sketch.codes.shape[1]
     if data.codes is not None:
         made.blocks, made.block_bytes = data.codes.blocks.ctypes.data, data.codes.blocks.shape[1]
         made.entry, made.rotated = data.codes.entry.ctypes.data, data.codes.dims
-        made.query_table, made.code_bits = table_offset(rows), data.codes.bits
+        made.query_table, made.code_bits = table_offset(rows.dim), data.codes.bits
         if data.codes.scan is not None:
             made.scan = data.codes.scan.ctypes.data
     return made

@@ -16,15 +16,12 @@ from ipc.native.records import Array, Record, address_of, array_at, record, reco
 
 @record
 class Collection(Record):
-    """An index. Addresses are 0 where it has none: of sketches, codes (blocks and what follows), scan."""
+    """An index. Addresses are 0 where it has none: of codes (blocks and what follows), scan."""
 
     rows: int  # address
     row_bytes: int
     lanes: int
     kind: int
-    query_row: int  # byte offset into a prepared query
-    sketches: int  # address
-    sketch_bytes: int
     graph: int  # address
     degree: int
     size: int  # rows
@@ -36,7 +33,7 @@ class Collection(Record):
     block_bytes: int
     entry: int  # address
     rotated: int  # dimensions of a code
-    query_table: int  # byte offset
+    query_table: int  # byte offset into a prepared query
     code_bits: int
     scan: int  # address
 
@@ -47,13 +44,8 @@ class Encoding(Record):
 
     dim: int
     normalised: bool
-    squared: bool
     scale: float
-    slack: float
     centre: int  # address, float32
-    projection: int  # address, float16
-    components: int
-    sketch_lanes: int
     signs: int  # address, float32
     rotated_lanes: int  # 0 without neighbour codes
 

@@ -28,7 +28,6 @@ from gpu.cuda.layout import (
     SLOT,
     TEAM,
     visited_bits,
-    without_sketch,
 )
 from gpu.index.data import IndexData
 
@@ -52,7 +51,7 @@ class BatchShape:
     ) -> "BatchShape":
         """Return the shape of a batch over some indexes with these limits of a query's parameters."""
         degree = max((data.graph.shape[1] for data in collections), default=_USUAL_DEGREE)
-        lines = (prepared_bytes(without_sketch(data.rows)) for data in collections)
+        lines = (prepared_bytes(data.rows) for data in collections)
         return cls(
             slots=slots,
             max_k=max_k,

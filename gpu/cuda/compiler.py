@@ -58,6 +58,7 @@ _CONSTANTS = (
     "TASK_BITS",
     "TASK_MASK",
     "MAX_SEARCH_WIDTH",
+    "QUERY_ROW",
 )
 """Names in gpu.cuda.layout; those of structs are upper case there."""
 _C_TYPES = {"u4": "uint32", "u8": "uint64", "f8": "double"}

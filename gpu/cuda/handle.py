@@ -84,7 +84,7 @@ class Handle:
 
     def load(self, number: int, data: IndexData) -> None:
         """Register a collection; queries can be admitted to it afterwards."""
-        read = replace(data, rows=layout.without_sketch(data.rows), codes=None)
+        read = replace(data, codes=None)
         encoding = QueryEncoding(read.rows)
         self._alive[number] = (read, encoding)
         self.host.ids[number] = 0 if data.ids is None else data.ids.ctypes.data

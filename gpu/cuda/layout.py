@@ -38,12 +38,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.compiled import compiled
-from gpu.cpu.queries import row_offset
+from gpu.cpu.queries import QUERY_ROW as QUERY_ROW  # exported to the kernels
 from gpu.cpu.state import visited_bits as bits_for
 from gpu.cpu.tables import F16_DOT, F16_L2, F32_DOT, F32_L2, kind_of  # noqa: F401
 from gpu.index.data import IndexData
 from gpu.index.rows import LARGEST_SQUARE as LARGEST_SQUARE
-from gpu.index.rows import Rows
 from gpu.params import MAX_SEARCH_WIDTH as MAX_SEARCH_WIDTH
 from gpu.slots import MAX_COLLECTIONS
 
@@ -92,7 +91,7 @@ COLLECTION = np.dtype(
         ("size", np.uint32),
         ("seed_count", np.uint32),
         ("kind", np.uint32),
-        ("query_row", np.uint32),  # byte offset of what rows are compared with in a prepared query
+        ("unused", np.uint32),
         ("scale", np.float64),  # how a query is prepared on the device: the rows' scale,
         ("dim", np.uint32),  # the vector's length,
         ("normalised", np.uint32),  # whether it is normalised
@@ -265,17 +264,12 @@ KERNELS = (
 )  # fmt: skip
 
 
-def without_sketch(rows: Rows) -> Rows:
-    """Return the rows without sketches, which the kernels do not use: rows are cheap to read on a GPU."""
-    return Rows(rows.metric, rows.dtype, rows.dim, rows.codes, rows.centre, rows.scale, None)
-
-
 def collection_record(data: IndexData, addresses: dict[str, int]) -> npt.NDArray[Any]:
     """Return the COLLECTION, [1], of an index with these arrays, by their names in COLLECTION, at these addresses.
 
     Arrays are those of `device_arrays`, in C order, aligned to 16 bytes.
     """
-    rows = without_sketch(data.rows)
+    rows = data.rows
     record = np.zeros(1, COLLECTION)
     for name, address in addresses.items():
         record[name] = address
@@ -283,7 +277,6 @@ def collection_record(data: IndexData, addresses: dict[str, int]) -> npt.NDArray
     record["size"], record["degree"] = data.graph.shape
     record["seed_count"] = len(data.seeds)
     record["kind"] = kind_of(rows)
-    record["query_row"] = row_offset(rows)
     record["scale"] = rows.scale if rows.metric == "l2" else 1.0
     record["dim"], record["normalised"] = rows.dim, rows.metric == "cosine"
     return record

@@ -21,7 +21,7 @@ _KEPT_FREE = 64 << 20  # reserved for the driver: modules, graphs, printf and st
 def device_arrays(data: IndexData) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of an index that searches read on the device, by their names in `gpu.cuda.layout.COLLECTION`.
 
-    Ids stay on the host, since results are row numbers. Sketches are omitted: see `layout.without_sketch`.
+    Ids stay on the host, since results are row numbers.
     """
     return {"rows": data.rows.codes, "graph": data.graph, "seeds": data.seeds}
 

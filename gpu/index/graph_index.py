@@ -57,13 +57,13 @@ class GraphIndex:
         checked = rows.checked_vectors(vectors, metric)
         own_ids = None if ids is None else _checked_ids(ids, len(checked))
         # Imported here: compiled code, which opening an index does not need.
-        from gpu.build.graph import build_graph, neighbor_pairs
+        from gpu.build.graph import build_graph
         from gpu.build.knn import no_checkpoint
         from gpu.build.neighbor_codes import make_codes
 
         graph, seeds = build_graph(checked, metric, degree, seed, threads, report, device, checkpoint or no_checkpoint)
         report("encoding", 0.0)
-        encoded = rows.encode(checked, metric, dtype, None if neighbor_codes else neighbor_pairs(graph, seed), seed)
+        encoded = rows.encode(checked, metric, dtype)
         codes = None
         if neighbor_codes:
             scaled = checked * np.float32(encoded.scale)

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.errors import InvalidVector
-from gpu.index.sketch import TAIL, Sketch, projection_of, sketch_codes, slack_of
 
 Metric = Literal["cosine", "l2", "ip"]
 Dtype = Literal["float32", "float16"]
@@ -29,7 +28,6 @@ LARGEST_SQUARE = float(np.finfo(np.float32).max / 8)
 _LINE = 64
 _F16_MAX = 32768.0
 _BLOCK = 65536
-_LEAST_SKETCHED_BYTES = 384  # reading a shorter row costs little more than reading its sketch
 
 FloatArray = npt.NDArray[np.float32]
 AnyArray = npt.NDArray[Any]
@@ -42,7 +40,6 @@ class Rows:
     codes: the rows that traversal reads, [N, row length], C order.
     centre: float32 [d], the mean of x·scale.
     scale: rows hold x·scale; 1 except for float16.
-    sketch: read before `codes` to skip far rows, or None where that does not pay off.
     """
 
     metric: str
@@ -51,7 +48,6 @@ class Rows:
     codes: AnyArray
     centre: FloatArray
     scale: float
-    sketch: Sketch | None
 
     @property
     def lanes(self) -> int:
@@ -61,8 +57,7 @@ class Rows:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        sketch = 0 if self.sketch is None else self.sketch.codes.nbytes + self.sketch.projection.nbytes
-        return int(self.codes.nbytes) + sketch
+        return int(self.codes.nbytes)
 
 
 def padded(dim: int, multiple: int = 16) -> int:
@@ -116,13 +111,8 @@ def _row_error(row: int, array: AnyArray) -> str:
     return f"row {row} is too long: its squared norm exceeds an eighth of float32's range"
 
 
-def encode(
-    vectors: FloatArray, metric: str, dtype: str, pairs: npt.NDArray[np.int64] | None = None, seed: int = 0
-) -> Rows:
-    """Encode vectors returned by `checked_vectors`.
-
-    pairs: int64 [n, 2], neighbouring rows, to calibrate sketches; without them no sketches are built.
-    """
+def encode(vectors: FloatArray, metric: str, dtype: str) -> Rows:
+    """Encode vectors returned by `checked_vectors`."""
     dim = vectors.shape[1]
     scale = 1.0
     if dtype == "float16" and metric != "cosine":
@@ -130,22 +120,7 @@ def encode(
         scale = 2.0 ** np.floor(np.log2(_F16_MAX / largest)) if largest > 0 else 1.0
         vectors = vectors * np.float32(scale)
     centre = vectors.mean(axis=0, dtype=np.float64).astype(np.float32)
-    codes = _padded_copy(vectors, dtype)
-    sketch = None
-    if pairs is not None and codes.shape[1] * codes.itemsize >= _LEAST_SKETCHED_BYTES:
-        sketch = _sketch(vectors, centre, metric == "l2", pairs, seed)
-    return Rows(metric, dtype, dim, codes, centre, scale, sketch)
-
-
-def _sketch(vectors: FloatArray, centre: FloatArray, l2: bool, pairs: npt.NDArray[np.int64], seed: int) -> Sketch:
-    projection = projection_of(vectors, centre, np.random.default_rng(seed))
-    directions = projection[:, : vectors.shape[1]].astype(np.float32)
-    codes = aligned_empty((len(vectors), len(directions) // 2 + TAIL), np.uint8)
-    for begin in range(0, len(vectors), _BLOCK):
-        sketch_codes(vectors[begin : begin + _BLOCK] - centre, directions, codes[begin : begin + _BLOCK])
-    queries, others = vectors[pairs[:, 0]], vectors[pairs[:, 1]] - centre
-    slack = slack_of(queries - centre if l2 else queries, others, codes[pairs[:, 1]], directions)
-    return Sketch(codes, projection, slack)
+    return Rows(metric, dtype, dim, _padded_copy(vectors, dtype), centre, scale)
 
 
 def code_shape(size: int, dim: int, dtype: str) -> tuple[tuple[int, int], npt.DTypeLike]:

@@ -1,10 +1,8 @@
 """Index files: a directory of `.npy` arrays and a `meta.json` with their names, sizes and checksums.
 
-    meta.json      {"format": "trinity-index", "version": 5, "metric", "dtype", "dim", "size", "degree",
-                    "scale", "sketch_lines", "slack", "code_bits", "files": {"codes.npy": {"bytes", "sha256"}, …}}
+    meta.json      {"format": "trinity-index", "version": 6, "metric", "dtype", "dim", "size", "degree",
+                    "scale", "code_bits", "files": {"codes.npy": {"bytes", "sha256"}, …}}
     codes.npy      encoded vectors as the search reads them      (see `gpu.index.rows`)
-    sketch.npy     uint8 [N, 64·lines]                           (see `gpu.index.sketch`; where sketches pay)
-    projection.npy float16 [components, d padded to 16]          (with sketch.npy)
     centre.npy     float32 [d]
     graph.npy      uint32 [N, degree]
     seeds.npy      uint32 [S]
@@ -14,7 +12,8 @@
     rotation.npy   float32 [4, d padded to 64]                   (with neighbors.npy)
     scan.npy       uint8 [1, block_bytes], the block of all rows (with neighbors.npy)
 
-Versions 2 (no codes), 3 (codes of one bit, without the field) and 4 (without scan.npy) can still be read.
+Versions 2 (no codes), 3 (codes of one bit, without the field), 4 (without scan.npy) and 5 (with sketches of the rows,
+which are not read) can still be read.
 
 Writes are atomic: a temporary directory beside the target is renamed. Nothing is executed or unpickled.
 """
@@ -36,12 +35,12 @@ import numpy.typing as npt
 
 from gpu.errors import IndexFormatError
 from gpu.index.data import MAX_CODE_BITS, ROUNDS, IndexData, NeighborCodes, block_bytes, code_dims
-from gpu.index.rows import DTYPES, MAX_DIM, METRICS, Rows, code_shape, padded
-from gpu.index.sketch import LINE, MAX_LINES, Sketch, components
+from gpu.index.rows import DTYPES, MAX_DIM, METRICS, Rows, code_shape
 
-FORMAT, VERSION, OLDEST_VERSION = "trinity-index", 5, 2
+FORMAT, VERSION, OLDEST_VERSION = "trinity-index", 6, 2
 MAX_DEGREE = 512
 MAX_SEEDS = 4096  # every slot of a batch has room for them
+_SKETCH_FILES = {"sketch.npy", "projection.npy"}  # of earlier versions
 CODE_FILES = ("neighbors.npy", "entry.npy", "rotation.npy", "scan.npy")  # of neighbour codes
 _META = "meta.json"
 _META_LIMIT = 1 << 20
@@ -61,9 +60,6 @@ def save(data: IndexData, directory: Path) -> None:
         "graph.npy": data.graph,
         "seeds.npy": data.seeds,
     }
-    sketch = data.rows.sketch
-    if sketch is not None:
-        arrays |= {"sketch.npy": sketch.codes, "projection.npy": sketch.projection}
     if data.ids is not None:
         arrays["ids.npy"] = data.ids
     if data.codes is not None:
@@ -84,8 +80,6 @@ def save(data: IndexData, directory: Path) -> None:
             "size": len(data.graph),
             "degree": data.graph.shape[1],
             "scale": data.rows.scale,
-            "sketch_lines": 0 if sketch is None else sketch.codes.shape[1] // LINE,
-            "slack": 0.0 if sketch is None else sketch.slack,
             "code_bits": 0 if data.codes is None else data.codes.bits,
             "files": {
                 name: {"bytes": (fresh / name).stat().st_size, "sha256": _sha256(fresh / name)} for name in arrays
@@ -111,10 +105,6 @@ def load(directory: Path) -> IndexData:
         "graph.npy": ((size, degree), np.uint32),
         "seeds.npy": ((-1,), np.uint32),
     }
-    lines = meta["sketch_lines"]
-    if lines:
-        shapes["sketch.npy"] = ((size, lines * LINE), np.uint8)
-        shapes["projection.npy"] = ((components(lines), padded(dim)), np.float16)
     if "ids.npy" in files:
         shapes["ids.npy"] = ((size,), np.int64)
     if "neighbors.npy" in files:
@@ -123,21 +113,14 @@ def load(directory: Path) -> IndexData:
         shapes["rotation.npy"] = ((ROUNDS, code_dims(dim)), np.float32)
         if "scan.npy" in files:
             shapes["scan.npy"] = ((1, block_bytes(dim, size, meta["code_bits"])), np.uint8)
-    if set(files) != set(shapes):
+    if set(files) - _SKETCH_FILES != set(shapes):
         raise IndexFormatError(f"{directory / _META} lists {sorted(files)}; an {dtype} index has {sorted(shapes)}")
     arrays = {name: _map(directory / name, files[name], *shape) for name, shape in shapes.items()}
     seeds = arrays["seeds.npy"]
     if not 1 <= len(seeds) <= min(size, MAX_SEEDS) or int(seeds.max()) >= size:
         raise IndexFormatError(f"{directory / 'seeds.npy'} is damaged: {len(seeds)} seeds for {size} vectors")
-    rows = Rows(
-        meta["metric"],
-        dtype,
-        dim,
-        arrays["codes.npy"],
-        np.array(arrays["centre.npy"]),
-        meta["scale"],
-        Sketch(arrays["sketch.npy"], arrays["projection.npy"], meta["slack"]) if lines else None,
-    )
+    centre = np.array(arrays["centre.npy"])
+    rows = Rows(meta["metric"], dtype, dim, arrays["codes.npy"], centre, meta["scale"])
     codes = _codes(arrays, dim, meta["code_bits"], directory)
     return IndexData(rows, arrays["graph.npy"], np.array(seeds), arrays.get("ids.npy"), codes)
 
@@ -211,7 +194,6 @@ def _read_meta(directory: Path) -> dict[str, Any]:
         "size": (1, (1 << 31) - 1),
         "degree": (2, MAX_DEGREE),
         "dim": (1, MAX_DIM),
-        "sketch_lines": (0, MAX_LINES),
         "code_bits": (0, MAX_CODE_BITS),
     }
     for name, (least, most) in limits.items():
@@ -219,9 +201,8 @@ def _read_meta(directory: Path) -> dict[str, Any]:
             raise IndexFormatError(f"{path} is damaged: {name} is {meta.get(name)!r}, outside {least}..{most}")
     if meta.get("metric") not in METRICS or meta.get("dtype") not in DTYPES:
         raise IndexFormatError(f"{path} is damaged: metric {meta.get('metric')!r}, dtype {meta.get('dtype')!r}")
-    for name, lowest in (("scale", 2.0**-1000), ("slack", 0.0)):
-        if not isinstance(meta.get(name), float) or not lowest <= meta[name] < float("inf"):
-            raise IndexFormatError(f"{path} is damaged: {name} is {meta.get(name)!r}")
+    if not isinstance(meta.get("scale"), float) or not 2.0**-1000 <= meta["scale"] < float("inf"):
+        raise IndexFormatError(f"{path} is damaged: scale is {meta.get('scale')!r}")
     files = meta.get("files")
     if not isinstance(files, dict) or not all(
         isinstance(facts, dict) and isinstance(facts.get("bytes"), int) and isinstance(facts.get("sha256"), str)

@@ -23,7 +23,7 @@ __device__ inline T over_block(T value, T* of_warps, Combine combine) {
 __device__ inline bool prepare_query(Slot* slot, const Collection& collection, uint64 vector, void* scratch) {
     const uint32 dim = collection.dim, lanes = (dim + 15) / 16 * 16;
     unsigned char* query = reinterpret_cast<unsigned char*>(slot + 1);
-    float* full = reinterpret_cast<float*>(query + collection.query_row);
+    float* full = reinterpret_cast<float*>(query + QUERY_ROW);
     const uint32* source = at<const uint32>(vector);
     double square = 0;
     for (uint32 i = threadIdx.x; i < lanes; i += blockDim.x) {

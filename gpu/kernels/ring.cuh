@@ -56,7 +56,7 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
     RowCursor<PIECE, ONE_WARP> fetched = {first_row<ONE_WARP>(thread), 0}, added = fetched;
     if (added.row >= count) return;
     const unsigned char* rows = at<const unsigned char>(collection.rows) + lane * CHUNK_BYTES;
-    const uint4* query = query_at(slot, collection.query_row) + lane * QUERY_CHUNKS;
+    const uint4* query = query_at(slot, QUERY_ROW) + lane * QUERY_CHUNKS;
     uint4 kept[PAIR * QUERY_CHUNKS] = {};  // the lane's part of the query, for short rows
     if (!LONG)
 #pragma unroll

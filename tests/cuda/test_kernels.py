@@ -256,9 +256,6 @@ def test_results_on_clustered_data_equal_the_reference_s(
     random = np.random.default_rng(10)
     vectors = clustered(random, 1000, dim)
     data = GraphIndex.build(vectors, metric="cosine", degree=16, dtype=dtype, neighbor_codes=False).data
-    pairs = np.stack([np.arange(1000), data.graph[:, 0]], axis=1).astype(np.int64)
-    data = replace(data, rows=encode(checked_vectors(vectors, "cosine"), "cosine", dtype, pairs))
-    assert (data.rows.sketch is None) == (dim == 48)  # with sketches: kernels read rows that the CPU skips
     wanted = SearchParams(k=10, top_m=48, search_width=4)
     bench = Workbench(new_driver(), [data], Limits(slots=4))
     queries = clustered(random, 4, dim)

@@ -1,14 +1,14 @@
 """Test bench of the kernels: the arrays of a running batch over any driver, and individual launches."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cpu.queries import QueryEncoding, prepare, prepared_bytes, row_offset
+from gpu.cpu.queries import QUERY_ROW, QueryEncoding, prepare, prepared_bytes
 from gpu.cuda import layout
 from gpu.cuda.batch_shape import BatchShape, distance_shared_bytes
 from gpu.cuda.driver import Argument, Dim, Driver, PinnedMemory
@@ -33,7 +33,7 @@ class Workbench:
     def __init__(
         self, driver: Driver, indexes: Sequence[IndexData], limits: Limits = Limits(), image: bytes = b""
     ) -> None:
-        self.driver, self.indexes = driver, [replace(one, rows=layout.without_sketch(one.rows)) for one in indexes]
+        self.driver, self.indexes = driver, indexes
         self.shape = BatchShape.of(indexes, limits.slots, limits.max_top_m, limits.max_k, limits.max_search_width)
         self.stream = driver.create_stream()
         self._module = driver.load_module(image)
@@ -92,10 +92,10 @@ class Workbench:
 
     def query(self, slot: int, index: IndexData) -> npt.NDArray[np.float32]:
         """Return what rows of this index are compared with, of a slot's prepared query in device memory."""
-        line, rows = np.zeros(self.shape.line_bytes, np.uint8), layout.without_sketch(index.rows)
+        line = np.zeros(self.shape.line_bytes, np.uint8)
         self.driver.copy_to_host(self.stream, line, self.addresses["slots"] + slot * self.shape.line_bytes)
-        begin = layout.SLOT.itemsize + row_offset(rows)
-        return line[begin : begin + 4 * padded(rows.dim)].view(np.float32)
+        begin = layout.SLOT.itemsize + QUERY_ROW
+        return line[begin : begin + 4 * padded(index.rows.dim)].view(np.float32)
 
     def line(
         self, slot: int, query: npt.NDArray[Any], params: SearchParams, collection: int = 0, **head: int

@@ -5,17 +5,14 @@ rounds, another order of summation may break near ties differently.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu.index.data import FACTOR_BYTES, GROUP, ROUNDS, IndexData, NeighborCodes, window
 from gpu.index.rows import Rows, true_distances
-from gpu.index.sketch import TAIL, decoded
 from gpu.params import SearchParams
 
-SEEDS_KEPT = 16
 FloatArray = npt.NDArray[np.float32]
 Entry = tuple[float, int]
 
@@ -72,16 +69,8 @@ class ReferenceSearch:
         return fresh
 
     def compute_distances(self, tasks: list[int]) -> list[Entry]:
-        """Return the distances of the tasks that sketches, if present, do not rule out."""
         nodes = np.array(tasks, np.int64)
-        rows = self._data.rows
-        if rows.sketch is not None and len(nodes):
-            estimates, slack = sketch_estimates(rows, self._query, nodes)
-            if self.extends == 0:
-                nodes = nodes[np.argsort(estimates, kind="stable")[:SEEDS_KEPT]]
-            elif len(self.top_m) == self._params.top_m:
-                nodes = nodes[estimates - slack < self.top_m[-1][0]]
-        return list(zip(stored_distances(rows, self._query, nodes).tolist(), nodes.tolist(), strict=True))
+        return list(zip(stored_distances(self._data.rows, self._query, nodes).tolist(), tasks, strict=True))
 
     def merge_top_m(self, scored: list[Entry]) -> bool:
         before = self.top_m
@@ -279,22 +268,3 @@ def raw_distances(vectors: FloatArray, query: FloatArray, metric: str) -> FloatA
 def stored_distances(rows: Rows, query: FloatArray, nodes: npt.NDArray[np.int64]) -> FloatArray:
     """Return distances of the stored rows."""
     return raw_distances(rows.codes[nodes, : rows.dim].astype(np.float32), query, rows.metric)
-
-
-def sketch_estimates(rows: Rows, query: FloatArray, nodes: npt.NDArray[np.int64]) -> tuple[FloatArray, float]:
-    """Return the sketches' estimates of the stored distances of some nodes, and their error bounds."""
-    assert rows.sketch is not None
-    sketches = rows.sketch.codes[nodes]
-    _, _, square = _codes_and_tail(sketches)
-    l2 = rows.metric == "l2"
-    shifted = query - rows.centre if l2 else query
-    dots = decoded(sketches) @ (rows.sketch.projection[:, : rows.dim].astype(np.float32) @ shifted)
-    constant = float(shifted @ shifted) if l2 else -float(rows.centre @ query)
-    estimates: FloatArray = ((square - 2 * dots if l2 else -dots) + constant).astype(np.float32)
-    return estimates, (2 if l2 else 1) * rows.sketch.slack * float(np.linalg.norm(shifted))
-
-
-def _codes_and_tail(rows: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint8], Any, Any]:
-    """Return codes, steps and squared norms of rows that end with the latter two."""
-    tail = np.ascontiguousarray(rows[:, -TAIL:]).view(np.float32)
-    return rows[:, :-TAIL], tail[:, 0], tail[:, 1]

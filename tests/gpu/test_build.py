@@ -51,7 +51,7 @@ def test_searching_for_every_node_improves_the_lists() -> None:
     space = np.random.default_rng(0).standard_normal((EXACT_LIMIT + 800, 16)).astype(np.float32)
     lists = nearest_neighbors(space, 16, seed=0, threads=1, progress=quiet)
     seeds = np.arange(64, dtype=np.uint32)
-    better = searched_neighbors(space, optimize(lists, 16, 0), seeds, 16, 0, 1, lambda stage, part: quiet(part))
+    better = searched_neighbors(space, optimize(lists, 16, 0), seeds, 16, 1, lambda stage, part: quiet(part))
     rows = np.arange(0, len(space), 61)
     exact = exact_sample(space, rows, 16)
     before, after = (

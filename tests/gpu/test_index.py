@@ -16,7 +16,7 @@ def random() -> np.random.Generator:
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recall_is_high_on_clustered_data(random: np.random.Generator, metric: Metric, dtype: Dtype) -> None:
-    vectors, queries = np.split(clustered(random, 4300, 128), [4200])  # enough rows for sketches
+    vectors, queries = np.split(clustered(random, 4300, 128), [4200])
     index = GraphIndex.build(vectors, metric=metric, dtype=dtype)
     ids, distances = index.search(queries, k=10, top_m=64)
     assert recall(ids, exact_neighbors(vectors, queries, metric, 10)) > (0.95 if metric != "ip" else 0.9)

@@ -9,7 +9,7 @@ from gpu import GraphIndex, SearchParams
 from gpu.cpu.search import search
 from gpu.index.rows import Dtype, Metric
 from tests.gpu.backends import BACKENDS, Backend
-from tests.gpu.datasets import DTYPES, METRICS, clustered, exact_vectors, random_index
+from tests.gpu.datasets import DTYPES, METRICS, exact_vectors, random_index
 from tests.gpu.reference import ReferenceSearch, search_reference
 
 seeds = st.integers(0, 2**32 - 1)
@@ -83,17 +83,3 @@ def test_overflow_of_the_visited_table_does_not_change_results() -> None:
     while not reference.extend():
         pass
     assert search(data, query, wanted, threads=1)[0][0].tolist() == reference.result()[0].tolist()
-
-
-@pytest.mark.parametrize(("metric", "dtype"), [("l2", "float32"), ("cosine", "float16"), ("ip", "float32")])
-def test_with_sketches_engine_and_reference_differ_only_in_near_ties(metric: Metric, dtype: Dtype) -> None:
-    random = np.random.default_rng(3)
-    vectors = clustered(random, 5000, 400)
-    index = GraphIndex.build(vectors, metric=metric, dtype=dtype, neighbor_codes=False)
-    assert index.data.rows.sketch is not None
-    queries = clustered(random, 20, 400)
-    wanted = SearchParams(k=10, top_m=32, search_width=2)
-    found, distances = search(index.data, queries, wanted, threads=1)
-    expected = [search_reference(index.data, query, wanted) for query in queries]
-    assert np.mean([ids == other[0] for ids, other in zip(found, expected, strict=True)]) > 0.97
-    np.testing.assert_allclose(distances[:, 0], [other[1][0] for other in expected], rtol=1e-4, atol=1e-5)

@@ -16,6 +16,7 @@ import numpy as np
 from gpu.compiled import compiled
 from gpu.cpu.extend.keys import insert, key_of, may_be_result, node_of, row_distance
 from gpu.cpu.fast_scan import lowest_bit
+from gpu.cpu.queries import QUERY_ROW
 from gpu.cpu.simd import load_u64, prefetch
 
 SCAN_ROWS_PER_ENTRY = 5
@@ -137,7 +138,7 @@ def scan_rows(batch, slot):  # type: ignore[no-untyped-def]
     keys = batch.exact if coded else batch.keys
     rows, row_bytes = collection.rows, collection.row_bytes
     lanes, kind = collection.lanes, collection.kind
-    query = np.uint64(search.query + collection.query_row)
+    query = np.uint64(search.query + QUERY_ROW)
     allowed, size, k, filled = search.allowed, collection.size, search.k, search.scored if coded else search.filled
     row = ahead = next_allowed_row(allowed, search.cursor, size)
     for _ in range(PREFETCHED_BYTES // row_bytes):

@@ -13,7 +13,7 @@ from gpu.compiled import compiled
 from gpu.cpu.extend.filtered import count_parent, fall_back_to_scan, has_min_allowed
 from gpu.cpu.extend.keys import distance_of, insert, insert_by_chunks, key_of, may_be_result, node_of, row_distance
 from gpu.cpu.fast_scan import below, estimate, lowest_bit, was_visited
-from gpu.cpu.queries import TABLE_OFFSET, TABLE_STEP, padded_lanes
+from gpu.cpu.queries import QUERY_ROW, TABLE_OFFSET, TABLE_STEP, padded_lanes
 from gpu.cpu.simd import WAYS, dot_f32, l2_f32, load_f32, load_u32, load_u64, prefetch, visit
 from gpu.cpu.tables import batch_at
 
@@ -128,7 +128,7 @@ def start_search(handle, slot):  # type: ignore[no-untyped-def]
 def centre_distance(batch, slot):  # type: ignore[no-untyped-def]
     """Return the distance between a slot's query and the centre of its collection."""
     collection = batch.slots[slot].collection
-    full = np.uint64(batch.slots[slot].query + batch.collections[collection].query_row)
+    full = np.uint64(batch.slots[slot].query + QUERY_ROW)
     encoding = batch.encodings[collection]
     lanes = padded_lanes(encoding.dim)
     centre = np.uint64(encoding.centre)
@@ -155,7 +155,7 @@ def score_node(handle, slot, node):  # type: ignore[no-untyped-def]
     collections, slots = batch.collections, batch.slots
     collection = collections[slots[slot].collection]
     row = np.uint64(collection.rows + node * collection.row_bytes)
-    query = np.uint64(slots[slot].query + collection.query_row)
+    query = np.uint64(slots[slot].query + QUERY_ROW)
     kind, lanes = collection.kind, collection.lanes
     distance = row_distance(kind, row, query, lanes)
     scored, k = slots[slot].scored, slots[slot].k

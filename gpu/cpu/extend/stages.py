@@ -15,14 +15,13 @@ import numpy as np
 from gpu.compiled import compiled, inlined
 from gpu.cpu.extend.code_scan import extend_code_scan
 from gpu.cpu.extend.filtered import COMPARE, WALK, count_parent, extend_scan, fall_back_to_scan, has_min_allowed
-from gpu.cpu.extend.keys import distance_of, insert, key_of, node_of, row_distance
+from gpu.cpu.extend.keys import insert, key_of, node_of, row_distance
 from gpu.cpu.extend.rabitq import extend_rabitq
 from gpu.cpu.extend.results import keep_allowed
-from gpu.cpu.queries import QUERY_SKETCH, SKETCH_BIAS, SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP
-from gpu.cpu.simd import WAYS, dot_sketch, load_f32, move, prefetch, visit
+from gpu.cpu.queries import QUERY_ROW
+from gpu.cpu.simd import WAYS, move, prefetch, visit
 from gpu.cpu.tables import batch_at
 
-SEEDS_KEPT = 16
 _HASH = np.uint32(2654435761)
 _EXACT, _RABITQ, _COMPARE, _CODES = range(4)
 
@@ -81,10 +80,7 @@ def mark_visited(batch, active):  # type: ignore[no-untyped-def]
     for slot in active:
         collection = collections[slots[slot].collection]
         size = collection.size
-        # Prefetch the data that compute_distances reads first.
-        first, first_bytes = collection.sketches, collection.sketch_bytes
-        if first == 0:
-            first, first_bytes = collection.rows, collection.row_bytes
+        rows, row_bytes = collection.rows, collection.row_bytes
         table = visited.ctypes.data + slot * visited.strides[0]
         shift = np.uint32(32 - slots[slot].visited_bits)
         begin = end
@@ -92,7 +88,7 @@ def mark_visited(batch, active):  # type: ignore[no-untyped-def]
             node = tasks[t]
             place = np.int64(np.uint32(node * _HASH) >> shift) & ~np.int64(WAYS - 1)  # numba widens products to 64 bits
             seen = visit(np.uint64(table + place * 4), node)
-            prefetch(np.uint64(first + np.int64(node) * first_bytes))
+            prefetch(np.uint64(rows + np.int64(node) * row_bytes))
             tasks[end] = node
             end += 1 - (seen | (node >= size))  # a corrupt graph may point outside the rows
         slots[slot].task_begin = begin
@@ -100,61 +96,14 @@ def mark_visited(batch, active):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def filter_by_sketch(batch, slot):  # type: ignore[no-untyped-def]
-    """Drop the tasks that their sketch rules out for a full top_m, and prefetch the rows of the others."""
-    collections, slots, tasks, distances = batch.collections, batch.slots, batch.tasks, batch.distances
-    collection = collections[slots[slot].collection]
-    query = np.uint64(slots[slot].query)
-    l2 = (collection.kind & 1) == 0
-    first = slots[slot].extends == 0
-    cutoff = np.float32(np.inf)
-    if not first:
-        worst = distance_of(batch.keys[slot, slots[slot].top_m - 1])
-        cutoff = worst - load_f32(query + np.uint64(SKETCH_CONSTANT)) + load_f32(query + np.uint64(SKETCH_MARGIN))
-    step = load_f32(query + np.uint64(SKETCH_STEP))
-    bias = load_f32(query + np.uint64(SKETCH_BIAS))
-    lanes = query + np.uint64(QUERY_SKETCH)
-    sketches, sketch_bytes = collection.sketches, collection.sketch_bytes
-    rows, row_bytes = collection.rows, collection.row_bytes
-    begin = end = slots[slot].task_begin
-    for t in range(begin, slots[slot].task_end):
-        node = tasks[t]
-        sketch = np.uint64(sketches + np.int64(node) * sketch_bytes)
-        tail = sketch + np.uint64(sketch_bytes - 8)
-        estimate = -(np.float32(dot_sketch(sketch, lanes, sketch_bytes)) - bias) * step * load_f32(tail)
-        if l2:
-            estimate = load_f32(tail + np.uint64(4)) + np.float32(2) * estimate
-        if first:
-            place = end
-            while place > begin and distances[place - 1] > estimate:
-                if place < begin + SEEDS_KEPT:
-                    distances[place] = distances[place - 1]
-                    tasks[place] = tasks[place - 1]
-                place -= 1
-            if place < begin + SEEDS_KEPT:
-                distances[place] = estimate
-                tasks[place] = node
-                end = min(end + 1, begin + SEEDS_KEPT)
-        elif estimate < cutoff:
-            tasks[end] = node
-            end += 1
-            prefetch(np.uint64(rows + np.int64(node) * row_bytes))
-    slots[slot].task_end = end
-
-
-@compiled
 def compute_distances(batch, active):  # type: ignore[no-untyped-def]
-    """Score the tasks that sketches do not rule out, prefetching the next row."""
+    """Score the tasks, prefetching the next row."""
     collections, slots, tasks, distances = batch.collections, batch.slots, batch.tasks, batch.distances
-    for slot in active:
-        full = slots[slot].extends == 0 or slots[slot].filled == slots[slot].top_m
-        if collections[slots[slot].collection].sketches != 0 and full:
-            filter_by_sketch(batch, slot)
     for slot in active:
         collection = collections[slots[slot].collection]
         rows, row_bytes = collection.rows, collection.row_bytes
         kind, lanes = collection.kind, collection.lanes
-        query = np.uint64(slots[slot].query + collection.query_row)
+        query = np.uint64(slots[slot].query + QUERY_ROW)
         for t in range(slots[slot].task_begin, slots[slot].task_end):
             if t + 1 < slots[slot].task_end:
                 following = rows + np.int64(tasks[t + 1]) * row_bytes

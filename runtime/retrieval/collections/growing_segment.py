@@ -43,7 +43,7 @@ class GrowingSegment:
     @property
     def rows(self) -> Rows:
         """The vectors as `Rows` for exact search, which reads the first `count`."""
-        return Rows(self._metric, "float32", self._dim, self._matrix, np.zeros(self._dim, np.float32), 1.0, None)
+        return Rows(self._metric, "float32", self._dim, self._matrix, np.zeros(self._dim, np.float32), 1.0)
 
     def vectors(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the vectors at some positions, float32 [n, d]."""
