@@ -12,7 +12,6 @@ from runtime.node.config import CollectionSection, NodeConfig, parse_config
 from runtime.node.worker_config import PoolSection
 from runtime.retrieval.collections import bulk_load
 from runtime.simulator.times.calibrate import Line, calibrate, search_times
-from runtime.simulator.times.calibrate_pool import Totals, loop_times, solve
 from runtime.simulator.times.roofline import PassRoofline, Roofline, draw_roofline
 from runtime.simulator.times.service import ServiceTimes
 
@@ -93,14 +92,6 @@ def test_calibration_of_a_sharded_collection_measures_one_shard(
     assert times.source.startswith("measured on this machine: extends of docs")
 
 
-def test_costs_of_rounds_and_queries_are_separated_by_batch_size() -> None:
-    def took(rounds: int, queries: int) -> Totals:
-        return Totals(rounds, queries, 40e-6 * rounds + 25e-6 * queries)
-
-    assert solve(took(420, 400), took(1900, 4000)) == pytest.approx((40e-6, 25e-6))
-    assert solve(took(400, 400), took(4000, 4000)) == pytest.approx((65e-6, 0.0))  # they cannot be separated
-
-
 def test_a_model_is_measured_on_decodes_device_without_a_cpu_fallback(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
     from runtime.testing.tiny_model import make_tiny_llama
@@ -117,11 +108,3 @@ def test_a_model_is_measured_on_decodes_device_without_a_cpu_fallback(tmp_path: 
         return
     with pytest.raises(ConfigError, match="a model on 'cuda:0': this torch"):
         calibrate(parse_config({"model": model, "decode": {"slots": 2, "devices": ["cuda:0"]}}), base)
-
-
-def test_a_pool_with_a_short_queue_is_measured_without_rejections(tmp_path: Path) -> None:
-    vectors = np.random.default_rng(0).standard_normal((300, 16), np.float32)
-    bulk_load.build(vectors, tmp_path / "docs", metric="l2", degree=8)
-    pool = {"slots": 4, "top_m": 16, "search_width": 1, "queue": 4}
-    config = parse_config({"pool": pool, "collections": [{"name": "docs", "path": str(tmp_path / "docs")}]})
-    assert loop_times(config, vectors[:8]).round_s > 0

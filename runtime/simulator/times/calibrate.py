@@ -1,8 +1,7 @@
-"""Calibration of service times on this machine: linear fits of the engine's extends and the model's passes, and the
-pool loop's overhead.
+"""Calibration of service times on this machine: linear fits of the engine's extends and the model's passes.
 
 Run it on an idle machine. Fits use the fastest of several repetitions, because other load only adds time. Memory sizes,
-ring and embedder times are taken from `base`.
+ring and embedder times are taken from `base`, the times of the pool's loop from its benchmark.
 """
 
 import tempfile
@@ -18,13 +17,12 @@ from msgspec.structs import replace
 
 from gpu import GraphIndex, SearchParams, open_engine
 from gpu.backends import copy_bytes_s
-from gpu.roofline import SearchRoofline, measure_extends, search_roofline, typical_queries
+from gpu.roofline import SearchRoofline, measure_extends, search_roofline
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig
 from runtime.node.engine_config import ModelSection
 from runtime.node.worker_config import PoolSection
 from runtime.retrieval.collections.collection import Collection
-from runtime.simulator.times.calibrate_pool import loop_times
 from runtime.simulator.times.roofline import PassRoofline
 from runtime.simulator.times.service import ServiceTimes
 
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 _REPEAT = 3
 _SLOTS = {True: 32, False: 512}  # on a CPU and on a GPU, if the pool chooses its slots itself
 _TIER_BLOCKS = 16  # KV blocks written and loaded
-_QUERIES = 256  # distinct queries for the pool's loop
+_LOOP = {"query_s": 2e-6, "round_s": 0.3e-6, "wake_s": 1e-4}  # docs/benchmarks.md, "Pool": a few µs beside milliseconds
 
 Progress = Callable[[str], None]
 
@@ -90,19 +88,16 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
         raise ConfigError("nothing to calibrate: configure [model], [[collections]], or both")
     times, parts = base, []
     if config.collections:
-        curves, queries = [], []
+        curves = []
         for collection in config.collections:
             progress(f"extends of collection {collection.name!r}")
             with Collection.open(Path(collection.path)) as opened:
                 index = opened.indexes[0]  # a pool worker has one shard, and this is the largest
                 curves.append(search_times(index, config.pool))
-                queries.append(typical_queries(index, _QUERIES))
         first = curves[0].measured
         line = Line.fit([one.active for one in first], [one.seconds for one in first])
         roofline = replace(times.roofline, search=tuple(curves))
-        progress("the pool's loop")
-        loop = loop_times(config, queries[0])._asdict()
-        times = replace(times, extend_s=line.fixed, extend_slot_s=line.each, roofline=roofline, **loop)
+        times = replace(times, extend_s=line.fixed, extend_slot_s=line.each, roofline=roofline, **_LOOP)
         parts.append(f"extends of {', '.join(collection.name for collection in config.collections)}")
     if config.own_model is not None:
         progress(f"passes of model {config.own_model.name!r}")

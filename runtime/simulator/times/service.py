@@ -23,9 +23,9 @@ The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that
 | `extend_s` | 30 µs | one captured extend with few slots; an assumption until measured |
 | `extend_slot_s` | 0.1 µs | a slot's 4 · 32 rows of 768 float16 at 60% of 3.35 TB/s |
 | `extend_shared` | 3 | slowdown of an extend beside a busy model: a search of 41 waits 2.4 ms for its turn on the GPU |
-| `query_s` | 0 | time of a query in the pool besides its extends: ring, admission, result; measured by `calibrate` |
-| `round_s` | 0 | time of the pool's loop per extend; measured by `calibrate` |
-| `wake_s` | 0 | wake-up time of a sleeping pool; measured by `calibrate` |
+| `query_s` | 0 | time of a query in the pool besides its extends: ring, admission, result; 2 µs from `calibrate` |
+| `round_s` | 0 | time of the pool's loop per extend; .3 µs from `calibrate` |
+| `wake_s` | 0 | wake-up time of a sleeping pool; .1 ms from `calibrate` |
 | `gpu_bytes` | 8e10 | device memory |
 | `weight_bytes` | 1.6e10 | 8e9 parameters in bfloat16 |
 | `index_bytes` | 1.664e10 | 10 million vectors of 768 float16 and 32 edges of 4 bytes |
