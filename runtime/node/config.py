@@ -70,10 +70,9 @@ class HttpSection(Section, frozen=True):
     - `cors_origins`: origins whose pages may send requests from a browser; ["*"] allows all.
     - `max_in_flight`: maximum number of accepted requests; further ones are refused with status 503.
     - `request_timeout_s`: deadline of a request, and the time that a drained worker has to finish its requests.
-    - `restarts`: how often a request is restarted on another worker after its prefill or decode worker died.
-    - `restart_wait_s`: how long such a request waits for a worker if there is no other one. New requests wait as long,
-      unless `restarts` is 0. A restarted frontend accepts connections when it knows a worker of each role, and after
-      this time at the latest.
+    - `restart_wait_s`: a request whose prefill or decode worker died is restarted on another one, at most three
+      times; this is how long it waits if there is no other one. New requests wait as long. A restarted frontend
+      accepts connections when it knows a worker of each role, and after this time at the latest.
     - `overlap_weight`: routing picks the worker, or model server, with the fewest requests. One that recently received
       the whole prompt counts `overlap_weight` requests fewer, one that received a prefix of it a share of that. 0: load
       only.
@@ -89,7 +88,6 @@ class HttpSection(Section, frozen=True):
     api_keys_file: str = ""
     max_in_flight: Annotated[int, Meta(ge=1, le=100_000)] = 256
     request_timeout_s: Seconds = 600.0
-    restarts: Annotated[int, Meta(ge=0, le=100)] = 3
     restart_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
     overlap_weight: Annotated[float, Meta(ge=0, le=1_000)] = 1.0
     max_connections: Annotated[int, Meta(ge=2, le=1_000_000)] = 1024
@@ -113,7 +111,7 @@ class HandoverSection(Section, frozen=True):
       soon, in steps that keep `slo.tpot_s`. "never": none; prefill workers only retrieve, and decode workers compute
       the prompts.
 
-    After a failed hand-over the request is restarted elsewhere (`http.restarts`). A hand-over fails if decode refuses
+    After a failed hand-over the request is restarted elsewhere. A hand-over fails if decode refuses
     it, dies, or sends nothing for 30 s (it reports every 5 s while the hand-over waits for room).
     """
 
@@ -220,8 +218,6 @@ class CollectionSection(Section, frozen=True):
       never.
     - `embedder`: directory or URL of the embedder of its queries, if it differs from the one stored in the collection.
     - `embedder_key_file`: file whose first line is the API key of an embedding server.
-    - `demand`: attribute of its documents, such as a tenant, that the filter of every search must bind by eq or in;
-      other searches are refused.
     """
 
     name: Name
@@ -231,7 +227,6 @@ class CollectionSection(Section, frozen=True):
     verify: Verify = "background"
     embedder: str = ""
     embedder_key_file: str = ""
-    demand: str = ""
 
 
 class NodeConfig(Section, frozen=True):

@@ -68,9 +68,13 @@ _END = r"\Z"
 
 REMOVED = {
     "answer_cache.entries": "the latest 1,000 answers are kept",
+    "collections.demand": "a collection demands an attribute if it was built with --demand",
     "handover.order": "prefill computes a prompt before decode reserves room for it",
     "http.max_connections_per_peer": "one client address may have half of http.max_connections",
     "http.vllm_metrics": "/metrics has vLLM's names, too",
+    "http.restarts": "a request is restarted at most three times",
+    "model.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
+    "prompts.passages": "a request may set passages in its retrieval",
     "remote": "search the nodes over HTTP and merge their passages by distance",
     "stores.max_files": "the limit is 100,000 files",
     "stores.max_responses": "the latest 10,000 responses are kept",

@@ -88,14 +88,8 @@ class VllmStage(Section, frozen=True):
 
     instances: Annotated[int, Meta(ge=1, le=16)] = 1
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    pipeline_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     devices: tuple[str, ...] = ()
     extra_args: tuple[str, ...] = ()
-
-    @property
-    def gpus_each(self) -> int:
-        """GPUs of one instance."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", tag="vllm"):
@@ -104,7 +98,7 @@ class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", 
     - `path`: what vLLM loads, a directory or a name on Hugging Face's hub; "": `name`.
     - `python`: interpreter of the environment in which vLLM is installed.
     - `instances`: number of servers.
-    - `tensor_parallel_size`, `pipeline_parallel_size`: as in vLLM; an instance uses their product of GPUs.
+    - `tensor_parallel_size`: as in vLLM; an instance uses so many GPUs.
     - `devices`: GPUs of the instances, in order. Empty: the first GPUs of the machine. ["cpu"]: no GPU.
     - `extra_args`, `environment`: further arguments and environment variables of vLLM's processes.
 
@@ -120,7 +114,6 @@ class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", 
     python: Annotated[str, Meta(min_length=1)] = "python3"
     instances: Annotated[int, Meta(ge=1, le=16)] = 1
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    pipeline_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     devices: tuple[str, ...] = ()
     extra_args: tuple[str, ...] = ()
     environment: dict[Variable, str] = msgspec.field(default_factory=dict)
@@ -139,13 +132,7 @@ class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", 
         """The stages in the order of their devices; {"": …} if every instance serves whole requests."""
         if self.prefill is not None and self.decode is not None:
             return {"prefill": self.prefill, "decode": self.decode}
-        return {
-            "": VllmStage(
-                instances=self.instances,
-                tensor_parallel_size=self.tensor_parallel_size,
-                pipeline_parallel_size=self.pipeline_parallel_size,
-            )
-        }
+        return {"": VllmStage(instances=self.instances, tensor_parallel_size=self.tensor_parallel_size)}
 
     @property
     def on_cpu(self) -> bool:
@@ -154,7 +141,7 @@ class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", 
     @property
     def gpus(self) -> tuple[tuple[str, ...], ...]:
         """Names of each instance's GPUs, empty on a CPU. Their number is checked only when the plan is made."""
-        each = [stage.gpus_each for stage in self.stages.values() for _ in range(stage.instances)]
+        each = [stage.tensor_parallel_size for stage in self.stages.values() for _ in range(stage.instances)]
         if self.on_cpu:
             return ((),) * len(each)
         given = self.devices or tuple(name for stage in self.stages.values() for name in stage.devices)

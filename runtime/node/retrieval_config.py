@@ -43,14 +43,10 @@ class RerankSection(Section, frozen=True):
 class PromptsSection(Section, frozen=True):
     """Defaults of prompts with passages.
 
-    - `passages`: where passages are inserted: "question" puts them before the text of the last question, so that the
-      earlier turns keep their position and their KV is reused; "system" puts them into the system message, before the
-      conversation (docs/prompts.md).
     - `passage_tokens`: maximum number of tokens of the passages that are inserted before the first token. With another
       engine the node has no tokenizer: this limit and that of probes are estimated from bytes.
     """
 
-    passages: PassagePlace = "question"
     passage_tokens: PassageTokens = 768
 
 

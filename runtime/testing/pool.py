@@ -25,13 +25,12 @@ def plan_of(
     collection: Path,
     *others: dict[str, Any],
     shards: int = 1,
-    demand: str = "",
     ring_slots: int = RING_SLOTS,
     max_k: int = MAX_K,
     **pool: Any,
 ) -> NodePlan:
     """Return a plan with the collection `docs`, other collections, and these settings of the pool."""
-    docs = {"name": "docs", "path": str(collection), "shards": shards, "demand": demand}
+    docs = {"name": "docs", "path": str(collection), "shards": shards}
     plan = lay_out(parse_config({"pool": pool, "collections": [docs, *others]}))
     return structs.replace(plan, ring_slots=ring_slots, max_k=max_k)
 

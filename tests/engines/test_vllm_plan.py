@@ -26,7 +26,7 @@ def section(**model: object) -> VllmSection:
 
 
 def test_each_instance_has_gpus_of_its_own_in_order() -> None:
-    made = config(instances=2, tensor_parallel_size=2, pipeline_parallel_size=2)
+    made = config(instances=2, tensor_parallel_size=4)
     first, second = lay_out(made, Machine.with_simulated_gpus(8)).of_role("engine")
     assert first.gpu_numbers == ("0", "1", "2", "3")
     assert second.gpu_numbers == ("4", "5", "6", "7")
@@ -149,7 +149,7 @@ def test_incompatible_stages_are_refused_with_their_keys(model: dict[str, object
 
 
 def test_an_unsupported_connector_is_refused_with_what_to_install() -> None:
-    with pytest.raises(ConfigError, match="the same parallel sizes in both stages: install NIXL"):
+    with pytest.raises(ConfigError, match="the same parallel size in both stages: install NIXL"):
         check_transfer(section(**STAGES), nixl=False)
     check_transfer(section(**STAGES), nixl=True)
     with pytest.raises(ConfigError, match="NIXL is not installed at"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import InvalidRequest
-from runtime.node.retrieval_config import ProbesSection, PromptsSection, installed_triggers
+from runtime.node.retrieval_config import ProbesSection, installed_triggers
 from runtime.retrieval.passages import Passage
 from runtime.serving.http.api_types import CompletionBody
 from runtime.serving.messages import Retrieval
@@ -73,7 +73,7 @@ def test_each_trigger_has_a_default_threshold_and_a_request_may_set_another() ->
     def threshold(kind: str, **own: float) -> float:
         retrieval = {"every_tokens": 4, "probe_trigger": kind, **own}
         body = CompletionBody.model_validate({"model": "m", "prompt": "p", "retrieval": retrieval})
-        found = body.to_retrieval(PromptsSection(), ProbesSection())
+        found = body.to_retrieval(ProbesSection())
         assert found is not None
         return found.threshold
 
@@ -83,7 +83,7 @@ def test_each_trigger_has_a_default_threshold_and_a_request_may_set_another() ->
 
 def retrieval_of(probes: ProbesSection, **own: object) -> Retrieval:
     body = CompletionBody.model_validate({"model": "m", "prompt": "p", "retrieval": own})
-    retrieval = body.to_retrieval(PromptsSection(), probes)
+    retrieval = body.to_retrieval(probes)
     assert retrieval is not None
     return retrieval
 

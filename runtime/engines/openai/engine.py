@@ -48,7 +48,7 @@ class OpenAiEngine(Engine):
         *,
         epoch: int,
         max_in_flight: int,
-        restarts: RestartLimits = RestartLimits(),  # noqa: B008
+        restarts: RestartLimits = RestartLimits(0),  # noqa: B008
         handover_tokens: int | Literal["auto"] = "auto",
         prompts: PromptsSection = PromptsSection(),  # noqa: B008
         probes: ProbesSection = ProbesSection(),  # noqa: B008
@@ -209,7 +209,7 @@ async def engine_over(
         search,
         epoch=worker.epoch,
         max_in_flight=http.max_in_flight,
-        restarts=RestartLimits(http.restarts, int(http.restart_wait_s * 1e9)),
+        restarts=RestartLimits(wait_ns=int(http.restart_wait_s * 1e9)),
         prompts=worker.plan.config.prompts,
         probes=worker.plan.config.probes,
         on_end=metrics.record_relayed,

@@ -99,7 +99,6 @@ def command(section: VllmSection, plan: NodePlan, place: WorkerPlan, *, nixl: bo
         loads = str(smollm.ensure_converted())
     options = ["--model", loads, "--served-model-name", section.name, "--uds", plan.engine_socket(place.name)]
     options += ["--tensor-parallel-size", str(stage.tensor_parallel_size)]
-    options += ["--pipeline-parallel-size", str(stage.pipeline_parallel_size)]
     if not place.gpu_numbers:
         options += ["--block-size", _CPU_BLOCK_TOKENS]
     options += ["--disable-uvicorn-access-log"]  # it logs every health check
@@ -131,7 +130,7 @@ def _core_binding(section: VllmSection, plan: NodePlan, place: WorkerPlan, cores
     if len(engines) < 2:
         return {}
     sizes = {engine.name: section.stages[engine.stage] for engine in engines}
-    ranks = [name for name, of in sizes.items() for _ in range(of.tensor_parallel_size * of.pipeline_parallel_size)]
+    ranks = [name for name, of in sizes.items() for _ in range(of.tensor_parallel_size)]
     usable = cores[:-1] if len(cores) > len(ranks) else cores
     ends = [len(usable) * rank // len(ranks) for rank in range(len(ranks) + 1)]
     own_cores = [

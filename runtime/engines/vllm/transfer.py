@@ -40,12 +40,12 @@ def check_transfer(section: VllmSection, *, nixl: bool) -> None:
             f"model.kv_connector = {NIXL!r}: NIXL is not installed at {section.python!r}: "
             f"`{section.python} -m pip install nixl`"
         )
-    sizes = [(stage.tensor_parallel_size, stage.pipeline_parallel_size) for stage in (section.prefill, section.decode)]
+    sizes = [stage.tensor_parallel_size for stage in (section.prefill, section.decode)]
     if connector == FILES and sizes[0] != sizes[1]:
         raise ConfigError(
-            f"model.kv_connector = {section.kv_connector!r} is {FILES} here, which needs the same parallel sizes in "
+            f"model.kv_connector = {section.kv_connector!r} is {FILES} here, which needs the same parallel size in "
             f"both stages: install NIXL (`{section.python} -m pip install nixl`), or give both "
-            "stages the same tensor_parallel_size and pipeline_parallel_size"
+            "stages the same tensor_parallel_size"
         )
 
 

@@ -7,7 +7,7 @@ from runtime.node.engine_config import VllmSection, VllmStage
 from runtime.node.placement.pool_placement import check_device
 
 _CPU = "cpu"
-_ONE_STAGE = ("instances", "tensor_parallel_size", "pipeline_parallel_size")
+_ONE_STAGE = ("instances", "tensor_parallel_size")
 
 
 def check_vllm(section: VllmSection) -> None:
@@ -56,12 +56,19 @@ def _device_lists(section: VllmSection) -> list[tuple[str, tuple[str, ...], str,
     stages = section.stages
     if section.prefill is None or section.devices:
         needs = " and ".join(_needs(stage) for stage in stages.values())
-        return [("model.devices", section.devices, needs, sum(s.instances * s.gpus_each for s in stages.values()))]
+        return [
+            (
+                "model.devices",
+                section.devices,
+                needs,
+                sum(s.instances * s.tensor_parallel_size for s in stages.values()),
+            )
+        ]
     return [
-        (f"model.{name}.devices", stage.devices, _needs(stage), stage.instances * stage.gpus_each)
+        (f"model.{name}.devices", stage.devices, _needs(stage), stage.instances * stage.tensor_parallel_size)
         for name, stage in stages.items()
     ]
 
 
 def _needs(stage: VllmStage) -> str:
-    return f"{stage.instances} instances of {stage.gpus_each} GPUs (tensor_parallel_size × pipeline_parallel_size)"
+    return f"{stage.instances} instances of {stage.tensor_parallel_size} GPUs (tensor_parallel_size)"

@@ -53,11 +53,8 @@ def open_shard(section: CollectionSection, worker: int) -> Shard:
         if about.shard_count != section.shards:
             raise CollectionError(f"{directory} was built with {about.shard_count} shards, not {section.shards}")
         schema = {name: str(kind) for name, kind in reader.state.schema.items()}
-        if section.demand and section.demand not in schema:
-            raise CollectionError(f"collection {section.name!r} demands {section.demand!r}, which no document has")
     except CollectionError:
         reader.close()
         raise
-    demanded = section.demand or about.demands or ""
-    served = Served(section.name, about.dim, shard, section.shards, about.identity, schema, demanded)
+    served = Served(section.name, about.dim, shard, section.shards, about.identity, schema, about.demands or "")
     return Shard(served, reader, reader.checksums)

@@ -23,9 +23,12 @@ KEPT_TRACES = 512  # of the requests that ended last: a few hundred KB
 
 @dataclass(frozen=True, slots=True)
 class RestartLimits:
-    """How often a request is restarted after the loss of a worker (0: never), and how long it waits each time."""
+    """How often a request is restarted after the loss of a worker (0: never), and how long it waits each time.
 
-    times: int = 0
+    The default of three: a request that has lost three workers is likely to be what ends them.
+    """
+
+    times: int = 3
     wait_ns: int = 0
 
 

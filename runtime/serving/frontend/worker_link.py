@@ -102,7 +102,7 @@ class WorkerLink(Engine):
         lost_after_ns: int = 10_000_000_000,
         on_end: Callable[[RequestOutcome], None] | None = None,
         on_refused: Callable[[TrinityError], None] | None = None,
-        restarts: RestartLimits = RestartLimits(),  # noqa: B008
+        restarts: RestartLimits = RestartLimits(0),  # noqa: B008
         keep_traces: int = KEPT_TRACES,
     ) -> None:
         super().__init__(epoch=epoch, clock=clock, on_end=on_end, on_refused=on_refused, keep_traces=keep_traces)

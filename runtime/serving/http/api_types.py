@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from runtime.errors import InvalidFilter, InvalidRequest
-from runtime.node.retrieval_config import PassagePlace, ProbeMode, ProbesSection, PromptsSection
+from runtime.node.retrieval_config import PassagePlace, ProbeMode, ProbesSection
 from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
 from runtime.serving.http import unsupported_fields
 from runtime.serving.http.parsing import field_error, given, json_name, suggestion, without_null
@@ -198,8 +198,8 @@ class RetrievalOptions(StrictModel):
     During a probe the answer waits, or continues and inserts the passages when they arrive ("prefetch"); a probe
     inserts at most `probe_tokens` tokens. `collection` is optional on a node with one collection. `filter` restricts
     the passages by attributes, `hybrid` adds a keyword search. `probe_trigger` with `probe_threshold` says when to
-    probe. The defaults of probes, and of `passages` (their position in a chat), are the node's. `rerank`: of the
-    passages before prefill.
+    probe. The defaults of probes are the node's. `passages`: their position in a chat. `rerank`: of the passages
+    before prefill.
     """
 
     collection: str | None = None
@@ -211,7 +211,7 @@ class RetrievalOptions(StrictModel):
     hybrid: Hybrid = 0.0
     probe_trigger: str | None = None
     probe_threshold: float | None = Field(None, gt=0, le=1e6)
-    passages: PassagePlace | None = None
+    passages: PassagePlace = "question"
     rerank: RerankField = None
 
 
@@ -282,7 +282,7 @@ class GenerateBody(Prioritized):
             ignore_eos=self.ignore_eos,
         )
 
-    def to_retrieval(self, prompts: PromptsSection, probes: ProbesSection) -> Retrieval | None:
+    def to_retrieval(self, probes: ProbesSection) -> Retrieval | None:
         """Convert to the workers' message, with the node's defaults; None without retrieval.
 
         Raises InvalidRequest for an unknown trigger, values that it refuses, and a threshold that it does not use.
@@ -311,7 +311,7 @@ class GenerateBody(Prioritized):
             options.hybrid,
             trigger,
             threshold,
-            options.passages or prompts.passages,
+            options.passages,
         )
 
 

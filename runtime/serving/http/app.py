@@ -174,7 +174,7 @@ class _Routes:
         rerank = self._settings.ranker.of_options(wish, "retrieval.rerank")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
-        retrieval = body.to_retrieval(self._settings.prompts, self._settings.probes)
+        retrieval = body.to_retrieval(self._settings.probes)
         retrieval, store = (
             (None, None)
             if retrieval is None

@@ -145,7 +145,6 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         cors_origins=config.http.cors_origins,
         max_k=plan.max_k,
         probes=config.probes,
-        prompts=config.prompts,
         ranker=Ranker("" if reranking is None else reranking.name, config.rerank.timeout_s),
         default_max_tokens=min(256, own.context_tokens // 4) if own else 256,
         request_timeout_s=config.http.request_timeout_s,

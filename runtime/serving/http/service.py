@@ -18,7 +18,7 @@ from runtime.errors import (
     UnknownCollection,
     UnknownModel,
 )
-from runtime.node.retrieval_config import ProbesSection, PromptsSection
+from runtime.node.retrieval_config import ProbesSection
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.served_documents import CollectionDocuments
@@ -241,7 +241,6 @@ class Settings:
     max_prompt_bytes: int = 256 << 10
     max_k: int = 64
     probes: ProbesSection = field(default_factory=ProbesSection)
-    prompts: PromptsSection = field(default_factory=PromptsSection)
     ranker: Ranker = field(default_factory=Ranker)
     max_searches: int = 64
     default_max_tokens: int = 256

@@ -155,7 +155,7 @@ class ResponsesRoutes:
             probes.every_tokens if tool.every_tokens is None else tool.every_tokens,
             tool.probe_mode or probes.mode, tool.probe_tokens, wanted, ranking.hybrid,
             probes.trigger, trigger_type(probes.trigger).default_threshold or 0.0,
-            place=settings.prompts.passages, flow=access_of(http).flow, quote=True, rerank=rerank,
+            flow=access_of(http).flow, quote=True, rerank=rerank,
             max_distance=distance_of(ranking.score_threshold, metric) if rerank is None else 1e30,
         )  # fmt: skip
         return _Conversation(turns, retrieval, metric)
