@@ -9,7 +9,6 @@ import faulthandler
 import gc
 import logging
 import os
-import platform
 import select
 import signal
 import socket
@@ -194,9 +193,6 @@ def _run(worker: Worker, loop_of: Callable[[Role], Callable[[Worker], None]]) ->
         signal.signal(terminal, signal.SIG_IGN)
     if worker.placement.cores:
         os.sched_setaffinity(0, worker.placement.cores)
-    node = worker.placement.numa_node
-    if node is not None and not prefer_numa_node(node, platform.machine()):
-        worker.log.warning("the kernel refuses to prefer memory of NUMA node %d", node)
     try:
         run = loop_of(worker.placement.role)
         worker.startup.mark("imports")
@@ -211,20 +207,3 @@ def _run(worker: Worker, loop_of: Callable[[Role], Callable[[Worker], None]]) ->
         return 1
     worker.log.info("stopped")
     return 0
-
-
-# ---- NUMA memory policy
-
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-_MPOL_PREFERRED = 1
-_MAX_NODE = 64
-
-
-def prefer_numa_node(node: int, machine: str) -> bool:
-    """Prefer a NUMA node for this process's new pages. Returns False if the kernel refuses."""
-    number = _SET_MEMPOLICY.get(machine)
-    if number is None or not 0 <= node < _MAX_NODE:
-        return False
-    mask = ctypes.c_ulong(1 << node)
-    libc = ctypes.CDLL(None, use_errno=True)
-    return int(libc.syscall(number, _MPOL_PREFERRED, ctypes.byref(mask), ctypes.c_ulong(_MAX_NODE + 1))) == 0

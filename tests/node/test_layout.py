@@ -1,6 +1,5 @@
 """Layout of workers on GPUs: selection by index, UUID or MIG id, NUMA-local cores, one visible GPU per worker."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -297,11 +296,3 @@ def test_numa_nodes_list_only_cores_allowed_for_this_process(tmp_path: Path) -> 
     (tmp_path / "node1" / "cpulist").write_text("5000\n")
     read = Machine.read(system=tmp_path)
     assert read.node_cores == {0: read.cores}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a Linux system call")
-def test_memory_can_prefer_a_numa_node_or_the_error_is_returned() -> None:
-    from runtime.node.worker import prefer_numa_node
-
-    assert prefer_numa_node(0, "m68k") is False
-    assert prefer_numa_node(-1, "x86_64") is False
