@@ -28,8 +28,9 @@ from runtime.retrieval.collections.sources import Progress
 from runtime.retrieval.ingestion.python_docs import python_documents
 from runtime.serving import stages
 from runtime.serving.model import smollm
-from runtime.serving.model.model_info import model_directory
+from runtime.serving.model.model_info import ModelInfo, model_directory
 from runtime.serving.model.packages import require_packages
+from runtime.testing.reference import Reference
 
 NAME = "demo"
 _START_S = 600.0
@@ -250,39 +251,16 @@ def ragged_prompts(vocabulary: int, count: int, longest: int, seed: int) -> list
 def check_equality(url: str, model: str, console: Console) -> None:
     """Compare tokens. Raises `InternalError` if one differs, `ModelError` without transformers."""
     require_packages("torch", "transformers")
-    import torch
-    from transformers import LlamaForCausalLM
-
-    torch.set_num_threads(1)
-    reference = LlamaForCausalLM.from_pretrained(
-        model_directory(model), dtype=torch.float32, local_files_only=True
-    ).eval()
-    prompts = ragged_prompts(reference.config.vocab_size, PROMPTS, _LONGEST, seed=0)
+    reference = Reference(model_directory(model))
+    prompts = ragged_prompts(ModelInfo.read(model).vocabulary, PROMPTS, _LONGEST, seed=0)
     with console.status("checking") as spinner:
         for number, prompt in enumerate(prompts, start=1):
             spinner.update(f"prompt {number} of {PROMPTS}, {len(prompt)} tokens, against transformers' generate()")
-            expected = greedy(reference, prompt, NEW_TOKENS)
+            expected = reference.generate(prompt, NEW_TOKENS)
             found = node_tokens(url, model, prompt, NEW_TOKENS)
             if found != expected:
                 raise InternalError(f"prompt {number} (seed 0): the node gives {found}, generate() gives {expected}")
     console.print(f"check: {PROMPTS} of {PROMPTS} prompts give the same greedy tokens as transformers' generate()")
-
-
-def greedy(reference: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
-    """Return the tokens of a greedy `generate()` in this process."""
-    import torch
-
-    ids = torch.tensor([list(prompt)])
-    with torch.inference_mode():
-        output = reference.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    return list(map(int, output[0, len(prompt) :]))
 
 
 def node_tokens(url: str, model: str, prompt: Sequence[int], new_tokens: int) -> list[int]:

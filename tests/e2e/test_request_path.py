@@ -9,13 +9,15 @@ import numpy as np
 import openai
 import pytest
 
-from launchers.commands.demo import greedy, node_tokens, ragged_prompts
+from launchers.commands.demo import node_tokens, ragged_prompts
 from launchers.http_client import get_json, stream
 from runtime import SearchClient
 from runtime.node.worker_config import PoolSection
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.loading import load_embedder
+from runtime.serving.model.model_info import ModelInfo
 from runtime.testing.node import Node
+from runtime.testing.reference import Reference
 from runtime.testing.waiting import eventually
 from tests.e2e.load import prompts
 
@@ -29,14 +31,12 @@ CHAT = {
 
 
 def test_greedy_tokens_through_the_node_equal_generate_for_50_ragged_prompts(node: Node, model: Path) -> None:
-    import torch
-    from transformers import LlamaForCausalLM
 
-    reference = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    asked = ragged_prompts(reference.config.vocab_size, count=50, longest=300, seed=1)
+    reference = Reference(model)
+    asked = ragged_prompts(ModelInfo.read(str(model)).vocabulary, count=50, longest=300, seed=1)
     with ThreadPoolExecutor(12) as threads:  # many at once: ragged batches, chunks of several prompts, joins mid-decode
         found = list(threads.map(lambda prompt: node_tokens(node.info.url, "tiny", prompt, 10), asked))
-    assert found == [greedy(reference, prompt, 10) for prompt in asked]
+    assert found == [reference.generate(prompt, 10) for prompt in asked]
 
 
 def test_the_openai_client_works_unchanged(node: Node) -> None:
