@@ -1,7 +1,6 @@
 """Preflight checks of a plan: devices, collections, embedders, log directory, model, memory."""
 
 import contextlib
-import importlib
 import logging
 import tempfile
 from collections.abc import Mapping
@@ -88,8 +87,6 @@ def check_without_start(plan: NodePlan) -> None:
         except ModelError as error:
             raise ConfigError(f"{key}: {error.message}") from error
     check_reranker(plan.config.rerank)
-    if plan.config.tracing.enabled:
-        _check_tracing()
     if plan.config.own_model is not None:
         _check_model(plan, plan.config.own_model)
     if isinstance(plan.config.model, VllmSection):
@@ -97,17 +94,6 @@ def check_without_start(plan: NodePlan) -> None:
         check_transfer(plan.config.model, nixl=find_vllm(plan.config.model).nixl)
     if plan.config.log.directory:
         _check_log_directory(Path(plan.config.log.directory))
-
-
-def _check_tracing() -> None:
-    try:
-        importlib.import_module("opentelemetry.sdk.trace")
-        importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
-    except ImportError as error:
-        raise ConfigError(
-            f"tracing.enabled: {error}; install with: python -m pip install opentelemetry-sdk "
-            "opentelemetry-exporter-otlp-proto-http"
-        ) from error
 
 
 def _check_embedder(collection: CollectionSection, embedder: EmbedderSpec) -> None:

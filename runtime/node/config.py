@@ -179,18 +179,6 @@ class SloSection(Section, frozen=True):
         return self.ttft_s / 2
 
 
-class TracingSection(Section, frozen=True):
-    """OpenTelemetry spans of requests and searches; needs the extra [otel].
-
-    - `enabled`: whether spans are exported.
-
-    Exporter, sampling and service name are set by the standard environment variables: OTEL_EXPORTER_OTLP_ENDPOINT (over
-    HTTP), OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME, OTEL_BSP_MAX_QUEUE_SIZE and the others.
-    """
-
-    enabled: bool = False
-
-
 class AnswerCacheSection(Section, frozen=True):
     """Semantic cache: answers to prompts that resemble earlier ones, returned without running the model.
 
@@ -246,7 +234,6 @@ class NodeConfig(Section, frozen=True):
     rerank: RerankSection = RerankSection()
     prompts: PromptsSection = PromptsSection()
     probes: ProbesSection = ProbesSection()
-    tracing: TracingSection = TracingSection()
     answer_cache: AnswerCacheSection = AnswerCacheSection()
     stores: StoresSection = StoresSection()
     collections: tuple[CollectionSection, ...] = ()

@@ -22,6 +22,7 @@ from runtime.serving.frontend.observability import Traces, trace_context
 from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Placement
 from runtime.serving.frontend.spans import RequestSpans, otlp_provider
+from runtime.serving.http.process import exported_spans
 from runtime.serving.messages import Generation, Message, Probe, Retrieval, Retrieved, Sampling, Tokens
 from runtime.testing.waiting import until
 from tests.clock import Clock
@@ -232,3 +233,10 @@ def test_otel_service_name_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> 
     provider = otlp_provider("my-node")
     assert provider.resource.attributes["service.name"] == "gateway"
     provider.shutdown()
+
+
+def test_spans_are_exported_if_the_environment_names_a_collector() -> None:
+    assert exported_spans("my-node", "tiny", {"OTEL_SERVICE_NAME": "gateway"}) is None
+    made = exported_spans("my-node", "tiny", {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:9"})
+    assert made is not None
+    made.close()

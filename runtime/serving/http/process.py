@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_EXPORTERS = {"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"}
+"""OpenTelemetry's variables that name a collector."""
 _HEARTBEAT_S = 0.1
 _SWITCH_S = 0.0005  # how long a thread keeps the interpreter's lock when the event loop wants it
 _READY_POLL_S = 0.01
@@ -131,7 +133,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     engine = await make_engine(worker, metrics, source)
     own, served = config.own_model, config.model
     model = ModelInfo.read(own.name).name if own else served.name if served else ""
-    spans = _spans(config.node.name, model) if config.tracing.enabled else None
+    spans = exported_spans(config.node.name, model, os.environ)
     engine.traces.spans = spans
     keys = read_api_keys(config)
     settings = Settings(
@@ -261,9 +263,16 @@ def _raise_descriptor_limit(connections: int) -> None:
             log.warning("http.max_connections = %d, but only %d files may be open", connections, soft)
 
 
-def _spans(node: str, model: str) -> "RequestSpans":
-    from runtime.serving.frontend.spans import RequestSpans, otlp_provider  # an optional extra
-
+def exported_spans(node: str, model: str, environment: Mapping[str, str]) -> "RequestSpans | None":
+    """Return the exporter of spans if the environment names a collector; None also without the packages for it: the
+    variable may be meant for other programs."""
+    if not _EXPORTERS & environment.keys():
+        return None
+    try:
+        from runtime.serving.frontend.spans import RequestSpans, otlp_provider  # an optional extra
+    except ImportError as error:
+        log.warning("no spans are exported: %s; install the extra [otel]", error)
+        return None
     return RequestSpans(otlp_provider(node), model)
 
 
