@@ -2,13 +2,10 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from tests.conftest import pytest_ignore_collect, pytest_xdist_auto_num_workers
-from tests.layers import E2E, NODES, ORDER, PROCESS, layer_of
+from tests.layers import E2E, NODES, PROCESS, layer_of
 
 TESTS = Path(__file__).parent
 
@@ -43,31 +40,3 @@ def test_no_unit_test_file_starts_processes() -> None:
     )
     assert len(units) > 50
     assert [file for file in units if file != Path(__file__) and starts.search(file.read_text())] == []
-
-
-def test_tests_are_marked_with_their_layer(request: pytest.FixtureRequest) -> None:
-    assert [mark.name for mark in request.node.iter_markers() if mark.name in ORDER] == ["unit"]
-
-
-@pytest.mark.parametrize(("debugger", "least"), [(True, 0), (False, 2)])
-def test_with_a_debugger_all_tests_run_in_one_process(debugger: bool, least: int) -> None:
-    config: Any = SimpleNamespace(getoption={"usepdb": debugger, "markexpr": ""}.__getitem__)
-    count = pytest_xdist_auto_num_workers(config)
-    assert count == 0 if debugger else count >= least
-
-
-@pytest.mark.parametrize(
-    ("marker", "file", "ignored"),
-    [
-        ("unit", "tests/e2e/test_logs.py", True),
-        ("unit", "tests/pool/test_loop.py", None),
-        ("unit", "tests/pool/conftest.py", None),
-        ("process", "tests/pool/test_loop.py", True),
-        ("not nodes", "tests/e2e/test_logs.py", True),
-        ("not nodes", "tests/e2e/test_request_path.py", None),
-        ("", "tests/e2e/test_logs.py", None),
-    ],
-)
-def test_selecting_or_excluding_a_layer_imports_no_other_file(marker: str, file: str, ignored: bool | None) -> None:
-    config: Any = SimpleNamespace(getoption={"markexpr": marker}.__getitem__, rootpath=TESTS.parent)
-    assert pytest_ignore_collect(TESTS.parent / file, config) is ignored

@@ -10,9 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-import zmq
 
-from ipc import bind, new_token, private_endpoint
 from launchers.http_client import stream
 from runtime.errors import TrinityError
 from runtime.testing.node import Node, leftovers, token_of
@@ -247,10 +245,3 @@ def test_sigint_drains_requests_in_flight_and_leaks_nothing(mortal: Node) -> Non
 def test_a_second_node_in_the_same_run_directory_is_refused(node: Node) -> None:
     with pytest.raises(RuntimeError, match="a node already runs in"):
         Node(node.config)
-
-
-def test_the_leak_check_detects_processes_sockets_and_directories(tmp_path: Path) -> None:
-    token = new_token()
-    with bind(zmq.PULL, private_endpoint(token, "left"), max_message_bytes=64):
-        left = leftovers(token, [os.getpid()], tmp_path)
-    assert [line.split()[0] for line in left] == ["process", "socket", "directory"]

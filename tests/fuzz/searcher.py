@@ -20,7 +20,6 @@ from runtime.retrieval.collections.collection import Collection
 
 K, TOP_M = 5, 32
 ROOM_BYTES = 256 << 20  # above the process's mappings after it has searched a good collection
-TEXT_BYTES = 64 << 20
 
 
 def queries(dim: int) -> np.ndarray:

@@ -21,7 +21,6 @@ from runtime.testing.waiting import until
 from tests.queries import query_of
 
 DIM = 16
-EMBEDDER = f"hashing-{DIM}"
 ROWS = 40
 LATER_NS = 1 << 60
 

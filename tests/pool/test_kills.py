@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from gpu import GraphIndex, SearchParams
+from gpu import GraphIndex
 from ipc import SearchSpec
 from runtime.errors import TrinityError, WorkerLost
 from runtime.node.metrics.worker_metrics import PoolMetrics
@@ -87,22 +87,6 @@ def test_clients_killed_at_any_moment_leave_no_slot_occupied(make_pool: MakePool
         assert [result.status for result in steady.poll()] == ["ok"]
     until(lambda: descriptors() == before, made.step)
     steady.close()
-
-
-def test_the_check_detects_a_slot_that_is_not_released(make_pool: MakePool, queries: Vectors) -> None:
-    made = make_pool()
-    client = made.attach()
-    free = made.engine.free_slots
-    client.submit(queries[0], SearchSpec("docs", 1, "prefill"))
-    until(lambda: made.pool.busy, made.step)
-    assert taken_slots(made.pool, free) == 2
-    until(lambda: not made.pool.busy, made.step)
-    assert taken_slots(made.pool, free) == 0
-    (name,) = made.engine.dims
-    slot = made.engine.admit(queries[0], SearchParams(1), name)  # and never released
-    assert taken_slots(made.pool, free) == 1
-    made.engine.release(slot)
-    client.close()
 
 
 def _serve(plan: NodePlan, name: str, epoch: int) -> None:

@@ -16,7 +16,7 @@ from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakePool
-from tests.pool.rebuilds import LATER_NS, ask, build, generation_of, killed, retriever
+from tests.pool.rebuilds import LATER_NS, build, generation_of, killed, retriever
 from tests.queries import query_of
 
 IN_FLIGHT = 6
@@ -184,20 +184,3 @@ def test_no_answer_mixes_builds_under_rebuilds_reloads_and_kills(
         reloads += 1
         assert all(reload(pool, readers, reloads) for pool in pools)
         assert readers.some() == {generation}
-
-
-def test_the_reload_check_detects_texts_of_another_build(
-    tmp_path: Path, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build(tmp_path / "docs", 1)
-    plan = plan_of(tmp_path / "docs")
-    make_pool(plan).start()
-    with retriever(plan) as asking:
-        attached(asking.client)
-        builds = asking.registry.builds_of("docs")
-        build(tmp_path / "docs", 2)
-        newer = builds.open()
-        found = ask(asking)
-        assert generation_of(found.passages) == 1
-        builds.by_identity = dict.fromkeys(builds.by_identity, newer)  # as if rows were resolved by collection only
-        assert generation_of(ask(asking).passages) == 2
