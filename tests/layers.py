@@ -24,7 +24,7 @@ PROCESS = {
     "fleet": ("test_configurations", "test_kubernetes"),
     "fuzz": ("test_collections",),
     "gpu": (
-        "test_compiled", "test_cuvs_build", "test_engine", "test_gpu_check", "test_reference",
+        "test_cuvs_build", "test_engine", "test_gpu_check", "test_reference",
         "test_replacing_indexes", "test_restricted",
     ),
     "integrations": ("test_mcp",),

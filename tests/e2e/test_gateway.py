@@ -10,11 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
-from launchers.commands.demo import node_tokens, ragged_prompts
-from launchers.http_client import get_json
+from launchers.commands.demo import node_tokens
 from runtime.engines.openai.assembly import fit, with_passages
 from runtime.engines.openai.capabilities import detect_capabilities
 from runtime.engines.openai.engine import OpenAiEngine
@@ -50,13 +48,6 @@ def chat(node: Node, text: str, **body: Any) -> Json:
     status, answer = node.post("/v1/chat/completions", body)
     assert status == 200, answer
     return answer
-
-
-def test_greedy_tokens_through_the_gateway_equal_the_servers_for_50_prompts(node: Node, gateway: Node) -> None:
-    asked = ragged_prompts(259, count=50, longest=300, seed=2)
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda prompt: node_tokens(gateway.info.url, "tiny", prompt, 10), asked))
-        assert found == list(threads.map(lambda prompt: node_tokens(node.info.url, "tiny", prompt, 10), asked))
 
 
 def test_greedy_tokens_with_passages_equal_the_servers_for_50_prompts_with_them(node: Node, gateway: Node) -> None:
@@ -118,38 +109,6 @@ def test_greedy_tokens_with_two_probes_equal_the_servers_over_the_same_tokens_fo
     asyncio.run(test())
 
 
-def test_an_answer_with_probes_contains_passages_and_timings(gateway: Node) -> None:
-    retrieval = {"collection": "docs", "k": 2, "every_tokens": 110}  # the second asks with words of the answer alone
-    answer = chat(gateway, "How does a with statement call __exit__?", max_tokens=240, retrieval=retrieval)
-    places = {passage["at_token"] for passage in answer["retrieval"]["passages"]}
-    assert 0 in places
-    assert len(places) > 1
-    assert answer["usage"]["completion_tokens"] == 240
-    assert {"embed", "retrieval", "prefill", "decode", "ttft", "tpot", "e2e", "probe_stall"} <= set(answer["timings"])
-    trace = json.loads(get_json(gateway.info.url, f"/v1/traces/{answer['id']}"))
-    assert (trace["state"], trace["completion_tokens"], len(trace["probes"])) == ("length", 240, 2)
-
-
-def test_the_openai_client_works_through_the_gateway(gateway: Node) -> None:
-    with openai.OpenAI(base_url=f"{gateway.info.url}/v1", api_key="none") as client:
-        assert [model.id for model in client.models.list()] == ["tiny"]
-        chunks = list(
-            client.chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": "What is a decorator?"}], max_tokens=6,
-                temperature=0, stream=True, stream_options={"include_usage": True},
-                extra_body={"retrieval": {"collection": "docs", "k": 2}, "ignore_eos": True},
-            )
-        )  # fmt: skip
-        assert chunks[0].model_extra is not None
-        assert len(chunks[0].model_extra["retrieval"]["passages"]) == 2
-        assert chunks[-1].usage is not None
-        assert chunks[-1].usage.completion_tokens == 6
-        with pytest.raises(openai.BadRequestError, match="frequency_penalty"):  # which the other node does not have
-            client.chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": "x"}], frequency_penalty=1.5
-            )
-
-
 def test_a_client_disconnect_frees_the_servers_slot(node: Node, gateway: Node) -> None:
     body = json.dumps(GREEDY | {"prompt": "x", "max_tokens": 1500, "stream": True}).encode()
     request = urllib.request.Request(
@@ -181,10 +140,3 @@ def test_killing_the_servers_frontend_loses_no_request_or_token(node: Node, gate
         eventually(lambda: gateway.metric(restarted) >= 1, WAIT_S, "a request to be asked again")
     assert all(found == [one] * len(found) for found, one in zip(answers, expected, strict=True))
     node.wait_ready()
-
-
-def test_the_gateway_exports_metrics_of_its_requests(gateway: Node) -> None:
-    chat(gateway, "one more")
-    assert gateway.metric("trinity_time_to_first_token_seconds_count") > 0
-    assert gateway.metric("trinity_generation_tokens_total") > 0
-    assert [worker.name for worker in gateway.status().workers] == ["pool-0", "frontend-0"]

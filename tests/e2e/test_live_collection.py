@@ -68,16 +68,3 @@ def test_a_search_after_the_response_to_a_write_finds_the_new_version(live: Live
             assert passage["attributes"] == {"version": version}
             if version % 10 == 5:
                 http.post(FLUSH).raise_for_status()
-
-
-def test_a_new_attribute_can_be_filtered_by_at_once(live: LiveNode) -> None:
-    with httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
-        for name in ("first", "second", "third"):
-            document = {"id": name, "text": name, "attributes": {name: "yes"}}
-            http.put(DOCUMENTS, json={"documents": [document]}).raise_for_status()
-            found = http.post(
-                "/v1/retrieval", json={"query": "t", "filter": {"type": "eq", "key": name, "value": "yes"}}
-            )
-            assert found.status_code == 200, found.text
-        wanted = {"type": "eq", "key": "fourth", "value": "yes"}
-        assert http.post("/v1/retrieval", json={"query": "t", "filter": wanted}).status_code == 400

@@ -19,7 +19,6 @@ from runtime.serving.model.model_info import ModelInfo
 from runtime.testing.node import Node
 from runtime.testing.reference import Reference
 from runtime.testing.waiting import eventually
-from tests.e2e.load import prompts
 
 CHAT = {
     "model": "tiny",
@@ -196,15 +195,6 @@ def test_a_client_disconnect_mid_stream_leaks_nothing(node: Node) -> None:
     )
     node.wait_idle()
     assert node.metric("trinity_kv_cache_usage_perc") == 0
-
-
-def test_more_requests_than_slots_all_end_once(node: Node) -> None:
-    body = {"model": "tiny", "max_tokens": 8, "temperature": 0, "retrieval": {"collection": "docs", "k": 2}}
-    bodies = [body | {"prompt": prompt, "ignore_eos": True} for prompt in prompts(40)]
-    with ThreadPoolExecutor(20) as threads:
-        answers = list(threads.map(lambda body: node.post("/v1/completions", body), bodies))
-    assert [status for status, _ in answers] == [200] * 40
-    assert {answer["usage"]["completion_tokens"] for _, answer in answers} == {8}
 
 
 @pytest.mark.parametrize(

@@ -43,20 +43,6 @@ def test_engine_and_reference_find_the_same_allowed_rows(
     assert engine.result(slot)[0].tolist() == search_reference(data, query[0], wanted)[0].tolist()
 
 
-@pytest.mark.parametrize("codes", [False, True])
-@pytest.mark.parametrize("part", [0.5, 0.1])
-def test_a_walk_over_all_rows_finds_the_allowed_ones(codes: bool, part: float) -> None:
-    random = np.random.default_rng(3)
-    vectors, queries = clustered(random, 3050, 40)[:3000], clustered(random, 50, 40)
-    allowed = random.random(3000) < part
-    index = GraphIndex.build(vectors, metric="l2", neighbor_codes=codes)
-    found, _ = index.search(queries, k=10, top_m=int(64 / part), allowed=allowed)
-
-    own = np.flatnonzero(allowed)
-    assert allowed[found].all()
-    assert recall(found, own[exact_neighbors(vectors[own], queries, "l2", 10)]) > 0.97
-
-
 def test_engine_and_reference_agree_on_estimated_candidates() -> None:
     random = np.random.default_rng(4)
     vectors, queries = clustered(random, 800, 40), clustered(random, 20, 40)
