@@ -10,9 +10,7 @@ from runtime.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     InternalError,
-    Unavailable,
     UnknownCollection,
-    WorkerLost,
 )
 from runtime.serving.frontend.requests import ClientDisconnected, RequestOutcome
 from runtime.serving.messages import Cancel, Failed, Retrieval, Retrieved, Tokens, encode
@@ -60,17 +58,6 @@ def test_a_workers_error_ends_the_request_and_cancels_it_at_the_other_worker() -
             await decode.send(Failed("r2", "no such code", "?"))
             assert isinstance(await error_of(unknown), InternalError)
             assert harness.codes == ["unknown_collection", "internal_error"]
-
-    run(test())
-
-
-def test_without_a_worker_of_each_role_requests_are_refused() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            await harness.worker("prefill", "p0")
-            with pytest.raises(Unavailable, match="decode"):
-                harness.submit()
-            assert harness.router.in_flight == 0
 
     run(test())
 
@@ -178,17 +165,6 @@ def test_the_link_ticks_by_itself() -> None:
             request = harness.submit(timeout_s=1)
             harness.clock.advance(1)
             assert isinstance(await error_of(request), DeadlineExceeded)
-
-    run(test())
-
-
-def test_requests_in_flight_end_when_the_link_stops() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            await harness.worker("prefill", "p0")
-            await harness.worker("decode", "d0")
-            request = harness.submit()
-        assert isinstance(await error_of(request), WorkerLost)
 
     run(test())
 

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ipc import (
     AttachTimeout,
@@ -31,9 +28,9 @@ from ipc.ring.descriptors import RESULT_HEADER
 from ipc.ring.doorbell import FdMailbox
 from ipc.server.server import JOIN_NS
 from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attach, Attached, decode_answer, encode
-from tests.ipc.processes import attach, child, endpoint, served, succeeded
+from tests.ipc.processes import attach, child, served, succeeded
 from tests.ipc.ring_server import Cancel, RingServer
-from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, place_of, void
+from tests.ipc.sessions import answer, ask, forge_requests, place_of, void
 
 
 @pytest.mark.parametrize(
@@ -124,40 +121,6 @@ def test_a_client_that_writes_an_unknown_kind_is_evicted(server: RingServer, cli
     forge_requests(client, [1], kind=9)
     assert server.receive() == []
     assert server.statistics().evicted == 1
-
-
-@settings(max_examples=150)
-@given(header=st.binary(min_size=56, max_size=56))
-def test_random_descriptors_never_break_the_pool(header: bytes) -> None:
-    with one_server() as server, attach(server) as hostile, attach(server) as honest:
-        ring = hostile.attachment.requests
-        offset = ring.header_offsets[ring.loan()]
-        ring.view[offset : offset + 56] = header
-        ring.send()
-        ask(honest)
-        assert answer(server) + answer(server) >= 1
-        assert [r.status for r in honest.poll()] == ["ok"]
-
-
-def one_server() -> RingServer:
-    return RingServer(endpoint(), {"docs": DIM}, epoch=5, ring_slots=SLOTS, max_k=6)
-
-
-@pytest.mark.parametrize("offset", [128, 256, 320])
-@pytest.mark.parametrize("word", [-1, 7, 1 << 40])
-def test_corrupt_shared_words_end_only_their_writers_session(server: RingServer, offset: int, word: int) -> None:
-    with attach(server) as hostile, attach(server) as honest:
-        ask(hostile)
-        view = hostile.attachment.memory.view
-        split = len(view) - hostile.attachment.results.layout.size
-        for base in (0, split):
-            struct.pack_into("<q", view, base + offset, word)
-        for _ in range(3):
-            ask(honest)
-            server.wait(0)
-            while not (found := honest.poll()):
-                answer(server)
-            assert [r.status for r in found] == ["ok"]
 
 
 GARBAGE = [

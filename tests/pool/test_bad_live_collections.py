@@ -93,19 +93,6 @@ def test_a_newly_sealed_segment_is_verified_and_served_again_once_repaired(
     assert len(client.search(QUERY, 50, collection="notes").ids) == 50
 
 
-def test_verification_can_be_disabled(
-    writer: CollectionWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
-) -> None:
-    altered(writer.directory, "documents.sqlite")
-    plan = make_plan("never")
-    pool = make_pool(plan).start()
-    client = attached(make_client(plan))
-    writer.upsert(documents(range(40, 80)))
-    writer.flush()
-    assert len(client.search(QUERY, 3, collection="notes").ids) == 3
-    assert pool.table.note == ""
-
-
 def test_altered_documents_are_not_returned(writer: CollectionWriter, make_plan: Any) -> None:
     clock = Clock()
     identity = writer.state.description.identity
@@ -128,22 +115,6 @@ def test_altered_documents_are_not_returned(writer: CollectionWriter, make_plan:
     newest = max((writer.directory / "segments").iterdir(), key=lambda one: int(one.name))
     (newest / "documents.sqlite").write_bytes(whole)
     until(lambda: usable() and registry.accept("notes")(identity))
-
-
-def test_a_replaced_collection_is_served_after_a_reload(
-    writer: CollectionWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
-) -> None:
-    plan = make_plan()
-    pool = make_pool(plan).start()
-    client = attached(make_client(plan))
-    before = client.identities("notes")
-    shutil.move(writer.directory, writer.directory.with_name("old"))
-    with new_writer(writer.directory) as replacement:
-        replacement.upsert(documents(range(3)))
-        assert len(client.search(QUERY, 50, collection="notes").ids) == 40
-        pool.table.set_knob("reload", 1.0)
-        until(lambda: client.identities("notes") != before, lambda: client.poll())
-        assert len(client.search(QUERY, 50, collection="notes").ids) == 3
 
 
 def test_a_restored_earlier_state_replaces_the_served_one(
