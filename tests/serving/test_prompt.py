@@ -1,5 +1,6 @@
 """Tests of passages in prompts: best first, within the budget, and unable to forge turns."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,11 @@ from runtime.errors import ContextLengthExceeded
 from runtime.retrieval.passages import Passage
 from runtime.serving.messages import Message
 from runtime.serving.model.text import build_prompt, passages_chunk, query_text
+from runtime.serving.http.service import Settings
 from runtime.serving.model.tokenizer import Tokenizer
+from tests.frontend.cluster import Cluster
+from tests.frontend.fake_workers import PASSAGES
+from tests.frontend.test_vector_stores import Stand
 
 ASKED = [Message("user", "What is a ring?")]
 
@@ -155,3 +160,22 @@ def test_the_last_question_is_the_search_query(tokenizer: Tokenizer) -> None:
     assert query_text(tokenizer, [Message("system", "only")], "") == "only"
     assert query_text(tokenizer, [], "raw") == "raw"
     assert query_text(tokenizer, [], tokenizer.encode("ids")) == "ids"
+
+
+def test_a_responses_prompt_begins_with_those_of_the_responses_that_it_continues(tokenizer: Tokenizer) -> None:
+    stand, tool = Stand(), {"type": "file_search", "vector_store_ids": ["docs"], "max_num_results": 2}
+    with Cluster(settings=Settings("tiny", {"docs": 64}), search=stand, catalogue=stand) as cluster, cluster.http() as http:
+        prompts: list[list[int]] = []
+        previous = None
+        for turn in range(3):
+            body = {"model": "tiny", "input": f"turn {turn} say={turn + 2}", "instructions": "Be brief."}
+            answer = http.post("/v1/responses", json=body | {"tools": [tool], "previous_response_id": previous}).json()
+            previous = answer["id"]
+            sent = cluster.players["prefill-0"].prefills[-1].generation
+            assert sent.retrieval is not None
+            made = build_prompt(  # as prefill does, with what it finds here for every question
+                tokenizer, sent.messages, passages=PASSAGES, budget_tokens=4000, place=sent.retrieval.place
+            )
+            prompts.append(made.tokens)
+    for earlier, later in itertools.pairwise(prompts):
+        assert later[: len(earlier)] == earlier
