@@ -93,7 +93,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 
 @pytest.mark.parametrize(
-    ("length", "status"), [(b"99999999999", b" 413 "), (b"9" * 20, b" 413 "), (b"9" * 30, b" 400 ")]
+    ("length", "status"), [(b"99999999999", b" 413 "), (b"9" * 20, b" 413 "), (b"9" * 30, b" 413 ")]
 )
 def test_a_body_with_a_huge_content_length_is_refused_unread(cluster: Cluster, length: bytes, status: bytes) -> None:
     assert status in raw(cluster, HEAD + b"Content-Length: " + length + b"\r\n\r\n")

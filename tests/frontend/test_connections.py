@@ -88,6 +88,7 @@ def test_two_hundred_unfinished_request_heads_are_closed_while_others_are_served
 
 def test_a_head_sent_byte_by_byte_has_the_same_timeout(cluster: Cluster) -> None:
     with connect(cluster) as connection:
+        connection.sendall(b"GET /")
         connection.settimeout(0.02)
         answer = b""
         while not answer:
@@ -191,15 +192,15 @@ def test_a_peer_is_an_ipv4_address_or_an_ipv6_network(host: str, peer: str) -> N
     ("data", "status", "code", "says"),
     [
         (b"\x00\x01\x02\r\n\r\n", 400, "invalid_request", "this is not valid HTTP: "),
-        (b"x" * 9_000 + b"\r\n\r\n", 400, "invalid_request", "illegal request line"),
+        (b"x" * 9_000 + b"\r\n\r\n", 400, "invalid_request", "Invalid method"),
         (b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, "invalid_request", "this is not valid HTTP: "),
         (b"GET /health HTTP/1.1\r\n\r\n", 400, "invalid_request", "Missing mandatory Host: header"),
-        (HEAD + b"Content-Length: -5\r\n\r\n", 400, "invalid_request", "bad Content-Length"),
+        (HEAD + b"Content-Length: -5\r\n\r\n", 400, "invalid_request", "Invalid character in Content-Length"),
         (
             HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\n",
             400,
             "invalid_request",
-            "both Content-Length and Transfer-Encoding",
+            "Transfer-Encoding can't be present with Content-Length",
         ),
         (
             HEAD.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
@@ -210,7 +211,7 @@ def test_a_peer_is_an_ipv4_address_or_an_ipv6_network(host: str, peer: str) -> N
         (b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n", 505, "http_version_not_supported", "its version is 2.0"),
         (b"GET /health HTTP/0.9\r\n\r\n", 505, "http_version_not_supported", "its version is 0.9"),
         (HEAD + b"Transfer-Encoding: gzip\r\n\r\n", 501, "not_implemented", "Transfer-Encoding"),
-        (HEAD + b"X: " + b"x" * 70_000, 431, "header_too_large", "Receive buffer too long"),
+        (HEAD + b"X: " + b"x" * 70_000, 431, "header_too_large", "exceed 16384 bytes"),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\nno number\r\n", 400, "invalid_request", "chunk"),
     ],
 )

@@ -12,7 +12,6 @@ import openai.types.completion_create_params as completion_params
 import pytest
 from pydantic import BaseModel
 
-import runtime.serving.http.connections
 from runtime.errors import InternalError, TrinityError
 from runtime.node.config import HttpSection
 from runtime.retrieval.stores.service import Stores
@@ -73,14 +72,7 @@ def test_every_error_is_documented() -> None:
         names, numbers = re.findall(r"`([^`]+)`", codes), [int(number) for number in statuses.split(", ")]
         said |= dict(zip(names, numbers if len(numbers) > 1 else numbers * len(names), strict=True))
     kinds = {kind for kind in _family(TrinityError) if kind.status != 500} - {ClientDisconnected} | {InternalError}
-    of_the_server = {
-        413: "request_too_large",
-        431: "header_too_large",
-        501: "not_implemented",
-        505: "http_version_not_supported",
-    }
-    assert of_the_server == runtime.serving.http.connections.CODES
-    by_hand = {"not_found": 404, "method_not_allowed": 405} | {code: status for status, code in of_the_server.items()}
+    by_hand = {"not_found": 404, "method_not_allowed": 405}
     assert said == {kind.code: kind.status for kind in kinds} | by_hand
 
 

@@ -1,38 +1,36 @@
 """HTTP connections: limits on their number, and timeouts for request heads, idle connections and slow readers.
 
-uvicorn has none of these limits except the idle timeout, and answers malformed HTTP with plain text. This subclass of
-its protocol adds timers, JSON errors and request ids. It also rejects or corrects heads that h11 accepts against
-RFC 9112, or that uvicorn would misread.
+uvicorn's server accepts them; its own connections have none of these limits except the idle timeout, and answer
+malformed HTTP with plain text. Errors here are JSON with a request id.
 """
 
 import asyncio
-import http
 import ipaddress
 import logging
 import math
-import re
-import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
-import h11
 import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import ASGIApp, Scope
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 from uvicorn.server import ServerState
 
 from runtime.errors import InvalidRequest, Overloaded, TrinityError
 from runtime.node.config import HttpSection
-from runtime.serving.http.middleware import DISCARD_BYTES, MAX_BODY_BYTES, REQUEST_ID_HEADER, RequestTooSlow
+from runtime.serving.http.exchange import Exchange, head_of
+from runtime.serving.http.middleware import REQUEST_ID_HEADER, RequestTooSlow
+from runtime.serving.http.request_parser import Head, Requests
 from runtime.serving.http.responses import error_json, to_json
 
 log = logging.getLogger(__name__)
 
-_HEADER_BYTES = 16 << 10  # of an incomplete request head
-CODES = {413: "request_too_large", 431: "header_too_large", 501: "not_implemented", 505: "http_version_not_supported"}
-_ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?([^/?#@]+)(/[^?#]*)?(.*)", re.IGNORECASE | re.DOTALL)
+_SLICE_BYTES = 4 << 10  # parsed at a time: bounds how many small requests are parsed before the first is answered
+_ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,6 @@ class HttpConfig(uvicorn.Config):
             log_level="error",  # it would warn of every malformed request
             access_log=False,
             proxy_headers=False,  # nothing here trusts them
-            h11_max_incomplete_event_size=_HEADER_BYTES,
             timeout_graceful_shutdown=math.ceil(drain_s),
         )
         self.timeout_keep_alive = timeouts.idle_s  # type: ignore[assignment]  # passed to call_later
@@ -78,8 +75,14 @@ class HttpConfig(uvicorn.Config):
         self.peers: Counter[str] = Counter()  # open connections by peer
 
 
-class BoundedConnection(H11Protocol):
-    """One connection, created by uvicorn with an `HttpConfig`."""
+class BoundedConnection(asyncio.Protocol):
+    """One connection, created by uvicorn's server with an `HttpConfig`.
+
+    httptools parses requests; they are answered in order, each when its head is complete. Of those that a client sends
+    without waiting for an answer (pipelining) a few are parsed ahead, then reading pauses.
+    """
+
+    transport: asyncio.Transport
 
     def __init__(
         self,
@@ -89,90 +92,168 @@ class BoundedConnection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         assert isinstance(config, HttpConfig), "created with an HttpConfig"
-        super().__init__(config, server_state, app_state | {"disconnect": self._disconnect}, _loop)
-        self.conn = _Parser(h11.SERVER, _HEADER_BYTES)
-        self._config = config
+        self._config, self._server = config, server_state
+        self._loop = _loop or asyncio.get_running_loop()
+        self._state = app_state | {"disconnect": self._disconnect}
+        self._requests = Requests(self._begin)
+        self._answering: Exchange | None = None
+        self._next: deque[Exchange] = deque()  # requests that wait for the answer before
+        self._unparsed = b""
+        self._refusal: TrinityError | None = None  # of what follows the requests above
         self._peer = ""
-        self._head_timer = _Timer(self.loop, config.timeouts.head_s, self._head_timed_out)
-        self._send_timer = _Timer(self.loop, config.timeouts.send_s, lambda: self.transport.abort())
+        timeouts = config.timeouts
+        self._head_timer = _Timer(self._loop, timeouts.head_s, self._head_timed_out)
+        self._idle_timer = _Timer(self._loop, timeouts.idle_s, lambda: self.transport.close())
+        self._send_timer = _Timer(self._loop, timeouts.send_s, lambda: self.transport.abort())
 
     # ---- limits on connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        super().connection_made(transport)
-        limits, peers = self._config.limits, self._config.peers
-        self._peer = peer_of(self.client[0] if self.client else "")
+        self.transport, self._flow = transport, FlowControl(transport)
+        self._server.connections.add(self)  # type: ignore[arg-type]  # declared for uvicorn's own
+        client, limits, peers = get_remote_addr(transport), self._config.limits, self._config.peers
+        self._addresses: Scope = {"server": get_local_addr(transport), "client": client, "scheme": "http"}
+        self._peer = peer_of(client[0] if client else "")
         peers[self._peer] += 1
-        if len(self.connections) > limits.max_connections:
+        if len(self._server.connections) > limits.max_connections:
             self._refuse(Overloaded(f"{limits.max_connections} connections are open, the limit; try again later"))
         elif peers[self._peer] > limits.max_connections_per_peer:
             limit = limits.max_connections_per_peer
             self._refuse(Overloaded(f"{limit} connections from {self._peer} are open, the limit for one peer"))
         else:
-            self._time_head()
+            self._head_timer.start()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._unset_keepalive_if_required()
-        self._head_timer.stop()
-        self._send_timer.stop()
+        self._server.connections.discard(self)
+        self._end_request()
+        self._next.clear()
+        self._flow.resume_writing()
+        for timer in (self._head_timer, self._idle_timer, self._send_timer):
+            timer.cancel()
         peers = self._config.peers
         peers[self._peer] -= 1
         if not peers[self._peer]:
             del peers[self._peer]
 
+    def shutdown(self) -> None:
+        """Close the connection once its request is answered. Called by uvicorn's server when it ends."""
+        if self._answering is None:
+            self.transport.close()
+        else:
+            self._answering.keep_alive = False
+
+    # ---- requests
+
+    def data_received(self, data: bytes) -> None:
+        self._idle_timer.stop()
+        if self._next or self._refusal is not None:  # reading is paused: the transport had this already
+            self._unparsed += data
+        else:
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        for begin in range(0, len(data), _SLICE_BYTES):
+            if self._next:
+                self._unparsed = data[begin:]
+                self._flow.pause_reading()
+                break
+            try:
+                self._requests.feed(data[begin : begin + _SLICE_BYTES])
+            except InvalidRequest as error:
+                self._invalid(error)
+                return
+        if self._answering is not None or self.transport.is_closing():
+            self._head_timer.stop()
+        else:
+            self._head_timer.start()  # unless it runs: received bytes do not restart it
+
+    def _begin(self, head: Head) -> Exchange:
+        """Answer a request, or let it wait; return where its body goes."""
+        raw_path, _, query = head.target.partition(b"?")
+        scope: Scope = {
+            "type": "http", "asgi": _ASGI, "http_version": head.version, "method": head.method, "root_path": "",
+            "path": unquote(raw_path.decode()), "raw_path": raw_path, "query_string": query, "headers": head.headers,
+            "state": self._state.copy(), **self._addresses,
+        }  # fmt: skip
+        exchange = Exchange(
+            scope, self.transport, self._flow, self._server.default_headers, self._answered,
+            keep_alive=head.keep_alive, expects_continue=head.expects_continue,
+        )  # fmt: skip
+        if self._answering is None:
+            self._answer(exchange)
+        else:
+            self._next.append(exchange)
+        return exchange
+
+    def _answer(self, exchange: Exchange) -> None:
+        self._answering = exchange
+        task = self._loop.create_task(exchange.run(self._config.loaded_app))
+        task.add_done_callback(self._server.tasks.discard)
+        self._server.tasks.add(task)
+
+    def _answered(self) -> None:
+        """Called by an exchange that has ended."""
+        self._server.total_requests += 1
+        self._answering = None
+        if self.transport.is_closing():
+            return
+        if self._next:
+            self._answer(self._next.popleft())
+        else:
+            self._idle_timer.start()
+        if self._next:
+            return
+        if self._refusal is None:
+            self._flow.resume_reading()
+            data, self._unparsed = self._unparsed, b""
+            if data:
+                self.data_received(data)
+        elif self._answering is None:
+            self._refuse(self._refusal)
+
+    def _invalid(self, error: InvalidRequest) -> None:
+        """Refuse what cannot be parsed, after the answers to the requests before it."""
+        broken = self._requests.arriving  # whose body is invalid; None: a head
+        if self._next and self._next[-1] is broken:
+            self._next.pop()
+        if broken is not None and broken.ended:
+            self.transport.close()
+        elif self._answering is None or self._answering is broken:
+            self._refuse(error)
+        else:
+            self._refusal = error
+            self._flow.pause_reading()
+
     # ---- timeouts
 
-    def handle_events(self) -> None:
-        super().handle_events()
-        self._time_head()
-
-    def _time_head(self) -> None:
-        """Run the timer while a request's head is awaited; received bytes do not restart it."""
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if answering or self.transport.is_closing():
-            self._head_timer.stop()
-        elif self.timeout_keep_alive_task is None:
-            self._head_timer.start()
-
     def _head_timed_out(self) -> None:
-        if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+        if self._requests.in_head:
             seconds = self._config.timeouts.head_s
             self._refuse(RequestTooSlow(f"the request's head did not arrive within {seconds:g} s"))
         else:
             self.transport.close()  # no request begun on this connection, or none since the last response
 
     def pause_writing(self) -> None:
-        super().pause_writing()
+        self._flow.pause_writing()
         self._send_timer.start()
 
     def resume_writing(self) -> None:
         self._send_timer.stop()
-        super().resume_writing()
+        self._flow.resume_writing()
 
     def _disconnect(self) -> None:
         """Close the connection at once, with what its client has not read. May be called on any thread."""
-        self.loop.call_soon_threadsafe(lambda: self.transport.abort())
+        self._loop.call_soon_threadsafe(lambda: self.transport.abort())
 
     # ---- refusals
 
-    def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn while it handles h11's exception, which has the details."""
-        error = sys.exception()
-        reason = str(error).partition(": bytearray(")[0]  # without what was received
-        refusal = InvalidRequest(f"this is not valid HTTP: {reason[:128] or msg}")
-        if isinstance(error, h11.RemoteProtocolError):
-            refusal.status = error.error_status_hint
-            refusal.code = CODES.get(refusal.status, refusal.code)
-        self._refuse(refusal)
-
     def _refuse(self, error: TrinityError) -> None:
         """Send an error response unless a response has begun, and close the connection."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        if self._answering is None or not self._answering.started:
             request_id, body = self._config.new_id(""), to_json(error_json(error))
             log.debug("refused: %s", error.message, extra={"request": request_id})
             headers = [
-                *self.server_state.default_headers,
+                *self._server.default_headers,
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(body)).encode()),
                 (b"connection", b"close"),
@@ -180,56 +261,13 @@ class BoundedConnection(H11Protocol):
                 *([(b"retry-after", b"1")] if error.status == 503 else []),
             ]
             self._config.on_refused(error.status)
-            reason = http.HTTPStatus(error.status).phrase.encode()
-            for event in (
-                h11.Response(status_code=error.status, headers=headers, reason=reason),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
-        if self.cycle is not None:  # the application may still await a body, and must not respond too
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+            self.transport.write(head_of(error.status, headers) + body)
+        self._end_request()
         self.transport.close()
 
-
-class _Parser(h11.Connection):
-    """h11's parser with stricter checks of request heads."""
-
-    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """Return the next event. Raises h11's RemoteProtocolError, also as `_validate`, and for a huge chunk."""
-        event = super().next_event()
-        size = getattr(self._reader, "_bytes_in_chunk", 0)  # declared, of which a part may never arrive
-        if size > MAX_BODY_BYTES + DISCARD_BYTES:  # of a smaller one the rest is discarded, and the client answered
-            raise h11.RemoteProtocolError(
-                f"a chunk of its body has {size} bytes, the limit is {MAX_BODY_BYTES}", error_status_hint=413
-            )
-        return _validate(event) if isinstance(event, h11.Request) else event
-
-
-def _validate(request: h11.Request) -> h11.Request:
-    """Return the request with its target as a path.
-
-    Raises RemoteProtocolError for another major version of HTTP, and for a body whose length a proxy in front could
-    interpret differently (request smuggling).
-    """
-    version, names = request.http_version.decode(), {name for name, _ in request.headers}
-    if not version.startswith("1."):
-        raise h11.RemoteProtocolError(f"its version is {version}; use HTTP/1.1", error_status_hint=505)
-    if b"transfer-encoding" in names and (b"content-length" in names or version == "1.0"):
-        what = "Transfer-Encoding in HTTP/1.0" if version == "1.0" else "both Content-Length and Transfer-Encoding"
-        raise h11.RemoteProtocolError(what)
-    absolute = _ABSOLUTE.fullmatch(request.target)
-    if absolute is None:
-        return request
-    host, path, query = absolute.groups()
-    headers = [(name, value) for name, value in request.headers if name != b"host"]
-    return h11.Request(
-        method=request.method,
-        target=(path or b"/") + query,
-        headers=[(b"host", host), *headers],  # the target's host replaces the header's (RFC 9112, 3.2.2)
-        http_version=request.http_version,
-    )
+    def _end_request(self) -> None:
+        if self._answering is not None:  # the application may still await a body, and must not respond too
+            self._answering.disconnect()
 
 
 def peer_of(host: str) -> str:
@@ -250,22 +288,36 @@ def peer_of(host: str) -> str:
 
 
 class _Timer:
-    """A one-shot timer that can be stopped and restarted."""
+    """A one-shot timer. Starting and stopping it is cheap: it looks for the time that counts when it fires."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, callback: Callable[[], None]) -> None:
         self._loop, self._seconds, self._callback = loop, seconds, callback
         self._handle: asyncio.TimerHandle | None = None
+        self._due_s: float | None = None
 
     def start(self) -> None:
         """Start the timer unless it is running."""
-        if self._handle is None:
-            self._handle = self._loop.call_later(self._seconds, self._fire)
+        if self._due_s is None:
+            self._due_s = self._loop.time() + self._seconds
+            if self._handle is None:
+                self._handle = self._loop.call_at(self._due_s, self._fire)
 
     def stop(self) -> None:
+        self._due_s = None
+
+    def cancel(self) -> None:
+        """Stop the timer for good."""
+        self._due_s = None
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
 
     def _fire(self) -> None:
         self._handle = None
+        if self._due_s is None:
+            return
+        if self._loop.time() < self._due_s:
+            self._handle = self._loop.call_at(self._due_s, self._fire)
+            return
+        self._due_s = None
         self._callback()

@@ -1,0 +1,202 @@
+"""Parsing of HTTP requests by httptools (llhttp), with the limits and checks that it lacks.
+
+llhttp bounds neither heads nor trailers, requires no Host header, and accepts versions and transfer encodings that
+nothing here speaks.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import httptools
+
+from runtime.errors import InvalidRequest
+from runtime.serving.http.middleware import DISCARD_BYTES, MAX_BODY_BYTES, BodyTooLarge
+
+_HEADER_BYTES = 16 << 10  # of a head, of trailers, and of what is between two parts of a body
+_ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?([^/?#@]+)(/[^?#]*)?(.*)", re.IGNORECASE | re.DOTALL)
+_HTTP2, _OVERFLOW = "Pause on PRI/Upgrade", "Content-Length overflow"  # llhttp's texts
+
+
+class NotHttp(InvalidRequest):
+    """What was received is not valid HTTP, or of a kind that is not supported."""
+
+
+class HeadTooLarge(InvalidRequest):
+    """A request's head, its trailers, or what is between two parts of its body is too large."""
+
+    code = "header_too_large"
+    status = 431
+
+
+class NotImplementedEncoding(InvalidRequest):
+    """A transfer encoding other than chunked."""
+
+    code = "not_implemented"
+    status = 501
+
+
+class VersionNotSupported(InvalidRequest):
+    """Another major version of HTTP."""
+
+    code = "http_version_not_supported"
+    status = 505
+
+
+@dataclass(slots=True)
+class Head:
+    """The head of a request. Header names are in lower case; `target` is a path with its query, or `*`."""
+
+    method: str
+    target: bytes
+    version: str
+    headers: list[tuple[bytes, bytes]]
+    keep_alive: bool
+    expects_continue: bool
+
+
+class Body(Protocol):
+    """Where the body of a request goes."""
+
+    ended: bool
+    """Whether the request is answered: the rest of its body is discarded."""
+
+    def add_body(self, part: bytes) -> None: ...
+
+    def end_body(self) -> None: ...
+
+
+class Requests:
+    """The requests of a connection. `on_head` is called with each head, and returns where its body goes."""
+
+    def __init__(self, on_head: Callable[[Head], Body]) -> None:
+        self._on_head = on_head
+        self._parser = httptools.HttpRequestParser(self)
+        # What follows a request with "Connection: close" is ignored, not an error.
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.in_head = False
+        """Whether the head of a request has arrived in part."""
+        self.arriving: Body | None = None
+        """The request whose body is arriving."""
+        self._target = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._tail = b""  # of a head that is arriving
+        self._chunked, self._chunk_left, self._line = False, 0, b""
+        self._between = 0  # bytes since the last part of a body, or the last end of a head
+        self._error: InvalidRequest | None = None
+
+    def feed(self, data: bytes) -> None:
+        """Parse more data. Raises `InvalidRequest` once; the connection has to end then."""
+        self._between += len(data)
+        while data and self._error is None:
+            part = self._part_of_chunked(data) if self._chunked else self._until_body(data)
+            data = data[len(part) :]
+            try:
+                self._parser.feed_data(part)
+            except httptools.HttpParserUpgrade as upgrade:  # to no protocol that is known here: it stays HTTP
+                data = part[upgrade.args[0] :] + data
+            except httptools.HttpParserError as error:
+                self._error = self._error or _refusal(str(error))
+        if self._error is None and self._between > _HEADER_BYTES:
+            self._error = HeadTooLarge(f"a request's head, or its trailers, exceed {_HEADER_BYTES} bytes")
+        if self._error is not None:
+            raise self._error
+
+    def _until_body(self, data: bytes) -> bytes:
+        """Return the data up to the end of a head, which says how to go on."""
+        if self.arriving is not None:
+            return data
+        end = (self._tail + data).find(b"\r\n\r\n")
+        part = data if end < 0 else data[: end + 4 - len(self._tail)]
+        self._tail = (self._tail + part)[-3:]
+        return part
+
+    def _part_of_chunked(self, data: bytes) -> bytes:
+        """Return the rest of a chunk, or else a line, so that its size is known when `on_chunk_header` is called."""
+        if self._chunk_left:
+            part = data[: self._chunk_left]
+            self._chunk_left -= len(part)
+            return part
+        part = data[: data.find(b"\n") + 1 or len(data)]
+        self._line = (b"" if self._line.endswith(b"\n") else self._line) + part
+        return part
+
+    # ---- called by httptools
+
+    def on_message_begin(self) -> None:
+        self.in_head, self._target, self._headers = True, b"", []
+
+    def on_url(self, part: bytes) -> None:
+        self._target += part
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.in_head:  # not a trailer
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.in_head, self._between, self._tail = False, 0, b""
+        if self._error is not None:
+            return
+        try:
+            self.arriving = self._on_head(self._checked_head())
+        except InvalidRequest as error:
+            self._error = error
+
+    def on_chunk_header(self) -> None:
+        if not self._line:  # it came with the end of another request
+            return
+        size = int(self._line.partition(b";")[0], 16)
+        if size > MAX_BODY_BYTES + DISCARD_BYTES:  # of a smaller one the rest is discarded, and the client answered
+            self._error = BodyTooLarge(f"a chunk of its body has {size} bytes, the limit is {MAX_BODY_BYTES}")
+        self._chunk_left = size
+
+    def on_body(self, part: bytes) -> None:
+        self._between = 0
+        if self.arriving is not None and not self.arriving.ended:
+            self.arriving.add_body(part)
+
+    def on_message_complete(self) -> None:
+        self._between, self._chunked = 0, False
+        if self.arriving is not None:
+            self.arriving.end_body()
+            self.arriving = None
+
+    def _checked_head(self) -> Head:
+        """Return the head. Raises `InvalidRequest`, also for what a proxy in front could interpret differently (request
+        smuggling)."""
+        version, headers, target = self._parser.get_http_version(), self._headers, self._target
+        if not version.startswith("1."):
+            raise _version_refusal(version)
+        hosts, encoding, expects_continue = 0, b"", False
+        for name, value in headers:
+            if name == b"host":
+                hosts += 1
+            elif name == b"transfer-encoding":
+                encoding = value.lower()
+            elif name == b"expect":
+                expects_continue = value.lower() == b"100-continue"
+        if encoding and version == "1.0":
+            raise _refusal("Transfer-Encoding in HTTP/1.0")
+        self._chunked, self._line = encoding == b"chunked", b""
+        if encoding not in (b"", b"chunked"):
+            raise NotImplementedEncoding("this is not valid HTTP: only the Transfer-Encoding chunked is supported")
+        if hosts != 1 and (hosts or version != "1.0"):
+            raise _refusal("Found multiple Host: headers" if hosts else "Missing mandatory Host: header")
+        if not target.startswith(b"/") and (absolute := _ABSOLUTE.fullmatch(target)) is not None:
+            host, path, query = absolute.groups()
+            # The target's host replaces the header's (RFC 9112, 3.2.2).
+            headers[:] = [(b"host", host), *(header for header in headers if header[0] != b"host")]
+            target = (path or b"/") + query
+        keep_alive = version != "1.0" and self._parser.should_keep_alive()
+        return Head(self._parser.get_method().decode(), target, version, headers, keep_alive, expects_continue)
+
+
+def _refusal(reason: str) -> InvalidRequest:
+    if reason == _OVERFLOW:
+        return BodyTooLarge(f"the body's Content-Length is beyond any limit; the limit is {MAX_BODY_BYTES}")
+    return _version_refusal("2.0") if reason == _HTTP2 else NotHttp(f"this is not valid HTTP: {reason[:128]}")
+
+
+def _version_refusal(version: str) -> InvalidRequest:
+    return VersionNotSupported(f"this is not valid HTTP: its version is {version}; use HTTP/1.1")
