@@ -184,3 +184,15 @@ def test_http_returns_the_trace_of_successful_and_failed_searches() -> None:
         trace = http.get("/v1/traces/why/did=it").json()
         assert (trace["state"], trace["passages"]) == ("unavailable", 0)
         assert [stage["name"] for stage in trace["stages"]] == ["embed"]
+
+
+def test_a_search_is_logged_if_it_failed_and_else_only_for_debugging(caplog: pytest.LogCaptureFixture) -> None:
+    def said() -> list[tuple[str, str]]:
+        return [(one.levelname, one.getMessage().rpartition(",")[0]) for one in caplog.records]
+
+    with caplog.at_level("DEBUG", "runtime.serving.http.service"), Cluster() as cluster, cluster.http() as http:
+        assert http.post("/v1/retrieval", json=SEARCH).status_code == 200
+        assert said() == [("DEBUG", "search ended: 2 passages")]
+        cluster.search.error = Unavailable("no pool answers")
+        assert http.post("/v1/retrieval", json=SEARCH).status_code == 503
+        assert said()[1:] == [("INFO", "search ended: unavailable")]

@@ -31,6 +31,7 @@ from runtime.serving.http.middleware import (
     AuthMiddleware,
     BodyMemory,
     CompressedBody,
+    DirectRoutes,
     RequestContextMiddleware,
     client_id_of,
     error_response,
@@ -88,6 +89,8 @@ def create_app(
     """Return the application. `new_id` generates request ids (the server around it shares it)."""
     app = Starlette()
     app.router.redirect_slashes = False
+    routes = _Routes(service, settings)
+    app.add_middleware(DirectRoutes, routes={"/v1/retrieval": routes.retrieve}, on_error=_trinity_error)
     app.add_middleware(
         AuthMiddleware,
         keys=settings.api_keys,
@@ -113,11 +116,10 @@ def create_app(
     )
     app.add_exception_handler(TrinityError, _trinity_error)
     app.add_exception_handler(HTTPException, _http_error)
-    routes = _Routes(service, settings)
     for path, route in (
         ("/v1/chat/completions", routes.chat),
         ("/v1/completions", routes.complete),
-        ("/v1/retrieval", routes.retrieve),
+        ("/v1/retrieval", routes.retrieve),  # for its other methods: see `DirectRoutes`
     ):
         app.add_route(path, route, methods=["POST"])
     for path, route in (
