@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from runtime.errors import DeadlineExceeded, EmbedderUnreachable, InvalidRequest, ModelError, Overloaded, Unavailable
-from runtime.retrieval.embedding.embedder import TextKind, Vectors
+from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.embedding.stage import Embedded, EmbeddingStage
+from runtime.retrieval.embedding.text_queue import TextQueue, Texts
 from runtime.retrieval.embedding.vector_cache import VectorCache
 from runtime.testing.waiting import until
 
@@ -109,14 +110,30 @@ def test_what_has_arrived_goes_into_the_next_batch_and_nobody_waits_for_company(
 
 
 def test_a_batch_is_a_turn_of_few_texts_and_characters(harness: Harness) -> None:
-    asked = [harness.ask(f"short {number}") for number in range(20)]
-    asked += [harness.ask(f"{number}" * 700, flow=0) for number in range(3)]
-    assert [len(batch) for batch in harness.after(*asked)] == [16, 5, 1, 1]
+    asked = [harness.ask(f"short {number}") for number in range(40)]
+    asked += [harness.ask(f"{number}" * 700) for number in range(3)]
+    assert [len(batch) for batch in harness.after(*asked)] == [32, 10, 1]
 
 
 def test_a_thread_leaves_the_others_their_share(make: Callable[..., Harness]) -> None:
     harness = make(threads=2)
     assert [len(batch) for batch in harness.after(*[harness.ask(f"text {n}") for n in range(4)])][:1] == [2]
+
+
+def test_a_thread_takes_what_others_that_are_busy_for_long_would_not_begin_earlier(
+    make: Callable[..., Harness],
+) -> None:
+    harness = make(threads=2)
+    harness.after(*harness.held)
+    harness.embedder.gate.clear()
+    harness.hold("second")
+    busy = Embedder(harness)
+    long = harness.stage.submit(busy, ["long" * 500], part="prefill")
+    until(lambda: bool(busy.batches))
+    asked = [harness.ask(f"text {n}") for n in range(4)]
+    assert [len(batch) for batch in harness.after(*asked)] == [1, 4]
+    busy.gate.set()
+    assert value(long) == 2000.0
 
 
 def test_a_list_has_its_vectors_in_order_over_several_batches_and_its_tokens(harness: Harness) -> None:
@@ -129,9 +146,23 @@ def test_a_list_has_its_vectors_in_order_over_several_batches_and_its_tokens(har
 
 
 def test_texts_of_a_list_are_embedded_beside_those_of_similar_length(harness: Harness) -> None:
-    found = harness.ask(*["a" * (1 + number % 4) for number in range(64)], part="bulk")
-    assert [sorted(set(map(len, batch))) for batch in harness.after(found)] == [[1], [2], [3], [4]]
-    assert found.result().vectors[:5, 0].tolist() == [1, 2, 3, 4, 1]
+    found = harness.ask(*["a" * (10 + number % 4 * 10) for number in range(128)], part="bulk")
+    assert [sorted(set(map(len, batch))) for batch in harness.after(found)] == [[10], [20], [30], [40]]
+    assert found.result().vectors[:5, 0].tolist() == [10, 20, 30, 40, 10]
+
+
+def test_queries_are_embedded_beside_those_of_similar_length(harness: Harness) -> None:
+    asked = [harness.ask(f"{number:0{10 + number % 2 * 30}}") for number in range(64)]
+    assert [sorted(set(map(len, batch))) for batch in harness.after(*asked)] == [[10], [40]]
+
+
+def test_a_text_that_is_due_is_overtaken_a_bounded_number_of_times() -> None:
+    queue, embedder = TextQueue(), HashingEmbedder(16)
+    for number, text in enumerate(["short", "of another length", *["short"] * 100]):
+        queue.push(Texts(embedder, [text], "query", 0, "prefill", 0, number, [Future()]))
+    first = queue.pop()
+    taken = [queue.pop(first, 10_000) for _ in range(80)]
+    assert [one is not None and one.text for one in taken].index("of another length") == 64
 
 
 def test_queries_and_passages_are_not_embedded_in_one_call(harness: Harness) -> None:

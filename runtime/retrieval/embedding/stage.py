@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 
@@ -25,8 +26,8 @@ from runtime.retrieval.embedding.text_queue import Part, TextQueue, Texts, Waiti
 from runtime.retrieval.embedding.vector_cache import VectorCache
 
 MAX_WAITING = 1024
-_COMPUTED, _SENT = (16, 1024), (64, 65_536)
-"""Texts and characters of a turn: about a forward pass of an embedder that computes, a request of one that sends."""
+_COMPUTED, _SENT = (32, 2048), (64, 65_536)
+"""Texts and characters of a turn: two forward passes of an embedder that computes, a request of one that sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,7 @@ class _Lane:
         self._open: set[Texts] = set()
         self._threads: list[threading.Thread] = []
         self._idle = 0  # threads that wait, or have not begun
+        self._ends: dict[int, float] = {}  # by thread: when its batch is expected to end, in ns
         self._closed = False
 
     # ---- with the lock
@@ -246,14 +248,13 @@ class _Lane:
             del taken, ended  # nothing is kept alive while the thread waits
 
     def _take(self) -> tuple[list[Waiting], dict[Texts, TrinityError | None]]:
-        """Remove the texts of a turn; return them, and what has ended: cancelled, or too late. A thread leaves the
-        others their share of what waits."""
+        """Remove the texts of a turn; return them, and what has ended: cancelled, or too late."""
         most, characters = self._turn
-        most = min(most, -(-len(self.queue) // self._count))
         taken: list[Waiting] = []
         ended: dict[Texts, TrinityError | None] = {}
         now = self._clock()
-        while len(taken) < most and (one := self.queue.pop(taken[-1] if taken else None, characters)) is not None:
+        most = min(most, self._share(now))
+        while len(taken) < most and (one := self.queue.pop(taken[0] if taken else None, characters)) is not None:
             texts = one.texts
             if not texts.wanted:
                 ended[texts] = None
@@ -265,7 +266,14 @@ class _Lane:
                 taken.append(one)
                 characters -= len(one.text)
                 self.waited_ns += now - texts.submitted_ns
+        self._ends[threading.get_ident()] = now + self.queue.ns_of(one.size for one in taken)
         return taken, ended
+
+    def _share(self, now: int) -> int:
+        """Return the number of waiting texts that a thread takes, so that all threads end at about the same time."""
+        waiting_ns = self.queue.waiting_ns()
+        busy_ns = sum(max(end - now, 0.0) for end in self._ends.values())
+        return ceil(len(self.queue) / self._count * (1.0 + (busy_ns / waiting_ns if waiting_ns else 0.0)))
 
     def _embed(self, group: list[Waiting], ended: dict[Texts, TrinityError | None]) -> None:
         """Embed texts of one embedder and kind together; record the `Texts` that ended with an error."""
@@ -289,6 +297,7 @@ class _Lane:
         counts = [one.texts.embedder.count_tokens(one.text) if one.texts.counted else 0 for one in taken]
         with self._changed:
             self._idle += 1
+            self._ends.pop(threading.get_ident())
             for one, tokens in zip(taken, counts, strict=True):
                 one.texts.tokens += tokens
                 one.texts.missing -= 1

@@ -4,12 +4,14 @@ Keys take turns: the one goes first whose texts have used least time. Within a k
 a part's time counts by its weight, so prefill goes before decode and both before bulk (documents, `/v1/embeddings`),
 none of which starves. Within a part the texts that are due first go first: queries by deadline, texts of a long list by
 when they could have been embedded if their list were alone, so that a short list does not wait for the end of a long
-one.
+one. Beside the first text of a batch go those of similar length, which costs least padding: of the texts that are due
+first, so that each is overtaken a bounded number of times.
 """
 
-import heapq
 import itertools
+from bisect import insort
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,6 +27,8 @@ WEIGHTS: dict[Part, float] = {"prefill": 1.0, "decode": 8.0, "bulk": 8.0}
 _TEXT_COST = 32  # of each text besides its characters: a forward pass costs as much as 8 tokens more
 _LONGEST = 2048  # characters that count of one text: models truncate longer ones
 _NEWEST = 0.1  # weight of the newest measurement
+_WINDOW = 64  # texts of a key and part among which one of similar length is chosen
+_SIMILAR = 4  # characters: a token
 
 
 @dataclass(eq=False, slots=True)
@@ -63,15 +67,20 @@ class Texts:
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """One text of `texts`."""
+    """One text of `texts`. `overtaken`: how many went before it that were due later."""
 
     texts: Texts
     number: int
     size: int
+    overtaken: int = 0
 
     @property
     def text(self) -> str:
         return self.texts.texts[self.number]
+
+    def goes_with(self, other: "Waiting") -> bool:
+        """Whether both can be embedded in one call."""
+        return self.texts.embedder is other.texts.embedder and self.texts.kind == other.texts.kind
 
 
 class TextQueue:
@@ -80,7 +89,7 @@ class TextQueue:
     def __init__(self) -> None:
         self._keys: FairQueue[int, None] = FairQueue()
         self._parts: dict[int, FairQueue[Part, None]] = {}
-        self._heaps: dict[tuple[int, Part], list[tuple[int, int, Waiting]]] = {}
+        self._due: dict[tuple[int, Part], list[tuple[int, int, Waiting]]] = {}  # sorted by when, then by arrival
         self._sizes: Counter[tuple[int, Part]] = Counter()
         self._order = itertools.count()
         self.ns_per_size = 0.0
@@ -92,41 +101,40 @@ class TextQueue:
         """Append all of its texts, the short ones first: those of a batch then have similar lengths."""
         flow, part, due = texts.flow, texts.part, texts.deadline_ns or texts.submitted_ns
         parts = self._parts.setdefault(flow, FairQueue())
-        heap = self._heaps.setdefault((flow, part), [])
+        line = self._due.setdefault((flow, part), [])
         sizes = [size_of(text) for text in texts.texts]
         for number in sorted(range(len(sizes)), key=sizes.__getitem__):
             size = sizes[number]
-            heapq.heappush(heap, (due, next(self._order), Waiting(texts, number, size)))
-            due += int(size * self.ns_per_size) + 1
+            insort(line, (due, next(self._order), Waiting(texts, number, size)))
+            due += int(self.ns_of([size])) + 1
             self._sizes[flow, part] += size
             parts.push(part, None)
             self._keys.push(flow, None)
 
     def pop(self, beside: Waiting | None = None, characters: int = 0) -> Waiting | None:
-        """Remove the text whose turn it is. Return None if there is none, or if it cannot be embedded in one call with
-        `beside`: it is of another embedder or kind, or has more than `characters`."""
+        """Remove the text whose turn it is; beside another, one of similar length of the same key and part. Return None
+        if there is none, or if it cannot be embedded in one call with `beside`: it is of another embedder or kind, or
+        has more than `characters`."""
         flow = self._keys.turn()
         if flow is None:
             return None
         parts = self._parts[flow]
         part = parts.turn()
         assert part is not None, "each text is in both queues"
-        heap = self._heaps[flow, part]
-        waiting, texts = heap[0][2], heap[0][2].texts
-        if beside is not None and (
-            texts.embedder is not beside.texts.embedder
-            or texts.kind != beside.texts.kind
-            or len(waiting.text) > characters
-        ):
+        line = self._due[flow, part]
+        place = 0 if beside is None else _similar(line, beside, characters)
+        if place is None:
             return None
+        waiting = line.pop(place)[2]
+        if place:
+            line[0][2].overtaken += 1
         self._keys.pop()
         parts.pop()
-        heapq.heappop(heap)
         self._sizes[flow, part] -= waiting.size
         if not len(parts):
             del self._parts[flow]
-        if not heap:
-            del self._heaps[flow, part], self._sizes[flow, part]
+        if not line:
+            del self._due[flow, part], self._sizes[flow, part]
         return waiting
 
     def begun(self, waiting: Waiting) -> None:
@@ -140,6 +148,14 @@ class TextQueue:
         self.ns_per_size = now if self.ns_per_size == 0.0 else (1 - _NEWEST) * self.ns_per_size + _NEWEST * now
         for one in taken:
             self._charge(one, one.size * (now - expected))
+
+    def ns_of(self, sizes: Iterable[int]) -> float:
+        """Return the time that texts of these sizes are expected to take on one thread; 0 while that is not known."""
+        return sum(sizes) * self.ns_per_size
+
+    def waiting_ns(self) -> float:
+        """Return `ns_of` what waits."""
+        return self.ns_of(self._sizes.values())
 
     def wait_ns(self, flow: int, part: Part, size: int, threads: int) -> float:
         """Return when texts of this size would be embedded if they came now, from now on; 0 while that is not known."""
@@ -157,6 +173,19 @@ class TextQueue:
         self._keys.charge(texts.flow, ns)
         if texts.flow in self._parts:
             self._parts[texts.flow].charge(texts.part, ns * WEIGHTS[texts.part])
+
+
+def _similar(line: list[tuple[int, int, Waiting]], beside: Waiting, characters: int) -> int | None:
+    """Return the place of the text that costs least padding beside another; None if none can be embedded with it."""
+    best, nearest = None, 1 << 30
+    for place in range(1 if line[0][2].overtaken >= _WINDOW else min(len(line), _WINDOW)):
+        one = line[place][2]
+        difference = abs(one.size - beside.size)
+        if difference < nearest and one.goes_with(beside) and len(one.text) <= characters:
+            best, nearest = place, difference
+            if difference <= _SIMILAR:
+                break
+    return best
 
 
 def size_of(text: str) -> int:
