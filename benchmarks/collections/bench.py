@@ -128,7 +128,7 @@ def replaced(base: Array, queries: Array, metric: str, directory: Path) -> dict[
         for number in range(rest):
             writer.upsert([UpsertDocument(str(number), vector=base[count + number])])
             whole[number] = count + number
-            if writer.state.growing.count >= 4096:
+            if writer.state.growing.size >= 4096:
                 writer.flush()
         now = np.array([whole[number] for number in range(count)])
         truth = nearest(base[now], queries, K)

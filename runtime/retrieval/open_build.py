@@ -53,11 +53,11 @@ class OpenBuild:
         """The collection's size and properties as of now."""
         state, about = self.documents.state, self.documents.description
         size = state.count
-        sealed = [segment.documents.file_count or segment.size for segment in state.segments]
+        sealed = [(segment.store.file_count if segment.store else 0) or segment.size for segment in state.segments]
         return CollectionSummary(
             is_open=True,
             size=size,
-            files=min(sum(sealed) + state.growing.count, size),
+            files=min(sum(sealed) + state.growing.size, size),
             document_bytes=document_bytes(state),
             created_at=self.created_at,
             dim=about.dim,

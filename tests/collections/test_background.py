@@ -83,7 +83,7 @@ def test_threads_write_seal_and_merge_concurrently(tmp_path: Path) -> None:
 
         with Background([partial(write, 0), partial(write, 1000)]):
             until(lambda: writer.state.count == 144)
-        until(lambda: writer.state.growing.count < 16 and not pick_merge(writer.state.segments, 16))
+        until(lambda: writer.state.growing.size < 16 and not pick_merge(writer.state.segments, 16))
         expected = contents(writer)
         reader.poll()
         assert contents(reader) == expected
@@ -98,7 +98,7 @@ def test_a_flush_at_the_segment_limit_merges_first(tmp_path: Path) -> None:
         for number in range(MAX_SEGMENTS_PER_SHARD + 8):
             writer.upsert([document(str(number), number)])
             writer.flush()
-            assert writer.state.growing.count == 0
+            assert writer.state.growing.size == 0
             assert len(writer.state.segments) <= MAX_SEGMENTS_PER_SHARD
         assert len(contents(writer)) == MAX_SEGMENTS_PER_SHARD + 8
 

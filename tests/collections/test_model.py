@@ -128,7 +128,7 @@ class Model(RuleBasedStateMachine):
     @invariant()
     def a_sealed_row_is_of_its_segments_shard(self) -> None:
         for segment in self.writer.state.segments if hasattr(self, "writer") else ():
-            assert {self.writer.state.description.shard_of(one.id) for one in segment.documents.all()} == {
+            assert {self.writer.state.description.shard_of(one.id) for one in segment.documents()} == {
                 segment.info.shard
             }
 

@@ -59,7 +59,7 @@ Invalidate = Callable[[int, Iterable[int]], None]
 
 def growing_index(growing: GrowingSegment) -> GraphIndex:
     """Return the growing segment as an index without edges, with its room for new rows."""
-    rows = growing.rows
+    rows = growing.all_vectors
     room = len(rows.codes)
     ids = np.arange(growing.first, growing.first + room, dtype=np.int64)
     return GraphIndex(IndexData(rows, np.zeros((room, 0), np.uint32), np.zeros(0, np.uint32), ids))
@@ -247,7 +247,7 @@ class ServedCollection:
 
     def _load_growing(self, growing: GrowingSegment) -> _LoadedIndex:
         """Return the growing segment's index, loading it if its buffers were replaced."""
-        codes = growing.rows.codes
+        codes = growing.all_vectors.codes
         loaded = self._growing
         if loaded is None or loaded.source is not codes:
             if loaded is not None:
@@ -269,7 +269,7 @@ class ServedCollection:
         """Evaluate a filter over the collection as it is now, one state of all rows. On any thread."""
         snapshot = self.reader.state.snapshot()
         segments, growing = snapshot.segments, snapshot.growing
-        allowed, grown = snapshot.passing(condition, work)
+        *allowed, grown = snapshot.passing(condition, work)
         sealed = [part_of(0, bits) for bits in allowed]
 
         def finish() -> Sequence[Part] | None:
@@ -277,9 +277,9 @@ class ServedCollection:
             if self.reader.state.segments is not segments or self.reader.state.growing is not growing:
                 return None  # rows were sealed or merged meanwhile
             found = [part._replace(number=one.number) for part, one in zip(sealed, loaded, strict=True) if one]
-            if index is None and not growing.count and len(found) == len(loaded) > 0:  # never written to
+            if index is None and not growing.size and len(found) == len(loaded) > 0:  # never written to
                 return [part for part in found if part.passing] or found[:1]
-            if None in loaded or index is None or index.source is not growing.rows.codes:
+            if None in loaded or index is None or index.source is not growing.all_vectors.codes:
                 return None  # the engine has no room for them yet
             grown_part = part_of(index.number, _padded(grown, index.rows))
             return [part for part in (*found, grown_part) if part.passing] or [grown_part]

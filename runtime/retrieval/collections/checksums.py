@@ -11,7 +11,6 @@ import numpy as np
 from runtime.errors import CollectionError
 from runtime.files import open_regular
 from runtime.retrieval.collections.description import DOCUMENTS, Description, FileChecksum
-from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.manifest import SegmentInfo, read_manifest
 from runtime.retrieval.collections.segment import Segment
 
@@ -46,8 +45,8 @@ def verify_segment(directory: Path, info: SegmentInfo, description: Description)
         for name, known in segment.files.items():
             verify_file(segment.path / name, known)
         segment.check()
-        if isinstance(segment.documents, DocumentStore):
-            rows = (document.row for document in segment.documents.all())
+        if segment.store is not None:
+            rows = (document.row for document in segment.store.all())
             if not np.array_equal(np.fromiter(rows, np.int64), np.sort(segment.rows)):
                 raise CollectionError(f"{segment.path / DOCUMENTS} does not have the documents of the index")
 

@@ -137,7 +137,7 @@ class Collection(CollectionReader):
                 keyword_bytes=_bytes_of(state, KEYWORDS),
                 code_bytes=sum(size for name, size in sizes if name in CODE_FILES),
                 segments=[(s.info.number, s.size, s.size - s.count) for s in state.segments],
-                growing=state.growing.count,
+                growing=state.growing.size,
                 log_bytes=sum(path.stat().st_size for path in (directory / "log").glob("*.log")),
                 torn_bytes=found.torn_bytes,
             )

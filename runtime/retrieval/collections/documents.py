@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -67,42 +67,12 @@ class Sources(msgspec.Struct):
     files: dict[str, str] = {}
 
 
-class Documents(Protocol):
-    """The documents of a segment. Methods raise `CollectionError` for damaged files."""
-
-    file_count: int
-    """Files in `sources`, and the documents that are of none, or of a file with one document a line."""
-
-    def find(self, row: int) -> Document | None:
-        """Return the document of a row; None if it is not here."""
-
-    def get(self, rows: Rows, on_read: Callable[[Document], None] = ...) -> list[Document]:
-        """Return the documents of rows, in order; `on_read` is called with each before the next is read, in any order.
-
-        Raises `CollectionError` for a row that is not here.
-        """
-
-    def all(self, first: int = 0) -> Iterator[Document]:
-        """Yield the documents from row `first` on, by row."""
-
-    def texts(self, first: int = 0) -> Iterator[tuple[int, str, str]]:
-        """Yield row, title and text of the documents from row `first` on, by row."""
-
-    def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
-        """Return the rows of those ids that exist."""
-
-    def sources(self) -> Sources | None:
-        """Return the files that documents were read from; None if none were."""
-
-    def rows_by_file(self) -> dict[str, list[int]]:
-        """Return the rows of the documents of each file of `sources`, by row."""
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-
-
 class DocumentStore:
-    """Documents in a SQLite file, which any number of processes may read. Thread-safe."""
+    """Documents in a SQLite file, which any number of processes may read. Thread-safe.
+
+    file_count: files in `sources`, and the documents that are of none, or of a file with one document a line. Methods
+    raise `CollectionError` for damaged files.
+    """
 
     def __init__(self, path: Path, part: tuple[int, int]) -> None:
         """Use `open`."""
@@ -176,10 +146,15 @@ class DocumentStore:
         return store
 
     def find(self, row: int) -> Document | None:
+        """Return the document of a row; None if it is not here."""
         found = self._select("WHERE row = ?", int(row))
         return found[0] if found else None
 
     def get(self, rows: Rows, on_read: Callable[[Document], None] = lambda document: None) -> list[Document]:
+        """Return the documents of rows, in order; `on_read` is called with each before the next is read, in any order.
+
+        Raises `CollectionError` for a row that is not here.
+        """
         found: dict[int, Document] = {}
         wanted = [int(row) for row in rows]
         for begin in range(0, len(wanted), _MAX_IDS):
@@ -197,18 +172,23 @@ class DocumentStore:
             raise CollectionError(f"{self.path} has no row {missing}: its last one is {self.last_row}")
         return [found[row] for row in wanted]
 
-    def all(self, first: int = 0) -> Iterator[Document]:
+    def all(self) -> Iterator[Document]:
+        """Yield the documents, by row."""
+        first = 0
         while part := self._select("WHERE row >= ? ORDER BY row LIMIT ?", first, _BATCH_ROWS):
             yield from part
             first = part[-1].row + 1
 
-    def texts(self, first: int = 0) -> Iterator[tuple[int, str, str]]:
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Yield titles and texts, by row."""
+        first = 0
         sql = "SELECT row, title, text FROM documents WHERE row >= ? ORDER BY row LIMIT ?"
         while part := self._query(sql, first, _BATCH_ROWS):
-            yield from ((int(row), str(title), str(text)) for row, title, text in part)
+            yield from ((str(title), str(text)) for _, title, text in part)
             first = part[-1][0] + 1
 
     def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
+        """Return the rows of those ids that exist."""
         found: dict[str, int] = {}
         for begin in range(0, len(ids), _MAX_IDS):
             part = ids[begin : begin + _MAX_IDS]
@@ -217,6 +197,7 @@ class DocumentStore:
         return found
 
     def sources(self) -> Sources | None:
+        """Return the files that documents were read from; None if none were."""
         if self._version != _VERSION:
             return None
         source = self._query("SELECT root, passage_tokens FROM sources")
@@ -229,6 +210,7 @@ class DocumentStore:
         return Sources(root, passage_tokens, files)
 
     def rows_by_file(self) -> dict[str, list[int]]:
+        """Return the rows of the documents of each file of `sources`, by row."""
         rows: dict[str, list[int]] = defaultdict(list)
         if self._version == _VERSION:
             sql = "SELECT row, path FROM documents JOIN files ON file = number ORDER BY row"
@@ -237,6 +219,7 @@ class DocumentStore:
         return dict(rows)
 
     def close(self) -> None:
+        """Close the file. Idempotent."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
@@ -285,44 +268,6 @@ class DocumentStore:
                 rows = f"SELECT * FROM main.documents WHERE row % {self._part[1]} = {self._part[0]}"
                 self._connection.execute(f"CREATE TEMP VIEW documents AS {rows}")
         return self._connection
-
-
-class BareRows:
-    """The documents of a segment of bare vectors: of row 7, an empty one with the id "7"."""
-
-    def __init__(self, rows: Callable[[], NDArray[np.int64]], has: Callable[[int], bool]) -> None:
-        """rows: returns the rows of the segment, in any order. has: whether a row is among them."""
-        self._rows, self._has = rows, has
-        self.file_count = 0
-
-    def find(self, row: int) -> Document | None:
-        return Document(str(row), "", "", row=int(row)) if self._has(int(row)) else None
-
-    def get(self, rows: Rows, on_read: Callable[[Document], None] = lambda document: None) -> list[Document]:
-        found = [one for row in rows if (one := self.find(int(row))) is not None]
-        if len(found) < len(rows):
-            raise CollectionError("a row is not in the segment")
-        return found
-
-    def all(self, first: int = 0) -> Iterator[Document]:
-        rows = np.sort(self._rows())
-        return (Document(str(row), "", "", row=row) for row in rows[rows >= first].tolist())
-
-    def texts(self, first: int = 0) -> Iterator[tuple[int, str, str]]:
-        return iter(())
-
-    def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
-        numbers = {name: int(name) for name in ids if name.isascii() and name.isdecimal() and len(name) < 19}
-        return {name: row for name, row in numbers.items() if str(row) == name and self._has(row)}
-
-    def sources(self) -> Sources | None:
-        return None
-
-    def rows_by_file(self) -> dict[str, list[int]]:
-        return {}
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def read_only(path: Path) -> sqlite3.Connection:

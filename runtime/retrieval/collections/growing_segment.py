@@ -1,12 +1,13 @@
 """The growing segment: the rows of the log in memory, searched exactly (the memtable of an LSM tree)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.index.rows import Rows, aligned_empty, code_shape
+from gpu.index.rows import Rows as Vectors
+from gpu.index.rows import aligned_empty, code_shape
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.evaluation import Work
@@ -14,39 +15,58 @@ from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.operations import Upsert, decode_vectors
+from runtime.retrieval.collections.part import OnDocument, Part, Rows, ignore
 
 _INITIAL_ROWS = 8192  # untouched pages take no memory
 _PART = 64  # documents that are appended at once, with up to 256 strings in each list: some ms
 
 
-class GrowingSegment:
-    """The `count` consecutive rows from `first` on."""
+class GrowingSegment(Part):
+    """Consecutive rows from `first` on, which are appended."""
 
     def __init__(self, first: int, dim: int, metric: str) -> None:
-        self.first, self.count = first, 0
+        self.first, self._size = first, 0
         self.documents: list[Document] = []
         self._dim, self._metric = dim, metric
-        self.columns = Columns()
+        self._columns = Columns()
         self._matrix = self._allocate(_INITIAL_ROWS)
         self._alive = np.ones(_INITIAL_ROWS, bool)
         self._by_id: dict[str, int] = {}
 
     @property
     def next_row(self) -> int:
-        return self.first + self.count
+        return self.first + self._size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def count(self) -> int:
+        return int(np.count_nonzero(self.alive))
 
     @property
     def alive(self) -> Bits:
-        """Bool [count], whether each row is not deleted. A view."""
-        return self._alive[: self.count]
+        return self._alive[: self._size]
+
+    def snapshot_alive(self) -> Bits:
+        return self.alive.copy()
 
     @property
     def rows(self) -> Rows:
-        """The vectors as `Rows` for exact search, which reads the first `count`."""
-        return Rows(self._metric, "float32", self._dim, self._matrix, np.zeros(self._dim, np.float32), 1.0)
+        return np.arange(self.first, self.next_row)
 
-    def vectors(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the vectors at some positions, float32 [n, d]."""
+    def locate(self, rows: Rows) -> tuple[Bits, Rows]:
+        here = (rows >= self.first) & (rows < self.next_row)
+        return here, rows[here] - self.first
+
+    @property
+    def all_vectors(self) -> Vectors:
+        """The vectors for exact search, which reads the first `size`."""
+        centre = np.zeros(self._dim, np.float32)
+        return Vectors(self._metric, "float32", self._dim, self._matrix, centre, 1.0)
+
+    def vectors(self, positions: Rows) -> NDArray[np.float32]:
         found: NDArray[np.float32] = self._matrix[positions, : self._dim]
         return found
 
@@ -60,51 +80,57 @@ class GrowingSegment:
         """Do the work of `append` in parts; the rows are not there before `append_prepared`."""
         if operation.first != self.next_row:
             raise CollectionError(f"the log has row {operation.first} instead of row {self.next_row}")
-        total = self.count + len(operation.ids)
+        total = self._size + len(operation.ids)
         if total > len(self._matrix):
             matrix = self._allocate(max(total, 2 * len(self._matrix)))
-            matrix[: self.count] = self._matrix[: self.count]
+            matrix[: self._size] = self._matrix[: self._size]
             alive = np.ones(len(matrix), bool)
-            alive[: self.count] = self._alive[: self.count]
+            alive[: self._size] = self._alive[: self._size]
             self._matrix, self._alive = matrix, alive  # running searches keep the old arrays
-        self._matrix[self.count : total, : self._dim] = decode_vectors(operation, self._dim)
+        self._matrix[self._size : total, : self._dim] = decode_vectors(operation, self._dim)
         parts = zip(operation.ids, operation.titles, operation.texts, operation.attributes, strict=True)
         documents = (Document(*one, row=row) for row, one in enumerate(parts, operation.first))
         while part := list(islice(documents, _PART)):
             self.documents += part
-            self.columns.append([one.attributes for one in part], schema)
+            self._columns.append([one.attributes for one in part], schema)
             yield
 
     def append_prepared(self, operation: Upsert) -> None:
         """Append the rows of an upsert after all of `prepare`."""
-        total = self.count + len(operation.ids)
-        self._by_id.update(zip(operation.ids, range(self.count, total), strict=True))
-        self.count = total
+        total = self._size + len(operation.ids)
+        self._by_id.update(zip(operation.ids, range(self._size, total), strict=True))
+        self._size = total
 
     def document_lookup(self) -> Callable[[int], Document | None]:
         """Return a lookup of the documents by row that does not keep the vectors in memory."""
         first, documents = self.first, self.documents
         return lambda row: documents[row - first] if 0 <= row - first < len(documents) else None
 
-    def delete(self, rows: NDArray[np.int64]) -> None:
-        """Mark those of the rows that are in this segment as deleted."""
-        here = rows[(rows >= self.first) & (rows < self.next_row)]
-        self._alive[here - self.first] = False
+    def delete(self, rows: Rows) -> None:
+        self._alive[self.positions(rows)] = False
 
-    def row_of(self, name: str) -> int | None:
-        """Return the row of a document, or None if it is not here or deleted."""
-        position = self._by_id.get(name)
-        return None if position is None or not self._alive[position] else self.first + position
+    def find(self, rows: Sequence[int], on_read: OnDocument = ignore) -> dict[int, Document]:
+        first, documents = self.first, self.documents
+        found = {row: documents[row - first] for row in rows if 0 <= row - first < len(documents)}
+        for document in found.values():
+            on_read(document)
+        return found
+
+    def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
+        return {name: self.first + self._by_id[name] for name in ids if name in self._by_id}
+
+    @property
+    def columns(self) -> Columns:
+        return self._columns
+
+    def keep(self, schema: Schema) -> None:
+        self._columns.keep(schema)
 
     def passing(self, filter: Filter, work: Work | None = None, count: int | None = None) -> Bits:
-        """Return whether each of the first `count` rows (default: all) passes a filter, bool [count].
-
-        On any thread: rows may be appended meanwhile.
-        """
-        return self.columns.matching(filter, work, self.count if count is None else count)
+        return self._columns.matching(filter, work, self._size if count is None else count)
 
     def held_by(self, owner: AttributeBinding) -> Bits:
-        return self.columns.held_by(owner)
+        return self._columns.held_by(owner)
 
     def tail(self, first: int, schema: Schema) -> "GrowingSegment":
         """Return the segment that remains when the rows before `first` are sealed."""
@@ -112,7 +138,7 @@ class GrowingSegment:
             return self
         rest = GrowingSegment(first, self._dim, self._metric)
         begin = rest.first - self.first
-        if begin < self.count:
+        if begin < self._size:
             documents = self.documents[begin:]
             operation = Upsert(
                 rest.first,
@@ -120,11 +146,11 @@ class GrowingSegment:
                 [document.title for document in documents],
                 [document.text for document in documents],
                 [dict(document.attributes) for document in documents],
-                np.ascontiguousarray(self._matrix[begin : self.count, : self._dim]).tobytes(),
+                np.ascontiguousarray(self._matrix[begin : self._size, : self._dim]).tobytes(),
                 [],
             )
             rest.append(operation, schema)
-            rest._alive[: rest.count] = self._alive[begin : self.count]
+            rest._alive[: rest.size] = self._alive[begin : self._size]
         return rest
 
     def _allocate(self, count: int) -> NDArray[np.float32]:

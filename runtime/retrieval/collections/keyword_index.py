@@ -228,8 +228,8 @@ def _write(connection: sqlite3.Connection, texts: Texts) -> None:
 
 
 class Searched(NamedTuple):
-    """An index that a search reads: the rows of its documents, and whether each of these is visible. Documents behind
-    them are not."""
+    """An index that a search reads: the rows of its documents, and whether each of the first ones is visible; others
+    are not."""
 
     words: Postings | KeywordFile
     rows: Rows

@@ -18,11 +18,11 @@ from runtime.errors import Unavailable
 from runtime.retrieval.attributes.evaluation import BoundedWork, check_deadline
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.background_task import BackgroundTask
-from runtime.retrieval.collections.description import DOCUMENTS, KEYWORDS
+from runtime.retrieval.collections.description import KEYWORDS
 from runtime.retrieval.collections.growing_segment import GrowingSegment
 from runtime.retrieval.collections.keyword_index import KeywordFile, Postings, Searched, search_indexes
 from runtime.retrieval.collections.segment import Segment
-from runtime.retrieval.collections.state import Snapshot, State
+from runtime.retrieval.collections.state import Snapshot, State, vectors_of
 from runtime.retrieval.neighbors import Neighbors
 
 _WAIT_S = 0.25  # how long a search waits for rows that are being added
@@ -51,34 +51,27 @@ class KeywordSearch:
         """
         snapshot = self._state.snapshot()
         self._wait_for_rows(snapshot)
-        growing, segments = snapshot.growing, snapshot.segments
         searched = self._searched(snapshot, filter, BoundedWork(partial(check_deadline, deadline_ns)))
         rows = search_indexes(searched, text, depth, deadline_ns)
-        vectors = np.empty((len(rows), len(vector)), np.float32)
-        for segment in segments:
-            here, at = segment.locate(rows)
-            vectors[here] = segment.vectors(at)
-        grown = rows >= growing.first
-        vectors[grown] = growing.vectors(rows[grown] - growing.first)
-        return rows, distances(vectors, vector, self._state.description.metric)
+        return rows, distances(vectors_of(snapshot.parts, rows, len(vector)), vector, self._state.description.metric)
 
     def _searched(self, snapshot: Snapshot, filter: Filter | None, work: BoundedWork) -> list[Searched]:
-        growing, segments = snapshot.growing, snapshot.segments
-        passing, recent = snapshot.passing(filter, work)
+        passing, growing = snapshot.passing(filter, work), snapshot.growing
         postings = self._postings_of(growing)
-        count = min(len(postings), len(recent))
-        if count < len(recent):  # the rows whose newer versions are not in the index yet remain visible
+        count = len(postings)
+        if count < len(passing[-1]):  # the rows whose newer versions are not in the index yet remain visible
             rows = self._state.replaced_by(growing.first + count)
-            for number, segment in enumerate(segments):
-                _, at = segment.locate(rows)
-                passing[number] = passing[number].copy()
-                passing[number][at] = True if filter is None else segment.passing(filter)[at]
-            at = rows[(rows >= growing.first) & (rows < growing.first + count)] - growing.first
-            recent = recent.copy()
-            recent[at] = True if filter is None else growing.passing(filter)[at]
-        files = [(self._file_of(one), one, bits) for one, bits in zip(segments, passing, strict=True)]
-        found = [Searched(file, one.rows, bits) for file, one, bits in files if file is not None]
-        return [*found, Searched(postings, np.arange(growing.first, growing.first + count), recent[:count])]
+            for number, part in enumerate(snapshot.parts):
+                at = part.positions(rows)
+                at, passing[number] = at[at < len(passing[number])], passing[number].copy()
+                passing[number][at] = True if filter is None else part.passing(filter)[at]
+            passing[-1] = passing[-1][:count]
+        found = []
+        for part, bits in zip(snapshot.parts, passing, strict=True):
+            words = self._file_of(part) if isinstance(part, Segment) else postings
+            if words is not None:
+                found.append(Searched(words, part.rows, bits))
+        return found
 
     def _file_of(self, segment: Segment) -> KeywordFile | None:
         """Return a segment's index; None for one of bare vectors, or one that was not read yet. Raises
@@ -96,14 +89,14 @@ class KeywordSearch:
 
     def _unread(self, snapshot: Snapshot) -> list[Segment]:
         """Return the segments whose documents are in no index."""
-        return [one for one in snapshot.segments if DOCUMENTS in one.files and self._file_of(one) is None]
+        return [one for one in snapshot.segments if one.store is not None and self._file_of(one) is None]
 
     def _wait_for_rows(self, snapshot: Snapshot) -> None:
         """Wait until all rows are in an index, for `_WAIT_S` at most.
 
         Raises `Unavailable` if those of a segment are not then, or cannot be read.
         """
-        until, count = self._clock() + _WAIT_S, len(snapshot.growing_alive)
+        until, count = self._clock() + _WAIT_S, len(snapshot.alive[-1])
         while self._unread(snapshot) or len(self._postings_of(snapshot.growing)) < count:
             with self._lock:
                 if self._adding is None or self._adding.done:
@@ -119,12 +112,12 @@ class KeywordSearch:
 
     def _add(self, snapshot: Snapshot, task: BackgroundTask[None]) -> None:
         def texts(segment: Segment) -> Iterator[tuple[str, str]]:
-            for _, title, text in segment.documents.texts():
+            for title, text in segment.store.texts() if segment.store else ():
                 task.check_cancelled(len(text))
                 yield title, text
 
         growing, postings = snapshot.growing, self._postings_of(snapshot.growing)
-        for document in growing.documents[len(postings) : len(snapshot.growing_alive)]:
+        for document in growing.documents[len(postings) : len(snapshot.alive[-1])]:
             task.check_cancelled(len(document.text))
             postings.add(document.title, document.text)
         for segment in self._unread(snapshot):

@@ -43,10 +43,10 @@ def search(
         if filter is not None:
             check_filter(filter, state.schema)
         found = state.snapshot()
-    allowed, growing = found.passing(filter, BoundedWork())
+    *allowed, growing = found.passing(filter, BoundedWork())
     try:
         parts = []
-        for segment, whole, bits in zip(found.segments, found.whole, allowed, strict=True):
+        for segment, whole, bits in zip(found.segments, found.whole, allowed, strict=False):
             mask = None if whole and filter is None else bits
             parts.append(search_segment(segment.index, queries, k, top_m, search_width, mask, threads, patience))
         if not parts or (len(growing) and growing.any()):
@@ -60,7 +60,7 @@ def _search_growing(growing: GrowingSegment, queries: NDArray[Any], k: int, allo
     from gpu.cpu.exact import nearest  # compiled code, loaded by the first search
 
     positions, count = np.flatnonzero(allowed), len(allowed)
-    nodes, distances = nearest(growing.rows, queries, k, None if len(positions) == count else positions, count)
+    nodes, distances = nearest(growing.all_vectors, queries, k, None if len(positions) == count else positions, count)
     return np.where(nodes >= 0, nodes + growing.first, -1), distances
 
 

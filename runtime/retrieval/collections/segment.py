@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -26,17 +26,19 @@ from runtime.retrieval.collections.description import (
     has_checksum,
 )
 from runtime.retrieval.collections.disk import storage_error
-from runtime.retrieval.collections.documents import BareRows, Documents, DocumentStore, Sources
+from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.manifest import SegmentInfo
+from runtime.retrieval.collections.part import OnDocument, Part, Rows, ignore
 from runtime.retrieval.collections.segment_files import files_of, segment_path
 
 _OWNERS_KEPT = 64
 
 
-class Segment:
-    """An open segment. `alive`: bool [size], whether each row is not deleted.
+class Segment(Part):
+    """An open segment. Its rows ascend, except in a bulk load of vectors with ids.
 
     `files`: the checksums of its files, by their paths within `path`. Attributes are read when they are first used.
+    `store`: None for a segment of bare vectors: the document of row 7 is an empty one with the id "7".
     """
 
     def __init__(
@@ -44,22 +46,20 @@ class Segment:
         info: SegmentInfo,
         index_folder: Path,
         index: GraphIndex,
-        documents: "Callable[[Segment], Documents]",
+        store: DocumentStore | None,
         attributes: "_Attributes",
         files: dict[str, FileChecksum],
     ) -> None:
         """Use `load`."""
         self.info, self.path, self.index, self.files = info, index_folder.parent, index, files
         self.index_folder = index_folder
-        self.alive: Bits = np.ones(index.size, bool)
+        self._alive: Bits = np.ones(index.size, bool)
         self._alive_is_shared = False
         self.deletions = 0
         """Number of changes of `alive`, so that data derived from it can be invalidated."""
-        self.count = index.size
-        """Number of rows that are not deleted."""
+        self._count = index.size
         self._bits: NDArray[np.uint64] | None = None  # `alive`, once it was asked for
-        self._attributes = attributes
-        self.documents = documents(self)
+        self._attributes, self.store = attributes, store
 
     @classmethod
     def load(cls, directory: Path, info: SegmentInfo, description: Description, schema: Schema | None) -> "Segment":
@@ -95,10 +95,7 @@ class Segment:
                 store.close()
             raise
 
-        def documents(segment: Segment) -> Documents:
-            return store or BareRows(lambda: segment.rows, segment.has)
-
-        return cls(info, path / folder, index, documents, attributes, {**files, **arrays})
+        return cls(info, path / folder, index, store, attributes, {**files, **arrays})
 
     @property
     def size(self) -> int:
@@ -113,13 +110,20 @@ class Segment:
             self.index.check_graph()
         except GpuError as error:
             raise CollectionError(str(error)) from error
-        _ = self.schema
+        _ = self.columns
 
     # ---- rows
 
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @property
+    def alive(self) -> Bits:
+        return self._alive
+
     @cached_property
-    def rows(self) -> NDArray[np.int64]:
-        """The row of each position, int64 [size]: ascending, except in a bulk load of vectors with ids."""
+    def rows(self) -> Rows:
         ids = self.index.data.ids
         return np.arange(self.size, dtype=np.int64) if ids is None else ids
 
@@ -135,8 +139,7 @@ class Segment:
         ids = self.index.data.ids
         return self.size - 1 if ids is None else int(ids[-1] if self._order is None else ids.max())
 
-    def locate(self, rows: NDArray[np.int64]) -> tuple[Bits, NDArray[np.int64]]:
-        """Return which of some rows are in this segment, and the positions of those."""
+    def locate(self, rows: Rows) -> tuple[Bits, Rows]:
         if self.index.data.ids is None:
             here = (rows >= 0) & (rows < self.size)
             return here, rows[here]
@@ -145,73 +148,77 @@ class Segment:
         here, places = locate_rows(self.rows[self._order], rows)
         return here, self._order[places]
 
-    def has(self, row: int) -> bool:
-        """Return whether a row is in this segment."""
-        return bool(self.locate(np.array([row], np.int64))[0][0])
-
-    def positions(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions of those rows that are in this segment."""
-        return self.locate(rows)[1]
-
-    def delete(self, rows: NDArray[np.int64]) -> None:
-        """Mark those of the rows that are in this segment as deleted."""
+    def delete(self, rows: Rows) -> None:
         positions = np.unique(self.positions(rows)) if len(rows) else rows
         if len(positions):
-            self.count -= int(np.count_nonzero(self.alive[positions]))
+            self._count -= int(np.count_nonzero(self._alive[positions]))
             if self._alive_is_shared:
-                self.alive, self._alive_is_shared = self.alive.copy(), False
-            self.alive[positions] = False
+                self._alive, self._alive_is_shared = self._alive.copy(), False
+            self._alive[positions] = False
             self.deletions += 1
             if self._bits is not None:
                 places, bits = np.divmod(positions.astype(np.uint64), np.uint64(64))
                 np.bitwise_and.at(self._bits, places, ~(np.uint64(1) << bits))
 
     def snapshot_alive(self) -> Bits:
-        """Return `alive` as of now, without copying it: the next deletion does. Do not write into it."""
-        self._alive_is_shared = True
-        return self.alive
+        self._alive_is_shared = True  # copied by the next deletion
+        return self._alive
 
     def alive_bits(self) -> NDArray[np.uint64]:
         """Return a copy of `alive` as a bitmap (`gpu.index.data.bitmap`): much cheaper than to pack it again."""
         if self._bits is None:
-            self._bits = bitmap(self.alive, self.size)
+            self._bits = bitmap(self._alive, self.size)
         return self._bits.copy()
 
-    def vectors(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the vectors at some positions, float32 [n, d], as upserted except for rounding under float16."""
+    def vectors(self, positions: Rows) -> NDArray[np.float32]:
         return self.index.vectors(positions)
+
+    # ---- documents
+
+    def find(self, rows: Sequence[int], on_read: OnDocument = ignore) -> dict[int, Document]:
+        wanted = np.array(rows, np.int64)
+        here = wanted[self.locate(wanted)[0]].tolist()
+        if self.store is not None:
+            return dict(zip(here, self.store.get(here, on_read), strict=True))
+        return {row: Document(str(row), "", "", row=row) for row in here}
+
+    def document_lookup(self) -> Callable[[int], Document | None]:
+        """Return a lookup of the documents by row that does not keep the index in memory, if it can."""
+        return (lambda row: self.find([row]).get(row)) if self.store is None else self.store.find
+
+    def documents(self) -> Iterator[Document]:
+        """Yield all documents, by row, deleted ones included. Raises `CollectionError`."""
+        if self.store is not None:
+            return self.store.all()
+        return (Document(str(row), "", "", row=row) for row in np.sort(self.rows).tolist())
+
+    def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
+        if self.store is not None:
+            return self.store.rows_of(ids)
+        numbers = {name: int(name) for name in ids if name.isascii() and name.isdecimal() and len(name) < 19}
+        return {name: row for name, row in numbers.items() if str(row) == name and len(self.positions(np.array([row])))}
 
     # ---- attributes
 
     @property
-    def schema(self) -> Schema:
-        """The attributes that occur, and their types."""
-        return self._attributes.columns.schema
-
-    def keep(self, schema: Schema) -> None:
-        """Drop the attributes that are not in a schema, or have another type there."""
-        self._attributes.keep(schema)
-
-    def occurring(self) -> list[str]:
-        """Return the attributes that a row that is not deleted has."""
-        return self._attributes.columns.occurring(self.alive)
-
-    @property
     def columns(self) -> Columns:
-        """The attributes."""
         return self._attributes.columns
 
-    def passing(self, filter: Filter, work: Work | None = None) -> Bits:
-        """Return whether each row passes a filter, bool [size]; the last filters are cached. On any thread."""
+    def keep(self, schema: Schema) -> None:
+        self._attributes.keep(schema)
+
+    def passing(self, filter: Filter, work: Work | None = None, count: int | None = None) -> Bits:
+        """The results for the last filters are cached."""
         return self._attributes.cache.matching(filter, work)
 
     def held_by(self, owner: AttributeBinding) -> Bits:
-        """Return whether each row belongs to an owner; an LRU cache of the last owners."""
+        """The results for the last owners are cached."""
         return self._attributes.held_by(owner)
 
     def close(self) -> None:
         """Close the files; the index's memory is freed with its last reference."""
-        self.documents.close()
+        if self.store is not None:
+            self.store.close()
         self._attributes.close()
 
 
@@ -282,7 +289,7 @@ class _Attributes:
 
 def sources_of(segments: Sequence[Segment]) -> Sources | None:
     """Return the files that the documents of some segments were read from; None if none were."""
-    found = [sources for segment in segments if (sources := segment.documents.sources()) is not None]
+    found = [sources for segment in segments if segment.store and (sources := segment.store.sources())]
     if not found:
         return None
     files = {path: checksum for sources in found for path, checksum in sources.files.items()}

@@ -90,12 +90,12 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
         except OSError as error:
             raise storage_error(error, f"{state.directory} cannot be written") from error
         # A resumed merge includes rows that were deleted since it began: tombstones hide them.
-        rows = checkpoint("rows", lambda: np.concatenate([segment.rows[segment.alive] for segment in merged]))
+        rows = checkpoint("rows", lambda: np.concatenate([segment.alive_rows() for segment in merged]))
         for number, segment in enumerate(merged, 1):
             positions = segment.positions(rows)
             positions = positions[np.argsort(segment.rows[positions])]  # by row, as its documents are
             kept = set(segment.rows[positions].tolist())
-            documents += [document for document in segment.documents.all() if document.row in kept]
+            documents += [document for document in segment.documents() if document.row in kept]
             parts.append(segment.vectors(positions))
             progress("rows", number / len(merged))
     else:

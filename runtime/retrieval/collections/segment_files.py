@@ -128,7 +128,7 @@ def write_documents(
         columns = Columns.from_documents((one.attributes for one in store.all()), schema)
         if columns.schema:
             (building / ATTRIBUTES).write_bytes(columns.encode())
-        KeywordFile.create(building / KEYWORDS, ((title, text) for _, title, text in store.texts()))
+        KeywordFile.create(building / KEYWORDS, store.texts())
 
 
 def seal_segment(

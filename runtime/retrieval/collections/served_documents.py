@@ -94,7 +94,7 @@ class CollectionDocuments:
         try:
             if not self._reader.current:
                 return None
-            known = self._recent.find(rows) | self._reader.state.growing_documents(rows)
+            known = self._recent.find(rows) | self._reader.state.growing.find(rows)
             if len(known) < len(rows):
                 return None
             return _shown(self._reader.state, rows, [known[row] for row in rows])

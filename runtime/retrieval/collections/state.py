@@ -5,6 +5,7 @@ The writer and every reader hold a `State` each, and apply the same log records 
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,18 +18,16 @@ from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import BoundedWork, Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check_filter
 from runtime.retrieval.attributes.schema import AttributeType, Schema, agrees, by_shape, extend_schema
-from runtime.retrieval.collections.description import (
-    Description,
-)
+from runtime.retrieval.collections.description import Description
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.growing_segment import GrowingSegment
 from runtime.retrieval.collections.manifest import Manifest, SegmentInfo, read_tombstones
 from runtime.retrieval.collections.operations import Delete, Operation, Upsert
+from runtime.retrieval.collections.part import Part, Rows
 from runtime.retrieval.collections.replaced_rows import ReplacedRows
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.passages import Attributes
 
-Rows = NDArray[np.int64]
 Loaded = dict[SegmentInfo, Segment]
 _SHAPES_AT_ONCE = 512
 
@@ -65,6 +64,11 @@ class State:
         self.introduced: dict[str, str] = {} if manifest.introduced is UNSET else dict(manifest.introduced)
         self.sequence = 0
         self.advance(manifest)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The segments, and the growing rows last."""
+        return *self.segments, self.growing
 
     @property
     def schema(self) -> Schema:
@@ -109,10 +113,8 @@ class State:
 
     def delete(self, rows: Rows) -> None:
         """Mark rows as deleted."""
-        if len(rows):
-            for segment in self.segments:
-                segment.delete(rows)
-            self.growing.delete(rows)
+        for part in self.parts if len(rows) else ():
+            part.delete(rows)
 
     def extended_schema(
         self, schema: Schema, documents: Sequence[Attributes], pending: Sequence[Operation] = ()
@@ -137,20 +139,17 @@ class State:
         """Return the attributes that were declared, and those that a document has now."""
         with self.lock:
             found = dict(self.description.schema)
-            for segment in self.segments:
-                kinds = segment.schema
-                found |= {name: kinds[name] for name in segment.occurring()}
-            kinds = self.growing.columns.schema
-            return found | {name: kinds[name] for name in self.growing.columns.occurring(self.growing.alive)}
+            for part in self.parts:
+                found |= part.occurring()
+            return found
 
     def introduced_in(self, schema: Schema) -> dict[str, str]:
         """Return the attributes of a schema that an owner was the first to write, and the owners."""
         return {name: owner for name, owner in self.introduced.items() if owner and name in schema}
 
     def _keep_columns(self, schema: Schema) -> None:
-        for segment in self.segments:
-            segment.keep(schema)
-        self.growing.columns.keep(schema)
+        for part in self.parts:
+            part.keep(schema)
 
     def _hide_others(self, operation: Upsert) -> None:
         """Mark the new rows of other shards as deleted."""
@@ -210,10 +209,10 @@ class State:
                 segment.delete(dead)
             gone = [segment for segment in known.values() if segment not in segments]
             before = self.growing
-            self.growing = before.tail(manifest.next_row, {**manifest.schema, **(self.schema if before.count else {})})
+            self.growing = before.tail(manifest.next_row, {**manifest.schema, **(self.schema if before.size else {})})
             if self._replaced is not None:
                 for segment in gone:
-                    self._replaced.retire(segment.documents.find)
+                    self._replaced.retire(segment.document_lookup())
                 if before is not self.growing:
                     self._replaced.retire(before.document_lookup())
             self.segments = tuple(segments)
@@ -224,13 +223,12 @@ class State:
     def dead_rows(self) -> Rows:
         """Return the deleted rows, int64."""
         with self.lock:
-            parts = [_deleted(segment) for segment in self.segments]
-            return np.concatenate([*parts, np.flatnonzero(~self.growing.alive) + self.growing.first])
+            return np.concatenate([part.dead_rows() for part in self.parts])
 
     def dead_rows_in(self, manifest: Manifest, fresh: "Loaded") -> Rows:
         """Return the deleted rows of a manifest's segments; `fresh` are those that are not installed yet."""
         known, dead = {segment.info: segment for segment in self.segments}, self.dead_rows()
-        installed = [_deleted(known[info]) for info in manifest.segments if info in known]
+        installed = [known[info].dead_rows() for info in manifest.segments if info in known]
         found = (np.intersect1d(segment.rows, dead) for segment in fresh.values())
         return np.concatenate([np.empty(0, np.int64), *installed, *found])
 
@@ -238,66 +236,48 @@ class State:
     def count(self) -> int:
         """Number of documents that are not deleted."""
         with self.lock:
-            sealed = sum(segment.count for segment in self.segments)
-            return sealed + int(np.count_nonzero(self.growing.alive))
+            return sum(part.count for part in self.parts)
 
     def alive_rows(self) -> Rows:
         """Return the rows that are not deleted, int64."""
         with self.lock:
-            parts = [segment.rows[segment.alive] for segment in self.segments]
-            return np.concatenate([*parts, np.flatnonzero(self.growing.alive) + self.growing.first])
+            return np.concatenate([part.alive_rows() for part in self.parts])
 
     def vectors(self, rows: Rows) -> NDArray[np.float32]:
         """Return the vectors of existing rows, float32 [n, d], as upserted except for rounding."""
         with self.lock:
-            found = np.empty((len(rows), self.description.dim), np.float32)
-            grown = rows >= self.growing.first
-            found[grown] = self.growing.vectors(rows[grown] - self.growing.first)
-            for segment in self.segments:
-                here, at = segment.locate(rows)
-                found[here] = segment.vectors(at)
-            return found
+            return vectors_of(self.parts, rows, self.description.dim)
 
     def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
-        """Return the rows of those ids that exist."""
+        """Return the rows of those ids that exist, in order."""
         with self.lock:
             found: dict[str, int] = {}
-            for name in ids:
-                row = self.growing.row_of(name)
-                if row is not None:
-                    found[name] = row
-            missing = [name for name in ids if name not in found]
-            for segment in self.segments:
-                for name, row in segment.documents.rows_of(missing).items() if missing else ():
-                    positions = segment.positions(np.array([row], np.int64))
-                    if len(positions) and segment.alive[positions[0]]:
-                        found[name] = row
-        return found
+            for part in reversed(self.parts):
+                here = part.rows_of([name for name in ids if name not in found])
+                alive = part.has_alive(np.array([*here.values()], np.int64))
+                found |= dict(compress(here.items(), alive))
+        return {name: found[name] for name in ids if name in found}
 
     def snapshot(self) -> "Snapshot":
         """Return one state of all rows. Evaluate filters over it, not under the lock, which others need."""
         with self.lock:
-            alive = [segment.snapshot_alive() for segment in self.segments]
-            whole = [segment.count == segment.size for segment in self.segments]
-            return Snapshot(self.segments, alive, whole, self.growing, self.growing.alive.copy())
+            alive = [part.snapshot_alive() for part in self.parts]
+            return Snapshot(self.segments, self.growing, alive, [part.count == part.size for part in self.parts])
 
     def rows_passing(self, filter: Filter, work: Work | None = None) -> Rows:
         """Return the rows that are not deleted and pass a filter, int64. Raises `InvalidFilter`."""
         check_filter(filter, self.schema)
-        found, work = self.snapshot(), work or BoundedWork()
-        sealed, growing = found.passing(filter, work)
-        parts = [segment.rows[bits] for segment, bits in zip(found.segments, sealed, strict=True)]
-        return np.concatenate([*parts, np.flatnonzero(growing) + found.growing.first])
+        found = self.snapshot()
+        passing = zip(found.parts, found.passing(filter, work or BoundedWork()), strict=True)
+        return np.concatenate([part.rows[: len(bits)][bits] for part, bits in passing])
 
     def held_by(self, owner: AttributeBinding, rows: Rows) -> Bits:
         """Return which of some rows an owner may replace and delete: see `AttributeBinding`. Bool [rows]."""
         with self.lock:
             held = np.zeros(len(rows), bool)
-            growing = np.flatnonzero(rows >= self.growing.first)
-            held[growing] = self.growing.held_by(owner)[rows[growing] - self.growing.first]
-            for segment in self.segments:
-                here, at = segment.locate(rows)
-                held[here] = segment.held_by(owner)[at]
+            for part in self.parts:
+                here, at = part.locate(rows)
+                held[here] = part.held_by(owner)[at]
         return held
 
     def documents(
@@ -308,25 +288,15 @@ class State:
         `on_read` is called with each before the next is read, in any order.
         """
         with self.lock:
-            segments = self.segments
-            found = self.growing_documents(rows)
-        for document in found.values():
-            on_read(document)
-        sealed = np.array([row for row in rows if row not in found], np.int64)
-        for segment in segments:
-            here = sealed[segment.locate(sealed)[0]].tolist()
-            found |= zip(here, segment.documents.get(here, on_read), strict=True) if here else ()
+            parts = self.parts
+        found: dict[int, Document] = {}
+        for part in parts:
+            found |= part.find([row for row in rows if row not in found], on_read)
         for row in rows:
             if row not in found and (document_then := self._replaced_document(row)) is not None:
                 found[row] = document_then
                 on_read(document_then)
         return [found.get(row) for row in rows]
-
-    def growing_documents(self, rows: Sequence[int]) -> dict[int, Document]:
-        """Return the documents of those rows that are growing: in memory."""
-        with self.lock:
-            first, documents = self.growing.first, self.growing.documents
-            return {row: documents[row - first] for row in rows if 0 <= row - first < len(documents)}
 
     def _replaced_document(self, row: int) -> Document | None:
         if self._replaced is None:
@@ -351,53 +321,53 @@ class State:
     def deleted(self, rows: Sequence[int]) -> list[bool]:
         """Return whether each row is deleted or unknown."""
         wanted = np.array(rows, np.int64)
-        alive = np.zeros(len(wanted), bool)
         with self.lock:
-            for segment in self.segments:
-                here, at = segment.locate(wanted)
-                alive[here] |= segment.alive[at]
-            places = wanted - self.growing.first
-            grown = (places >= 0) & (places < self.growing.count)
-            alive[grown] = self.growing.alive[places[grown]]
-        dead: list[bool] = (~alive).tolist()
-        return dead
+            alive = np.any([part.has_alive(wanted) for part in self.parts], axis=0)
+        return [not one for one in alive.tolist()]
 
     def close(self) -> None:
         close(self.segments)
 
 
 class Snapshot(NamedTuple):
-    """One state of all rows: which rows of each segment, and of the growing ones, are not deleted.
+    """One state of all rows: which rows of each part, the growing ones last, are not deleted.
 
-    whole: whether a segment has no deleted rows.
+    whole: whether a part has no deleted rows.
     """
 
     segments: tuple[Segment, ...]
+    growing: GrowingSegment
     alive: list[Bits]
     whole: list[bool]
-    growing: GrowingSegment
-    growing_alive: Bits
 
-    def passing(self, filter: Filter | None, work: Work) -> tuple[list[Bits], Bits]:
-        """Return which rows are not deleted and pass a filter: of each segment, and of the growing ones.
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return *self.segments, self.growing
+
+    def passing(self, filter: Filter | None, work: Work) -> list[Bits]:
+        """Return which rows of each part are not deleted and pass a filter.
 
         Raises `InvalidFilter` if that is too much work.
         """
         if filter is None:
-            return self.alive, self.growing_alive
-        pairs = zip(self.segments, self.alive, strict=True)
-        sealed = [segment.passing(filter, work) & alive for segment, alive in pairs]
-        return sealed, self.growing.passing(filter, work, len(self.growing_alive)) & self.growing_alive
+            return list(self.alive)
+        pairs = zip(self.parts, self.alive, strict=True)
+        return [part.passing(filter, work, len(alive)) & alive for part, alive in pairs]
+
+
+def vectors_of(parts: Sequence[Part], rows: Rows, dim: int) -> NDArray[np.float32]:
+    """Return the vectors of rows that are in some parts, float32 [n, d]."""
+    found = np.empty((len(rows), dim), np.float32)
+    for part in parts:
+        here, at = part.locate(rows)
+        found[here] = part.vectors(at)
+    return found
 
 
 def _extended(schema: Schema, documents: Sequence[Attributes]) -> Schema:
     for attributes in documents:
         schema = extend_schema(schema, attributes)
     return schema
-
-
-def _deleted(segment: Segment) -> Rows:
-    return segment.rows[~segment.alive] if segment.count < segment.size else np.empty(0, np.int64)
 
 
 def close(segments: Sequence[Segment]) -> None:

@@ -31,6 +31,6 @@ def writer_state(
     """Compute the statistics of a collection's writer."""
     with state.lock:
         deleted = sum(segment.size - segment.count for segment in state.segments)
-        segments, growing, documents = len(state.segments), state.growing.count, state.count
+        segments, growing, documents = len(state.segments), state.growing.size, state.count
     size = sum(path.stat().st_size for _, path in log_files(directory) if path.exists())
     return WriterState(documents, segments, growing, deleted, size, sealed, merged, build)

@@ -85,15 +85,15 @@ def _sealed(
         closing(Segment.load(directory, info, description, None)) as flat,
         building_segment(disk, directory, number) as building,
     ):
-        schema |= {name: kind for name, kind in flat.schema.items() if name not in schema}
+        schema |= {name: kind for name, kind in flat.columns.schema.items() if name not in schema}
         shutil.copytree(flat.index_folder, building / INDEX, copy_function=_link)
         known = {META: flat.files[f"{flat.index_folder.name}/meta.json"]}
         if description.shard_count == 1:
             for name in {DOCUMENTS, ATTRIBUTES, KEYWORDS} & flat.files.keys():
                 _link(directory / name, building / name)
                 known[name] = flat.files[name]
-        elif DOCUMENTS in flat.files:
-            write_documents(building, flat.documents.all(), schema, flat.documents.sources())
+        elif flat.store is not None:
+            write_documents(building, flat.store.all(), schema, flat.store.sources())
         return seal_segment(disk, building, info.size, info.shard, known)
 
 

@@ -22,12 +22,13 @@ from runtime.retrieval.collections.log import log_path
 from runtime.retrieval.collections.maintenance import BuildSegment, Maintenance, pick_merge, too_many_segments
 from runtime.retrieval.collections.manifest import MANIFEST, Manifest, SegmentInfo, tombstones_content
 from runtime.retrieval.collections.operations import Delete, Upsert, encode
+from runtime.retrieval.collections.part import Rows
 from runtime.retrieval.collections.reader_barrier import ReaderBarrier
 from runtime.retrieval.collections.recovery import replay
 from runtime.retrieval.collections.resumable_merge import obsolete_files, resumable_segments
 from runtime.retrieval.collections.segment_build import BuildJob, SegmentProgress, progress_of_stage
 from runtime.retrieval.collections.sources import Progress, no_progress
-from runtime.retrieval.collections.state import Loaded, Rows, close
+from runtime.retrieval.collections.state import Loaded, close
 from runtime.retrieval.collections.statistics import WriterState, writer_state
 from runtime.retrieval.collections.tenant_attributes import introduced_by, with_bound_attribute
 from runtime.retrieval.collections.upgrade import upgrade
@@ -109,9 +110,9 @@ class CollectionWriter:
         if owner is not None:
             check_owner(documents, owner)
         vectors = resolve_vectors(documents, self.state.description, self._embedder)
-        if self.state.growing.count >= _MAX_GROWING * self._seal_threshold:
+        if self.state.growing.size >= _MAX_GROWING * self._seal_threshold:
             self.maintenance.wake()
-            raise Overloaded(f"{self.state.growing.count} documents wait to be sealed; try again later")
+            raise Overloaded(f"{self.state.growing.size} documents wait to be sealed; try again later")
         exclusive = owner is not None  # the owner of a replaced document is looked up in the stored state
         return self._write(
             PendingWrite(lambda group: self._prepare_upsert(group, documents, vectors, owner), exclusive)
@@ -186,7 +187,7 @@ class CollectionWriter:
     def seal_if_due(self, build: BuildSegment) -> bool:
         """Seal the growing rows into segments by `build`, if there are enough; return whether there were."""
         with self.sealing:
-            enough = self.state.growing.count >= self._seal_threshold
+            enough = self.state.growing.size >= self._seal_threshold
             if self._closed or not enough or too_many_segments(self.state.segments):
                 return False
             self._seal(build)
@@ -232,7 +233,7 @@ class CollectionWriter:
 
     def _write(self, pending: PendingWrite) -> int:
         count = self.commits.write(pending)
-        if self.state.growing.count >= self._seal_threshold:
+        if self.state.growing.size >= self._seal_threshold:
             self.maintenance.wake()
         return count
 
@@ -308,7 +309,7 @@ class CollectionWriter:
 
     def _seal(self, build: BuildSegment) -> None:
         with self.commits.lock:
-            if not self.state.growing.count:
+            if not self.state.growing.size:
                 return
             self.commits.check_directory()
             self.commits.rotate()

@@ -152,7 +152,7 @@ class _ExistingCollection:
         self.by_file: dict[str, list[int]] = {}
         alive = set(self.rows)
         for segment in collection.state.segments:
-            for path, rows in segment.documents.rows_by_file().items():
+            for path, rows in (segment.store.rows_by_file() if segment.store else {}).items():
                 self.by_file.setdefault(path, []).extend(row for row in rows if row in alive)
         self.expected = {path for path in self.files if any(_within(root / path, folder) for folder in folders)}
 

@@ -1,0 +1,117 @@
+"""A part of a collection's rows: a sealed segment, or the growing rows."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.retrieval.attributes.columns import Bits, Columns
+from runtime.retrieval.attributes.evaluation import Work
+from runtime.retrieval.attributes.filters import AttributeBinding, Filter
+from runtime.retrieval.attributes.schema import AttributeType, Schema
+from runtime.retrieval.collections.documents import Document
+
+Rows = NDArray[np.int64]
+OnDocument = Callable[[Document], None]
+
+
+def ignore(document: Document) -> None:
+    """An `OnDocument` that does nothing."""
+
+
+class Part(ABC):
+    """Rows at positions from 0 on, with their vectors, documents and attributes. Rows are deleted, never removed."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Number of rows, deleted ones included."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Number of rows that are not deleted."""
+
+    @property
+    @abstractmethod
+    def alive(self) -> Bits:
+        """Whether each row is not deleted, bool [size]. A view."""
+
+    @abstractmethod
+    def snapshot_alive(self) -> Bits:
+        """Return `alive` as of now; later deletions do not change it. Do not write into it."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> Rows:
+        """The row at each position, int64 [size]."""
+
+    @abstractmethod
+    def locate(self, rows: Rows) -> tuple[Bits, Rows]:
+        """Return which of some rows are in this part, and the positions of those."""
+
+    @abstractmethod
+    def delete(self, rows: Rows) -> None:
+        """Mark those of the rows that are in this part as deleted."""
+
+    @abstractmethod
+    def vectors(self, positions: Rows) -> NDArray[np.float32]:
+        """Return the vectors at some positions, float32 [n, d], as upserted except for rounding under float16."""
+
+    @abstractmethod
+    def find(self, rows: Sequence[int], on_read: OnDocument = ignore) -> dict[int, Document]:
+        """Return the documents of those rows that are here, deleted or not; `on_read` is called with each before the
+        next is read, in any order. Raises `CollectionError`."""
+
+    @abstractmethod
+    def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
+        """Return the rows of those ids that exist here; some may be deleted. Raises `CollectionError`."""
+
+    # ---- attributes
+
+    @property
+    @abstractmethod
+    def columns(self) -> Columns:
+        """The attributes."""
+
+    @abstractmethod
+    def keep(self, schema: Schema) -> None:
+        """Drop the attributes that are not in a schema, or have another type there."""
+
+    @abstractmethod
+    def passing(self, filter: Filter, work: Work | None = None, count: int | None = None) -> Bits:
+        """Return whether each of the first `count` rows (default: all) passes a filter, bool [count]. On any thread."""
+
+    @abstractmethod
+    def held_by(self, owner: AttributeBinding) -> Bits:
+        """Return whether each row belongs to an owner, bool [size]."""
+
+    # ---- of both kinds
+
+    def has(self, row: int) -> bool:
+        """Return whether a row is in this part."""
+        return len(self.positions(np.array([row], np.int64))) > 0
+
+    def positions(self, rows: Rows) -> Rows:
+        """Return the positions of those rows that are in this part."""
+        return self.locate(rows)[1]
+
+    def has_alive(self, rows: Rows) -> Bits:
+        """Return which of some rows are in this part and not deleted."""
+        here, at = self.locate(rows)
+        here[here] = self.alive[at]
+        return here
+
+    def alive_rows(self) -> Rows:
+        """Return the rows that are not deleted."""
+        return self.rows[self.alive]
+
+    def dead_rows(self) -> Rows:
+        """Return the deleted rows."""
+        return self.rows[~self.alive] if self.count < self.size else np.empty(0, np.int64)
+
+    def occurring(self) -> dict[str, AttributeType]:
+        """Return the attributes that a row that is not deleted has, and their types."""
+        kinds = self.columns.schema
+        return {name: kinds[name] for name in self.columns.occurring(self.alive)}
