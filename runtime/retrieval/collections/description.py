@@ -148,12 +148,6 @@ def checksum_of(content: bytes) -> FileChecksum:
     return FileChecksum(len(content), hashlib.sha256(content).hexdigest())
 
 
-def has_checksum(path: Path, known: FileChecksum) -> bool:
-    """Return whether a file has this size, which is compared first, and checksum. Raises `CollectionError`."""
-    status = status_of(path)
-    return status is not None and status.st_size == known.bytes and checksum_file(path) == known
-
-
 def encode_with_checksum(content: msgspec.Struct) -> bytes:
     """Encode a struct as a JSON file, with its own checksum in its field `sha256`."""
     whole = msgspec.structs.replace(content, sha256=_digest(content))

@@ -54,7 +54,7 @@ LOG_HEADER_BYTES = 36
 class SegmentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A sealed segment: the number of its directory, its rows, the checksum of its description, and its shard.
 
-    bulk: it is a shard of a flat bulk load.
+    bulk: it is a shard of a flat bulk load, which has no manifest in a file.
     """
 
     number: int
@@ -110,8 +110,8 @@ def read_manifest(directory: Path, description: Description | None = None) -> Ma
     sound = len(numbers) <= MAX_SEGMENTS and len(set(numbers)) == len(numbers) and len(found.schema) <= MAX_ATTRIBUTES
     if not sound or min([found.sequence, found.next_row, found.next_segment, found.generation + 1, *numbers]) < 0:
         raise CollectionError(f"{path} is damaged: its numbers are inconsistent")
-    if any(segment.bulk and segment.shard >= description.shard_count for segment in found.segments):
-        raise CollectionError(f"{path} is damaged: it has a shard that the collection does not have")
+    if any(segment.bulk for segment in found.segments):
+        raise CollectionError(f"{path} is damaged: it has segments of a flat bulk load")
     return found
 
 

@@ -12,7 +12,7 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from runtime.errors import Unavailable
@@ -89,27 +89,27 @@ class ReaderBarrier:
     def wait_briefly(self, sequence: int) -> bool:
         """Wait until all of them have applied the records before this one. Return whether they have, within
         `VISIBLE_S`; a process that has not made progress since it exceeded this is not waited for again."""
-        until = self._clock() + VISIBLE_S
-        while behind := self._behind(sequence):
-            if all(self._stalled.get(name) == position for name, position in behind.items()):
-                return False
-            if self._clock() >= until:
-                self._stalled = behind
-                return False
-            self._sleep(_POLL_S)
-        return True
+        if behind := self._wait(sequence, VISIBLE_S, self._stalled):
+            self._stalled = behind
+        return not behind
 
     def wait(self, sequence: int) -> None:
         """Wait until all of them have applied the records before this one. Raises `Unavailable` after `WAIT_S`."""
-        until = self._clock() + WAIT_S
+        if behind := self._wait(sequence, WAIT_S, {}):
+            process = next(iter(behind)).partition("-")[0]
+            raise Unavailable(
+                f"the delete is stored, but process {process} that serves {self._folder.parent} has not applied "
+                f"it within {WAIT_S:g} s: until it does, its searches may find deleted documents"
+            )
+
+    def _wait(self, sequence: int, at_most_s: float, stalled: Mapping[str, int]) -> dict[str, int]:
+        """Return the processes that are behind after this time, or that are all where they stalled."""
+        until = self._clock() + at_most_s
         while behind := self._behind(sequence):
-            if self._clock() >= until:
-                process = next(iter(behind)).partition("-")[0]
-                raise Unavailable(
-                    f"the delete is stored, but process {process} that serves {self._folder.parent} has not applied "
-                    f"it within {WAIT_S:g} s: until it does, its searches may find deleted documents"
-                )
+            if self._clock() >= until or behind.items() <= stalled.items():
+                break
             self._sleep(_POLL_S)
+        return behind
 
     def _behind(self, sequence: int) -> dict[str, int]:
         """Return the processes that have not applied the records before this one: their files' names and positions."""

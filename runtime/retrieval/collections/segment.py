@@ -22,8 +22,8 @@ from runtime.retrieval.collections.description import (
     DOCUMENTS,
     Description,
     FileChecksum,
+    checksum_file,
     checksum_of,
-    has_checksum,
 )
 from runtime.retrieval.collections.disk import storage_error
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
@@ -70,7 +70,7 @@ class Segment(Part):
         path, files = segment_path(directory, info), files_of(directory, info, description)
         meta = next(name for name in files if name.endswith("/meta.json"))
         folder = meta.partition("/")[0]
-        if not has_checksum(path / meta, files[meta]):
+        if checksum_file(path / meta) != files[meta]:
             raise CollectionError(f"{path / meta} is damaged: its checksum is not the one it was built with")
         try:
             index = GraphIndex.load(path / folder)

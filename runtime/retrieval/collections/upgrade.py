@@ -45,28 +45,19 @@ def upgrade(disk: Disk, directory: Path) -> None:
     manifest = read_manifest(directory, description)
     if manifest.next_row >= MAX_ROWS:
         raise CollectionError(f"{directory} has the id {manifest.next_row - 1}: documents cannot be added behind it")
-    if not any(info.bulk for info in manifest.segments):
+    if manifest.has_log:
         return
     try:
         make_folders(directory)
         disk.sync_directory(directory)
-        schema = dict(description.schema if not manifest.has_log else manifest.schema)
-        segments, number = [], manifest.next_segment  # new ones: pools serve both meanwhile
-        for info in manifest.segments:
-            if info.bulk:
-                segments.append(_sealed(disk, directory, description, info, number, schema))
-                number += 1
-            else:
-                segments.append(info)
-        upgraded = replace(
-            manifest, segments=segments, generation=manifest.generation + 1, next_segment=number, schema=schema
-        )
-        if manifest.tombstones is not None:
-            disk.remove(upgraded.tombstones_path(directory))
-            _link(manifest.tombstones_path(directory), upgraded.tombstones_path(directory))
-            disk.sync_directory(directory / "tombstones")
-        if not manifest.has_log:
-            LogWriter(disk, log_path(directory, 0), description.identity, 0).close()
+        schema, first = dict(description.schema), manifest.next_segment  # new numbers: pools serve both meanwhile
+        segments = [
+            _sealed(disk, directory, description, info, number, schema)
+            for number, info in enumerate(manifest.segments, first)
+        ]
+        next_segment = first + len(segments)
+        upgraded = replace(manifest, segments=segments, generation=0, next_segment=next_segment, schema=schema)
+        LogWriter(disk, log_path(directory, 0), description.identity, 0).close()
         disk.write_file(directory / MANIFEST, encode_with_checksum(upgraded))
     except OSError as error:
         raise storage_error(error, f"{directory} cannot be written") from error
