@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kills",
         type=int,
         default=4,
-        help="how often tests/collections/test_kill.py and tests/e2e/test_live_collection.py kill",
+        help="how often tests/collections/test_kill.py and tests/e2e/test_writes.py kill",
     )
     parser.addoption("--fleet-rounds", type=int, default=1, help="how often tests/e2e/test_fleet.py replaces two nodes")
 

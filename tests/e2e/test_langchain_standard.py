@@ -18,7 +18,7 @@ from langchain_tests.integration_tests import RetrieversIntegrationTests, Vector
 from runtime.integrations.langchain import TrinityRetriever, TrinityVectorStore
 from runtime.retrieval.attributes.schema import AttributeType
 from runtime.retrieval.collections.bulk_load import create
-from runtime.testing.live_node import DIM, DOCUMENTS, LiveNode
+from runtime.testing.writable_node import DIM, DOCUMENTS, WritableNode
 
 ALL = {"type": "ne", "key": "unused", "value": ""}
 """A filter that all documents pass."""
@@ -29,8 +29,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a node with the collection `notes`."""
     home = tmp_path_factory.mktemp("langchain")
     create(home / "notes", DIM, embedder=f"hashing-{DIM}", schema={"unused": AttributeType.STRING})
-    with LiveNode(home) as live:
-        yield live.url
+    with WritableNode(home) as writable:
+        yield writable.url
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 
 from runtime.retrieval.collections.bulk_load import create
-from runtime.testing.live_node import DIM, DOCUMENTS
 from runtime.testing.node import Node
 from runtime.testing.waiting import until
+from runtime.testing.writable_node import DIM, DOCUMENTS
 
 CONFIG = """
 [node]

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from runtime.serving.http.response_memory import MAX_UNSENT_BYTES
-from runtime.testing.live_node import DIM, DOCUMENTS, LiveNode
 from runtime.testing.waiting import eventually
+from runtime.testing.writable_node import DIM, DOCUMENTS, WritableNode
 
 DOCUMENT_BYTES = 900_000
 CLIENTS = 60
@@ -20,24 +20,24 @@ ALLOWED_BYTES = MAX_UNSENT_BYTES + (64 << 20)  # beside it, what the transports 
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveNode]:
-    with LiveNode(tmp_path_factory.mktemp("unread")) as live:
-        with httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
+def writable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WritableNode]:
+    with WritableNode(tmp_path_factory.mktemp("unread")) as writable:
+        with httpx.Client(base_url=writable.url, timeout=60, trust_env=False) as http:
             for number in range(40):  # more than a response may have
                 vector = [1.0] * (DIM - 1) + [1.0 + number / 128]
                 document = {"id": str(number), "text": "x" * DOCUMENT_BYTES, "vector": vector}
                 http.put(DOCUMENTS, json={"documents": [document]}).raise_for_status()
             http.put(DOCUMENTS, json={"documents": [{"id": "short", "text": "y", "vector": [-1.0] * DIM}]})
-        yield live
+        yield writable
 
 
 def search(url: str, k: int, sign: float = 1.0) -> httpx.Response:
     return httpx.post(f"{url}/v1/retrieval", json={"vector": [sign] * DIM, "k": k}, timeout=60, trust_env=False)
 
 
-def ask(live: LiveNode, k: int) -> socket.socket:
+def ask(writable: WritableNode, k: int) -> socket.socket:
     """Send a search and read nothing."""
-    url = httpx.URL(live.url)
+    url = httpx.URL(writable.url)
     connection = socket.create_connection((url.host, url.port), timeout=60)
     body = json.dumps({"vector": [1.0] * DIM, "k": k}).encode()
     head = "POST /v1/retrieval HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -46,24 +46,24 @@ def ask(live: LiveNode, k: int) -> socket.socket:
 
 
 @pytest.mark.parametrize("k", [128, 32])
-def test_the_memory_of_silent_clients_is_bounded_and_others_are_served(live: LiveNode, k: int) -> None:
-    eventually(lambda: search(live.url, 32).status_code == 200, 60, "the documents to be served")
-    frontend = psutil.Process(live.node.pid("frontend-0"))
+def test_the_memory_of_silent_clients_is_bounded_and_others_are_served(writable: WritableNode, k: int) -> None:
+    eventually(lambda: search(writable.url, 32).status_code == 200, 60, "the documents to be served")
+    frontend = psutil.Process(writable.node.pid("frontend-0"))
     before, most = frontend.memory_info().rss, 0
     with contextlib.ExitStack() as silent:
         for number in range(CLIENTS):
-            silent.enter_context(ask(live, k))
+            silent.enter_context(ask(writable, k))
             most = max(most, frontend.memory_info().rss)
             if number % 10 == 0:
-                found = search(live.url, 1, -1.0)
+                found = search(writable.url, 1, -1.0)
                 assert [passage["id"] for passage in found.json()["passages"]] == ["short"]
-                assert httpx.get(f"{live.url}/health", timeout=60, trust_env=False).status_code == 200
+                assert httpx.get(f"{writable.url}/health", timeout=60, trust_env=False).status_code == 200
 
         def large_response() -> bool:
             """It finds room once silent clients are slow enough to be disconnected."""
             nonlocal most
             most = max(most, frontend.memory_info().rss)
-            return search(live.url, 32).status_code == 200
+            return search(writable.url, 32).status_code == 200
 
         eventually(large_response, 60, "room for a large response")
     print(f"k = {k}: the frontend grew by {(most - before) >> 20} MiB")
@@ -71,8 +71,8 @@ def test_the_memory_of_silent_clients_is_bounded_and_others_are_served(live: Liv
     assert frontend.is_running()
 
 
-def test_more_than_a_response_may_have_is_refused_with_its_size_and_the_limit(live: LiveNode) -> None:
-    refused = search(live.url, 128)
+def test_more_than_a_response_may_have_is_refused_with_its_size_and_the_limit(writable: WritableNode) -> None:
+    refused = search(writable.url, 128)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "response_too_large")
     assert "the 41 passages have 34,200," in refused.json()["error"]["message"]
     assert "the limit is 33,554,432" in refused.json()["error"]["message"]

@@ -20,7 +20,7 @@ from runtime.retrieval.search.pool_session import ReplicaPolicy
 from runtime.retrieval.search.query import QueueLimits
 from runtime.testing.pool import InProcessPool, plan_of
 from tests.pool.client_helpers import Vectors, attached
-from tests.pool.live_harness import LiveHarness, Served
+from tests.pool.written_collection import Served, WrittenCollection
 
 DIM = 16
 
@@ -117,9 +117,9 @@ def make_pool(collection: Path) -> Iterator[MakePool]:
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[LiveHarness]:
+def harness(tmp_path: Path) -> Iterator[WrittenCollection]:
     """Return a collection without shards."""
-    made = LiveHarness(tmp_path / "live")
+    made = WrittenCollection(tmp_path / "written")
     yield made
     made.writer.close()
 

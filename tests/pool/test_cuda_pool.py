@@ -27,8 +27,8 @@ from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
 from tests.gpu.datasets import clustered
 from tests.pool.client_helpers import Vectors, attached
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.live_harness import DIM, SEALED, LiveHarness, Served, tenant_filter
 from tests.pool.test_process import ask, collect
+from tests.pool.written_collection import DIM, SEALED, Served, WrittenCollection, tenant_filter
 
 
 @pytest.fixture(params=[8, "resident"])
@@ -161,7 +161,9 @@ LIVE: dict[str, Any] = {"devices": ["cuda:0"], "slots": 4, "max_top_m": 128, "ma
 
 
 @pytest.fixture
-def served(harness: LiveHarness, opened: list[CudaEngine], make_pool: MakePool, make_client: MakeClient) -> Served:
+def served(
+    harness: WrittenCollection, opened: list[CudaEngine], make_pool: MakePool, make_client: MakeClient
+) -> Served:
     """Serve the collection of `harness` on a device."""
     plan = plan_of(harness.path, **LIVE)
     pool = make_pool(plan, make_arena=lambda worker, dim: None).start()
@@ -169,7 +171,7 @@ def served(harness: LiveHarness, opened: list[CudaEngine], make_pool: MakePool, 
 
 
 def test_a_live_collection_on_a_device_is_searched_while_segments_are_loaded_and_unloaded(
-    harness: LiveHarness, served: Served, opened: list[CudaEngine]
+    harness: WrittenCollection, served: Served, opened: list[CudaEngine]
 ) -> None:
     queries = clustered(np.random.default_rng(9), 3, DIM)
     assert served.find(queries[0]) == []
@@ -187,7 +189,7 @@ def test_a_live_collection_on_a_device_is_searched_while_segments_are_loaded_and
     until(lambda: len(opened[0].dims) == 2)  # one merged segment and the growing rows; the others were unloaded
 
 
-def test_no_search_on_a_device_finds_an_acknowledged_delete(harness: LiveHarness, served: Served) -> None:
+def test_no_search_on_a_device_finds_an_acknowledged_delete(harness: WrittenCollection, served: Served) -> None:
     for sealed in (False, True):
         harness.upsert(*(f"{sealed}-{n}" for n in range(SEALED)))
         if sealed:
@@ -216,7 +218,7 @@ def test_segments_of_larger_dimension_are_loaded_onto_a_device(
 
 
 def test_a_new_segment_is_copied_to_a_device_in_parts_while_the_old_ones_are_searched(
-    harness: LiveHarness, served: Served, opened: list[CudaEngine], monkeypatch: pytest.MonkeyPatch
+    harness: WrittenCollection, served: Served, opened: list[CudaEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.upsert(*(f"old-{n}" for n in range(SEALED)))
     harness.writer.flush()

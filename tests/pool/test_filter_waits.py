@@ -22,7 +22,7 @@ from runtime.testing.waiting import until
 from tests.gpu.datasets import clustered
 from tests.pool.client_helpers import Vectors, attached, collect
 from tests.pool.conftest import MakeClient, MakePool, MakeServed
-from tests.pool.live_harness import DIM, LiveHarness, tenant_filter
+from tests.pool.written_collection import DIM, WrittenCollection, tenant_filter
 
 ROWS = 64
 
@@ -224,7 +224,7 @@ class Searches:
 
 
 def test_a_write_during_an_evaluation_is_seen_by_later_queries_and_no_query_misses_a_replaced_document(
-    harness: LiveHarness, serve: MakeServed
+    harness: WrittenCollection, serve: MakeServed
 ) -> None:
     harness.upsert("a", "b", tenant="acme")
     harness.writer.flush()
@@ -249,7 +249,7 @@ def test_a_write_during_an_evaluation_is_seen_by_later_queries_and_no_query_miss
 
 @pytest.mark.parametrize("change", ["seal", "merge", "delete"])
 def test_a_filter_in_evaluation_survives_changes_of_the_segments(
-    harness: LiveHarness, serve: MakeServed, change: str
+    harness: WrittenCollection, serve: MakeServed, change: str
 ) -> None:
     harness.upsert(*(f"a-{n}" for n in range(40)), tenant="acme")
     harness.writer.flush()

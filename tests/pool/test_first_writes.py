@@ -14,7 +14,7 @@ from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakeClient, MakePool, MakeServed
-from tests.pool.live_harness import DIM
+from tests.pool.written_collection import DIM
 
 ROWS = 40
 GOLDEN = Path(__file__).parents[1] / "collections" / "golden.tar.gz"  # its rows have the vectors of `vector_of`

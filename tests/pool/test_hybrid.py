@@ -25,8 +25,8 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.conftest import MakePool
-from tests.pool.live_harness import tenant_filter
 from tests.pool.rebuilds import LATER_NS, retriever
+from tests.pool.written_collection import tenant_filter
 from tests.queries import query_of
 from tests.retrieval.sample_files import without_words
 

@@ -25,8 +25,8 @@ from tests.cuda.conftest import new_driver as new_driver
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver
 from tests.pool.client_helpers import Vectors
 from tests.pool.conftest import MakePool
-from tests.pool.live_harness import LiveHarness
 from tests.pool.test_process import collect
+from tests.pool.written_collection import WrittenCollection
 
 _CLIENTS = 64  # clients of a pool, which divide its arena's slots
 _SLOTS = 16  # of each
@@ -185,7 +185,7 @@ def host_arena(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("host_arena")
-def test_vectors_are_not_read_in_place_after_a_write(harness: LiveHarness, make_pool: MakePool) -> None:
+def test_vectors_are_not_read_in_place_after_a_write(harness: WrittenCollection, make_pool: MakePool) -> None:
     harness.upsert("first")
     pool = make_pool(plan_of(harness.path))
     query, wanted = harness.held["first"][0], SearchSpec("docs", 1, top_m=32)

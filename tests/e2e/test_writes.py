@@ -10,14 +10,14 @@ import pytest
 
 from runtime import SearchClient
 from runtime.integrations.client import CollectionClient
-from runtime.testing.live_node import DIM, DOCUMENTS, FLUSH, LiveNode
-from tests.e2e.live_kills import KILLS, kill
+from runtime.testing.writable_node import DIM, DOCUMENTS, FLUSH, WritableNode
+from tests.e2e.write_kills import KILLS, kill
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveNode]:
-    with LiveNode(tmp_path_factory.mktemp("live")) as live:
-        yield live
+def writable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WritableNode]:
+    with WritableNode(tmp_path_factory.mktemp("writable")) as writable:
+        yield writable
 
 
 def test_no_acknowledged_write_is_lost_and_no_deleted_document_returns_over_kills(
@@ -31,10 +31,10 @@ def test_no_acknowledged_write_is_lost_and_no_deleted_document_returns_over_kill
     assert told.acknowledged >= 30 * kills
 
 
-def test_a_search_client_finds_written_documents_and_no_deleted_ones(live: LiveNode) -> None:
+def test_a_search_client_finds_written_documents_and_no_deleted_ones(writable: WritableNode) -> None:
     vectors = np.eye(DIM, dtype=np.float32)
-    writer = CollectionClient(live.url, "notes")
-    with SearchClient.connect(live.node.run_dir) as client:
+    writer = CollectionClient(writable.url, "notes")
+    with SearchClient.connect(writable.node.run_dir) as client:
         documents = [
             {"id": str(n), "text": "t", "vector": vectors[n].tolist(), "attributes": {"n": n}} for n in range(8)
         ]
@@ -43,21 +43,21 @@ def test_a_search_client_finds_written_documents_and_no_deleted_ones(live: LiveN
         assert client.search(vectors[3], 1).ids.tolist() == [first + 3]
         assert writer.delete(["3"]) == 1
         assert first + 3 not in client.search(vectors[3], 8).ids
-        with httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
+        with httpx.Client(base_url=writable.url, timeout=60, trust_env=False) as http:
             below = {"filter": {"type": "lt", "key": "n", "value": 3}}
             assert http.request("DELETE", DOCUMENTS, json=below).json()["count"] == 3
         left = client.search(vectors[3], 8, filter={"type": "gte", "key": "n", "value": 0})
         assert sorted(row - first for row in left.ids) == [4, 5, 6, 7]
 
 
-def test_a_search_after_the_response_to_a_write_finds_the_new_version(live: LiveNode) -> None:
+def test_a_search_after_the_response_to_a_write_finds_the_new_version(writable: WritableNode) -> None:
     searches: list[tuple[str, dict[str, Any]]] = [
         ("/v1/retrieval", {"query": "lunch", "k": 1}),
         ("/v1/retrieval", {"query": "lunch", "k": 1, "filter": {"type": "gte", "key": "version", "value": 0}}),
         ("/v1/retrieval", {"query": "lunch", "k": 1, "hybrid": True}),
         ("/v1/vector_stores/notes/search", {"query": "lunch", "max_num_results": 1}),
     ]
-    with httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
+    with httpx.Client(base_url=writable.url, timeout=60, trust_env=False) as http:
         for version in range(24):
             document = {"id": "menu", "text": "lunch", "attributes": {"version": version}}
             stored = http.put(DOCUMENTS, json={"documents": [document]}).json()

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import httpx
 
-from runtime.testing.live_node import DOCUMENTS, FLUSH, LiveNode
+from runtime.testing.writable_node import DOCUMENTS, FLUSH, WritableNode
 
 Moment = Literal["any", "seal", "merge"]
 Victim = Literal["frontend-0", "pool-0", "supervisor", "builder"]
@@ -67,8 +67,8 @@ class Killed:
 class Writer:
     """A thread that upserts and deletes documents of its own, and records acknowledged writes."""
 
-    def __init__(self, live: LiveNode, number: int) -> None:
-        self._live, self._number, self._stop = live, number, threading.Event()
+    def __init__(self, writable: WritableNode, number: int) -> None:
+        self._writable, self._number, self._stop = writable, number, threading.Event()
         self.known: dict[str, str | None] = {}  # text by id, None: deleted
         self.doubtful: dict[str, set[str | None]] = {}  # unacknowledged writes since
         self.acknowledged = self.unacknowledged = 0
@@ -95,7 +95,7 @@ class Writer:
                 self._stop.wait(0.05)
 
     def _write(self, http: httpx.Client, name: str, text: str | None) -> bool:
-        url = self._live.url + DOCUMENTS
+        url = self._writable.url + DOCUMENTS
         try:
             if text is None:
                 return http.request("DELETE", url, json={"ids": [name]}).status_code == 200
@@ -118,8 +118,8 @@ class Writer:
 class Sealer:
     """A thread that flushes repeatedly: four such segments are merged into one."""
 
-    def __init__(self, live: LiveNode, chance: random.Random) -> None:
-        self._live, self._chance, self._stop = live, chance, threading.Event()
+    def __init__(self, writable: WritableNode, chance: random.Random) -> None:
+        self._writable, self._chance, self._stop = writable, chance, threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -127,7 +127,7 @@ class Sealer:
         with httpx.Client(timeout=60, trust_env=False) as http:
             while not self._stop.wait(self._chance.uniform(0.02, 0.2)):
                 try:
-                    http.post(self._live.url + FLUSH)
+                    http.post(self._writable.url + FLUSH)
                 except httpx.HTTPError:
                     self._stop.wait(0.05)
 
@@ -141,18 +141,18 @@ def kill(
 ) -> Killed:
     """Kill a process after every `writes` acknowledged writes, at the moment that the kill requires."""
     begin, results, chance = time.monotonic(), Killed(), random.Random(seed)
-    with LiveNode(home) as live:
-        writers = [Writer(live, number) for number in range(2)]
-        sealer = Sealer(live, random.Random(seed))
+    with WritableNode(home) as writable:
+        writers = [Writer(writable, number) for number in range(2)]
+        sealer = Sealer(writable, random.Random(seed))
         try:
             for one in itertools.islice(_order(chance), kills):
-                _until(live, writers, sum(writer.acknowledged for writer in writers) + writes)
-                _kill(live, one, chance)
+                _until(writable, writers, sum(writer.acknowledged for writer in writers) + writes)
+                _kill(writable, one, chance)
                 results.kills[one] += 1
-                results.wrong += (wrong := _compare(live, writers, results))
+                results.wrong += (wrong := _compare(writable, writers, results))
                 say(f"{results.kills.total()} kills ({one.victim}, {one.moment}), {len(wrong)} wrong: {wrong[:3]}")
-            _until(live, writers, sum(writer.acknowledged for writer in writers) + writes)
-            results.wrong += _compare(live, writers, results)
+            _until(writable, writers, sum(writer.acknowledged for writer in writers) + writes)
+            results.wrong += _compare(writable, writers, results)
         finally:
             sealer.stop()
             for writer in writers:
@@ -168,45 +168,45 @@ def _order(chance: random.Random) -> "itertools.chain[Kill]":
     return itertools.chain(KILLS, itertools.chain.from_iterable(chance.sample(KILLS, len(KILLS)) for _ in iter(int, 1)))
 
 
-def _until(live: LiveNode, writers: list[Writer], acknowledged: int) -> None:
-    live.node.wait(lambda: sum(writer.acknowledged for writer in writers) >= acknowledged, what="writes")
+def _until(writable: WritableNode, writers: list[Writer], acknowledged: int) -> None:
+    writable.node.wait(lambda: sum(writer.acknowledged for writer in writers) >= acknowledged, what="writes")
 
 
-def _kill(live: LiveNode, one: Kill, chance: random.Random) -> None:
+def _kill(writable: WritableNode, one: Kill, chance: random.Random) -> None:
     """Wait for the moment and a random delay; kill if the moment has not passed."""
     while True:
         if one.moment == "any":
             time.sleep(chance.uniform(0.0, 0.2))
         elif one.moment == "merge":
-            live.node.wait(live.builders, what="a merge")
+            writable.node.wait(writable.builders, what="a merge")
             time.sleep(chance.uniform(0.0, _LONGEST_MERGE_S))
         else:
-            live.node.wait(lambda: _seals(live), what="a segment to be sealed")
+            writable.node.wait(lambda: _seals(writable), what="a segment to be sealed")
             time.sleep(chance.uniform(0.0, _LONGEST_SEAL_S))
-        builders = live.builders()
-        if (one.moment == "merge" and not builders) or (one.moment == "seal" and not _seals(live)):
+        builders = writable.builders()
+        if (one.moment == "merge" and not builders) or (one.moment == "seal" and not _seals(writable)):
             continue
         if one.victim == "supervisor":
-            live.kill_supervisor()
+            writable.kill_supervisor()
         else:
-            os.kill(builders[0] if one.victim == "builder" else live.node.pid(one.victim), signal.SIGKILL)
+            os.kill(builders[0] if one.victim == "builder" else writable.node.pid(one.victim), signal.SIGKILL)
         return
 
 
-def _seals(live: LiveNode) -> bool:
+def _seals(writable: WritableNode) -> bool:
     """Return whether the writer itself builds a segment."""
-    return any((live.collection / "segments").glob(".building-*")) and not live.builders()
+    return any((writable.collection / "segments").glob(".building-*")) and not writable.builders()
 
 
-def _compare(live: LiveNode, writers: list[Writer], results: Killed) -> list[str]:
+def _compare(writable: WritableNode, writers: list[Writer], results: Killed) -> list[str]:
     """Compare every document while no write is in progress. An acknowledged document may be found a moment later; a
     deleted one must never be found."""
     returned: dict[str, None] = {}
     for writer in writers:
         writer.between.acquire()
     try:
-        live.wait_ready()
-        with httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
+        writable.wait_ready()
+        with httpx.Client(base_url=writable.url, timeout=60, trust_env=False) as http:
             until = time.monotonic() + _VISIBLE_S
             while True:
                 found = _found(http, "text")

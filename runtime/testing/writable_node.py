@@ -13,7 +13,7 @@ DIM = 64
 DOCUMENTS, FLUSH = "/v1/collections/notes/documents", "/v1/collections/notes/flush"
 _CONFIG = """
 [node]
-name = "live"
+name = "writable"
 run_dir = "run"
 
 [http]
@@ -32,7 +32,7 @@ path = "plain"
 """
 
 
-class LiveNode:
+class WritableNode:
     """A node that serves the collection `notes`, created if missing, and the collection `plain`, if it exists.
 
     more: appended to the configuration.

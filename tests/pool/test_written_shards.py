@@ -11,18 +11,18 @@ from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.gpu.datasets import clustered
 from tests.pool.conftest import MakePool, MakeServed
-from tests.pool.live_harness import DIM, SEALED, LiveHarness, tenant_filter
+from tests.pool.written_collection import DIM, SEALED, WrittenCollection, tenant_filter
 
 
 @pytest.fixture
-def split(tmp_path: Path) -> Iterator[LiveHarness]:
-    made = LiveHarness(tmp_path / "split", shards=2)
+def split(tmp_path: Path) -> Iterator[WrittenCollection]:
+    made = WrittenCollection(tmp_path / "split", shards=2)
     yield made
     made.writer.close()
 
 
 def test_answers_are_exact_over_all_shards_while_segments_are_sealed_and_merged(
-    split: LiveHarness, serve: MakeServed
+    split: WrittenCollection, serve: MakeServed
 ) -> None:
     split.upsert(*(f"first-{n}" for n in range(2 * SEALED)), tenant="acme")
     split.writer.flush()
@@ -41,7 +41,7 @@ def test_answers_are_exact_over_all_shards_while_segments_are_sealed_and_merged(
             served.until_found(query, split.nearest(query, 10, {"tenant": "acme"}), filter=tenant_filter("acme"))
 
 
-def test_each_pool_holds_only_its_shard(split: LiveHarness, serve: MakeServed) -> None:
+def test_each_pool_holds_only_its_shard(split: WrittenCollection, serve: MakeServed) -> None:
     split.upsert(*(f"first-{n}" for n in range(2 * SEALED)))
     split.writer.flush()
     split.upsert(*(f"second-{n}" for n in range(9)))
@@ -52,7 +52,7 @@ def test_each_pool_holds_only_its_shard(split: LiveHarness, serve: MakeServed) -
     assert min(sealed) > SEALED // 2
 
 
-def test_an_acknowledged_delete_holds_in_all_shards_and_replicas(split: LiveHarness, serve: MakeServed) -> None:
+def test_an_acknowledged_delete_holds_in_all_shards_and_replicas(split: WrittenCollection, serve: MakeServed) -> None:
     served = serve(split.path, shards=2, workers=4)
     for change in range(5):
         names = [f"{change}-{n}" for n in range(20)]
@@ -67,8 +67,8 @@ def test_an_acknowledged_delete_holds_in_all_shards_and_replicas(split: LiveHarn
             split.writer.flush()
 
 
-def test_a_live_collection_with_another_number_of_shards_is_rejected(split: LiveHarness, make_pool: MakePool) -> None:
+def test_a_collection_with_another_number_of_shards_is_rejected(split: WrittenCollection, make_pool: MakePool) -> None:
     with pytest.raises(CollectionError, match="built with 2 shards, not 1"):
         make_pool(plan_of(split.path))
     with pytest.raises(BuildRefused, match=r"shards is 9, outside 1\.\.8"):
-        LiveHarness(split.path.parent / "more", shards=9)
+        WrittenCollection(split.path.parent / "more", shards=9)

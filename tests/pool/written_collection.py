@@ -26,7 +26,7 @@ def tenant_filter(tenant: str) -> dict[str, Any]:
     return {"type": "eq", "key": "tenant", "value": tenant}
 
 
-class LiveHarness:
+class WrittenCollection:
     """A collection, its writer and a model of its contents: vectors and attributes by id."""
 
     def __init__(self, path: Path, **made: Any) -> None:

@@ -17,10 +17,10 @@ from runtime.testing.waiting import until
 from tests.gpu.datasets import clustered
 from tests.pool.client_helpers import attached, collect
 from tests.pool.conftest import MakeClient, MakePool, MakeServed
-from tests.pool.live_harness import DIM, SEALED, LiveHarness, tenant_filter
+from tests.pool.written_collection import DIM, SEALED, WrittenCollection, tenant_filter
 
 
-def test_written_rows_are_found_and_deleted_ones_are_not(harness: LiveHarness, serve: MakeServed) -> None:
+def test_written_rows_are_found_and_deleted_ones_are_not(harness: WrittenCollection, serve: MakeServed) -> None:
     served = serve(harness.path)
     query = np.zeros(DIM, np.float32)
     assert served.find(query) == []
@@ -33,7 +33,7 @@ def test_written_rows_are_found_and_deleted_ones_are_not(harness: LiveHarness, s
     served.until_found(harness.held["a"][0], harness.nearest(harness.held["a"][0], 2))
 
 
-def test_no_client_finds_a_row_after_its_delete_was_acknowledged(harness: LiveHarness, serve: MakeServed) -> None:
+def test_no_client_finds_a_row_after_its_delete_was_acknowledged(harness: WrittenCollection, serve: MakeServed) -> None:
     served = serve(harness.path)
     for change in range(5):
         harness.upsert("a", "b", *(f"{change}-{n}" for n in range(20)))
@@ -46,7 +46,7 @@ def test_no_client_finds_a_row_after_its_delete_was_acknowledged(harness: LiveHa
 
 
 def test_every_search_finds_a_replaced_document_and_the_first_after_the_write_is_visible_its_new_version(
-    harness: LiveHarness, serve: MakeServed
+    harness: WrittenCollection, serve: MakeServed
 ) -> None:
     served = serve(harness.path, workers=2)  # replicas, which apply a write at different times
     harness.upsert("a", "b", "c")
@@ -63,7 +63,7 @@ def test_every_search_finds_a_replaced_document_and_the_first_after_the_write_is
 
 
 def test_a_query_in_the_pool_finds_one_version_of_a_document_that_is_replaced_meanwhile(
-    harness: LiveHarness, make_pool: MakePool, make_client: MakeClient
+    harness: WrittenCollection, make_pool: MakePool, make_client: MakeClient
 ) -> None:
     harness.upsert(*(f"{n}" for n in range(SEALED)))
     harness.writer.flush()
@@ -82,7 +82,7 @@ def test_a_query_in_the_pool_finds_one_version_of_a_document_that_is_replaced_me
 
 
 def test_a_write_is_applied_when_it_is_made_and_updates_leave_time_for_queries(
-    harness: LiveHarness, make_pool: MakePool
+    harness: WrittenCollection, make_pool: MakePool
 ) -> None:
     harness.upsert("first")  # before, the collection is polled rarely
     pool = make_pool(plan_of(harness.path)).pool
@@ -102,7 +102,7 @@ def test_a_write_is_applied_when_it_is_made_and_updates_leave_time_for_queries(
 
 
 def test_queries_are_answered_between_the_parts_of_a_large_write(
-    harness: LiveHarness, serve: MakeServed, monkeypatch: pytest.MonkeyPatch
+    harness: WrittenCollection, serve: MakeServed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.upsert("a")
     served = serve(harness.path)
@@ -135,7 +135,7 @@ def test_parts_of_earlier_updates_are_kept_only_while_queries_use_them() -> None
     assert before() is None
 
 
-def test_a_delete_waits_for_a_pool_that_has_not_applied_it(harness: LiveHarness, serve: MakeServed) -> None:
+def test_a_delete_waits_for_a_pool_that_has_not_applied_it(harness: WrittenCollection, serve: MakeServed) -> None:
     harness.upsert("a", "b")
     served = serve(harness.path)
     served.until_found(np.zeros(DIM, np.float32), harness.nearest(np.zeros(DIM, np.float32), 2))
@@ -149,7 +149,7 @@ def test_a_delete_waits_for_a_pool_that_has_not_applied_it(harness: LiveHarness,
 
 
 def test_writes_are_applied_even_if_the_loop_rarely_enters_python(
-    harness: LiveHarness, make_pool: MakePool, make_client: MakeClient
+    harness: WrittenCollection, make_pool: MakePool, make_client: MakeClient
 ) -> None:
     plan = plan_of(harness.path)
     pool = make_pool(plan, timing=Timing(control_ns=3600 * 10**9)).start()
@@ -160,7 +160,7 @@ def test_writes_are_applied_even_if_the_loop_rarely_enters_python(
     assert pool.pool.control_runs <= turns + 3  # not one for each poll of the files
 
 
-def test_answers_are_exact_while_segments_are_sealed_and_merged(harness: LiveHarness, serve: MakeServed) -> None:
+def test_answers_are_exact_while_segments_are_sealed_and_merged(harness: WrittenCollection, serve: MakeServed) -> None:
     harness.upsert(*(f"first-{n}" for n in range(SEALED)))
     harness.writer.flush()
     served = serve(harness.path)
@@ -179,7 +179,7 @@ def test_answers_are_exact_while_segments_are_sealed_and_merged(harness: LiveHar
     assert loaded
 
 
-def test_filters_include_rows_written_after_their_evaluation(harness: LiveHarness, serve: MakeServed) -> None:
+def test_filters_include_rows_written_after_their_evaluation(harness: WrittenCollection, serve: MakeServed) -> None:
     harness.upsert(*(f"acme-{n}" for n in range(SEALED)), tenant="acme")
     harness.writer.flush()
     harness.upsert("blue-0", tenant="blue")
@@ -192,7 +192,7 @@ def test_filters_include_rows_written_after_their_evaluation(harness: LiveHarnes
         served.until_found(query, harness.nearest(query, 10, {"tenant": tenant}), filter=tenant_filter(tenant))
 
 
-def test_a_new_attribute_can_be_filtered_by_soon(harness: LiveHarness, serve: MakeServed) -> None:
+def test_a_new_attribute_can_be_filtered_by_soon(harness: WrittenCollection, serve: MakeServed) -> None:
     harness.upsert("a")
     served, query = serve(harness.path), np.zeros(DIM, np.float32)
     wanted = {"type": "eq", "key": "year", "value": 2024}
@@ -211,7 +211,7 @@ def test_a_new_attribute_can_be_filtered_by_soon(harness: LiveHarness, serve: Ma
 
 
 def test_the_pool_enforces_the_collections_required_filter(tmp_path: Path, serve: MakeServed) -> None:
-    harness = LiveHarness(tmp_path / "demanding", demanded="tenant")
+    harness = WrittenCollection(tmp_path / "demanding", demanded="tenant")
     harness.upsert("a", tenant="acme")
     harness.upsert("b", tenant="blue")
     served, query = serve(harness.path), np.zeros(DIM, np.float32)
@@ -222,7 +222,7 @@ def test_the_pool_enforces_the_collections_required_filter(tmp_path: Path, serve
 
 
 def test_queries_in_flight_finish_on_the_segments_they_started_with(
-    harness: LiveHarness, make_pool: MakePool, make_client: MakeClient
+    harness: WrittenCollection, make_pool: MakePool, make_client: MakeClient
 ) -> None:
     for part in range(3):
         harness.upsert(*(f"{part}-{n}" for n in range(SEALED)))
