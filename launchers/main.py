@@ -87,7 +87,7 @@ def serve(
         for found in gpu_sharing.findings(plan):
             if found.level != "ok":
                 log.warning("%s %s; %s", found.subject, found.text, found.advice)
-        raise typer.Exit(Supervisor(plan).run(announce))
+        raise typer.Exit(Supervisor(plan, device_bytes=estimate_device_bytes(plan, machine)).run(announce))
 
 
 def _logged_once(log: logging.Logger) -> Callable[[str, float], None]:

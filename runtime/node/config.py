@@ -143,14 +143,15 @@ class ControlSection(Section, frozen=True):
     planner, which flips workers to the other role.
 
     - `enabled`: whether the loop adjusts r and τ_pre.
-    - `planner`: "act" flips prefill or decode workers by load, "advise" only logs what it would do.
+    - `planner`: "act" flips prefill or decode workers by load, where a role has more than one; "observe" only logs what
+      it would do.
 
     While decode stalls too much, τ_pre, how long a prefill query leaves free slots to decode, is set to half of
     `slo.ttft_s`. When no query waits, r returns to `pool.reserve` and τ_pre to 0.
     """
 
     enabled: bool = True
-    planner: Literal["off", "advise", "act"] = "off"
+    planner: Literal["act", "observe", "off"] = "act"
 
 
 class SloSection(Section, frozen=True):

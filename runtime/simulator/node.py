@@ -87,8 +87,8 @@ class Simulation:
 
     def _build_workers(self) -> None:
         setup, config, initial = self._setup, self._setup.config, self._setup.config
-        if moves := config.control.planner == "act":  # every GPU has a worker of each role
-            both = config.prefill.workers + config.decode.workers
+        both = config.prefill.workers + config.decode.workers
+        if moves := config.control.planner == "act" and both > 2:  # every GPU has a worker of each role
             config = replace(
                 config,
                 prefill=replace(config.prefill, workers=both),

@@ -94,6 +94,7 @@ def _splits(setup: Setup, arrivals: Sequence[Arrival], placement: PoolPlacement,
                 prefill=replace(config.prefill, workers=prefill),
                 decode=replace(config.decode, workers=gpus - pool - prefill, slots=slots),
                 pool=replace(config.pool, workers=pool, placement=placement),
+                control=replace(config.control, planner="off"),
             )
             yield replace(setup, config=split)
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.errors import InvalidRequest
 from runtime.node.placement.gpus import Gpus, numa_node_of
 from tests.node.fake_nvml import Card, FakeNvml
 
@@ -36,6 +37,14 @@ def test_every_gpu_is_reported_with_numa_node_and_metrics(tmp_path: Path) -> Non
     assert used == {"0": 8 << 30, "1": 8 << 30}
     assert families["trinity_gpu_memory_busy_ratio"].samples[0].value == 0.25
     assert families["trinity_gpu_power_watts"].samples[0].value == 350.0
+
+
+def test_a_worker_that_does_not_fit_into_a_gpus_free_memory_is_refused() -> None:
+    gpus = Gpus(FakeNvml([Card("GPU-aaaaaaaa", total=80 << 30, used=70 << 30)]))
+    gpus.check_free("GPU-aaaaaaaa", 10 << 30, "decode-1")
+    gpus.check_free("SIM-0", 1 << 40, "decode-1")
+    with pytest.raises(InvalidRequest, match=r"GPU 0 \(GPU-aaaaaaaa\) has 10.0 GiB free, but decode-1 needs 12.0 GiB"):
+        gpus.check_free("GPU-aaaaaaaa", 12 << 30, "decode-1")
 
 
 def test_an_unsupported_gpu_metric_is_omitted() -> None:

@@ -1,6 +1,7 @@
 """The planner: role changes by load, applied or only logged by the node."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_an_unloaded_node_keeps_its_workers() -> None:
 
 
 def test_overloaded_prefill_gets_a_worker_from_decode() -> None:
-    moves = Node().run(30, asked=5.0, waiting=30)
+    moves = Node().run(60, asked=5.0, waiting=30)
     assert roles(moves) == {"decode"}
     assert "4 prefill workers have a load of 1." in moves[0].cause
 
@@ -96,7 +97,7 @@ def test_when_both_roles_are_overloaded_no_worker_moves() -> None:
 
 def test_prompts_computed_by_decode_count_as_prefill_work() -> None:
     assert Node().run(60, asked=2.6, token_s=0.013) == []
-    assert roles(Node().run(60, asked=4.6, token_s=0.02, left=2.0)) == {"decode"}
+    assert roles(Node().run(120, asked=4.6, token_s=0.02, left=2.0)) == {"decode"}
 
 
 def test_prompts_waiting_for_decode_slots_count_as_decode_work() -> None:
@@ -109,12 +110,12 @@ def test_a_role_with_rising_load_gives_up_no_worker() -> None:
     node.run(31, asked=0.5, token_s=0.011)
     for token_s in (0.0115, 0.012, 0.013, 0.015, 0.018):
         assert node.run(5, asked=4.5, token_s=token_s) == []
-    assert roles(node.run(30, asked=4.5, token_s=0.018)) == {"decode"}
+    assert roles(node.run(60, asked=4.5, token_s=0.018)) == {"decode"}
 
 
 def test_after_the_proposed_move_no_further_move_is_proposed() -> None:
     node = Node()
-    assert roles(node.run(30, asked=3.8, token_s=0.0134)) == {"decode"}
+    assert roles(node.run(60, asked=3.8, token_s=0.0134)) == {"decode"}
     node.workers = {"prefill": 5, "decode": 3}
     assert node.run(120, asked=3.8, token_s=0.0151) == []
 
@@ -139,7 +140,7 @@ def test_if_a_chunk_exceeds_the_tpot_only_prefill_computes_prompts() -> None:
 def test_prompts_beyond_both_roles_capacity_move_a_worker_to_prefill() -> None:
     """A prompt's chunk takes a step of its own: decode is half as quick with prompts as prefill is."""
     node = Node(prefill=2, decode=6, chunk_tokens=100)
-    assert roles(node.run(60, asked=6.0, token_s=0.033, left=4.0)) == {"decode"}
+    assert roles(node.run(120, asked=6.0, token_s=0.033, left=4.0)) == {"decode"}
     assert node.planner.loads["prefill"] == pytest.approx(1.26, abs=0.02)
 
 
@@ -159,21 +160,34 @@ def tables() -> Iterator[dict[str, WorkerTable]]:
         table.close()
 
 
+class BusyPrefill:
+    """A control loop whose prefill is overloaded."""
+
+    def __init__(self, tables: dict[str, WorkerTable], mode: str) -> None:
+        self.tables, self.now_s = tables, 0.0
+        self.loop = ControlLoop(NodeConfig(control=ControlSection(planner=mode), slo=SLO), tables)  # type: ignore[arg-type]
+
+    def run(self, seconds: int) -> list[Move]:
+        moves = []
+        for _ in range(seconds):
+            self.tables["prefill-0"].add(PrefillMetrics.PASS_SECONDS, 1.0)
+            self.tables["prefill-0"].add(PrefillMetrics.PROMPT_TOKENS, 10_000)
+            self.tables["prefill-0"].add(PrefillMetrics.PROMPTS["prefill"], 10)
+            self.tables["prefill-0"].add(PrefillMetrics.NEW_TOKENS["prefill"], 15_000)
+            self.tables["prefill-0"].set(PrefillMetrics.WAITING, 20)
+            self.tables["decode-0"].add(DecodeMetrics.ROW_SECONDS, 1.0)
+            self.tables["decode-0"].add(DecodeMetrics.GENERATION_TOKENS, 100)
+            if (move := self.loop.plan(self.now_s)) is not None:
+                moves.append(move)
+            self.now_s += 1.0
+        return moves
+
+
 def busy_prefill(tables: dict[str, WorkerTable], mode: str) -> list[Move]:
     """Return the decisions after a minute of overloaded prefill."""
-    loop = ControlLoop(NodeConfig(control=ControlSection(planner=mode), slo=SLO), tables)  # type: ignore[arg-type]
-    moves = []
-    for second in range(60):
-        tables["prefill-0"].add(PrefillMetrics.PASS_SECONDS, 1.0)
-        tables["prefill-0"].add(PrefillMetrics.PROMPT_TOKENS, 10_000)
-        tables["prefill-0"].add(PrefillMetrics.PROMPTS["prefill"], 10)
-        tables["prefill-0"].add(PrefillMetrics.NEW_TOKENS["prefill"], 15_000)
-        tables["prefill-0"].set(PrefillMetrics.WAITING, 20)
-        tables["decode-0"].add(DecodeMetrics.ROW_SECONDS, 1.0)
-        tables["decode-0"].add(DecodeMetrics.GENERATION_TOKENS, 100)
-        if (move := loop.plan(float(second))) is not None:
-            moves.append(move)
-    counted = {family.name: family for family in loop.families()}["trinity_planner_moves"]
+    node = BusyPrefill(tables, mode)
+    moves = node.run(60)
+    counted = {family.name: family for family in node.loop.families()}["trinity_planner_moves"]
     assert {sample.labels["role"]: bool(sample.value) for sample in counted.samples} == {
         "prefill": False,
         "decode": mode != "off",
@@ -181,24 +195,39 @@ def busy_prefill(tables: dict[str, WorkerTable], mode: str) -> list[Move]:
     return moves
 
 
-def test_by_default_there_is_no_planner(tables: dict[str, WorkerTable], caplog: pytest.LogCaptureFixture) -> None:
-    assert ControlSection().planner == "off"
+def test_the_planner_acts_by_default(tables: dict[str, WorkerTable]) -> None:
+    assert roles(busy_prefill(tables, ControlSection().planner)) == {"decode"}
+
+
+def test_a_planner_that_is_off_decides_nothing(
+    tables: dict[str, WorkerTable], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO", "control"):
         assert busy_prefill(tables, "off") == []
     assert not caplog.messages
+
+
+def test_after_a_move_that_could_not_be_made_there_is_none_for_ten_minutes(tables: dict[str, WorkerTable]) -> None:
+    node = BusyPrefill(tables, "act")
+    assert node.run(60)
+    node.loop.pause_planner(node.now_s)
+    assert node.run(600) == []
+    assert node.run(60)
+
+
+def test_tokens_whose_rows_took_no_measurable_time_are_no_division_by_zero() -> None:
+    node = Node()
+    assert node.planner.update(0.0, node.work) is None
+    assert node.planner.update(5.0, replace(node.work, tokens=5, prompts=1)) is None
 
 
 def test_a_recommendation_is_logged_once_with_its_cause(
     tables: dict[str, WorkerTable], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "control"):
-        assert busy_prefill(tables, "advise") == []
+        assert busy_prefill(tables, "observe") == []
     (line,) = caplog.messages
     assert line.startswith("a decode worker should change its role: 0% of requests violate an SLO; 1 prefill")
-
-
-def test_a_move_to_apply_is_returned(tables: dict[str, WorkerTable]) -> None:
-    assert roles(busy_prefill(tables, "act")) == {"decode"}
 
 
 def serve_restless(*args: str) -> None:

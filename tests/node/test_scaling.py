@@ -9,10 +9,13 @@ import pytest
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import NodeConfig, SloSection
 from runtime.node.control.loop import ControlLoop
+from runtime.node.engine_config import ModelSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PoolMetrics
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.supervisor.admin import NodeStatus, admin_request, restart_node, scale_workers
+from runtime.node.supervisor.scaling import Scaler
+from runtime.node.supervisor.supervised_worker import Desired, Phase
 from runtime.node.supervisor.supervisor import Supervisor
 from runtime.node.worker_config import PoolSection
 from tests.node.conftest import StartTiny
@@ -195,6 +198,45 @@ def test_a_worker_started_while_a_pool_worker_is_removed_still_knows_its_endpoin
     supervisor.remove_worker(supervisor.workers[1])
     assert [place.name for place in supervisor.plan.workers] == ["pool-0", "pool-1"]
     assert [place.name for place in supervisor.node_metrics.workers] == ["pool-0"]
+
+
+def two_of_a_role() -> Supervisor:
+    """A node that is not run, with two decode workers on a GPU, which are ready."""
+    places = tuple(WorkerPlan("decode", n, "cuda:0", (), 1, gpu="GPU-0") for n in range(2))
+    made = Supervisor(NodePlan(NodeConfig(model=ModelSection(name="/nowhere")), "", "t", places))
+    for one in made.workers:
+        one.phase = Phase.READY
+    return made
+
+
+def test_a_flip_that_a_gpu_has_no_memory_for_is_refused_and_starts_nothing() -> None:
+    node, added = two_of_a_role(), list[WorkerPlan]()
+
+    def full(placement: WorkerPlan) -> None:
+        raise InvalidRequest(f"{placement.name} does not fit into {placement.gpu}")
+
+    scaler = Scaler(node.workers, node.plan, add=added.append, remove=node.workers.remove, check_memory=full)
+    with pytest.raises(InvalidRequest, match="prefill-0 does not fit into GPU-0"):
+        scaler.request("flip", "decode")
+    assert (added, scaler.in_progress) == ([], False)
+
+
+def test_a_flip_whose_new_worker_cannot_run_has_failed() -> None:
+    node, other = two_of_a_role(), two_of_a_role()
+    new = other.workers[0]
+
+    def add(placement: WorkerPlan) -> None:
+        new.placement = placement
+        node.workers.append(new)
+
+    scaler = Scaler(node.workers, node.plan, add=add, remove=node.workers.remove, check_memory=lambda placement: None)
+    assert scaler.request("flip", "decode") == ("prefill-0",)
+    new.phase = Phase.STARTING
+    assert not scaler.step()
+    new.desired, new.phase = Desired.STOP, Phase.STOPPED
+    assert scaler.step()
+    assert [one.name for one in node.workers] == ["decode-0", "decode-1"]
+    assert not scaler.step()
 
 
 def test_every_shard_keeps_a_pool_worker(start: StartTiny) -> None:

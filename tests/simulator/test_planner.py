@@ -9,6 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.node.config import HttpSection, NodeConfig
+from runtime.node.control.planner import Move, Planner, Work
+from runtime.node.metrics.worker_metrics import Stage
 from runtime.node.worker_config import DecodeSection, PrefillSection
 from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.setup import Setup
@@ -86,8 +88,37 @@ def test_with_the_planner_nine_tenths_of_both_meet_their_objectives(sent: list[R
     assert 4 <= moves <= 12
 
 
+STEADY = {  # prefill workers of eight; TPOT; mean prompt, answer and log-normal spread; requests/s
+    "long prompts, as Mooncake's, near the capacity": (3, 0.05, (12_035, 343, 1.2), 5.0),
+    "with a longer tail": (5, 0.05, (12_035, 343, 1.5), 4.0),
+    "questions with passages, as RAGPulse's": (4, 0.015, (3_000, 250, 0.8), 6.0),
+}
+
+
+@pytest.mark.parametrize("load", STEADY)
+def test_under_steady_load_no_worker_moves_back_however_much_prompts_differ(load: str) -> None:
+    prefill, tpot_s, shape, rate = STEADY[load]
+    kind, random, at_s, sent = cycle(lengths(*shape)), Random(1), 0.0, list[Arrival]()
+    while at_s < 400.0:
+        at_s += random.expovariate(rate)
+        sent.append(Arrival(at_s, *next(kind)))
+    setup = replace(node(prefill, "act"), slos=Slos(ttft_s=2.0, tpot_s=tpot_s))
+    moved = list[Stage]()
+    decide = Planner.update
+
+    def watched(planner: Planner, now_s: float, work: Work) -> Move | None:
+        if (move := decide(planner, now_s, work)) is not None and now_s < at_s:
+            moved.append(move.role)
+        return move
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Planner, "update", watched)
+        simulate(setup, sent)
+    assert len(set(moved)) <= 1, moved
+
+
 def test_under_constant_load_the_planner_converges() -> None:
-    chats = [Arrival(number / 50, 400, 600) for number in range(5_000)]
-    short, long = (simulate(node(4, "act"), chats[:count]) for count in (2_500, 5_000))
+    chats = [Arrival(number / 50, 400, 600) for number in range(8_000)]
+    short, long = (simulate(node(4, "act"), chats[:count]) for count in (4_000, 8_000))
     assert 0 < short.use["moves"] == long.use["moves"]
     assert long.attainment > 0.95

@@ -40,6 +40,7 @@ _COUNTERS: dict[Role, tuple[Counter, ...]] = {
     ),
     "frontend": (FrontendMetrics.SLO_REQUESTS["all"], FrontendMetrics.SLO_VIOLATIONS["all"]),
 }
+_PAUSE_S = 600.0  # of the planner, after a move that could not be made
 _ROLE_OF: dict[Counter, Role] = {counter: role for role, counters in _COUNTERS.items() for counter in counters}
 
 
@@ -54,7 +55,8 @@ class ControlLoop:
         }
         self._meter = SignalMeter(len(self._tables["decode"]))
         self.law, self._planner = ControlLaw(config), Planner.of(config, config.slo)
-        self._advised: Stage | None = None
+        self._paused_until_s = 0.0
+        self._observed: Stage | None = None
         self._moves: dict[Stage, int] = dict.fromkeys(get_args(Stage), 0)
         # Counters of removed workers.
         self._removed = dict.fromkeys(_ROLE_OF, 0.0)
@@ -99,15 +101,19 @@ class ControlLoop:
     def plan(self, now_s: float) -> Move | None:
         """Run the planner, if it is on; every worker must be ready. Logs a new move, and returns it if it is to be
         carried out."""
-        if self._settings.planner == "off":
+        if self._settings.planner == "off" or now_s < self._paused_until_s:
             return None
         move = self._planner.update(now_s, self._work())
-        if move is None or (self._settings.planner == "advise" and move.role == self._advised):
+        if move is None or (self._settings.planner == "observe" and move.role == self._observed):
             return None
-        self._advised = move.role
+        self._observed = move.role
         self._moves[move.role] += 1
         log.info("a %s worker should change its role: %s", move.role, move.cause)
         return move if self._settings.planner == "act" else None
+
+    def pause_planner(self, now_s: float) -> None:
+        """Make no move for a while, because one was refused or failed, as the next one would."""
+        self._paused_until_s = now_s + _PAUSE_S
 
     def _work(self) -> Work:
         decode_prompt_tokens = self._sum(PrefillMetrics.NEW_TOKENS["decode"])

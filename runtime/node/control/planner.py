@@ -14,8 +14,12 @@ The supervisor and the simulator run this same class. A role's load is its work 
 
 The work does not depend on the number of workers. A worker moves if that lowers the higher of both loads by `_GAIN` as
 if decode computed no prompts, and by `_MIN_GAIN` as it does (by any amount if the SLO violations exceed the error
-budget), while that load is over `_BUSY` or the violations exceed the budget. The same move must have been best in two
-windows in a row. A role keeps one worker, and gives none away while its work grows.
+budget), while that load is over `_BUSY` or the violations exceed the budget. A role keeps one worker, and gives none
+away while its work grows.
+
+Steady load must not move workers back and forth, however much prompts differ. So the averages cover about
+`_AVERAGED_PROMPTS` prompts, a move must be the best one in `_CONFIRMED` windows more than not, and one that undoes the
+last move in `_MAX_BACK` windows right after it, one less with every ten seconds that pass.
 """
 
 from dataclasses import dataclass, replace
@@ -27,9 +31,12 @@ from runtime.node.metrics.worker_metrics import Stage
 
 _WINDOW_S = 5.0
 _GAIN, _MIN_GAIN = 0.08, 0.05
-_BUSY = 0.7
+_BUSY = 0.8
 _MAX_WAIT = 0.25
-_GROWTH = 1.1
+_GROWTH = 1.2
+_AVERAGED_PROMPTS = 200
+_MIN_WEIGHT, _MAX_WEIGHT = 0.05, 0.5  # of a window
+_CONFIRMED, _MAX_BACK = 3, 40
 _COUNTERS = (
     "pass_s",
     "passed_tokens",
@@ -84,7 +91,12 @@ class Planner:
         self._last: tuple[float, Work] | None = None
         self._token_s = 0.0  # prefill time per token in the last window
         self._min_token_s = slo.tpot_s / 3  # least time per decode token
-        self._candidate: Stage | None = None  # best move of the last window
+        self._evidence: dict[Stage, int] = {
+            "prefill": 0,
+            "decode": 0,
+        }  # windows in which its move was best, less others
+        self._last_move: Stage | None = None
+        self._moved_s = 0.0
         # In workers, an exponential average over windows.
         self._work: dict[Stage, float] = {"prefill": 0.0, "decode": 0.0}
         self.loads: dict[Stage, float] = {"prefill": 0.0, "decode": 0.0}
@@ -100,13 +112,31 @@ class Planner:
             return None
         (then_s, before), self._last = self._last, (now_s, work)
         if min(work.workers.values()) < 1 or work.workers != before.workers:
-            self._candidate = None  # a window with a move in it mixes two configurations
-            return None
+            return None  # a window with a move in it mixes two configurations
         delta = work.since(before)
         found = self._measure(now_s - then_s, delta)
-        last, self._work = self._work, {role: (self._work[role] + found[role]) / 2 for role in found}
+        last = self._work
+        weight = min(max(delta.prompts / _AVERAGED_PROMPTS, _MIN_WEIGHT), _MAX_WEIGHT)
+        self._work = {role: last[role] + (found[role] - last[role]) * weight for role in found}
         self.loads = self._loads(work.workers)
-        return self._decide(work.workers, delta, {role for role in last if self._work[role] > _GROWTH * last[role]})
+        growing = {role for role in last if found[role] > _GROWTH * last[role]}
+        return self._confirm(now_s, self._decide(work.workers, delta, growing))
+
+    def _confirm(self, now_s: float, move: Move | None) -> Move | None:
+        """Return this window's move once it has been the best one often enough."""
+        for role in self._evidence:
+            for_it = move is not None and move.role == role
+            self._evidence[role] = max(self._evidence[role] + (1 if for_it else -1), 0)
+        if move is None:
+            return None
+        needed = _CONFIRMED
+        if self._last_move not in (None, move.role):
+            needed = max(needed, _MAX_BACK - int((now_s - self._moved_s) / (2 * _WINDOW_S)))
+        if self._evidence[move.role] < needed:
+            return None
+        self._evidence = dict.fromkeys(self._evidence, 0)
+        self._last_move, self._moved_s = move.role, now_s
+        return move
 
     def _measure(self, passed_s: float, delta: Work) -> dict[Stage, float]:
         """Return the work of a window, in workers: prompts, and rows."""
@@ -114,7 +144,7 @@ class Planner:
             self._token_s = delta.pass_s / delta.passed_tokens
         workers = delta.workers
         found: dict[Stage, float] = {"prefill": delta.arrived_tokens * self._token_s / passed_s, "decode": 0.0}
-        if delta.tokens > 0:
+        if delta.tokens > 0 and delta.row_s > 0:
             decode_prompts = delta.decode_prompt_tokens * self._token_s / passed_s / workers["decode"]
             token_s = delta.row_s / delta.tokens * max(1 - decode_prompts, 0.1)
             self._min_token_s = min(self._min_token_s, token_s)
@@ -161,13 +191,9 @@ class Planner:
         over_budget = violated > 1 - self._slo.objective
         pressed = separate > _BUSY or over_budget
         improving = [role for role in after if after[role] <= load * (1.0 if over_budget else 1 - _MIN_GAIN)]
-        last, self._candidate = self._candidate, None
         if not improving or not pressed:
             return None
         best = min(improving, key=lambda role: after[role])
-        if best != last:
-            self._candidate = best
-            return None
         loads = ", ".join(f"{workers[name]} {name} workers have a load of {self.loads[name]:.2f}" for name in workers)
         return Move(
             best,

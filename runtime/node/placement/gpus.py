@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime.errors import InvalidRequest
 from runtime.node.supervisor_metrics import GpuMetrics, SupervisorMetric
 
 if TYPE_CHECKING:
@@ -62,6 +63,15 @@ class Gpus:
     def all(self) -> list[Gpu]:
         """Return every GPU, each followed by its MIG instances, with its free memory."""
         return [self._describe(index, handle, parent) for index, handle, parent in self._handles]
+
+    def check_free(self, uuid: str, needed_bytes: int, whose: str) -> None:
+        """Raise `InvalidRequest` if this GPU has less memory free. A GPU that NVML does not report is not checked."""
+        for gpu in self.all():
+            if gpu.uuid == uuid and gpu.free_bytes < needed_bytes:
+                raise InvalidRequest(
+                    f"GPU {gpu.index} ({uuid}) has {gpu.free_bytes / 2**30:.1f} GiB free, but {whose} needs "
+                    f"{needed_bytes / 2**30:.1f} GiB"
+                )
 
     def driver(self) -> str:
         """Return the driver's version, "" without a driver."""

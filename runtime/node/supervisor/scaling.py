@@ -7,7 +7,7 @@ while the node holds one more model. The last ready worker of a role, or of a sh
 
 Vacant placements of the plan are filled first. Beyond the plan, an added prefill or decode worker shares device and
 cores with the worker that it is modelled on. Pool workers cannot exceed the plan, because their clients know the
-endpoints from the start. The frontend is fixed.
+endpoints from the start. The frontend is fixed. A worker is added to a GPU only if that has memory for it.
 """
 
 import itertools
@@ -32,7 +32,10 @@ log = logging.getLogger("supervisor")
 
 
 class Scaler:
-    """Scaling operations in progress. `add` adds a worker to the supervisor, `remove` removes one that has ended."""
+    """Scaling operations in progress. `add` adds a worker to the supervisor, `remove` removes one that has ended.
+
+    `check_memory` raises `InvalidRequest` if a GPU has no memory for a worker.
+    """
 
     def __init__(
         self,
@@ -41,9 +44,10 @@ class Scaler:
         *,
         add: Callable[[WorkerPlan], None],
         remove: Callable[[SupervisedWorker], None],
+        check_memory: Callable[[WorkerPlan], None],
     ) -> None:
         self._workers, self._config, self._planned = workers, plan.config, plan.workers
-        self._add_worker, self._remove_worker = add, remove
+        self._add_worker, self._remove_worker, self._check_memory = add, remove, check_memory
         self._flips: dict[str, str] = {}  # new worker → the worker that it replaces
 
     def request(self, action: ScaleAction, target: str) -> tuple[str, ...]:
@@ -67,8 +71,9 @@ class Scaler:
         self._flips[name] = worker.name
         return (name,)
 
-    def step(self) -> None:
-        """Advance the operations in progress."""
+    def step(self) -> bool:
+        """Advance the operations in progress. Returns whether a flip ended because its new worker cannot run."""
+        failed = False
         for worker in list(self._workers):
             old = self._find(self._flips.get(worker.name, ""))
             if old is not None and worker.phase is Phase.READY:
@@ -76,9 +81,10 @@ class Scaler:
                 if old.phase is Phase.READY:
                     self._drain(old)
             if worker.desired is Desired.STOP and worker.process is None:
-                self._flips.pop(worker.name, None)
+                failed |= self._flips.pop(worker.name, None) is not None
                 self._remove_worker(worker)
                 log.info("%s has left", worker.name)
+        return failed
 
     @property
     def in_progress(self) -> bool:
@@ -115,7 +121,9 @@ class Scaler:
         used |= {p.index for p in self._planned if p.role == role and p.gpu != model.gpu}
         index = next(index for index in itertools.count() if index not in used)
         threads = self._config.prefill.threads if role == "prefill" else self._config.decode.threads
-        return self._start(msgspec.structs.replace(model, role=role, index=index, threads=threads))
+        added = msgspec.structs.replace(model, role=role, index=index, threads=threads)
+        self._check_memory(added)
+        return self._start(added)
 
     def _start(self, placement: WorkerPlan) -> str:
         log.info("%s is added", placement.name)

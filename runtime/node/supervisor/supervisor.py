@@ -11,7 +11,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -68,8 +68,11 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
         command: Sequence[str] = COMMAND,
+        device_bytes: Mapping[str, int] | None = None,
     ) -> None:
+        """device_bytes: estimated memory of each worker of the plan on its GPU, by name."""
         self.plan = plan
+        self._device_bytes = {worker.role: (device_bytes or {}).get(worker.name, 0) for worker in plan.workers}
         self._startup = StartupTimer(age_s=process_age_s())
         self._command = list(command)
         self._clock = clock
@@ -84,7 +87,9 @@ class Supervisor:
         self.node_metrics = NodeMetricsSource(plan.config, plan.workers, version=node_version())
         self._gpus = Gpus()
         self._restarts = RollingRestart(self.workers)
-        self._scaler = Scaler(self.workers, plan, add=self._add_worker, remove=self.remove_worker)
+        self._scaler = Scaler(
+            self.workers, plan, add=self._add_worker, remove=self.remove_worker, check_memory=self._check_memory
+        )
         self._reload = RollingReload(self.workers, [collection.name for collection in plan.config.collections])
         self._stop_requests = 0
         self._was_ready = False
@@ -130,7 +135,8 @@ class Supervisor:
                 self._stop_all(control)
                 return 0
             self._restarts.step(self._clock())
-            self._scaler.step()
+            if self._scaler.step():
+                self._control_loop.pause_planner(self._clock())
             self._reload.step()
             spares = self._standbys.step(may_start=self._was_ready)
             self._lifecycle.reconcile((*self.workers, *spares))
@@ -146,11 +152,18 @@ class Supervisor:
 
     def _flip_by_plan(self) -> None:
         """Carry out the planner's move, if it has one. It is consulted only while every worker is ready."""
-        if not self._scaler.in_progress and (move := self._control_loop.plan(self._clock())) is not None:
-            try:
-                self._scaler.request("flip", move.role)
-            except InvalidRequest as error:
-                log.warning("the planner's flip of a %s worker is refused: %s", move.role, error)
+        now_s = self._clock()
+        if self._scaler.in_progress or (move := self._control_loop.plan(now_s)) is None:
+            return
+        try:
+            self._scaler.request("flip", move.role)
+        except InvalidRequest as error:
+            log.warning("the planner's flip of a %s worker is refused: %s", move.role, error)
+            self._control_loop.pause_planner(now_s)
+
+    def _check_memory(self, added: WorkerPlan) -> None:
+        """Raise `InvalidRequest` unless the GPU of an added worker has the memory that its role needs."""
+        self._gpus.check_free(added.gpu, self._device_bytes.get(added.role, 0), added.name)
 
     def _wait(self, control: AdminServer) -> None:
         """Sleep until an admin request, a process exit or a signal arrives, or `_POLL_S` has passed."""
