@@ -7,7 +7,6 @@ from typing import Any
 
 import openai
 import pytest
-from runtime.serving.http.remote_collections import CollectionRouter
 
 from runtime.retrieval.attributes.filters import AttributeBinding
 from runtime.retrieval.collection_summary import CollectionSummary

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from runtime.errors import ContextLengthExceeded
 from runtime.retrieval.passages import Passage
+from runtime.serving.http.service import Settings
 from runtime.serving.messages import Message
 from runtime.serving.model.text import build_prompt, passages_chunk, query_text
-from runtime.serving.http.service import Settings
 from runtime.serving.model.tokenizer import Tokenizer
 from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import PASSAGES
@@ -164,7 +164,10 @@ def test_the_last_question_is_the_search_query(tokenizer: Tokenizer) -> None:
 
 def test_a_responses_prompt_begins_with_those_of_the_responses_that_it_continues(tokenizer: Tokenizer) -> None:
     stand, tool = Stand(), {"type": "file_search", "vector_store_ids": ["docs"], "max_num_results": 2}
-    with Cluster(settings=Settings("tiny", {"docs": 64}), search=stand, catalogue=stand) as cluster, cluster.http() as http:
+    with (
+        Cluster(settings=Settings("tiny", {"docs": 64}), search=stand, catalogue=stand) as cluster,
+        cluster.http() as http,
+    ):
         prompts: list[list[int]] = []
         previous = None
         for turn in range(3):

@@ -82,13 +82,10 @@ class Files:
     def __init__(self, state: State) -> None:
         """Raises `CollectionError` for damaged attributes."""
         self._state, found = state, state.snapshot()
-        size = len(found.growing_alive)
         self._parts = [
-            _Part(segment.rows, alive, *segment.columns.strings(SOURCE, segment.size))
-            for segment, alive in zip(found.segments, found.alive, strict=True)
+            _Part(part.rows[: len(alive)], alive, *part.columns.strings(SOURCE, len(alive)))
+            for part, alive in zip(found.parts, found.alive, strict=True)
         ]
-        growing = found.growing.columns.strings(SOURCE, size)
-        self._parts.append(_Part(found.growing.first + np.arange(size), found.growing_alive, *growing))
 
     def rows_of(self, file: str) -> list[int]:
         """Return the rows of a file's documents, ascending; none if there is no such file."""
