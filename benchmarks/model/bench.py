@@ -1,22 +1,20 @@
 """Language model benchmark: `python -m benchmarks.model [--model NAME_OR_DIR]`.
 
 `weights` compares bfloat16 and int8 weights with float32 in the same process, alternating: their speed, and how often
-they choose the same token. `--vllm PYTHON` adds a comparison with vLLM's CPU build in bfloat16, against our
-`--weights`. That the tokens are transformers' is a test (`tests/serving/test_model.py`).
+they choose the same token. That the tokens are transformers' is a test (`tests/serving/test_model.py`).
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from benchmarks.common.machine import machine, machine_load
 from benchmarks.model.driver import BLOCK_TOKENS, Ours, Times, paired, random_prompts
-from benchmarks.model.vllm_comparison import measure_vllm
 from runtime.serving.messages import Message
 from runtime.serving.model.language_model import Chunk, LanguageModel
-from runtime.serving.model.model_info import WeightsType, model_directory, weights_type
+from runtime.serving.model.model_info import WeightsType
 
 ANSWER = 48  # tokens
 QUESTIONS = (
@@ -69,19 +67,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--steps", type=int, default=8, help="decode steps a round")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--part", choices=["weights", "vllm"], help="only this table")
-    options.add_argument(
-        "--weights",
-        choices=["float32", "bfloat16", "int8"],
-        default=weights_type("auto", "cpu"),
-        help="weights for the vLLM table",
-    )
-    options.add_argument(
-        "--vllm", metavar="PYTHON", help="Python interpreter of an environment with vLLM; adds the vLLM table"
-    )
     given = options.parse_args()
-    if given.part == "vllm" and not given.vllm:
-        options.error("--part vllm needs --vllm PYTHON")
 
     random = np.random.default_rng(given.seed)
     model = LanguageModel.load(
@@ -97,7 +83,7 @@ def main() -> None:
         f"best of {given.rounds}\ntorch {torch.__version__}; {machine()['processor']}, {machine_load()}"
     )
 
-    def rounded(weights: WeightsType = "bfloat16") -> Ours:
+    def rounded(weights: WeightsType) -> Ours:
         return Ours(
             LanguageModel.load(
                 given.model,
@@ -109,15 +95,4 @@ def main() -> None:
             )
         )
 
-    rounds = given.rounds
-    tables: dict[str, Callable[[], None]] = {
-        "weights": lambda: measure_weights(ours, (rounded(), rounded("int8")), random, rounds, given.steps)
-    }
-    if given.vllm:
-        directory = model_directory(given.model)
-        tables["vllm"] = lambda: measure_vllm(
-            rounded(given.weights), given.vllm, directory, random, rounds, given.steps
-        )
-    for name, measure in tables.items():
-        if given.part in (None, name):
-            measure()
+    measure_weights(ours, (rounded("bfloat16"), rounded("int8")), random, given.rounds, given.steps)

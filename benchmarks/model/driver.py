@@ -24,13 +24,11 @@ class Times:
         return min(self.seconds)
 
 
-def paired(runs: Sequence[Callable[[], object]], rounds: int, rest_s: float = 0.0) -> list[Times]:
-    """Time functions in alternation, so that other load affects all of them alike. The first round is a warm-up.
-    Sleeps for `rest_s` before each run."""
+def paired(runs: Sequence[Callable[[], object]], rounds: int) -> list[Times]:
+    """Time functions in alternation, so that other load affects all of them alike. The first round is a warm-up."""
     seconds: list[list[float]] = [[] for _ in runs]
     for number in range(rounds + 1):
         for run, kept in zip(runs, seconds, strict=True):
-            time.sleep(rest_s)
             begin = time.perf_counter()
             run()
             if number:
