@@ -15,8 +15,8 @@ from tests.ipc.processes import attach, child, endpoint
 from tests.ipc.ring_server import RingServer
 
 DIM = 16
-ROUNDS = 40
-POOL_ROUNDS = 15  # with each doorbell
+ROUNDS = 15
+POOL_ROUNDS = 8  # with each doorbell
 SLOTS = 8
 
 

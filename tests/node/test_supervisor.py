@@ -222,7 +222,7 @@ def test_a_wall_clock_that_jumps_by_days_changes_nothing(start_tiny: StartTiny) 
 
 
 def test_a_node_can_be_started_and_stopped_repeatedly(start_tiny: StartTiny) -> None:
-    for _ in range(20):
+    for _ in range(5):
         node = start_tiny()
         pids = [found.pid for found in node.ready().workers]
         stop_node(node.info, timeout_s=60)

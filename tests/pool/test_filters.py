@@ -159,14 +159,14 @@ def test_an_invalid_filter_is_rejected_before_it_is_sent(
         client.search_batch(vectors[:2], 1, filter=wanted)
 
 
-@pytest.mark.parametrize("content", [b"no filter", b'["c","color","eq",["red"]]', b"[" * 9000, b'["a",[]]'])
 def test_malformed_filters_of_a_hostile_client_are_rejected_without_side_effects(
-    pool: InProcessPool, client: SearchClient, vectors: Vectors, content: bytes
+    pool: InProcessPool, client: SearchClient, vectors: Vectors
 ) -> None:
+    malformed = [b"no filter", b'["c","color","eq",["red"]]', b"[" * 9000, b'["a",[]]']
     with RingClient(pool.endpoint, "rude", timeout_ms=60_000.0) as rude:
-        for _ in range(2):
+        for content in 2 * malformed:
             rude.submit(vectors[0], SearchSpec("docs", 1, filter=content))
-            assert rude.wait(20_000)
+            assert rude.wait(60_000)
             assert [result.status for result in rude.poll()] == ["invalid_request"]
     assert client.search(vectors[7], 1, filter=eq("year", 2007)).ids.tolist() == [7]
 
@@ -185,7 +185,7 @@ def test_client_and_pool_reject_a_query_without_a_required_filter(
     with RingClient(pool.endpoint, "rude", timeout_ms=60_000.0) as rude:
         for content in (b"", filter_bytes(eq("year", 2001))):
             rude.submit(vectors[0], SearchSpec("docs", 1, filter=content))
-            assert rude.wait(20_000)
+            assert rude.wait(60_000)
             assert [result.status for result in rude.poll()] == ["invalid_request"]
 
 

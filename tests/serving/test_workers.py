@@ -390,7 +390,7 @@ def test_an_answer_continues_unchanged_on_another_decode_worker(
     workers.assert_nothing_held()
 
 
-@pytest.mark.parametrize(("trigger", "rounds"), [*(("every", rounds) for rounds in range(8)), ("unsure", 3)])
+@pytest.mark.parametrize(("trigger", "rounds"), [("every", 0), ("every", 2), ("every", 4), ("every", 7), ("unsure", 3)])
 def test_a_probe_outstanding_at_its_workers_death_is_retried_without_changing_a_token(
     start: Start, rounds: int, trigger: Any
 ) -> None:
