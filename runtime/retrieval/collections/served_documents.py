@@ -145,6 +145,8 @@ def _shown(state: State, rows: Sequence[int], found: Sequence[Document | None]) 
     """Return the documents found, None for a deleted one and for an older version of another."""
     newest = state.newest(rows)
     deleted = state.deleted(newest)
+    if newest == rows:
+        return [None if is_deleted else one for one, is_deleted in zip(found, deleted, strict=True)]
     shown = {document: row for document, row in sorted(zip(newest, rows, strict=True))}
     return [
         one if one is not None and not is_deleted and shown[document] == row else None

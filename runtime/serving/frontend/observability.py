@@ -90,6 +90,7 @@ class _RunningTrace:
     probes: list[Probe] = field(default_factory=list)
     probes_left_out: int = 0
     passages: int = 0
+    state: str = RUNNING
 
 
 class Traces:
@@ -101,7 +102,7 @@ class Traces:
     def __init__(self, keep: int, clock: Callable[[], int]) -> None:
         self._keep, self._clock = keep, clock
         self._running: dict[str, _RunningTrace] = {}
-        self._ended: OrderedDict[str, Trace] = OrderedDict()
+        self._ended: OrderedDict[str, Trace | _RunningTrace] = OrderedDict()  # of searches: traced when asked for
         self.client_names: dict[str, str] = {}  # client id → request id, for the traces above
         self.spans: SpanRecorder | None = None
 
@@ -158,7 +159,7 @@ class Traces:
             if running := self._running.get(name):
                 return _trace(running, RUNNING, self._clock())
             if found := self._ended.get(name):
-                return found
+                return found if isinstance(found, Trace) else _trace(found, found.state, found.stamps[stages.END])
         raise UnknownRequest(
             f"no trace of request {request_id!r}: it is unknown, or {self._keep} others have ended since", "request_id"
         )
@@ -172,9 +173,13 @@ class Traces:
             self.client_names[running.client_id] = running.id
 
     def _end(self, running: _RunningTrace, state: str) -> None:
-        found = self._ended[running.id] = _trace(running, state, running.stamps[stages.END])
-        if running.span_ended is not None:
-            running.span_ended(found)
+        running.state = state
+        if running.request is None and running.span_ended is None:
+            self._ended[running.id] = running
+        else:
+            found = self._ended[running.id] = _trace(running, state, running.stamps[stages.END])
+            if running.span_ended is not None:
+                running.span_ended(found)
         while len(self._ended) > self._keep:
             _, evicted = self._ended.popitem(last=False)
             if self.client_names.get(evicted.client_id) == evicted.id:

@@ -79,6 +79,14 @@ class Exchange:
 
     # ---- called by the application
 
+    def arrived_body(self, limit: int) -> bytes | None:
+        """Return the body if all of it has arrived, of at most `limit` bytes; None: `receive` it."""
+        if not self.arrived or self._received or self.disconnected or len(self._body) > limit:
+            return None
+        self._received = True
+        body, self._body = bytes(self._body), bytearray()
+        return body
+
     async def receive(self) -> Message:
         """Return what has arrived of the body, or wait for more; after all of it, for the end or a disconnect."""
         if self._expects_continue and not self._transport.is_closing():
