@@ -181,7 +181,7 @@ def found_by(harness: KeywordHarness, tenant: str, text: str) -> list[str]:
 def test_writes_and_deletes_of_one_tenant_do_not_hide_anothers_only_document(
     harness: KeywordHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.retrieval.collections.keyword_index.MAX_ROWS", 100)
+    monkeypatch.setattr("runtime.retrieval.keywords.index.MAX_ROWS", 100)
     harness.upsert("a", tenant="acme")
     for _ in range(4):
         harness.upsert(*(f"b{n}" for n in range(50)), tenant="blue")
@@ -191,7 +191,7 @@ def test_writes_and_deletes_of_one_tenant_do_not_hide_anothers_only_document(
 
 
 def test_updates_of_documents_do_not_hide_them(harness: KeywordHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.retrieval.collections.keyword_index.MAX_ROWS", 100)
+    monkeypatch.setattr("runtime.retrieval.keywords.index.MAX_ROWS", 100)
     for _ in range(5):
         harness.upsert(*(f"a{n}" for n in range(30)))
         assert len(harness.find("entry")) == 30

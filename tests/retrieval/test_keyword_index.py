@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from gpu import GraphIndex
 from runtime.errors import CollectionError, CollectionReplaced, DeadlineExceeded
 from runtime.retrieval.collections.bulk_load import Metric
-from runtime.retrieval.collections.keyword_index import (
+from runtime.retrieval.collections.keyword_search import distances
+from runtime.retrieval.keywords.index import (
     CHUNK,
     MAX_DOCUMENT_WORDS,
     MAX_ROWS,
@@ -24,8 +25,7 @@ from runtime.retrieval.collections.keyword_index import (
     Texts,
     search_indexes,
 )
-from runtime.retrieval.collections.keyword_search import distances
-from runtime.retrieval.collections.words import stem, words_of
+from runtime.retrieval.keywords.words import stem, words_of
 
 LATER_NS = 1 << 62
 TEXTS = [

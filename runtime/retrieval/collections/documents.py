@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
-from urllib.parse import quote
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
+from runtime.files import read_only_database
 from runtime.retrieval.passages import Attributes
 
 MAX_DOCUMENTS = 50_000_000
@@ -261,27 +261,13 @@ class DocumentStore:
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is None or self._owner != os.getpid():  # a SQLite connection must not be used after a fork
-            self._connection = read_only(self.path)
+            self._connection = read_only_database(self.path)
             self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT_BYTES)
             self._owner = os.getpid()
             if self._part[1] > 1:  # a temporary name precedes others
                 rows = f"SELECT * FROM main.documents WHERE row % {self._part[1]} = {self._part[0]}"
                 self._connection.execute(f"CREATE TEMP VIEW documents AS {rows}")
         return self._connection
-
-
-def read_only(path: Path) -> sqlite3.Connection:
-    """Connect to an immutable file: without locks or a journal, so that no write permission is needed. Raises
-    `CollectionError`."""
-    try:
-        return sqlite3.connect(read_only_uri(path), uri=True, check_same_thread=False)
-    except sqlite3.Error as error:
-        raise CollectionError(f"{path} is damaged: {error}") from error
-
-
-def read_only_uri(path: Path) -> str:
-    """Return SQLite's address of an immutable file."""
-    return f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1"
 
 
 _COUNT_FILES = """

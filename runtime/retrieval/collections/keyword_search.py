@@ -20,9 +20,9 @@ from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collections.description import KEYWORDS
 from runtime.retrieval.collections.growing_segment import GrowingSegment
-from runtime.retrieval.collections.keyword_index import KeywordFile, Postings, Searched, search_indexes
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.state import Snapshot, State, vectors_of
+from runtime.retrieval.keywords.index import KeywordFile, Postings, Searched, search_indexes
 from runtime.retrieval.neighbors import Neighbors
 
 _WAIT_S = 0.25  # how long a search waits for rows that are being added

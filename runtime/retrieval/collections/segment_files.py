@@ -35,8 +35,8 @@ from runtime.retrieval.collections.description import (
 )
 from runtime.retrieval.collections.disk import Disk, storage_error
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
-from runtime.retrieval.collections.keyword_index import KeywordFile
 from runtime.retrieval.collections.manifest import SegmentInfo
+from runtime.retrieval.keywords.index import KeywordFile
 
 CONTENTS, META = "segment.json", f"{INDEX}/meta.json"
 _FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, META)

@@ -23,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, CollectionReplaced, DeadlineExceeded
-from runtime.retrieval.attributes.columns import Bits
-from runtime.retrieval.collections.documents import read_only
-from runtime.retrieval.collections.words import stem, words_of
+from runtime.files import read_only_database
+from runtime.retrieval.keywords.words import stem, words_of
 
 MAX_WORDS = 32  # in a query
 MAX_ROWS = 1 << 14  # that a query ranks
@@ -41,6 +40,7 @@ _MAX_READ = 16 * MAX_WORDS  # words of a query, to find different ones
 _MAX_QUERY_CHARACTERS = 64 * _MAX_READ
 _K1, _B = 1.2, 0.75  # of BM25
 
+Bits = NDArray[np.bool_]
 Rows = NDArray[np.int64]
 Lengths = NDArray[np.uint32]
 Matches = NDArray[np.int64]
@@ -149,8 +149,9 @@ class KeywordFile:
         another number of documents than `size`."""
         if not path.is_file():
             raise CollectionError(f"{path} is missing")
-        connection = read_only(path)
+        connection: sqlite3.Connection | None = None
         try:
+            connection = read_only_database(path)
             (own,) = connection.execute("PRAGMA application_id").fetchone()
             tables = connection.execute("SELECT type, sql FROM sqlite_master ORDER BY name").fetchall()
             if own != _APPLICATION_ID or tables != [("table", _DOCUMENTS), ("table", _POSTINGS)]:
@@ -160,7 +161,8 @@ class KeywordFile:
                 raise CollectionError(f"{path} is damaged: it has {len(found.lengths)} documents, not {size}")
             return found
         except (sqlite3.Error, ValueError, TypeError, CollectionError) as error:
-            connection.close()
+            if connection is not None:
+                connection.close()
             if isinstance(error, CollectionError):
                 raise
             raise CollectionError(f"{path} is damaged: {error}") from error

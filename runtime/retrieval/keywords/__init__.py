@@ -1,0 +1,1 @@
+"""Keyword search over texts: words, inverted indexes, ranks by BM25."""
