@@ -1,13 +1,11 @@
 """Engine factory: map a device name to an engine. Packages of a device are imported only when it is used."""
 
-import functools
 from collections.abc import Mapping
 
 from gpu.devices import CPU, check_device
 from gpu.engine import Engine
 from gpu.errors import InvalidParams
 from gpu.index.graph_index import GraphIndex
-from gpu.roofline import host_copy_bytes_s
 
 
 def open_engine(
@@ -47,19 +45,3 @@ def open_engine(
         extends_per_launch=MAX_EXTENDS_PER_LAUNCH if extends_per_launch is None else extends_per_launch,
         form="resident" if resident else None,
     )
-
-
-@functools.cache
-def copy_bytes_s(device: str) -> float:
-    """Return the read bandwidth of a device memory copy in bytes/s, measured once. Raises DeviceUnavailable."""
-    check_device(device)
-    if device == CPU:
-        return host_copy_bytes_s()
-    from gpu.cuda.cuda_driver import CudaDriver
-    from gpu.cuda.driver import device_copy_bytes_s
-
-    driver = CudaDriver(device)
-    try:
-        return device_copy_bytes_s(driver)
-    finally:
-        driver.close()

@@ -1,4 +1,4 @@
-"""`Driver`, the interface of a device driver that the CUDA engine uses, and a bandwidth measurement.
+"""`Driver`, the interface of a device driver that the CUDA engine uses.
 
 `gpu.cuda.cuda_driver.CudaDriver` implements it with NVIDIA's driver; tests implement it with a call recorder and with
 an emulation that runs the same kernels on the CPU.
@@ -181,34 +181,3 @@ class Driver(Protocol):
 
     def close(self) -> None:
         """Release the device. Remaining memory, streams and graphs are freed at the end of the process."""
-
-
-# ---- memory bandwidth, measured with events
-
-
-_COPY_BYTES = 1 << 30
-_REPEAT = 5
-_MICROSECOND = 1e-3
-
-
-def device_copy_bytes_s(driver: Driver) -> float:
-    """Return the read bandwidth of a copy on the device, bytes/s (it writes as many): the fastest of several copies."""
-    nbytes = min(_COPY_BYTES, driver.memory()[0] // 4) // 256 * 256
-    stream, begin, end = driver.create_stream(), driver.create_event(), driver.create_event()
-    source, target = driver.allocate(nbytes), driver.allocate(nbytes)
-    try:
-        driver.fill(stream, source, 1, nbytes // 4)
-        best = float("inf")
-        for _ in range(_REPEAT):
-            driver.record(stream, begin)
-            driver.copy_on_device(stream, target, source, nbytes)
-            driver.record(stream, end)
-            driver.synchronise(stream)
-            best = min(best, driver.elapsed_ms(begin, end))
-        return nbytes / max(best, _MICROSECOND) * 1e3
-    finally:
-        driver.free(source)
-        driver.free(target)
-        driver.destroy_event(begin)
-        driver.destroy_event(end)
-        driver.destroy_stream(stream)

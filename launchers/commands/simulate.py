@@ -108,17 +108,13 @@ def calibrate_machine(
     """Measure the service times of this machine. Run nothing else on it meanwhile."""
     from runtime.node.config_file import load_config
     from runtime.simulator.times.calibrate import calibrate
-    from runtime.simulator.times.roofline import draw_roofline
     from runtime.simulator.times.service import ServiceTimes
 
     out.parent.mkdir(parents=True, exist_ok=True)  # fail before the measurement, not after it
     console = Console()
     measured = calibrate(load_config(config), ServiceTimes(), lambda text: console.print(f"measuring {text}"))
     measured.save(out)
-    plot = out.with_suffix(".png")
-    drawn = draw_roofline(measured.roofline, plot)
     console.print(f"wrote {out}: {measured.source}")
-    console.print(f"wrote {plot}: utilisation by load" if drawn else "no plot without matplotlib")
 
 
 def _result_table(result: "Result") -> Table:

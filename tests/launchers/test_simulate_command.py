@@ -22,7 +22,6 @@ def test_the_output_folder_is_created_before_measuring(tmp_path: Path, monkeypat
         return base
 
     monkeypatch.setattr("runtime.simulator.times.calibrate.calibrate", measured)
-    monkeypatch.setattr("runtime.simulator.times.roofline.draw_roofline", lambda roofline, path: False)
     simulate.calibrate_machine(tmp_path / "node.toml", out)
     assert ServiceTimes.load(out) == ServiceTimes()
 

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex
-from gpu.roofline import ExtendTime, Saturation, SearchRoofline
+from gpu.extend_times import ExtendTime
 from runtime.errors import ConfigError
 from runtime.node.config import CollectionSection, NodeConfig, parse_config
 from runtime.node.worker_config import PoolSection
 from runtime.retrieval.collections import bulk_load
 from runtime.simulator.times.calibrate import Line, calibrate, search_times
-from runtime.simulator.times.roofline import PassRoofline, Roofline, draw_roofline
 from runtime.simulator.times.service import ServiceTimes
 
 
@@ -34,35 +33,8 @@ def test_measured_extends_have_a_positive_cost() -> None:
     vectors = np.random.default_rng(0).standard_normal((500, 16), np.float32)
     index = GraphIndex.build(vectors, metric="l2", degree=8)
     found = search_times(index, PoolSection(slots=8, top_m=32, search_width=2))
-    assert [one.active for one in found.measured] == [1, 2, 4, 8]
-    assert found.extend_seconds(8) > 0
-
-
-def test_the_simulator_uses_the_measured_curve_if_there_is_one(tmp_path: Path) -> None:
-    curve = SearchRoofline("cpu", 1e9, 1000.0, Saturation(0.5, 4.0, 1.0), (ExtendTime(16, 1, 4e-6, 1000),))
-    times = ServiceTimes(extend_s=1.0, roofline=Roofline(search=(curve,)))
-    times.save(tmp_path / "times.json")
-    loaded = ServiceTimes.load(tmp_path / "times.json")
-    assert loaded == times
-    assert loaded.extend_time_s(1) == loaded.extend_time_s(2) == pytest.approx(4e-6)  # not saturated
-    assert loaded.extend_time_s(8) == pytest.approx(16e-6)
-    assert loaded.extend_time_s(0) == 1.0
-
-
-def test_passes_are_fitted_as_fractions_of_the_best_rate() -> None:
-    passes = PassRoofline.fit([1, 2, 4, 8], [1.0, 1.0, 1.0, 2.0])
-    assert passes.peak_tokens_s == 4.0
-    assert passes.saturation.at(2) == pytest.approx(0.5)
-    assert passes.saturation.at(100) == pytest.approx(1.0)
-
-
-def test_a_roofline_is_plotted(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    times = (ExtendTime(16, 1, 4e-6, 1000), ExtendTime(16, 4, 4e-6, 4000))
-    curve = SearchRoofline("cpu", 1e9, 1000.0, Saturation(0.5, 4.0, 1.0), times)
-    roofline = Roofline(search=(curve,), decode=PassRoofline.fit([1, 2], [1.0, 1.5]))
-    assert draw_roofline(roofline, tmp_path / "roofline.png")
-    assert (tmp_path / "roofline.png").read_bytes()[:4] == b"\x89PNG"
+    assert [one.active for one in found] == [1, 2, 4, 8]
+    assert min(one.seconds for one in found) > 0
 
 
 def test_a_node_without_collections_or_model_cannot_be_calibrated(tmp_path: Path) -> None:
@@ -77,7 +49,7 @@ def test_calibration_of_a_sharded_collection_measures_one_shard(
     bulk_load.build(vectors, tmp_path / "split", metric="l2", degree=8, shards=3)
     sizes: list[int] = []
 
-    def noted(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
+    def noted(index: GraphIndex, pool: PoolSection) -> list[ExtendTime]:
         sizes.append(index.size)
         return search_times(index, pool)
 
@@ -86,7 +58,6 @@ def test_calibration_of_a_sharded_collection_measures_one_shard(
     config = NodeConfig(collections=(CollectionSection("docs", str(tmp_path / "split"), shards=3),), pool=pool)
     times = calibrate(config, ServiceTimes())
     assert sizes == [101]
-    assert len(times.roofline.search) == 1
     assert times.extend_time_s(4) > 0
     assert times.round_s + times.query_s > 0
     assert times.source.startswith("measured on this machine: extends of docs")

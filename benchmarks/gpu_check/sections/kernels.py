@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.gpu_check.device_times import copy_bytes_s
 from benchmarks.gpu_check.report import Outcome, micros
 from benchmarks.gpu_check.setup import Setup
-from gpu.backends import copy_bytes_s
-from gpu.roofline import typical_queries
+from gpu.extend_times import typical_queries
 
 if TYPE_CHECKING:
     from gpu.cuda.graphs import StageTimes

@@ -1,16 +1,15 @@
 """Cost of a step by bucket and launch form, and the host's share."""
 
 from contextlib import closing
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu_check.device_times import copy_bytes_s
 from benchmarks.gpu_check.load_driver import LoadResult, run_load
 from benchmarks.gpu_check.report import Outcome, micros
 from benchmarks.gpu_check.setup import Setup
-from gpu.backends import copy_bytes_s
-from gpu.roofline import measure_extends, search_roofline
+from gpu.extend_times import measure_extends
 
 _LAUNCH = 16  # extends per launch, in forms with several
 
@@ -22,15 +21,14 @@ def check(setup: Setup, outcome: Outcome) -> None:
     queries = np.tile(setup.data.queries, (2, 1))[: 40 if setup.small else 4 * setup.slots]
     with closing(setup.engine()) as engine:
         times = measure_extends(engine, "docs", setup.index, setup.params)
+        index = setup.index
+        slot_bytes = setup.params.search_width * index.degree * (4 + int(index.data.rows.codes.strides[0]))
         for one in times:
-            used = one.nbytes / one.seconds / (2 * copy)
+            used = one.active * slot_bytes / one.seconds / (2 * copy)
             what = f"{micros(one.seconds)}, {used:.1%} of the copy if every edge's vector is read"
             outcome.add(f"extend of {one.active} slots", what)
-        roofline = search_roofline(setup.device_name, copy, times)
-        outcome.data |= {"roofline": asdict(roofline), "forms": {}}
+        outcome.data |= {"extends": [one._asdict() for one in times], "forms": {}}
         shipped = run_load(engine, queries, setup.params)
-    curve = roofline.saturation
-    outcome.add("u(X) = min(u_max, (X/X_sat)^α)", f"{curve.u_max:.3f}, {curve.x_sat:.0f}, {curve.alpha:.2f}")
     step_s, query_s = shipped.host_s / shipped.steps, shipped.host_s / shipped.finished
     for what, seconds in (("host time a step, all slots in use", step_s), ("… a query", query_s)):
         outcome.add(what, micros(seconds) if setup.on_gpu else "skipped: no GPU")

@@ -16,14 +16,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from gpu import GraphIndex, SearchParams, open_engine
-from gpu.backends import copy_bytes_s
-from gpu.roofline import SearchRoofline, measure_extends, search_roofline
+from gpu.extend_times import ExtendTime, measure_extends
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig
 from runtime.node.engine_config import ModelSection
 from runtime.node.worker_config import PoolSection
 from runtime.retrieval.collections.collection import Collection
-from runtime.simulator.times.roofline import PassRoofline
 from runtime.simulator.times.service import ServiceTimes
 
 if TYPE_CHECKING:
@@ -79,7 +77,7 @@ def prefill_parts(chunks: Sequence[tuple[int, int]]) -> list[float]:
 
 
 def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambda text: None) -> ServiceTimes:
-    """Measure the collections and the model of `config`; simulations use the first collection's extend times.
+    """Measure the first collection and the model of `config`.
 
     Only one shard of a sharded collection is measured: a pool worker searches one, and all have the same size. Raises
     `ConfigError` if `config` has neither collections nor a model.
@@ -88,17 +86,14 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
         raise ConfigError("nothing to calibrate: configure [model], [[collections]], or both")
     times, parts = base, []
     if config.collections:
-        curves = []
-        for collection in config.collections:
-            progress(f"extends of collection {collection.name!r}")
-            with Collection.open(Path(collection.path)) as opened:
-                index = opened.indexes[0]  # a pool worker has one shard, and this is the largest
-                curves.append(search_times(index, config.pool))
-        first = curves[0].measured
-        line = Line.fit([one.active for one in first], [one.seconds for one in first])
-        roofline = replace(times.roofline, search=tuple(curves))
-        times = replace(times, extend_s=line.fixed, extend_slot_s=line.each, roofline=roofline, **_LOOP)
-        parts.append(f"extends of {', '.join(collection.name for collection in config.collections)}")
+        collection = config.collections[0]
+        progress(f"extends of collection {collection.name!r}")
+        with Collection.open(Path(collection.path)) as opened:
+            index = opened.indexes[0]  # a pool worker has one shard, and this is the largest
+            measured = search_times(index, config.pool)
+        line = Line.fit([one.active for one in measured], [one.seconds for one in measured])
+        times = replace(times, extend_s=line.fixed, extend_slot_s=line.each, **_LOOP)
+        parts.append(f"extends of {collection.name}")
     if config.own_model is not None:
         progress(f"passes of model {config.own_model.name!r}")
         times = _model_times(config.own_model, config, times)
@@ -106,8 +101,8 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
     return replace(times, source=f"measured on this machine: {', '.join(parts)}; the rest from: {base.source}")
 
 
-def search_times(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
-    """Measure extends by active slots on the first pool worker's device, and the copy bandwidth there."""
+def search_times(index: GraphIndex, pool: PoolSection) -> list[ExtendTime]:
+    """Measure extends by active slots on the first pool worker's device."""
     device = pool.devices[0]
     engine = open_engine(
         device,
@@ -118,8 +113,7 @@ def search_times(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
         max_search_width=pool.search_width,
     )
     try:
-        measured = measure_extends(engine, "docs", index, SearchParams(1, pool.top_m, pool.search_width))
-        return search_roofline(device, copy_bytes_s(device), measured)
+        return measure_extends(engine, "docs", index, SearchParams(1, pool.top_m, pool.search_width))
     finally:
         engine.close()
 
@@ -220,9 +214,4 @@ def _model_times(section: ModelSection, config: NodeConfig, times: ServiceTimes)
         decode_row_s=steps.each,
         decode_context_s=context_s,
         kv_token_bytes=model.kv.nbytes // (model.blocks * model.block_tokens),
-        roofline=replace(
-            times.roofline,
-            prefill=PassRoofline.fit(lengths, prompts) if len(lengths) > 1 else None,
-            decode=PassRoofline.fit(active, taken) if len(active) > 1 else None,
-        ),
     )

@@ -29,9 +29,6 @@ The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that
 | `gpu_bytes` | 8e10 | device memory |
 | `weight_bytes` | 1.6e10 | 8e9 parameters in bfloat16 |
 | `index_bytes` | 1.664e10 | 10 million vectors of 768 float16 and 32 edges of 4 bytes |
-
-`trinity calibrate` adds a `roofline`. If it contains search, its curve replaces `extend_s` and `extend_slot_s`; the
-curves of prefill and decode are informative only, because a pass also depends on its context.
 """
 
 from pathlib import Path
@@ -42,7 +39,6 @@ from msgspec import Meta
 
 from runtime.errors import ConfigError
 from runtime.files import read_regular
-from runtime.simulator.times.roofline import Roofline
 
 _Cost = Annotated[float, Meta(ge=0, le=3600)]
 _Factor = Annotated[float, Meta(ge=1, le=1000)]
@@ -78,7 +74,6 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gpu_bytes: _Size = 8e10
     weight_bytes: _Size = 1.6e10
     index_bytes: _Size = 1.664e10
-    roofline: Roofline = Roofline()
 
     def prefill_s(self, start: int, tokens: int) -> float:
         """Return the time of a chunk of `tokens` tokens after `start` cached ones, without the fixed cost of a pass."""
@@ -91,8 +86,6 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def extend_time_s(self, slots: float) -> float:
         """Return the time of an extend with `slots` active slots."""
-        if self.roofline.search and slots:
-            return self.roofline.search[0].extend_seconds(slots)
         return self.extend_s + slots * self.extend_slot_s
 
     def copy_s(self, tokens: int) -> float:
