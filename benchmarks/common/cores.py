@@ -20,25 +20,10 @@ def raise_priority() -> None:
     """
     with suppress(OSError):
         os.setsid()
-    raise_priority_of(os.getpid())
-
-
-def raise_priority_of(pid: int) -> None:
-    """Do the same for another process that has a session of its own."""
     with suppress(OSError):
-        Path(f"/proc/{pid}/autogroup").write_text(str(_FIRST))
+        Path("/proc/self/autogroup").write_text(str(_FIRST))
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, _FIRST)
-
-
-def use_realtime_priority() -> bool:
-    """Use real-time scheduling for this process, not for those that it starts. Returns False where it is not
-    permitted."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
-    except OSError:
-        return False
-    return True
+        os.setpriority(os.PRIO_PROCESS, 0, _FIRST)
 
 
 def stolen_ns(pids: Sequence[int]) -> int:

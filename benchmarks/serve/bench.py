@@ -75,12 +75,10 @@ class Bench:
         self,
         kind: Kind,
         parts: SystemParts | None = None,
-        *,
-        models_last: bool = False,
         **more: dict[str, Any],
     ) -> Iterator[System]:
         """Start a system for one section, with other `parts` if given."""
-        with System(parts or self.parts, kind, models_last=models_last, **more) as system:
+        with System(parts or self.parts, kind, **more) as system:
             self._warm(system)
             yield system
 

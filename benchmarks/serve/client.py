@@ -15,19 +15,13 @@ _decode = msgspec.json.Decoder().decode
 
 @dataclass
 class Outcome:
-    """Result of one request at its client. `code` is the finish reason or the error code; times are monotonic
-    seconds."""
+    """Result of one request at its client. `code` is the finish reason or the error code."""
 
-    sent_s: float
     code: str = "no_answer"
-    id: str = ""
     tokens: int = 0
-    ended_s: float = 0.0
     timings: dict[str, float] = field(default_factory=dict)
     prompt: tuple[int, ...] = ()
     passages: list[str] = field(default_factory=list)
-    probe_hits: set[int] = field(default_factory=set)  # numbers of tokens at which probes inserted passages
-    token_times_s: list[float] = field(default_factory=list)  # arrival of each token
 
     @property
     def completed(self) -> bool:
@@ -36,13 +30,12 @@ class Outcome:
 
 async def send(url: str, body: Body, timeout_s: float = 120.0) -> Outcome:
     """Send one streamed completion and read it to its end. The code of a request without an answer is "no_answer"."""
-    outcome = Outcome(time.monotonic())
+    outcome = Outcome()
     try:
         async with asyncio.timeout(timeout_s):
             await _stream(url, body, outcome)
     except (OSError, TimeoutError, ValueError):
         pass  # the outcome so far counts
-    outcome.ended_s = time.monotonic()
     return outcome
 
 
@@ -68,15 +61,10 @@ def _take(event: dict[str, Any], outcome: Outcome) -> None:
     if "error" in event:
         outcome.code = event["error"]["code"]
         return
-    outcome.id = event["id"]
     choice = event["choices"][0]
-    if tokens := choice.get("token_ids"):
-        outcome.tokens += len(tokens)
-        outcome.token_times_s += [time.monotonic()] * len(tokens)
+    outcome.tokens += len(choice.get("token_ids") or ())
     outcome.prompt = tuple(event.get("prompt_token_ids") or outcome.prompt)
-    found = event.get("retrieval", {}).get("passages", ())
-    outcome.passages += [passage["id"] for passage in found]
-    outcome.probe_hits |= {passage["at_token"] for passage in found} - {0}
+    outcome.passages += [passage["id"] for passage in event.get("retrieval", {}).get("passages", ())]
     if choice["finish_reason"]:
         outcome.code, outcome.timings = choice["finish_reason"], event["timings"]
 

@@ -18,7 +18,6 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from benchmarks.common.cores import raise_priority_of, use_realtime_priority
 from runtime.node.config import parse_config
 from runtime.node.control.loop import ControlLoop
 from runtime.node.metrics.table import State, WorkerTable
@@ -70,14 +69,9 @@ class System:
         self,
         parts: SystemParts,
         kind: Kind = "node",
-        *,
-        models_last: bool = False,
         **more: dict[str, Any],
     ) -> None:
-        """`models_last`: frontend, pool and client have priority over prefill and decode, as if they had cores of their
-        own, and all have real-time priority over other processes. If that is not permitted, prefill and decode run with
-        SCHED_IDLE instead (which also delays their wake-ups: a probe took 2 ms longer)."""
-        self.kind, self._models_last, self._real_time = kind, models_last, models_last and use_realtime_priority()
+        self.kind = kind
         self.plan = lay_out(parse_config(parts.config(kind, more)))
         self.tables = {
             worker.name: WorkerTable.create(worker.role, worker.name, self.plan.config.slo)
@@ -87,7 +81,6 @@ class System:
         self._listener = listen(self.plan.config.http)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._names: list[tuple[str, ...]] = []
         self._ended = threading.Event()
         self._control = ControlLoop(self.plan.config, self.tables)
         self._tuning = threading.Thread(target=self._tune, daemon=True)
@@ -108,39 +101,12 @@ class System:
 
     def __exit__(self, *exception: object) -> None:
         self._ended.set()
-        if self._real_time:
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.wait(timeout=30)
         self._listener.close()
         self._log.close()
-
-    def labelled(self, role: str, name: str, label: str) -> float:
-        """Return the sum of a counter with this value of its label over a role's workers."""
-        return sum(
-            table.read(metric)[0]
-            for table in self.tables.values()
-            if table.role == role
-            for metric in table.metrics
-            if metric.name == name and metric.label is not None and metric.label[1] == label
-        )
-
-    def used_s(self) -> tuple[float, float, float]:
-        """Return the CPU seconds so far of the models, of the other processes of the node and this one, and of all
-        others, including time that the host gave to other machines (steal)."""
-        tick = os.sysconf("SC_CLK_TCK")
-        models, light = 0.0, time.process_time()
-        for process, names in zip(self._processes, self._names, strict=True):
-            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].split()
-            used = (int(fields[11]) + int(fields[12])) / tick
-            if names[0].startswith(("prefill", "decode")):
-                models += used
-            else:
-                light += used
-        user, nice, system, _, _, irq, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-        return models, light, (user + nice + system + irq + soft + steal) / tick - models - light
 
     def _start(self, module: str, *workers: str) -> None:
         fd = self._listener.fileno() if workers == ("frontend-0",) else -1
@@ -151,17 +117,8 @@ class System:
             stderr=self._log,
             pass_fds=(fd,) if fd >= 0 else (),
             env={**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=self._real_time,
         )
         self._processes.append(process)
-        self._names.append(workers)
-        model = workers[0].startswith(("prefill", "decode"))
-        if self._real_time and model:
-            raise_priority_of(process.pid)
-        elif self._real_time:
-            os.sched_setscheduler(process.pid, os.SCHED_RR, os.sched_param(1))
-        elif self._models_last and model:
-            os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
         assert process.stdin is not None
         for name in workers:
             spec = WorkerSpec(self.plan, name, 1, self.tables[name].reference, os.getpid(), fd)
