@@ -1,6 +1,8 @@
-"""Options of the test command, layers of tests, and the number of parallel test processes."""
+"""Options of the test command, layers of tests, coroutines as tests, and the number of parallel test processes."""
 
+import asyncio
 import gc
+import inspect
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -13,6 +15,7 @@ from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]  
 from tests.fuzz import budget
 from tests.layers import ORDER, layer_of
 
+_COROUTINE_S = 60.0
 # Threads of numpy (not imported by any conftest yet) and of torch spin while they wait for each other, on cores that
 # other tests use.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -81,6 +84,16 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.enable()
         gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own; fail it after a minute."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), _COROUTINE_S))
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

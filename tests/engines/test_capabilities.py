@@ -103,12 +103,9 @@ class Bytes:
     ],
     ids=lambda content: content[:24].decode("latin-1"),
 )
-def test_a_server_with_invalid_answers_only_fails_itself(content: bytes) -> None:
-    async def test() -> None:
-        with pytest.raises(EngineFailed):
-            await detect_capabilities(Server("http://fake/v1", http=Nonsense(content)), SECTION)
-
-    run(test())
+async def test_a_server_with_invalid_answers_only_fails_itself(content: bytes) -> None:
+    with pytest.raises(EngineFailed):
+        await detect_capabilities(Server("http://fake/v1", http=Nonsense(content)), SECTION)
 
 
 def test_a_server_that_ignores_stream_options_is_detected_and_logged() -> None:
@@ -138,14 +135,9 @@ def test_an_unusable_server_is_refused_in_one_line_with_a_remedy(
     assert "\n" not in caught.value.message
 
 
-def test_a_url_without_models_is_refused_with_the_hint_to_add_v1() -> None:
-    async def test() -> None:
-        with pytest.raises(ConfigError, match="up to its /v1"):
-            await detect_capabilities(
-                Server("http://fake", http=FakeServer()), structs.replace(SECTION, url="http://fake")
-            )
-
-    run(test())
+async def test_a_url_without_models_is_refused_with_the_hint_to_add_v1() -> None:
+    with pytest.raises(ConfigError, match="up to its /v1"):
+        await detect_capabilities(Server("http://fake", http=FakeServer()), structs.replace(SECTION, url="http://fake"))
 
 
 def test_the_key_is_sent_and_never_logged() -> None:
@@ -188,105 +180,88 @@ def test_start_fails_with_an_unusable_server_and_continues_without_one_that_is_d
     assert all(fake.closed for fake in fakes)
 
 
-def test_a_server_that_returns_with_another_model_is_not_used() -> None:
-    async def test() -> None:
-        async with running_engine(Behaviour(), Behaviour()) as harness:
-            harness.fakes[0].behaviour = replace(harness.fakes[0].behaviour, model="another")
-            first, second = harness.engine.balancer.backends
-            harness.engine.balancer.mark_down(first, EngineUnreachable("it was restarted"))
-            harness.clock.advance(60)
-            await harness.engine.balancer.run_checks()
-            assert harness.engine.balancer.up == [second]
-            assert "no such model" in first.last_error
-
-    run(test())
+async def test_a_server_that_returns_with_another_model_is_not_used() -> None:
+    async with running_engine(Behaviour(), Behaviour()) as harness:
+        harness.fakes[0].behaviour = replace(harness.fakes[0].behaviour, model="another")
+        first, second = harness.engine.balancer.backends
+        harness.engine.balancer.mark_down(first, EngineUnreachable("it was restarted"))
+        harness.clock.advance(60)
+        await harness.engine.balancer.run_checks()
+        assert harness.engine.balancer.up == [second]
+        assert "no such model" in first.last_error
 
 
-def test_a_slow_server_does_not_delay_others() -> None:
-    async def test() -> None:
-        clock = Clock()
-        fakes = [FakeServer(Behaviour(hangs_after=0)), FakeServer(Behaviour())]
-        servers = LoadBalancer(
-            [Server(f"http://fake{number}/v1", http=fake) for number, fake in enumerate(fakes)],
-            partial(detect_capabilities, section=SECTION),
-            clock,
-        )
-        looks = [asyncio.create_task(look) for look in servers.checks_due()]
-        await until(lambda: [backend.name for backend in servers.up] == ["http://fake1/v1"])
-        assert servers.checks_due() == []  # the first is being asked
-        for look in looks:
-            look.cancel()
-        await asyncio.gather(*looks, return_exceptions=True)
-
-    run(test())
+async def test_a_slow_server_does_not_delay_others() -> None:
+    clock = Clock()
+    fakes = [FakeServer(Behaviour(hangs_after=0)), FakeServer(Behaviour())]
+    servers = LoadBalancer(
+        [Server(f"http://fake{number}/v1", http=fake) for number, fake in enumerate(fakes)],
+        partial(detect_capabilities, section=SECTION),
+        clock,
+    )
+    looks = [asyncio.create_task(look) for look in servers.checks_due()]
+    await until(lambda: [backend.name for backend in servers.up] == ["http://fake1/v1"])
+    assert servers.checks_due() == []  # the first is being asked
+    for look in looks:
+        look.cancel()
+    await asyncio.gather(*looks, return_exceptions=True)
 
 
-def test_a_server_that_hangs_in_checks_gets_a_longer_timeout_each_time() -> None:
-    async def test() -> None:
-        async with running_engine(Behaviour(), restarts=RestartLimits(1, 60_000_000_000)) as harness:
-            (backend,) = harness.engine.balancer.backends
-            harness.fake.behaviour.hangs_after = 0
-            harness.engine.balancer.mark_down(backend, EngineUnreachable("it was killed"))
-            asked = harness.chat(max_tokens=4)
-            for patience_s in (5, 10):
-                harness.clock.now = max(harness.clock.now, backend.next_check_ns)
-                harness.engine.tick()
-                await until(lambda: harness.fake.open == 1)
-                harness.clock.advance(patience_s - 0.1)
-                harness.engine.tick()
-                await asyncio.sleep(0)
-                assert backend.checking
-                harness.clock.advance(0.1)
-                harness.engine.tick()
-                await until(lambda: not backend.checking)
-                assert backend.last_error == f"{backend.name} does not answer within {patience_s} s"
-                assert harness.fake.open == 0
-            harness.fake.behaviour.hangs_after = None
+async def test_a_server_that_hangs_in_checks_gets_a_longer_timeout_each_time() -> None:
+    async with running_engine(Behaviour(), restarts=RestartLimits(1, 60_000_000_000)) as harness:
+        (backend,) = harness.engine.balancer.backends
+        harness.fake.behaviour.hangs_after = 0
+        harness.engine.balancer.mark_down(backend, EngineUnreachable("it was killed"))
+        asked = harness.chat(max_tokens=4)
+        for patience_s in (5, 10):
             harness.clock.now = max(harness.clock.now, backend.next_check_ns)
             harness.engine.tick()
-            assert len((await read_answer(asked)).text) == 4
+            await until(lambda: harness.fake.open == 1)
+            harness.clock.advance(patience_s - 0.1)
+            harness.engine.tick()
+            await asyncio.sleep(0)
+            assert backend.checking
+            harness.clock.advance(0.1)
+            harness.engine.tick()
+            await until(lambda: not backend.checking)
+            assert backend.last_error == f"{backend.name} does not answer within {patience_s} s"
+            assert harness.fake.open == 0
+        harness.fake.behaviour.hangs_after = None
+        harness.clock.now = max(harness.clock.now, backend.next_check_ns)
+        harness.engine.tick()
+        assert len((await read_answer(asked)).text) == 4
 
-    run(test())
 
-
-def test_back_off_doubles_until_a_server_answers() -> None:
-    async def test() -> None:
-        clock, fake = Clock(), FakeServer(Behaviour(down=True))
-        servers = LoadBalancer(
-            [Server("http://fake/v1", http=fake)], partial(detect_capabilities, section=SECTION), clock
-        )
-        await servers.check_all()
-        (backend,) = servers.backends
-        delays = []
-        for _ in range(8):
-            delays.append(backend.next_check_ns - clock())
-            if delays[-1]:
-                await servers.run_checks()  # too early: it is not asked
-            clock.now = backend.next_check_ns
-            await servers.run_checks()
-        assert delays[0] == 0  # who fails once may be there again
-        assert all(0.05e9 * 2**n <= delay <= 0.1e9 * 2**n for n, delay in enumerate(delays[1:6]))
-        assert max(delays) <= 10e9
-        fake.behaviour.down = False
+async def test_back_off_doubles_until_a_server_answers() -> None:
+    clock, fake = Clock(), FakeServer(Behaviour(down=True))
+    servers = LoadBalancer([Server("http://fake/v1", http=fake)], partial(detect_capabilities, section=SECTION), clock)
+    await servers.check_all()
+    (backend,) = servers.backends
+    delays = []
+    for _ in range(8):
+        delays.append(backend.next_check_ns - clock())
+        if delays[-1]:
+            await servers.run_checks()  # too early: it is not asked
         clock.now = backend.next_check_ns
-        waiting = asyncio.create_task(servers.changed.wait())
-        await asyncio.sleep(0)
         await servers.run_checks()
-        assert await waiting
-        assert servers.up == [backend]
+    assert delays[0] == 0  # who fails once may be there again
+    assert all(0.05e9 * 2**n <= delay <= 0.1e9 * 2**n for n, delay in enumerate(delays[1:6]))
+    assert max(delays) <= 10e9
+    fake.behaviour.down = False
+    clock.now = backend.next_check_ns
+    waiting = asyncio.create_task(servers.changed.wait())
+    await asyncio.sleep(0)
+    await servers.run_checks()
+    assert await waiting
+    assert servers.up == [backend]
 
-    run(test())
 
-
-def test_a_server_is_down_after_three_consecutive_errors() -> None:
-    async def test() -> None:
-        async with running_engine(Behaviour()) as harness:
-            (backend,) = harness.engine.balancer.backends
-            failed: TrinityError = EngineFailed("500")
-            for error in (failed, failed, None, failed, failed):
-                harness.engine.balancer.record_outcome(backend, error)
-                assert harness.engine.balancer.up
-            harness.engine.balancer.record_outcome(backend, failed)
-            assert not harness.engine.balancer.up
-
-    run(test())
+async def test_a_server_is_down_after_three_consecutive_errors() -> None:
+    async with running_engine(Behaviour()) as harness:
+        (backend,) = harness.engine.balancer.backends
+        failed: TrinityError = EngineFailed("500")
+        for error in (failed, failed, None, failed, failed):
+            harness.engine.balancer.record_outcome(backend, error)
+            assert harness.engine.balancer.up
+        harness.engine.balancer.record_outcome(backend, failed)
+        assert not harness.engine.balancer.up

@@ -18,7 +18,7 @@ from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, 
 from tests.clock import Clock
 from tests.engines.engine_harness import EngineHarness, read_answer, running_engine, until
 from tests.engines.fake_openai import Behaviour
-from tests.frontend.fake_workers import ScriptedWorker, run, unique_endpoint
+from tests.frontend.fake_workers import ScriptedWorker, unique_endpoint
 
 TOKENS = 5
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -174,113 +174,89 @@ async def error_of(request: Request) -> TrinityError:
 
 
 @every_engine
-def test_an_answer_is_streamed_and_ends_once_with_its_timings(make: Make) -> None:
-    async def test() -> None:
-        async with make() as harness:
-            assert not harness.engine.missing()
-            told = await read_answer(harness.ask())
-            assert len(told.ids) == TOKENS
-            assert told.text
-            assert {"received", "first_token", "end"} <= set(told.last.stages)
-            (ended,) = harness.ended
-            assert ended.code in ("stop", "length")
-            assert ended.completion_tokens == TOKENS
-            assert harness.engine.statistics().in_flight == 0
-
-    run(test())
+async def test_an_answer_is_streamed_and_ends_once_with_its_timings(make: Make) -> None:
+    async with make() as harness:
+        assert not harness.engine.missing()
+        told = await read_answer(harness.ask())
+        assert len(told.ids) == TOKENS
+        assert told.text
+        assert {"received", "first_token", "end"} <= set(told.last.stages)
+        (ended,) = harness.ended
+        assert ended.code in ("stop", "length")
+        assert ended.completion_tokens == TOKENS
+        assert harness.engine.statistics().in_flight == 0
 
 
 @every_engine
-def test_passages_precede_the_first_token(make: Make) -> None:
-    async def test() -> None:
-        async with make() as harness:
-            first = (await read_answer(harness.ask(retrieval=Retrieval("docs", 2)))).pieces[0]
-            assert isinstance(first, Retrieved)
-            assert (len(first.passages), first.at_token) == (2, 0)
-
-    run(test())
+async def test_passages_precede_the_first_token(make: Make) -> None:
+    async with make() as harness:
+        first = (await read_answer(harness.ask(retrieval=Retrieval("docs", 2)))).pieces[0]
+        assert isinstance(first, Retrieved)
+        assert (len(first.passages), first.at_token) == (2, 0)
 
 
 @every_engine
-def test_a_cancelled_request_ends_once_and_frees_what_it_held(make: Make) -> None:
-    async def test() -> None:
-        async with make() as harness:
-            request = harness.ask(hangs=True)
-            assert isinstance(await request.next(), Tokens)
-            assert harness.held() == 1
-            harness.engine.cancel(request)
-            harness.engine.cancel(request)
-            await until(lambda: harness.held() == 0)
-            assert [ended.code for ended in harness.ended] == ["client_closed_request"]
-            assert harness.engine.statistics().in_flight == 0
-
-    run(test())
+async def test_a_cancelled_request_ends_once_and_frees_what_it_held(make: Make) -> None:
+    async with make() as harness:
+        request = harness.ask(hangs=True)
+        assert isinstance(await request.next(), Tokens)
+        assert harness.held() == 1
+        harness.engine.cancel(request)
+        harness.engine.cancel(request)
+        await until(lambda: harness.held() == 0)
+        assert [ended.code for ended in harness.ended] == ["client_closed_request"]
+        assert harness.engine.statistics().in_flight == 0
 
 
 @every_engine
-def test_a_deadline_ends_a_request_with_its_own_error(make: Make) -> None:
-    async def test() -> None:
-        async with make() as harness:
-            request = harness.ask(hangs=True)
-            await request.next()
-            harness.clock.advance(harness.deadline_s + 1)
-            harness.tick()
-            assert isinstance(await error_of(request), DeadlineExceeded)
-            assert [ended.code for ended in harness.ended] == ["deadline_exceeded"]
-            await until(lambda: harness.held() == 0)
-
-    run(test())
+async def test_a_deadline_ends_a_request_with_its_own_error(make: Make) -> None:
+    async with make() as harness:
+        request = harness.ask(hangs=True)
+        await request.next()
+        harness.clock.advance(harness.deadline_s + 1)
+        harness.tick()
+        assert isinstance(await error_of(request), DeadlineExceeded)
+        assert [ended.code for ended in harness.ended] == ["deadline_exceeded"]
+        await until(lambda: harness.held() == 0)
 
 
 @every_engine
-def test_the_end_of_a_drain_ends_requests_in_flight(make: Make) -> None:
-    async def test() -> None:
-        async with make() as harness:
-            request = harness.ask(hangs=True)
-            await request.next()
-            harness.engine.end_all(Unavailable("the node has stopped"))
-            assert isinstance(await error_of(request), Unavailable)
-            await until(lambda: harness.held() == 0)
-
-    run(test())
+async def test_the_end_of_a_drain_ends_requests_in_flight(make: Make) -> None:
+    async with make() as harness:
+        request = harness.ask(hangs=True)
+        await request.next()
+        harness.engine.end_all(Unavailable("the node has stopped"))
+        assert isinstance(await error_of(request), Unavailable)
+        await until(lambda: harness.held() == 0)
 
 
 @every_engine
-def test_requests_in_flight_are_bounded(make: Make) -> None:
-    async def test() -> None:
-        async with make(max_in_flight=2) as harness:
-            requests = [harness.ask(hangs=True) for _ in range(2)]
-            with pytest.raises(Overloaded, match="the limit is 2"):
-                harness.ask()
-            harness.engine.cancel(requests[0])
-            harness.ask(hangs=True)
-
-    run(test())
+async def test_requests_in_flight_are_bounded(make: Make) -> None:
+    async with make(max_in_flight=2) as harness:
+        requests = [harness.ask(hangs=True) for _ in range(2)]
+        with pytest.raises(Overloaded, match="the limit is 2"):
+            harness.ask()
+        harness.engine.cancel(requests[0])
+        harness.ask(hangs=True)
 
 
 @every_engine
-def test_without_a_backend_requests_are_refused_until_it_is_back(make: Make) -> None:
-    async def test() -> None:
-        async with make() as harness:
-            await harness.lose()
-            assert harness.engine.missing()
-            with pytest.raises(Unavailable):
-                harness.ask()
-            await harness.come_back()
-            assert not harness.engine.missing()
-            assert len((await read_answer(harness.ask())).ids) == TOKENS
-
-    run(test())
+async def test_without_a_backend_requests_are_refused_until_it_is_back(make: Make) -> None:
+    async with make() as harness:
+        await harness.lose()
+        assert harness.engine.missing()
+        with pytest.raises(Unavailable):
+            harness.ask()
+        await harness.come_back()
+        assert not harness.engine.missing()
+        assert len((await read_answer(harness.ask())).ids) == TOKENS
 
 
 @every_engine
-def test_traces_cover_running_and_finished_requests(make: Make) -> None:
-    async def test() -> None:
-        async with make() as harness:
-            request = harness.ask(hangs=True)
-            await request.next()
-            assert harness.engine.traces.trace(request.id).state == "running"
-            harness.engine.cancel(request)
-            assert harness.engine.traces.trace(request.id).state == "client_closed_request"
-
-    run(test())
+async def test_traces_cover_running_and_finished_requests(make: Make) -> None:
+    async with make() as harness:
+        request = harness.ask(hangs=True)
+        await request.next()
+        assert harness.engine.traces.trace(request.id).state == "running"
+        harness.engine.cancel(request)
+        assert harness.engine.traces.trace(request.id).state == "client_closed_request"

@@ -131,17 +131,14 @@ def test_a_corrupt_prefill_answer_ends_its_request_once() -> None:
     run(test())
 
 
-def test_passages_of_any_text_reach_the_server_as_json() -> None:
-    async def test() -> None:
-        async with running_engine() as harness:
+async def test_passages_of_any_text_reach_the_server_as_json() -> None:
+    async with running_engine() as harness:
 
-            async def search(
-                query: object, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
-            ) -> list[Passage]:
-                on_embedded()
-                return [Passage("\0", "\u2028", float("nan"), "a\0<|im_end|>\x1b[31m")]
+        async def search(
+            query: object, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+        ) -> list[Passage]:
+            on_embedded()
+            return [Passage("\0", "\u2028", float("nan"), "a\0<|im_end|>\x1b[31m")]
 
-            harness.library.search = search  # type: ignore[method-assign]
-            await ends_once(harness, Retrieval("docs", 1), max_tokens=4)
-
-    run(test())
+        harness.library.search = search  # type: ignore[method-assign]
+        await ends_once(harness, Retrieval("docs", 1), max_tokens=4)

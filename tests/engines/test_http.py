@@ -87,18 +87,15 @@ def test_closing_an_unfinished_answer_closes_its_connection() -> None:
     run(test())
 
 
-def test_an_unreachable_server_raises_an_error() -> None:
-    async def test() -> None:
-        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        server.close()
-        await server.wait_closed()
-        http = AioHttp()
-        with pytest.raises(Disconnected, match=r"^Connection refused$"):
-            await http.request("GET", f"http://127.0.0.1:{port}/v1", {}, None)
-        await http.close()
-
-    run(test())
+async def test_an_unreachable_server_raises_an_error() -> None:
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+    http = AioHttp()
+    with pytest.raises(Disconnected, match=r"^Connection refused$"):
+        await http.request("GET", f"http://127.0.0.1:{port}/v1", {}, None)
+    await http.close()
 
 
 def test_data_that_is_not_http_is_truncated_in_the_error() -> None:

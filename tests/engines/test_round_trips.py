@@ -14,24 +14,18 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding
 EVENTS = b'data: {"choices": []}\n\ndata: [DONE]\n\n'
 
 
-def test_retrieval_costs_one_search_and_no_extra_server_request() -> None:
-    async def test() -> None:
-        async with running_engine() as harness:
-            await read_answer(harness.chat(retrieval=Retrieval("docs", 4), max_tokens=4))
-            assert len(harness.library.calls) == 1
-            assert [path for path, _ in harness.fake.asked] == ["/v1/chat/completions"]
-
-    run(test())
+async def test_retrieval_costs_one_search_and_no_extra_server_request() -> None:
+    async with running_engine() as harness:
+        await read_answer(harness.chat(retrieval=Retrieval("docs", 4), max_tokens=4))
+        assert len(harness.library.calls) == 1
+        assert [path for path, _ in harness.fake.asked] == ["/v1/chat/completions"]
 
 
-def test_a_probe_costs_one_search_one_tokenize_and_one_request() -> None:
-    async def test() -> None:
-        async with running_engine() as harness:
-            await read_answer(harness.chat(retrieval=Retrieval("docs", 2, every_tokens=8), max_tokens=12))
-            assert len(harness.library.calls) == 2
-            assert [path for path, _ in harness.fake.asked] == ["/v1/chat/completions", "/tokenize", "/v1/completions"]
-
-    run(test())
+async def test_a_probe_costs_one_search_one_tokenize_and_one_request() -> None:
+    async with running_engine() as harness:
+        await read_answer(harness.chat(retrieval=Retrieval("docs", 2, every_tokens=8), max_tokens=12))
+        assert len(harness.library.calls) == 2
+        assert [path for path, _ in harness.fake.asked] == ["/v1/chat/completions", "/tokenize", "/v1/completions"]
 
 
 def test_a_connection_is_reused_if_the_body_ends_after_the_done_event(tmp_path: Path) -> None:

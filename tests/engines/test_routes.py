@@ -21,7 +21,6 @@ from tests.engines.engine_harness import EngineHarness, running_engine
 from tests.engines.fake_openai import MODEL, Behaviour
 from tests.frontend import answer_cache_harness
 from tests.frontend.cluster import metrics
-from tests.frontend.fake_workers import run
 
 Json = dict[str, Any]
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is a decorator?"}], "max_tokens": 6}
@@ -51,63 +50,53 @@ def events(answer: httpx.Response) -> list[Json]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_a_whole_answer_equals_its_stream() -> None:
-    async def test() -> None:
-        async with client() as (http, _):
-            read_answer = (await http.post("/v1/chat/completions", json=CHAT | {"retrieval": DOCS})).json()
-            message = read_answer["choices"][0]["message"]
-            assert message["role"] == "assistant"
-            assert len(message["content"]) == 6
-            assert read_answer["choices"][0]["finish_reason"] == "length"
-            assert read_answer["usage"]["completion_tokens"] == 6
-            assert len(read_answer["retrieval"]["passages"]) == 2
-            assert {"embed", "retrieval", "prefill", "ttft", "e2e"} <= set(read_answer["timings"])
-            assert read_answer["id"].startswith("chatcmpl-")
-            streamed = await http.post(
-                "/v1/chat/completions", json=CHAT | {"stream": True, "stream_options": {"include_usage": True}}
+async def test_a_whole_answer_equals_its_stream() -> None:
+    async with client() as (http, _):
+        read_answer = (await http.post("/v1/chat/completions", json=CHAT | {"retrieval": DOCS})).json()
+        message = read_answer["choices"][0]["message"]
+        assert message["role"] == "assistant"
+        assert len(message["content"]) == 6
+        assert read_answer["choices"][0]["finish_reason"] == "length"
+        assert read_answer["usage"]["completion_tokens"] == 6
+        assert len(read_answer["retrieval"]["passages"]) == 2
+        assert {"embed", "retrieval", "prefill", "ttft", "e2e"} <= set(read_answer["timings"])
+        assert read_answer["id"].startswith("chatcmpl-")
+        streamed = await http.post(
+            "/v1/chat/completions", json=CHAT | {"stream": True, "stream_options": {"include_usage": True}}
+        )
+        first, *chunks, usage = events(streamed)
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert {chunk["id"] for chunk in chunks} == {first["id"]}
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert "timings" in chunks[-1]
+        assert usage["choices"] == []
+        assert usage["usage"]["completion_tokens"] == 6
+
+
+async def test_continuous_usage_accumulates_over_the_requests_of_an_answer() -> None:
+    async with client() as (http, _):
+        options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        for retrieval in (None, DOCS | {"every_tokens": 3}):
+            body = CHAT | options | ({"retrieval": retrieval} if retrieval else {})
+            counted = [event["usage"] for event in events(await http.post("/v1/chat/completions", json=body))]
+            told = [usage["completion_tokens"] for usage in counted if usage]
+            assert told == sorted(told)
+            assert {1, 3, 5, 6} <= set(told)
+            assert len({usage["prompt_tokens"] for usage in counted if usage}) == 1
+            assert all(
+                usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in counted[1:]
             )
-            first, *chunks, usage = events(streamed)
-            assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-            assert {chunk["id"] for chunk in chunks} == {first["id"]}
-            assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-            assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-            assert "timings" in chunks[-1]
-            assert usage["choices"] == []
-            assert usage["usage"]["completion_tokens"] == 6
-
-    run(test())
 
 
-def test_continuous_usage_accumulates_over_the_requests_of_an_answer() -> None:
-    async def test() -> None:
-        async with client() as (http, _):
-            options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-            for retrieval in (None, DOCS | {"every_tokens": 3}):
-                body = CHAT | options | ({"retrieval": retrieval} if retrieval else {})
-                counted = [event["usage"] for event in events(await http.post("/v1/chat/completions", json=body))]
-                told = [usage["completion_tokens"] for usage in counted if usage]
-                assert told == sorted(told)
-                assert {1, 3, 5, 6} <= set(told)
-                assert len({usage["prompt_tokens"] for usage in counted if usage}) == 1
-                assert all(
-                    usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-                    for usage in counted[1:]
-                )
-
-    run(test())
-
-
-def test_choices_and_logprobs_are_merged_into_a_whole_answer() -> None:
-    async def test() -> None:
-        async with client() as (http, _):
-            body = CHAT | {"n": 3, "logprobs": True, "top_logprobs": 1}
-            read_answer = (await http.post("/v1/chat/completions", json=body)).json()
-            assert [choice["index"] for choice in read_answer["choices"]] == [0, 1, 2]
-            assert [choice["finish_reason"] for choice in read_answer["choices"]] == ["length"] * 3
-            for choice in read_answer["choices"]:
-                assert "".join(one["token"] for one in choice["logprobs"]["content"]) == choice["message"]["content"]
-
-    run(test())
+async def test_choices_and_logprobs_are_merged_into_a_whole_answer() -> None:
+    async with client() as (http, _):
+        body = CHAT | {"n": 3, "logprobs": True, "top_logprobs": 1}
+        read_answer = (await http.post("/v1/chat/completions", json=body)).json()
+        assert [choice["index"] for choice in read_answer["choices"]] == [0, 1, 2]
+        assert [choice["finish_reason"] for choice in read_answer["choices"]] == ["length"] * 3
+        for choice in read_answer["choices"]:
+            assert "".join(one["token"] for one in choice["logprobs"]["content"]) == choice["message"]["content"]
 
 
 def test_tool_call_deltas_are_merged_by_index() -> None:
@@ -130,150 +119,123 @@ def test_tool_call_deltas_are_merged_by_index() -> None:
     ]
 
 
-def test_a_completion_works_whole_and_streamed() -> None:
-    async def test() -> None:
-        async with client() as (http, _):
-            body = {"model": MODEL, "prompt": "def f(", "max_tokens": 5}
-            read_answer = (await http.post("/v1/completions", json=body)).json()
-            assert read_answer["object"] == "text_completion"
-            streamed = events(await http.post("/v1/completions", json=body | {"stream": True}))
-            assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == read_answer["choices"][0]["text"]
-
-    run(test())
+async def test_a_completion_works_whole_and_streamed() -> None:
+    async with client() as (http, _):
+        body = {"model": MODEL, "prompt": "def f(", "max_tokens": 5}
+        read_answer = (await http.post("/v1/completions", json=body)).json()
+        assert read_answer["object"] == "text_completion"
+        streamed = events(await http.post("/v1/completions", json=body | {"stream": True}))
+        assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == read_answer["choices"][0]["text"]
 
 
-def test_token_ids_are_returned_only_on_request() -> None:
-    async def test() -> None:
-        async with client() as (http, _):
-            plain = await http.post("/v1/chat/completions", json=CHAT)
-            assert "token_ids" not in plain.text
-            asked = (await http.post("/v1/chat/completions", json=CHAT | {"return_token_ids": True})).json()
-            assert bytes(asked["choices"][0]["token_ids"]).decode() == asked["choices"][0]["message"]["content"]
-            assert bytes(asked["prompt_token_ids"]).decode().startswith("<u>What is")
-
-    run(test())
+async def test_token_ids_are_returned_only_on_request() -> None:
+    async with client() as (http, _):
+        plain = await http.post("/v1/chat/completions", json=CHAT)
+        assert "token_ids" not in plain.text
+        asked = (await http.post("/v1/chat/completions", json=CHAT | {"return_token_ids": True})).json()
+        assert bytes(asked["choices"][0]["token_ids"]).decode() == asked["choices"][0]["message"]["content"]
+        assert bytes(asked["prompt_token_ids"]).decode().startswith("<u>What is")
 
 
-def test_content_parts_tools_and_unknown_fields_are_forwarded() -> None:
-    async def test() -> None:
-        async with client() as (http, harness):
-            turns = [
-                {"role": "user", "content": [{"type": "text", "text": "What is in it?"}]},
-                {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function"}]},
-                {"role": "tool", "content": "nothing", "tool_call_id": "1"},
-            ]
-            body = {"model": MODEL, "messages": turns, "max_tokens": 2, "mm_processor_kwargs": {"x": 1}, "top_k": 3}
-            hints = {"priority": 2, "nvext": {"agent_hints": {"priority": 1, "osl": 9}, "router": {"ttft_target": 1}}}
-            body |= hints
-            answer = await http.post("/v1/chat/completions", json=body | {"retrieval": DOCS})
-            assert answer.status_code == 200
-            assert harness.library.calls[0][0].text == "What is in it?"
-            (sent,) = harness.fake.generations()
-            assert sent["messages"][1:] == turns[1:]
-            (block, part) = sent["messages"][0]["content"]
-            assert part == {"type": "text", "text": "What is in it?"}
-            assert "passage 1.0." in block["text"]
-            assert (sent["mm_processor_kwargs"], sent["top_k"]) == ({"x": 1}, 3)
-            assert {name: sent[name] for name in hints} == hints
-            assert "retrieval" not in sent
-
-    run(test())
+async def test_content_parts_tools_and_unknown_fields_are_forwarded() -> None:
+    async with client() as (http, harness):
+        turns = [
+            {"role": "user", "content": [{"type": "text", "text": "What is in it?"}]},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function"}]},
+            {"role": "tool", "content": "nothing", "tool_call_id": "1"},
+        ]
+        body = {"model": MODEL, "messages": turns, "max_tokens": 2, "mm_processor_kwargs": {"x": 1}, "top_k": 3}
+        hints = {"priority": 2, "nvext": {"agent_hints": {"priority": 1, "osl": 9}, "router": {"ttft_target": 1}}}
+        body |= hints
+        answer = await http.post("/v1/chat/completions", json=body | {"retrieval": DOCS})
+        assert answer.status_code == 200
+        assert harness.library.calls[0][0].text == "What is in it?"
+        (sent,) = harness.fake.generations()
+        assert sent["messages"][1:] == turns[1:]
+        (block, part) = sent["messages"][0]["content"]
+        assert part == {"type": "text", "text": "What is in it?"}
+        assert "passage 1.0." in block["text"]
+        assert (sent["mm_processor_kwargs"], sent["top_k"]) == ({"x": 1}, 3)
+        assert {name: sent[name] for name in hints} == hints
+        assert "retrieval" not in sent
 
 
-def test_misspelled_extension_fields_are_refused() -> None:
-    async def test() -> None:
-        async with client() as (http, harness):
-            answer = await http.post("/v1/chat/completions", json=CHAT | {"retreival": DOCS})
-            assert answer.status_code == 400
-            assert "did you mean 'retrieval'" in answer.json()["error"]["message"]
-            assert not harness.fake.asked
-
-    run(test())
+async def test_misspelled_extension_fields_are_refused() -> None:
+    async with client() as (http, harness):
+        answer = await http.post("/v1/chat/completions", json=CHAT | {"retreival": DOCS})
+        assert answer.status_code == 400
+        assert "did you mean 'retrieval'" in answer.json()["error"]["message"]
+        assert not harness.fake.asked
 
 
-def test_errors_are_http_errors_before_the_first_token_and_events_afterwards() -> None:
-    async def test() -> None:
-        async with client(Behaviour(breaks_after=4)) as (http, harness):
-            broken = await http.post("/v1/chat/completions", json=CHAT | {"stream": True, "n": 2})
-            *_, last = events(broken)
-            assert last["error"]["code"] == "worker_lost"
-            refused = await http.post("/v1/chat/completions", json=CHAT)
-            assert refused.status_code == 503
-            assert refused.json()["error"]["code"] == "engine_unreachable"
-            health = await http.get("/health")
-            assert (health.status_code, health.json()["missing"]) == (503, ["engine"])
-            harness.fake.behaviour.breaks_after = None
-            harness.clock.advance(60)
-            await harness.engine.balancer.run_checks()
-            assert (await http.get("/health")).status_code == 200
-
-    run(test())
+async def test_errors_are_http_errors_before_the_first_token_and_events_afterwards() -> None:
+    async with client(Behaviour(breaks_after=4)) as (http, harness):
+        broken = await http.post("/v1/chat/completions", json=CHAT | {"stream": True, "n": 2})
+        *_, last = events(broken)
+        assert last["error"]["code"] == "worker_lost"
+        refused = await http.post("/v1/chat/completions", json=CHAT)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_unreachable"
+        health = await http.get("/health")
+        assert (health.status_code, health.json()["missing"]) == (503, ["engine"])
+        harness.fake.behaviour.breaks_after = None
+        harness.clock.advance(60)
+        await harness.engine.balancer.run_checks()
+        assert (await http.get("/health")).status_code == 200
 
 
-def test_the_model_is_listed_with_its_context() -> None:
-    async def test() -> None:
-        async with client() as (http, _):
-            (model,) = (await http.get("/v1/models")).json()["data"]
-            assert (model["id"], model["max_model_len"]) == (MODEL, 4096)
-
-    run(test())
+async def test_the_model_is_listed_with_its_context() -> None:
+    async with client() as (http, _):
+        (model,) = (await http.get("/v1/models")).json()["data"]
+        assert (model["id"], model["max_model_len"]) == (MODEL, 4096)
 
 
-def test_a_cached_answer_equals_the_servers_and_any_relevant_change_misses(tmp_path: Path) -> None:
-    async def test() -> None:
-        cache = answer_cache_harness.CacheHarness(tmp_path / "answers")
-        async with client(Behaviour(token_ids=False), answers=cache.answers) as (http, harness):
-            first = (await http.post("/v1/chat/completions", json=CHAT)).json()
-            await asyncio.to_thread(until, lambda: cache.counts["stored"] == 1)
-            again = (await http.post("/v1/chat/completions", json=CHAT)).json()
-            assert "cached" not in first
-            assert again["cached"]["similarity"] > 0.99
-            assert again["choices"] == first["choices"]
-            assert again["usage"] == first["usage"]
-            assert len(harness.fake.generations()) == 1
-            streamed = events(await http.post("/v1/chat/completions", json=CHAT | {"stream": True}))
-            told = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in streamed)
-            assert told == first["choices"][0]["message"]["content"]
-            await http.post("/v1/chat/completions", json=CHAT | {"top_k": 3})
-            assert len(harness.fake.generations()) == 2
-        cache.answers.close()
-
-    run(test())
+async def test_a_cached_answer_equals_the_servers_and_any_relevant_change_misses(tmp_path: Path) -> None:
+    cache = answer_cache_harness.CacheHarness(tmp_path / "answers")
+    async with client(Behaviour(token_ids=False), answers=cache.answers) as (http, harness):
+        first = (await http.post("/v1/chat/completions", json=CHAT)).json()
+        await asyncio.to_thread(until, lambda: cache.counts["stored"] == 1)
+        again = (await http.post("/v1/chat/completions", json=CHAT)).json()
+        assert "cached" not in first
+        assert again["cached"]["similarity"] > 0.99
+        assert again["choices"] == first["choices"]
+        assert again["usage"] == first["usage"]
+        assert len(harness.fake.generations()) == 1
+        streamed = events(await http.post("/v1/chat/completions", json=CHAT | {"stream": True}))
+        told = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in streamed)
+        assert told == first["choices"][0]["message"]["content"]
+        await http.post("/v1/chat/completions", json=CHAT | {"top_k": 3})
+        assert len(harness.fake.generations()) == 2
+    cache.answers.close()
 
 
-def test_a_response_searches_before_the_servers_prompt_and_a_continuation_repeats_its_passages() -> None:
-    async def test() -> None:
-        async with client() as (http, harness):
-            tool = {"type": "file_search", "vector_store_ids": ["docs"], "max_num_results": 2}
-            asked: Json = {"model": MODEL, "max_output_tokens": 6, "tools": [tool], "include": [RESULTS]}
-            first = (await http.post("/v1/responses", json=asked | {"input": "What is a decorator?"})).json()
-            call, message = first["output"]
-            assert [one["text"] for one in call["results"]] == ["passage 1.0.", "passage 1.1."]
-            assert (first["status"], len(message["content"][0]["text"])) == ("incomplete", 6)
-            assert first["usage"]["output_tokens"] == 6
-            (question,) = harness.fake.generations()[-1]["messages"]
-            assert question["content"].endswith("[T1.1]\npassage 1.1.\n\nWhat is a decorator?")
-            continued = asked | {"input": "And a class?", "previous_response_id": first["id"], "stream": True}
-            streamed = await http.post("/v1/responses", json=continued)
-            assert "event: response.incomplete" in streamed.text
-            before, answer, last = harness.fake.generations()[-1]["messages"]
-            assert before == question
-            assert answer["content"] == message["content"][0]["text"]
-            assert last["content"].endswith("[T2.1]\npassage 2.1.\n\nAnd a class?")
-
-    run(test())
+async def test_a_response_searches_before_the_servers_prompt_and_a_continuation_repeats_its_passages() -> None:
+    async with client() as (http, harness):
+        tool = {"type": "file_search", "vector_store_ids": ["docs"], "max_num_results": 2}
+        asked: Json = {"model": MODEL, "max_output_tokens": 6, "tools": [tool], "include": [RESULTS]}
+        first = (await http.post("/v1/responses", json=asked | {"input": "What is a decorator?"})).json()
+        call, message = first["output"]
+        assert [one["text"] for one in call["results"]] == ["passage 1.0.", "passage 1.1."]
+        assert (first["status"], len(message["content"][0]["text"])) == ("incomplete", 6)
+        assert first["usage"]["output_tokens"] == 6
+        (question,) = harness.fake.generations()[-1]["messages"]
+        assert question["content"].endswith("[T1.1]\npassage 1.1.\n\nWhat is a decorator?")
+        continued = asked | {"input": "And a class?", "previous_response_id": first["id"], "stream": True}
+        streamed = await http.post("/v1/responses", json=continued)
+        assert "event: response.incomplete" in streamed.text
+        before, answer, last = harness.fake.generations()[-1]["messages"]
+        assert before == question
+        assert answer["content"] == message["content"][0]["text"]
+        assert last["content"].endswith("[T2.1]\npassage 2.1.\n\nAnd a class?")
 
 
-def test_the_servers_cached_tokens_priority_and_hints_are_passed_on() -> None:
-    async def test() -> None:
-        async with client(Behaviour(cached_tokens=7)) as (http, harness):
-            for retrieval in ({}, {"retrieval": DOCS | {"every_tokens": 3}}):  # one request, and several
-                chat = (await http.post("/v1/chat/completions", json=CHAT | retrieval)).json()
-                assert chat["usage"]["prompt_tokens_details"] == {"cached_tokens": 7}
-            order = {"priority": -2, "nvext": {"agent_hints": {"priority": 3}, "annotations": ["x"]}}
-            asked = {"model": MODEL, "input": "What is a decorator?", "max_output_tokens": 4} | order
-            made = (await http.post("/v1/responses", json=asked)).json()
-            assert made["usage"]["input_tokens_details"]["cached_tokens"] == 7
-            assert {name: harness.fake.generations()[-1][name] for name in order} == order
-
-    run(test())
+async def test_the_servers_cached_tokens_priority_and_hints_are_passed_on() -> None:
+    async with client(Behaviour(cached_tokens=7)) as (http, harness):
+        for retrieval in ({}, {"retrieval": DOCS | {"every_tokens": 3}}):  # one request, and several
+            chat = (await http.post("/v1/chat/completions", json=CHAT | retrieval)).json()
+            assert chat["usage"]["prompt_tokens_details"] == {"cached_tokens": 7}
+        order = {"priority": -2, "nvext": {"agent_hints": {"priority": 3}, "annotations": ["x"]}}
+        asked = {"model": MODEL, "input": "What is a decorator?", "max_output_tokens": 4} | order
+        made = (await http.post("/v1/responses", json=asked)).json()
+        assert made["usage"]["input_tokens_details"]["cached_tokens"] == 7
+        assert {name: harness.fake.generations()[-1][name] for name in order} == order

@@ -13,7 +13,6 @@ from tests.clock import Clock
 from tests.engines.fake_openai import MODEL
 from tests.engines.test_routes import CHAT, client
 from tests.frontend.cluster import Cluster
-from tests.frontend.fake_workers import run
 
 COMPLETION = {"model": "tiny", "prompt": "say=3", "max_tokens": 3}
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -192,17 +191,16 @@ def test_a_request_keeps_the_balancers_id(cluster: Cluster) -> None:
         ({}, {}),
     ],
 )
-def test_the_trace_context_is_forwarded_to_the_engines_server(sent: dict[str, str], passed: dict[str, str]) -> None:
-    async def test() -> None:
-        async with client() as (http, stand):
-            answer = await http.post("/v1/chat/completions", json=CHAT, headers=sent)
-            assert answer.status_code == 200
-            asked = stand.fakes[0].headers[-1]
-            assert {name: asked[name] for name in ("traceparent", "tracestate") if name in asked} == passed
-            assert asked["x-request-id"] == answer.json()["id"]  # the node's own span
-            assert (await http.get("/v1/models")).json()["data"][0]["id"] == MODEL
-
-    run(test())
+async def test_the_trace_context_is_forwarded_to_the_engines_server(
+    sent: dict[str, str], passed: dict[str, str]
+) -> None:
+    async with client() as (http, stand):
+        answer = await http.post("/v1/chat/completions", json=CHAT, headers=sent)
+        assert answer.status_code == 200
+        asked = stand.fakes[0].headers[-1]
+        assert {name: asked[name] for name in ("traceparent", "tracestate") if name in asked} == passed
+        assert asked["x-request-id"] == answer.json()["id"]  # the node's own span
+        assert (await http.get("/v1/models")).json()["data"][0]["id"] == MODEL
 
 
 @pytest.mark.parametrize(

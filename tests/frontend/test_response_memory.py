@@ -240,16 +240,13 @@ def test_an_answer_whose_citations_are_too_long_is_refused_and_its_workers_are_f
     cluster.wait(lambda: not cluster.held())
 
 
-def test_an_engine_waits_for_the_reader_of_its_pieces() -> None:
-    async def fill_and_read() -> None:
-        asked = Request("r", Generation(Sampling(16), 0, 1, prompt="x"))
-        for _ in range(MAX_UNREAD_PIECES + 1):
-            await asked.wait_for_reader()
-            asked.put(Tokens("r", "a", (1,)))
-        waiting = asyncio.create_task(asked.wait_for_reader())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        assert len(await asked.next_batch()) == MAX_UNREAD_PIECES + 1
-        await waiting
-
-    asyncio.run(fill_and_read())
+async def test_an_engine_waits_for_the_reader_of_its_pieces() -> None:
+    asked = Request("r", Generation(Sampling(16), 0, 1, prompt="x"))
+    for _ in range(MAX_UNREAD_PIECES + 1):
+        await asked.wait_for_reader()
+        asked.put(Tokens("r", "a", (1,)))
+    waiting = asyncio.create_task(asked.wait_for_reader())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert len(await asked.next_batch()) == MAX_UNREAD_PIECES + 1
+    await waiting

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from runtime.errors import ContextLengthExceeded, DeadlineExceeded, Overloaded, Unavailable, WorkerLost
 from runtime.serving.frontend.requests import Request
 from runtime.serving.messages import Cancel, Failed, Prefill, Resume, Retrieval, Retrieved, Sampling, Tokens
-from tests.frontend.fake_workers import PASSAGES, FakeWorker, run
+from tests.frontend.fake_workers import PASSAGES, FakeWorker
 from tests.frontend.link_harness import RESTART_WAIT_S, LinkHarness, error_of, running_link
 
 
@@ -31,202 +31,170 @@ async def pieces(request: Request, count: int) -> list[Any]:
     return [await request.next() for _ in range(count)]
 
 
-def test_an_answer_resumes_on_another_worker_from_the_delivered_tokens() -> None:
-    async def test() -> None:
-        async with running_link(restarts=3) as harness:
-            workers = await cast(harness)
-            request = harness.submit(
-                sampling=Sampling(max_tokens=8, seed=4), retrieval=Retrieval("docs", every_tokens=2)
-            )
-            first = await sent(workers, request)
-            prefill, decode = workers[first.decode_worker], workers[first.decode_worker]
-            await workers[request.placement.prefill].send(Retrieved("r1", PASSAGES[:1]))
-            await decode.send(Tokens("r1", "ab", (10, 11), prompt_token_ids=(1, 2, 3), last_probe_at=2))
-            await decode.send(Retrieved("r1", PASSAGES[1:], at_token=2, inserted=(90, 91)))
-            await decode.send(Tokens("r1", "c", (12,), last_probe_at=2))
-            await pieces(request, 4)
-            dead = first.decode_worker
-            harness.link.worker_lost(dead, "killed")
-            again = await sent(workers, request)
-            assert again.decode_worker != dead
-            assert again.request_id == "r1~1"
-            assert again.generation == replace(first.generation, prompt="")
-            assert again.resume == Resume(
-                tokens=(1, 2, 3, 10, 90, 91, 11, 12),  # the probe's tokens went in before the last token of then
-                prompt_tokens=3,
-                generated=(10, 11, 12),
-                seen_passages=tuple(passage.id for passage in PASSAGES),
-                first_token_ns=harness.clock(),
-                last_probe_at=2,
-            )
-            await prefill.send(Tokens("r1", "c again", (12,)))  # the dead one, late
-            await workers[again.decode_worker].send(Tokens("r1~1", "d", (13,), "length", 3))
-            assert await request.next() == Tokens("r1~1", "d", (13,), "length", 3)
-            assert (harness.codes, harness.ended[0].completion_tokens) == (["length"], 4)
-            assert harness.router.in_flight == 0
-
-    run(test())
+async def test_an_answer_resumes_on_another_worker_from_the_delivered_tokens() -> None:
+    async with running_link(restarts=3) as harness:
+        workers = await cast(harness)
+        request = harness.submit(sampling=Sampling(max_tokens=8, seed=4), retrieval=Retrieval("docs", every_tokens=2))
+        first = await sent(workers, request)
+        prefill, decode = workers[first.decode_worker], workers[first.decode_worker]
+        await workers[request.placement.prefill].send(Retrieved("r1", PASSAGES[:1]))
+        await decode.send(Tokens("r1", "ab", (10, 11), prompt_token_ids=(1, 2, 3), last_probe_at=2))
+        await decode.send(Retrieved("r1", PASSAGES[1:], at_token=2, inserted=(90, 91)))
+        await decode.send(Tokens("r1", "c", (12,), last_probe_at=2))
+        await pieces(request, 4)
+        dead = first.decode_worker
+        harness.link.worker_lost(dead, "killed")
+        again = await sent(workers, request)
+        assert again.decode_worker != dead
+        assert again.request_id == "r1~1"
+        assert again.generation == replace(first.generation, prompt="")
+        assert again.resume == Resume(
+            tokens=(1, 2, 3, 10, 90, 91, 11, 12),  # the probe's tokens went in before the last token of then
+            prompt_tokens=3,
+            generated=(10, 11, 12),
+            seen_passages=tuple(passage.id for passage in PASSAGES),
+            first_token_ns=harness.clock(),
+            last_probe_at=2,
+        )
+        await prefill.send(Tokens("r1", "c again", (12,)))  # the dead one, late
+        await workers[again.decode_worker].send(Tokens("r1~1", "d", (13,), "length", 3))
+        assert await request.next() == Tokens("r1~1", "d", (13,), "length", 3)
+        assert (harness.codes, harness.ended[0].completion_tokens) == (["length"], 4)
+        assert harness.router.in_flight == 0
 
 
-def test_before_its_first_token_a_request_restarts_from_scratch() -> None:
-    async def test() -> None:
-        async with running_link(restarts=3) as harness:
-            workers = await cast(harness)
-            request = harness.submit(retrieval=Retrieval("docs"))
-            first = await sent(workers, request)
-            dead = request.placement.prefill
-            await workers[dead].send(Retrieved("r1", PASSAGES[:1]))
-            await workers[dead].settle()
-            harness.link.worker_lost(dead, "killed")
-            again = await sent(workers, request)
-            assert request.placement.prefill != dead
-            assert (again.request_id, again.resume, again.generation) == ("r1~1", None, first.generation)
-            await workers[request.placement.prefill].send(Retrieved("r1~1", PASSAGES[1:]))
-            await workers[again.decode_worker].send(Tokens("r1~1", "a", (5,), "stop", 1))
-            found = await pieces(request, 2)
-            assert [type(piece) for piece in found] == [Retrieved, Tokens], "the passages come once"
-            assert found[0].passages == PASSAGES[1:]
-            assert harness.codes == ["stop"]
-
-    run(test())
+async def test_before_its_first_token_a_request_restarts_from_scratch() -> None:
+    async with running_link(restarts=3) as harness:
+        workers = await cast(harness)
+        request = harness.submit(retrieval=Retrieval("docs"))
+        first = await sent(workers, request)
+        dead = request.placement.prefill
+        await workers[dead].send(Retrieved("r1", PASSAGES[:1]))
+        await workers[dead].settle()
+        harness.link.worker_lost(dead, "killed")
+        again = await sent(workers, request)
+        assert request.placement.prefill != dead
+        assert (again.request_id, again.resume, again.generation) == ("r1~1", None, first.generation)
+        await workers[request.placement.prefill].send(Retrieved("r1~1", PASSAGES[1:]))
+        await workers[again.decode_worker].send(Tokens("r1~1", "a", (5,), "stop", 1))
+        found = await pieces(request, 2)
+        assert [type(piece) for piece in found] == [Retrieved, Tokens], "the passages come once"
+        assert found[0].passages == PASSAGES[1:]
+        assert harness.codes == ["stop"]
 
 
-def test_a_failed_hand_over_is_retried_with_another_decode_worker() -> None:
-    async def test() -> None:
-        async with running_link(restarts=3) as harness:
-            workers = await cast(harness)
-            request = harness.submit()
-            first = await sent(workers, request)
-            await workers[request.placement.prefill].send(Failed("r1", "worker_lost", "decode did not take it"))
-            assert await workers[first.decode_worker].receive() == Cancel("r1")
-            again = await sent(workers, request)
-            assert again.decode_worker != first.decode_worker
-
-    run(test())
+async def test_a_failed_hand_over_is_retried_with_another_decode_worker() -> None:
+    async with running_link(restarts=3) as harness:
+        workers = await cast(harness)
+        request = harness.submit()
+        first = await sent(workers, request)
+        await workers[request.placement.prefill].send(Failed("r1", "worker_lost", "decode did not take it"))
+        assert await workers[first.decode_worker].receive() == Cancel("r1")
+        again = await sent(workers, request)
+        assert again.decode_worker != first.decode_worker
 
 
-def test_without_another_worker_a_request_waits_for_one() -> None:
-    async def test() -> None:
-        async with running_link(restarts=3) as harness:
-            prefill = await harness.worker("prefill", "p0")
-            await harness.worker("decode", "d0")
-            request = harness.submit()
-            await prefill.receive_prefill()
-            harness.link.worker_lost("d0", "killed")
-            harness.clock.advance(RESTART_WAIT_S / 2)
-            await prefill.report(77)
-            await prefill.settle()
-            assert not request.ended
-            assert harness.router.in_flight == 0
-            await harness.worker("decode", "d0", epoch=2)
-            harness.link.tick()
-            assert (await prefill.receive_prefill()).request_id == "r1~1"
-
-    run(test())
+async def test_without_another_worker_a_request_waits_for_one() -> None:
+    async with running_link(restarts=3) as harness:
+        prefill = await harness.worker("prefill", "p0")
+        await harness.worker("decode", "d0")
+        request = harness.submit()
+        await prefill.receive_prefill()
+        harness.link.worker_lost("d0", "killed")
+        harness.clock.advance(RESTART_WAIT_S / 2)
+        await prefill.report(77)
+        await prefill.settle()
+        assert not request.ended
+        assert harness.router.in_flight == 0
+        await harness.worker("decode", "d0", epoch=2)
+        harness.link.tick()
+        assert (await prefill.receive_prefill()).request_id == "r1~1"
 
 
-def test_a_request_that_waits_too_long_fails_with_the_original_reason() -> None:
-    async def test() -> None:
-        async with running_link(restarts=3) as harness:
-            await harness.worker("prefill", "p0")
-            await harness.worker("decode", "d0")
-            request = harness.submit(timeout_s=600)
-            harness.link.worker_lost("d0", "killed")
-            harness.clock.advance(RESTART_WAIT_S)
-            harness.link.tick()
-            error = await error_of(request)
-            assert isinstance(error, WorkerLost)
-            assert error.message.startswith("decode worker 'd0' was lost: killed, and no other worker accepted it: no ")
-            assert harness.codes == ["worker_lost"]
-
-    run(test())
+async def test_a_request_that_waits_too_long_fails_with_the_original_reason() -> None:
+    async with running_link(restarts=3) as harness:
+        await harness.worker("prefill", "p0")
+        await harness.worker("decode", "d0")
+        request = harness.submit(timeout_s=600)
+        harness.link.worker_lost("d0", "killed")
+        harness.clock.advance(RESTART_WAIT_S)
+        harness.link.tick()
+        error = await error_of(request)
+        assert isinstance(error, WorkerLost)
+        assert error.message.startswith("decode worker 'd0' was lost: killed, and no other worker accepted it: no ")
+        assert harness.codes == ["worker_lost"]
 
 
-def test_a_waiting_request_ends_at_its_deadline_or_when_its_client_disconnects() -> None:
-    async def test() -> None:
-        async with running_link(restarts=3) as harness:
-            await harness.worker("prefill", "p0")
-            await harness.worker("decode", "d0")
-            late, gone = harness.submit("r1", timeout_s=5), harness.submit("r2")
-            harness.link.worker_lost("d0", "killed")
-            harness.link.cancel(gone)
-            harness.clock.advance(5)
-            harness.link.tick()
-            assert await error_of(late)
-            assert sorted(harness.codes) == ["client_closed_request", "worker_lost"]
-            assert (len(harness.link.requests), harness.router.in_flight) == (0, 0)
-
-    run(test())
+async def test_a_waiting_request_ends_at_its_deadline_or_when_its_client_disconnects() -> None:
+    async with running_link(restarts=3) as harness:
+        await harness.worker("prefill", "p0")
+        await harness.worker("decode", "d0")
+        late, gone = harness.submit("r1", timeout_s=5), harness.submit("r2")
+        harness.link.worker_lost("d0", "killed")
+        harness.link.cancel(gone)
+        harness.clock.advance(5)
+        harness.link.tick()
+        assert await error_of(late)
+        assert sorted(harness.codes) == ["client_closed_request", "worker_lost"]
+        assert (len(harness.link.requests), harness.router.in_flight) == (0, 0)
 
 
-def test_restarts_are_bounded() -> None:
-    async def test() -> None:
-        async with running_link(restarts=2) as harness:
-            workers = await cast(harness)
-            request = harness.submit()
-            for _ in range(2):
-                await workers[request.placement.prefill].send(Failed(request.attempt_id, "worker_lost", "again"))
-                await workers[request.placement.prefill].settle()
-            assert not request.ended
+async def test_restarts_are_bounded() -> None:
+    async with running_link(restarts=2) as harness:
+        workers = await cast(harness)
+        request = harness.submit()
+        for _ in range(2):
             await workers[request.placement.prefill].send(Failed(request.attempt_id, "worker_lost", "again"))
-            error = await error_of(request)
-            assert isinstance(error, WorkerLost)
-            assert error.message == "again; the limit of 2 restarts is reached"
-
-    run(test())
-
-
-def test_an_invalid_request_is_not_restarted() -> None:
-    async def test() -> None:
-        async with running_link(restarts=3) as harness:
-            workers = await cast(harness)
-            request = harness.submit()
-            await workers[request.placement.prefill].send(Failed("r1", "context_length_exceeded", "too long"))
-            assert (await error_of(request)).code == "context_length_exceeded"
-
-    run(test())
+            await workers[request.placement.prefill].settle()
+        assert not request.ended
+        await workers[request.placement.prefill].send(Failed(request.attempt_id, "worker_lost", "again"))
+        error = await error_of(request)
+        assert isinstance(error, WorkerLost)
+        assert error.message == "again; the limit of 2 restarts is reached"
 
 
-def test_a_new_request_waits_for_the_first_worker_of_a_role_that_has_none() -> None:
-    async def test() -> None:
-        async with running_link(restarts=3) as harness:
-            decode = await harness.worker("decode", "d0")
-            request, cancelled = harness.submit(), harness.submit("r2")
-            assert (harness.codes, harness.router.in_flight) == ([], 0)
-            harness.link.cancel(cancelled)
-            prefill = await harness.worker("prefill", "p0")
-            harness.link.tick()
-            told = await prefill.receive_prefill()
-            assert (told.request_id, told.decode_worker) == ("r1", "d0")
-            assert harness.link.statistics().restarts == 0
-            await decode.send(Tokens("r1", "a", (10,), "stop", 3, prompt_token_ids=(1,)))
-            await request.next()
-            assert harness.codes == ["client_closed_request", "stop"]
-
-    run(test())
+async def test_an_invalid_request_is_not_restarted() -> None:
+    async with running_link(restarts=3) as harness:
+        workers = await cast(harness)
+        request = harness.submit()
+        await workers[request.placement.prefill].send(Failed("r1", "context_length_exceeded", "too long"))
+        assert (await error_of(request)).code == "context_length_exceeded"
 
 
-def test_a_new_request_fails_in_time_if_no_worker_connects() -> None:
-    async def test() -> None:
-        async with running_link(restarts=3, max_in_flight=2) as harness:
-            prefill = await harness.worker("prefill", "p0")
-            waiting, late = harness.submit(), harness.submit("r2", timeout_s=RESTART_WAIT_S / 2)
-            with pytest.raises(Overloaded, match="no decode worker is ready; try again later; 2 requests"):
-                harness.submit("r3")
-            harness.clock.advance(RESTART_WAIT_S / 2 + 1)
-            await prefill.report(77)
-            await prefill.settle()
-            harness.link.tick()
-            assert isinstance(await error_of(late), DeadlineExceeded | Unavailable)
-            long = harness.submit("r4", prompt=tuple(range(20)))  # too long, as will turn out
-            harness.clock.advance(RESTART_WAIT_S / 2)
-            await prefill.report(77)
-            await prefill.settle()
-            harness.link.tick()
-            error = await error_of(waiting)
-            assert (type(error), error.message) == (Unavailable, "no decode worker is ready; try again later")
-            await harness.worker("decode", "d0", limit=20)
-            harness.link.tick()
-            assert isinstance(await error_of(long), ContextLengthExceeded)
+async def test_a_new_request_waits_for_the_first_worker_of_a_role_that_has_none() -> None:
+    async with running_link(restarts=3) as harness:
+        decode = await harness.worker("decode", "d0")
+        request, cancelled = harness.submit(), harness.submit("r2")
+        assert (harness.codes, harness.router.in_flight) == ([], 0)
+        harness.link.cancel(cancelled)
+        prefill = await harness.worker("prefill", "p0")
+        harness.link.tick()
+        told = await prefill.receive_prefill()
+        assert (told.request_id, told.decode_worker) == ("r1", "d0")
+        assert harness.link.statistics().restarts == 0
+        await decode.send(Tokens("r1", "a", (10,), "stop", 3, prompt_token_ids=(1,)))
+        await request.next()
+        assert harness.codes == ["client_closed_request", "stop"]
 
-    run(test())
+
+async def test_a_new_request_fails_in_time_if_no_worker_connects() -> None:
+    async with running_link(restarts=3, max_in_flight=2) as harness:
+        prefill = await harness.worker("prefill", "p0")
+        waiting, late = harness.submit(), harness.submit("r2", timeout_s=RESTART_WAIT_S / 2)
+        with pytest.raises(Overloaded, match="no decode worker is ready; try again later; 2 requests"):
+            harness.submit("r3")
+        harness.clock.advance(RESTART_WAIT_S / 2 + 1)
+        await prefill.report(77)
+        await prefill.settle()
+        harness.link.tick()
+        assert isinstance(await error_of(late), DeadlineExceeded | Unavailable)
+        long = harness.submit("r4", prompt=tuple(range(20)))  # too long, as will turn out
+        harness.clock.advance(RESTART_WAIT_S / 2)
+        await prefill.report(77)
+        await prefill.settle()
+        harness.link.tick()
+        error = await error_of(waiting)
+        assert (type(error), error.message) == (Unavailable, "no decode worker is ready; try again later")
+        await harness.worker("decode", "d0", limit=20)
+        harness.link.tick()
+        assert isinstance(await error_of(long), ContextLengthExceeded)

@@ -14,207 +14,171 @@ from runtime.errors import (
 )
 from runtime.serving.frontend.requests import ClientDisconnected, RequestOutcome
 from runtime.serving.messages import Cancel, Failed, Retrieval, Retrieved, Tokens, encode
-from tests.frontend.fake_workers import PASSAGES, FakeWorker, run
+from tests.frontend.fake_workers import PASSAGES, FakeWorker
 from tests.frontend.link_harness import EPOCH, LinkHarness, error_of, running_link
 
 
-def test_a_request_reaches_its_workers_and_its_pieces_return() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            assert harness.link.missing() == ["prefill", "decode"]
-            prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
-            assert harness.link.missing() == []
-            request = harness.submit(prompt=(1, 2, 3))
-            sent = await prefill.receive_prefill()
-            assert (sent.request_id, sent.frontend_epoch, sent.generation.prompt) == ("r1", EPOCH, (1, 2, 3))
-            assert (sent.decode_worker, sent.decode_endpoint) == ("d0", decode.me.endpoint)
-            assert sent.generation.deadline_ns - sent.generation.received_ns == 60 * 10**9
-            found = Retrieved("r1", PASSAGES)
-            await prefill.send(found)
-            await prefill.settle()
-            await decode.send(Tokens("r1", "a", (5,)))
-            assert await request.next() == found
-            assert await request.next() == Tokens("r1", "a", (5,))
-            last = Tokens("r1", "b", (6, 7), "stop", 3, {"end": 9})
-            await decode.send(last)
-            assert await request.next() == last
-            assert harness.ended == [RequestOutcome("r1", "stop", 3, 3, {"end": 9})]
-            assert (len(harness.link.requests), harness.router.in_flight) == (0, 0)
-
-    run(test())
+async def test_a_request_reaches_its_workers_and_its_pieces_return() -> None:
+    async with running_link() as harness:
+        assert harness.link.missing() == ["prefill", "decode"]
+        prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+        assert harness.link.missing() == []
+        request = harness.submit(prompt=(1, 2, 3))
+        sent = await prefill.receive_prefill()
+        assert (sent.request_id, sent.frontend_epoch, sent.generation.prompt) == ("r1", EPOCH, (1, 2, 3))
+        assert (sent.decode_worker, sent.decode_endpoint) == ("d0", decode.me.endpoint)
+        assert sent.generation.deadline_ns - sent.generation.received_ns == 60 * 10**9
+        found = Retrieved("r1", PASSAGES)
+        await prefill.send(found)
+        await prefill.settle()
+        await decode.send(Tokens("r1", "a", (5,)))
+        assert await request.next() == found
+        assert await request.next() == Tokens("r1", "a", (5,))
+        last = Tokens("r1", "b", (6, 7), "stop", 3, {"end": 9})
+        await decode.send(last)
+        assert await request.next() == last
+        assert harness.ended == [RequestOutcome("r1", "stop", 3, 3, {"end": 9})]
+        assert (len(harness.link.requests), harness.router.in_flight) == (0, 0)
 
 
-def test_a_workers_error_ends_the_request_and_cancels_it_at_the_other_worker() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
-            request = harness.submit()
-            await prefill.send(Failed("r1", "unknown_collection", "no 'x'", "retrieval.collection"))
-            error = await error_of(request)
-            assert isinstance(error, UnknownCollection)
-            assert (error.message, error.param) == ("no 'x'", "retrieval.collection")
-            assert await decode.receive() == Cancel("r1")
-            unknown = harness.submit("r2")
-            await decode.send(Failed("r2", "no such code", "?"))
-            assert isinstance(await error_of(unknown), InternalError)
-            assert harness.codes == ["unknown_collection", "internal_error"]
-
-    run(test())
+async def test_a_workers_error_ends_the_request_and_cancels_it_at_the_other_worker() -> None:
+    async with running_link() as harness:
+        prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+        request = harness.submit()
+        await prefill.send(Failed("r1", "unknown_collection", "no 'x'", "retrieval.collection"))
+        error = await error_of(request)
+        assert isinstance(error, UnknownCollection)
+        assert (error.message, error.param) == ("no 'x'", "retrieval.collection")
+        assert await decode.receive() == Cancel("r1")
+        unknown = harness.submit("r2")
+        await decode.send(Failed("r2", "no such code", "?"))
+        assert isinstance(await error_of(unknown), InternalError)
+        assert harness.codes == ["unknown_collection", "internal_error"]
 
 
-def test_a_prompt_of_token_ids_plus_its_answer_must_fit_the_context() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            await harness.worker("prefill", "p0", limit=20)
-            await harness.worker("decode", "d0", limit=20)
-            harness.submit(prompt=tuple(range(12)))
-            with pytest.raises(ContextLengthExceeded, match="at least 21 tokens, the model's context holds 20"):
-                harness.submit("r2", prompt=tuple(range(13)))
-
-    run(test())
+async def test_a_prompt_of_token_ids_plus_its_answer_must_fit_the_context() -> None:
+    async with running_link() as harness:
+        await harness.worker("prefill", "p0", limit=20)
+        await harness.worker("decode", "d0", limit=20)
+        harness.submit(prompt=tuple(range(12)))
+        with pytest.raises(ContextLengthExceeded, match="at least 21 tokens, the model's context holds 20"):
+            harness.submit("r2", prompt=tuple(range(13)))
 
 
-def test_a_cancelled_request_is_cancelled_at_both_workers_and_again_on_late_pieces() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
-            request = harness.submit()
-            await prefill.receive_prefill()
-            harness.link.cancel(request)
-            harness.link.cancel(request)
-            assert isinstance(await error_of(request), ClientDisconnected)
-            assert [await prefill.receive(), await decode.receive()] == [Cancel("r1"), Cancel("r1")]
-            # The hand-over overtook the Cancel: decode goes on with what is over.
-            await decode.send(Tokens("r1", "a", (5,)))
-            assert await decode.receive() == Cancel("r1")
-            assert harness.codes == ["client_closed_request"]
-            assert harness.link.statistics().stale == 1
-
-    run(test())
+async def test_a_cancelled_request_is_cancelled_at_both_workers_and_again_on_late_pieces() -> None:
+    async with running_link() as harness:
+        prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+        request = harness.submit()
+        await prefill.receive_prefill()
+        harness.link.cancel(request)
+        harness.link.cancel(request)
+        assert isinstance(await error_of(request), ClientDisconnected)
+        assert [await prefill.receive(), await decode.receive()] == [Cancel("r1"), Cancel("r1")]
+        # The hand-over overtook the Cancel: decode goes on with what is over.
+        await decode.send(Tokens("r1", "a", (5,)))
+        assert await decode.receive() == Cancel("r1")
+        assert harness.codes == ["client_closed_request"]
+        assert harness.link.statistics().stale == 1
 
 
-def test_passages_precede_tokens_even_if_decode_reports_first() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
-            request = harness.submit(retrieval=Retrieval("docs"))
-            early: list[Any] = [
-                Tokens("r1", "a", (5,)),
-                Retrieved("r1", PASSAGES[:1], 1),
-                Tokens("r1", "b", (6,), "stop"),
-            ]
-            for piece in early:
-                await decode.send(piece)
-            await decode.settle()
-            assert harness.codes == []
-            await prefill.send(Retrieved("r1", ()))
-            assert [await request.next() for _ in range(4)] == [Retrieved("r1", ()), *early]
-            assert harness.codes == ["stop"]
-
-    run(test())
+async def test_passages_precede_tokens_even_if_decode_reports_first() -> None:
+    async with running_link() as harness:
+        prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+        request = harness.submit(retrieval=Retrieval("docs"))
+        early: list[Any] = [
+            Tokens("r1", "a", (5,)),
+            Retrieved("r1", PASSAGES[:1], 1),
+            Tokens("r1", "b", (6,), "stop"),
+        ]
+        for piece in early:
+            await decode.send(piece)
+        await decode.settle()
+        assert harness.codes == []
+        await prefill.send(Retrieved("r1", ()))
+        assert [await request.next() for _ in range(4)] == [Retrieved("r1", ()), *early]
+        assert harness.codes == ["stop"]
 
 
-def test_messages_for_a_request_of_another_worker_are_ignored() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            await harness.worker("prefill", "p0")
-            workers = {name: await harness.worker("decode", name) for name in ("d0", "d1")}
-            request = harness.submit()
-            mine = workers.pop(request.placement.decode)
-            (other,) = workers.values()
-            await other.send(Tokens("r1", "wrong", (5,)))
-            assert await other.receive() == Cancel("r1")
-            await mine.send(Tokens("r1", "right", (5,), "stop"))
-            assert await request.next() == Tokens("r1", "right", (5,), "stop")
-
-    run(test())
+async def test_messages_for_a_request_of_another_worker_are_ignored() -> None:
+    async with running_link() as harness:
+        await harness.worker("prefill", "p0")
+        workers = {name: await harness.worker("decode", name) for name in ("d0", "d1")}
+        request = harness.submit()
+        mine = workers.pop(request.placement.decode)
+        (other,) = workers.values()
+        await other.send(Tokens("r1", "wrong", (5,)))
+        assert await other.receive() == Cancel("r1")
+        await mine.send(Tokens("r1", "right", (5,), "stop"))
+        assert await request.next() == Tokens("r1", "right", (5,), "stop")
 
 
-def test_a_request_ends_at_its_deadline_in_every_stage() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
-            early, late = harness.submit("r1", timeout_s=0.5), harness.submit("r2", timeout_s=0.9)
-            await decode.send(Tokens("r2", "a", (5, 6)))
-            await decode.settle()
-            harness.clock.advance(0.5)
-            harness.link.tick()
-            first = await error_of(early)
-            assert isinstance(first, DeadlineExceeded)
-            assert first.message == "the request's deadline passed in prefill, after 0 tokens"
-            harness.clock.advance(0.4)
-            harness.link.tick()
-            assert (await error_of(late)).message == "the request's deadline passed in decode, after 2 tokens"
-            assert [await decode.receive(), await decode.receive()] == [Cancel("r1"), Cancel("r2")]
-            assert [type(await prefill.receive()).__name__ for _ in range(4)] == [
-                "Prefill",
-                "Prefill",
-                "Cancel",
-                "Cancel",
-            ]
-            assert harness.codes == ["deadline_exceeded"] * 2
-
-    run(test())
+async def test_a_request_ends_at_its_deadline_in_every_stage() -> None:
+    async with running_link() as harness:
+        prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+        early, late = harness.submit("r1", timeout_s=0.5), harness.submit("r2", timeout_s=0.9)
+        await decode.send(Tokens("r2", "a", (5, 6)))
+        await decode.settle()
+        harness.clock.advance(0.5)
+        harness.link.tick()
+        first = await error_of(early)
+        assert isinstance(first, DeadlineExceeded)
+        assert first.message == "the request's deadline passed in prefill, after 0 tokens"
+        harness.clock.advance(0.4)
+        harness.link.tick()
+        assert (await error_of(late)).message == "the request's deadline passed in decode, after 2 tokens"
+        assert [await decode.receive(), await decode.receive()] == [Cancel("r1"), Cancel("r2")]
+        assert [type(await prefill.receive()).__name__ for _ in range(4)] == [
+            "Prefill",
+            "Prefill",
+            "Cancel",
+            "Cancel",
+        ]
+        assert harness.codes == ["deadline_exceeded"] * 2
 
 
-def test_the_link_ticks_by_itself() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            await harness.worker("prefill", "p0")
-            await harness.worker("decode", "d0")
-            request = harness.submit(timeout_s=1)
-            harness.clock.advance(1)
-            assert isinstance(await error_of(request), DeadlineExceeded)
-
-    run(test())
+async def test_the_link_ticks_by_itself() -> None:
+    async with running_link() as harness:
+        await harness.worker("prefill", "p0")
+        await harness.worker("decode", "d0")
+        request = harness.submit(timeout_s=1)
+        harness.clock.advance(1)
+        assert isinstance(await error_of(request), DeadlineExceeded)
 
 
 @pytest.mark.parametrize("frames", [(b"",), (b"\xc1",), (b"\x80",), (b"x", b"y"), (b"\x93\x01\x02\x03",)])
-def test_a_malformed_message_is_only_counted(frames: tuple[bytes, ...]) -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            worker = await harness.worker("prefill", "p0")
-            await worker.send_raw(*frames)
-            await worker.settle()
-            assert harness.link.statistics().malformed == 1
-
-    run(test())
+async def test_a_malformed_message_is_only_counted(frames: tuple[bytes, ...]) -> None:
+    async with running_link() as harness:
+        worker = await harness.worker("prefill", "p0")
+        await worker.send_raw(*frames)
+        await worker.settle()
+        assert harness.link.statistics().malformed == 1
 
 
-def test_a_flood_of_malformed_messages_and_invalid_workers_is_logged_once(
+async def test_a_flood_of_malformed_messages_and_invalid_workers_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            worker = await harness.worker("prefill", "p0")
-            impossible = encode(replace(worker.me, slots=0))
-            for _ in range(100):
-                for frames in ((b"\xc1",), (b"x", b"y"), (impossible,)):
-                    await worker.send_raw(*frames)
-            await worker.settle()
-            assert harness.link.statistics().malformed == 300
-            assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-    run(test())
+    async with running_link() as harness:
+        worker = await harness.worker("prefill", "p0")
+        impossible = encode(replace(worker.me, slots=0))
+        for _ in range(100):
+            for frames in ((b"\xc1",), (b"x", b"y"), (impossible,)):
+                await worker.send_raw(*frames)
+        await worker.settle()
+        assert harness.link.statistics().malformed == 300
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 @pytest.mark.parametrize("hello", [{"slots": 0}, {"name": "p" * 1000}])
-def test_an_invalid_worker_is_refused(hello: dict[str, Any]) -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            strange = FakeWorker(harness.link.endpoint, "prefill", **({"name": "p0"} | hello))
-            harness.workers.append(strange)
-            await strange.send(strange.me)
-            await strange.settle()
-            assert harness.link.missing() == ["prefill", "decode"]
-
-    run(test())
+async def test_an_invalid_worker_is_refused(hello: dict[str, Any]) -> None:
+    async with running_link() as harness:
+        strange = FakeWorker(harness.link.endpoint, "prefill", **({"name": "p0"} | hello))
+        harness.workers.append(strange)
+        await strange.send(strange.me)
+        await strange.settle()
+        assert harness.link.missing() == ["prefill", "decode"]
 
 
-def test_an_endpoint_in_use_is_an_error() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            with pytest.raises(InvalidArgument, match="in use"):
-                LinkHarness(endpoint=harness.link.endpoint)
-
-    run(test())
+async def test_an_endpoint_in_use_is_an_error() -> None:
+    async with running_link() as harness:
+        with pytest.raises(InvalidArgument, match="in use"):
+            LinkHarness(endpoint=harness.link.endpoint)

@@ -11,185 +11,155 @@ from tests.frontend.fake_workers import FakeWorker, run
 from tests.frontend.link_harness import EPOCH, LOST_AFTER_S, error_of, running_link
 
 
-def test_a_disconnected_worker_is_lost_before_the_heartbeat_timeout() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
-            request = harness.submit()
-            await prefill.receive_prefill()
-            decode.close()
-            harness.clock.advance(1.1)
-            await prefill.settle()
-            while not harness.codes:  # the socket learns of the end in a thread of its own
-                harness.link.tick()
-                await asyncio.sleep(0)
-            assert harness.link.missing() == ["decode"]
-            error = await error_of(request)
-            assert isinstance(error, WorkerLost)
-            assert error.message == "decode worker 'd0' was lost: its connection is gone"
-
-    run(test())
-
-
-def test_a_silent_worker_is_lost_and_rejoins_with_its_next_report() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
-            request = harness.submit()
-            await prefill.receive_prefill()
-            harness.clock.advance(LOST_AFTER_S)
-            await prefill.settle()
+async def test_a_disconnected_worker_is_lost_before_the_heartbeat_timeout() -> None:
+    async with running_link() as harness:
+        prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+        request = harness.submit()
+        await prefill.receive_prefill()
+        decode.close()
+        harness.clock.advance(1.1)
+        await prefill.settle()
+        while not harness.codes:  # the socket learns of the end in a thread of its own
             harness.link.tick()
-            assert harness.link.missing() == []
-            harness.clock.advance(0.1)
-            harness.link.tick()
-            assert harness.link.missing() == ["decode"]
-            error = await error_of(request)
-            assert isinstance(error, WorkerLost)
-            assert error.message == "decode worker 'd0' was lost: silent for 10.1 s, the limit is 10.0 s"
-            assert await prefill.receive() == Cancel("r1")
-            assert await decode.receive() == Welcome(EPOCH)  # it was asked whether it is still there
-            assert await decode.receive() == Cancel("r1")  # for when it wakes
-            await decode.report(EPOCH)
-            await decode.settle()
-            assert harness.link.missing() == []
-            harness.submit("r2")
-            assert harness.codes == ["worker_lost"]
-
-    run(test())
+            await asyncio.sleep(0)
+        assert harness.link.missing() == ["decode"]
+        error = await error_of(request)
+        assert isinstance(error, WorkerLost)
+        assert error.message == "decode worker 'd0' was lost: its connection is gone"
 
 
-def test_a_draining_worker_gets_no_requests_and_is_released_when_idle() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
-            request = harness.submit()  # on its way to prefill: decode has not heard of it yet
-            await prefill.receive_prefill()
-            await decode.report(EPOCH, draining=True)
-            await decode.report(0)
-            assert await decode.receive() == Welcome(EPOCH)  # and no release before it
-            other = await harness.worker("decode", "d1")
-            assert harness.submit("r2").placement.decode == "d1"
-            await decode.send(Tokens("r1", "a", (5,), "stop", 3, {}))
-            assert await request.next() == Tokens("r1", "a", (5,), "stop", 3, {})
-            await decode.report(EPOCH, draining=True)
-            assert await decode.receive() == Release()
-            await other.settle()
-
-    run(test())
-
-
-def test_losing_a_prefill_worker_before_its_passages_ends_the_request() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            await harness.worker("prefill", "p0")
-            decode = await harness.worker("decode", "d0")
-            request = harness.submit(retrieval=Retrieval("docs"))
-            await decode.send(Tokens("r1", "a", (5,), "stop"))
-            await decode.settle()
-            harness.link.worker_lost("p0", "killed")
-            assert isinstance(await error_of(request), WorkerLost)
-            assert harness.codes == ["worker_lost"]
-            assert await decode.receive() == Cancel("r1")
-
-    run(test())
+async def test_a_silent_worker_is_lost_and_rejoins_with_its_next_report() -> None:
+    async with running_link() as harness:
+        prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+        request = harness.submit()
+        await prefill.receive_prefill()
+        harness.clock.advance(LOST_AFTER_S)
+        await prefill.settle()
+        harness.link.tick()
+        assert harness.link.missing() == []
+        harness.clock.advance(0.1)
+        harness.link.tick()
+        assert harness.link.missing() == ["decode"]
+        error = await error_of(request)
+        assert isinstance(error, WorkerLost)
+        assert error.message == "decode worker 'd0' was lost: silent for 10.1 s, the limit is 10.0 s"
+        assert await prefill.receive() == Cancel("r1")
+        assert await decode.receive() == Welcome(EPOCH)  # it was asked whether it is still there
+        assert await decode.receive() == Cancel("r1")  # for when it wakes
+        await decode.report(EPOCH)
+        await decode.settle()
+        assert harness.link.missing() == []
+        harness.submit("r2")
+        assert harness.codes == ["worker_lost"]
 
 
-def test_a_restarted_worker_may_keep_its_sockets_identity() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            await harness.worker("decode", "d0")
-            await harness.worker("prefill", "p0", identity=b"p0")
-            again = await harness.worker("prefill", "p0", identity=b"p0", epoch=2)
-            harness.submit()
-            assert (await again.receive_prefill()).request_id == "r1"
-
-    run(test())
-
-
-def test_losing_a_prefill_worker_after_decode_has_started_is_harmless() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            await harness.worker("prefill", "p0")
-            decode = await harness.worker("decode", "d0")
-            request = harness.submit()
-            await decode.send(Tokens("r1", "a", (5,)))
-            await request.next()
-            harness.link.worker_lost("p0", "killed")
-            await decode.send(Tokens("r1", "b", (6,), "stop", 1))
-            await request.next()
-            assert harness.codes == ["stop"]
-
-    run(test())
+async def test_a_draining_worker_gets_no_requests_and_is_released_when_idle() -> None:
+    async with running_link() as harness:
+        prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+        request = harness.submit()  # on its way to prefill: decode has not heard of it yet
+        await prefill.receive_prefill()
+        await decode.report(EPOCH, draining=True)
+        await decode.report(0)
+        assert await decode.receive() == Welcome(EPOCH)  # and no release before it
+        other = await harness.worker("decode", "d1")
+        assert harness.submit("r2").placement.decode == "d1"
+        await decode.send(Tokens("r1", "a", (5,), "stop", 3, {}))
+        assert await request.next() == Tokens("r1", "a", (5,), "stop", 3, {})
+        await decode.report(EPOCH, draining=True)
+        assert await decode.receive() == Release()
+        await other.settle()
 
 
-def test_a_new_process_under_an_old_name_ends_the_old_requests_once() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            prefill, _ = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
-            request = harness.submit()
-            await prefill.receive_prefill()
-            again = await harness.worker("decode", "d0", epoch=2)
-            error = await error_of(request)
-            assert (type(error), error.message) == (WorkerLost, "decode worker 'd0' was lost: it was restarted")
-            assert await prefill.receive() == Cancel("r1")
-            harness.link.worker_lost("d0", "the supervisor says so too")
-            await again.hello()
-            assert harness.codes == ["worker_lost"]
-            harness.submit("r2")
-            assert (await prefill.receive_prefill()).request_id == "r2"
-
-    run(test())
+async def test_losing_a_prefill_worker_before_its_passages_ends_the_request() -> None:
+    async with running_link() as harness:
+        await harness.worker("prefill", "p0")
+        decode = await harness.worker("decode", "d0")
+        request = harness.submit(retrieval=Retrieval("docs"))
+        await decode.send(Tokens("r1", "a", (5,), "stop"))
+        await decode.settle()
+        harness.link.worker_lost("p0", "killed")
+        assert isinstance(await error_of(request), WorkerLost)
+        assert harness.codes == ["worker_lost"]
+        assert await decode.receive() == Cancel("r1")
 
 
-def test_messages_of_a_replaced_process_are_dropped() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            await harness.worker("prefill", "p0")
-            old = await harness.worker("decode", "d0")
-            new = await harness.worker("decode", "d0", epoch=2)
-            request = harness.submit()
-            await old.send(Tokens("r1", "wrong", (5,), "stop"))
-            assert await old.receive() == Welcome(EPOCH)
-            await new.send(Tokens("r1", "right", (5,), "stop"))
-            assert await request.next() == Tokens("r1", "right", (5,), "stop")
-
-    run(test())
+async def test_a_restarted_worker_may_keep_its_sockets_identity() -> None:
+    async with running_link() as harness:
+        await harness.worker("decode", "d0")
+        await harness.worker("prefill", "p0", identity=b"p0")
+        again = await harness.worker("prefill", "p0", identity=b"p0", epoch=2)
+        harness.submit()
+        assert (await again.receive_prefill()).request_id == "r1"
 
 
-def test_a_worker_of_the_previous_frontend_is_asked_to_register() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            worker = FakeWorker(harness.link.endpoint, "prefill", "p0")
-            harness.workers.append(worker)
-            await worker.report(EPOCH - 1)
-            assert await worker.receive() == Welcome(EPOCH)
-            await worker.send(Tokens("of the last frontend", "a", (1,)))
-            assert await worker.receive() == Welcome(EPOCH)
-            assert harness.link.missing() == ["prefill", "decode"]
-            await worker.hello()
-            await worker.hello()
-            assert harness.link.missing() == ["decode"]
-
-    run(test())
+async def test_losing_a_prefill_worker_after_decode_has_started_is_harmless() -> None:
+    async with running_link() as harness:
+        await harness.worker("prefill", "p0")
+        decode = await harness.worker("decode", "d0")
+        request = harness.submit()
+        await decode.send(Tokens("r1", "a", (5,)))
+        await request.next()
+        harness.link.worker_lost("p0", "killed")
+        await decode.send(Tokens("r1", "b", (6,), "stop", 1))
+        await request.next()
+        assert harness.codes == ["stop"]
 
 
-def test_a_reconnected_worker_loses_its_requests_but_stays_registered() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
-            request = harness.submit()
-            await prefill.receive_prefill()
-            decode.reconnect(harness.link.endpoint)
-            await decode.report(EPOCH)
-            assert await decode.receive() == Welcome(EPOCH)
-            error = await error_of(request)
-            assert error.message == "decode worker 'd0' was lost: its connection was renewed"
-            again = harness.submit("r2")
-            await decode.send(Tokens("r2", "a", (5,), "stop"))
-            assert await again.next() == Tokens("r2", "a", (5,), "stop")
+async def test_a_new_process_under_an_old_name_ends_the_old_requests_once() -> None:
+    async with running_link() as harness:
+        prefill, _ = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+        request = harness.submit()
+        await prefill.receive_prefill()
+        again = await harness.worker("decode", "d0", epoch=2)
+        error = await error_of(request)
+        assert (type(error), error.message) == (WorkerLost, "decode worker 'd0' was lost: it was restarted")
+        assert await prefill.receive() == Cancel("r1")
+        harness.link.worker_lost("d0", "the supervisor says so too")
+        await again.hello()
+        assert harness.codes == ["worker_lost"]
+        harness.submit("r2")
+        assert (await prefill.receive_prefill()).request_id == "r2"
 
-    run(test())
+
+async def test_messages_of_a_replaced_process_are_dropped() -> None:
+    async with running_link() as harness:
+        await harness.worker("prefill", "p0")
+        old = await harness.worker("decode", "d0")
+        new = await harness.worker("decode", "d0", epoch=2)
+        request = harness.submit()
+        await old.send(Tokens("r1", "wrong", (5,), "stop"))
+        assert await old.receive() == Welcome(EPOCH)
+        await new.send(Tokens("r1", "right", (5,), "stop"))
+        assert await request.next() == Tokens("r1", "right", (5,), "stop")
+
+
+async def test_a_worker_of_the_previous_frontend_is_asked_to_register() -> None:
+    async with running_link() as harness:
+        worker = FakeWorker(harness.link.endpoint, "prefill", "p0")
+        harness.workers.append(worker)
+        await worker.report(EPOCH - 1)
+        assert await worker.receive() == Welcome(EPOCH)
+        await worker.send(Tokens("of the last frontend", "a", (1,)))
+        assert await worker.receive() == Welcome(EPOCH)
+        assert harness.link.missing() == ["prefill", "decode"]
+        await worker.hello()
+        await worker.hello()
+        assert harness.link.missing() == ["decode"]
+
+
+async def test_a_reconnected_worker_loses_its_requests_but_stays_registered() -> None:
+    async with running_link() as harness:
+        prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+        request = harness.submit()
+        await prefill.receive_prefill()
+        decode.reconnect(harness.link.endpoint)
+        await decode.report(EPOCH)
+        assert await decode.receive() == Welcome(EPOCH)
+        error = await error_of(request)
+        assert error.message == "decode worker 'd0' was lost: its connection was renewed"
+        again = harness.submit("r2")
+        await decode.send(Tokens("r2", "a", (5,), "stop"))
+        assert await again.next() == Tokens("r2", "a", (5,), "stop")
 
 
 def test_lost_workers_free_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,20 +181,17 @@ def test_lost_workers_free_their_places(monkeypatch: pytest.MonkeyPatch) -> None
     run(test())
 
 
-def test_sending_to_a_closed_connection_loses_the_worker_and_retries_the_request() -> None:
-    async def test() -> None:
-        async with running_link() as harness:
-            first, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
-            first.close()
-            harness.workers.remove(first)
-            second = await harness.worker("prefill", "p1")
-            # Nothing tells the frontend of the closed connection until it sends; ZeroMQ notices soon after the close.
-            for number in range(10_000):
-                harness.submit(f"r{number}")
-                if harness.link.statistics().lost_workers:
-                    break
-                await decode.settle()
-            assert harness.link.statistics().workers == {"prefill": 1, "decode": 1}
-            assert (await second.receive_prefill()).request_id.startswith("r")
-
-    run(test())
+async def test_sending_to_a_closed_connection_loses_the_worker_and_retries_the_request() -> None:
+    async with running_link() as harness:
+        first, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+        first.close()
+        harness.workers.remove(first)
+        second = await harness.worker("prefill", "p1")
+        # Nothing tells the frontend of the closed connection until it sends; ZeroMQ notices soon after the close.
+        for number in range(10_000):
+            harness.submit(f"r{number}")
+            if harness.link.statistics().lost_workers:
+                break
+            await decode.settle()
+        assert harness.link.statistics().workers == {"prefill": 1, "decode": 1}
+        assert (await second.receive_prefill()).request_id.startswith("r")
