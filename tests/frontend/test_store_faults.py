@@ -174,8 +174,8 @@ def test_a_file_that_is_added_changed_and_removed_while_it_is_indexed_ends_in_th
         assert client.vector_stores.search(store, query="leave", filters=last).data
 
 
-def test_files_and_stores_expire(tmp_path: Path) -> None:
-    now = [1_000_000.0]
+def test_files_and_stores_expire_while_the_node_runs_and_are_removed_after_a_restart(tmp_path: Path) -> None:
+    now, half_a_day = [1_000_000.0], 43_200
     with store_node(tmp_path, clock=lambda: now[0]) as cluster, cluster.client() as client:
         file = client.files.create(
             file=("a.txt", LEAVE), purpose="assistants", expires_after={"anchor": "created_at", "seconds": 3600}
@@ -184,7 +184,14 @@ def test_files_and_stores_expire(tmp_path: Path) -> None:
         store = client.vector_stores.create(
             file_ids=[upload(client)], expires_after={"anchor": "last_active_at", "days": 1}
         )
-    now[0] += 86_400
+        for _ in range(3):  # a search prolongs it
+            now[0] += half_a_day
+            client.vector_stores.search(store.id, query="leave")
+        assert client.vector_stores.retrieve(store.id).expires_at == now[0] + 2 * half_a_day
+        now[0] += 2 * half_a_day
+        assert client.vector_stores.retrieve(store.id).status == "expired"
+        with pytest.raises(openai.BadRequestError, match="has expired"):
+            client.vector_stores.search(store.id, query="leave")
     with store_node(tmp_path, clock=lambda: now[0]) as cluster, cluster.client() as client:
         assert client.vector_stores.retrieve(store.id).status == "expired"
         with pytest.raises(openai.BadRequestError, match="has expired"):

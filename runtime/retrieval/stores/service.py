@@ -40,7 +40,7 @@ from runtime.retrieval.stores.records import (
 )
 from runtime.retrieval.writer_service import WriterService
 
-MAX_STORES, MAX_FILES = 1_000, 100_000
+MAX_STORES, MAX_FILES = 10_000, 100_000
 MAX_UPLOADS = 16
 MAX_SEARCHED_STORES = 16
 _MAINTAIN_S = 60.0
