@@ -1,7 +1,7 @@
 """Every process of a node is killed during a streamed answer with file search, an upload and the indexing of a batch.
 
-The answer ends once, with a result or a typed error; only the deaths of frontend and supervisor may cut connections. What
-was acknowledged is there afterwards: files with their content, the batch, the stored response.
+The answer ends once, with a result or a typed error; only the deaths of frontend and supervisor may cut connections.
+What was acknowledged is there afterwards: files with their content, the batch, the stored response.
 """
 
 import contextlib
