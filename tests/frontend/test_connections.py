@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -274,3 +275,91 @@ def test_a_body_declared_too_large_is_refused_before_it_is_received(cluster: Clu
         else:
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+BODY = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 2}).encode()
+LAST = b"Connection: close\r\n"
+
+
+def statuses(answer: bytes) -> list[bytes]:
+    return re.findall(rb"HTTP/1\.1 (\d+) ", answer)
+
+
+def test_requests_sent_without_waiting_are_answered_in_order(cluster: Cluster) -> None:
+    post = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+    with connect(cluster) as connection:
+        connection.sendall((GET + post) * 300 + GET.replace(b"\r\n\r\n", b"\r\n" + LAST + b"\r\n") + GET)
+        answer = rest(connection)
+    assert statuses(answer) == [b"200"] * 601  # nothing after the last one
+    assert [b'"text_completion"' in part for part in answer.split(b"HTTP/1.1 ")[1:]] == [False, True] * 300 + [False]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status"), [(b"no HTTP\r\n\r\n", b"400"), (HEAD + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n", b"400")]
+)
+def test_what_is_no_request_is_refused_after_the_answers_to_those_before(
+    cluster: Cluster, wrong: bytes, status: bytes
+) -> None:
+    with connect(cluster) as connection:
+        connection.sendall(GET * 3 + wrong)
+        assert statuses(rest(connection)) == [b"200", b"200", b"200", status]
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+def test_a_chunked_body_is_the_same_however_its_bytes_arrive(cluster: Cluster, size: int) -> None:
+    chunks = b"".join(b"%x;a=b\r\n%b\r\n" % (len(part), part) for part in (BODY[:9], BODY[9:]))
+    end = b"0\r\nContent-Type: text/plain\r\nX-Request-Id: a-trailer\r\n\r\n"
+    head = HEAD + LAST + b"Transfer-Encoding: chunked\r\nX: "
+    data = head.ljust(size - 2, b"x") + b"\r\n\r\n" + chunks + end  # of a large part, the head's end is in the next
+    with connect(cluster) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for begin in range(0, len(data), size):
+            connection.sendall(data[begin : begin + size])
+        answer = rest(connection)
+    assert statuses(answer) == [b"200"]
+    assert b"a-trailer" not in answer
+
+
+@pytest.mark.parametrize("end", [b"0\r\n" + b"X: y\r\n" * 6000, b"1;" + b"x" * 30_000, b"0\r\nX: " + b"y" * 30_000])
+def test_what_follows_a_chunk_is_as_limited_as_a_head(cluster: Cluster, end: bytes) -> None:
+    with connect(cluster) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n" + end)
+        assert statuses(rest(connection)) == [b"431"]
+
+
+@pytest.mark.parametrize("size", [0, 90])
+def test_an_upgrade_that_is_not_supported_is_answered_as_http(cluster: Cluster, size: int) -> None:
+    head = HEAD + b"Upgrade: h2c\r\nConnection: upgrade\r\n"
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    data = head + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY + chunked + GET
+    with connect(cluster) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for begin in range(0, len(data), size or len(data)):
+            connection.sendall(data[begin : begin + (size or len(data))])
+        connection.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n" + GET)
+        assert statuses(rest(connection)) == [b"200", b"200", b"200", b"400"]
+
+
+def test_a_client_may_wait_until_its_body_is_wanted(cluster: Cluster) -> None:
+    with connect(cluster) as connection:
+        connection.sendall(HEAD + LAST + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(BODY))
+        assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(BODY)
+        assert statuses(rest(connection)) == [b"200"]
+
+
+def test_http_1_0_is_answered_without_chunks_and_closed(cluster: Cluster) -> None:
+    stream = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 2, "stream": True}).encode()
+    with connect(cluster) as connection:
+        connection.sendall(HEAD.replace(b"1.1", b"1.0") + b"Content-Length: %d\r\n\r\n" % len(stream) + stream)
+        head, _, body = rest(connection).partition(b"\r\n\r\n")
+    assert b"chunked" not in head
+    assert body.startswith(b"data: {")
+    assert body.endswith(b"data: [DONE]\n\n")
+
+
+def test_the_answer_to_head_has_no_body(cluster: Cluster) -> None:
+    with connect(cluster) as connection:
+        connection.sendall(GET.replace(b"GET", b"HEAD") + GET.replace(b"\r\n\r\n", b"\r\n" + LAST + b"\r\n"))
+        assert rest(connection).split(b"\r\n\r\n")[1].startswith(b"HTTP/1.1 200 ")

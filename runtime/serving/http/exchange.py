@@ -40,7 +40,8 @@ class Exchange:
         self._waiting: asyncio.Future[None] | None = None  # of `receive`
         self.disconnected = self.started = self.ended = False
         self._start: Message | None = None  # held back until the first part of the body: one write
-        self._chunked, self._left = False, 0  # bytes of the response that are still to be sent
+        self._chunked = False
+        self._left: int | None = None  # bytes of the response that are still to be sent, if it declares them
 
     # ---- called by the connection
 
@@ -117,10 +118,10 @@ class Exchange:
         head, self._start = (b"" if self._start is None else self._head(self._start)), None
         self.started = True
         if self._scope["method"] == "HEAD":
-            self._left, body = 0, b""
+            body = b""
         elif self._chunked:
             body = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + (b"" if more else b"0\r\n\r\n")
-        else:
+        elif self._left is not None:
             self._left -= len(body)
             if self._left < 0 or (self._left and not more):
                 raise RuntimeError("the response is longer or shorter than its Content-Length")

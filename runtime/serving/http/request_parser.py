@@ -72,9 +72,7 @@ class Requests:
 
     def __init__(self, on_head: Callable[[Head], Body]) -> None:
         self._on_head = on_head
-        self._parser = httptools.HttpRequestParser(self)
-        # What follows a request with "Connection: close" is ignored, not an error.
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._parser = self._new_parser()
         self.in_head = False
         """Whether the head of a request has arrived in part."""
         self.arriving: Body | None = None
@@ -94,14 +92,27 @@ class Requests:
             data = data[len(part) :]
             try:
                 self._parser.feed_data(part)
-            except httptools.HttpParserUpgrade as upgrade:  # to no protocol that is known here: it stays HTTP
-                data = part[upgrade.args[0] :] + data
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._without_upgrade() + part[upgrade.args[0] :] + data
             except httptools.HttpParserError as error:
                 self._error = self._error or _refusal(str(error))
         if self._error is None and self._between > _HEADER_BYTES:
             self._error = HeadTooLarge(f"a request's head, or its trailers, exceed {_HEADER_BYTES} bytes")
         if self._error is not None:
             raise self._error
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        # What follows a request with "Connection: close" is ignored, not an error.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    def _without_upgrade(self) -> bytes:
+        """Return the head again without its wish for another protocol: llhttp would not parse the body behind it."""
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        self._parser, self._tail = self._new_parser(), b""
+        lines = (b"%b: %b\r\n" % header for header in self._headers if header[0] != b"upgrade")
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._target, version, b"".join(lines))
 
     def _until_body(self, data: bytes) -> bytes:
         """Return the data up to the end of a head, which says how to go on."""
@@ -138,6 +149,8 @@ class Requests:
         self.in_head, self._between, self._tail = False, 0, b""
         if self._error is not None:
             return
+        if self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT":
+            return  # it comes again, see `_without_upgrade`
         try:
             self.arriving = self._on_head(self._checked_head())
         except InvalidRequest as error:
@@ -168,6 +181,8 @@ class Requests:
         version, headers, target = self._parser.get_http_version(), self._headers, self._target
         if not version.startswith("1."):
             raise _version_refusal(version)
+        if self._parser.get_method() == b"CONNECT":
+            raise _refusal("this is no proxy: CONNECT is not supported")
         hosts, encoding, expects_continue = 0, b"", False
         for name, value in headers:
             if name == b"host":
