@@ -122,17 +122,18 @@ def _kernels(arch: str) -> None:
 
 
 def _models(config: Path, plan: NodePlan, machine: Machine) -> None:
-    """Load the model once for each kind of GPU of the decode workers, in a process that sees what the worker sees."""
+    """Compile the model once for each kind of GPU and role, in a process that sees what the worker sees."""
     if plan.config.own_model is None:
         return
     kinds, seen = {gpu.uuid: gpu.name for gpu in machine.gpus}, {""}
-    for worker in plan.of_role("decode"):
-        kind = kinds.get(worker.gpu, "")
-        if kind not in seen:
-            seen.add(kind)
-            command = [sys.executable, "-m", "launchers.commands.precompile", str(config), worker.device]
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": worker.visible_devices or ""}
-            _timed(f"model on {kind}", partial(_run, command, environment))
+    for role in ("decode", "prefill"):
+        for worker in plan.of_role(role):
+            what = f"{role} on {kinds[worker.gpu]}" if worker.gpu in kinds else ""
+            if what not in seen:
+                seen.add(what)
+                command = [sys.executable, "-m", "launchers.commands.precompile", str(config), role, worker.device]
+                environment = {**os.environ, "CUDA_VISIBLE_DEVICES": worker.visible_devices or ""}
+                _timed(what, partial(_run, command, environment))
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -140,19 +141,21 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
         raise typer.Exit(code)
 
 
-def load_model_on(config: Path, device: str) -> int:
-    """Load the model as a decode worker on `device` does, which compiles its layers and attention and captures its
-    steps. Return the exit code."""
-    from runtime.serving.decode.process import load_model
+def compile_model(config: Path, role: str, device: str) -> int:
+    """Compile what torch compiles for a worker of this role on `device`. Return the exit code."""
+    if role == "decode":
+        from runtime.serving.decode.process import model_setup
+    else:
+        from runtime.serving.prefill.process import model_setup
     from runtime.serving.kv.transport import transport_for
+    from runtime.serving.model.compilation import compile_programs
 
     try:
-        load_model(load_config(config), transport_for(device), lambda phase: None)
+        return 0 if compile_programs(model_setup(load_config(config), transport_for(device))) else 1
     except TrinityError as error:
         print(f"trinity: error: {error}", file=sys.stderr)
         return error.exit_code
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(load_model_on(Path(sys.argv[1]), sys.argv[2]))
+    sys.exit(compile_model(Path(sys.argv[1]), *sys.argv[2:]))

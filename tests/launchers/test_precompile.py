@@ -4,17 +4,17 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
-from launchers.commands.precompile import load_model_on
+from launchers.commands.precompile import compile_model
 from launchers.commands.precompile import precompile as command
 from runtime.errors import ConfigError, UsageError
-from runtime.node.config import NodeConfig
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.machine import Machine
 from runtime.pool.loop_parts import is_cached
+from runtime.serving.model.compilation import ModelSetup
 
 
 def test_the_loop_and_the_engines_are_compiled() -> None:
@@ -64,15 +64,15 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(Machine, "read", lambda: Machine(GPUS, (0, 1, 2, 3), 64 << 30))
 
     def run(command: list[str], env: dict[str, str], check: bool) -> "subprocess.CompletedProcess[str]":
-        _, _, module, config, device = command
-        found.append(f"{module}, {Path(config).name} on {device}: {env['CUDA_VISIBLE_DEVICES']}")
+        _, _, module, config, role, device = command
+        found.append(f"{module}, {Path(config).name}, {role} on {device}: {env['CUDA_VISIBLE_DEVICES']}")
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr("launchers.commands.precompile.subprocess.run", run)
     return found
 
 
-def test_of_a_configuration_the_model_is_compiled_once_for_each_kind_of_gpu_that_decode_uses(
+def test_of_a_configuration_the_model_is_compiled_once_for_each_role_and_kind_of_gpu(
     compiled: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "node.toml").write_text(NODE)
@@ -80,26 +80,35 @@ def test_of_a_configuration_the_model_is_compiled_once_for_each_kind_of_gpu_that
     module = "launchers.commands.precompile, node.toml"
     assert compiled == [
         "modules", "pool", "cuda_engine", "search sm_100", "copy sm_100", "search sm_90", "copy sm_90",
-        "search sm_120", "copy sm_120", f"{module} on cuda:0: GPU-1", f"{module} on cuda:0: GPU-3",
+        "search sm_120", "copy sm_120", f"{module}, decode on cuda:0: GPU-1", f"{module}, decode on cuda:0: GPU-3",
+        f"{module}, prefill on cuda:0: GPU-0",
     ]  # fmt: skip
 
 
-def test_the_model_is_loaded_as_its_decode_workers_load_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("role", "rows", "tokens"), [("decode", 16, 16 + 256), ("prefill", 0, 1024)])
+def test_the_model_is_compiled_as_the_roles_workers_run_it(
+    role: str, rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "node.toml").write_text(NODE)
-    loaded: list[tuple[int, str]] = []
+    compiled: list[ModelSetup] = []
 
-    def load(config: NodeConfig, transport: str, stamp: Any) -> None:
-        loaded.append((config.decode.slots, transport))
+    def compile_programs(setup: ModelSetup) -> bool:
+        compiled.append(setup)
+        return len(compiled) == 1
 
-    monkeypatch.setattr("runtime.serving.kv.transport.transport_for", lambda device: f"transport of {device}")
-    monkeypatch.setattr("runtime.serving.decode.process.load_model", load)
-    assert load_model_on(tmp_path / "node.toml", "cuda:0") == 0
-    assert loaded == [(16, "transport of cuda:0")]
+    transport = SimpleNamespace(device="cuda:0", kernels="paged")
+    monkeypatch.setattr("runtime.serving.kv.transport.transport_for", lambda device: transport)
+    monkeypatch.setattr("runtime.serving.model.compilation.compile_programs", compile_programs)
+    assert compile_model(tmp_path / "node.toml", role, "cuda:0") == 0
+    assert compile_model(tmp_path / "node.toml", role, "cuda:0") == 1, "torch cannot"
+    setup, _ = compiled
+    assert (setup.rows, setup.tokens, setup.prompts_only) == (rows, tokens, role == "prefill")
+    assert (setup.device, setup.kernels, setup.weights) == ("cuda:0", "paged", "bfloat16")
 
 
 def test_a_device_that_torch_lacks_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "node.toml").write_text(NODE)
-    assert load_model_on(tmp_path / "node.toml", "cuda:0") == 78
+    assert compile_model(tmp_path / "node.toml", "decode", "cuda:0") == 78
     assert capsys.readouterr().err.startswith("trinity: error: ")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.serving.model.compilation import ModelSetup
 from runtime.serving.model.model_info import ModelInfo, WeightsType, read_config
 from runtime.testing.reference import Reference
 from runtime.testing.tiny_model import make_tiny_llama
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from runtime.serving.network import decoder  # noqa: E402
 from runtime.serving.network.llama import Llama, WeightFiles  # noqa: E402
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span  # noqa: E402
+from tests.serving.replays import Replays  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in torch's compiler
 BLOCK, BLOCKS = 16, 60
@@ -110,6 +112,25 @@ def test_bfloat16_gives_nearly_all_of_float32s_greedy_tokens(tiny_directory: Pat
     found = greedy(network, cache, 40, exact)
     same = (np.array(found) == np.array(exact)).sum()
     assert same >= 0.95 * 40 * len(LENGTHS)
+
+
+def test_two_layers_leave_in_torchs_cache_what_the_whole_model_compiles(tmp_path: Path, fresh_compiler: Any) -> None:
+    setup = ModelSetup(
+        name=str(make_tiny_llama(tmp_path / "model", layers=6)), blocks=BLOCKS, block_tokens=BLOCK, context_tokens=512,
+        device="cpu", weights="float32", kernels="gathered", rows=4, tokens=100,
+    )  # fmt: skip
+
+    def compile_with(layers: int | None) -> Any:
+        fresh_compiler.reset()
+        fresh_compiler.utils.counters.clear()
+        for _ in setup.load(layers=layers).compile([0, 1, 2, 3], rows=4, tokens=100, capture=Replays()):
+            pass
+        return fresh_compiler.utils.counters
+
+    compile_with(2)
+    counted = compile_with(None)
+    assert counted["stats"]["unique_graphs"] == 3, "also for steps of rows"
+    assert counted["inductor"]["fxgraph_cache_miss"] == counted["aot_autograd"]["autograd_cache_miss"] == 0, counted
 
 
 def test_layers_stay_eager_if_compilation_fails_or_is_wrong(

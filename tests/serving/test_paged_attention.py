@@ -22,6 +22,7 @@ from tests.serving.replays import Replays  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in torch's compiler
 BLOCK, BLOCKS, STEPS = 16, 40, 40
 LENGTHS = [1, 50, 31]
+SCRATCH = (7, 3, 20, 9)
 
 
 @pytest.fixture(autouse=True)
@@ -122,19 +123,19 @@ def test_gathered_attention_is_the_fallback_if_compilation_fails_or_is_wrong(
     tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kv = empty_kv(tiny_directory, "float32")
-    assert supports_paged_attention(kv, 2 * BLOCKS, 2)
+    assert supports_paged_attention(kv, 2 * BLOCKS, 2, SCRATCH)
     assert not kv.any()
-    assert supports_paged_attention(kv, 2 * BLOCKS, 2, Replays())
-    assert not supports_paged_attention(kv, 2 * BLOCKS, 2, lambda run: Captured(lambda: None, run())), (
+    assert supports_paged_attention(kv, 2 * BLOCKS, 2, SCRATCH, Replays())
+    assert not supports_paged_attention(kv, 2 * BLOCKS, 2, SCRATCH, lambda run: Captured(lambda: None, run())), (
         "a replay reads nothing"
     )
     assert "returned a wrong result" in caplog.text
     caplog.clear()
-    assert not supports_paged_attention(kv[:, :, :, :, :12], 2 * BLOCKS, 2), "no kernel has blocks of 12"
-    assert not supports_paged_attention(kv, 8, 2), "torch's CPU kernel requires as many pages per row as exist"
+    assert not supports_paged_attention(kv[:, :, :, :, :12], 2 * BLOCKS, 2, SCRATCH), "no kernel has blocks of 12"
+    assert not supports_paged_attention(kv, 8, 2, SCRATCH), "torch's CPU kernel requires as many pages per row as exist"
     assert "failed: " in caplog.text
     monkeypatch.setattr("runtime.serving.network.decode_attention._compiled", lambda: lambda query, *_: query)
-    assert not supports_paged_attention(kv, 2 * BLOCKS, 2)
+    assert not supports_paged_attention(kv, 2 * BLOCKS, 2, SCRATCH)
     assert "returned a wrong result" in caplog.text
     assert not kv.any()
 

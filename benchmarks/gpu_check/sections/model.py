@@ -35,6 +35,9 @@ def check(setup: Setup, outcome: Outcome) -> None:
             directory, blocks=each * len(prompts), block_tokens=_BLOCK, context_tokens=_CONTEXT, device=device,
             kernels="paged" if setup.on_gpu else "gathered",
         )  # fmt: skip
+        if setup.on_gpu:
+            for _ in model.compile(range(4), rows=len(prompts), tokens=_CONTEXT):
+                pass
         outcome.add("attention of single tokens", f"{model.kernels}, {model.kv.dtype}".replace("torch.", ""))
         references = {"transformers on the CPU": Reference(directory)}
         if setup.on_gpu:

@@ -133,6 +133,10 @@ def _tier(event: str, help: str) -> "ByLabel[Tier, Counter]":
 
 
 class KvMetrics(RetrievingMetrics):
+    UNCOMPILED = Gauge(
+        "trinity_model_uncompiled",
+        "1 while the model on a GPU runs uncompiled, several times slower: it is being compiled, or cannot be",
+    )
     TIER_LOADED = _tier("loaded_blocks", "KV blocks loaded from a tier instead of computed")
     TIER_STORED = _tier("stored_blocks", "KV blocks written to a tier")
     TIER_EVICTED = _tier("evicted_blocks", "Least recently used blocks of a tier, evicted to make room")

@@ -28,7 +28,8 @@ from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.tiers import BUSY_SHARE, Tiers
 from runtime.serving.kv.transport import Transport, transport_for
 from runtime.serving.messages import Cancel, Decode, Failed, Hello, Tokens, Welcome
-from runtime.serving.model.language_model import LanguageModel, SampledToken
+from runtime.serving.model.compilation import Compilation, ModelSetup
+from runtime.serving.model.language_model import SampledToken
 from runtime.serving.model.model_info import weights_type
 from runtime.serving.model.sampler import Sampler
 from runtime.serving.model.text import TextStream
@@ -56,7 +57,12 @@ class DecodeWorker:
         blocks, block_tokens = config.decode.blocks(model), model.kv_block_tokens
         transport = transport or transport_for(worker.placement.device)
         loading = run_in_background(lambda: CollectionRegistry.warm(worker.plan))
-        self._model = load_model(config, transport, worker.startup.mark)
+        setup = model_setup(config, transport)
+        self._model = setup.load(stamp=worker.startup.mark)
+        self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
+        self._compilation = Compilation(self._model, setup, self._blocks)
+        if worker.placement.spare is not None:
+            self._compilation.finish()
         registry = loading()
         worker.startup.mark("embedder")
         if worker.await_assignment():
@@ -72,7 +78,6 @@ class DecodeWorker:
         endpoint = worker.plan.endpoint(worker.name)
         kv = self._model.kv_array
         self._sink = transport.sink(endpoint)
-        self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._tiers = Tiers.of_plan(worker.plan, self._blocks, kv)
         self.handovers = HandoverQueue(
             self._sink, self._blocks, kv, self._tiers, self._model.identity, waiting_share=waiting_share
@@ -115,6 +120,7 @@ class DecodeWorker:
         self._pull()
         stepped = self._decode()
         self._publish()
+        self._compilation.advance()
         if stepped:
             self._tiers.write(self._step_ns // BUSY_SHARE)
         elif not self.handovers.pulling and not any(self._batch.loading) and not self._tiers.write():
@@ -296,6 +302,7 @@ class DecodeWorker:
         self._follower.step(time.monotonic_ns())
         table.set(DecodeMetrics.WAITING, waiting)
         table.set(DecodeMetrics.RUNNING, batch.running)
+        table.set(DecodeMetrics.UNCOMPILED, self._compilation.uncompiled)
         table.set(DecodeMetrics.KV_USED, blocks.held / blocks.total)
         self._tiers.publish(table, DecodeMetrics)
         for counter, value in (
@@ -344,14 +351,15 @@ class DecodeWorker:
         self._sink.close()
         self._tiers.close()
         self._retriever.close()
+        self._compilation.close()
 
 
-def load_model(config: NodeConfig, transport: Transport, stamp: Callable[[str], None]) -> LanguageModel:
-    """Load and warm up the model as a decode worker uses it. `stamp` is called with each phase's name at its end."""
+def model_setup(config: NodeConfig, transport: Transport) -> ModelSetup:
+    """Return how a decode worker loads its model, and its largest batches."""
     model = config.own_model
     assert model is not None
-    loaded = LanguageModel.load(
-        model.name,
+    return ModelSetup(
+        name=model.name,
         blocks=config.decode.blocks(model),
         block_tokens=model.kv_block_tokens,
         context_tokens=model.context_tokens,
@@ -359,11 +367,9 @@ def load_model(config: NodeConfig, transport: Transport, stamp: Callable[[str], 
         device=transport.device,
         weights=weights_type(model.weights, transport.device),
         kernels=transport.kernels,
-        stamp=stamp,
+        rows=config.decode.slots,
+        tokens=config.decode.slots + config.decode.chunk_tokens,
     )
-    loaded.warm_up(rows=config.decode.slots, tokens=config.decode.slots + config.decode.chunk_tokens)
-    stamp("first pass")
-    return loaded
 
 
 def run(worker: Worker) -> None:

@@ -6,8 +6,8 @@ torch is imported when a model is loaded, so that processes without a model do n
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ipc.memory.device import CudaArray
     from runtime.serving.kv.transport import KvArray
-    from runtime.serving.network.decode_graphs import DecodeGraphs
+    from runtime.serving.network.decode_graphs import Capture, DecodeGraphs
     from runtime.serving.network.llama import Llama
     from runtime.serving.network.prefill_graphs import PrefillGraphs
 
@@ -82,14 +82,11 @@ class LanguageModel:
         from runtime.serving.network.paged_cache import PagedCache
 
         self._network = network
-        self._cache = PagedCache(kv, kernels, -(-context_tokens // int(kv.shape[4])))
+        self._wanted = kernels
+        uncompiled: Kernels = "gathered" if kernels == "paged" else kernels
+        self._cache = PagedCache(kv, uncompiled, -(-context_tokens // int(kv.shape[4])))
         self._graphs: tuple[DecodeGraphs, PrefillGraphs] | None = None
-        if kv.device.type == "cuda":
-            from runtime.serving.network.decode_graphs import DecodeGraphs
-            from runtime.serving.network.prefill_graphs import PrefillGraphs
-
-            network.compile(self._cache)
-            self._graphs = DecodeGraphs(network, self._cache), PrefillGraphs(network, self._cache)
+        self.compiled = False
         self.tokenizer = tokenizer
         self.info = info
         self.kv = kv
@@ -98,7 +95,11 @@ class LanguageModel:
         self.block_tokens = int(kv.shape[4])
         self.context_tokens = context_tokens
         self.identity = identity
-        self.kernels = kernels
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels in use: "paged" ones after `compile`."""
+        return self._cache.kernels
 
     @classmethod
     def load(
@@ -114,6 +115,7 @@ class LanguageModel:
         weights: WeightsType = "float32",
         prompts_only: bool = False,
         kernels: Kernels | None = None,
+        layers: int | None = None,
         stamp: Callable[[str], None] = lambda part: None,
     ) -> LanguageModel:
         """Load a model on `device`: "cpu", with `threads` threads of this process, or "cuda:N".
@@ -121,13 +123,15 @@ class LanguageModel:
         `weights` is the data type of the matrices and, except on CPUs, of KV; other computation is float32. A sequence
         has at most `context_tokens` tokens. With `buffer`, the KV tensor lies in that memory (at least
         `ModelInfo.kv_bytes`, writable, on that device) and keeps a reference to it. `kernels`: by default those of the
-        device; "paged" falls back to "gathered" where torch cannot read blocks in place. With `prompts_only`, weights
-        that only passes of few rows use are not kept. `stamp` is called with the name of each loading phase at its end.
+        device; "paged" ones are used after `compile`. With `prompts_only`, weights and kernels that only passes of few
+        rows use are not kept. `layers`: at most so many of the model, for a process that only compiles. `stamp` is
+        called with the name of each loading phase at its end.
 
         Raises `ModelError` for a missing package, file or model, `ConfigError` for invalid sizes or a device that torch
         does not have, and `ResourceBusy` if the device has too little memory.
         """
         info = ModelInfo.read(name_or_dir)
+        info = replace(info, layers=min(layers or info.layers, info.layers))
         _check_sizes(info, blocks, block_tokens, context_tokens, threads)
         require_packages("torch", "safetensors")
         kernels = kernels or kernels_on(device)
@@ -152,36 +156,52 @@ class LanguageModel:
         stamp("weights")
         identity = model_identity(directory, block_tokens, weights, kind)
         if kernels == "paged" and prompts_only:
-            kernels = "gathered"  # its few passes of single tokens are not worth seconds of compilation at start
-        if kernels == "paged":
-            from runtime.serving.network.decode_graphs import supports_paged_attention
-
-            paged = supports_paged_attention(kv, -(-context_tokens // block_tokens), info.heads // info.kv_heads)
-            kernels = "paged" if paged else "gathered"
-            stamp("attention")
-        model = cls(network, tokenizer(), info, kv, context_tokens, identity, kernels)
-        if kv.device.type == "cuda":
-            stamp("layers")
-        return model
+            kernels = "gathered"  # its few passes of single tokens are not worth seconds of compilation
+        return cls(network, tokenizer(), info, kv, context_tokens, identity, kernels)
 
     def warm_up(self, *, rows: int = 0, tokens: int = 0) -> None:
-        """Run steps of up to `rows` rows and passes of up to `tokens` prompt tokens, so that no request waits for
-        allocation or, on a GPU, compilation and graph capture. After `load` and this, torch's caches on disk hold all
-        that a later start compiles. Overwrites KV blocks: call it before any request."""
-        most_rows = min(rows, self.blocks)
-        most_tokens = min(tokens, self.context_tokens, self.blocks * self.block_tokens)
-        if self._graphs is None:
-            counts, sizes = {min(1, most_rows)}, [min(2, most_tokens)]
-        else:
-            from runtime.serving.network.prefill_graphs import sizes_up_to
+        """Run a step of a row and a pass of a few prompt tokens, of at most `rows` and `tokens`, so that no request
+        waits for first-call allocations. Overwrites KV blocks: call it before any request."""
+        if rows:
+            self.forward([Chunk([0], 0, [0])])
+        if size := min(2, tokens, self.context_tokens, self.blocks * self.block_tokens):
+            self.forward([Chunk(range(-(-size // self.block_tokens)), 0, [0] * size)])
 
-            counts = {min(1 << bit, most_rows) for bit in range(most_rows.bit_length() + 1)}
-            sizes = sizes_up_to(most_tokens)
-        for count in sorted(counts - {0}):
-            self.forward([Chunk([block], 0, [0]) for block in range(count)])
-        for size in sizes:
-            if size:
-                self.forward([Chunk(range(-(-size // self.block_tokens)), 0, [0] * size)])
+    def compile(
+        self, scratch: Sequence[int], *, rows: int, tokens: int, eager: bool = False, capture: Capture | None = None
+    ) -> Iterator[None]:
+        """Compile and capture steps of up to `rows` rows and passes of up to `tokens` prompt tokens on a GPU.
+
+        Each step of the iterator is a piece of this, between which the model can be used; from the end on it replays
+        what was captured. `compiled` is then whether torch has compiled the layers: if it cannot, or with `eager`, what
+        is captured are the eager ones. The log says why it cannot. `scratch`: blocks of no sequence, whose contents are
+        lost. `capture`: that of CUDA graphs by default.
+        """
+        import torch
+
+        from runtime.serving.network.decode_graphs import DecodeGraphs, supports_paged_attention
+        from runtime.serving.network.paged_cache import PagedCache
+        from runtime.serving.network.prefill_graphs import PrefillGraphs, sizes_up_to
+
+        network, first, row_blocks = self._network, scratch[0], self._cache.row_blocks
+        group, kernels = self.info.heads // self.info.kv_heads, self._cache.kernels
+        self.compiled = not eager and network.compile(self._cache, first)
+        yield
+        if self.compiled and self._wanted == "paged":
+            kernels = "paged" if supports_paged_attention(self.kv, row_blocks, group, scratch, capture) else kernels
+            yield
+        cache = PagedCache(self.kv, kernels, row_blocks)
+        graphs = DecodeGraphs(network, cache, capture), PrefillGraphs(network, cache, capture)
+        for count in sorted({min(1 << bit, rows) for bit in range(rows.bit_length() + 1)} - {0}):
+            with torch.inference_mode():  # not across a `yield`
+                graphs[0].logits([([first], 0, 1)] * count, [0] * count)
+            yield
+        for size in sizes_up_to(min(tokens, self.context_tokens)):
+            if size > 1:
+                with torch.inference_mode():
+                    graphs[1].logits([([first] * -(-size // self.block_tokens), 0, size)], [0] * size)
+                yield
+        self._cache, self._graphs = cache, graphs
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Run chunks of different sequences in one pass; prompt chunks and single decode tokens may be mixed.

@@ -123,15 +123,18 @@ class CudaCapture:
         return Captured(graph.replay, output)
 
 
-def supports_paged_attention(kv: torch.Tensor, row_blocks: int, group: int, capture: Capture | None = None) -> bool:
+def supports_paged_attention(
+    kv: torch.Tensor, row_blocks: int, group: int, scratch: Sequence[int], capture: Capture | None = None
+) -> bool:
     """Return whether `PagedAttention` works for this cache [layers, 2, blocks, kv_heads, block_tokens, head_dim], of
     which a row has at most `row_blocks` blocks: torch compiles it, a GPU can capture it, and its result is correct.
 
     FlexAttention needs a compiler and may change between versions of torch. If it does not work, the reason is logged.
-    Writes to the cache and leaves zeros; never raises. `capture`: by default CUDA graph capture on a GPU, and none
-    elsewhere.
+    Writes to the blocks `scratch` of the cache and leaves zeros; never raises. `capture`: by default CUDA graph capture
+    on a GPU, and none elsewhere.
     """
-    blocks, (kv_heads, size, head_dim) = min(4, kv.shape[2], row_blocks), kv.shape[3:]
+    used, (kv_heads, size, head_dim) = list(scratch)[:row_blocks], kv.shape[3:]
+    blocks = len(used)
     if size < 16 or size & (size - 1) or head_dim < 16:
         log.info(
             "attention uses gathered blocks: FlexAttention has no kernel for %d-token blocks and %d-dim heads",
@@ -141,7 +144,7 @@ def supports_paged_attention(kv: torch.Tensor, row_blocks: int, group: int, capt
     random = torch.Generator().manual_seed(0)
     keys, values = kv[0]
     query = torch.randn(2, kv_heads, group, head_dim, generator=random).to(kv.device, kv.dtype)
-    tables = torch.tensor([[number, blocks - 1 - number] for number in range(blocks)], device=kv.device).t()
+    tables = torch.tensor([used, used[::-1]], device=kv.device)
     visible = torch.tensor([3, blocks * size - 2], device=kv.device)
     scaling, near = head_dim**-0.5, 1e-4 if kv.dtype == torch.float32 else 0.05
 
@@ -154,7 +157,7 @@ def supports_paged_attention(kv: torch.Tensor, row_blocks: int, group: int, capt
         with torch.inference_mode():
             captured = capture(paged) if capture else None
             for side in (keys, values):  # after the capture: the graph reads them at replay
-                side[:blocks] = torch.randn(blocks, kv_heads, size, head_dim, generator=random).to(kv.device)
+                side[used] = torch.randn(blocks, kv_heads, size, head_dim, generator=random).to(kv.device, kv.dtype)
             if captured:
                 captured.replay()
             found = captured.output if captured else paged()
@@ -164,7 +167,7 @@ def supports_paged_attention(kv: torch.Tensor, row_blocks: int, group: int, capt
     except Exception as error:  # a missing compiler, another version of torch: anything
         reason = f"failed: {str(error)[:300]}"
     finally:
-        kv[0, :, :blocks].zero_()
+        kv[0][:, used] = 0
     if reason:
         log.warning("attention uses gathered blocks: FlexAttention on %s %s", kv.device, reason)
     return not reason

@@ -197,22 +197,22 @@ class Llama:
                 Rope(config, info.head_dim, device),
             )
 
-    def compile(self, cache: PagedCache) -> bool:
+    def compile(self, cache: PagedCache, block: int = 0) -> bool:
         """Compile the programs between attentions for `cache`, which is not of the kernels "cpu". Return whether torch
-        can and the result is right; otherwise the log says why not, and they stay eager. Leaves zeros in block 0."""
+        can and the result is right; otherwise the log says why not, and they stay eager. Leaves zeros in `block`."""
         eager, tokens = self.programs, [0, 1, 2, 3]
         near = 1e-3 if cache.kv.dtype == torch.float32 else 0.1  # of the logits' norm
         try:
             with torch.inference_mode():
-                expected = self.logits(PagedBatch(cache, [([0], 0, len(tokens))], tokens)).clone()
+                expected = self.logits(PagedBatch(cache, [([block], 0, len(tokens))], tokens)).clone()
                 self.programs = compiled_programs()
-                found = self.logits(PagedBatch(cache, [([0], 0, len(tokens))], tokens))
+                found = self.logits(PagedBatch(cache, [([block], 0, len(tokens))], tokens))
                 difference = float((found - expected).norm() / expected.norm())
             reason = "" if difference <= near else f"the logits differ by {difference:.1e} of their norm"
         except Exception as error:  # a missing compiler, another version of torch: anything
             reason = str(error)[:300]
         finally:
-            cache.kv[:, :, 0].zero_()
+            cache.kv[:, :, block].zero_()
         if reason:
             self.programs = eager
             log.warning("layers run uncompiled, several times slower, on %s: %s", cache.kv.device, reason)

@@ -148,9 +148,11 @@ class PagedBatch:
         batch.cache = cache
         tokens, positions, tables = lines[:, 0], lines[:, 1], lines[:, 2:]
         blocks = tables.gather(1, positions[:, None] // size).squeeze(1)
-        batch.last = batch.row_tokens = torch.arange(len(lines), device=lines.device)
+        order = torch.arange(len(lines), device=lines.device)
+        batch.numbers = torch.stack((tokens, positions, blocks, positions % size, order))
+        # As in other batches a view at an offset: torch compiles another program for offset 0.
+        batch.last = batch.row_tokens = batch.numbers[-1]
         batch.count, batch.output = len(lines), None
-        batch.numbers = torch.stack((tokens, positions, blocks, positions % size, batch.last))
         batch.rows = cache.rows(tables, positions + 1, size * tables.shape[1])
         batch.chunks = []
         return batch

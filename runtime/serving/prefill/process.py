@@ -12,6 +12,7 @@ from typing import get_args
 
 from ipc import IpcError
 from runtime.errors import InternalError, TrinityError, WorkerLost
+from runtime.node.config import NodeConfig
 from runtime.node.metrics.worker_metrics import OfferOutcome, PrefillMetrics
 from runtime.node.startup import run_in_background
 from runtime.node.worker import Worker
@@ -28,7 +29,8 @@ from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.tiers import BUSY_SHARE, LOAD_NS, Tiers
 from runtime.serving.kv.transport import Transport, transport_for
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Retrieved, Welcome, encode
-from runtime.serving.model.language_model import Chunk, LanguageModel, SampledToken
+from runtime.serving.model.compilation import Compilation, ModelSetup
+from runtime.serving.model.language_model import Chunk, SampledToken
 from runtime.serving.model.model_info import ModelInfo, kv_type, weights_type
 from runtime.serving.prefill.job import Disaggregation, Job, virtual_deadline_ns
 from runtime.serving.prefill.prompts import Prompts
@@ -46,39 +48,27 @@ class PrefillWorker:
         self._disaggregation = Disaggregation(
             config.handover.disaggregate, config.slo.tpot_s, config.decode.chunk_tokens
         )
-        context_tokens = config.own_model.context_tokens
-        blocks, block_tokens = config.prefill.blocks(config.own_model), config.own_model.kv_block_tokens
         transport = transport or transport_for(worker.placement.device)
         loading = run_in_background(lambda: (CollectionRegistry.warm(worker.plan), Reranking.load(worker.plan)))
-        weights = weights_type(config.own_model.weights, transport.device)
-        kind = kv_type(weights, transport.kernels)
+        setup = model_setup(config, transport)
+        blocks, block_tokens, context_tokens = setup.blocks, setup.block_tokens, setup.context_tokens
+        kind = kv_type(setup.weights, transport.kernels)
         self._source = transport.source(
             worker.name,
             leases=config.prefill.slots,
-            kv_bytes=ModelInfo.read(config.own_model.name).kv_bytes(blocks, block_tokens, kind),
+            kv_bytes=ModelInfo.read(setup.name).kv_bytes(blocks, block_tokens, kind),
             epoch=worker.epoch,
         )
-        self._model = LanguageModel.load(
-            config.own_model.name,
-            blocks=blocks,
-            block_tokens=block_tokens,
-            context_tokens=context_tokens,
-            threads=config.prefill.threads,
-            buffer=self._source.memory,
-            device=transport.device,
-            weights=weights,
-            prompts_only=True,
-            kernels=transport.kernels,
-            stamp=worker.startup.mark,
-        )
+        self._model = setup.load(buffer=self._source.memory, stamp=worker.startup.mark)
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
+        self._compilation = Compilation(self._model, setup, self._blocks)
+        if worker.placement.spare is not None:
+            self._compilation.finish()
         self._tiers = Tiers.of_plan(worker.plan, self._blocks, self._model.kv_array)
         self.chunk_tokens = config.prefill.pass_tokens
-        self._model.warm_up(tokens=self.chunk_tokens)
         self._prompts = Prompts(
             self._model.tokenizer, self._model.info.vocabulary, context_tokens, config.prompts.passage_tokens
         )
-        worker.startup.mark("first pass")
         registry, reranker = loading()
         worker.startup.mark("embedder")
         if worker.await_assignment():
@@ -123,6 +113,7 @@ class PrefillWorker:
         took_ns = self._prefill()
         self._collect_outcomes()
         self._publish()
+        self._compilation.advance()
         if took_ns:
             self._tiers.write(took_ns // BUSY_SHARE)
         elif not self._running and not self._tiers.write():
@@ -314,6 +305,7 @@ class PrefillWorker:
         self._tiers.publish(table, PrefillMetrics)
         table.set(PrefillMetrics.WAITING, waiting)
         table.set(PrefillMetrics.RUNNING, running)
+        table.set(PrefillMetrics.UNCOMPILED, self._compilation.uncompiled)
         table.total(PrefillMetrics.MALFORMED, self._link.malformed.count + offers.malformed)
         for outcome in get_args(OfferOutcome):
             table.total(PrefillMetrics.OFFERS[outcome], getattr(offers, outcome))
@@ -376,6 +368,25 @@ class PrefillWorker:
         self._source.close()
         self._tiers.close()
         self.retriever.close()
+        self._compilation.close()
+
+
+def model_setup(config: NodeConfig, transport: Transport) -> ModelSetup:
+    """Return how a prefill worker loads its model, and its largest passes."""
+    model = config.own_model
+    assert model is not None
+    return ModelSetup(
+        name=model.name,
+        blocks=config.prefill.blocks(model),
+        block_tokens=model.kv_block_tokens,
+        context_tokens=model.context_tokens,
+        threads=config.prefill.threads,
+        device=transport.device,
+        weights=weights_type(model.weights, transport.device),
+        kernels=transport.kernels,
+        prompts_only=True,
+        tokens=config.prefill.pass_tokens,
+    )
 
 
 def run(worker: Worker) -> None:

@@ -167,6 +167,9 @@ def _model_times(section: ModelSection, config: NodeConfig, times: ServiceTimes)
     )
     tables = [range(row * section.row_blocks, (row + 1) * section.row_blocks) for row in range(rows)]
     longest = min(config.prefill.pass_tokens, section.context_tokens // 2)
+    if config.decode.devices[0] != "cpu":
+        for _ in model.compile(range(min(4, model.blocks)), rows=rows, tokens=longest):
+            pass
 
     def seconds(chunks: list[Chunk]) -> float:
         best = float("inf")
