@@ -23,8 +23,10 @@ BODY: dict[str, Any] = {
     "max_tokens": 60,
     "temperature": 0,
     "ignore_eos": True,
-    "retrieval": {"collection": "docs", "k": 2, "every_tokens": 16},
+    "retrieval": {"collection": "docs", "k": 2},
 }
+# A probe that takes two seconds is left out, and what follows differs: none where workers are killed.
+PROBES = {"collection": "docs", "k": 2, "every_tokens": 16}
 
 HEARTBEAT_S = 10.0  # of the node in which a worker hangs
 JUMPING_CLOCK = """
@@ -101,8 +103,7 @@ def as_undisturbed(answers: list[list[Any]], undisturbed: list[tuple[str, list[i
 
 @pytest.mark.parametrize("worker", ["pool-0", "prefill-0", "decode-0"])
 def test_a_killed_worker_loses_no_request_or_token_and_restarts(node: Node, worker: str) -> None:
-    # A probe that is out when its pool dies may be left out, and what follows differs: none there.
-    retrieval = False if worker == "pool-0" else BODY["retrieval"]
+    retrieval = False if worker == "pool-0" else BODY["retrieval"]  # a search that waits for the next pool may be late
     bodies = [BODY | {"prompt": prompt, "retrieval": retrieval} for prompt in prompts(12)]
     undisturbed = answers_of(node, bodies)
     assert {reason for reason, _ in undisturbed} == {"length"}
@@ -170,7 +171,7 @@ def test_a_killed_pool_delays_searches_instead_of_failing_them(node: Node) -> No
 def test_a_coupled_pool_serves_its_worker_and_another_pool_takes_over_while_it_is_down(
     node: Node, coupled: Node
 ) -> None:
-    bodies = [BODY | {"prompt": prompt} for prompt in prompts(4)]
+    bodies = [BODY | {"prompt": prompt, "retrieval": PROBES} for prompt in prompts(4)]
     answers = [answer_of(node, body) for body in bodies]
 
     def queries(pool: str, stage: str) -> float:
