@@ -67,9 +67,7 @@ class FairLimit:
     @asynccontextmanager
     async def counted(self, flow: int) -> AsyncIterator[None]:
         """Count one for as long as the context lasts. Raises `Overloaded`."""
-        total = self._count.total()
-        if total >= self._limit:
-            raise Overloaded(f"{total} {self._noun} are in progress; the limit is {self._limit}")
+        self.check()
         if self._has_room(flow):
             self._count[flow] += 1
         else:
@@ -78,6 +76,12 @@ class FairLimit:
             yield
         finally:
             self._leave(flow)
+
+    def check(self) -> None:
+        """Raise `Overloaded` if no more can be in progress now, whatever its flow."""
+        total = self._count.total()
+        if total >= self._limit:
+            raise Overloaded(f"{total} {self._noun} are in progress; the limit is {self._limit}")
 
     def _has_room(self, flow: int) -> bool:
         left = self._limit - self._count.total()

@@ -180,10 +180,13 @@ def test_searches_are_bounded_in_number(cluster: Cluster, http: httpx.Client) ->
         held = [threads.submit(search) for _ in range(2)]
         cluster.wait(lambda: len(cluster.search.calls) == before + 2)
         refused = [search() for _ in range(3)]
+        unread = http.post("/v1/retrieval", content=b"no JSON" * 100_000)
         cluster.search.hangs = False
         assert refused == [503, 503, 503]
+        assert (unread.status_code, unread.headers["retry-after"]) == (503, "1")  # not 400: it was not parsed
         assert [answer.result(WAIT) for answer in held] == [200, 200]
     assert search() == 200
+    assert http.post("/v1/retrieval", content=b"no JSON").status_code == 400
 
 
 def test_searches_are_bounded_in_time() -> None:

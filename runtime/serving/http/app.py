@@ -271,6 +271,7 @@ class _Routes:
     # ---- retrieval
 
     async def retrieve(self, http: Request) -> Response:
+        self._searches.check()
         body = await self._read(http, RetrievalBody)
         if (body.query is None) == (body.vector is None):
             raise InvalidRequest("set either query (text) or vector", "query")

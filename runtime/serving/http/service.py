@@ -111,6 +111,11 @@ class Searches:
         self._timeout_s = timeout_s
         self._on_embedded = on_embedded
 
+    def check(self) -> None:
+        """Raise `Overloaded` if a search would be refused now: before its request is parsed, which takes most of a
+        refusal's time."""
+        self._limit.check()
+
     async def run(
         self,
         body: RetrievalBody,
