@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, KvMetrics, PoolMetrics, PrefillMetrics
 from runtime.node.supervisor_metrics import ControlMetrics, GpuMetrics, NamedMetric, NodeMetrics, ProcessMetrics
-from runtime.serving.stages import RERANKED, TO_FIRST_TOKEN
+from runtime.serving.stages import BATCHED, RERANKED, SEARCHED, TO_FIRST_TOKEN
 
 # ---- a sliding window of /metrics: values, rates and quantiles over the last half minute
 
@@ -252,7 +252,8 @@ def _saturation(window: MetricWindow) -> Section:
 
 
 def _latency(window: MetricWindow) -> Section:
-    shown = [stage for stage in TO_FIRST_TOKEN if stage.end != RERANKED]  # few nodes rerank, and a screen has few lines
+    rare = (BATCHED, SEARCHED, RERANKED)  # short, or of few nodes, and a screen has few lines
+    shown = [stage for stage in TO_FIRST_TOKEN if stage.end not in rare]
     stages = [Line(stage.name, seconds(window.mean(stage.time))) for stage in shown]
     return Section("Latency", stages)
 

@@ -18,13 +18,16 @@ _MAX_PROBES = 24  # lines; the longest probes are shown
 _FIXED_WIDTH = 40  # columns of names and numbers
 _STAGES = {
     "queue": "yellow",
+    "batch": "yellow",
     "embed": "magenta",
     "retrieval": "magenta",
+    "passages": "cyan",
     "admission": "yellow",
     "prefill": "blue",
     "room": "yellow",
     "pull": "cyan",
     "decode": "green",
+    "respond": "cyan",
     "probe": "magenta",
 }
 

@@ -14,7 +14,7 @@ from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
-from runtime.retrieval.passages import OnRead, Passage
+from runtime.retrieval.passages import FoundPassages, OnRead
 from runtime.retrieval.retrieval_steps import PAUSE_MS, Read, RetrievalSteps, Step, Until
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
@@ -71,7 +71,7 @@ class AsyncRetriever:
 
     async def search(
         self, query: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
-    ) -> list[Passage]:
+    ) -> FoundPassages:
         """Return the passages, nearest first. Raises `TrinityError`.
 
         `on_embedded` is called once, when the query's vector is ready, and `on_read` with the size of the passages. The
@@ -80,7 +80,7 @@ class AsyncRetriever:
         spec = replace(query.spec, deadline_ns=deadline_after_ms(timeout_s * 1e3))
         query = replace(query, spec=spec, ticket=next(self._tickets))
         found = await run_steps(self._steps.retrieve(query, on_embedded=on_embedded, on_read=on_read), self._outcome)
-        return list(found.passages)
+        return FoundPassages(found.passages, times=found.times)
 
     async def _outcome(self, step: Step) -> Any:
         match step:

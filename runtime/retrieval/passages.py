@@ -1,6 +1,7 @@
 """A passage: a retrieved document."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -29,16 +30,28 @@ class Passage(msgspec.Struct, frozen=True):
 RERANKED = "reranked"
 
 
+@dataclass(frozen=True, slots=True)
+class SearchTimes:
+    """Monotonic ns at which a batch of texts began with the query's, the pools had answered, and the passages had been
+    read, if they were then reranked; 0: it did not happen."""
+
+    batched_ns: int = 0
+    found_ns: int = 0
+    read_ns: int = 0
+
+
+NO_TIMES = SearchTimes()
+
+
 class FoundPassages(list[Passage]):
     """Passages of a search, and what there is to say about it.
 
     `ranking`: `RERANKED`; the code of the error that prevented it; or "", not requested.
-    `searched_ns`: when the search ended and the reranking began; 0: not requested.
     """
 
-    def __init__(self, passages: Iterable[Passage] = (), *, ranking: str = "", searched_ns: int = 0) -> None:
+    def __init__(self, passages: Iterable[Passage] = (), *, ranking: str = "", times: SearchTimes = NO_TIMES) -> None:
         super().__init__(passages)
-        self.ranking, self.searched_ns = ranking, searched_ns
+        self.ranking, self.times = ranking, times
 
     @classmethod
     def of(cls, passages: Iterable[Passage]) -> "FoundPassages":

@@ -37,7 +37,7 @@ from runtime.retrieval.embedding.embedder import Vectors
 from runtime.retrieval.embedding.stage import Embedded, EmbeddingStage
 from runtime.retrieval.fair_threads import FairThreads
 from runtime.retrieval.neighbors import Neighbors
-from runtime.retrieval.passages import OnRead, Passage, ignore_size
+from runtime.retrieval.passages import NO_TIMES, OnRead, Passage, SearchTimes, ignore_size
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import Query, SearchResult
 
@@ -74,7 +74,7 @@ class RetrievalResult:
     """The end of a retrieval: its passages, nearest first, or the error that ended it.
 
     `embedded_ns`: when its vector was ready. `build`: identity of the collection's build that the passages come from.
-    `ranking` and `searched_ns`: see `FoundPassages`.
+    `ranking` and `times`: see `FoundPassages`.
     """
 
     ticket: int
@@ -83,7 +83,7 @@ class RetrievalResult:
     embedded_ns: int = 0
     build: str = ""
     ranking: str = ""
-    searched_ns: int = 0
+    times: SearchTimes = NO_TIMES
 
 
 Steps = Generator[Step, Any, RetrievalResult]
@@ -156,7 +156,7 @@ class RetrievalSteps:
         while (opening := registry.opening(collection)) is not None:
             yield Read(opening.join)
             registry.follow(collection, self._client.identities(collection))
-        embedder, vector, embedded_ns = "", query.vector, self._clock()
+        embedder, vector, batched_ns, embedded_ns = "", query.vector, 0, self._clock()
         ranking: Future[Neighbors] | None = None
         if vector is None:
             model, keywords = registry.embedder(collection), None
@@ -167,7 +167,8 @@ class RetrievalSteps:
             embedded: Embedded = yield self.embedding.submit(
                 model, [query.text], flow=flow, part=spec.stage, deadline_ns=spec.deadline_ns
             )
-            embedder, vector, embedded_ns = model.name, embedded.vectors[0], embedded.end_ns
+            embedder, vector = model.name, embedded.vectors[0]
+            batched_ns, embedded_ns = embedded.begin_ns, embedded.end_ns
             if keywords is not None:
                 ranking = self._keywords.submit(flow, partial(_rank, keywords, vector))
         on_embedded()
@@ -181,12 +182,13 @@ class RetrievalSteps:
         finally:
             if ranking is not None:
                 ranking.cancel()
+        times = SearchTimes(batched_ns, self._clock())
         lookup = registry.lookup(collection, result)
         documents: Sequence[Document | None] | CollectionError = yield Read(
             partial(lookup.read, on_read), partial(lookup.known, on_read)
         )
         passages = registry.found(collection, result, lookup, documents)
-        return RetrievalResult(query.ticket, passages, None, embedded_ns, result.identity)
+        return RetrievalResult(query.ticket, passages, None, embedded_ns, result.identity, times=times)
 
     def _search(self, query: Query, embedded_ns: int) -> Generator[Step, Any, SearchResult]:
         """Search the pools, once they know an attribute that a document stored a moment ago has."""

@@ -5,18 +5,22 @@ from typing import NamedTuple
 
 from runtime.node.metrics.kinds import Histogram
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
+from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
+from runtime.retrieval.passages import SearchTimes
 
 RECEIVED = "received"  # the frontend has read the request or search
 DEQUEUED = "dequeued"  # a prefill worker starts on it
+BATCHED = "batched"  # a batch of texts begins with its question
 EMBEDDED = "embedded"  # its query vector is ready
-SEARCHED = "searched"  # the pool has returned its result
+FOUND = "found"  # the pool has returned its result
+SEARCHED = "searched"  # its passages are read
 RERANKED = "reranked"  # the passages are reranked, or stay in their order
 PREFILL_BEGIN = "prefill_begin"  # the first chunk goes through the model
 PREFILL_END = "prefill_end"  # the first token is sampled
 HANDOVER_BEGIN = "handover_begin"  # decode has free KV blocks and starts to pull
 HANDOVER_END = "handover_end"  # decode has pulled them
 FIRST_TOKEN = "first_token"  # the first token leaves decode
+RESPONDED = "responded"  # the response to a search is written
 END = "end"  # the last token leaves decode, or the frontend ends the request
 
 
@@ -32,8 +36,10 @@ class Stage(NamedTuple):
 
 TO_FIRST_TOKEN = (
     Stage("queue", (RECEIVED,), DEQUEUED, PrefillMetrics.QUEUE_TIME, "frontend … prefill worker"),
-    Stage("embed", (DEQUEUED, RECEIVED), EMBEDDED, PrefillMetrics.EMBED_TIME, "question … its vector"),
-    Stage("retrieval", (EMBEDDED,), SEARCHED, PrefillMetrics.RETRIEVAL_TIME, "vector … passages from the pool"),
+    Stage("batch", (DEQUEUED, RECEIVED), BATCHED, PrefillMetrics.BATCH_TIME, "question … a batch of texts with it"),
+    Stage("embed", (BATCHED, DEQUEUED, RECEIVED), EMBEDDED, PrefillMetrics.EMBED_TIME, "… its vector"),
+    Stage("retrieval", (EMBEDDED,), FOUND, PrefillMetrics.RETRIEVAL_TIME, "vector … result of the pool"),
+    Stage("passages", (FOUND,), SEARCHED, PrefillMetrics.PASSAGES_TIME, "… its passages read"),
     Stage("rerank", (SEARCHED,), RERANKED, PrefillMetrics.RERANK_TIME, "… passages in their final order"),
     Stage(
         "admission",
@@ -47,7 +53,10 @@ TO_FIRST_TOKEN = (
     Stage("pull", (HANDOVER_BEGIN,), HANDOVER_END, DecodeMetrics.PULL_TIME, "… KV pulled by decode"),
 )
 DECODE = Stage("decode", (FIRST_TOKEN,), END, DecodeMetrics.DECODE_TIME, "first token … last token")
-STAGES = (*TO_FIRST_TOKEN, DECODE)
+RESPOND = Stage(
+    "respond", (RERANKED, SEARCHED), RESPONDED, FrontendMetrics.RESPOND_TIME, "passages … response of a search"
+)
+STAGES = (*TO_FIRST_TOKEN, DECODE, RESPOND)
 """In the order of a request's life cycle."""
 SUMS = (
     Stage("handover", (PREFILL_END,), HANDOVER_END, DecodeMetrics.HANDOVER_TIME, "room and pull"),
@@ -58,10 +67,14 @@ TPOT = Stage("tpot", (FIRST_TOKEN,), END, DecodeMetrics.TPOT, "each later token"
 ALL = (*STAGES, *SUMS, TPOT)
 
 
-def stamp_search_end(stamps: dict[str, int], searched_ns: int, now_ns: int) -> None:
-    """Set the stamps at the end of a search, whose passages were reranked since `searched_ns`; 0: they were not."""
-    stamps[SEARCHED] = searched_ns or now_ns
-    if searched_ns:
+def stamp_search_end(stamps: dict[str, int], times: SearchTimes, now_ns: int) -> None:
+    """Set the stamps at the end of a search."""
+    if times.batched_ns:
+        stamps[BATCHED] = times.batched_ns
+    searched_ns = times.read_ns or now_ns
+    stamps[FOUND] = times.found_ns or searched_ns
+    stamps[SEARCHED] = searched_ns
+    if times.read_ns:
         stamps[RERANKED] = now_ns
 
 
@@ -96,3 +109,10 @@ def observe(table: WorkerTable, stamps: dict[str, int], completion_tokens: int =
             and (computed or stage.end not in (PREFILL_BEGIN, PREFILL_END))
         ):
             table.observe(stage.time, seconds[stage.name])
+
+
+def observe_search(table: WorkerTable, stamps: dict[str, int]) -> None:
+    """Record the times of a search by text or vector in the table of the frontend."""
+    for stage, begin, end in completed_stages(stamps):
+        if stage.time in table and stage.end != RERANKED and (stage.end != EMBEDDED or BATCHED in stamps):
+            table.observe(stage.time, (end - begin) / 1e9)

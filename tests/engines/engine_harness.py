@@ -21,7 +21,7 @@ from runtime.errors import (
     TrinityError,
 )
 from runtime.node.engine_config import OpenAiSection, Stage
-from runtime.retrieval.passages import FoundPassages, OnRead, Passage
+from runtime.retrieval.passages import NO_TIMES, FoundPassages, OnRead, Passage
 from runtime.retrieval.search.query import Query
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Request, RequestOutcome
@@ -41,7 +41,7 @@ class FakeSearch:
         self.error: TrinityError | None = None
         self.hangs = self.same = False
         self.long = 0  # bytes of padding per passage
-        self.ranking, self.searched_ns = "", 0
+        self.ranking, self.times = "", NO_TIMES
         self._count = itertools.count(1)
 
     async def search(
@@ -56,7 +56,7 @@ class FakeSearch:
         number = 1 if self.same else next(self._count)
         names = [f"{number}.{k}" for k in range(query.spec.k)]
         found = [Passage(f"p{one}", f"T{one}", 0.1, f"passage {one}." + "x" * self.long) for one in names]
-        return FoundPassages(found, ranking=self.ranking, searched_ns=self.searched_ns)
+        return FoundPassages(found, ranking=self.ranking, times=self.times)
 
     def missing(self) -> list[str]:
         return []

@@ -12,6 +12,7 @@ from runtime.engines.openai.assembly import plain
 from runtime.errors import (
     InvalidRequest,
 )
+from runtime.retrieval.passages import SearchTimes
 from runtime.retrieval.search.query import Rerank
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Relayed, Request
@@ -293,7 +294,8 @@ def test_a_null_delta_is_empty() -> None:
 def test_passages_that_were_to_be_reranked_are_marked_with_the_time_before() -> None:
     async def test() -> None:
         async with running_engine() as harness:
-            harness.library.ranking, harness.library.searched_ns = "deadline_exceeded", harness.clock()
+            harness.library.ranking = "deadline_exceeded"
+            harness.library.times = SearchTimes(read_ns=harness.clock())
             wanted = Retrieval("docs", 2, max_distance=0.05, rerank=Rerank(0.5))
             request = harness.chat(retrieval=wanted, max_tokens=4)
             told = await read_answer(request)

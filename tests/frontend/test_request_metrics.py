@@ -1,8 +1,8 @@
 """SLO metrics of the frontend: over all requests, not only the successful ones."""
 
 import asyncio
+import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -11,6 +11,7 @@ from runtime.errors import ContextLengthExceeded, Overloaded
 from runtime.node.config import SloSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import FrontendMetrics, Slo
+from runtime.retrieval.passages import SearchTimes
 from runtime.serving import stages
 from runtime.serving.frontend.observability import RequestMetrics, Traces
 from runtime.serving.frontend.requests import ClientDisconnected, RequestOutcome
@@ -130,12 +131,27 @@ def test_a_health_check_of_a_draining_node_violates_no_slo(table: WorkerTable, p
     assert table.value(FrontendMetrics.HTTP_RESPONSES["5xx"]) == 1
 
 
-@pytest.mark.parametrize(("asked", "observed"), [({"query": "text"}, 1), ({"vector": [1.0, 0.0]}, 0)])
-def test_a_search_of_a_text_records_the_time_of_its_embedding(asked: dict[str, Any], observed: int) -> None:
-    seconds: list[float] = []
-    searches = Searches(FakeSearch(), Traces(8, lambda: 0), 1, 60.0, seconds.append)
-    asyncio.run(searches.run(RetrievalBody(**asked), "docs", FULL_ACCESS, "ret-1"))
-    assert len(seconds) == observed
+def test_a_search_records_its_stages_up_to_its_response(table: WorkerTable) -> None:
+    stamps = {stages.RECEIVED: 0, stages.EMBEDDED: 30}
+    stages.stamp_search_end(stamps, SearchTimes(batched_ns=20, found_ns=50), 60)
+    stages.observe_search(table, stamps | {stages.RESPONDED: 70, stages.END: 80})
+    by_vector = {stages.RECEIVED: 0, stages.EMBEDDED: 1, stages.FOUND: 5, stages.SEARCHED: 6}
+    stages.observe_search(table, by_vector)  # whose response was too large
+    seen = {stage.name: sum(table.read(stage.time)[:-1]) for stage in stages.STAGES if stage.time in table}
+    assert {name: count for name, count in seen.items() if count} == {
+        "batch": 1, "embed": 1, "retrieval": 2, "passages": 2, "respond": 1,
+    }  # fmt: skip
+
+
+def test_the_response_of_a_search_is_part_of_its_time() -> None:
+    ended: list[dict[str, int]] = []
+    ticks = itertools.count()
+    searches = Searches(FakeSearch(), Traces(8, lambda: next(ticks)), 1, 60.0, ended.append)
+    run = searches.run(RetrievalBody(query="text", k=4), "docs", FULL_ACCESS, "ret-1", respond=len)
+    assert asyncio.run(run) == 2
+    (stamps,) = ended
+    moments = [stages.RECEIVED, stages.EMBEDDED, stages.FOUND, stages.SEARCHED, stages.RESPONDED, stages.END]
+    assert sorted(stamps, key=stamps.__getitem__) == moments
 
 
 def test_the_time_that_a_client_takes_to_read_does_not_count() -> None:

@@ -186,7 +186,7 @@ def test_a_search_with_rerank_fetches_more_and_returns_the_best(cluster: Cluster
     assert answer["reranked"] is True
     assert asked(cluster).spec.k == 8
     trace = http.get(f"/v1/traces/{answer['id']}").json()
-    assert [stage["name"] for stage in trace["stages"]] == ["embed", "retrieval", "rerank"]
+    assert [stage["name"] for stage in trace["stages"]] == ["embed", "retrieval", "passages", "rerank", "respond"]
 
 
 def test_a_search_without_it_is_as_before(cluster: Cluster, http: httpx.Client) -> None:

@@ -64,7 +64,7 @@ def answered(harness: SpanHarness) -> dict[str, Any]:
     """The spans of a request that began at `clock.now`, with a retrieval and two probes."""
     begin, request = harness.clock.now, harness.request()
     harness.traces.start(request)
-    found = {stages.DEQUEUED: begin + MS, stages.EMBEDDED: begin + 3 * MS, stages.SEARCHED: begin + 5 * MS}
+    found = {stages.DEQUEUED: begin + MS, stages.EMBEDDED: begin + 3 * MS, stages.FOUND: begin + 5 * MS}
     harness.traces.record(request, Retrieved("r-1", (), stages=found))
     probes = (
         Probe(2, begin + 10 * MS, begin + 12 * MS, MS, 1, "answered"),

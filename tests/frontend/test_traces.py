@@ -5,6 +5,7 @@ import json
 import pytest
 
 from runtime.errors import InvalidRequest, Unavailable, UnknownRequest
+from runtime.retrieval.passages import SearchTimes
 from runtime.serving import stages
 from runtime.serving.frontend.observability import MAX_PROBES, Traces
 from runtime.serving.frontend.requests import Request, RequestOutcome
@@ -122,17 +123,23 @@ SEARCH = {"query": "with a secret", "k": 2, "collection": "docs"}
 def test_a_search_is_traced_from_its_vector_to_its_passages() -> None:
     clock = Clock()
     traces = Traces(4, clock)
+    zero = clock()
     traces.start_search("ret-1")
     clock.advance(0.001)
     traces.stamp("ret-1", stages.EMBEDDED)
     assert (traces.trace("ret-1").state, traces.trace("ret-1").kind) == ("running", "search")
     clock.advance(0.002)
-    traces.stamp("ret-1", stages.SEARCHED)
+    traces.stamp_search_end("ret-1", SearchTimes(batched_ns=zero + MS // 2, found_ns=zero + 2 * MS))
     clock.advance(0.001)
-    assert traces.end_search("ret-1", "found", 3) == 4 * MS
+    traces.stamp("ret-1", stages.RESPONDED)
+    stamps = traces.end_search("ret-1", "found", 3)
+    assert stamps[stages.END] - stamps[stages.RECEIVED] == 4 * MS
     found = traces.trace("ret-1")
     assert (found.state, found.passages, found.elapsed_s) == ("found", 3, 0.004)
-    assert [(s.name, s.begin_s, s.end_s) for s in found.stages] == [("embed", 0.0, 0.001), ("retrieval", 0.001, 0.003)]
+    assert [(s.name, s.begin_s, s.end_s) for s in found.stages] == [
+        ("batch", 0.0, 0.0005), ("embed", 0.0005, 0.001), ("retrieval", 0.001, 0.002), ("passages", 0.002, 0.003),
+        ("respond", 0.003, 0.004),
+    ]  # fmt: skip
 
 
 def test_searches_and_generations_share_one_limit() -> None:
@@ -176,7 +183,7 @@ def test_http_returns_the_trace_of_successful_and_failed_searches() -> None:
         answer = http.post("/v1/retrieval", json=SEARCH)
         trace = http.get(f"/v1/traces/{answer.json()['id']}").json()
         assert (trace["kind"], trace["state"], trace["passages"]) == ("search", "found", 2)
-        assert [stage["name"] for stage in trace["stages"]] == ["embed", "retrieval"]
+        assert [stage["name"] for stage in trace["stages"]] == ["embed", "retrieval", "passages", "respond"]
         assert "secret" not in json.dumps(trace)
         cluster.search.error = Unavailable("no pool answers")
         failed = http.post("/v1/retrieval", json=SEARCH, headers={"x-request-id": "why/did=it"})

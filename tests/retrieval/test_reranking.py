@@ -225,11 +225,11 @@ def until_ended(retriever: Retriever) -> Any:
 def test_a_worker_gets_reranked_passages_and_the_time_before(retriever: Retriever, harness: Harness) -> None:
     ticket = retriever.submit(wanting(1))
     found = until_ended(retriever)
-    assert (found.ticket, found.ranking, found.searched_ns) == (ticket, RERANKED, harness.clock())
+    assert (found.ticket, found.ranking, found.times.read_ns) == (ticket, RERANKED, harness.clock())
     assert [one.score is not None for one in found.passages] == [True]
     retriever.submit(replace(wanting(1), rerank=None))
     found = until_ended(retriever)
-    assert (found.ranking, found.searched_ns, found.passages[0].score) == ("", 0, None)
+    assert (found.ranking, found.times.read_ns, found.passages[0].score) == ("", 0, None)
 
 
 def test_a_worker_goes_on_without_a_reranker_that_hangs_and_ignores_its_late_result(

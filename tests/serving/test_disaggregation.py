@@ -165,8 +165,8 @@ def test_a_prompt_computed_by_decode_has_its_own_stage_times_and_no_hand_over(st
     last = workers.outputs["r"].last
     assert last is not None
     assert list(last.stages) == [
-        stages.RECEIVED, stages.DEQUEUED, stages.EMBEDDED, stages.SEARCHED, stages.PREFILL_BEGIN, stages.PREFILL_END,
-        stages.FIRST_TOKEN, stages.END,
+        stages.RECEIVED, stages.DEQUEUED, stages.EMBEDDED, stages.FOUND, stages.SEARCHED, stages.PREFILL_BEGIN,
+        stages.PREFILL_END, stages.FIRST_TOKEN, stages.END,
     ]  # fmt: skip
     stamps = list(last.stages.values())
     assert stamps[1:] == sorted(stamps[1:])

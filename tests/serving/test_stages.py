@@ -8,7 +8,9 @@ from runtime.serving.stages import completed_stages, stage_seconds
 WHOLE = {
     stages.RECEIVED: 0,
     stages.DEQUEUED: 10,
+    stages.BATCHED: 20,
     stages.EMBEDDED: 30,
+    stages.FOUND: 50,
     stages.SEARCHED: 60,
     stages.PREFILL_BEGIN: 100,
     stages.PREFILL_END: 150,
@@ -18,11 +20,13 @@ WHOLE = {
     stages.END: 1280,
 }
 
+RETRIEVAL = (stages.BATCHED, stages.EMBEDDED, stages.FOUND, stages.SEARCHED)
+
 
 def test_the_stages_of_a_request_are_contiguous() -> None:
     found = list(completed_stages(WHOLE))
     assert [stage.name for stage, _, _ in found] == [
-        "queue", "embed", "retrieval", "admission", "prefill", "room", "pull", "decode",
+        "queue", "batch", "embed", "retrieval", "passages", "admission", "prefill", "room", "pull", "decode",
     ]  # fmt: skip
     for (_, _, end), (_, begin, _) in itertools.pairwise(found):
         assert begin == end
@@ -30,7 +34,7 @@ def test_the_stages_of_a_request_are_contiguous() -> None:
 
 
 def test_without_retrieval_the_wait_for_admission_begins_when_prefill_receives_the_request() -> None:
-    stamps = {name: at for name, at in WHOLE.items() if name not in (stages.EMBEDDED, stages.SEARCHED)}
+    stamps = {name: at for name, at in WHOLE.items() if name not in RETRIEVAL}
     assert ("admission", 10, 100) in [(stage.name, begin, end) for stage, begin, end in completed_stages(stamps)]
     assert "retrieval" not in stage_seconds(stamps, 1)
 

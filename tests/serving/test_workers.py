@@ -216,7 +216,9 @@ def test_the_first_and_the_last_piece_carry_timestamps(start: Start) -> None:
     workers.submit("r", [5, 6, 7], 6, retrieval=Retrieval("docs", 1))
     workers.run()
     output = workers.outputs["r"]
-    assert list(output.searches[0].stages) == [stages.RECEIVED, stages.DEQUEUED, stages.EMBEDDED, stages.SEARCHED]
+    assert list(output.searches[0].stages) == [
+        stages.RECEIVED, stages.DEQUEUED, stages.EMBEDDED, stages.FOUND, stages.SEARCHED,
+    ]  # fmt: skip
     assert stages.FIRST_TOKEN in output.stages[0]
     assert stages.END not in output.stages[0]
     assert output.last is not None

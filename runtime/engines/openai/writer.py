@@ -120,7 +120,7 @@ class AnswerWriter:
         found = await search(query, on_embedded=on_embedded, on_read=ignore_size, timeout_s=left_s)
         self._found = FoundPassages.of(found)
         self._passages = within(self._found, retrieval.max_distance)
-        stages.stamp_search_end(stamps, self._found.searched_ns, self._deps.clock())
+        stages.stamp_search_end(stamps, self._found.times, self._deps.clock())
         texts = [turn.content for turn in self._generation.messages] if self._chat else [str(self._generation.prompt)]
         size = sum(len(text.encode(errors="replace")) for text in texts)
         budget_tokens = self._deps.prompts.passage_tokens

@@ -193,9 +193,15 @@ class PrefillMetrics(KvMetrics):
     QUEUE_TIME = Histogram(
         "trinity_request_queue_time_seconds", "Time from the frontend to the start in a prefill worker", _WAITS
     )
-    EMBED_TIME = Histogram("trinity_request_embed_time_seconds", "Time of embedding a query", _WAITS)
+    BATCH_TIME = Histogram(
+        "trinity_request_batch_time_seconds", "Time until a query's text goes into a batch of texts", _WAITS
+    )
+    EMBED_TIME = Histogram("trinity_request_embed_time_seconds", "Time of embedding a query's batch", _WAITS)
     RETRIEVAL_TIME = Histogram(
-        "trinity_request_retrieval_time_seconds", "Time from the query vector to its passages", _WAITS
+        "trinity_request_retrieval_time_seconds", "Time from the query vector to the pool's result", _WAITS
+    )
+    PASSAGES_TIME = Histogram(
+        "trinity_request_passages_time_seconds", "Time of reading the passages of a result", _WAITS
     )
     ADMISSION_TIME = Histogram(
         "trinity_request_admission_time_seconds", "Time until KV blocks are allocated for a prompt", _WAITS
@@ -330,11 +336,16 @@ class FrontendMetrics(RetrievingMetrics):
         BuildPart,
     )
     IN_FLIGHT = Gauge("trinity_requests_in_flight", "Requests accepted and not yet finished")
+    RESPOND_TIME = Histogram(
+        "trinity_request_respond_time_seconds", "Time from a search's passages to its response", _WAITS
+    )
     # Of answers that other engines' servers generate; of the node's own engine the workers write these.
     PROMPT_TOKENS = PrefillMetrics.PROMPT_TOKENS
     GENERATION_TOKENS = DecodeMetrics.GENERATION_TOKENS
+    BATCH_TIME = PrefillMetrics.BATCH_TIME
     EMBED_TIME = PrefillMetrics.EMBED_TIME
     RETRIEVAL_TIME = PrefillMetrics.RETRIEVAL_TIME
+    PASSAGES_TIME = PrefillMetrics.PASSAGES_TIME
     DECODE_TIME = DecodeMetrics.DECODE_TIME
     TTFT = DecodeMetrics.TTFT
     TPOT = DecodeMetrics.TPOT

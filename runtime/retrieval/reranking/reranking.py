@@ -88,9 +88,9 @@ class Reranking:
         if query.rerank is None:
             return (yield from retrieve(query))
         found = yield from retrieve(self.candidates(query))
-        searched_ns = self._clock()
+        times = dataclasses.replace(found.times, read_ns=self._clock())
         passages, ranking = yield from self.rank(query, found.passages)
-        return dataclasses.replace(found, passages=tuple(passages), ranking=ranking, searched_ns=searched_ns)
+        return dataclasses.replace(found, passages=tuple(passages), ranking=ranking, times=times)
 
     def rank(self, query: Query, found: Sequence[Passage]) -> Generator[Until, Any, tuple[list[Passage], str]]:
         """Return the steps to the passages of a query in their final order, and whether they were reranked

@@ -17,6 +17,7 @@ from runtime.errors import InvalidRequest, TrinityError, UnknownRequest, error_f
 from runtime.node.config import SloSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import FrontendMetrics, Slo, StatusClass
+from runtime.retrieval.passages import SearchTimes
 from runtime.serving import stages
 from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request, RequestOutcome
 from runtime.serving.messages import Generation, Probe, ProbeOutcome, Retrieval, Tokens
@@ -132,9 +133,9 @@ class Traces:
         """Set a stamp (see `runtime.serving.stages`) of a search."""
         self._running[search_id].stamps[moment] = self._clock()
 
-    def stamp_search_end(self, search_id: str, searched_ns: int) -> None:
-        """Set the last stamps of a search, which has been reranked since `searched_ns`; 0: it was not."""
-        stages.stamp_search_end(self._running[search_id].stamps, searched_ns, self._clock())
+    def stamp_search_end(self, search_id: str, times: SearchTimes) -> None:
+        """Set the stamps of a search whose passages are known."""
+        stages.stamp_search_end(self._running[search_id].stamps, times, self._clock())
 
     def end(self, outcome: RequestOutcome) -> None:
         """End the trace of a request."""
@@ -143,13 +144,13 @@ class Traces:
             running.stamps.setdefault(stages.END, self._clock())
             self._end(running, outcome.code)
 
-    def end_search(self, search_id: str, state: str, passages: int) -> int:
-        """End the trace of a search; return its duration in ns."""
+    def end_search(self, search_id: str, state: str, passages: int) -> dict[str, int]:
+        """End the trace of a search; return its stamps in ns."""
         running = self._running.pop(search_id)
         running.passages = passages
         running.stamps[stages.END] = self._clock()
         self._end(running, state)
-        return running.stamps[stages.END] - running.stamps[stages.RECEIVED]
+        return running.stamps
 
     def trace(self, request_id: str) -> Trace:
         """Return the trace with this request id or client id. Raises InvalidRequest, UnknownRequest."""

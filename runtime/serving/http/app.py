@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
 from runtime.errors import InvalidRequest, TrinityError, Unavailable, UnknownModel
+from runtime.retrieval.passages import FoundPassages
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.serving.frontend.answer_cache import CacheHit, CacheKey
@@ -150,7 +151,7 @@ class _Routes:
         self._created = int(time.time())
         self.seeds = random.Random()  # of requests without a seed
         self._searches = Searches(
-            service.search, service.engine.traces, settings.max_searches, settings.search_timeout_s, service.on_embedded
+            service.search, service.engine.traces, settings.max_searches, settings.search_timeout_s, service.on_searched
         )
 
     # ---- completions
@@ -286,13 +287,16 @@ class _Routes:
         rerank = self._settings.ranker.of_options(body.rerank, "rerank")
         if rerank is not None and body.query is None:
             raise InvalidRequest("rerank requires a text: use query instead of vector", "rerank")
-        passages = await self._searches.run(
-            body, collection, access_of(http), request_id(http), client_id_of(http), unsent_response(http).reserve,
-            rerank,
+
+        def respond(passages: FoundPassages) -> Response:
+            found = [passage_json(passage) | {"text": passage.text} for passage in passages]
+            result: Json = {"id": request_id(http), "object": "retrieval", "collection": collection, "passages": found}
+            return passages_response(result | ranking_json(passages.ranking))
+
+        return await self._searches.run(
+            body, collection, access_of(http), request_id(http), client_id_of(http), respond=respond,
+            reserve=unsent_response(http).reserve, rerank=rerank,
         )  # fmt: skip
-        found = [passage_json(passage) | {"text": passage.text} for passage in passages]
-        result: Json = {"id": request_id(http), "object": "retrieval", "collection": collection, "passages": found}
-        return passages_response(result | ranking_json(passages.ranking))
 
     def add_collection_routes(self, app: Starlette) -> None:
         """Add the routes of collections, documents and embedders."""

@@ -50,6 +50,7 @@ from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.routes.tokenize import Tokens
 from runtime.serving.http.service import NoCollections, SearchSource, Service, Settings, missing_roles
 from runtime.serving.model.model_info import ModelInfo, model_directory
+from runtime.serving.stages import observe_search
 
 if TYPE_CHECKING:
     from runtime.serving.frontend.spans import RequestSpans
@@ -177,7 +178,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     service = Service(
         engine, source, supervisor.metrics_text, answers, tokens, collections, reranking, writes, stores,
         ResponseStore(catalogue), readiness, supervisor.drain, metrics.record_response,
-        partial(worker.table.observe, FrontendMetrics.EMBED_TIME),
+        partial(observe_search, worker.table),
     )  # fmt: skip
     app = create_app(service, settings, new_id)
     _raise_descriptor_limit(config.http.max_connections)

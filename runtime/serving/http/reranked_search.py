@@ -1,5 +1,6 @@
 """Searches of the frontend with reranking, in collections of this node and of others."""
 
+import dataclasses
 from collections.abc import Callable
 from time import monotonic_ns
 
@@ -29,9 +30,10 @@ class RerankedSearch:
         )
         if query.rerank is None:
             return found
-        query, searched_ns = replace(query, spec=replace(query.spec, deadline_ns=until_ns)), monotonic_ns()
+        times = dataclasses.replace(found.times, read_ns=monotonic_ns())
+        query = replace(query, spec=replace(query.spec, deadline_ns=until_ns))
         passages, ranking = await run_steps(self._reranking.rank(query, found), wait_until)
-        return FoundPassages(passages, ranking=ranking, searched_ns=searched_ns)
+        return FoundPassages(passages, ranking=ranking, times=times)
 
     def missing(self) -> list[str]:
         return self._source.missing()

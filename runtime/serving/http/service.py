@@ -4,10 +4,10 @@ number and time, traced and logged.
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from ipc import SearchSpec
 from runtime.errors import (
@@ -45,6 +45,7 @@ from runtime.serving.http.routes.tokenize import Tokens
 from runtime.serving.messages import Retrieval
 
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 
 
 class SearchSource(Protocol):
@@ -93,8 +94,7 @@ class Searches:
     """Runs searches without generation: at most `limit` at a time, of a key as many as are left, each for at most
     `timeout_s`.
 
-
-    `on_embedded` is called with the seconds until the vector of a text was ready.
+    `on_ended` is called with the stamps of one that has ended.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class Searches:
         traces: Traces,
         limit: int,
         timeout_s: float,
-        on_embedded: Callable[[float], None] = lambda seconds: None,
+        on_ended: Callable[[dict[str, int]], None] = lambda stamps: None,
     ) -> None:
         self._source = source
         self._traces = traces
         self._limit = FairLimit(limit, "searches")
         self._timeout_s = timeout_s
-        self._on_embedded = on_embedded
+        self._on_ended = on_ended
 
     def check(self) -> None:
         """Raise `Overloaded` if a search would be refused now: before its request is parsed, which takes most of a
@@ -123,10 +123,12 @@ class Searches:
         access: Access,
         request_id: str,
         client_id: str = "",
+        *,
+        respond: Callable[[FoundPassages], R],
         reserve: Callable[[int], None] = lambda size: None,
         rerank: Rerank | None = None,
-    ) -> FoundPassages:
-        """Return the passages from the part of `collection` that the key may access.
+    ) -> R:
+        """Return the response, by `respond`, with the passages from the part of `collection` that the key may access.
 
         `reserve`: see `UnsentResponse.reserve`. Raises Forbidden or Overloaded (before the search starts),
         DeadlineExceeded, or errors of the source and of `reserve`.
@@ -140,18 +142,21 @@ class Searches:
             rerank=rerank,
         )
         async with self._limit.counted(access.flow):
-            return await self._run(query, request_id, client_id, reserve)
+            return await self._run(query, request_id, client_id, respond, reserve)
 
     async def _run(
-        self, query: Query, request_id: str, client_id: str, reserve: Callable[[int], None]
-    ) -> FoundPassages:
+        self, query: Query, request_id: str, client_id: str, respond: Callable[[FoundPassages], R],
+        reserve: Callable[[int], None],
+    ) -> R:  # fmt: skip
         self._traces.start_search(request_id, client_id, Retrieval(query.spec.collection, query.spec.k))
         state, found = "internal_error", 0
         try:
             passages = await self._search(query, request_id, reserve)
-            self._traces.stamp_search_end(request_id, passages.searched_ns)
+            self._traces.stamp_search_end(request_id, passages.times)
+            response = respond(passages)
+            self._traces.stamp(request_id, stages.RESPONDED)
             state, found = "found", len(passages)
-            return passages
+            return response
         except TrinityError as error:
             state = error.code
             raise
@@ -159,25 +164,20 @@ class Searches:
             state = "cancelled"
             raise
         finally:
-            took_ms = self._traces.end_search(request_id, state, found) / 1e6
+            stamps = self._traces.end_search(request_id, state, found)
+            self._on_ended(stamps)
+            took_ms = (stamps[stages.END] - stamps[stages.RECEIVED]) / 1e6
             result = f"{found} passages" if state == "found" else state
             # One that succeeded is in the traces; a line for each would take a sixth of its time.
             level = logging.DEBUG if state == "found" else logging.INFO
             log.log(level, "search ended: %s, %.1f ms", result, took_ms, extra={"request": request_id})
 
     async def _search(self, query: Query, request_id: str, reserve: Callable[[int], None]) -> FoundPassages:
-        begin = time.monotonic()
-
-        def on_embedded() -> None:
-            self._traces.stamp(request_id, stages.EMBEDDED)
-            if query.vector is None:
-                self._on_embedded(time.monotonic() - begin)
-
         try:
             async with asyncio.timeout(self._timeout_s):
                 found = await self._source.search(
                     query,
-                    on_embedded=on_embedded,
+                    on_embedded=partial(self._traces.stamp, request_id, stages.EMBEDDED),
                     on_read=lambda size: reserve(2 * size),  # the passages, and the response with them
                     timeout_s=self._timeout_s,
                 )
@@ -222,7 +222,7 @@ class Service:
     readiness: Readiness = field(default_factory=Readiness)
     drain: Callable[[bool], Awaitable[None]] | None = None  # stores the drain state in the supervisor
     on_response: Callable[[str, int, float], None] = lambda path, status, seconds: None
-    on_embedded: Callable[[float], None] = lambda seconds: None  # called with the time until a search's vector is ready
+    on_searched: Callable[[dict[str, int]], None] = lambda stamps: None  # called with the stamps of a search
 
 
 @dataclass(frozen=True, slots=True)

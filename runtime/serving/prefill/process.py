@@ -172,7 +172,7 @@ class PrefillWorker:
         if result.error is not None:
             raise result.error
         job.stages[stages.EMBEDDED] = result.embedded_ns
-        stages.stamp_search_end(job.stages, result.searched_ns, time.monotonic_ns())
+        stages.stamp_search_end(job.stages, result.times, time.monotonic_ns())
         generation = job.request.generation
         prompt = self._prompts.with_passages(generation, job.tokens, result.passages)
         job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)

@@ -211,7 +211,11 @@ class StoreRoutes:
             )
             ids = (request_id(http), client_id_of(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
             reserve = _addition_to(unsent_response(http))
-            lists.append(await self._searches.run(search, collection, access, *ids, reserve=reserve, rerank=rerank))
+            lists.append(
+                await self._searches.run(
+                    search, collection, access, *ids, respond=FoundPassages.of, reserve=reserve, rerank=rerank
+                )
+            )
         state = next((found.ranking for found in lists if found.ranking != RERANKED), RERANKED)
         scores = _best_scores(lists, metric, reranked=state == RERANKED, by_rank=bool(ranking.hybrid or rerank))
         threshold = ranking.score_threshold if body.ranking_options and rerank is None else -math.inf
