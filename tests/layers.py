@@ -43,7 +43,7 @@ PROCESS = {
     ),
     "pool": ("test_cuda_pool", "test_kills", "test_loop_parts", "test_vectors_in_place"),
     "retrieval": ("test_directory", "test_embedder", "test_index_commands", "test_ingestion", "test_isolated_reader"),
-    "serving": ("test_compiled_layers", "test_model", "test_paged_attention", "test_smollm"),
+    "serving": ("test_compilation", "test_compiled_layers", "test_model", "test_paged_attention", "test_smollm"),
     "tests": ("test_ci", "test_imports"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A stand-in for captured CUDA graphs, over CPU tensors: replaying a graph runs its program again."""
+"""Stand-ins for captured CUDA graphs, over CPU tensors, and for the process that compiles a model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +7,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
+from runtime.serving.model.compilation import ModelSetup  # noqa: E402
 from runtime.serving.network.decode_graphs import Captured  # noqa: E402
 
 
 class Replays:
-    """Captures programs; a replay writes into the tensors that the capture returned."""
+    """Captures programs; a replay runs its program again, and writes into the tensors that the capture returned."""
 
     def __init__(self) -> None:
         self.captures = self.replays = 0
@@ -32,3 +33,26 @@ def _tensors(value: Any) -> list[Any]:
     if value is None or isinstance(value, torch.Tensor):
         return [] if value is None else [value]
     return [tensor for part in value for tensor in _tensors(part)]
+
+
+class EndsWhenTold:
+    """A process that compiles (`Compilation`), and ends when the test says so."""
+
+    reason = "no compiler here"
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        self.started = self.closed = False
+
+    def __call__(self, setup: ModelSetup) -> "EndsWhenTold":
+        self.started = True
+        return self
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def wait(self) -> None:
+        self.code = 0
+
+    def close(self) -> None:
+        self.closed = True

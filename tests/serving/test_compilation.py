@@ -21,32 +21,9 @@ torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from runtime.serving.model.language_model import Chunk, LanguageModel  # noqa: E402
 from runtime.serving.network.decoder import Programs  # noqa: E402
-from tests.serving.replays import Replays  # noqa: E402
+from tests.serving.replays import EndsWhenTold, Replays  # noqa: E402
 
 BLOCKS = 40
-
-
-class Process:
-    """A process that ends when the test says so."""
-
-    reason = "no compiler here"
-
-    def __init__(self) -> None:
-        self.code: int | None = None
-        self.started = self.closed = False
-
-    def __call__(self, setup: ModelSetup) -> "Process":
-        self.started = True
-        return self
-
-    def poll(self) -> int | None:
-        return self.code
-
-    def wait(self) -> None:
-        self.code = 0
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class Compiler:
@@ -87,7 +64,7 @@ class Worker:
 
     def __init__(self, setup: ModelSetup) -> None:
         self.model, self.blocks = setup.load(), BlockManager(BLOCKS, 16, b"")
-        self.process, self.capture = Process(), Replays()
+        self.process, self.capture = EndsWhenTold(), Replays()
         self.compilation = Compilation(self.model, setup, self.blocks, self.process, self.capture)
         self._table, self.tokens = self.blocks.open([]), [1, 2, 3]
         self.blocks.grow(self._table, 512)

@@ -13,9 +13,12 @@ from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.messages import Retrieval
+from runtime.serving.model.compilation import Compilation
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import ModelInfo
+from runtime.serving.network.decoder import Programs
 from runtime.testing.reference import Reference
+from tests.serving.replays import EndsWhenTold, Replays
 from tests.serving.workers import FakePool, Start, Workers
 
 VOCABULARY = 259
@@ -337,6 +340,35 @@ def test_with_bfloat16_weights_kv_takes_half_the_bytes_from_gpu_to_gpu(start: St
     assert workers.outputs["r"].tokens == expected
     assert 2 * alone.kv.nbytes == ModelInfo.read(tiny_directory).kv_bytes(64, 8)
     assert workers.metric("decode-0", DecodeMetrics.HANDOVER_BYTES) == 8 * alone.kv.nbytes // 64
+    workers.assert_nothing_held()
+
+
+@pytest.mark.parametrize("start", ["GPU"], indirect=True)
+def test_workers_serve_before_their_model_is_compiled_and_while_it_is(
+    start: Start, reference: Reference, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    processes: list[EndsWhenTold] = []
+
+    def compilation(*arguments: Any) -> Compilation:
+        processes.append(EndsWhenTold())
+        return Compilation(*arguments, start=processes[-1], capture=Replays())
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("runtime.serving.network.llama.compiled_programs", Programs)
+    for role in ("prefill", "decode"):
+        monkeypatch.setattr(f"runtime.serving.{role}.process.Compilation", compilation)
+    workers = start(handover={"disaggregate": "always"})
+    uncompiled = {"prefill-0": PrefillMetrics.UNCOMPILED, "decode-0": DecodeMetrics.UNCOMPILED}
+    prompts = ragged(3, seed=2)
+    for number, prompt in enumerate(prompts):
+        if number == 1:
+            assert [workers.metric(name, metric) for name, metric in uncompiled.items()] == [1, 1]
+            for process in processes:
+                process.code = 0
+        workers.submit(f"r{number}", prompt, 40)
+        workers.run()
+        assert workers.outputs[f"r{number}"].tokens == reference.generate(prompt, 40)
+    assert [workers.metric(name, metric) for name, metric in uncompiled.items()] == [0, 0]
     workers.assert_nothing_held()
 
 
