@@ -15,7 +15,7 @@ import pytest
 from runtime.errors import CollectionError, ModelError, TrinityError
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.description import FileChecksum, read_description, write_description
+from runtime.retrieval.collections.description import DESCRIPTION, FileChecksum, encode_with_checksum, read_description
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.embedder import embedding_text
 from runtime.retrieval.embedding.loading import load_embedder
@@ -303,7 +303,7 @@ def test_an_invalid_manifest_with_a_valid_checksum_is_refused(copy: Path, change
     manifest = read_description(copy)
     if "files" in change:
         change |= {"files": {name: FileChecksum(*checksum) for name, checksum in change["files"].items()}}
-    write_description(copy, msgspec.structs.replace(manifest, **change))
+    (copy / DESCRIPTION).write_bytes(encode_with_checksum(msgspec.structs.replace(manifest, **change)))
     for call in (Collection.open, Collection.info, Collection.verify):
         with pytest.raises(CollectionError, match=says):
             call(copy)

@@ -54,7 +54,10 @@ class Handbook:
     @property
     def documents(self) -> list[Document]:
         with Collection.open(self.out) as collection:
-            return [msgspec.structs.replace(found, row=-1) for found in collection.all_documents()]
+            return [
+                msgspec.structs.replace(found, row=-1)
+                for found in collection.get(np.sort(collection.state.alive_rows()))
+            ]
 
     @property
     def texts(self) -> dict[str, str]:

@@ -106,10 +106,6 @@ class Collection(CollectionReader):
             raise CollectionError(f"{self.directory} has no row {rows[found.index(None)]}")
         return [one for one in found if one is not None]
 
-    def all_documents(self) -> list[Document]:
-        """Return all documents, by row."""
-        return self.get(np.sort(self.state.alive_rows()))
-
     def vectors(self, rows: NDArray[np.int64]) -> Vectors:
         """Return the vectors of these rows, float32 [n, d], in the precision of the index."""
         return self.state.vectors(rows)

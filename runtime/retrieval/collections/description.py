@@ -158,11 +158,6 @@ def _digest(content: msgspec.Struct) -> str:
     return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(content, sha256=""))).hexdigest()
 
 
-def write_description(directory: Path, description: Description) -> None:
-    """Write a description, with its checksum."""
-    (directory / DESCRIPTION).write_bytes(encode_with_checksum(description))
-
-
 # ---- reading
 
 

@@ -94,41 +94,12 @@ class BuildProcess:
         self._process.kill()
 
 
-class Maintenance:
-    """Background sealing and merging while the writer is open: a thread for each, with one build process at a time, so
-    that sealing does not wait for a long merge.
-
-    seal, merge: the writer's `seal_if_due` and `merge_if_due`, which may run concurrently.
-    """
-
-    def __init__(
-        self, seal: Callable[[BuildSegment], bool], merge: Callable[[BuildSegment], bool], start: bool
-    ) -> None:
-        self._builders = [BuildThread(seal, "collection-seal"), BuildThread(merge, "collection-merge")]
-        if start:
-            for builder in self._builders:
-                builder.start()
-
-    @property
-    def progress(self) -> SegmentProgress | None:
-        """Progress of the running build, of two the lower; None if no build runs."""
-        return min((found for builder in self._builders if (found := builder.progress) is not None), default=None)
-
-    def wake(self) -> None:
-        """Check soon whether a build is due."""
-        for builder in self._builders:
-            builder.wake()
-
-    def stop(self) -> None:
-        """Kill the running builds and end the threads."""
-        for builder in self._builders:
-            builder.stop()
-
-
 class BuildThread:
-    """A thread that builds segments whenever they are due.
+    """A thread that builds segments whenever they are due, one at a time, each in a process. A writer has two, so that
+    sealing does not wait for a long merge.
 
-    sleep: waits some seconds after a failed build; `wake` does not shorten it, or each write would retry the build.
+    run_if_due: the writer's `seal_if_due` or `merge_if_due`, which may run concurrently. sleep: waits some seconds
+    after a failed build; `wake` does not shorten it, or each write would retry the build.
     """
 
     def __init__(

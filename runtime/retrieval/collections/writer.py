@@ -19,7 +19,7 @@ from runtime.retrieval.collections.description import encode_with_checksum, read
 from runtime.retrieval.collections.disk import Disk, acquire_lock, storage_error
 from runtime.retrieval.collections.group_commit import MAX_BATCH_BYTES, GroupCommit, PendingWrite, WriteGroup
 from runtime.retrieval.collections.log import log_path
-from runtime.retrieval.collections.maintenance import BuildSegment, Maintenance, pick_merge, too_many_segments
+from runtime.retrieval.collections.maintenance import BuildSegment, BuildThread, pick_merge, too_many_segments
 from runtime.retrieval.collections.manifest import MANIFEST, Manifest, SegmentInfo, tombstones_content
 from runtime.retrieval.collections.operations import Delete, Upsert, encode
 from runtime.retrieval.collections.part import Rows
@@ -94,8 +94,10 @@ class CollectionWriter:
         self._sealed = self._merged = 0
         self._generation, self._next_segment = self._manifest.generation, self._manifest.next_segment
         self._remove_obsolete_files()
-        self.maintenance = Maintenance(self.seal_if_due, self.merge_if_due, start=background)
-        self.maintenance.wake()
+        self._builders = BuildThread(self.seal_if_due, "seal"), BuildThread(self.merge_if_due, "merge")
+        for builder in self._builders if background else ():
+            builder.start()
+        self._check_builds()
 
     def upsert(self, documents: Sequence[UpsertDocument], owner: AttributeBinding | None = None) -> int:
         """Store documents, atomically, and replace those with the same ids. Returns how many.
@@ -111,7 +113,7 @@ class CollectionWriter:
             check_owner(documents, owner)
         vectors = resolve_vectors(documents, self.state.description, self._embedder)
         if self.state.growing.size >= _MAX_GROWING * self._seal_threshold:
-            self.maintenance.wake()
+            self._check_builds()
             raise Overloaded(f"{self.state.growing.size} documents wait to be sealed; try again later")
         exclusive = owner is not None  # the owner of a replaced document is looked up in the stored state
         return self._write(
@@ -142,7 +144,6 @@ class CollectionWriter:
     def delete_where(self, filter: Filter, owner: AttributeBinding | None = None) -> int:
         """Delete the documents that pass a filter, except those of other owners. Returns and raises as `delete`, and
         `InvalidFilter`."""
-
         self.state.rows_passing(filter)  # evaluates what does not change before other writes must wait
 
         def prepare(group: WriteGroup) -> int:
@@ -154,8 +155,9 @@ class CollectionWriter:
 
     def statistics(self) -> WriterState:
         """Return counters."""
-        running = [found for found in (self._flush_progress, self.maintenance.progress) if found is not None]
-        return writer_state(self.directory, self.state, self._sealed, self._merged, min(running, default=None))
+        builds = (self._flush_progress, *(builder.progress for builder in self._builders))
+        build = min((found for found in builds if found is not None), default=None)
+        return writer_state(self.directory, self.state, self._sealed, self._merged, build)
 
     def flush(self) -> None:
         """Seal all growing rows, and wait for it; merge first only if a shard has too many segments.
@@ -169,7 +171,7 @@ class CollectionWriter:
                 self._seal(partial(self.build_here, progress=self._report_progress))
             finally:
                 self._flush_progress = None
-        self.maintenance.wake()  # a merge may be due now
+        self._check_builds()  # a merge may be due now
 
     def compact(self, progress: Progress = no_progress) -> None:
         """Rewrite each shard into one segment without deleted rows, and wait for it. Raises as `flush`.
@@ -191,7 +193,7 @@ class CollectionWriter:
             if self._closed or not enough or too_many_segments(self.state.segments):
                 return False
             self._seal(build)
-        self.maintenance.wake()
+        self._check_builds()
         return True
 
     def merge_if_due(self, build: BuildSegment) -> bool:
@@ -205,7 +207,7 @@ class CollectionWriter:
             if not numbers:
                 return False
             self._merge(numbers, build)
-        self.maintenance.wake()  # a seal may have waited for the merge
+        self._check_builds()  # a seal may have waited for the merge
         return True
 
     @property
@@ -215,7 +217,8 @@ class CollectionWriter:
 
     def close(self) -> None:
         """Stop background builds and release the lock. Idempotent. Growing rows remain in the log."""
-        self.maintenance.stop()
+        for builder in self._builders:
+            builder.stop()
         with self.merging, self.sealing, self.commits.lock:
             if not self._closed:
                 self._closed = True
@@ -234,7 +237,7 @@ class CollectionWriter:
     def _write(self, pending: PendingWrite) -> int:
         count = self.commits.write(pending)
         if self.state.growing.size >= self._seal_threshold:
-            self.maintenance.wake()
+            self._check_builds()
         return count
 
     def _write_and_wait(self, pending: PendingWrite) -> int:
@@ -333,6 +336,11 @@ class CollectionWriter:
                 shard,
             )
         self._build_and_install([job], build)
+
+    def _check_builds(self) -> None:
+        """Let the threads check whether a build is due."""
+        for builder in self._builders:
+            builder.wake()
 
     def _next_segment_number(self) -> int:
         self._next_segment += 1
