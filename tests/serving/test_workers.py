@@ -12,8 +12,9 @@ from runtime.errors import WorkerLost
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
+from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.messages import Retrieval
-from runtime.serving.model.compilation import Compilation
+from runtime.serving.model.compilation import Compilation, ModelSetup
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import ModelInfo
 from runtime.serving.network.decoder import Programs
@@ -349,9 +350,9 @@ def test_workers_serve_before_their_model_is_compiled_and_while_it_is(
 ) -> None:
     processes: list[EndsWhenTold] = []
 
-    def compilation(*arguments: Any) -> Compilation:
+    def compilation(model: LanguageModel, setup: ModelSetup, blocks: BlockManager) -> Compilation:
         processes.append(EndsWhenTold())
-        return Compilation(*arguments, start=processes[-1], capture=Replays())
+        return Compilation(model, setup, blocks, start=processes[-1], capture=Replays())
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("runtime.serving.network.llama.compiled_programs", Programs)
