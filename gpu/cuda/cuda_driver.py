@@ -110,9 +110,6 @@ class CudaDriver:
     def copy_to_host(self, stream: int, target: npt.NDArray[Any], address: int) -> None:
         _call(cuda.cuMemcpyDtoHAsync, _host(target), address, target.nbytes, stream)
 
-    def copy_on_device(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        _call(cuda.cuMemcpyDtoDAsync, target, source, nbytes, stream)
-
     def fill(self, stream: int, address: int, word: int, count: int) -> None:
         _call(cuda.cuMemsetD32Async, address, word, count, stream)
 
@@ -138,7 +135,7 @@ class CudaDriver:
     def resident_blocks(self, kernel: int, threads: int, shared_bytes: int) -> int:
         return int(_call(cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor, kernel, threads, shared_bytes))
 
-    # ---- streams, events
+    # ---- streams
 
     def create_stream(self) -> int:
         flag = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value
@@ -156,19 +153,6 @@ class CudaDriver:
 
     def synchronise(self, stream: int) -> None:
         _call(cuda.cuStreamSynchronize, stream)
-
-    def create_event(self) -> int:
-        flag = cuda.CUevent_flags.CU_EVENT_DEFAULT.value
-        return int(_call(cuda.cuEventCreate, flag))
-
-    def destroy_event(self, event: int) -> None:
-        _call(cuda.cuEventDestroy, event)
-
-    def record(self, stream: int, event: int) -> None:
-        _call(cuda.cuEventRecord, event, stream)
-
-    def elapsed_ms(self, begin: int, end: int) -> float:
-        return float(_call(cuda.cuEventElapsedTime, begin, end))
 
     # ---- graphs
 

@@ -3,7 +3,7 @@
 `gpu.cuda.cuda_driver.CudaDriver` implements it with NVIDIA's driver; tests implement it with a call recorder and with
 an emulation that runs the same kernels on the CPU.
 
-Device addresses, streams, modules, kernels, events and graphs are opaque non-zero ints. Calls that take a stream
+Device addresses, streams, modules, kernels and graphs are opaque non-zero ints. Calls that take a stream
 enqueue work and return at once. While a stream is captured, `launch`, `copy_*`, `fill` and loops are added to the graph
 instead of being run.
 """
@@ -111,9 +111,6 @@ class Driver(Protocol):
     def copy_to_host(self, stream: int, target: npt.NDArray[Any], address: int) -> None:
         """Copy device memory to a C-ordered array, valid once the copy has completed."""
 
-    def copy_on_device(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        """Copy between device addresses."""
-
     def fill(self, stream: int, address: int, word: int, count: int) -> None:
         """Set `count` 32-bit words at an address, a multiple of 4, to `word`, 0..2³²-1."""
 
@@ -133,7 +130,7 @@ class Driver(Protocol):
     def resident_blocks(self, kernel: int, threads: int, shared_bytes: int) -> int:
         """Return the maximum number of blocks of a kernel resident on a multiprocessor."""
 
-    # ---- streams, events
+    # ---- streams
 
     def create_stream(self) -> int:
         """Create a non-blocking stream."""
@@ -145,17 +142,6 @@ class Driver(Protocol):
 
     def synchronise(self, stream: int) -> None:
         """Wait until all work of a stream is complete."""
-
-    def create_event(self) -> int:
-        """Create an event with timing."""
-
-    def destroy_event(self, event: int) -> None: ...
-
-    def record(self, stream: int, event: int) -> None:
-        """Record an event in a stream."""
-
-    def elapsed_ms(self, begin: int, end: int) -> float:
-        """Return the milliseconds between two completed events, with a resolution of about 0.5 µs."""
 
     # ---- graphs
 

@@ -10,7 +10,7 @@ from gpu.cuda import backend, layout, resident
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.batch_shape import BatchShape
 from gpu.cuda.driver import Driver
-from gpu.cuda.graphs import LIFETIME_US, Kernels, LaunchForm, LaunchGraphs, StageTimes, buckets_of, time_stages
+from gpu.cuda.graphs import LIFETIME_US, Kernels, LaunchForm, LaunchGraphs, buckets_of
 from gpu.cuda.handle import Handle
 from gpu.cuda.upload import DeviceArrays
 from gpu.engine import Backend, Engine, c_callable
@@ -218,18 +218,6 @@ class CudaEngine(Engine):
         if (head := memory.results[slot])["ticket"] != ticket:
             head = memory.device_heads()[slot]
         return int(head["extends"]) if head["ticket"] == ticket else 0
-
-    def time_stages(self, fused: bool = False) -> StageTimes:
-        """Make one extend and time each of its kernels; see `gpu.cuda.graphs.time_stages`. Raises DeviceError."""
-        if self.resident:
-            raise DeviceError("a resident kernel has no separate stages to time")
-        if self.handle.host.pending:
-            raise DeviceError(
-                "slots were admitted, paused or released since the last extend; call extend() before timing stages"
-            )
-        times = time_stages(self._driver, self._stream, self._kernels, self.batch_memory(), fused)
-        self.handle.host.launches = int(self.batch_memory().progress[0])
-        return times
 
     def close(self) -> None:
         """See `Engine.close`. Also closes a driver created by `open`."""

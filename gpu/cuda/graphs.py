@@ -16,15 +16,12 @@ the device has multiprocessors, loops above. Plain launches are for tools that c
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu.cuda import layout
-from gpu.cuda.batch import BatchMemory
 from gpu.cuda.batch_shape import BatchShape, distance_blocks, distance_shared_bytes
 from gpu.cuda.driver import Argument, Dim, Driver
 from gpu.errors import DeviceError, InvalidParams
@@ -248,44 +245,3 @@ class LaunchGraphs:
         """Destroy the graphs. Idempotent."""
         while self._graphs:
             self._driver.destroy_graph(self._graphs.popitem()[1])
-
-
-# ---- Device times of each kernel of an extend, measured with events, for benchmarks. Kernels are launched separately,
-# not replayed, so gaps between them are not included.
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Times of one extend: seconds by kernel, number of advanced slots and of rows scored."""
-
-    seconds: dict[str, float]
-    slots: int
-    rows: int
-
-
-def time_stages(driver: Driver, stream: int, kernels: Kernels, memory: BatchMemory, fused: bool) -> StageTimes:
-    """Make one extend of all slots that are active on the device, with two kernels or a fused one. Synchronises.
-
-    Raises DeviceError.
-    """
-    before = memory.device_heads()
-    bucket = len(before)
-    if fused:
-        kernels.load_fused(1)
-    stages = (kernels.fused_stage(bucket),) if fused else kernels.stages(bucket)
-    events = [driver.create_event() for _ in range(len(stages) + 1)]
-    try:
-        driver.record(stream, events[0])
-        for stage, event in zip(stages, events[1:], strict=True):
-            kernels.launch(stream, stage)
-            driver.record(stream, event)
-        driver.synchronise(stream)
-        took = [driver.elapsed_ms(begin, end) / 1e3 for begin, end in pairwise(events)]
-    finally:
-        for event in events:
-            driver.destroy_event(event)
-    after = memory.device_heads()
-    advanced = (after["ticket"] == before["ticket"]) & (after["extends"] != before["extends"])
-    rows = int(before["task_count"][advanced].sum())
-    names = [stage.name for stage in stages]
-    return StageTimes(dict(zip(names, took, strict=True)), int(advanced.sum()), rows)

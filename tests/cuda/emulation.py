@@ -47,7 +47,7 @@ _FLAGS = (
     "-Wno-unknown-pragmas",
 )
 _ORDERS = """
-ALLOCATE FREE WRITE READ COPY FILL MAP UNMAP LAUNCH LOOP END_LOOP SYNCHRONISE WAITS STAY AWAY HOST COPIES
+ALLOCATE FREE WRITE READ FILL MAP UNMAP LAUNCH LOOP END_LOOP SYNCHRONISE WAITS STAY AWAY HOST COPIES
 """
 _KIND = {name: number for number, name in enumerate(_ORDERS.split())}
 _HEAD = struct.Struct("<IIQQQ")
@@ -143,7 +143,6 @@ class EmulatedDriver:
         self._captures: dict[int, list[bytes]] = {}
         self._graphs: dict[int, bytes] = {}
         self._stays: set[int] = set()  # streams and graphs of a resident kernel
-        self._events: dict[int, float] = {}
         self._sizes: dict[int, int] = {}
         self._called_back = DriverCallbacks(self)
         self._awaiting_reply = False  # `idle` has sent a query that is not answered yet
@@ -190,9 +189,6 @@ class EmulatedDriver:
         assert stream not in self._captures, "the emulation captures no copies to the host"
         self._send(_command("READ", address, target.nbytes))
         target.view(np.uint8).reshape(-1)[:] = np.frombuffer(self._receive(target.nbytes), np.uint8)
-
-    def copy_on_device(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        self._put(stream, _command("COPY", target, source, nbytes))
 
     def fill(self, stream: int, address: int, word: int, count: int) -> None:
         self._put(stream, _command("FILL", address, word, count))
@@ -258,18 +254,6 @@ class EmulatedDriver:
 
     def synchronise(self, stream: int) -> None:
         self._request(_command("SYNCHRONISE", stream in self._stays))
-
-    def create_event(self) -> int:
-        return next(self._numbers)
-
-    def destroy_event(self, event: int) -> None: ...
-
-    def record(self, stream: int, event: int) -> None:
-        self.synchronise(stream)
-        self._events[event] = time.perf_counter()
-
-    def elapsed_ms(self, begin: int, end: int) -> float:
-        return (self._events[end] - self._events[begin]) * 1e3
 
     # ---- graphs
 

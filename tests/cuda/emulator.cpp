@@ -18,7 +18,6 @@ enum Kind : uint32_t {
     FREE_MEMORY,
     WRITE,
     READ,
-    COPY,
     FILL,
     MAP,
     UNMAP,
@@ -185,7 +184,6 @@ void carry_out(const Work& work, emulated::Block& block) {
             return std::free(target);
         case WRITE: std::memcpy(target, work.data.data(), work.data.size()); return;
         case READ: return answer(target, order.b);
-        case COPY: std::memmove(target, reinterpret_cast<void*>(order.b), order.c); return;
         case FILL: std::fill_n(static_cast<uint32_t*>(target), order.c, static_cast<uint32_t>(order.b)); return;
         case MAP: {
             const std::string path(work.data.begin(), work.data.end());

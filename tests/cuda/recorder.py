@@ -51,7 +51,6 @@ class RecordingDriver:
         self.graphs: dict[int, list[Launch]] = {}
         self.kernels: dict[int, str] = {}
         self.streams: set[int] = set()
-        self.events: dict[int, int] = {}
         self._capturing: dict[int, list[Launch]] = {}
         self._loops: dict[int, int] = {}  # body stream → outer stream
         self.conditions: dict[int, int] = {}  # of loops, by handle: 0 ends the loop
@@ -106,10 +105,6 @@ class RecordingDriver:
     def copy_to_host(self, stream: int, target: npt.NDArray[Any], address: int) -> None:
         self.calls.append(("copy_to_host", stream, address, target.nbytes))
         ctypes.memmove(target.ctypes.data, self._checked(address, target.nbytes), target.nbytes)
-
-    def copy_on_device(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        self.calls.append(("copy_on_device", stream, target, source, nbytes))
-        ctypes.memmove(self._checked(target, nbytes), self._checked(source, nbytes), nbytes)
 
     def fill(self, stream: int, address: int, word: int, count: int) -> None:
         self.calls.append(("fill", stream, address, word, count))
@@ -173,21 +168,6 @@ class RecordingDriver:
 
     def synchronise(self, stream: int) -> None:
         self.calls.append(("synchronise", stream))
-
-    def create_event(self) -> int:
-        event = self._number()
-        self.events[event] = 0
-        return event
-
-    def destroy_event(self, event: int) -> None:
-        del self.events[event]
-
-    def record(self, stream: int, event: int) -> None:
-        self.events[event] = self._number()
-        self.calls.append(("record", event))
-
-    def elapsed_ms(self, begin: int, end: int) -> float:
-        return float(self.events[end] - self.events[begin])
 
     # ---- graphs
 

@@ -2,17 +2,14 @@
 
 from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_check.device_times import copy_bytes_s
+from benchmarks.gpu_check.device_times import StageTimes, copy_bytes_s, time_stages
 from benchmarks.gpu_check.report import Outcome, micros
 from benchmarks.gpu_check.setup import Setup
 from gpu.extend_times import typical_queries
-
-if TYPE_CHECKING:
-    from gpu.cuda.graphs import StageTimes
 
 _EXTENDS, _ROUNDS = 4, 5
 _FUSED_SLOTS = 128
@@ -37,7 +34,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
             outcome.data["distance_bytes_s"] = bytes_s
 
 
-def add_times(outcome: Outcome, slots: int, found: Sequence["StageTimes"]) -> list[dict[str, Any]]:
+def add_times(outcome: Outcome, slots: int, found: Sequence[StageTimes]) -> list[dict[str, Any]]:
     """Add the median of each kernel to the outcome. Returns all times for the JSON file."""
     for name in found[0].seconds:
         outcome.add(f"{slots} slots, {name}, p50", micros(float(np.median([one.seconds[name] for one in found]))))
@@ -46,13 +43,13 @@ def add_times(outcome: Outcome, slots: int, found: Sequence["StageTimes"]) -> li
     return [{"seconds": one.seconds, "slots": one.slots, "rows": one.rows} for one in found]
 
 
-def distance_bytes_s(found: Sequence["StageTimes"], row_bytes: int) -> float:
+def distance_bytes_s(found: Sequence[StageTimes], row_bytes: int) -> float:
     """Return the bandwidth of rows in the distance kernel over all extends, bytes/s."""
     seconds = sum(taken for one in found for name, taken in one.seconds.items() if name.startswith("compute_distances"))
     return sum(one.rows for one in found) * row_bytes / seconds
 
 
-def _measure(setup: Setup, slots: int, fused: bool) -> list["StageTimes"]:
+def _measure(setup: Setup, slots: int, fused: bool) -> list[StageTimes]:
     """Time extends that advance all slots; the first round is a warm-up."""
     with closing(setup.cuda_engine(slots)) as engine:
         queries = typical_queries(setup.index, slots * (_ROUNDS + 1))
@@ -61,7 +58,7 @@ def _measure(setup: Setup, slots: int, fused: bool) -> list["StageTimes"]:
             batch = queries[number * slots : (number + 1) * slots]
             held = [engine.admit(query, setup.params, "docs") for query in batch]
             engine.extend()  # untimed: the first one scores the seeds
-            times = [engine.time_stages(fused) for _ in range(_EXTENDS)]
+            times = [time_stages(engine, fused) for _ in range(_EXTENDS)]
             found += [one for one in times if number and one.slots == slots]
             for slot in held:
                 engine.release(slot)
