@@ -249,7 +249,7 @@ def test_a_directory_of_an_earlier_version_is_opened_as_it_is_and_converted_by_t
 
 def test_a_document_is_found_by_its_words_in_a_bulk_load_and_in_the_log(tmp_path: Path) -> None:
     directory = bulk(tmp_path / "docs")
-    store = CollectionDocuments(directory)
+    store = CollectionDocuments(directory, lambda: 0.0)
 
     def found(text: str) -> list[str]:
         rows, _ = store.search_keywords(text, vector_of(0, DIM), 5, None, 1 << 62)

@@ -24,10 +24,15 @@ from tests.retrieval.sample_files import without_words
 LATER_NS = 1 << 62
 
 
+def standing() -> float:
+    """A clock: a search waits for what is added in the background, however long it takes."""
+    return 0.0
+
+
 class KeywordHarness:
     def __init__(self, directory: Path) -> None:
         self.writer: CollectionWriter = new_writer(directory, seal_rows=1 << 20)
-        self.documents = CollectionDocuments(directory)
+        self.documents = CollectionDocuments(directory, standing)
 
     def upsert(self, *names: str, words: str = "entry", **attributes: Any) -> None:
         self.writer.upsert([
@@ -81,7 +86,7 @@ def test_old_segments_without_an_index_are_read_in_the_background_and_then_follo
     harness.writer.close()
     harness.documents.close()
     without_words(harness.documents.path)
-    harness.documents = CollectionDocuments(harness.documents.path)
+    harness.documents = CollectionDocuments(harness.documents.path, standing)
     harness.writer = open_writer(harness.documents.path, seal_rows=1 << 20)
     harness.upsert(*(f"b{n}" for n in range(500)))
     harness.writer.delete([f"a{n}" for n in range(1, 1000)])
@@ -129,7 +134,7 @@ def searching(harness: KeywordHarness, clock: Callable[[], float]) -> Iterator[F
 
 
 def test_a_search_waits_for_documents_that_are_added_in_the_background(harness: KeywordHarness) -> None:
-    with searching(harness, lambda: 0.0) as find:
+    with searching(harness, standing) as find:
         harness.upsert("first")
         assert find("entry") == ["first"]
         for words in ("one", "two"):
@@ -207,7 +212,7 @@ def test_the_order_does_not_depend_on_segments_or_on_others(harness: KeywordHarn
     until(lambda: found_by(harness, "acme", "entry") == ["a0", "a1", "a2", "a3"])
     harness.writer.compact()
     harness.documents.close()
-    harness.documents = CollectionDocuments(harness.documents.path)
+    harness.documents = CollectionDocuments(harness.documents.path, standing)
     assert found_by(harness, "acme", "entry") == ["a0", "a1", "a2", "a3"]
 
 

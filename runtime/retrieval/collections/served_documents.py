@@ -1,6 +1,7 @@
 """The documents of a collection, for the processes that answer with them."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,14 +29,14 @@ class CollectionDocuments:
     Thread-safe.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Open the collection. Raises `CollectionError`."""
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Open the collection; `clock` of keyword searches, which wait for new documents. Raises `CollectionError`."""
         self.path, self._lock, self._recent = directory, threading.Lock(), RecentDocuments()
         self._reader = CollectionReader(
             directory, background=True, checksum_files=(DOCUMENTS, KEYWORDS), replaced=ReplacedRows(), searched=False
         )
         try:
-            self._keywords = KeywordSearch(self._reader.state)
+            self._keywords = KeywordSearch(self._reader.state, clock)
         except CollectionError:
             self._reader.close()
             raise
