@@ -243,6 +243,16 @@ def test_stored_responses_are_read_and_deleted(client: openai.OpenAI) -> None:
         ({"include": ["message.output_text.logprobs"]}, "only file_search_call.results"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "'input_image' is not"),
         ({"input": [{"role": "user", "content": [{"type": "input_audio", "data": "x"}]}]}, "'input_audio' is not"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "x"}]}]},
+            "'file_data' of an inpu",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "needs the file_id"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}] * 17}]},
+            "input has 17 files, the limit is 16",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "this node has no files"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "'function_call_output' is not supported"),
         ({"input": []}, "input has no message"),
         ({"input": [{"role": "tool", "content": "x"}]}, "role is 'tool'"),
@@ -296,12 +306,41 @@ def test_clients_stores_are_searched_by_their_filter(tmp_path: Path) -> None:
             assert parse_filter({"type": "gte", "key": "number0", "value": 2021}) in part.filters
 
 
+def test_the_text_of_a_file_is_a_part_of_its_message_within_the_limit_of_a_prompt(tmp_path: Path) -> None:
+    with store_node(tmp_path, Settings("tiny", {}, max_prompt_bytes=500)) as cluster, cluster.client() as client:
+        ids = [upload(client), upload(client, "long.txt", b"x" * 600), upload(client, "empty.txt", b" ")]
+        asked: Any = [
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "input_file", "file_id": id}, {"type": "input_text", "text": "say=1"}],
+                }
+            ]
+            for id in (*ids, "file-none")
+        ]
+        first = client.responses.create(model="tiny", input=asked[0])
+        (turn,) = generation(cluster).messages
+        assert turn.content.startswith("[leave.md]\n")
+        assert "Parental leave is twelve weeks long." in turn.content
+        assert turn.content.endswith("Friday.\n\nsay=1")
+        client.responses.create(model="tiny", input="say=2", previous_response_id=first.id)
+        assert generation(cluster).messages[0].content == turn.content
+        with pytest.raises(openai.BadRequestError, match=r"input has .* bytes, the limit is 500"):
+            client.responses.create(model="tiny", input=asked[1])
+        with pytest.raises(openai.BadRequestError, match="cannot be read: there is no text in it"):
+            client.responses.create(model="tiny", input=asked[2])
+        with pytest.raises(openai.NotFoundError, match="no file has the id 'file-none'"):
+            client.responses.create(model="tiny", input=asked[3])
+
+
 def test_a_tenants_responses_and_stores_are_its_own(tmp_path: Path) -> None:
     with store_node(tmp_path, SETTINGS) as cluster, clients_of(cluster) as (_, acme, blue):
         store = acme.vector_stores.create().id
         tool: Any = {"type": "file_search", "vector_store_ids": [store]}
         made = acme.responses.create(model="tiny", input="say=1", tools=[tool])
+        part: Any = {"type": "input_file", "file_id": upload(acme)}
         for call in (
+            lambda: blue.responses.create(model="tiny", input=[{"role": "user", "content": [part]}]),
             lambda: blue.responses.retrieve(made.id),
             lambda: blue.responses.delete(made.id),
             lambda: blue.responses.create(model="tiny", input="say=1", previous_response_id=made.id),

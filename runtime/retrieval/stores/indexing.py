@@ -27,7 +27,7 @@ from runtime.retrieval.fair_gate import FairGate
 from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
 from runtime.retrieval.ingestion.passages import FilePassage, file_passages, passage_limit
 from runtime.retrieval.ingestion.readers import SUFFIXES, check_packages
-from runtime.retrieval.ingestion.sections import UnreadableFile
+from runtime.retrieval.ingestion.sections import ParsedFile, UnreadableFile
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.collection import STORE, file_filter, stored_attributes
 from runtime.retrieval.stores.file_folder import FileFolder
@@ -103,6 +103,19 @@ class Indexer:
         async with self._gate.place(flow_of(tenant)):
             passages, _ = await self._passages(file, chunking)
             return passages
+
+    async def text(self, file: StoredFile, tenant: str) -> str:
+        """Return a file's text with its headings, in the tenant's turn. Raises `UnreadableFile`, `BuildRefused`."""
+
+        def read() -> str:
+            sections = self._parsed(file).sections
+            return "\n\n".join("\n".join(filter(None, (one.heading, one.text.strip()))) for one in sections)
+
+        async with self._gate.place(flow_of(tenant)):
+            text = await asyncio.get_running_loop().run_in_executor(self._threads, read)
+        if not text:
+            raise UnreadableFile("there is no text in it")
+        return text
 
     async def _passages(self, file: StoredFile, chunking: Chunking) -> tuple[list[FilePassage], int]:
         """Return a file's passages, and the bytes of their texts and vectors."""
@@ -198,6 +211,16 @@ class Indexer:
 
     def _read(self, file: StoredFile, chunking: Chunking, embedder: Embedder) -> tuple[list[FilePassage], int]:
         """Read a file and split it, on a thread."""
+        read, title = self._parsed(file), PurePosixPath(file.name).stem[:200]
+        limit = chunking.max_tokens or passage_limit(0, embedder)
+        found = list(file_passages(read, title, limit, embedder.count_tokens, chunking.overlap_tokens))
+        if not found:
+            raise UnreadableFile("there is no text in it")
+        size = sum(len(one.title.encode()) + len(one.text.encode()) for one in found)
+        return found, size + 4 * embedder.dim * len(found)
+
+    def _parsed(self, file: StoredFile) -> ParsedFile:
+        """Read a file, on a thread."""
         name = PurePosixPath(file.name)
         suffix = name.suffix.lower() if name.suffix.lower() in SUFFIXES else ".txt"
         check_packages([suffix])
@@ -207,15 +230,9 @@ class Indexer:
             raise UnreadableFile(f"its content cannot be read: {error.strerror}") from error
         reader = self._idle.get()  # there are as many as threads
         try:
-            read = reader.read(f"file{suffix}", content)
+            return reader.read(f"file{suffix}", content)
         finally:
             self._idle.put(reader)
-        limit = chunking.max_tokens or passage_limit(0, embedder)
-        found = list(file_passages(read, name.stem[:200], limit, embedder.count_tokens, chunking.overlap_tokens))
-        if not found:
-            raise UnreadableFile("there is no text in it")
-        size = sum(len(one.title.encode()) + len(one.text.encode()) for one in found)
-        return found, size + 4 * embedder.dim * len(found)
 
     # ---- removal
 

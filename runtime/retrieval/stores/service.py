@@ -157,6 +157,14 @@ class Stores:
     def content_path(self, file: StoredFile) -> Path:
         return self._files.path(file.id)
 
+    async def text(self, id: str, tenant: str) -> str:
+        """Return a file's name and text, for a prompt. Raises `InvalidRequest` for a file without text."""
+        file = await self.file(id, tenant)
+        try:
+            return f"[{file.name}]\n{await self._indexer.text(file, tenant)}\n\n"
+        except (UnreadableFile, BuildRefused) as error:
+            raise InvalidRequest(f"file {id!r} cannot be read: {error}", "file_id") from error
+
     async def delete_file(self, id: str, tenant: str) -> None:
         """Delete a file, and remove it from all stores; returns when no search finds it any more."""
 

@@ -24,7 +24,13 @@ from runtime.serving.http.ranking import ranking_json
 from runtime.serving.http.response_objects import ResponseBuilder
 from runtime.serving.http.responses import EventStream, Json, cancel_on_disconnect, json_response
 from runtime.serving.http.routes.files import tenant_of
-from runtime.serving.http.routes.responses_body import RESULTS, FileSearchTool, ResponsesBody, parse_responses
+from runtime.serving.http.routes.responses_body import (
+    RESULTS,
+    FileSearchTool,
+    InputFile,
+    ResponsesBody,
+    parse_responses,
+)
 from runtime.serving.http.routes.store_objects import STORE_PREFIX
 from runtime.serving.http.routes.vector_stores import RankingOptions, distance_of, results_of, score_of
 from runtime.serving.http.service import Service, Settings
@@ -133,7 +139,7 @@ class ResponsesRoutes:
         if body.previous_response_id is not None:
             previous = await self._stored.get(body.previous_response_id, tenant_of(http))
             before = [Message(role, text) for role, text in previous.turns]
-        turns = (*before, *(Message(item["role"], item["content"]) for item in body.input))
+        turns = (*before, *[Message(one.role, await self._text(http, one.parts)) for one in body.input])
         size = len((body.instructions or "").encode(errors="replace"))
         size += sum(len(turn.content.encode(errors="replace")) for turn in turns)
         check_bytes(size, self._settings.max_prompt_bytes, "input")
@@ -159,6 +165,20 @@ class ResponsesRoutes:
             max_distance=distance_of(ranking.score_threshold, metric) if rerank is None else 1e30,
         )  # fmt: skip
         return _Conversation(turns, retrieval, metric)
+
+    async def _text(self, http: Request, parts: Sequence[str | InputFile]) -> str:
+        """Return the text of a message, with those of its files. Raises `InvalidRequest`."""
+        texts, stores = [], self._service.stores
+        for part in parts:
+            if isinstance(part, str):
+                texts.append(part)
+            elif stores is None:
+                raise InvalidRequest("this node has no files: set [stores] in its configuration", "input")
+            else:
+                text = await stores.text(part.id, tenant_of(http))
+                check_bytes(len(text), self._settings.max_prompt_bytes, "input")
+                texts.append(text)
+        return "".join(texts)
 
     async def _searched(self, http: Request, tool: FileSearchTool) -> tuple[str, bytes]:
         """Return the collection that a tool searches, and the filter there."""

@@ -1,6 +1,7 @@
 """The body of a request for a response: input, tools, and what is refused by name."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
@@ -12,6 +13,7 @@ from runtime.serving.http.routes.vector_stores import RankingOptions, validate_r
 from runtime.serving.http.unsupported_fields import without_unsupported
 
 _TEXTS = ("input_text", "output_text", "text")
+MAX_INPUT_FILES = 16  # each is read anew
 RESULTS = "file_search_call.results"
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "background": (False,),
@@ -34,27 +36,49 @@ _IGNORED = frozenset((
 ))  # fmt: skip
 
 
-def _validate_item(value: object) -> object:
-    """Validate an item of the input: a message, as role and text. A file search call of an earlier response is {}."""
+class InputFile(NamedTuple):
+    """A file of the node's clients, whose text is a part of the message."""
+
+    id: str
+
+
+class InputMessage(NamedTuple):
+    """A message of the input."""
+
+    role: str
+    parts: Sequence[str | InputFile]
+
+
+def _validate_part(part: object) -> str | InputFile:
+    kind = part.get("type") if isinstance(part, dict) else json_name(part)
+    if isinstance(part, dict) and kind in _TEXTS and isinstance(part.get("text"), str):
+        return str(part["text"])
+    if not isinstance(part, dict) or kind != "input_file":
+        raise field_error(f"content of type {str(kind)[:64]!r} is not supported, only text and input_file")
+    for name in without_null(part):
+        if name not in ("type", "file_id", "filename", "detail"):
+            raise field_error(f"{name[:64]!r} of an input_file is not supported, only file_id: upload the file")
+    if not isinstance(part.get("file_id"), str):
+        raise field_error("an input_file needs the file_id of an uploaded file")
+    return InputFile(part["file_id"])
+
+
+def _validate_item(value: object) -> InputMessage | None:
+    """Validate an item of the input: a message. A file search call of an earlier response is None."""
     if not isinstance(value, dict):
         raise field_error(f"an item of input must be an object, not {json_name(value)}")
     if (kind := value.get("type", "message")) == "file_search_call":
-        return {}
+        return None
     if kind != "message":
         raise field_error(f"input of type {str(kind)[:64]!r} is not supported, only messages with text")
     content = value.get("content")
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else json_name(part)
-                raise field_error(f"content of type {str(kind)[:64]!r} is not supported, only text")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise field_error(f"content must be a string or an array of text parts, not {json_name(content)}")
+    if not isinstance(content, str | list):
+        raise field_error(f"content must be a string or an array of parts, not {json_name(content)}")
+    parts = [content] if isinstance(content, str) else [_validate_part(part) for part in content]
     role = "system" if value.get("role") == "developer" else value.get("role")
     if role not in ("system", "user", "assistant"):
         raise field_error(f"role is {str(role)[:64]!r}, it must be system, developer, user or assistant")
-    return {"role": role, "content": content}
+    return InputMessage(role, parts)
 
 
 def _validate_input(value: object) -> object:
@@ -62,9 +86,12 @@ def _validate_input(value: object) -> object:
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
         raise field_error(f"input must be a string or an array, not {json_name(value)}")
-    messages = [item for item in map(_validate_item, value) if item]
+    messages = [item for item in map(_validate_item, value) if item is not None]
     if not messages:
         raise field_error("input has no message")
+    files = sum(isinstance(part, InputFile) for message in messages for part in message.parts)
+    if files > MAX_INPUT_FILES:
+        raise field_error(f"input has {files} files, the limit is {MAX_INPUT_FILES}")
     return messages
 
 
@@ -112,7 +139,8 @@ class ResponsesBody(Prioritized):
     """POST /v1/responses."""
 
     model: str
-    input: Annotated[list[dict[str, str]], BeforeValidator(_validate_input)]
+    input: Annotated[list[Any], BeforeValidator(_validate_input)]
+    """`InputMessage`s."""
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[list[FileSearchTool], BeforeValidator(_validate_tools)] = Field([])
