@@ -154,7 +154,8 @@ class Retriever:
             try:
                 match step:
                     case Read():
-                        outcome = step.run()
+                        outcome = step.known()
+                        outcome = step.run() if outcome is None else outcome
                         continue
                     case Query():
                         self.client.dispatcher.submit(step)
