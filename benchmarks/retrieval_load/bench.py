@@ -1,12 +1,12 @@
 """Retrieval by text and by vector over HTTP, beside the raw embedder in the same run.
 
     python -m benchmarks.retrieval_load --data DIR [--passages 3000] [--seconds 8] [--seed 0] [--out OUT]
-        [--part raw --part text --part vectors --part embeddings --part build]
+        [--part raw --part stage --part text --part vectors --part embeddings --part build]
 
 DIR has text/squad11_passages.jsonl.gz and text/squad11_questions_{dev,train}.jsonl.gz. The node has the shipped
 defaults, no model, and one collection of the first passages; every question is another one. The load generator runs on
 the same cores. `raw` is the same embedder without a node: the best rate of one text at a time, and of batches of 64 on
-as many threads as there are cores, for questions and for passages.
+as many threads as there are cores, for questions and for passages. `stage` is the embedding stage without a node.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import gzip
 import itertools
 import json
 import os
+import random
 import tempfile
 import threading
 import time
@@ -28,6 +29,7 @@ import numpy as np
 from benchmarks.common.machine import machine, machine_load
 from benchmarks.common.report import table, write
 from benchmarks.retrieval_load.load import Load, closed_loop, http_requests, open_loop
+from benchmarks.retrieval_load.stage import measure_stage, stage_table
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.embedder import Embedder, Vectors
@@ -47,7 +49,7 @@ name = "docs"
 path = "{home}/docs"
 """
 CONNECTIONS = (1, 16, 64)
-PARTS = ("raw", "text", "vectors", "embeddings", "build")
+PARTS = ("raw", "stage", "text", "vectors", "embeddings", "build")
 _BATCH = 64
 _OPEN_SHARE = 0.6
 _OVERLOAD = 2.0
@@ -139,6 +141,10 @@ def run(data: Path, parts: Sequence[str], passages: int, seconds: float, seed: i
         if "raw" in parts:
             found["raw"] = raw_rates(model, questions, seconds / 2)
             print(found["raw"], flush=True)
+        if "stage" in parts:
+            measured = measure_stage(model, random.Random(seed).sample(questions, int(64 * seconds) // 64 * 64))
+            found["stage"] = stage_table(measured)
+            print("\n".join(found["stage"]), flush=True)
         if "build" in parts:
             texts = [f"{one.title}\n{one.text}" for one in documents]
             found["raw passages"] = raw_rate(model, texts, cores, _BATCH, seconds)
@@ -199,6 +205,7 @@ def report(found: dict[str, Any]) -> str:
     if "raw" in found:
         rates = [(way, f"{rate:.0f}") for way, rate in found["raw"].items()]
         lines += [*table(["raw embedder, questions", "texts/s"], rates), ""]
+    lines += [*found["stage"], ""] if "stage" in found else []
     best = max(found.get("raw", {"": float("nan")}).values())
     for name, each in (("text", 1), ("vectors", 1), ("embeddings", _BATCH)):
         if name in found:
