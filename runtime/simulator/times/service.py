@@ -1,7 +1,9 @@
 """Service times of the stages: documented defaults, or measured values from `trinity calibrate`.
 
 The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that serves an 8-billion-parameter Llama
-(32 layers, 8 KV heads of 128) in bfloat16. They are computed from the data sheet, not measured:
+(32 layers, 8 KV heads of 128) in bfloat16. They are computed from the data sheet, except those of searches beside and
+in the pool, which were measured on an H200 (docs/gpu.md). Steps, prompts and the hand-over were measured there too, but
+for a model of 1 billion parameters and with code that has been replaced since, so they are not used:
 
 | field | default | from |
 |---|---|---|
@@ -20,9 +22,9 @@ The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that
 | `tier_load_bytes_s` | 2e9 | the same for loading |
 | `embed_s` | 2 ms | one query through a small embedder; an assumption |
 | `ring_s` | 10 µs | latency through the ring; measured on two CPU cores (4–8 µs busy) |
-| `extend_s` | 30 µs | one captured extend with few slots; an assumption until measured |
-| `extend_slot_s` | 0.1 µs | a slot's 4 · 32 rows of 768 float16 at 60% of 3.35 TB/s |
-| `extend_shared` | 3 | slowdown of an extend beside a busy model: a search of 41 waits 2.4 ms for its turn on the GPU |
+| `extend_s` | 29 µs | fixed part of an extend, H200: 51 and 117 µs for 1,024 and 4,096 slots of 96 float16 |
+| `extend_slot_s` | .064 µs | a slot's rows of 768 float16, H200: 95 µs for 1,024 slots |
+| `extend_shared` | 3 | slowdown of an extend beside a busy model, H200: a search of 41 waits 2.4 ms for its turn |
 | `query_s` | 0 | time of a query in the pool besides its extends: ring, admission, result; 2 µs from `calibrate` |
 | `round_s` | 0 | time of the pool's loop per extend; .3 µs from `calibrate` |
 | `wake_s` | 0 | wake-up time of a sleeping pool; .1 ms from `calibrate` |
@@ -49,7 +51,7 @@ _MAX_FILE_BYTES = 1 << 16
 class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Service times in seconds, and sizes in bytes; the module's table has units and sources."""
 
-    source: str = "defaults: H100 data sheet, an 8-billion-parameter Llama, not measured"
+    source: str = "defaults: H100 data sheet, an 8-billion-parameter Llama, not measured; extends of an H200"
     prefill_pass_s: _Cost = 2e-3
     prefill_token_s: _Cost = 30e-6
     prefill_behind_s: _Cost = 0.0
@@ -65,8 +67,8 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tier_load_bytes_s: Annotated[float, Meta(gt=0)] = 2e9
     embed_s: _Cost = 2e-3
     ring_s: _Cost = 10e-6
-    extend_s: _Cost = 30e-6
-    extend_slot_s: _Cost = 0.1e-6
+    extend_s: _Cost = 29e-6
+    extend_slot_s: _Cost = 0.064e-6
     query_s: _Cost = 0.0
     round_s: _Cost = 0.0
     wake_s: _Cost = 0.0
