@@ -28,7 +28,7 @@ def test_words_in_brackets_are_not_parsed_as_markup() -> None:
 
 def test_the_extra_that_a_gpu_build_needs_is_named() -> None:
     shown = CliRunner().invoke(command_line(), ["index", "build", "--help"], env={"COLUMNS": "200"}).stdout
-    assert "of the extra [cuvs], or torch." in shown
+    assert "of the extra [cuvs]." in shown
 
 
 def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
