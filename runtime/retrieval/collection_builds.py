@@ -79,6 +79,17 @@ class CollectionBuilds:
             return False
         return True
 
+    @property
+    def reason(self) -> str:
+        """Why no build can be used now."""
+        if any(build.verify_first and not self._verified(build) for build in self.by_identity.values()):
+            return "its documents are being verified; try again later"
+        return self.error or "the documents of the build that the pools serve are not open yet"
+
+    @staticmethod
+    def _verified(build: OpenBuild) -> bool:
+        return build.check is None or build.check.done
+
     def discard(self, build: OpenBuild, error: str) -> None:
         """Close a build whose documents cannot be used; they are verified before they are used again."""
         self.by_identity.pop(build.identity, None)

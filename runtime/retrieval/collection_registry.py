@@ -203,8 +203,7 @@ class CollectionRegistry:
         """Return the open build of a collection. Raises `UnknownCollection`, `Unavailable`."""
         builds = self.builds_of(collection)
         if builds.current is None:
-            reason = builds.error or "the documents of the build that the pools serve are not open yet"
-            raise Unavailable(f"collection {collection!r} is unavailable: {reason}")
+            raise Unavailable(f"collection {collection!r} is unavailable: {builds.reason}")
         return builds.current
 
     # ---- embedders

@@ -18,6 +18,7 @@ from runtime.node.placement.layout import lay_out
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
+from runtime.retrieval.collections.checksums import SegmentChecksums
 from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.open_build import OpenBuild, open_build
@@ -132,6 +133,30 @@ def test_a_new_build_is_opened_on_a_thread_for_an_event_loop(docs: Docs, monkeyp
     assert registry.opening("docs") is None
     assert docs.text(registry) == "new 7"
     assert registry.is_current("docs", [docs.identity])
+
+
+def test_a_collection_that_was_missing_is_said_to_be_verified_while_it_is(
+    docs: Docs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(docs.path)
+    docs.path.mkdir()
+    registry, released, verify = docs.registry(), threading.Event(), SegmentChecksums.verify
+    with pytest.raises(Unavailable, match="there is no collection"):
+        registry.embedder("docs")
+    docs.put_back()
+
+    def held(self: SegmentChecksums, throttle: Any) -> None:
+        assert released.wait(60)
+        verify(self, throttle)
+
+    monkeypatch.setattr(SegmentChecksums, "verify", held)
+    registry.follow("docs", [docs.identity])
+    with pytest.raises(Unavailable, match="its documents are being verified; try again later"):
+        registry.embedder("docs")
+    released.set()
+    until(lambda: docs.text(registry) == "text 7", lambda: registry.follow("docs", [docs.identity]))
+    registry.follow("docs", [docs.identity])
+    assert registry.embedder("docs").name == "hashing-64"
 
 
 def test_modified_documents_are_not_verified_repeatedly(docs: Docs, monkeypatch: pytest.MonkeyPatch) -> None:
