@@ -141,7 +141,7 @@ def test_a_collection_that_was_missing_is_said_to_be_verified_while_it_is(
     shutil.rmtree(docs.path)
     docs.path.mkdir()
     registry, released, verify = docs.registry(), threading.Event(), SegmentChecksums.verify
-    with pytest.raises(Unavailable, match="there is no collection"):
+    with pytest.raises(Unavailable, match="is not a collection"):
         registry.embedder("docs")
     docs.put_back()
 
