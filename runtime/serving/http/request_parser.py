@@ -15,7 +15,7 @@ from runtime.errors import InvalidRequest
 from runtime.serving.http.middleware import DISCARD_BYTES, MAX_BODY_BYTES, BodyTooLarge
 
 _HEADER_BYTES = 16 << 10  # of a head, of trailers, and of what is between two parts of a body
-_ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?([^/?#@]+)(/[^?#]*)?(.*)", re.IGNORECASE | re.DOTALL)
+_ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?([^/?#@]+)(/[^?#]*)?((?:[?#].*)?)", re.IGNORECASE | re.DOTALL)
 _HTTP2, _OVERFLOW = "Pause on PRI/Upgrade", "Content-Length overflow"  # llhttp's texts
 
 
@@ -80,15 +80,21 @@ class Requests:
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._tail = b""  # of a head that is arriving
-        self._chunked, self._chunk_left, self._line = False, 0, b""
+        self._left = 0  # bytes of a body of known length, or of a chunk
+        self._chunked, self._line = False, b""
         self._between = 0  # bytes since the last part of a body, or the last end of a head
         self._error: InvalidRequest | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all requests have arrived that have begun, and nothing after them."""
+        return not self.in_head and self.arriving is None and not self._between
 
     def feed(self, data: bytes) -> None:
         """Parse more data. Raises `InvalidRequest` once; the connection has to end then."""
         self._between += len(data)
         while data and self._error is None:
-            part = self._part_of_chunked(data) if self._chunked else self._until_body(data)
+            part = self._next_part(data)
             data = data[len(part) :]
             try:
                 self._parser.feed_data(part)
@@ -114,21 +120,22 @@ class Requests:
         lines = (b"%b: %b\r\n" % header for header in self._headers if header[0] != b"upgrade")
         return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._target, version, b"".join(lines))
 
+    def _next_part(self, data: bytes) -> bytes:
+        """Return the data up to where it is known how to go on: the end of a body, a chunk, a line or a head."""
+        if not self._left:
+            return self._line_of(data) if self._chunked else self._until_body(data)
+        part = data[: self._left]
+        self._left -= len(part)
+        return part
+
     def _until_body(self, data: bytes) -> bytes:
-        """Return the data up to the end of a head, which says how to go on."""
-        if self.arriving is not None:
-            return data
         end = (self._tail + data).find(b"\r\n\r\n")
         part = data if end < 0 else data[: end + 4 - len(self._tail)]
         self._tail = (self._tail + part)[-3:]
         return part
 
-    def _part_of_chunked(self, data: bytes) -> bytes:
-        """Return the rest of a chunk, or else a line, so that its size is known when `on_chunk_header` is called."""
-        if self._chunk_left:
-            part = data[: self._chunk_left]
-            self._chunk_left -= len(part)
-            return part
+    def _line_of(self, data: bytes) -> bytes:
+        """Return a line, so that a chunk's size is known when `on_chunk_header` is called."""
         part = data[: data.find(b"\n") + 1 or len(data)]
         self._line = (b"" if self._line.endswith(b"\n") else self._line) + part
         return part
@@ -142,8 +149,10 @@ class Requests:
         self._target += part
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.in_head:  # not a trailer
-            self._headers.append((name.lower(), value))
+        if self.in_head:
+            self._headers.append((name.lower(), value.rstrip(b" \t")))
+        elif name.lower() == b"connection":  # in a trailer: llhttp would ignore all that follows
+            self._error = self._error or _refusal("Connection in a trailer")
 
     def on_headers_complete(self) -> None:
         self.in_head, self._between, self._tail = False, 0, b""
@@ -157,12 +166,10 @@ class Requests:
             self._error = error
 
     def on_chunk_header(self) -> None:
-        if not self._line:  # it came with the end of another request
-            return
         size = int(self._line.partition(b";")[0], 16)
         if size > MAX_BODY_BYTES + DISCARD_BYTES:  # of a smaller one the rest is discarded, and the client answered
             self._error = BodyTooLarge(f"a chunk of its body has {size} bytes, the limit is {MAX_BODY_BYTES}")
-        self._chunk_left = size
+        self._left = size
 
     def on_body(self, part: bytes) -> None:
         self._between = 0
@@ -171,7 +178,7 @@ class Requests:
 
     def on_message_complete(self) -> None:
         self._between, self._chunked = 0, False
-        if self.arriving is not None:
+        if self.arriving is not None and self._error is None:
             self.arriving.end_body()
             self.arriving = None
 
@@ -183,14 +190,17 @@ class Requests:
             raise _version_refusal(version)
         if self._parser.get_method() == b"CONNECT":
             raise _refusal("this is no proxy: CONNECT is not supported")
-        hosts, encoding, expects_continue = 0, b"", False
+        hosts, encodings, expects_continue = 0, [], False
         for name, value in headers:
             if name == b"host":
                 hosts += 1
             elif name == b"transfer-encoding":
-                encoding = value.lower()
+                encodings.append(value.lower())
+            elif name == b"content-length":
+                self._left = int(value)
             elif name == b"expect":
-                expects_continue = value.lower() == b"100-continue"
+                expects_continue = value.lower() == b"100-continue" and version != "1.0"
+        encoding = b", ".join(encodings)
         if encoding and version == "1.0":
             raise _refusal("Transfer-Encoding in HTTP/1.0")
         self._chunked, self._line = encoding == b"chunked", b""
