@@ -103,7 +103,7 @@ class BoundedConnection(asyncio.Protocol):
         self._peer = ""
         timeouts = config.timeouts
         self._head_timer = _Timer(self._loop, timeouts.head_s, self._head_timed_out)
-        self._idle_timer = _Timer(self._loop, timeouts.idle_s, lambda: self.transport.close())
+        self._idle_timer = _Timer(self._loop, timeouts.idle_s, self._close)
         self._send_timer = _Timer(self._loop, timeouts.send_s, lambda: self.transport.abort())
 
     # ---- limits on connections
@@ -138,9 +138,13 @@ class BoundedConnection(asyncio.Protocol):
     def shutdown(self) -> None:
         """Close the connection once its request is answered. Called by uvicorn's server when it ends."""
         if self._answering is None:
-            self.transport.close()
+            self._close()
         else:
             self._answering.keep_alive = False
+
+    def eof_received(self) -> None:
+        """The client sends nothing more. Whether it still reads is unknown, and it is treated as one that does not."""
+        self._close()
 
     # ---- requests
 
@@ -148,6 +152,7 @@ class BoundedConnection(asyncio.Protocol):
         self._idle_timer.stop()
         if self._next or self._refusal is not None:  # reading is paused: the transport had this already
             self._unparsed += data
+            self._flow.pause_reading()  # also again, if the application waits for a disconnect
         else:
             self._parse(data)
 
@@ -164,6 +169,9 @@ class BoundedConnection(asyncio.Protocol):
                 return
         if self._answering is not None or self.transport.is_closing():
             self._head_timer.stop()
+        elif self._requests.complete:  # the rest of a body that nobody read
+            self._head_timer.stop()
+            self._idle_timer.start()
         else:
             self._head_timer.start()  # unless it runs: received bytes do not restart it
 
@@ -176,7 +184,7 @@ class BoundedConnection(asyncio.Protocol):
             "state": self._state.copy(), **self._addresses,
         }  # fmt: skip
         exchange = Exchange(
-            scope, self.transport, self._flow, self._server.default_headers, self._answered,
+            scope, self.transport, self._flow, self._server.default_headers, self._answered, self._close,
             keep_alive=head.keep_alive, expects_continue=head.expects_continue,
         )  # fmt: skip
         scope["state"]["arrived_body"] = exchange.arrived_body
@@ -200,6 +208,8 @@ class BoundedConnection(asyncio.Protocol):
             return
         if self._next:
             self._answer(self._next.popleft())
+        elif self._requests.in_head:
+            self._head_timer.start()
         else:
             self._idle_timer.start()
         if self._next:
@@ -218,7 +228,7 @@ class BoundedConnection(asyncio.Protocol):
         if self._next and self._next[-1] is broken:
             self._next.pop()
         if broken is not None and broken.ended:
-            self.transport.close()
+            self._close()
         elif self._answering is None or self._answering is broken:
             self._refuse(error)
         else:
@@ -232,14 +242,15 @@ class BoundedConnection(asyncio.Protocol):
             seconds = self._config.timeouts.head_s
             self._refuse(RequestTooSlow(f"the request's head did not arrive within {seconds:g} s"))
         else:
-            self.transport.close()  # no request begun on this connection, or none since the last response
+            self._close()  # no request begun on this connection, or none since the last response
 
     def pause_writing(self) -> None:
         self._flow.pause_writing()
         self._send_timer.start()
 
     def resume_writing(self) -> None:
-        self._send_timer.stop()
+        if not self.transport.is_closing():
+            self._send_timer.stop()
         self._flow.resume_writing()
 
     def _disconnect(self) -> None:
@@ -264,7 +275,13 @@ class BoundedConnection(asyncio.Protocol):
             self._config.on_refused(error.status)
             self.transport.write(head_of(error.status, headers) + body)
         self._end_request()
-        self.transport.close()
+        self._close()
+
+    def _close(self) -> None:
+        """Close the connection as soon as its client has read what was sent, or reads too slowly."""
+        if not self.transport.is_closing():
+            self.transport.close()
+            self._send_timer.start()
 
     def _end_request(self) -> None:
         if self._answering is not None:  # the application may still await a body, and must not respond too

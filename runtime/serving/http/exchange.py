@@ -27,13 +27,14 @@ class Exchange:
         flow: FlowControl,
         default_headers: Headers,
         on_end: Callable[[], None],
+        close: Callable[[], None],
         *,
         keep_alive: bool,
         expects_continue: bool,
     ) -> None:
-        """default_headers: of every response."""
+        """default_headers: of every response; close: closes the connection."""
         self._scope, self._transport, self._flow = scope, transport, flow
-        self._default_headers, self._on_end = default_headers, on_end
+        self._default_headers, self._on_end, self._close = default_headers, on_end, close
         self.keep_alive = keep_alive
         self._expects_continue = expects_continue
         self._body, self.arrived, self._received = bytearray(), False, False
@@ -72,7 +73,7 @@ class Exchange:
             log.exception("%s %s failed", self._scope["method"], self._scope["path"])
         finally:
             if not self.ended:
-                self._transport.close()
+                self._close()
 
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():
@@ -90,7 +91,7 @@ class Exchange:
 
     async def receive(self) -> Message:
         """Return what has arrived of the body, or wait for more; after all of it, for the end or a disconnect."""
-        if self._expects_continue and not self._transport.is_closing():
+        if self._expects_continue and not self.arrived and not self._transport.is_closing():
             self._expects_continue = False
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while not (self.disconnected or self.ended or self._body or (self.arrived and not self._received)):
@@ -112,6 +113,8 @@ class Exchange:
         if self.ended:
             raise RuntimeError("the response is already complete")
         if self._start is None and not self.started:
+            if self._expects_continue and not self.arrived:  # nobody knows whether its body or a request follows
+                self.keep_alive = False
             self._expects_continue, self._start = False, message
             return
         body, more = message.get("body", b""), message.get("more_body", False)
@@ -130,7 +133,7 @@ class Exchange:
             self.ended = True
             self._wake()
             if not self.keep_alive:
-                self._transport.close()
+                self._close()
             self._on_end()
 
     def _head(self, start: Message) -> bytes:
@@ -155,6 +158,6 @@ def head_of(status: int, headers: Headers) -> bytes:
     """Return the head of a response. Raises RuntimeError for a header with a line break."""
     lines = [b"%b: %b\r\n" % header for header in headers]
     head = b"".join([_STATUS_LINES[status], *lines, b"\r\n"])
-    if head.count(b"\n") != len(lines) + 2 or b"\0" in head:
+    if not head.count(b"\n") == head.count(b"\r") == len(lines) + 2 or b"\0" in head:
         raise RuntimeError("a header of the response has a line break")
     return head

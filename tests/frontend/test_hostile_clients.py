@@ -1,0 +1,177 @@
+"""Clients that send ahead, stop within a request or read nothing: none holds memory or a connection for long."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from runtime.node.config import HttpSection
+from runtime.serving.http.connections import BoundedConnection, HttpConfig, Timeouts
+from runtime.serving.http.exchange import head_of
+from tests.frontend.fake_workers import WAIT
+
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
+EXPECT = b"Expect: 100-continue\r\n\r\n"
+
+
+class Client(asyncio.Transport):
+    """A connection to a server without sockets. Its client reads nothing of what is sent before it closes."""
+
+    def __init__(self, app: ASGIApp, timeouts: Timeouts = Timeouts()) -> None:  # noqa: B008
+        super().__init__()
+        self.received, self.reads, self.closing = b"", True, False
+        self.closed, self.aborted = asyncio.Event(), asyncio.Event()
+        config = HttpConfig(app, HttpSection(), lambda path: "req-1", drain_s=1, timeouts=timeouts)
+        config.load()
+        self.connection = BoundedConnection(config, ServerState(), {})
+        self.connection.connection_made(self)
+
+    async def sends(self, data: bytes) -> None:
+        self.connection.data_received(data)
+        await self.idle()
+
+    async def idle(self) -> None:
+        """Let the server do all it can."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("127.0.0.1", 1) if name in ("peername", "sockname") else default
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.received += data
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
+        self.closed.set()
+
+    def abort(self) -> None:
+        self.close()
+        self.aborted.set()
+        self.connection.connection_lost(None)
+
+
+def in_loop(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), WAIT))
+
+
+async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer at once, without reading a body."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@pytest.mark.parametrize("ahead", [GET, b"no HTTP\r\n\r\n"])
+def test_reading_stops_while_requests_wait_even_if_the_application_waits_for_a_disconnect(ahead: bytes) -> None:
+    async def test() -> None:
+        go_on = asyncio.Event()
+
+        async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+            assert not (await receive())["more_body"]
+            watch: asyncio.Future[Message] = asyncio.ensure_future(receive())
+            await go_on.wait()
+            await respond(scope, receive, send)
+            await watch
+
+        client = Client(slow)
+        await client.sends(GET + ahead)
+        for _ in range(3):
+            await client.sends(GET)
+            assert not client.reads
+        go_on.set()
+        await client.idle()
+        if ahead == GET:
+            assert client.received.count(b"200 OK") == 5
+            assert client.reads
+        else:
+            assert client.received.count(b"200 OK") == 1
+            assert client.received.count(b"400 Bad Request") == 1
+        client.abort()
+
+    in_loop(test)
+
+
+def test_a_head_that_began_during_an_answer_has_its_timeout() -> None:
+    async def test() -> None:
+        client = Client(respond, Timeouts(head_s=0.01))
+        await client.sends(GET + b"GET /")
+        await client.closed.wait()
+        assert b" 408 " in client.received
+        client.abort()
+
+    in_loop(test)
+
+
+def test_a_kept_connection_is_idle_after_a_body_that_was_not_read() -> None:
+    async def test() -> None:
+        client = Client(respond, Timeouts(head_s=0.01, idle_s=0.1))
+        await client.sends(POST + b"\r\nhe")
+        for part in (b"l", b"lo"):
+            client.connection.data_received(part)
+        begin = asyncio.get_running_loop().time()
+        await client.closed.wait()
+        assert asyncio.get_running_loop().time() - begin >= 0.05
+        client.abort()
+
+    in_loop(test)
+
+
+@pytest.mark.parametrize("end", ["close", "invalid", "idle", "eof", "shutdown"])
+def test_a_client_that_does_not_read_the_end_of_its_answers_is_cut_off(end: str) -> None:
+    async def test() -> None:
+        client = Client(respond, Timeouts(idle_s=0.01 if end == "idle" else 75.0, send_s=0.01))
+        await client.sends(GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") if end == "close" else GET)
+        if end == "invalid":
+            await client.sends(b"no HTTP\r\n\r\n")
+        elif end == "eof":
+            client.connection.eof_received()
+        elif end == "shutdown":
+            client.connection.shutdown()
+        await client.aborted.wait()
+
+    in_loop(test)
+
+
+@pytest.mark.parametrize(("body", "kept"), [(b"", False), (b"hello", True)])
+def test_a_connection_closes_if_nobody_knows_whether_a_body_or_a_request_follows(body: bytes, kept: bool) -> None:
+    async def test() -> None:
+        client = Client(respond)
+        await client.sends(POST + EXPECT + body)
+        assert client.received.startswith(b"HTTP/1.1 200 ")
+        assert (b"connection: close" in client.received, client.closing) == (not kept, not kept)
+        client.abort()
+
+    in_loop(test)
+
+
+def test_a_client_that_has_sent_its_body_is_not_told_to_send_it() -> None:
+    async def test() -> None:
+        async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+            assert (await receive())["body"] == b"hello"
+            await respond(scope, receive, send)
+
+        client = Client(echo)
+        await client.sends(POST + EXPECT + b"hello")
+        assert client.received.startswith(b"HTTP/1.1 200 ")
+        client.abort()
+
+    in_loop(test)
+
+
+@pytest.mark.parametrize("value", [b"a\rb", b"a\nb", b"a\r\nb: c", b"a\0"])
+def test_a_response_header_has_one_line(value: bytes) -> None:
+    with pytest.raises(RuntimeError, match="line break"):
+        head_of(200, [(b"x", value)])
