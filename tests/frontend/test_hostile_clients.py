@@ -171,6 +171,45 @@ def test_a_client_that_has_sent_its_body_is_not_told_to_send_it() -> None:
     in_loop(test)
 
 
+@pytest.mark.parametrize("status", [204, 304])
+@pytest.mark.parametrize("body", [b"", b"ok"])
+def test_an_answer_that_cannot_have_a_body_is_complete_without_one(status: int, body: bytes) -> None:
+    async def test() -> None:
+        async def empty(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": body})
+
+        client = Client(empty)
+        await client.sends(GET)
+        if body:  # the next response would begin with it
+            assert (client.received, client.closing) == (b"", True)
+        else:
+            assert client.received.startswith(b"HTTP/1.1 %d " % status)
+            assert client.received.endswith(b"\r\n\r\n")
+            assert not client.closing
+        client.abort()
+
+    in_loop(test)
+
+
+@pytest.mark.parametrize("parts", [[b"", b"short"], [b"as long as it says, ", b"and longer"]])
+def test_an_answer_of_another_length_than_it_declares_ends_its_connection(parts: list[bytes]) -> None:
+    async def test() -> None:
+        async def wrong(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"20")]})
+            await send({"type": "http.response.body", "body": parts[0], "more_body": True})
+            await send({"type": "http.response.body", "body": parts[1]})
+
+        client = Client(wrong)
+        await client.sends(GET + GET)
+        assert client.received.count(b"HTTP/1.1 ") == 1
+        assert parts[1] not in client.received
+        assert client.closing
+        client.abort()
+
+    in_loop(test)
+
+
 @pytest.mark.parametrize("value", [b"a\rb", b"a\nb", b"a\r\nb: c", b"a\0"])
 def test_a_response_header_has_one_line(value: bytes) -> None:
     with pytest.raises(RuntimeError, match="line break"):

@@ -145,7 +145,9 @@ class Exchange:
                 length, self._left = True, int(value)
             elif name == b"connection" and value.lower() == b"close":
                 closes = True
-        self._chunked = not length and status not in _WITHOUT_BODY and self._scope["http_version"] != "1.0"
+        if status in _WITHOUT_BODY:  # whatever length it declares is of another response
+            length, self._left = True, 0
+        self._chunked = not length and self._scope["http_version"] != "1.0"
         if self._chunked:
             headers.append((b"transfer-encoding", b"chunked"))
         self.keep_alive = self.keep_alive and not closes
