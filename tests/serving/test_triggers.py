@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.errors import InvalidRequest
+from runtime.engines.openai.engine import check_default_trigger
+from runtime.errors import ConfigError, InvalidRequest
 from runtime.node.retrieval_config import ProbesSection, installed_triggers
 from runtime.retrieval.passages import Passage
 from runtime.serving.http.api_types import CompletionBody
@@ -120,6 +121,17 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     yield install
     monkeypatch.undo()
     installed_triggers.cache_clear()
+
+
+def test_a_node_s_default_trigger_that_another_engine_cannot_use_is_refused_at_its_start(
+    install: Callable[[Path, dict[str, str]], None],
+) -> None:
+    install(ROOT / "docs" / "examples" / "trigger", {"margin": "margin_trigger:MarginTrigger", "lost": "nowhere:None"})
+    check_default_trigger(ProbesSection(trigger="drift"))
+    with pytest.raises(ConfigError, match=r"probes.trigger = 'margin' reads tokens or the model's confidence"):
+        check_default_trigger(ProbesSection(trigger="margin"))
+    with pytest.raises(ConfigError, match=r"probes.trigger: .*'lost' \(nowhere:None\) cannot be used"):
+        check_default_trigger(ProbesSection(trigger="lost"))
 
 
 def test_the_example_s_trigger_probes_when_two_tokens_are_close(

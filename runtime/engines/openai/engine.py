@@ -13,7 +13,15 @@ from runtime.engines.openai.handover import HandoverCosts, Handovers
 from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.writer import AnswerWriter, Dependencies
-from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
+from runtime.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    TrinityError,
+    WorkerLost,
+)
 from runtime.node.engine_config import OpenAiSection, ServedSection
 from runtime.node.placement.plan import read_engine_key
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
@@ -202,6 +210,7 @@ async def engine_over(
     Raises ConfigError for a server that can never serve the configuration; one that is down now may come up later.
     """
     http = worker.plan.config.http
+    check_default_trigger(worker.plan.config.probes)
     await balancer.check_all()
     return OpenAiEngine(
         balancer,
@@ -215,3 +224,16 @@ async def engine_over(
         on_end=metrics.record_relayed,
         on_refused=metrics.record_refusal,
     )
+
+
+def check_default_trigger(probes: ProbesSection) -> None:
+    """Raise `ConfigError` if the node's default trigger cannot be used with this engine, or cannot be loaded."""
+    try:
+        usable = counts_tokens(probes.trigger)
+    except InvalidRequest as error:
+        raise ConfigError(f"probes.trigger: {error.message}") from error
+    if not usable:
+        raise ConfigError(
+            f"probes.trigger = {probes.trigger!r} reads tokens or the model's confidence as it goes, which this engine "
+            'does not report; use "every" or "drift"'
+        )
