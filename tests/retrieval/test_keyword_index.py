@@ -2,6 +2,7 @@
 
 import re
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +162,16 @@ def test_documents_without_words_are_counted_and_never_found() -> None:
     assert (len(index), search(index, "cat")) == (3, [2])
 
 
+def test_documents_are_added_by_one_thread_while_another_reads_lengths() -> None:
+    index = Postings()
+    with ThreadPoolExecutor(1) as thread:
+        adding = thread.submit(add, index, [("", f"cat w{number % 50}") for number in range(20_000)])
+        while not adding.done():
+            assert set(index.lengths.tolist()) <= {2}
+        adding.result()
+    assert search(index, "w7", 1 << 20) == list(range(7, 20_000, 50))
+
+
 def test_documents_are_ranked_by_bm25() -> None:
     texts = ["cat", "cat cat", "cat dog", "dog", "cat and many other words of no interest to this query"]
     index = postings(("", text) for text in texts)
@@ -228,7 +239,7 @@ def test_a_file_that_cannot_be_opened_is_a_collection_error(tmp_path: Path, monk
     def refuse(*_: object, **__: object) -> None:
         raise sqlite3.OperationalError("unable to open database file")
 
-    monkeypatch.setattr("runtime.retrieval.collections.documents.sqlite3.connect", refuse)
+    monkeypatch.setattr("runtime.files.sqlite3.connect", refuse)
     with pytest.raises(CollectionError, match=r"keywords\.sqlite is damaged: unable to open"):
         KeywordFile.open(path, len(TEXTS))
 

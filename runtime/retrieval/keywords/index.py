@@ -70,7 +70,8 @@ class Postings:
     @property
     def lengths(self) -> Lengths:
         """Of each document, in words."""
-        return np.array(self._lengths, np.uint32)
+        with self._lock:  # numpy copies without the interpreter's lock, and an array cannot grow meanwhile
+            return np.array(self._lengths, np.uint32)
 
     def add(self, title: str, text: str) -> None:
         """Add a document."""
