@@ -142,6 +142,25 @@ def test_a_search_waits_for_documents_that_are_added_in_the_background(harness: 
             assert find(words) == sorted(MANY)
 
 
+def test_a_search_goes_on_if_another_thread_finds_its_segments_merged_away(harness: KeywordHarness) -> None:
+    during = iter([harness.writer.compact])
+
+    def merging() -> float:  # between a search's snapshot and its first use of a segment's file
+        for merge in during:
+            merge()
+            until(lambda: documents.was_written() and len(documents.state.segments) == 1)
+        return 0.0
+
+    harness.documents.close()
+    harness.documents = documents = CollectionDocuments(harness.documents.path, merging)
+    for name in "ab":
+        harness.upsert(name)
+        harness.writer.flush()
+    until(lambda: documents.was_written() and len(documents.state.segments) == 2)
+    assert harness.find("entry") == ["a", "b"]
+    assert not list(during)
+
+
 def test_a_long_text_is_added_in_the_background_and_delays_no_search_of_others(harness: KeywordHarness) -> None:
     now = itertools.count(0, 2)
     with searching(harness, lambda: float(next(now))) as find:  # a search never waits

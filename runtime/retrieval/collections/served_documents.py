@@ -128,13 +128,15 @@ class CollectionDocuments:
         """Poll, then search: see `KeywordSearch.search_keywords`."""
         with self._lock:
             self._reader.poll()
+            segments = self._reader.state.segments
         try:
             return self._keywords.search_keywords(text, vector, depth, filter, deadline_ns)
         except CollectionError:
             with self._lock:
-                merged_away = self._reader.catch_up()  # the files of segments that were not opened yet
-            if not merged_away:
-                raise
+                self._reader.catch_up()
+                if self._reader.state.segments == segments:
+                    raise
+            # Segments whose files were not opened yet were merged away, as another thread may have found before.
             return self._keywords.search_keywords(text, vector, depth, filter, deadline_ns)
 
     def close(self) -> None:
