@@ -70,8 +70,7 @@ def typical_queries(index: GraphIndex, count: int) -> npt.NDArray[np.float32]:
     Random queries, far from all vectors, make a search read several times as much.
     """
     random = np.random.default_rng(0)
-    rows = index.data.rows
-    near = np.asarray(rows.codes[random.integers(len(rows.codes), size=count)], np.float32)[:, : index.dim]
+    near = index.vectors(random.integers(index.size, size=count))
     noise = random.standard_normal(near.shape, np.float32) * near.std(axis=0)
     queries: npt.NDArray[np.float32] = near + np.float32(0.5) * noise
     return queries

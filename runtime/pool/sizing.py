@@ -82,11 +82,12 @@ def measure(
     the time in ns, 0 for the machine's clock. Rows of the index are the queries, each used once a round, because the
     rows that a query has read stay cached. Raises the engine's error if it fails.
     """
-    rows = data.rows.codes
+    rows = data.rows
     sizes = sizes_to(most)
     queries = [_QUERIES + 3 * active for active in sizes]
-    picked = np.random.default_rng(0).permutation(len(rows))[: sum(queries)]
-    vectors = np.resize(rows[picked, : data.rows.dim].astype(np.float32), (sum(queries), data.rows.dim))
+    picked = np.random.default_rng(0).permutation(len(rows.codes))[: sum(queries)]
+    found = rows.codes[picked, : rows.dim].astype(np.float32) / np.float32(rows.scale)
+    vectors = np.resize(found, (sum(queries), rows.dim))
     engine = np.array(backend[:5], np.int64)
     alone = backend.prioritize != 0
     samples, report = np.zeros(_SAMPLES), np.zeros(2 + 2 * most, np.int64)

@@ -95,9 +95,11 @@ class Blocks:
         self.clock = np.zeros(1, np.int64)
         self.costs, self.dims, self.extends_made = (latency, host), {"docs": DIM}, 0
         self.ends: dict[int, int] = {}
+        self.admitted: list[npt.NDArray[np.float32]] = []
         self._advanced = 0
 
     def admit(self, query: npt.NDArray[np.float32], params: SearchParams, collection: str) -> int:
+        self.admitted.append(query.copy())
         slot = next(slot for slot in range(4096) if slot not in self.ends)
         self.clock[0] += self.costs[1]
         self.ends[slot] = int(self.clock[0]) + self.costs[0]
@@ -122,10 +124,10 @@ class Blocks:
     def pause(self, slot: int) -> None: ...
 
 
-def measured_over(engine: Any, most: int, budget_ns: int = 10**12) -> list[ExtendCost]:
-    callbacks = Callbacks(engine, Collections({"docs": INDEX}))
+def measured_over(engine: Any, most: int, budget_ns: int = 10**12, index: GraphIndex = INDEX) -> list[ExtendCost]:
+    callbacks = Callbacks(engine, Collections({"docs": index}))
     backend = callbacks.backend()._replace(prioritize=1)  # as of engines whose slots advance on their own
-    return measure(backend, INDEX.data, 0, 32, 2, most, budget_ns=budget_ns, clock=engine.clock.ctypes.data)
+    return measure(backend, index.data, 0, 32, 2, most, budget_ns=budget_ns, clock=engine.clock.ctypes.data)
 
 
 def test_rounds_of_queries_that_advance_on_their_own_are_measured_by_their_rate() -> None:
@@ -140,6 +142,15 @@ def test_rounds_of_queries_that_advance_on_their_own_are_measured_by_their_rate(
 def test_sizes_that_complete_nothing_in_their_time_are_left_out() -> None:
     assert measured_over(Blocks(latency=10**9, host=0, length=0), 4, budget_ns=10**6) == []
     assert slots_of("auto", [[]]) == DEFAULT_SLOTS
+
+
+def test_the_queries_are_stored_vectors_whatever_scale_the_rows_have() -> None:
+    vectors = clustered(np.random.default_rng(1), 50, DIM)
+    scaled = GraphIndex.build(vectors, metric="l2", degree=8, dtype="float16")
+    engine = Blocks(latency=1000, host=100)
+    measured_over(engine, 2, index=scaled)
+    distances = np.abs(np.array(engine.admitted)[:, None] - vectors).max(axis=2)
+    assert distances.min(axis=1).max() < 0.01
 
 
 def test_an_index_whose_vectors_are_all_refused_is_not_measured() -> None:
