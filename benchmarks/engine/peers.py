@@ -201,7 +201,7 @@ def contenders() -> tuple[list[Contender], dict[str, str]]:
     whole = Trinity("float32")
     coded = Trinity("float32", codes=True)
     found: list[Contender] = [coded, TrinityStepwise(coded), Trinity("float16", codes=True)]
-    found += [whole, TrinityStepwise(whole), Trinity("float16"), Trinity("int8")]
+    found += [whole, TrinityStepwise(whole), Trinity("float16")]
     peers: Sequence[tuple[str, str, Callable[[], list[Any]]]] = (
         ("hnswlib", "hnswlib", lambda: [Hnswlib()]),
         ("faiss", "faiss-cpu", lambda: [Faiss(codes=False), Faiss(codes=True)]),

@@ -14,7 +14,6 @@ _PAIRS = (
     ("float32 with codes", "float32"),
     ("float32 with codes stepwise", "float32 with codes"),
     ("float32 stepwise", "float32"),
-    ("int8", "float32"),
 )
 
 Record = dict[str, Any]
@@ -81,7 +80,7 @@ def _builds(engines: list[Record]) -> str:
 
 
 def _ratios(engines: list[Record], recalls: tuple[float, ...]) -> list[str]:
-    """Return ratios: ours to the best peer, stepwise to batch, int8 to float32."""
+    """Return ratios: ours to the best peer, codes to none, stepwise to batch."""
     ours = {record["label"].removeprefix("trinity "): record for record in engines if "trinity" in record["label"]}
     peers = [record for record in engines if "trinity" not in record["label"]]
     lines = []

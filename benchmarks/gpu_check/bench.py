@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--set", default=None)
     parser.add_argument("--index", type=Path)
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--dtype", default="float16", choices=("float32", "float16", "int8"))
+    parser.add_argument("--dtype", default="float16", choices=("float32", "float16"))
     parser.add_argument("--rows", type=int, help="rows of a synthetic set, or the first rows of a given one")
     parser.add_argument("--slots", type=int, default=1024)
     parser.add_argument("--top-m", type=int, default=0, help="0: the smallest with a recall@10 of 0.95")
