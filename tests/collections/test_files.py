@@ -75,8 +75,11 @@ def test_a_passage_is_no_file_and_one_that_is_unknown_is_no_place_in_the_list(tm
         files = Files(writer.state)
         assert files.rows_of("a.md") == [0]
         assert files.rows_of("a.md#1") == []
-        with pytest.raises(InvalidRequest, match=r"no file 'a\.md#1'"):
-            files.page(5, "a.md#1", "", descending=False)
+        for param in ("after", "before"):
+            edges = {"after": "", "before": ""} | {param: "a.md#1"}
+            with pytest.raises(InvalidRequest, match=rf"no file 'a\.md#1' to list others {param}") as raised:
+                files.page(5, **edges, descending=False)
+            assert raised.value.param == param
 
 
 def test_without_the_attribute_or_with_one_of_another_type_each_document_is_a_file(tmp_path: Path) -> None:

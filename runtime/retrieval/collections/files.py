@@ -100,21 +100,21 @@ class Files:
 
         Raises `InvalidRequest` for one that does not exist.
         """
-        low = self._place(before if descending else after)
-        high = self._place(after if descending else before)
+        begin, end = self._place(after, "after"), self._place(before, "before")
+        low, high = (end, begin) if descending else (begin, end)
         backwards = bool(before) and not after
         found = list(islice(self._between(low, high, descending=descending != backwards), limit + 1))
         page = found[:limit]
         return page[::-1] if backwards else page, len(found) > limit
 
-    def _place(self, file: str) -> _Place:
+    def _place(self, file: str, param: str) -> _Place:
         if not file:
             return None
         if any(len(part.of_name(file)) for part in self._parts):
             return file
         if rows := self.rows_of(file):
             return rows[0]
-        raise InvalidRequest(f"the collection has no file {file[:128]!r} to list others before or after", "after")
+        raise InvalidRequest(f"the collection has no file {file[:128]!r} to list others {param}", param)
 
     def _between(self, low: _Place, high: _Place, *, descending: bool) -> Iterator[CollectionFile]:
         parts = [part.occurring(low, high, descending=descending) for part in self._parts]
