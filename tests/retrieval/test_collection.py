@@ -288,6 +288,7 @@ def test_directories_that_are_not_collections_are_named(tmp_path: Path, copy: Pa
     [
         ({"shards": 10**15}, "shards is 1000000000000000, outside 1..8"),
         ({"shards": -1}, "shards is -1"),
+        ({"dtype": "int8"}, "is of int8 rows, which no longer exist: build it anew"),
         ({"size": 43, "files": {}}, "does not list index/meta.json"),
         (
             {"size": 43, "files": {"index/meta.json": (1, "x"), "x" * 300: (1, "x")}},
