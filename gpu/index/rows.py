@@ -140,9 +140,3 @@ def metric_transform(rows: Rows) -> tuple[float, float]:
     if rows.metric == "cosine":
         return 1.0, 1.0
     return (1 / rows.scale / rows.scale if rows.metric == "l2" else 1 / rows.scale), 0.0
-
-
-def true_distances(raw: FloatArray, rows: Rows) -> FloatArray:
-    """Convert raw distances to the metric's, in float32."""
-    factor, offset = metric_transform(rows)
-    return (raw * np.float64(factor) + offset).astype(np.float32)

@@ -15,8 +15,9 @@ from gpu.cuda.driver import Argument, Dim, Driver, PinnedMemory
 from gpu.cuda.layout import KernelSpec
 from gpu.cuda.upload import device_arrays
 from gpu.index.data import IndexData
-from gpu.index.rows import aligned_empty, padded, true_distances
+from gpu.index.rows import aligned_empty, padded
 from gpu.params import SearchParams
+from tests.gpu.reference import true_distances
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.index.data import FACTOR_BYTES, GROUP, ROUNDS, IndexData, NeighborCodes, window
-from gpu.index.rows import Rows, true_distances
+from gpu.index.rows import Rows, metric_transform
 from gpu.params import SearchParams
 
 FloatArray = npt.NDArray[np.float32]
@@ -268,3 +268,9 @@ def raw_distances(vectors: FloatArray, query: FloatArray, metric: str) -> FloatA
 def stored_distances(rows: Rows, query: FloatArray, nodes: npt.NDArray[np.int64]) -> FloatArray:
     """Return distances of the stored rows."""
     return raw_distances(rows.codes[nodes, : rows.dim].astype(np.float32), query, rows.metric)
+
+
+def true_distances(raw: FloatArray, rows: Rows) -> FloatArray:
+    """Convert raw distances to the metric's, in float32."""
+    factor, offset = metric_transform(rows)
+    return (raw * np.float64(factor) + offset).astype(np.float32)
