@@ -4,7 +4,7 @@ segment.json         its size, and the checksums of the other files (`Contents`)
 index/               an index whose ids are row numbers: see `gpu.index.storage`
 documents.sqlite     see `documents`; missing for bare vectors
 attributes.msgpack   see `Columns.encode`; missing if no document has one
-keywords.sqlite      see `keyword_index`; missing for bare vectors, and in segments that earlier versions sealed
+keywords.sqlite      see `keywords.index`; missing for bare vectors, and in segments that earlier versions sealed
 """
 
 import hashlib
