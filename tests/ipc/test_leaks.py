@@ -1,4 +1,4 @@
-"""Tests that closing releases all resources; each leak check is verified by leaking once."""
+"""Closing releases all resources of a hand-over."""
 
 from ipc import HandoverSink, HandoverSource, KvArena, new_token, private_endpoint
 from tests.ipc.leaks import settled
