@@ -1,5 +1,6 @@
 """A reader finds the documents of rows that a pool returned, even if it has not polled since."""
 
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from runtime.retrieval.attributes.filters import Comparison
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.operations import Upsert, decode, encode
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.recent_documents import RecentDocuments
+from runtime.retrieval.collections.recent_documents import LIMIT_BYTES, OBJECTS_BYTES, RecentDocuments
 from runtime.retrieval.collections.replaced_rows import KEPT_S, ReplacedRows
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.collections.writer import CollectionWriter
@@ -242,11 +243,23 @@ def test_documents_that_were_read_are_known_until_a_write_is_to_be_applied(tmp_p
 
 
 def test_known_documents_are_those_added_last_within_their_memory() -> None:
-    recent = RecentDocuments(limit_bytes=100)
+    limit_bytes = 4 * (OBJECTS_BYTES + 25)
+    recent, whole = RecentDocuments(limit_bytes), "y" * (limit_bytes - OBJECTS_BYTES - 1)
     for row in range(8):
         recent.add([(row, Document(str(row), "", "x" * 24))])
     assert list(recent.find(range(8))) == [4, 5, 6, 7]
-    recent.add([(9, Document("9", "", "y" * 99)), (7, Document("7", "", "z"))])
+    recent.add([(9, Document("9", "", whole)), (7, Document("7", "", "z"))])
     assert list(recent.find(range(10))) == [9]
-    recent.add([(1, Document("1", "", "y" * 101))])
+    recent.add([(1, Document("1", "", whole + "y"))])
     assert recent.find(range(10)) == {}
+
+
+def test_known_documents_take_little_memory_even_if_they_have_no_texts() -> None:
+    recent = RecentDocuments()
+    tracemalloc.start()
+    try:
+        for row in range(60_000):
+            recent.add([(row, Document(str(row), "", "", row=row))])
+        assert tracemalloc.get_traced_memory()[0] <= LIMIT_BYTES
+    finally:
+        tracemalloc.stop()

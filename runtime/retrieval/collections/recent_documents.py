@@ -6,10 +6,11 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.passages import size_of
 
 LIMIT_BYTES = 16 << 20
+OBJECTS_BYTES = 512  # of a document besides its texts; those of bare vectors have nearly none
 
 
 class RecentDocuments:
-    """Documents by row, at most `limit_bytes` of text; the ones added first are forgotten first. Not thread-safe.
+    """Documents by row, in at most `limit_bytes`; the ones added first are forgotten first. Not thread-safe.
 
     A row denotes one document for ever, so none is ever outdated.
     """
@@ -28,7 +29,7 @@ class RecentDocuments:
         """Add documents with their rows."""
         for row, document in documents:
             if row not in self._documents:
-                size = size_of(document.id, document.title, document.text, document.attributes)
+                size = OBJECTS_BYTES + size_of(document.id, document.title, document.text, document.attributes)
                 self._documents[row], self._sizes[row] = document, size
                 self._bytes += size
         while self._bytes > self._limit_bytes:
