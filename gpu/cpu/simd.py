@@ -93,9 +93,8 @@ def _square_term(builder: Any, row: Any, query: Any, position: Any, total: Any) 
     return builder.fadd(total, builder.fmul(x, x, flags=_FAST), flags=_FAST)
 
 
-def _sum(term: Any, step: int, result: Any, scalar: Any, tail: int = 0) -> Any:
-    """Return an intrinsic that sums `term` over `lanes` elements, `step` at a time, then `tail` at a time."""
-    tail = tail or step
+def _sum(term: Any, result: Any, scalar: Any, tail: int = LANES) -> Any:
+    """Return an intrinsic that sums `term` over `lanes` elements, `LANES` at a time, then `tail` at a time."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         row, query, lanes = args
@@ -134,10 +133,10 @@ def _sum(term: Any, step: int, result: Any, scalar: Any, tail: int = 0) -> Any:
             return total
 
         zero = ir.Constant(ir.VectorType(scalar, LANES), None)
-        position, sums = sum_up(ir.Constant(_i64, 0), step, _ACCUMULATORS, [zero] * _ACCUMULATORS)
-        position, sums = sum_up(position, step, 1, sums)
+        position, sums = sum_up(ir.Constant(_i64, 0), LANES, _ACCUMULATORS, [zero] * _ACCUMULATORS)
+        position, sums = sum_up(position, LANES, 1, sums)
         total = add(add(sums[0], sums[1]), add(sums[2], sums[3]))
-        if tail < step:
+        if tail < LANES:
             _, (total,) = sum_up(position, tail, 1, [folded(total, tail)])
         return builder.extract_element(folded(total, 1), ir.Constant(_i32, 0))
 
@@ -150,12 +149,12 @@ def _sum(term: Any, step: int, result: Any, scalar: Any, tail: int = 0) -> Any:
 
 # Arguments: address of a row, address of a query, lanes. Float queries are float32; the lanes of float rows are a
 # multiple of 16 bytes.
-dot_f32 = _sum(_float_term(_widen_f32, 4, squared_difference=False), LANES, types.float32, _f32, tail=4)
-l2_f32 = _sum(_float_term(_widen_f32, 4, squared_difference=True), LANES, types.float32, _f32, tail=4)
-dot_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=False), LANES, types.float32, _f32, tail=8)
-l2_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=True), LANES, types.float32, _f32, tail=8)
+dot_f32 = _sum(_float_term(_widen_f32, 4, squared_difference=False), types.float32, _f32, tail=4)
+l2_f32 = _sum(_float_term(_widen_f32, 4, squared_difference=True), types.float32, _f32, tail=4)
+dot_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=False), types.float32, _f32, tail=8)
+l2_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=True), types.float32, _f32, tail=8)
 # The squared norm of float32 lanes, a multiple of 16, in float64; both addresses are the vector's.
-square_f64 = _sum(_square_term, LANES, types.float64, _f64)
+square_f64 = _sum(_square_term, types.float64, _f64)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -193,8 +193,7 @@ class CollectionCatalogue(Protocol):
         """Return the description of a collection. Raises UnknownCollection."""
 
     def documents(self, collection: str) -> CollectionDocuments:
-        """Return the open documents of a collection. Raises UnknownCollection, Unavailable, and InvalidRequest if they
-        are on other nodes."""
+        """Return the open documents of a collection. Raises UnknownCollection, Unavailable."""
 
     def embedders(self) -> Mapping[str, Embedder]:
         """Return the embedders by the names that requests use."""
