@@ -37,6 +37,12 @@ def test_measured_extends_have_a_positive_cost() -> None:
     assert min(one.seconds for one in found) > 0
 
 
+def test_service_times_of_a_version_with_curves_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "times.json").write_text('{"source": "measured", "roofline": {"search": []}}')
+    with pytest.raises(ConfigError, match=r"unknown field `roofline`; `trinity calibrate` measures them again"):
+        ServiceTimes.load(tmp_path / "times.json")
+
+
 def test_a_node_without_collections_or_model_cannot_be_calibrated(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to calibrate"):
         calibrate(NodeConfig(), ServiceTimes())

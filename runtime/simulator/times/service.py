@@ -107,4 +107,6 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{path}: invalid service times: {error}") from error
+            raise ConfigError(
+                f"{path}: invalid service times: {error}; `trinity calibrate` measures them again"
+            ) from error
