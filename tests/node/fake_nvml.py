@@ -24,6 +24,7 @@ class Card:
     memory_busy: int = 25
     instances: list[str] = field(default_factory=list)  # UUIDs of MIG instances
     power_mw: int | None = 350_000  # None: not supported
+    failed: bool = False  # its memory cannot be read
     parent: "Card | None" = None
     capability: tuple[int, int] = (9, 0)
 
@@ -67,6 +68,8 @@ class FakeNvml:
         return Card(card.instances[index], card.bus, "MIG 1g.10gb", total=10 << 30, used=0, power_mw=None, parent=card)
 
     def nvmlDeviceGetMemoryInfo(self, card: Card) -> Any:  # noqa: N802
+        if card.failed:
+            raise NVMLError("GPU is lost")
         return SimpleNamespace(total=card.total, used=card.used, free=card.total - card.used)
 
     def nvmlDeviceGetUtilizationRates(self, card: Card) -> Any:  # noqa: N802

@@ -47,6 +47,15 @@ def test_a_worker_that_does_not_fit_into_a_gpus_free_memory_is_refused() -> None
         gpus.check_free("GPU-aaaaaaaa", 12 << 30, "decode-1")
 
 
+def test_a_gpu_that_has_failed_is_not_checked_and_hides_no_other() -> None:
+    cards = [Card("GPU-aaaaaaaa"), Card("GPU-bbbbbbbb", total=80 << 30, used=70 << 30)]
+    gpus = Gpus(FakeNvml(cards))
+    cards[0].failed = True
+    gpus.check_free("GPU-aaaaaaaa", 1 << 40, "decode-1")
+    with pytest.raises(InvalidRequest, match="GPU 1"):
+        gpus.check_free("GPU-bbbbbbbb", 12 << 30, "decode-1")
+
+
 def test_an_unsupported_gpu_metric_is_omitted() -> None:
     gpus = Gpus(FakeNvml([Card("GPU-aaaaaaaa", power_mw=None)]))
     names = {family.name for family in gpus.families()}

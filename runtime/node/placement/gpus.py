@@ -66,12 +66,14 @@ class Gpus:
 
     def check_free(self, uuid: str, needed_bytes: int, whose: str) -> None:
         """Raise `InvalidRequest` if this GPU has less memory free. A GPU that NVML does not report is not checked."""
-        for gpu in self.all():
-            if gpu.uuid == uuid and gpu.free_bytes < needed_bytes:
-                raise InvalidRequest(
-                    f"GPU {gpu.index} ({uuid}) has {gpu.free_bytes / 2**30:.1f} GiB free, but {whose} needs "
-                    f"{needed_bytes / 2**30:.1f} GiB"
-                )
+        for index, handle, _ in self._handles:
+            with contextlib.suppress(self._nvml.NVMLError):  # the GPU has failed
+                free = self._nvml.nvmlDeviceGetMemoryInfo(handle).free
+                if self._uuid(handle) == uuid and free < needed_bytes:
+                    raise InvalidRequest(
+                        f"GPU {index} ({uuid}) has {free / 2**30:.1f} GiB free, but {whose} needs "
+                        f"{needed_bytes / 2**30:.1f} GiB"
+                    )
 
     def driver(self) -> str:
         """Return the driver's version, "" without a driver."""
