@@ -162,6 +162,16 @@ def test_what_is_compiled_is_marked_for_its_setup_alone(
     assert not is_compiled(structs.replace(setup, rows=5))
 
 
+def test_a_cache_that_can_be_neither_read_nor_written_costs_the_mark_alone(
+    compiler: Compiler, setup: ModelSetup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("runtime.serving.network.decode_graphs.CudaCapture", Replays)
+    monkeypatch.setattr("runtime.serving.network.prefill_graphs.CudaCapture", lambda warm_up: Replays())
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / ("x" * 300)))
+    assert not is_compiled(setup)
+    assert compile_programs(setup)
+
+
 def test_a_standby_worker_is_compiled_before_it_replaces_another(compiler: Compiler, setup: ModelSetup) -> None:
     worker = Worker(setup)
     worker.compilation.finish()

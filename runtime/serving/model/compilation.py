@@ -200,8 +200,12 @@ def compile_programs(setup: ModelSetup) -> bool:
     for _ in model.compile(range(min(_SCRATCH, setup.blocks)), rows=setup.rows, tokens=setup.tokens):
         pass
     if model.compiled:
-        setup.mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        setup.mark.touch()
+        mark = setup.mark
+        try:
+            mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            mark.touch()
+        except OSError as error:
+            log.warning("cannot write %s: %s; the next start compiles again", mark, error.strerror)
     return model.compiled
 
 
@@ -209,7 +213,7 @@ def is_compiled(setup: ModelSetup) -> bool:
     """Return whether torch's cache has all that a worker with this setup compiles."""
     try:
         return setup.mark.exists()
-    except ModelError:  # there is no cache
+    except (ModelError, OSError):  # there is no cache, or it cannot be read
         return False
 
 
