@@ -1,4 +1,4 @@
-"""Searches of the frontend with reranking, in collections of this node and of others."""
+"""Searches of the frontend with reranking."""
 
 import dataclasses
 from collections.abc import Callable
