@@ -126,7 +126,7 @@ def test_a_running_build_is_shown_with_its_progress() -> None:
 
 
 @pytest.mark.parametrize(("building", "told"), [(0, ""), (1, ", 1 building (rows 100%, graph 45%, written 0%)")])
-def test_writess_are_below_the_table(building: int, told: str) -> None:
+def test_collections_that_are_written_to_are_below_the_table(building: int, told: str) -> None:
     lines = shown(200, written=CollectionsStatus(12_345, 3, 120, 45, 5 << 19, building, (1.0, 0.45, 0.0)))
     assert lines[-1] == (
         f"collections: 12,345 documents in 3 segments{told}; 120 growing rows in the log (2.5 MiB); 45 tombstones"
