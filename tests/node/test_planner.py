@@ -160,6 +160,15 @@ def tables() -> Iterator[dict[str, WorkerTable]]:
         table.close()
 
 
+@pytest.mark.parametrize("burst", [1, 2, 4, 8, 32])
+def test_prompts_that_come_to_decode_all_at_once_do_not_look_like_load_for_ever(burst: int) -> None:
+    node = Node(prefill=2, decode=1, chunk_tokens=256)
+    node.run(60, asked=0.3, left=0.1, token_s=0.012)
+    node.run(1, asked=0.3 + burst, left=0.1 + burst, token_s=0.012)
+    assert node.run(600, asked=0.3, left=0.1, token_s=0.012) == []
+    assert max(node.planner.loads.values()) < 0.8
+
+
 class BusyPrefill:
     """A control loop whose prefill is overloaded."""
 

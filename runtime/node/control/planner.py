@@ -6,7 +6,7 @@ The supervisor and the simulator run this same class. A role's load is its work 
   has time for.
 - **Decode**: a step takes s = a / (1 - w / workers), where a is the step of an empty batch and w the work of its rows,
   in workers. The load is w over the w at which s is `slo.tpot_s`. (a: the least time per token seen, at most a third of
-  `tpot_s`.)
+  `tpot_s`. Windows in which decode is given many prompts do not count.)
 - **Prompts that decode computes**, where it may: as many as equalize both loads, while a chunk beside a step keeps
   `tpot_s`. A chunk takes a step of its own, so that c seconds of them take decode c (1 + a / chunk).
 - Waiting prompts add their wait over `slo.ttft_s`, at most `_MAX_WAIT`: to decode's load if more than one hand-over per
@@ -34,6 +34,7 @@ _GAIN, _MIN_GAIN = 0.08, 0.05
 _BUSY = 0.8
 _MAX_WAIT = 0.25
 _GROWTH = 1.2
+_MAX_PROMPTS = 0.5  # share of a window that prompts take decode, in which the least time per token is still measured
 _AVERAGED_PROMPTS = 200
 _MIN_WEIGHT, _MAX_WEIGHT = 0.05, 0.5  # of a window
 _CONFIRMED, _MAX_BACK = 3, 40
@@ -147,8 +148,10 @@ class Planner:
         if delta.tokens > 0 and delta.row_s > 0:
             decode_prompts = delta.decode_prompt_tokens * self._token_s / passed_s / workers["decode"]
             token_s = delta.row_s / delta.tokens * max(1 - decode_prompts, 0.1)
-            self._min_token_s = min(self._min_token_s, token_s)
-            found["decode"] = (1 - self._min_token_s / token_s) * workers["decode"]
+            least_s = min(self._min_token_s, token_s)
+            if decode_prompts <= _MAX_PROMPTS:  # of a burst most may be computed after this window
+                self._min_token_s = least_s
+            found["decode"] = (1 - least_s / token_s) * workers["decode"]
         wait_s = (delta.prefill_waiting + delta.decode_waiting) * passed_s / max(delta.prompts, 1)
         wait = min(wait_s / self._slo.ttft_s, _MAX_WAIT)
         if delta.decode_waiting > workers["decode"]:  # prefill holds its slots until decode has pulled the KV
