@@ -236,7 +236,8 @@ def test_otel_service_name_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_spans_are_exported_if_the_environment_names_a_collector() -> None:
-    assert exported_spans("my-node", "tiny", {"OTEL_SERVICE_NAME": "gateway"}) is None
+    for unset in ({"OTEL_SERVICE_NAME": "gateway"}, {"OTEL_EXPORTER_OTLP_ENDPOINT": ""}):
+        assert exported_spans("my-node", "tiny", unset) is None
     made = exported_spans("my-node", "tiny", {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:9"})
     assert made is not None
     made.close()

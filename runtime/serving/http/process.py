@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_EXPORTERS = {"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"}
+_EXPORTERS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 """OpenTelemetry's variables that name a collector."""
 _HEARTBEAT_S = 0.1
 _SWITCH_S = 0.0005  # how long a thread keeps the interpreter's lock when the event loop wants it
@@ -267,7 +267,7 @@ def _raise_descriptor_limit(connections: int) -> None:
 def exported_spans(node: str, model: str, environment: Mapping[str, str]) -> "RequestSpans | None":
     """Return the exporter of spans if the environment names a collector; None also without the packages for it: the
     variable may be meant for other programs."""
-    if not _EXPORTERS & environment.keys():
+    if not any(environment.get(name) for name in _EXPORTERS):  # to OpenTelemetry, empty means unset
         return None
     try:
         from runtime.serving.frontend.spans import RequestSpans, otlp_provider  # an optional extra
