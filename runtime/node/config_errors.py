@@ -79,7 +79,7 @@ REMOVED = {
     "tracing": "spans are exported if OTEL_EXPORTER_OTLP_ENDPOINT is set",
     "stores.max_files": "the limit is 100,000 files",
     "stores.max_responses": "the latest 10,000 responses are kept",
-    "stores.max_stores": "the limit is 1,000 stores",
+    "stores.max_stores": "the limit is 10,000 stores",
     "stores.response_ttl_s": "responses are kept for 30 days",
 }
 """Keys that earlier versions had: what holds now."""
