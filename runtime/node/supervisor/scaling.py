@@ -7,7 +7,8 @@ while the node holds one more model. The last ready worker of a role, or of a sh
 
 Vacant placements of the plan are filled first. Beyond the plan, an added prefill or decode worker shares device and
 cores with the worker that it is modelled on. Pool workers cannot exceed the plan, because their clients know the
-endpoints from the start. The frontend is fixed. A worker is added to a GPU only if that has memory for it.
+endpoints from the start. The frontend is fixed. A flip, or a worker beyond the plan, is refused if its GPU has no
+memory for it.
 """
 
 import itertools
