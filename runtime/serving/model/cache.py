@@ -12,7 +12,10 @@ def private_cache(name: str, what: str) -> Path:
 
     Raises `ModelError` if it cannot be created or if other users can write to it: its files are trusted.
     """
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trinity" / name
+    try:
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trinity" / name
+    except RuntimeError as error:
+        raise ModelError(f"no place for the {what}: this user has no home directory; set XDG_CACHE_HOME") from error
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         private = is_private(directory)
