@@ -139,7 +139,7 @@ def test_whoever_dies_an_answer_ends_once_and_nothing_acknowledged_is_lost(nodes
             node, ended, finished, batch = disturb(nodes[-1], client, victim, store, files := list(names)[-BATCH:])
         nodes.append(node)
         assert finished == (victim not in CUTTING)
-        assert (ended.kind in ENDS) == (victim not in CUTTING), ended
+        assert ended.kind in ENDS or victim in CUTTING, ended  # it may have ended before its connection was cut
         node.wait_ready()
         with client_of(node, 8) as client:
             if ended.kind == "response.failed":
