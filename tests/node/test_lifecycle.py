@@ -159,6 +159,17 @@ def test_a_dead_worker_is_replaced_at_once_by_a_standby(node: Node, phase: str, 
     assert (dead.due > node.now_s) == waits
 
 
+def test_a_loaded_standby_worker_takes_the_place_of_an_added_worker_of_its_role_and_device(node: Node) -> None:
+    spare, _ = node.workers
+    spare.placement = replace(spare.placement, spare=0)
+    standbys, added = StandbyWorkers([spare], []), WorkerPlan("pool", 7, "cpu", (), 1)
+    assert not standbys.is_loaded_for(added)
+    spare.phase = Phase.STANDBY
+    assert standbys.is_loaded_for(added)
+    assert not standbys.is_loaded_for(replace(added, role="decode"))
+    assert not standbys.is_loaded_for(replace(added, device="cuda:0"))
+
+
 def test_a_standby_worker_of_a_returned_gpu_starts_without_back_off(node: Node) -> None:
     spare, worker = node.workers
     spare.placement, spare.due = replace(spare.placement, spare=0), float("inf")  # its slow start was told of

@@ -28,7 +28,7 @@ class StandbyWorkers:
 
         The caller sends the process its new `WorkerSpec`.
         """
-        spare = self._match(worker)
+        spare = self._match(worker.placement)
         if spare is None:
             return False
         log.info("%s replaces %s", spare.name, worker.name)
@@ -37,8 +37,12 @@ class StandbyWorkers:
         spare.back_off()
         return True
 
-    def _match(self, worker: SupervisedWorker) -> SupervisedWorker | None:
-        matching = (s for s in self.spares if s.phase is Phase.STANDBY and _matches(s.placement, worker.placement))
+    def is_loaded_for(self, placement: WorkerPlan) -> bool:
+        """Return whether a standby worker would take this place: its memory is allocated already."""
+        return self._match(placement) is not None
+
+    def _match(self, placement: WorkerPlan) -> SupervisedWorker | None:
+        matching = (s for s in self.spares if s.phase is Phase.STANDBY and _matches(s.placement, placement))
         return next(matching, None)
 
     def restart_all(self) -> None:
@@ -54,7 +58,7 @@ class StandbyWorkers:
         worker that died skips its back-off if a standby worker matches: loading the next one limits the rate enough.
         """
         for worker in self._workers:
-            if worker.phase is Phase.BACKOFF and not worker.failed_starts and self._match(worker) is not None:
+            if worker.phase is Phase.BACKOFF and not worker.failed_starts and self.is_loaded_for(worker.placement):
                 worker.due = 0.0
         restarting = [worker for worker in self._workers if worker.phase is Phase.BACKOFF and not worker.cannot_run]
         starting = [worker for worker in (*self._workers, *self.spares) if worker.phase is Phase.STARTING]

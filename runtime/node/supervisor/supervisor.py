@@ -162,8 +162,9 @@ class Supervisor:
             self._control_loop.pause_planner(now_s)
 
     def _check_memory(self, added: WorkerPlan) -> None:
-        """Raise `InvalidRequest` unless the GPU of an added worker has the memory that its role needs."""
-        self._gpus.check_free(added.gpu, self._device_bytes.get(added.role, 0), added.name)
+        """Raise `InvalidRequest` unless an added worker's GPU has the memory, or a standby worker takes its place."""
+        if not self._standbys.is_loaded_for(added):
+            self._gpus.check_free(added.gpu, self._device_bytes.get(added.role, 0), added.name)
 
     def _wait(self, control: AdminServer) -> None:
         """Sleep until an admin request, a process exit or a signal arrives, or `_POLL_S` has passed."""
@@ -272,10 +273,7 @@ class Supervisor:
         self._stop_requests += 1
 
     def _request_drain(self) -> None:
-        """Drain and stop, on `trinity stop` or a closed terminal (kernel and shell both send SIGHUP).
-
-        Further such requests do not shorten the drain.
-        """
+        """Drain and stop, on `trinity stop` or SIGHUP (kernel and shell send it): more do not shorten the drain."""
         self._stop_requests = max(1, self._stop_requests)
 
     def _catch_signals(self) -> None:
@@ -366,7 +364,7 @@ class Supervisor:
         status = self.status()
         model = self.plan.config.model
         tables = {worker.name: worker.table for worker in self.workers}
-        vllm_names = not self.plan.of_role("engine")  # an engine exports its own
+        engines = {engine.name: self.plan.engine_metrics(engine.name) for engine in self.plan.of_role("engine")}
         collector = NodeCollector(
             tables,
             (
@@ -375,10 +373,8 @@ class Supervisor:
                 ),
                 self._control_loop.families,
                 self._gpus.families,
-                lambda: engine_families(
-                    {e.name: self.plan.engine_metrics(e.name) for e in self.plan.of_role("engine")}
-                ),
-                lambda: vllm_families(tables.values()) if vllm_names else (),
+                lambda: engine_families(engines),
+                lambda: () if engines else vllm_families(tables.values()),  # an engine exports its own
             ),
             {"node": self.plan.config.node.name, "model_name": Path(model.name).name if model else ""},
         )
