@@ -89,7 +89,7 @@ def test_an_answer_contains_the_passages_of_exact_search_and_stage_timings(node:
     assert [passage["distance"] for passage in passages] == pytest.approx(distances[0][: len(passages)], abs=1e-5)
     assert all(passage["title"] for passage in passages)
     spans = answer["timings"]
-    stages = {"queue", "embed", "retrieval", "admission", "prefill", "decode"}
+    stages = {"queue", "batch", "embed", "retrieval", "passages", "admission", "prefill", "decode"}
     handed_over = {"room", "pull", "handover"}  # unless decode computed the prompt
     assert set(spans) - handed_over == stages | {"ttft", "tpot", "e2e"}
     assert set(spans) & handed_over in (handed_over, set())
@@ -140,7 +140,8 @@ def test_a_prefetching_answer_stalls_only_for_embedding_its_probes(node: Node) -
     assert trace["state"] == "length"
     stages = [stage["name"] for stage in trace["stages"]]
     handed_over = ["room", "pull"] if "room" in stages else []
-    assert stages == ["queue", "embed", "retrieval", "admission", "prefill", *handed_over, "decode"]
+    searched = ["batch", "embed", "retrieval", "passages"]
+    assert stages == ["queue", *searched, "admission", "prefill", *handed_over, "decode"]
     probes = trace["probes"]
     assert len(probes) > 1
     assert all(probe["stalled_s"] < probe["end_s"] - probe["begin_s"] for probe in probes)
@@ -169,7 +170,8 @@ def test_retrieval_of_texts_and_vectors_equals_a_search_of_the_index(node: Node,
         assert [passage["id"] for passage in answer["passages"]] == expected
         trace = json.loads(get_json(node.info.url, f"/v1/traces/{answer['id']}"))
         assert (trace["kind"], trace["state"], trace["passages"]) == ("search", "found", 5)
-        assert [stage["name"] for stage in trace["stages"]] == ["embed", "retrieval"]
+        stages = [stage["name"] for stage in trace["stages"]]
+        assert stages == ["batch"] * ("query" in question) + ["embed", "retrieval", "passages", "respond"]
     assert node.metric("trinity_request_embed_time_seconds_count", worker="frontend-0") >= 1
 
 

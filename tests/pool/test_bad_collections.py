@@ -49,7 +49,7 @@ def altered(path: Path) -> None:
 
 def redescribed(path: Path) -> None:
     meta = path / "segments/0/index" / "meta.json"
-    meta.write_text(meta.read_text().replace('"slack": 0.0', '"slack": 9.0'))
+    meta.write_text(meta.read_text().replace('"scale": 1.0', '"scale": 0.0'))
 
 
 def unreadable(path: Path) -> None:
