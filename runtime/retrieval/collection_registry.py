@@ -62,16 +62,8 @@ class DocumentLookup:
 
         Raises `ResponseTooLarge`, and the errors of `on_read`.
         """
-        size = 0
-
-        def count(one: Document) -> None:
-            nonlocal size
-            size += size_of(one.id, one.title, one.text, one.attributes)
-            check_size(size, len(self.rows))
-            on_read(size)
-
         try:
-            return self.build.documents.get(self.rows, count)
+            return self.build.documents.get(self.rows, self._count(on_read))
         except CollectionError as error:
             return error
 
@@ -81,12 +73,23 @@ class DocumentLookup:
             found = self.build.documents.get_known(self.rows)
         except CollectionError as error:
             return error
-        if found is not None:
-            documents = [one for one in found if one is not None]
-            size = sum(size_of(one.id, one.title, one.text, one.attributes) for one in documents)
+        count = self._count(on_read)
+        for one in found or ():
+            if one is not None:
+                count(one)
+        return found
+
+    def _count(self, on_read: OnRead) -> Callable[[Document], None]:
+        """Return a function that checks the size of the documents that it was called with, up to the first too many."""
+        size = 0
+
+        def count(one: Document) -> None:
+            nonlocal size
+            size += size_of(one.id, one.title, one.text, one.attributes)
             check_size(size, len(self.rows))
             on_read(size)
-        return found
+
+        return count
 
 
 class CollectionRegistry:
