@@ -30,7 +30,6 @@ from runtime.serving.kv.transport import Transport, transport_for
 from runtime.serving.messages import Cancel, Decode, Failed, Hello, Tokens, Welcome
 from runtime.serving.model.compilation import Compilation, ModelSetup
 from runtime.serving.model.language_model import SampledToken
-from runtime.serving.model.model_info import weights_type
 from runtime.serving.model.sampler import Sampler
 from runtime.serving.model.text import TextStream
 
@@ -358,18 +357,8 @@ def model_setup(config: NodeConfig, transport: Transport) -> ModelSetup:
     """Return how a decode worker loads its model, and its largest batches."""
     model = config.own_model
     assert model is not None
-    return ModelSetup(
-        name=model.name,
-        blocks=config.decode.blocks(model),
-        block_tokens=model.kv_block_tokens,
-        context_tokens=model.context_tokens,
-        threads=config.decode.threads,
-        device=transport.device,
-        weights=weights_type(model.weights, transport.device),
-        kernels=transport.kernels,
-        rows=config.decode.slots,
-        tokens=config.decode.slots + config.decode.chunk_tokens,
-    )
+    rows = config.decode.slots
+    return ModelSetup.of(model, config.decode, transport, rows=rows, tokens=rows + config.decode.chunk_tokens)
 
 
 def run(worker: Worker) -> None:

@@ -22,10 +22,13 @@ import msgspec
 
 from ipc.native.compiled import stamp_of
 from runtime.errors import ModelError, ResourceBusy, TrinityError
+from runtime.node.engine_config import ModelSection
 from runtime.node.worker import die_with_parent
+from runtime.node.worker_config import KvWorkerSection
 from runtime.serving.kv.blocks import BlockManager
+from runtime.serving.kv.transport import Transport
 from runtime.serving.model.language_model import LanguageModel
-from runtime.serving.model.model_info import Kernels, WeightsType
+from runtime.serving.model.model_info import Kernels, WeightsType, weights_type
 
 if TYPE_CHECKING:
     from ipc.memory.device import CudaArray
@@ -55,6 +58,32 @@ class ModelSetup(msgspec.Struct, frozen=True):
     prompts_only: bool = False
     rows: int = 0
     tokens: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelSection,
+        section: KvWorkerSection,
+        transport: Transport,
+        *,
+        rows: int = 0,
+        tokens: int,
+        prompts_only: bool = False,
+    ) -> "ModelSetup":
+        """Return the setup of a role's workers, of which `rows` and `tokens` are the largest batches."""
+        return cls(
+            name=model.name,
+            blocks=section.blocks(model),
+            block_tokens=model.kv_block_tokens,
+            context_tokens=model.context_tokens,
+            threads=section.threads,
+            device=transport.device,
+            weights=weights_type(model.weights, transport.device),
+            kernels=transport.kernels,
+            prompts_only=prompts_only,
+            rows=rows,
+            tokens=tokens,
+        )
 
     def load(
         self,

@@ -31,7 +31,7 @@ from runtime.serving.kv.transport import Transport, transport_for
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Retrieved, Welcome, encode
 from runtime.serving.model.compilation import Compilation, ModelSetup
 from runtime.serving.model.language_model import Chunk, SampledToken
-from runtime.serving.model.model_info import ModelInfo, kv_type, weights_type
+from runtime.serving.model.model_info import ModelInfo, kv_type
 from runtime.serving.prefill.job import Disaggregation, Job, virtual_deadline_ns
 from runtime.serving.prefill.prompts import Prompts
 
@@ -375,18 +375,7 @@ def model_setup(config: NodeConfig, transport: Transport) -> ModelSetup:
     """Return how a prefill worker loads its model, and its largest passes."""
     model = config.own_model
     assert model is not None
-    return ModelSetup(
-        name=model.name,
-        blocks=config.prefill.blocks(model),
-        block_tokens=model.kv_block_tokens,
-        context_tokens=model.context_tokens,
-        threads=config.prefill.threads,
-        device=transport.device,
-        weights=weights_type(model.weights, transport.device),
-        kernels=transport.kernels,
-        prompts_only=True,
-        tokens=config.prefill.pass_tokens,
-    )
+    return ModelSetup.of(model, config.prefill, transport, tokens=config.prefill.pass_tokens, prompts_only=True)
 
 
 def run(worker: Worker) -> None:
