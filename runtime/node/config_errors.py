@@ -74,6 +74,8 @@ REMOVED = {
     "http.vllm_metrics": "/metrics has vLLM's names, too",
     "http.restarts": "a request is restarted at most three times",
     "model.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
+    "model.prefill.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
+    "model.decode.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
     "prompts.passages": "a request may set passages in its retrieval",
     "remote": "search the nodes over HTTP and merge their passages by distance",
     "tracing": "spans are exported if OTEL_EXPORTER_OTLP_ENDPOINT is set",
