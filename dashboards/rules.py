@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dashboards import queries as q
-from runtime.node.metrics.worker_metrics import DecodeMetrics, PoolMetrics, RetrievingMetrics
+from runtime.node.metrics.worker_metrics import DecodeMetrics, KvMetrics, PoolMetrics, RetrievingMetrics
 from runtime.node.supervisor_metrics import ControlMetrics, GpuMetrics, NodeMetrics, ProcessMetrics
 
 RUNBOOK = "docs/runbook.md"
@@ -185,6 +185,13 @@ def alerts(scale: float = 1.0) -> list[Alert]:
             600 * scale,
             "ticket",
             "{{ $labels.worker }} of {{ $labels.node }} has no free KV blocks, and hand-overs wait",
+        ),
+        Alert(
+            "TrinityModelUncompiled",
+            [Condition(str(KvMetrics.UNCOMPILED), "==", 1)],
+            600 * scale,
+            "ticket",
+            "The model of {{ $labels.worker }} of {{ $labels.node }} runs uncompiled, several times slower",
         ),
         Alert(
             "TrinityMemoryLow",

@@ -143,6 +143,11 @@ CASES: dict[str, Case] = {
         fires={f"trinity_node_draining{{{NODE}}}": constant(1)},
         quiet={f"trinity_node_draining{{{NODE}}}": constant(0)},
     ),
+    "TrinityModelUncompiled": Case(
+        fires={f"trinity_model_uncompiled{{{WORKER}}}": constant(1)},
+        quiet={f"trinity_model_uncompiled{{{WORKER}}}": constant(0)},
+        labels={"node": "n", "worker": "decode-0"},
+    ),
     "TrinityMemoryLow": Case(
         fires={f"trinity_node_memory_available_bytes{{{NODE}}}": constant(4)},
         quiet={f"trinity_node_memory_available_bytes{{{NODE}}}": constant(6)},

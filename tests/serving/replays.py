@@ -12,12 +12,17 @@ from runtime.serving.network.decode_graphs import Captured  # noqa: E402
 
 
 class Replays:
-    """Captures programs; a replay runs its program again, and writes into the tensors that the capture returned."""
+    """Captures programs; a replay runs its program again, and writes into the tensors that the capture returned.
 
-    def __init__(self) -> None:
+    `room`: for how many captures there is memory, None for any number."""
+
+    def __init__(self, room: int | None = None) -> None:
         self.captures = self.replays = 0
+        self.room = room
 
     def __call__(self, run: Callable[[], Any]) -> Captured:
+        if self.captures == self.room:
+            raise torch.OutOfMemoryError("out of memory")
         self.captures += 1
         output = run()
 

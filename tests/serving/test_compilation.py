@@ -1,7 +1,9 @@
 """A model on a GPU serves with eager layers until its programs are compiled: over CPU tensors, with an injected
 compiler."""
 
+import fcntl
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,24 @@ def test_a_model_that_cannot_be_compiled_stays_eager_with_one_warning(
     assert worker.tokens == alone(setup.load(), len(worker.tokens))
 
 
+def test_a_worker_that_has_no_memory_for_its_graphs_goes_on_without_them(
+    compiler: Compiler, setup: ModelSetup, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(setup)
+    worker.capture.room = 3
+    worker.process.code = 0
+    for _ in range(20):
+        worker.compilation.advance()
+        worker.step()
+    assert worker.capture.captures == 3
+    assert worker.compilation.uncompiled
+    assert worker.blocks.held == 32, "the blocks that pieces write to are free again"
+    assert [record.message for record in caplog.records] == [
+        "steps on cpu run without graphs, several times slower: out of memory"
+    ]
+    assert worker.tokens == alone(setup.load(), len(worker.tokens))
+
+
 def test_without_memory_for_two_more_layers_the_worker_compiles_between_its_steps(
     compiler: Compiler, setup: ModelSetup
 ) -> None:
@@ -160,6 +180,19 @@ def test_what_is_compiled_is_marked_for_its_setup_alone(
     monkeypatch.setattr("runtime.serving.network.llama.compiled_programs", lambda: 1 / 0)
     assert not compile_programs(structs.replace(setup, rows=5))
     assert not is_compiled(structs.replace(setup, rows=5))
+
+
+def test_of_two_processes_with_one_setup_one_compiles_and_the_other_waits_for_it(
+    compiler: Compiler, setup: ModelSetup
+) -> None:
+    setup.mark.parent.mkdir(parents=True)
+    with setup.mark.with_suffix(".lock").open("w") as first, ThreadPoolExecutor(1) as threads:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        second = threads.submit(compile_programs, setup)
+        setup.mark.touch()
+        fcntl.flock(first, fcntl.LOCK_UN)
+        assert second.result(60)
+    assert compiler.calls == 0
 
 
 def test_a_cache_that_can_be_neither_read_nor_written_costs_the_mark_alone(

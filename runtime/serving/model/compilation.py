@@ -8,11 +8,13 @@ One program serves all layers, so a model of two leaves all that torch compiles 
 done: where it is, no process is started. `python -m runtime.serving.model.compilation PARENT` is the process.
 """
 
+import fcntl
 import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -177,7 +179,15 @@ class Compilation:
                 self._pieces = self._compile(eager=code != NO_ROOM)
             self._process.close()
             self._process = None
-        if self._pieces is not None and next(self._pieces, self) is self:
+        if self._pieces is None:
+            return
+        try:
+            ended = next(self._pieces, self) is self
+        except Exception as error:  # no memory for a graph, another version of torch: anything
+            reason = str(error)[:300]
+            log.warning("steps on %s run without graphs, several times slower: %s", self._setup.device, reason)
+            ended = True
+        if ended:
             self._pieces = None
             self._blocks.close(self._scratch)
 
@@ -223,18 +233,31 @@ class CompilerProcess:
 
 
 def compile_programs(setup: ModelSetup) -> bool:
-    """Compile what a worker with this setup compiles, into torch's cache, and mark it. Return whether torch can; if
-    not, the log says why. Raises as `LanguageModel.load`."""
+    """Compile what a worker with this setup compiles, into torch's cache, and mark it; of several processes that are
+    to do the same one does, and the others wait for it. Return whether torch can; if not, the log says why. Raises as
+    `LanguageModel.load`."""
+    mark = setup.mark
+    try:
+        mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = mark.with_suffix(".lock").open("w")
+    except OSError as error:
+        log.warning("cannot write %s: %s; the next start compiles again", mark, error.strerror)
+        return _compile(setup)
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if mark.exists():
+            return True
+        compiled = _compile(setup)
+        if compiled:
+            with suppress(OSError):  # a full disk: the next start compiles again
+                mark.touch()
+        return compiled
+
+
+def _compile(setup: ModelSetup) -> bool:
     model = setup.load(layers=_LAYERS)
     for _ in model.compile(range(min(_SCRATCH, setup.blocks)), rows=setup.rows, tokens=setup.tokens):
         pass
-    if model.compiled:
-        mark = setup.mark
-        try:
-            mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            mark.touch()
-        except OSError as error:
-            log.warning("cannot write %s: %s; the next start compiles again", mark, error.strerror)
     return model.compiled
 
 

@@ -185,9 +185,9 @@ class LanguageModel:
 
         network, first, row_blocks = self._network, scratch[0], self._cache.row_blocks
         group, kernels = self.info.heads // self.info.kv_heads, self._cache.kernels
-        self.compiled = not eager and network.compile(self._cache, first)
+        compiled = not eager and network.compile(self._cache, first)
         yield
-        if self.compiled and self._wanted == "paged":
+        if compiled and self._wanted == "paged":
             kernels = "paged" if supports_paged_attention(self.kv, row_blocks, group, scratch, capture) else kernels
             yield
         cache = PagedCache(self.kv, kernels, row_blocks)
@@ -201,7 +201,7 @@ class LanguageModel:
                 with torch.inference_mode():
                     graphs[1].logits([([first] * -(-size // self.block_tokens), 0, size)], [0] * size)
                 yield
-        self._cache, self._graphs = cache, graphs
+        self._cache, self._graphs, self.compiled = cache, graphs, compiled
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Run chunks of different sequences in one pass; prompt chunks and single decode tokens may be mixed.
