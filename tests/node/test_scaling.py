@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,6 +220,16 @@ def test_a_flip_that_a_gpu_has_no_memory_for_is_refused_and_starts_nothing() -> 
     with pytest.raises(InvalidRequest, match="prefill-0 does not fit into GPU-0"):
         scaler.request("flip", "decode")
     assert (added, scaler.in_progress) == ([], False)
+
+
+def test_a_worker_that_the_host_has_no_memory_for_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=3 << 30))
+    places = (WorkerPlan("prefill", 0, "cpu", (), 1), WorkerPlan("decode", 0, "cpu", (), 1))
+    plan = NodePlan(NodeConfig(model=ModelSection(name="/nowhere")), "", "t", places)
+    supervisor = Supervisor(plan, device_bytes={"prefill-0": 4 << 30, "decode-0": 2 << 30})
+    with pytest.raises(InvalidRequest, match=r"the host has 3\.0 GiB free, but prefill-0 needs 4\.0 GiB"):
+        supervisor.check_memory(places[0])
+    supervisor.check_memory(places[1])
 
 
 def test_a_flip_whose_new_worker_cannot_run_has_failed() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+import psutil
 from msgspec.structs import replace
 
 from runtime.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILED, InvalidRequest
@@ -70,7 +71,7 @@ class Supervisor:
         command: Sequence[str] = COMMAND,
         device_bytes: Mapping[str, int] | None = None,
     ) -> None:
-        """device_bytes: estimated memory of each worker of the plan on its GPU, by name."""
+        """device_bytes: estimated memory of each worker of the plan where its model or index lies, by name."""
         self.plan = plan
         self._device_bytes = {worker.role: (device_bytes or {}).get(worker.name, 0) for worker in plan.workers}
         self._startup = StartupTimer(age_s=process_age_s())
@@ -88,7 +89,7 @@ class Supervisor:
         self._gpus = Gpus()
         self._restarts = RollingRestart(self.workers)
         self._scaler = Scaler(
-            self.workers, plan, add=self._add_worker, remove=self.remove_worker, check_memory=self._check_memory
+            self.workers, plan, add=self._add_worker, remove=self.remove_worker, check_memory=self.check_memory
         )
         self._reload = RollingReload(self.workers, [collection.name for collection in plan.config.collections])
         self._stop_requests = 0
@@ -161,10 +162,18 @@ class Supervisor:
             log.warning("the planner's flip of a %s worker is refused: %s", move.role, error)
             self._control_loop.pause_planner(now_s)
 
-    def _check_memory(self, added: WorkerPlan) -> None:
-        """Raise `InvalidRequest` unless an added worker's GPU has the memory, or a standby worker takes its place."""
-        if not self._standbys.is_loaded_for(added):
-            self._gpus.check_free(added.gpu, self._device_bytes.get(added.role, 0), added.name)
+    def check_memory(self, added: WorkerPlan) -> None:
+        """Raise `InvalidRequest` unless an added worker's GPU, or the host, has the memory, or a standby worker takes
+        its place."""
+        if self._standbys.is_loaded_for(added):
+            return
+        needed = self._device_bytes.get(added.role, 0)
+        self._gpus.check_free(added.gpu, needed, added.name)
+        free = int(psutil.virtual_memory().available)
+        if added.device == "cpu" and free < needed:
+            raise InvalidRequest(
+                f"the host has {free / 2**30:.1f} GiB free, but {added.name} needs {needed / 2**30:.1f} GiB"
+            )
 
     def _wait(self, control: AdminServer) -> None:
         """Sleep until an admin request, a process exit or a signal arrives, or `_POLL_S` has passed."""
