@@ -206,6 +206,13 @@ def test_a_file_with_an_undecodable_name_is_skipped(handbook: Handbook) -> None:
     assert handbook.texts == {"good.txt#1": "good"}
 
 
+def test_a_folder_without_a_supported_file_is_an_error_that_says_what_is_supported(handbook: Handbook) -> None:
+    handbook.write("notes.odt", b"x")
+    with pytest.raises(CollectionError, match=r"no documents: no file there ends in .*\.pdf"):
+        handbook.ingest()
+    assert not handbook.out.exists()
+
+
 def test_a_folder_without_a_readable_file_is_an_error_that_names_one(handbook: Handbook) -> None:
     handbook.write("bad.txt", b"caf\xe9")
     with pytest.raises(CollectionError, match=r"no documents; bad\.txt: not UTF-8"):

@@ -31,7 +31,14 @@ from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
 from runtime.retrieval.ingestion.passages import file_passages, passage_limit
 from runtime.retrieval.ingestion.readers import PLAIN, check_packages, read_file
 from runtime.retrieval.ingestion.sections import UnreadableFile
-from runtime.retrieval.ingestion.source_files import SourceFile, checksum, common_root, find_files, read_bytes
+from runtime.retrieval.ingestion.source_files import (
+    SUPPORTED,
+    SourceFile,
+    checksum,
+    common_root,
+    find_files,
+    read_bytes,
+)
 from runtime.retrieval.passages import Attribute
 
 _ROWS_AT_ONCE = 256
@@ -244,9 +251,10 @@ class _IngestJob:
                 yield self._record(document, row)
         self._progress("read", 1.0)
         if not self._rows:
-            raise CollectionError(
-                "there are no documents" + "".join(f"; {n}: {w}" for n, w in list(self.report.skipped.items())[:1])
-            )
+            reasons = [f"; {name}: {reason}" for name, reason in self.report.skipped.items()]
+            if not self._files:
+                reasons.append(f": no file there ends in {', '.join(SUPPORTED)}")
+            raise CollectionError("there are no documents" + "".join(reasons[:1]))
 
     def _find(self) -> None:
         self._files = find_files(self._paths, Path(self.sources.root), self._unread)

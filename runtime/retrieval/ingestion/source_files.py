@@ -16,7 +16,7 @@ from runtime.retrieval.ingestion.sections import UnreadableFile
 
 MAX_FILES = 1_000_000
 MAX_FILE_BYTES = 128 << 20
-_KNOWN = (*DOCUMENT_SUFFIXES, *SUFFIXES)
+SUPPORTED = (*DOCUMENT_SUFFIXES, *SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def find_files(paths: Sequence[Path], root: Path, unread: dict[str, str]) -> lis
         folder = absolute if absolute.is_dir() else None
         if folder is not None:
             inside = _walk(folder, lambda at, reason: unread.setdefault(_relative(at, root), reason))
-        elif (absolute.exists() or path.suffix) and not path.name.lower().endswith(_KNOWN):
-            raise CollectionError(f"{path}: supported sources end in {', '.join(_KNOWN)} or .npy")
+        elif (absolute.exists() or path.suffix) and not path.name.lower().endswith(SUPPORTED):
+            raise CollectionError(f"{path}: supported sources end in {', '.join(SUPPORTED)} or .npy")
         elif not absolute.exists():
             raise CollectionError(f"{path}: No such file or directory")
         else:
