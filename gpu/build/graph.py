@@ -4,9 +4,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.build.cuvs_graph import cuvs_graph, import_cagra
-from gpu.build.knn import EXACT_LIMIT, ROWS_A_PART, exact_sample, nearest_neighbors, no_checkpoint
+from gpu.build.knn import EXACT_LIMIT, exact_sample, nearest_neighbors
 from gpu.build.optimize import Graph, optimize
-from gpu.build.params import Checkpoint, Progress
+from gpu.build.params import Progress
 from gpu.cpu.search import search
 from gpu.errors import DeviceUnavailable
 from gpu.index.data import IndexData
@@ -27,7 +27,6 @@ def build_graph(
     threads: int,
     progress: Progress,
     device: str = "cpu",
-    checkpoint: Checkpoint = no_checkpoint,
 ) -> tuple[Graph, npt.NDArray[np.uint32]]:
     """Build the search graph, uint32 [N, degree], of validated vectors float32 [N, d]. Returns it and the seed rows.
 
@@ -46,13 +45,13 @@ def build_graph(
         progress("graph", 1.0)
         return graph, seeds
     width = min(2 * degree, count - 1)
-    neighbors = nearest_neighbors(space, width, seed, threads, lambda done: progress("neighbors", done), checkpoint)
+    neighbors = nearest_neighbors(space, width, seed, threads, lambda done: progress("neighbors", done))
     progress("graph", 0.0)
-    graph = checkpoint("graph", lambda: optimize(neighbors, degree, int(seeds[0]), threads))
+    graph = optimize(neighbors, degree, int(seeds[0]), threads)
     progress("graph", 1.0)
     if count > EXACT_LIMIT and list_recall(space, neighbors, seed) < _GOOD_LISTS:
         wider = min(_WIDER * degree, count - 1)
-        neighbors = searched_neighbors(space, graph, seeds, wider, threads, progress, checkpoint)
+        neighbors = searched_neighbors(space, graph, seeds, wider, threads, progress)
         graph = optimize(neighbors, degree, int(seeds[0]), threads)
     return graph, seeds
 
@@ -93,7 +92,6 @@ def searched_neighbors(
     width: int,
     threads: int,
     progress: Progress,
-    checkpoint: Checkpoint = no_checkpoint,
 ) -> Graph:
     """Return neighbour lists, uint32 [N, width], by searching the graph for every vector, starting at its own node."""
     rows = encode(space, "l2", "float32")
@@ -101,18 +99,7 @@ def searched_neighbors(
     params = SearchParams(k=width + 1, top_m=width + 1, search_width=1)
     data = IndexData(rows, graph, seeds, None)
 
-    def part(first: int, last: int) -> npt.NDArray[np.int64]:
-        def report(done: float) -> None:
-            progress("better neighbors", (first + done * (last - first)) / len(space))
-
-        return search(data, space[first:last], params, threads, own[first:last], report)[0]
-
-    nodes = np.concatenate(
-        [
-            checkpoint(f"better-{first}", lambda: part(first, min(first + ROWS_A_PART, len(space))))  # noqa: B023
-            for first in range(0, len(space), ROWS_A_PART)
-        ]
-    )
+    nodes, _ = search(data, space, params, threads, own, lambda done: progress("better neighbors", done))
     # Drop the node itself from its list, or the last entry if more than `width` equal vectors precede the node.
     others = nodes != own[:, None]
     others[others.all(axis=1), -1] = False

@@ -6,13 +6,10 @@ cells, with one matrix product per cell. Cells are disjoint, so no pair is compa
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu.build.params import Checkpoint
 from gpu.compiled import compiled
 from gpu.index.rows import FloatArray
 
@@ -21,7 +18,6 @@ Indices = npt.NDArray[np.int64]
 Progress = Callable[[float], None]
 
 EXACT_LIMIT = 8192
-ROWS_A_PART = 65536  # rows whose lists are computed, and checkpointed, together
 _CELL = 512
 _PROBES = 8
 _LARGEST_CELL = 4 * _CELL
@@ -31,14 +27,7 @@ _SAMPLE_PER_CELL = 64
 _NO_KEY = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
-def no_checkpoint(name: str, make: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Compute the array: a `Checkpoint` that stores nothing."""
-    return make()
-
-
-def nearest_neighbors(
-    space: FloatArray, k: int, seed: int, threads: int, progress: Progress, checkpoint: Checkpoint = no_checkpoint
-) -> Neighbors:
+def nearest_neighbors(space: FloatArray, k: int, seed: int, threads: int, progress: Progress) -> Neighbors:
     """Return the approximate k nearest other rows of each row, nearest first: uint32 [N, k].
 
     space: float32 [N, d], under squared L2. k must be below N. Lists are full, without duplicates and without the row
@@ -48,37 +37,23 @@ def nearest_neighbors(
     norms = np.einsum("ij,ij->i", space, space)
     keys = np.full((count, k), _NO_KEY, np.uint64)
     everyone = np.arange(count)
+    exact = count <= EXACT_LIMIT
+    visits = [(everyone, everyone)] if exact else _cells(space, np.random.default_rng(seed), threads)
+    compared, total = [0], sum(len(visitors) for visitors, _ in visits)
 
-    @cache
-    def cells() -> list[tuple[Indices, Indices]]:
-        if count <= EXACT_LIMIT:
-            return [(everyone, everyone)]
-        return _cells(space, np.random.default_rng(seed), threads)
+    def compare(share: list[tuple[Indices, Indices]]) -> None:
+        for visitors, members in share:
+            _compare_cells(space, norms, visitors, members, keys)
+            compared[0] += len(visitors)
+            progress(compared[0] / total)
 
-    def part(first: int, last: int) -> npt.NDArray[np.uint64]:
-        done = [0]
-
-        def compare(share: list[tuple[Indices, Indices]]) -> None:
-            for visitors, members in share:
-                _compare_cells(space, norms, visitors, members, keys)
-                done[0] += len(visitors)
-                progress((first + done[0] / (_PROBES if len(cells()) > 1 else 1)) / count)
-
-        visits = [
-            (visitors[slice(*np.searchsorted(visitors, (first, last)))], members) for visitors, members in cells()
-        ]
-        # Each thread processes its own visitors in all cells, so no two threads write the same rows of `keys`.
-        if threads == 1 or len(visits) == 1:
-            compare(visits)
-        else:
-            with ThreadPoolExecutor(threads) as pool:
-                shares = [[(v[v % threads == share], m) for v, m in visits] for share in range(threads)]
-                list(pool.map(compare, shares))
-        return keys[first:last]
-
-    for first in range(0, count, ROWS_A_PART):
-        last = min(first + ROWS_A_PART, count)
-        keys[first:last] = checkpoint(f"neighbors-{first}", lambda: part(first, last))  # noqa: B023
+    # Each thread processes its own visitors in all cells, so no two threads write the same rows of `keys`.
+    if threads == 1 or len(visits) == 1:
+        compare(visits)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            shares = [[(v[v % threads == share], m) for v, m in visits] for share in range(threads)]
+            list(pool.map(compare, shares))
     if (keys[:, -1] == _NO_KEY).any():
         _fill(keys, count)
     progress(1.0)

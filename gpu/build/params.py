@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from gpu.errors import InvalidParams
 from gpu.index.data import MAX_CODE_BITS
@@ -15,9 +14,6 @@ from gpu.index.storage import MAX_DEGREE
 BuildDevice = Literal["cpu", "cuda"]
 Progress = Callable[[str, float], None]
 """A callback that takes a stage's name and the fraction of the stage that is done, 0..1."""
-Checkpoint = Callable[[str, Callable[[], npt.NDArray[Any]]], npt.NDArray[Any]]
-"""A function that takes an array's name and a function that computes it, and returns the array: computed, or loaded
-from an interrupted build."""
 MIN_DEGREE = 2
 MAX_SEED = (1 << 63) - 1
 MAX_THREADS = 1024

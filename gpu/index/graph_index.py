@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from gpu.build.params import MAX_THREADS, BuildDevice, BuildParams, Checkpoint, Progress, check_within
+from gpu.build.params import MAX_THREADS, BuildDevice, BuildParams, Progress, check_within
 from gpu.errors import InvalidParams, InvalidVector
 from gpu.index import rows, storage
 from gpu.index.data import IndexData, bitmap, fastest_bits
@@ -39,7 +39,6 @@ class GraphIndex:
         threads: int = 1,
         device: BuildDevice = "cpu",
         progress: Progress | None = None,
-        checkpoint: Checkpoint | None = None,
     ) -> "GraphIndex":
         """Build an index over `vectors` [N, d] (any float or integer dtype; N ≥ 1).
 
@@ -48,8 +47,7 @@ class GraphIndex:
         and the index is larger by code_bits · d/8 + 8 bytes per edge. A GPU's searches do not use them. code_bits: bits
         per dimension of a code, 1..2; 0: the fastest (`gpu.index.data.fastest_bits`). seed: of random choices, 0 or
         more; on the CPU builds are deterministic for an input and seed. threads: of the build, 1..1024. device: "cuda"
-        builds the graph on a GPU with cuVS (extra [cuvs]). progress, checkpoint: see `gpu.build.params`; a checkpoint
-        must be of a build of the same vectors and parameters.
+        builds the graph on a GPU with cuVS (extra [cuvs]). progress: see `gpu.build.params`.
         Raises InvalidVector (naming the row) and InvalidParams; for "cuda" DeviceUnavailable and DeviceError.
         """
         BuildParams(metric, degree, dtype, code_bits, seed, threads, device)
@@ -58,10 +56,9 @@ class GraphIndex:
         own_ids = None if ids is None else _checked_ids(ids, len(checked))
         # Imported here: compiled code, which opening an index does not need.
         from gpu.build.graph import build_graph
-        from gpu.build.knn import no_checkpoint
         from gpu.build.neighbor_codes import make_codes
 
-        graph, seeds = build_graph(checked, metric, degree, seed, threads, report, device, checkpoint or no_checkpoint)
+        graph, seeds = build_graph(checked, metric, degree, seed, threads, report, device)
         report("encoding", 0.0)
         encoded = rows.encode(checked, metric, dtype)
         codes = None

@@ -1,8 +1,5 @@
 """Tests of neighbour lists and of the graph built from them."""
 
-import contextlib
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -58,36 +55,6 @@ def test_searching_for_every_node_improves_the_lists() -> None:
         np.mean([np.isin(e, some[r]).mean() for e, r in zip(exact, rows, strict=True)]) for some in (lists, better)
     )
     assert after > before
-
-
-class ArrayStore:
-    """Stores the arrays of a build, and interrupts it before it makes more than `most`."""
-
-    def __init__(self) -> None:
-        self.arrays: dict[str, np.ndarray] = {}
-        self.most = 0
-
-    def __call__(self, name: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-        if name not in self.arrays:
-            if len(self.arrays) == self.most:
-                raise InterruptedError
-            self.arrays[name] = make().copy()
-        return self.arrays[name]
-
-
-def test_a_build_interrupted_repeatedly_makes_the_same_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for module in ("gpu.build.knn", "gpu.build.graph"):
-        monkeypatch.setattr(f"{module}.ROWS_A_PART", 4096)
-    vectors = np.random.default_rng(0).standard_normal((EXACT_LIMIT + 800, 16)).astype(np.float32)
-    keep, whole = ArrayStore(), GraphIndex.build(vectors, metric="l2", degree=16)
-    for keep.most in range(8):
-        with contextlib.suppress(InterruptedError):
-            built = GraphIndex.build(vectors, metric="l2", degree=16, checkpoint=keep)
-    parts = ["0", "4096", "8192"]
-    assert list(keep.arrays) == [*(f"neighbors-{n}" for n in parts), "graph", *(f"better-{n}" for n in parts)]
-    assert (built.data.graph == whole.data.graph).all()
 
 
 def test_many_equal_vectors_do_not_make_the_lists_quadratic() -> None:

@@ -17,11 +17,10 @@ from runtime.errors import CollectionError, TrinityError
 from runtime.node.worker import die_with_parent
 from runtime.retrieval.collections.checksums import SegmentChecksums
 from runtime.retrieval.collections.description import INDEX
-from runtime.retrieval.collections.disk import Disk, storage_error
+from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import SegmentInfo, read_manifest
 from runtime.retrieval.collections.recovery import replay
-from runtime.retrieval.collections.resumable_merge import ResumableMerge
 from runtime.retrieval.collections.segment import sources_of
 from runtime.retrieval.collections.segment_files import building_segment, seal_segment, write_documents
 from runtime.retrieval.collections.sources import Progress, no_progress
@@ -78,21 +77,15 @@ def progress_of_stage(stage: str, part: float) -> SegmentProgress:
 def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progress) -> SegmentInfo | None:
     """Build a segment; None if all of its rows are deleted. Raises `CollectionError`, `NoRoom`."""
     documents: list[Document] = []
-    parts, checkpoint = [], None
+    parts = []
     merged = [segment for segment in state.segments if segment.info.number in job.merged]
     progress("rows", 0.0)
     if job.merged:
         checksums = SegmentChecksums(state.directory)
         checksums.add(merged)
         checksums.verify()  # a damaged segment must not be sealed again under a new checksum
-        try:
-            checkpoint = ResumableMerge(disk, state.directory, [segment.info for segment in merged]).get_or_compute
-        except OSError as error:
-            raise storage_error(error, f"{state.directory} cannot be written") from error
-        # A resumed merge includes rows that were deleted since it began: tombstones hide them.
-        rows = checkpoint("rows", lambda: np.concatenate([segment.alive_rows() for segment in merged]))
         for number, segment in enumerate(merged, 1):
-            positions = segment.positions(rows)
+            positions = np.flatnonzero(segment.snapshot_alive())
             positions = positions[np.argsort(segment.rows[positions])]  # by row, as its documents are
             kept = set(segment.rows[positions].tolist())
             documents += [document for document in segment.documents() if document.row in kept]
@@ -124,7 +117,6 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
             ids=np.array([document.row for document in documents], np.int64),
             threads=job.threads,
             progress=progress,
-            checkpoint=checkpoint,
         )
         progress("write", 0.0)
         index.save(building / INDEX)

@@ -7,12 +7,12 @@ attributes.msgpack   see `Columns.encode`; missing if no document has one
 keywords.sqlite      see `keywords.index`; missing for bare vectors, and in segments that earlier versions sealed
 """
 
+import contextlib
 import hashlib
 import os
 import sqlite3
 import stat
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -35,7 +35,8 @@ from runtime.retrieval.collections.description import (
 )
 from runtime.retrieval.collections.disk import Disk, storage_error
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
-from runtime.retrieval.collections.manifest import SegmentInfo
+from runtime.retrieval.collections.log import log_files
+from runtime.retrieval.collections.manifest import FLAT_FILES, Manifest, SegmentInfo
 from runtime.retrieval.keywords.index import KeywordFile
 
 CONTENTS, META = "segment.json", f"{INDEX}/meta.json"
@@ -92,7 +93,7 @@ def _read_contents(path: Path, info: SegmentInfo) -> Contents:
     return contents
 
 
-@contextmanager
+@contextlib.contextmanager
 def building_segment(disk: Disk, directory: Path, number: int) -> Iterator[Path]:
     """Yield an empty folder for a segment's files, which `seal_segment` completes; removed if the block raises.
 
@@ -151,3 +152,22 @@ def seal_segment(
 
 def _present(building: Path) -> Iterator[str]:
     return (name for name in _FILES if (building / name).exists())
+
+
+def obsolete_files(directory: Path, manifest: Manifest, building: Collection[int]) -> list[Path]:
+    """Return the files that a manifest does not need: merged segments, sealed log files, leftovers of killed builds.
+
+    Excludes the segments that are being built, by number.
+    """
+    kept = {segment_path(directory, info) for info in manifest.segments}
+    for number in building:
+        kept |= {directory / "segments" / str(number), building_path(directory, number)}
+    kept.add(manifest.tombstones_path(directory))
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        for folder in ("segments", "tombstones"):
+            found += [path for path in (directory / folder).iterdir() if path not in kept]
+        found += [path for first, path in log_files(directory) if first < manifest.sequence]
+        flat = [*directory.glob(f"{INDEX}*"), *(directory / name for name in FLAT_FILES)]  # before an upgrade
+        found += [path for path in flat if path.exists()]
+    return found

@@ -25,8 +25,8 @@ from runtime.retrieval.collections.operations import Delete, Upsert, encode
 from runtime.retrieval.collections.part import Rows
 from runtime.retrieval.collections.reader_barrier import ReaderBarrier
 from runtime.retrieval.collections.recovery import replay
-from runtime.retrieval.collections.resumable_merge import obsolete_files, resumable_segments
 from runtime.retrieval.collections.segment_build import BuildJob, SegmentProgress, progress_of_stage
+from runtime.retrieval.collections.segment_files import obsolete_files
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.collections.state import Loaded, close
 from runtime.retrieval.collections.statistics import WriterState, writer_state
@@ -201,9 +201,7 @@ class CollectionWriter:
         with self.merging:
             if self._closed:
                 return False
-            numbers = resumable_segments(self.directory, self._manifest) or pick_merge(
-                self.state.segments, self._seal_rows
-            )
+            numbers = pick_merge(self.state.segments, self._seal_rows)
             if not numbers:
                 return False
             self._merge(numbers, build)
@@ -353,7 +351,7 @@ class CollectionWriter:
             self._install(jobs[0], [info for job in jobs if (info := build(self.directory, job)) is not None])
         finally:
             self._building.difference_update(job.number for job in jobs)
-        self._remove_obsolete_files(sealed=not jobs[0].merged)
+        self._remove_obsolete_files()
 
     def _install(self, job: BuildJob, built: Sequence[SegmentInfo]) -> None:
         fresh = self.state.open_segments(built, dict(self.state.schema))
@@ -392,9 +390,8 @@ class CollectionWriter:
             self._merged += bool(job.merged)
             self._sealed += not job.merged
 
-    def _remove_obsolete_files(self, sealed: bool = False) -> None:
-        """sealed: after a seal; a merge may run, so its files are saved."""
+    def _remove_obsolete_files(self) -> None:
         with self.commits.lock:  # so that no build begins or is installed in the meantime
-            found = obsolete_files(self.directory, self._manifest, self._building, sealed)
+            found = obsolete_files(self.directory, self._manifest, self._building)
         for path in found:
             self._disk.remove(path)
