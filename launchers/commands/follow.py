@@ -92,7 +92,7 @@ def follow(
             f"the vectors of {directory} have {description.dim} dimensions, those of {collection!r} {source.dim}: "
             "create it with the embedder of those vectors, or compute new ones with --embed"
         )
-    model = load_embedder(description.embedder, threads=threads, for_build=True) if embed else None  # type: ignore[arg-type]
+    model = load_embedder(description.embedder, for_build=True) if embed else None  # type: ignore[arg-type]
     with (
         _stop_signals() as stop,
         CollectionWriter(directory, embedder=model, threads=threads) as writer,

@@ -137,7 +137,6 @@ def build(
             key_file=embedder_key_file,
             query_prefix=query_prefix,
             passage_prefix=passage_prefix,
-            threads=max(threads, 1),
         )
     ingested = IngestReport()
     with BuildProgress(sys.stderr) as progress:

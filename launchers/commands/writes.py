@@ -1,5 +1,6 @@
 """`trinity index upsert | delete | flush | compact | query`: what is written to a collection, and found in it."""
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -50,13 +51,13 @@ def upsert(
     directory: Directory,
     source: Annotated[Path, typer.Argument(help='JSON lines of id, text, title, attributes, vector; or "-".')],
     batch: Annotated[int, typer.Option(help="Documents stored in a batch.", min=1, max=4096)] = 256,
-    threads: Annotated[int, typer.Option(help="Threads that embed texts and build segments.", min=1)] = 1,
+    threads: Annotated[int, typer.Option(help="Cores to use; 0: all that this process may use.", min=0)] = 0,
 ) -> None:
     """Store documents, and replace those with the same ids. Stored batches stay stored if a later one is refused."""
     begin, stored = time.monotonic(), 0
     spec = read_description(directory).embedder
-    embedder = None if spec is None else load_embedder(spec, threads=threads, for_build=True)
-    with CollectionWriter(directory, embedder=embedder, threads=threads) as writer:
+    embedder = None if spec is None else load_embedder(spec, for_build=True)
+    with CollectionWriter(directory, embedder=embedder, threads=threads or len(os.sched_getaffinity(0))) as writer:
         if writer.repaired:
             print(writer.repaired, file=sys.stderr)
         waiting: list[UpsertDocument] = []

@@ -57,16 +57,6 @@ def test_text_that_is_not_unicode_is_refused(embedder: Embedder) -> None:
 
 
 @needs_minilm
-def test_several_threads_give_the_vectors_of_one() -> None:
-    texts = [f"{'word ' * n}{n}" for n in range(1, 40)]
-    np.testing.assert_allclose(
-        load_embedder("all-minilm-l6-v2", threads=3).embed(texts),
-        load_embedder("all-minilm-l6-v2").embed(texts),
-        atol=1e-5,
-    )
-
-
-@needs_minilm
 def test_minilm_reads_at_most_256_tokens() -> None:
     embedder = load_embedder("all-minilm-l6-v2")
     head = "word " * 254  # with the two special tokens, 256 tokens
@@ -117,8 +107,3 @@ def test_a_missing_package_is_reported_with_the_install_command(monkeypatch: pyt
 def test_an_unknown_name_is_refused(name: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load_embedder(name)
-
-
-def test_zero_threads_are_refused() -> None:
-    with pytest.raises(ModelError, match="at least 1 thread, not 0"):
-        load_embedder("hashing-256", threads=0)

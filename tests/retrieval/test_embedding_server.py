@@ -51,12 +51,6 @@ def test_a_batch_is_limited_in_characters(server: EmbeddingServer) -> None:
     assert [sum(map(len, body["input"])) <= BATCH_CHARACTERS for body in server.asked] == [True] * 3
 
 
-def test_batches_are_sent_concurrently_and_vectors_return_in_order(server: EmbeddingServer) -> None:
-    spec = ServerSpec(name="words", dim=4, url=server.url)
-    texts = ["x" * (n % 50 + 1) for n in range(BATCH_TEXTS * 5)]
-    np.testing.assert_array_equal(ServerEmbedder(spec, threads=3).embed(texts), ServerEmbedder(spec).embed(texts))
-
-
 def test_queries_and_passages_are_sent_with_their_prefixes(server: EmbeddingServer) -> None:
     embedder = Slept(server, query_prefix="query: ", passage_prefix="passage: ").embedder
     embedder.embed(["cat"])

@@ -36,6 +36,7 @@ from runtime.retrieval.collections.sources import (
     read_ids,
     read_vectors,
 )
+from runtime.retrieval.embedding.bulk import embed_passages, list_size
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name, embedding_text
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, embedder_dim, load_embedder
 
@@ -43,7 +44,6 @@ Metric = Literal["cosine", "l2", "ip"]
 Dtype = Literal["float32", "float16"]
 Source = Path | Iterable[Document] | NDArray[Any]
 KnownVectors = Callable[[], tuple[NDArray[np.int64], Vectors]]
-_EMBED_BATCH = 64  # texts a thread between two progress reports
 
 
 def build(
@@ -109,7 +109,7 @@ def build(
     if bare is None and given is None:
         embedder = embedder or DEFAULT_EMBEDDER
         # Loaded before the documents are read: it may be missing, and reading may take long.
-        model = model or load_embedder(embedder, threads=threads, for_build=True)
+        model = model or load_embedder(embedder, for_build=True)
     declared, disk = _declared(demanded, schema), Disk()
     with atomic_directory(out, replace=force, locked=locked) as building:
         make_folders(building)
@@ -297,12 +297,17 @@ def _embed(
         rows, known = known_vectors()
         vectors[rows] = known
         missing = np.setdiff1d(missing, rows)
-    batch = _EMBED_BATCH * threads
-    for begin in range(0, len(missing), batch):
-        progress("embed", begin / len(missing))
-        rows = missing[begin : begin + batch]
-        texts = [embedding_text(found.title, found.text) for found in documents.get(rows)]
-        vectors[rows] = model.embed(texts, "passage")
+    size, done = list_size(model, threads), 0
+    texts = (
+        [embedding_text(found.title, found.text) for found in documents.get(missing[begin : begin + size])]
+        for begin in range(0, len(missing), size)
+    )
+    progress("embed", 0.0)
+    with contextlib.closing(embed_passages(model, texts, threads)) as embedded:
+        for found in embedded:
+            vectors[missing[done : done + len(found)]] = found
+            done += len(found)
+            progress("embed", done / len(missing))
     progress("embed", 1.0)
     return vectors
 

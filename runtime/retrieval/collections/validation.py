@@ -12,6 +12,7 @@ from runtime.errors import Forbidden, InvalidDocument
 from runtime.retrieval.attributes.filters import AttributeBinding
 from runtime.retrieval.attributes.schema import preview
 from runtime.retrieval.collections.description import Description
+from runtime.retrieval.embedding.bulk import embed_passages
 from runtime.retrieval.embedding.embedder import Embedder, embedding_text
 from runtime.retrieval.passages import Attributes
 
@@ -80,9 +81,10 @@ def _vector_error(documents: Sequence[UpsertDocument], matrix: NDArray[np.float3
 
 
 def resolve_vectors(
-    documents: Sequence[UpsertDocument], description: Description, embedder: Embedder | None
+    documents: Sequence[UpsertDocument], description: Description, embedder: Embedder | None, threads: int = 1
 ) -> NDArray[np.float32]:
-    """Return the vectors, float32 [documents, d]: given or embedded, and normalised if the metric requires it.
+    """Return the vectors, float32 [documents, d]: given or embedded on `threads` threads, and normalised if the metric
+    requires it.
 
     Raises `InvalidDocument`.
     """
@@ -91,9 +93,8 @@ def resolve_vectors(
     if texts and embedder is None:
         raise InvalidDocument(f"document {documents[texts[0]].id!r} has no vector, and the collection has no embedder")
     if texts and embedder is not None:
-        found = embedder.embed(
-            [embedding_text(documents[number].title, documents[number].text) for number in texts], "passage"
-        )
+        passages = [embedding_text(documents[number].title, documents[number].text) for number in texts]
+        (found,) = embed_passages(embedder, [passages], threads)
         if found.shape[1] != description.dim:
             raise InvalidDocument(f"the embedder's vectors have {found.shape[1]} dimensions, not {description.dim}")
         matrix[texts] = found

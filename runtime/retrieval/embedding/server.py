@@ -1,11 +1,10 @@
-"""Embedder behind a server with OpenAI's `/v1/embeddings`: batches, concurrent requests, retries."""
+"""Embedder behind a server with OpenAI's `/v1/embeddings`: batches, retries."""
 
 import math
 import random
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 
@@ -72,7 +71,6 @@ class ServerEmbedder:
         spec: ServerSpec,
         *,
         key: str = "",
-        threads: int = 1,
         url: str = "",
         retries: RetryPolicy = REQUEST_RETRIES,
         sleep: Callable[[float], None] = time.sleep,
@@ -83,7 +81,6 @@ class ServerEmbedder:
         self.dim = spec.dim
         self._spec = spec
         self._url = (url or spec.url).rstrip("/")
-        self._in_flight = min(threads, SERVER_CONCURRENCY)
         self._retries = retries
         self._sleep, self._jitter = sleep, jitter or random.Random()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -98,11 +95,7 @@ class ServerEmbedder:
         """See `Embedder.embed`."""
         prefix = self._spec.query_prefix if kind == "query" else self._spec.passage_prefix
         batches = _batches([prefix + truncate_text(text) or " " for text in texts])  # many servers refuse an empty text
-        if self._in_flight == 1 or len(batches) == 1:
-            found = [self._embedded(batch) for batch in batches]
-        else:
-            with ThreadPoolExecutor(self._in_flight) as pool:
-                found = list(pool.map(self._embedded, batches))
+        found = [self._embedded(batch) for batch in batches]
         return np.concatenate(found) if found else np.empty((0, self.dim), np.float32)
 
     def _embedded(self, texts: list[str]) -> Vectors:

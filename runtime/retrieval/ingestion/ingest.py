@@ -106,7 +106,7 @@ def add(
     with writing(out), Collection.open(out) as old, IsolatedReader() as reader:
         if old.embedder is None or any(DOCUMENTS not in segment.files for segment in old.state.segments):
             raise BuildRefused(f"{out} was built from vectors: files cannot be added to it")
-        embedder = load(old.embedder, threads=threads, location=location or EmbedderLocation(), for_build=True)
+        embedder = load(old.embedder, location=location or EmbedderLocation(), for_build=True)
         before = sources_of(old.state.segments)
         root = Path(before.root) if before else common_root(paths)
         limit = before.passage_tokens if before else passage_limit(0, embedder)
