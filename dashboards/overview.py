@@ -4,12 +4,11 @@ SLOs, health, queues, saturation, KV cache, latency, control loop, collections, 
 """
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
 from runtime.node.metrics.worker_metrics import (
-    BuildPart,
     DecodeMetrics,
     FrontendMetrics,
     KvMetrics,
@@ -330,7 +329,6 @@ def _collections() -> Row:
         Query(q.rate(_s(FrontendMetrics.COLLECTION_SEALED), window="1h") + " * 3600", "sealed per hour"),
         Query(q.rate(_s(FrontendMetrics.COLLECTION_MERGED), window="1h") + " * 3600", "merged per hour"),
     ]
-    built = [Query(f"max({_s(FrontendMetrics.COLLECTION_BUILT, part=part)})", part) for part in get_args(BuildPart)]
     rows = [
         Query(f"sum({_s(FrontendMetrics.COLLECTION_DOCUMENTS)})", "documents"),
         Query(f"sum({_s(FrontendMetrics.COLLECTION_GROWING)})", "growing"),
@@ -345,7 +343,6 @@ def _collections() -> Row:
             _lines("Log", "Bytes of the write-ahead log that a restart replays", log, "bytes", 8),
             _lines("Segments", "Segments of the collections, and segments being built", segments, "short", 8),
             _lines("Seals and merges", "Segments built from the log, and by merges, per hour", merges, "short", 8),
-            _lines("Build", "Progress of the segment build, by part", built, "percentunit", 8),
         ],
     )
 

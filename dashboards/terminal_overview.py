@@ -282,7 +282,6 @@ def _collections(window: MetricWindow) -> Section:
             Line("segments", count(window.value(FrontendMetrics.COLLECTION_SEGMENTS))),
             Line("documents", count(window.value(FrontendMetrics.COLLECTION_DOCUMENTS))),
             Line("building", count(window.value(FrontendMetrics.COLLECTION_BUILDING))),
-            Line("graph built", percent(window.value(FrontendMetrics.COLLECTION_BUILT["graph"]))),
             Line("growing rows", count(window.value(FrontendMetrics.COLLECTION_GROWING))),
             Line("tombstones", count(window.value(FrontendMetrics.COLLECTION_TOMBSTONES))),
             Line("log", size(window.value(FrontendMetrics.COLLECTION_LOG_BYTES))),

@@ -52,9 +52,7 @@ def show_workers(status: NodeStatus, console: Console) -> None:
 
 
 def _live_line(written: CollectionsStatus) -> str:
-    rows, graph, file = written.built
-    progress = f" (rows {rows:.0%}, graph {graph:.0%}, written {file:.0%})"
-    building = f", {written.building} building{progress}" if written.building else ""
+    building = f", {written.building} building" if written.building else ""
     return (
         f"collections: {counted(written.documents, 'document')} in {counted(written.segments, 'segment')}{building}; "
         f"{counted(written.growing, 'growing row')} in the log ({written.log_bytes / 2**20:,.1f} MiB); "

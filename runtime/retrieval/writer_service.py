@@ -25,9 +25,8 @@ from runtime.errors import (
 )
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections.description import is_collection
-from runtime.retrieval.collections.statistics import WriterState
 from runtime.retrieval.collections.validation import UpsertDocument, check_batch
-from runtime.retrieval.collections.writer import CollectionWriter
+from runtime.retrieval.collections.writer import CollectionWriter, WriterState
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text
 from runtime.retrieval.fair_gate import FairLimit
 from runtime.retrieval.fair_threads import FairThreads
@@ -100,7 +99,7 @@ class WriterService:
         return await self._write(name, lambda writer, _: writer.delete_where(filter, owner), flow, filter=filter)
 
     async def flush(self, name: str) -> None:
-        """Seal the growing rows, and wait for it; `states` has the progress. Raises as `upsert`.
+        """Seal the growing rows, and wait for it. Raises as `upsert`.
 
         Flushes of a collection are serialised, so that they never occupy all threads of the writes.
         """

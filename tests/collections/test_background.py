@@ -13,13 +13,12 @@ from runtime.retrieval.collections.maintenance import (
     MAX_SEGMENTS_PER_SHARD,
     MERGE_FAN_IN,
     RETRY_S,
-    BuildProcess,
     BuildSegment,
     BuildThread,
     pick_merge,
 )
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.segment_build import BuildJob, build, progress_of_stage
+from runtime.retrieval.collections.segment_build import build
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.testing.background import Background
 from runtime.testing.waiting import until
@@ -161,30 +160,3 @@ def test_repeated_flushes_of_updates_keep_segments_few(tmp_path: Path) -> None:
         while maintain(writer, writer.build_here):
             pass
         assert sum(segment.size for segment in writer.state.segments) <= writer.state.count / (1 - MAX_DELETED_SHARE)
-
-
-def test_merge_progress_covers_rows_graph_and_writing(tmp_path: Path) -> None:
-    told: list[tuple[str, float]] = []
-    with new_writer(tmp_path / "a") as writer:
-        for number in range(2):
-            writer.upsert(documents(range(8 * number, 8 * number + 8)))
-            writer.flush()
-        writer.compact(lambda stage, part: told.append((stage, part)))
-    parts = [progress_of_stage(stage, part) for stage, part in told]
-    assert parts == sorted(parts)
-    assert parts[0] == (0, 0, 0)
-    assert {(0.5, 0, 0), (1, 1, 0.5)} <= set(parts)
-    assert parts[-1] == (1, 1, 1)
-
-
-def test_the_background_process_reports_progress(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "a") as writer:
-        writer.upsert(documents(range(8)))
-        writer.flush()
-        writer.upsert(documents(range(8, 16)))
-        writer.flush()
-        numbers = [segment.info.number for segment in writer.state.segments]
-        process = BuildProcess(tmp_path / "a", BuildJob(99, writer.state.sequence, 16, numbers))
-        assert process.progress == (0, 0, 0)
-        assert process.wait() is not None
-        assert process.progress == (1, 1, 1)

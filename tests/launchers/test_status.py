@@ -14,8 +14,6 @@ from runtime.node.metrics.table import WorkerTable
 from runtime.node.run_dir import NodeInfo
 from runtime.node.supervisor.admin import CollectionsStatus, NodeStatus, WorkerStatus
 from runtime.retrieval.collections.bulk_load import create
-from runtime.retrieval.collections.segment_build import SegmentProgress
-from runtime.retrieval.collections.statistics import WriterState
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.writer_service import WriterService
@@ -108,26 +106,9 @@ def test_the_status_of_live_collections_is_the_frontends(tmp_path: Path) -> None
     table.close()
 
 
-def test_a_running_build_is_shown_with_its_progress() -> None:
-    table = WorkerTable.create("frontend", "frontend-0", SloSection())
-    states = {
-        name: WriterState(0, 1, 0, 0, 64, 0, 0, done)
-        for name, done in (("a", SegmentProgress(1.0, 0.5, 0.0)), ("b", None), ("c", SegmentProgress(1.0, 0.25, 0.0)))
-    }
-    report_collections(table, states)
-    found = CollectionsStatus.read(table)
-    assert found is not None
-    assert (found.building, found.built) == (2, (1.0, 0.25, 0.0)), "of the build with the least progress"
-    report_collections(table, {"b": states["b"]})
-    found = CollectionsStatus.read(table)
-    assert found is not None
-    assert (found.building, found.built) == (0, (0.0, 0.0, 0.0))
-    table.close()
-
-
-@pytest.mark.parametrize(("building", "told"), [(0, ""), (1, ", 1 building (rows 100%, graph 45%, written 0%)")])
+@pytest.mark.parametrize(("building", "told"), [(0, ""), (1, ", 1 building")])
 def test_collections_that_are_written_to_are_below_the_table(building: int, told: str) -> None:
-    lines = shown(200, written=CollectionsStatus(12_345, 3, 120, 45, 5 << 19, building, (1.0, 0.45, 0.0)))
+    lines = shown(200, written=CollectionsStatus(12_345, 3, 120, 45, 5 << 19, building))
     assert lines[-1] == (
         f"collections: 12,345 documents in 3 segments{told}; 120 growing rows in the log (2.5 MiB); 45 tombstones"
     )

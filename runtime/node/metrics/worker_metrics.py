@@ -34,8 +34,6 @@ Outcome = Literal["finished", "cancelled", "failed", "refused", "invalid"]
 StatusClass = Literal["2xx", "4xx", "5xx"]
 Tier = Literal["host", "disk"]
 """Tiers of KV blocks besides a worker's own memory."""
-BuildPart = Literal["rows", "graph", "written"]
-"""Phases of a segment's build: read its rows, build its graph, write the segment."""
 RerankOutcome = Literal["reranked", "late", "failed"]
 CacheEvent = Literal["hit", "miss", "stored", "expired", "evicted"]
 
@@ -327,13 +325,6 @@ class FrontendMetrics(RetrievingMetrics):
     COLLECTION_MERGED = Counter("trinity_collection_merged_total", "Segments merged from others")
     COLLECTION_BUILDING = Gauge(
         "trinity_collection_builds_running", "Segments that are being sealed or merged in the background"
-    )
-    COLLECTION_BUILT = ByLabel[BuildPart, Gauge](
-        Gauge,
-        "trinity_collection_build_done_ratio",
-        "Progress of the running build (the least advanced one), by phase, 0 to 1",
-        "part",
-        BuildPart,
     )
     IN_FLIGHT = Gauge("trinity_requests_in_flight", "Requests accepted and not yet finished")
     RESPOND_TIME = Histogram(

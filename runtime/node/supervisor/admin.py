@@ -58,21 +58,12 @@ class CollectionsStatus(msgspec.Struct, frozen=True):
     tombstones: int
     log_bytes: int
     building: int
-    built: tuple[float, float, float] = (
-        0.0,
-        0.0,
-        0.0,
-    )  # least advanced build: rows read, graph, files written
 
     @classmethod
     def read(cls, table: WorkerTable) -> "CollectionsStatus | None":
         """Read the frontend's table. Returns None if nothing has been written since it started."""
-        rows, graph, written = map(table.value, FrontendMetrics.COLLECTION_BUILT.values())
-        documents, segments, growing, tombstones, log_bytes, building = (
-            int(table.value(gauge)) for gauge in _COLLECTION_GAUGES
-        )
-        built = rows, graph, written
-        return cls(documents, segments, growing, tombstones, log_bytes, building, built) if log_bytes else None
+        found = cls(*(int(table.value(gauge)) for gauge in _COLLECTION_GAUGES))
+        return found if found.log_bytes else None
 
 
 class NodeStatus(msgspec.Struct, frozen=True):

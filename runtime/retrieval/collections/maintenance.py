@@ -12,14 +12,13 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from runtime.errors import CollectionError
 from runtime.retrieval.collections.manifest import SegmentInfo
 from runtime.retrieval.collections.segment import Segment
-from runtime.retrieval.collections.segment_build import BuildJob, BuildReport, SegmentProgress, progress_of_stage
+from runtime.retrieval.collections.segment_build import BuildJob, BuildResult
 
 MERGE_FAN_IN = 4
 MAX_DELETED_SHARE = 0.25  # of a segment's rows, before it is rewritten
@@ -59,41 +58,6 @@ BuildSegment = Callable[[Path, BuildJob], SegmentInfo | None]
 """Builds a segment of the collection in a directory; None if all of its rows are deleted."""
 
 
-class BuildProcess:
-    """A build in a process of its own, with its `progress`."""
-
-    def __init__(self, directory: Path, job: BuildJob) -> None:
-        arguments = (str(directory), msgspec.json.encode(job).decode(), str(os.getpid()))
-        command = [sys.executable, "-m", "runtime.retrieval.collections.segment_build", *arguments]
-        limited = {name: str(job.threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, **limited}
-        )
-        self.progress = SegmentProgress(0.0, 0.0, 0.0)
-
-    def wait(self) -> SegmentInfo | None:
-        """Wait for the segment. Raises `CollectionError`."""
-        output: IO[bytes] | None = self._process.stdout
-        assert output is not None
-        result: BuildReport | None = None
-        with output:
-            for line in output:
-                report = msgspec.json.decode(line, type=BuildReport)
-                if report.ended:
-                    result = report
-                else:
-                    self.progress = progress_of_stage(report.stage, report.part)
-        code = self._process.wait()
-        if result is None:
-            raise CollectionError(f"the process that builds a segment exited with status {code}")
-        if result.error:
-            raise CollectionError(result.error)
-        return result.segment
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
 class BuildThread:
     """A thread that builds segments whenever they are due, one at a time, each in a process. A writer has two, so that
     sealing does not wait for a long merge.
@@ -107,14 +71,9 @@ class BuildThread:
     ) -> None:
         self._wake, self._ended, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._run_if_due, self._sleep = run_if_due, sleep or self._ended.wait
-        self._process: BuildProcess | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._started = False
-
-    @property
-    def progress(self) -> SegmentProgress | None:
-        process = self._process
-        return None if process is None else process.progress
 
     def start(self) -> None:
         self._started = True
@@ -146,11 +105,19 @@ class BuildThread:
                 self._wake.set()
 
     def _build(self, directory: Path, job: BuildJob) -> SegmentInfo | None:
+        arguments = (str(directory), msgspec.json.encode(job).decode(), str(os.getpid()))
+        command = [sys.executable, "-m", "runtime.retrieval.collections.segment_build", *arguments]
+        limited = {name: str(job.threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
         with self._lock:
             if self._ended.is_set():
                 raise CollectionError("the writer is closed")
-            self._process = BuildProcess(directory, job)
-        try:
-            return self._process.wait()
-        finally:
-            self._process = None
+            self._process = process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, **limited}
+            )
+        output, _ = process.communicate()
+        if process.returncode:
+            raise CollectionError(f"the process that builds a segment exited with status {process.returncode}")
+        result = msgspec.json.decode(output, type=BuildResult)
+        if result.error:
+            raise CollectionError(result.error)
+        return result.segment

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -44,34 +43,11 @@ class BuildJob(msgspec.Struct, frozen=True):
     shard: int = 0
 
 
-class BuildReport(msgspec.Struct, frozen=True):
-    """A line of the process's output: its progress, or its result."""
+class BuildResult(msgspec.Struct, frozen=True):
+    """The output of the process: the segment, None without rows, or an error."""
 
-    stage: str = ""
-    part: float = 0.0
-    ended: bool = False
     segment: SegmentInfo | None = None
     error: str = ""
-
-
-class SegmentProgress(NamedTuple):
-    """Progress of a build, each from 0 to 1: rows read, graph built, segment written."""
-
-    rows: float
-    graph: float
-    written: float
-
-
-_GRAPH = {"neighbors": (0.0, 0.4), "graph": (0.4, 0.1), "better neighbors": (0.5, 0.4), "encoding": (0.9, 0.1)}
-"""Stages of a graph's build: the fraction at which each begins, and its approximate share."""
-
-
-def progress_of_stage(stage: str, part: float) -> SegmentProgress:
-    """Convert the progress of a stage to the progress of the build."""
-    if stage in _GRAPH:
-        begin, share = _GRAPH[stage]
-        return SegmentProgress(1.0, begin + share * part, 0.0)
-    return SegmentProgress(1.0, 1.0, part) if stage == "write" else SegmentProgress(part, 0.0, 0.0)
 
 
 def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progress) -> SegmentInfo | None:
@@ -151,23 +127,14 @@ def _replayed(directory: Path, job: BuildJob) -> State:
 
 
 def main(directory: Path, job: BuildJob, writer_pid: int) -> None:
-    """Build, and report in lines of JSON. Dies with the writer, since another one may open the collection then."""
-
-    def report(message: BuildReport) -> None:
-        sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
-        sys.stdout.buffer.flush()
-
+    """Build, and write the result as JSON. Dies with the writer, since another one may open the collection then."""
     die_with_parent(writer_pid, signal.SIGKILL)
     os.nice(NICENESS)
     try:
-        state = _replayed(directory, job)
-        report(
-            BuildReport(
-                ended=True, segment=build(Disk(), state, job, lambda stage, part: report(BuildReport(stage, part)))
-            )
-        )
+        result = BuildResult(build(Disk(), _replayed(directory, job), job))
     except TrinityError as error:
-        report(BuildReport(ended=True, error=error.message))
+        result = BuildResult(error=error.message)
+    sys.stdout.buffer.write(msgspec.json.encode(result))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -18,18 +18,17 @@ from runtime.retrieval.collections import segment_build as building
 from runtime.retrieval.collections.description import encode_with_checksum, read_description
 from runtime.retrieval.collections.disk import Disk, acquire_lock, storage_error
 from runtime.retrieval.collections.group_commit import MAX_BATCH_BYTES, GroupCommit, PendingWrite, WriteGroup
-from runtime.retrieval.collections.log import log_path
+from runtime.retrieval.collections.log import log_files, log_path
 from runtime.retrieval.collections.maintenance import BuildSegment, BuildThread, pick_merge, too_many_segments
 from runtime.retrieval.collections.manifest import MANIFEST, Manifest, SegmentInfo, tombstones_content
 from runtime.retrieval.collections.operations import Delete, Upsert, encode
 from runtime.retrieval.collections.part import Rows
 from runtime.retrieval.collections.reader_barrier import ReaderBarrier
 from runtime.retrieval.collections.recovery import replay
-from runtime.retrieval.collections.segment_build import BuildJob, SegmentProgress, progress_of_stage
+from runtime.retrieval.collections.segment_build import BuildJob
 from runtime.retrieval.collections.segment_files import obsolete_files
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.collections.state import Loaded, close
-from runtime.retrieval.collections.statistics import WriterState, writer_state
 from runtime.retrieval.collections.tenant_attributes import introduced_by, with_bound_attribute
 from runtime.retrieval.collections.upgrade import upgrade
 from runtime.retrieval.collections.validation import (
@@ -44,6 +43,23 @@ from runtime.retrieval.embedding.embedder import Embedder
 SEAL_ROWS = 4096  # growing rows that become a segment: comparing this many takes as long as one or two graph walks
 _MAX_GROWING = 16  # times the sealing threshold: beyond that, upserts are rejected until segments are sealed
 _log = logging.getLogger(__name__)
+
+
+class WriterState(NamedTuple):
+    """Statistics of a writer.
+
+    documents: not deleted. growing: rows in the log. tombstones: deleted rows in segments. sealed, merged: segments
+    built since the writer was opened, from the log and from other segments. building: those that are being built.
+    """
+
+    documents: int
+    segments: int
+    growing: int
+    tombstones: int
+    log_bytes: int
+    sealed: int
+    merged: int
+    building: int
 
 
 class CollectionWriter:
@@ -90,7 +106,6 @@ class CollectionWriter:
         self._closed = False
         self.sealing, self.merging = threading.RLock(), threading.RLock()  # at most one build of each kind runs
         self._building: set[int] = set()  # numbers of segments that are being built
-        self._flush_progress: SegmentProgress | None = None
         self._sealed = self._merged = 0
         self._generation, self._next_segment = self._manifest.generation, self._manifest.next_segment
         self._remove_obsolete_files()
@@ -155,9 +170,12 @@ class CollectionWriter:
 
     def statistics(self) -> WriterState:
         """Return counters."""
-        builds = (self._flush_progress, *(builder.progress for builder in self._builders))
-        build = min((found for found in builds if found is not None), default=None)
-        return writer_state(self.directory, self.state, self._sealed, self._merged, build)
+        state = self.state
+        with state.lock:
+            deleted = sum(segment.size - segment.count for segment in state.segments)
+            rows = state.count, len(state.segments), state.growing.size, deleted
+        log_bytes = sum(path.stat().st_size for _, path in log_files(self.directory) if path.exists())
+        return WriterState(*rows, log_bytes, self._sealed, self._merged, len(self._building))
 
     def flush(self) -> None:
         """Seal all growing rows, and wait for it; merge first only if a shard has too many segments.
@@ -167,10 +185,7 @@ class CollectionWriter:
         while too_many_segments(self.state.segments) and self.merge_if_due(self.build_here):
             pass
         with self.sealing:
-            try:
-                self._seal(partial(self.build_here, progress=self._report_progress))
-            finally:
-                self._flush_progress = None
+            self._seal(self.build_here)
         self._check_builds()  # a merge may be due now
 
     def compact(self, progress: Progress = no_progress) -> None:
@@ -304,9 +319,6 @@ class CollectionWriter:
     def build_here(self, directory: Path, job: BuildJob, progress: Progress = no_progress) -> SegmentInfo | None:
         """Build a segment in the caller's thread: a `BuildSegment` for `seal_if_due` and `merge_if_due`."""
         return building.build(self._disk, self.state, job, progress)
-
-    def _report_progress(self, stage: str, part: float) -> None:
-        self._flush_progress = progress_of_stage(stage, part)
 
     def _seal(self, build: BuildSegment) -> None:
         with self.commits.lock:

@@ -28,7 +28,7 @@ from runtime.retrieval.answer_store import AnswerStore
 from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
-from runtime.retrieval.collections.statistics import WriterState
+from runtime.retrieval.collections.writer import WriterState
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.search.async_client import AsyncSearchClient
@@ -297,17 +297,12 @@ def _open_answer_cache(worker: Worker, client: AsyncSearchClient) -> AnswerCache
 def report_collections(table: WorkerTable, writers: Mapping[str, WriterState]) -> None:
     """Set the metrics of collections: sums over those open for writing."""
     states = list(writers.values())
-    builds = [state.build for state in states if state.build is not None]
     table.set(FrontendMetrics.COLLECTION_DOCUMENTS, sum(state.documents for state in states))
     table.set(FrontendMetrics.COLLECTION_SEGMENTS, sum(state.segments for state in states))
     table.set(FrontendMetrics.COLLECTION_GROWING, sum(state.growing for state in states))
     table.set(FrontendMetrics.COLLECTION_TOMBSTONES, sum(state.tombstones for state in states))
     table.set(FrontendMetrics.COLLECTION_LOG_BYTES, sum(state.log_bytes for state in states))
-    table.set(FrontendMetrics.COLLECTION_BUILDING, len(builds))
-    for gauge, done in zip(
-        FrontendMetrics.COLLECTION_BUILT.values(), min(builds, default=(0.0, 0.0, 0.0)), strict=True
-    ):
-        table.set(gauge, done)
+    table.set(FrontendMetrics.COLLECTION_BUILDING, sum(state.building for state in states))
     table.total(FrontendMetrics.COLLECTION_SEALED, sum(state.sealed for state in states))
     table.total(FrontendMetrics.COLLECTION_MERGED, sum(state.merged for state in states))
 
