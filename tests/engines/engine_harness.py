@@ -41,6 +41,7 @@ class FakeSearch:
         self.error: TrinityError | None = None
         self.hangs = self.same = False
         self.long = 0  # bytes of padding per passage
+        self.texts: Sequence[str] = ()  # of the passages, in place of numbers
         self.ranking, self.times = "", NO_TIMES
         self._count = itertools.count(1)
 
@@ -55,7 +56,8 @@ class FakeSearch:
             raise self.error
         number = 1 if self.same else next(self._count)
         names = [f"{number}.{k}" for k in range(query.spec.k)]
-        found = [Passage(f"p{one}", f"T{one}", 0.1, f"passage {one}." + "x" * self.long) for one in names]
+        texts = self.texts or [f"passage {one}." + "x" * self.long for one in names]
+        found = [Passage(f"p{one}", f"T{one}", 0.1, text) for one, text in zip(names, texts, strict=False)]
         return FoundPassages(found, ranking=self.ranking, times=self.times)
 
     def missing(self) -> list[str]:

@@ -14,7 +14,6 @@ from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.requests import Relayed
 from runtime.serving.http.app import create_app
 from runtime.serving.http.responses import ChatResponse
-from runtime.serving.http.routes.responses_body import RESULTS
 from runtime.serving.http.service import NoCollections, Service, Settings
 from runtime.testing.waiting import until
 from tests.engines.engine_harness import EngineHarness, running_engine
@@ -27,7 +26,7 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is a deco
 DOCS = {"collection": "docs", "k": 2}
 
 
-class _Catalogue(NoCollections):
+class Catalogue(NoCollections):
     def summary(self, collection: str) -> CollectionSummary:
         return CollectionSummary(True, metric="cosine")
 
@@ -38,7 +37,7 @@ async def client(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, EngineHarness]]:
     async with running_engine(*behaviours) as harness:
         settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096)
-        service = Service(harness.engine, harness.library, metrics, answers, catalogue=_Catalogue())
+        service = Service(harness.engine, harness.library, metrics, answers, catalogue=Catalogue())
         app = create_app(service, settings)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as made:
             yield made, harness
@@ -207,26 +206,6 @@ async def test_a_cached_answer_equals_the_servers_and_any_relevant_change_misses
         await http.post("/v1/chat/completions", json=CHAT | {"top_k": 3})
         assert len(harness.fake.generations()) == 2
     cache.answers.close()
-
-
-async def test_a_response_searches_before_the_servers_prompt_and_a_continuation_repeats_its_passages() -> None:
-    async with client() as (http, harness):
-        tool = {"type": "file_search", "vector_store_ids": ["docs"], "max_num_results": 2}
-        asked: Json = {"model": MODEL, "max_output_tokens": 6, "tools": [tool], "include": [RESULTS]}
-        first = (await http.post("/v1/responses", json=asked | {"input": "What is a decorator?"})).json()
-        call, message = first["output"]
-        assert [one["text"] for one in call["results"]] == ["passage 1.0.", "passage 1.1."]
-        assert (first["status"], len(message["content"][0]["text"])) == ("incomplete", 6)
-        assert first["usage"]["output_tokens"] == 6
-        (question,) = harness.fake.generations()[-1]["messages"]
-        assert question["content"].endswith("[T1.1]\npassage 1.1.\n\nWhat is a decorator?")
-        continued = asked | {"input": "And a class?", "previous_response_id": first["id"], "stream": True}
-        streamed = await http.post("/v1/responses", json=continued)
-        assert "event: response.incomplete" in streamed.text
-        before, answer, last = harness.fake.generations()[-1]["messages"]
-        assert before == question
-        assert answer["content"] == message["content"][0]["text"]
-        assert last["content"].endswith("[T2.1]\npassage 2.1.\n\nAnd a class?")
 
 
 async def test_the_servers_cached_tokens_priority_and_hints_are_passed_on() -> None:

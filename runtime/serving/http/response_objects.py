@@ -90,15 +90,18 @@ class ResponseBuilder:
 
     def _usage(self) -> Json:
         assert self.last is not None, "it has ended"
-        prompt, completion = self.prompt_tokens, self.completion_tokens
+        prompt, completion, reasoning = self.prompt_tokens, self.completion_tokens, 0
         if isinstance(self.last, Relayed) and self.last.usage is not None:
             prompt = self.last.usage.get("prompt_tokens", prompt)
             completion = self.last.usage.get("completion_tokens", completion)
+            if isinstance(details := self.last.usage.get("completion_tokens_details"), dict):
+                told = details.get("reasoning_tokens")
+                reasoning = min(max(told, 0), completion) if isinstance(told, int) else 0
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": self.last.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": prompt + completion,
         }
 

@@ -1,0 +1,185 @@
+"""Responses with file search in front of an OpenAI server, by OpenAI's client: as in front of the node's own engine
+(`tests/frontend/test_responses.py`)."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from runtime.errors import Unavailable
+from runtime.serving.http.app import create_app
+from runtime.serving.http.service import Service, Settings
+from tests.engines.engine_harness import SERVER_KINDS, EngineHarness, running_engine
+from tests.engines.fake_openai import MODEL, Behaviour
+from tests.engines.test_routes import Catalogue
+from tests.frontend.cluster import metrics
+
+QUESTION = "What is a decorator?"
+SEARCH: Any = [{"type": "file_search", "vector_store_ids": ["docs"], "max_num_results": 2}]
+TEXTS = ("The with statement wraps a block.", "The try statement handles exceptions.")
+CITING = "The with statement wraps a block. Nothing of it is here. The try statement handles exceptions"
+
+
+@asynccontextmanager
+async def node(behaviour: Behaviour = Behaviour()) -> AsyncIterator[tuple[openai.AsyncOpenAI, EngineHarness]]:  # noqa: B008
+    """A node in front of a server, whose search finds `TEXTS`."""
+    async with running_engine(behaviour) as harness:
+        harness.library.texts = TEXTS
+        settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096)
+        app = create_app(Service(harness.engine, harness.library, metrics, None, catalogue=Catalogue()), settings)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost/v1") as http:
+            yield (
+                openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="-", http_client=http, max_retries=0),
+                harness,
+            )
+
+
+def say(harness: EngineHarness, text: str) -> None:
+    """Let the server answer this, a word at a time."""
+    words = [f"{word} " for word in text.split()]
+    words[-1] = words[-1].rstrip()
+    deltas = [{"role": "assistant", "content": ""}, *({"content": word} for word in words)]
+    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices[-1]["finish_reason"] = "stop"
+    harness.fake.says = [{"id": "x", "object": "chunk", "model": MODEL, "choices": [choice]} for choice in choices]
+
+
+def prompt_of(harness: EngineHarness) -> list[tuple[str, str]]:
+    return [(turn["role"], turn["content"]) for turn in harness.fake.generations()[-1]["messages"]]
+
+
+@pytest.mark.parametrize("include", [True, False])
+async def test_file_search_has_results_on_request_and_cites_sentences(include: bool) -> None:
+    async with node() as (client, harness):
+        say(harness, CITING)
+        made = await client.responses.create(
+            model=MODEL, input=QUESTION, tools=SEARCH, include=["file_search_call.results"] if include else [],
+            instructions="Be brief.", temperature=0, top_p=0.5, max_output_tokens=40,
+        )  # fmt: skip
+        call, message = made.output
+        assert (made.status, made.output_text) == ("completed", CITING)
+        assert call.type == "file_search_call"
+        assert (call.status, call.queries) == ("completed", [QUESTION])
+        found = None if call.results is None else [(one.file_id, one.text, one.score) for one in call.results]
+        assert found == ([("p1.0", TEXTS[0], 0.9), ("p1.1", TEXTS[1], 0.9)] if include else None)
+        assert message.type == "message"
+        assert message.content[0].type == "output_text"
+        cited = [
+            (one.file_id, CITING[: one.index]) for one in message.content[0].annotations if hasattr(one, "file_id")
+        ]
+        assert cited == [("p1.0", TEXTS[0]), ("p1.1", CITING)]
+        (system, user), sent = prompt_of(harness), harness.fake.generations()[-1]
+        assert system == ("system", "Be brief.")
+        assert user[1].endswith(QUESTION)
+        assert all(text in user[1] for text in TEXTS)
+        assert (sent["temperature"], sent["top_p"], sent["max_tokens"]) == (0, 0.5, 40)
+        assert (await client.responses.retrieve(made.id)).output == made.output
+
+
+@pytest.mark.parametrize("tools", [SEARCH, []])
+async def test_a_stream_has_openais_events_in_order(tools: Any) -> None:
+    async with node() as (client, harness):
+        say(harness, CITING)
+        stream = await client.responses.create(model=MODEL, input=QUESTION, tools=tools, stream=True)
+        events = [event async for event in stream]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        kinds = [event.type for event in events]
+        searching = [
+            "response.output_item.added",
+            "response.file_search_call.in_progress",
+            "response.file_search_call.searching",
+            "response.file_search_call.completed",
+            "response.output_item.done",
+        ]
+        begin = ["response.created", "response.in_progress", *(searching if tools else [])]
+        begin += ["response.output_item.added", "response.content_part.added", "response.output_text.delta"]
+        assert kinds[: len(begin)] == begin
+        assert kinds[-4:] == [
+            "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed"
+        ]  # fmt: skip
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        last = events[-1]
+        assert last.type == "response.completed"
+        assert "".join(deltas) == last.response.output_text == CITING
+        assert kinds.count("response.output_text.annotation.added") == (2 if tools else 0)
+        if tools:
+            assert kinds.index("response.output_text.annotation.added") < len(kinds) - 6, "behind its sentence"
+        assert (await client.responses.retrieve(last.response.id)).output == last.response.output
+
+
+@pytest.mark.parametrize("kind", SERVER_KINDS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_continues_with_the_passages_where_they_stood(kind: str, stream: bool) -> None:
+    async with node(SERVER_KINDS[kind]) as (client, harness):
+        first = await client.responses.create(
+            model=MODEL, input=QUESTION, instructions="one", tools=SEARCH, max_output_tokens=20
+        )
+        before = prompt_of(harness)
+        asked: Any = {"model": MODEL, "input": "And a class?", "instructions": "two", "previous_response_id": first.id}
+        if stream:
+            events = await client.responses.create(**asked, max_output_tokens=20, stream=True)
+            *_, last = [event async for event in events]
+            second = last.response
+        else:
+            second = await client.responses.create(**asked, max_output_tokens=20)
+        assert prompt_of(harness) == [
+            ("system", "two"), before[1], ("assistant", first.output_text), ("user", "And a class?")
+        ]  # fmt: skip
+        assert (second.previous_response_id, second.status) == (first.id, "incomplete")
+        assert len(second.output_text) == 20
+        third = await client.responses.create(model=MODEL, input="Why?", previous_response_id=second.id, store=False)
+        assert [role for role, _ in prompt_of(harness)] == ["user", "assistant", "user", "assistant", "user"]
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(third.id)
+
+
+@pytest.mark.parametrize("kind", SERVER_KINDS)
+async def test_passages_that_the_answer_asks_for_can_be_cited(kind: str) -> None:
+    async with node(SERVER_KINDS[kind]) as (client, harness):
+        tool = [SEARCH[0] | {"every_tokens": 8}]
+        made = await client.responses.create(
+            model=MODEL, input=QUESTION, tools=tool, max_output_tokens=40, include=["file_search_call.results"]
+        )
+        assert len(harness.library.calls) > 1
+        assert made.output[0].type == "file_search_call"
+        assert len(made.output[0].results or []) > 2
+        assert len(made.output_text) == 40
+
+
+async def test_a_failed_search_or_server_is_a_status_and_in_a_stream_an_event() -> None:
+    async with node() as (client, harness):
+        harness.library.error = Unavailable("collection 'docs' is unavailable")
+        with pytest.raises(openai.InternalServerError, match="is unavailable"):
+            await client.responses.create(model=MODEL, input=QUESTION, tools=SEARCH)
+        stream = await client.responses.create(model=MODEL, input=QUESTION, tools=SEARCH, stream=True)
+        *_, last = [event async for event in stream]
+        assert last.type == "response.failed"
+        harness.library.error = None
+        harness.fake.behaviour.refuses = 400, {"error": {"message": "no such parameter", "code": None}}
+        with pytest.raises(openai.BadRequestError, match="no such parameter"):
+            await client.responses.create(model=MODEL, input=QUESTION, stream=True)
+        harness.fake.behaviour.refuses = None
+        harness.fake.behaviour.breaks_after = 4
+        stream = await client.responses.create(model=MODEL, input=QUESTION, stream=True)
+        *_, last = [event async for event in stream]
+        assert last.type == "response.failed"
+        assert last.response.error is not None
+
+
+async def test_a_response_of_a_reasoning_server_counts_what_is_not_shown() -> None:
+    async with node() as (client, harness):
+        say(harness, "Forty two.")
+        thinking: Any = {"index": 0, "delta": {"reasoning_content": "Let me see."}, "finish_reason": None}
+        harness.fake.says.insert(1, {"choices": [thinking]})
+        usage = {"prompt_tokens": 9, "completion_tokens": 7, "total_tokens": 16}
+        harness.fake.says.append(
+            {"choices": [], "usage": usage | {"completion_tokens_details": {"reasoning_tokens": 4}}}
+        )
+        made = await client.responses.create(model=MODEL, input=QUESTION)
+        assert made.output_text == "Forty two."
+        assert made.usage is not None
+        assert (made.usage.input_tokens, made.usage.output_tokens, made.usage.total_tokens) == (9, 7, 16)
+        assert made.usage.output_tokens_details.reasoning_tokens == 4
