@@ -80,9 +80,22 @@ def test_html_is_decoded_by_its_declared_encoding() -> None:
     assert read_file("a.htm", page.replace("iso-8859-1", "no-such").encode()).sections == [Section("café")]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32", "utf-16-le", "utf-16-be"])
 def test_text_is_one_section(encoding: str) -> None:
     assert read_file("a.TXT", "línea\r\ntwo".encode(encoding)).sections == [Section("línea\ntwo")]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("text", ["Leave: 12 weeks.\n", "Отпуск: двенадцать недель в году.\n", "café au lait " * 900])
+def test_utf16_without_a_byte_order_mark_is_known_by_its_zero_bytes(encoding: str, text: str) -> None:
+    content = text.encode(encoding)
+    assert read_file("a.txt", content).sections == [Section(text)]
+    with pytest.raises(UnreadableFile, match="not UTF-16 text at byte"):
+        read_file("a.txt", content + b"x")
+
+
+def test_a_stray_zero_byte_does_not_change_the_encoding() -> None:
+    assert read_file("a.txt", b"one line\n" * 20 + b"\0" + b"another\n" * 20).sections[0].text.startswith("one line\n")
 
 
 @needs["pdf"]
@@ -114,6 +127,7 @@ def test_a_presentation_has_one_section_per_slide_with_notes() -> None:
     ("name", "content", "message"),
     [
         ("a.txt", b"caf\xe9", "not UTF-8 text at byte 3"),
+        ("a.txt", "東京都千代田区".encode("utf-16-le"), "not UTF-8 text"),
         pytest.param("a.pdf", b"%PDF-1.4 and no more", ".", marks=needs["pdf"]),
         pytest.param("a.pdf", sample_files.pdf("", ""), "is it a scan", marks=needs["pdf"]),
         ("a.docx", b"no archive", "not a ZIP archive"),

@@ -1,5 +1,6 @@
 """Readers of plain text, Markdown and HTML."""
 
+import codecs
 import contextlib
 import re
 from html.parser import HTMLParser
@@ -9,18 +10,33 @@ from runtime.retrieval.ingestion.sections import Outline, ParsedFile, Section, U
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
 _MAX_HEADING = 1000
+_SAMPLE = 4096  # bytes
 _UNDERLINE = re.compile(r" {0,3}(=+|-+)[ \t]*$")
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?\n)(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
 _TITLE = re.compile(r"^title:[ \t]*(.+?)[ \t]*$", re.MULTILINE)
 
 
 def decode_text(content: bytes) -> str:
-    """Decode UTF-8, or UTF-16 with a byte order mark; normalize line ends. Raises `UnreadableFile`."""
-    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    """Decode UTF-8, UTF-16 or UTF-32; normalize line ends. Raises `UnreadableFile`."""
+    encoding = _encoding(content)
     try:
-        return content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+        return content.decode(encoding).removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise UnreadableFile(f"not UTF-8 text at byte {error.start}") from error
+        raise UnreadableFile(f"not {encoding[:6].upper()} text at byte {error.start}") from error
+
+
+def _encoding(content: bytes) -> str:
+    """Return the encoding that a byte order mark or, in UTF-16 without one, the zero bytes tell."""
+    if content.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    first, second = content[:_SAMPLE:2].count(0), content[1:_SAMPLE:2].count(0)
+    # The upper byte of spaces, line ends and Latin letters is zero: the first of each pair, or the second. Text in
+    # UTF-8 has no zeros, except by mistake.
+    if max(first, second) > len(content[:_SAMPLE]) / 32 and min(first, second) <= max(first, second) / 16:
+        return "utf-16-be" if first > second else "utf-16-le"
+    return "utf-8"
 
 
 def read_text(content: bytes) -> ParsedFile:
