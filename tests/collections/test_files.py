@@ -2,15 +2,19 @@
 
 import random
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
 
 from runtime.errors import InvalidRequest
+from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.files import Files
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 
@@ -89,3 +93,20 @@ def test_without_the_attribute_or_with_one_of_another_type_each_document_is_a_fi
         writer.upsert([UpsertDocument(id, attributes={"source": 7}, vector=np.ones(DIM)) for id in ("x", "y")])
         found, _ = Files(writer.state).page(5, "", "", descending=True)
         assert [(file.id, file.attributes) for file in found] == [("y", {"source": 7}), ("x", {"source": 7})]
+
+
+def test_passages_are_read_while_the_files_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bulk_load.build([document(0, "a.md")], tmp_path / "docs", embedder=f"hashing-{DIM}", degree=4)
+    documents, strings = CollectionDocuments(tmp_path / "docs"), Columns.strings
+    found: list[str] = []
+
+    def scanned(columns: Columns, name: str, size: int) -> Any:
+        reader = Thread(target=lambda: found.extend(one.id for one in documents.get([0]) if one))
+        reader.start()
+        reader.join(10)
+        return strings(columns, name, size)
+
+    monkeypatch.setattr(Columns, "strings", scanned)
+    documents.files()
+    assert found[:1] == ["a.md#0"]
+    documents.close()

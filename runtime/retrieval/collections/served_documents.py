@@ -106,7 +106,7 @@ class CollectionDocuments:
         """Return the files of the documents, of the present state. Raises `CollectionError`."""
         with self._lock:
             self._reader.poll()
-            return Files(self._reader.state)
+        return Files(self._reader.state)  # which looks at all rows, while passages are read
 
     def align(self, one: Neighbors, other: Neighbors) -> tuple[Neighbors, Neighbors]:
         """Return two results of the same query, in which a document has the same row: where they found two versions of
