@@ -91,8 +91,6 @@ class AsyncRetriever:
             case Until():
                 return await wait_until(step)
             case Read():
-                if (known := step.known()) is not None:
-                    return known
                 return await asyncio.get_running_loop().run_in_executor(self._documents, step.run)
             case _:
                 self.client.poll_now()

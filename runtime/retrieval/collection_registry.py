@@ -68,16 +68,25 @@ class DocumentLookup:
             return error
 
     def known(self, on_read: OnRead) -> Sequence[Document | None] | CollectionError | None:
-        """As `read`, of documents that are in memory; None if `read` has to be called. Never waits."""
+        """As `read`, of documents that are in memory; None if `read` has to be called. Never waits.
+
+        `on_read` is called once: nothing is read."""
         try:
             found = self.build.documents.get_known(self.rows)
         except CollectionError as error:
             return error
-        count = self._count(on_read)
-        for one in found or ():
-            if one is not None:
-                count(one)
+        if found:
+            size = 0
+            for one in found:
+                size = size if one is None else self._size_with(one, size)
+            on_read(size)
         return found
+
+    def _size_with(self, one: Document, size: int) -> int:
+        """Return the size of documents with one more. Raises `ResponseTooLarge` at the first too many."""
+        size += size_of(one.id, one.title, one.text, one.attributes)
+        check_size(size, len(self.rows))
+        return size
 
     def _count(self, on_read: OnRead) -> Callable[[Document], None]:
         """Return a function that checks the size of the documents that it was called with, up to the first too many."""
@@ -85,8 +94,7 @@ class DocumentLookup:
 
         def count(one: Document) -> None:
             nonlocal size
-            size += size_of(one.id, one.title, one.text, one.attributes)
-            check_size(size, len(self.rows))
+            size = self._size_with(one, size)
             on_read(size)
 
         return count
@@ -312,7 +320,7 @@ class CollectionRegistry:
 
     def lookup(self, collection: str, result: SearchResult) -> DocumentLookup:
         """Return the documents of a search result, not read yet. Raises `CollectionReplaced`."""
-        return DocumentLookup(self._build_of(collection, result), [int(row) for row in result.ids if row >= 0])
+        return DocumentLookup(self._build_of(collection, result), [row for row in result.ids.tolist() if row >= 0])
 
     def found(
         self,
@@ -325,8 +333,8 @@ class CollectionRegistry:
         if isinstance(found, CollectionError):  # only this collection fails, until its file is whole again
             self.builds_of(collection).discard(lookup.build, found.message)
             raise Unavailable(f"collection {collection!r} is unavailable: {found.message}") from found
-        return tuple(
-            Passage(document.id, document.title, float(distance), document.text, document.attributes)
-            for document, distance in zip(found, result.distances, strict=False)
+        return tuple([
+            Passage(document.id, document.title, distance, document.text, document.attributes)
+            for document, distance in zip(found, result.distances.tolist(), strict=False)
             if document is not None
-        )
+        ])  # fmt: skip

@@ -62,36 +62,39 @@ class FairLimit:
     def __init__(self, limit: int, noun: str, patience_s: float = 1.0) -> None:
         self._limit, self._noun, self._patience_s = limit, noun, patience_s
         self._count: Counter[int] = Counter()
+        self._total = 0  # of the counts
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
 
-    @asynccontextmanager
-    async def counted(self, flow: int) -> AsyncIterator[None]:
-        """Count one for as long as the context lasts. Raises `Overloaded`."""
-        self.check()
-        if self._has_room(flow):
-            self._count[flow] += 1
-        else:
-            await self._wait(flow)
-        try:
-            yield
-        finally:
-            self._leave(flow)
+    def counted(self, flow: int) -> "_Counted":
+        """Return a context that counts one for as long as it lasts. Entering it raises `Overloaded`."""
+        return _Counted(self, flow)
 
     def check(self) -> None:
         """Raise `Overloaded` if no more can be in progress now, whatever its flow."""
-        total = self._count.total()
-        if total >= self._limit:
-            raise Overloaded(f"{total} {self._noun} are in progress; the limit is {self._limit}")
+        if self._total >= self._limit:
+            raise Overloaded(f"{self._total} {self._noun} are in progress; the limit is {self._limit}")
 
     def _has_room(self, flow: int) -> bool:
-        left = self._limit - self._count.total()
+        left = self._limit - self._total
         return left > 0 and (not flow or self._count[flow] < left)
+
+    async def enter(self, flow: int) -> None:
+        """Count one, after waiting for it. Raises `Overloaded`."""
+        self.check()
+        if self._has_room(flow):
+            self._add(flow, 1)
+        else:
+            await self._wait(flow)
+
+    def _add(self, flow: int, change: int) -> None:
+        self._count[flow] += change
+        self._total += change
 
     async def _wait(self, flow: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         own, waiting = self._count[flow], (flow, turn)
         refusal = Overloaded(
-            f"{own} {self._noun} of this API key are in progress, and {self._count.total()} in all; a key may have as "
+            f"{own} {self._noun} of this API key are in progress, and {self._total} in all; a key may have as "
             f"many as are left of the limit of {self._limit}"
         )
         if len(self._waiting) >= self._limit:
@@ -104,15 +107,29 @@ class FairLimit:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
             elif not turn.cancelled():  # its turn had come
-                self._leave(flow)
+                self.leave(flow)
             if isinstance(error, TimeoutError):
                 raise refusal from None
             raise
 
-    def _leave(self, flow: int) -> None:
-        self._count[flow] -= 1
+    def leave(self, flow: int) -> None:
+        """Undo `enter`."""
+        self._add(flow, -1)
         for waiting in [waiting for waiting in self._waiting if not waiting[1].done()]:
             if self._has_room(waiting[0]):
                 self._waiting.remove(waiting)
-                self._count[waiting[0]] += 1
+                self._add(waiting[0], 1)
                 waiting[1].set_result(None)
+
+
+class _Counted:
+    """See `FairLimit.counted`. Every search enters one: a generator would take three times as long."""
+
+    def __init__(self, limit: FairLimit, flow: int) -> None:
+        self._limit, self._flow = limit, flow
+
+    async def __aenter__(self) -> None:
+        await self._limit.enter(self._flow)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._limit.leave(self._flow)

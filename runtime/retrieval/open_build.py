@@ -122,22 +122,24 @@ class SegmentVerification:
         self._work = BackgroundTask(
             "documents", lambda work: checksums.verify(work.check_cancelled if verify_first else work.throttle)
         )
-        self._first_done = False
+        self._first_done = self._ended = False  # the first of the works, and the present one
 
     @property
     def done(self) -> bool:
         """Also starts verification of the segments added since."""
-        if not self._work.done:
+        self._ended = self._ended or self._work.done
+        if not self._ended:
             return self._first_done
         self._first_done = True
         if self._checksums.pending and not self._work.error_message:
             self._work = BackgroundTask("documents", lambda work: self._checksums.verify(work.throttle))
+            self._ended = False
         return True
 
     @property
     def error_message(self) -> str:
         """What is damaged; "" as long as nothing was found."""
-        return self._work.error_message if self._work.done else ""
+        return self._work.error_message if self._ended or self._work.done else ""
 
     def cancel(self) -> None:
         """Request an early end of the verification."""

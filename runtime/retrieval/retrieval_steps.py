@@ -52,10 +52,9 @@ PAUSE: Literal["pause"] = "pause"
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A function that reads files. `known` returns the same, or None if a file has to be read."""
+    """A function that reads files."""
 
     run: Callable[[], Any]
-    known: Callable[[], Any] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +183,9 @@ class RetrievalSteps:
                 ranking.cancel()
         times = SearchTimes(batched_ns, self._clock())
         lookup = registry.lookup(collection, result)
-        documents: Sequence[Document | None] | CollectionError = yield Read(
-            partial(lookup.read, on_read), partial(lookup.known, on_read)
-        )
+        documents: Sequence[Document | None] | CollectionError | None = lookup.known(on_read)
+        if documents is None:
+            documents = yield Read(partial(lookup.read, on_read))
         passages = registry.found(collection, result, lookup, documents)
         return RetrievalResult(query.ticket, passages, None, embedded_ns, result.identity, times=times)
 

@@ -154,8 +154,7 @@ class Retriever:
             try:
                 match step:
                     case Read():
-                        outcome = step.known()
-                        outcome = step.run() if outcome is None else outcome
+                        outcome = step.run()
                         continue
                     case Query():
                         self.client.dispatcher.submit(step)

@@ -81,9 +81,11 @@ def stamp_search_end(stamps: dict[str, int], times: SearchTimes, now_ns: int) ->
 def completed_stages(stamps: dict[str, int], stages: tuple[Stage, ...] = STAGES) -> Iterator[tuple[Stage, int, int]]:
     """Yield begin and end, in ns, of every completed stage, in the order of a request's life cycle."""
     for stage in stages:
-        begin = next((stamps[begin] for begin in stage.begins if begin in stamps), None)
-        if begin is not None and stage.end in stamps:
-            yield stage, begin, stamps[stage.end]
+        if stage.end in stamps:
+            for begin in stage.begins:
+                if begin in stamps:
+                    yield stage, stamps[begin], stamps[stage.end]
+                    break
 
 
 def stage_seconds(stamps: dict[str, int], completion_tokens: int) -> dict[str, float]:

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from ipc import SearchSpec
 from runtime.errors import ContextLengthExceeded, Overloaded
 from runtime.node.config import SloSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import FrontendMetrics, Slo
 from runtime.retrieval.passages import SearchTimes
+from runtime.retrieval.search.query import Query
 from runtime.serving import stages
 from runtime.serving.frontend.observability import RequestMetrics, Traces
 from runtime.serving.frontend.requests import ClientDisconnected, RequestOutcome
-from runtime.serving.http.access import FULL_ACCESS
-from runtime.serving.http.api_types import RetrievalBody
 from runtime.serving.http.middleware import RequestContextMiddleware
 from runtime.serving.http.service import Searches
 from tests.frontend.cluster import FakeSearch
@@ -147,7 +147,7 @@ def test_the_response_of_a_search_is_part_of_its_time() -> None:
     ended: list[dict[str, int]] = []
     ticks = itertools.count()
     searches = Searches(FakeSearch(), Traces(8, lambda: next(ticks)), 1, 60.0, ended.append)
-    run = searches.run(RetrievalBody(query="text", k=4), "docs", FULL_ACCESS, "ret-1", respond=len)
+    run = searches.run(Query(SearchSpec("docs", 4), text="text"), "ret-1", respond=len)
     assert asyncio.run(run) == 2
     (stamps,) = ended
     moments = [stages.RECEIVED, stages.EMBEDDED, stages.FOUND, stages.SEARCHED, stages.RESPONDED, stages.END]

@@ -315,15 +315,21 @@ class State:
 
     def newest(self, rows: Sequence[int]) -> list[int]:
         """Return the row of the newest version of each row's document, as far as `replaced` knows it."""
+        if self._replaced is None:
+            return list(rows)
         with self.lock:
-            return [row if self._replaced is None else self._replaced.newest(row) for row in rows]
+            return list(map(self._replaced.newest, rows))
 
     def deleted(self, rows: Sequence[int]) -> list[bool]:
         """Return whether each row is deleted or unknown."""
         wanted = np.array(rows, np.int64)
+        alive = np.zeros(len(wanted), bool)
         with self.lock:
-            alive = np.any([part.has_alive(wanted) for part in self.parts], axis=0)
-        return [not one for one in alive.tolist()]
+            for part in self.parts:
+                alive |= part.has_alive(wanted)
+                if alive.all():  # most often in the first
+                    break
+        return (~alive).tolist()
 
     def close(self) -> None:
         close(self.segments)

@@ -100,6 +100,6 @@ def access_by_key(keys: Iterable[ApiKey]) -> dict[str, Access]:
 
 def access_of(http: Request) -> Access:
     """Return the access rights that the middleware has determined for a request."""
-    found = http.state.access
+    found = http.scope["state"]["access"]
     assert isinstance(found, Access)
     return found

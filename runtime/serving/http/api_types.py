@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
+import msgspec
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -12,7 +13,7 @@ from runtime.errors import InvalidFilter, InvalidRequest
 from runtime.node.retrieval_config import PassagePlace, ProbeMode, ProbesSection
 from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
 from runtime.serving.http import unsupported_fields
-from runtime.serving.http.parsing import field_error, given, json_name, suggestion, without_null
+from runtime.serving.http.parsing import field_error, given, json_name, parse, suggestion, without_null
 from runtime.serving.http.ranking import RerankOptions
 from runtime.serving.messages import Message, Retrieval, Sampling
 from runtime.serving.triggers import make_trigger, trigger_type
@@ -359,3 +360,35 @@ class RetrievalBody(StrictModel):
     filter: Annotated[Any, BeforeValidator(filter_at("filter"))] = None
     hybrid: Hybrid = 0.0
     rerank: RerankField = None
+
+
+class VectorBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A `RetrievalBody` with a vector and none of its rarer fields, as most are that have a vector."""
+
+    vector: Any  # float32 [d]
+    k: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 4
+    collection: str = ""
+    query: ClassVar[None] = None
+    filter: ClassVar[None] = None
+    hybrid: ClassVar[float] = 0.0
+    rerank: ClassVar[None] = None
+
+
+class _SentVector(VectorBody, forbid_unknown_fields=True):
+    vector: list[float]
+
+
+_decode_vector = msgspec.json.Decoder(_SentVector).decode
+
+
+def parse_retrieval(body: bytes) -> RetrievalBody | VectorBody:
+    """Parse a `RetrievalBody`: `parse` says what is wrong with it, and reads what a `VectorBody` has not."""
+    try:
+        found: VectorBody = _decode_vector(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return parse(RetrievalBody, body)
+    numbers = np.fromiter(found.vector, np.float64, len(found.vector))
+    if np.abs(numbers).max(initial=0.0) > FLOAT32_MAX:
+        return parse(RetrievalBody, body)
+    found.vector = numbers.astype(np.float32)
+    return found

@@ -26,13 +26,13 @@ from runtime.retrieval.stores.responses import ResponseStore
 from runtime.serving.frontend.answer_cache import CacheHit, CacheKey
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.access import access_of
-from runtime.serving.http.api_types import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerateBody, RetrievalBody
+from runtime.serving.http.api_types import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerateBody, parse_retrieval
 from runtime.serving.http.middleware import (
     REQUEST_ID_HEADER,
+    Application,
     AuthMiddleware,
     BodyMemory,
     CompressedBody,
-    DirectRoutes,
     RequestContextMiddleware,
     client_id_of,
     error_response,
@@ -74,7 +74,7 @@ from runtime.serving.http.routes.responses import ResponsesRoutes
 from runtime.serving.http.routes.tokenize import TokenizeRoute
 from runtime.serving.http.routes.vector_store_files import StoreFileRoutes
 from runtime.serving.http.routes.vector_stores import StoreRoutes
-from runtime.serving.http.searched import authorized, searched_collection
+from runtime.serving.http.searched import authorized, query_of
 from runtime.serving.http.service import Searches, Service, Settings, missing_roles
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 
@@ -88,16 +88,17 @@ def create_app(
     new_id: Callable[[str], str] | None = None,
 ) -> Starlette:
     """Return the application. `new_id` generates request ids (the server around it shares it)."""
-    app = Starlette()
+    app = Application()
     app.router.redirect_slashes = False
     routes = _Routes(service, settings)
-    app.add_middleware(DirectRoutes, routes={"/v1/retrieval": routes.retrieve}, on_error=_trinity_error)
     app.add_middleware(
         AuthMiddleware,
         keys=settings.api_keys,
         open_paths=settings.open_paths,
         host=settings.host,
         access=settings.access,
+        direct={"/v1/retrieval": routes.retrieve},
+        on_error=_trinity_error,
     )
     if settings.cors_origins:  # outside AuthMiddleware: a browser's preflight has no key
         app.add_middleware(
@@ -120,7 +121,7 @@ def create_app(
     for path, route in (
         ("/v1/chat/completions", routes.chat),
         ("/v1/completions", routes.complete),
-        ("/v1/retrieval", routes.retrieve),  # for its other methods: see `DirectRoutes`
+        ("/v1/retrieval", routes.retrieve),  # for its other methods: see `AuthMiddleware`
     ):
         app.add_route(path, route, methods=["POST"])
     for path, route in (
@@ -273,20 +274,8 @@ class _Routes:
 
     async def retrieve(self, http: Request) -> Response:
         self._searches.check()
-        body = await self._read(http, RetrievalBody)
-        if (body.query is None) == (body.vector is None):
-            raise InvalidRequest("set either query (text) or vector", "query")
-        collection = searched_collection(body.collection or "", body.k, access_of(http), self._settings)
-        if body.query is not None:
-            check_bytes(len(body.query.encode()), self._settings.max_prompt_bytes, "query")
-        dim = self._settings.collections[collection]
-        if body.vector is not None and dim and len(body.vector) != dim:
-            raise InvalidRequest(
-                f"vector has {len(body.vector)} numbers, collection {collection!r} has dimension {dim}", "vector"
-            )
-        rerank = self._settings.ranker.of_options(body.rerank, "rerank")
-        if rerank is not None and body.query is None:
-            raise InvalidRequest("rerank requires a text: use query instead of vector", "rerank")
+        query = query_of(parse_retrieval(await self.read_bytes(http)), access_of(http), self._settings)
+        collection = query.spec.collection
 
         def respond(passages: FoundPassages) -> Response:
             found = [passage_json(passage) | {"text": passage.text} for passage in passages]
@@ -294,9 +283,8 @@ class _Routes:
             return passages_response(result | ranking_json(passages.ranking))
 
         return await self._searches.run(
-            body, collection, access_of(http), request_id(http), client_id_of(http), respond=respond,
-            reserve=unsent_response(http).reserve, rerank=rerank,
-        )  # fmt: skip
+            query, request_id(http), client_id_of(http), respond=respond, reserve=unsent_response(http).reserve
+        )
 
     def add_collection_routes(self, app: Starlette) -> None:
         """Add the routes of collections, documents and embedders."""

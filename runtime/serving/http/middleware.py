@@ -15,11 +15,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ipc import Memo
 from ipc.ring.descriptors import MAX_U16
 from runtime.errors import InternalError, InvalidRequest, TrinityError, Unauthorized
 from runtime.serving.frontend.observability import CLIENT_ID, trace_context, trace_context_of
@@ -29,6 +32,7 @@ from runtime.serving.http.responses import error_json, to_json
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
+_REQUEST_ID = REQUEST_ID_HEADER.encode()
 _PREFIXES = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl", "/v1/retrieval": "ret"}
 _DEFAULT_PREFIX = "req"
 
@@ -130,10 +134,10 @@ async def read_body(request: Request, memory: BodyMemory, limit: int, timeout_s:
 
     Raises CompressedBody, NotJson, BodyTooLarge, RequestTooSlow or starlette's ClientDisconnect.
     """
-    encoding = request.headers.get("content-encoding", "identity")
+    encoding = _header(request.scope, b"content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):
         raise CompressedBody(f"the body has Content-Encoding {encoding[:64]!r}: send it uncompressed")
-    content_type = request.headers.get("content-type", "")
+    content_type = _header(request.scope, b"content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         # Against CSRF: a web page may send other types across origins without a CORS preflight.
         raise NotJson(f"the body's type is {content_type[:64]!r}: send the header 'Content-Type: application/json'")
@@ -176,8 +180,26 @@ async def bounded_body(
     return b"".join(parts)
 
 
+def _header(scope: Scope, wanted: bytes, default: str) -> str:
+    """Return the first of a request's headers of this name."""
+    for name, value in scope["headers"]:
+        if name == wanted:
+            return str(value, "latin-1")
+    return default
+
+
 def _none(limit: int) -> None:
     """The application runs without our server."""
+
+
+class Application(Starlette):
+    """Without the framework's handling of unexpected errors, which `AuthMiddleware` handles, on every request's way."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        app: ASGIApp = ExceptionMiddleware(self.router, handlers=self.exception_handlers)
+        for factory, arguments, options in reversed(self.user_middleware):
+            app = factory(app, *arguments, **options)
+        return app
 
 
 class AuthMiddleware:
@@ -189,13 +211,24 @@ class AuthMiddleware:
 
     An unexpected exception is logged and answered without a traceback. (The framework's own handler re-raises it, and
     the server then closes a connection that the client may reuse.)
+
+    POST requests to exactly the paths of `direct` skip the framework's routing and error handling, which take longer
+    than such a route itself; `on_error` returns the response to an error.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str], host: str, access: Mapping[str, Access]
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        open_paths: Sequence[str],
+        host: str,
+        access: Mapping[str, Access],
+        direct: Mapping[str, Callable[[Request], Awaitable[Response]]],
+        on_error: Callable[[Request, Exception], Awaitable[Response]],
     ) -> None:
-        self._app = app
+        self._app, self._direct, self._on_error = app, direct, on_error
         self._host = host.lower()
+        self._own_hosts: Memo[bytes, bool] = Memo(lambda host: self._is_own_host(host.decode("latin-1")), most=256)
         self._open_paths = frozenset(open_paths)
         flows = [1 + number % MAX_U16 for number in range(len(keys))] if len(keys) > 1 else [0]
         self._access = [
@@ -209,17 +242,18 @@ class AuthMiddleware:
             headers = {"WWW-Authenticate": "Bearer"} if isinstance(refusal, Unauthorized) else {}
             await error_response(refusal, headers)(scope, receive, send)
             return
-        started = False
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
         try:
-            await self._app(scope, receive, send_and_note)
+            if (route := self._direct.get(scope["path"])) is not None and scope["method"] == "POST":
+                http = Request(scope, receive, send)
+                try:
+                    response = await route(http)
+                except TrinityError as error:
+                    response = await self._on_error(http, error)
+                await response(scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
         except Exception:
-            if started or scope["type"] != "http":
+            if scope["type"] != "http" or scope["state"]["unsent"].started:
                 raise
             log.exception("%s %s failed", scope["method"], scope["path"])
             response = error_response(InternalError("internal error; the server's log has more"))
@@ -233,9 +267,10 @@ class AuthMiddleware:
     def _check_host(self, scope: Scope) -> TrinityError | None:
         """A request without Host passes: HTTP/1.0 clients may omit it, browsers always send it."""
         for name, value in scope["headers"]:
-            if name == b"host" and not self._is_own_host(host := value.decode("latin-1")):
+            if name == b"host" and not self._own_hosts[value]:
+                host = value.decode("latin-1")[:128]
                 return HostNotAllowed(
-                    f"the request's Host is {host[:128]!r}: a server without API keys accepts only localhost, loopback "
+                    f"the request's Host is {host!r}: a server without API keys accepts only localhost, loopback "
                     f"addresses and its http.host ({self._host})"
                 )
         return None
@@ -264,31 +299,6 @@ class AuthMiddleware:
         return None
 
 
-class DirectRoutes:
-    """Innermost ASGI middleware: POST requests to exactly these paths skip the framework's routing and error handling,
-    which take longer than such a route itself. `on_error` returns the response to an error."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        routes: Mapping[str, Callable[[Request], Awaitable[Response]]],
-        on_error: Callable[[Request, Exception], Awaitable[Response]],
-    ) -> None:
-        self._app, self._routes, self._on_error = app, routes, on_error
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if route is None:
-            await self._app(scope, receive, send)
-            return
-        http = Request(scope, receive, send)
-        try:
-            response = await route(http)
-        except TrinityError as error:
-            response = await self._on_error(http, error)
-        await response(scope, receive, send)
-
-
 def id_source(epoch: int) -> Callable[[str], str]:
     """Return a generator of request ids by path, unique within the node (`epoch`: the frontend's)."""
     count = itertools.count(1)
@@ -297,12 +307,12 @@ def id_source(epoch: int) -> Callable[[str], str]:
 
 def request_id(http: Request) -> str:
     """Return the generated id of a request."""
-    return str(http.state.request_id)
+    return str(http.scope["state"]["request_id"])
 
 
 def client_id_of(http: Request) -> str:
     """Return the client's id of a request; "" if it sent none or an invalid one."""
-    return str(http.state.client_id)
+    return str(http.scope["state"]["client_id"])
 
 
 class RequestContextMiddleware:
@@ -329,18 +339,26 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send)
             return
         begin, status, seconds = self._clock(), 500, -1.0
-        own_id, client_id = self._new_id(scope["path"]), _client_id(scope)
+        own_id, client_ids, traced = self._new_id(scope["path"]), [], False
+        for name, value in scope["headers"]:
+            if name == _REQUEST_ID:
+                client_ids.append(value)
+            elif name == b"traceparent":
+                traced = True
+        client_id = _client_id(client_ids)
         scope.setdefault("state", {}).update(request_id=own_id, client_id=client_id)
-        trace_context.set(trace_context_of(Headers(scope=scope)))
+        trace_context.set(trace_context_of(Headers(scope=scope) if traced else {}))
 
         async def send_with_id(message: Message) -> None:
             nonlocal status, seconds
             if message["type"] == "http.response.start":
-                status, headers = message["status"], MutableHeaders(scope=message)
-                seconds = self._clock() - begin
-                headers[REQUEST_ID_HEADER] = client_id or own_id
+                status, seconds = message["status"], self._clock() - begin
+                headers = [header for header in message["headers"] if header[0] != _REQUEST_ID]
+                headers.append((_REQUEST_ID, (client_id or own_id).encode()))
                 if self._draining():
-                    headers["connection"] = "close"
+                    headers = [header for header in headers if header[0] != b"connection"]
+                    headers.append((b"connection", b"close"))
+                message = {**message, "headers": headers}
             await send(message)
 
         try:
@@ -349,6 +367,7 @@ class RequestContextMiddleware:
             self._on_response(scope["path"], status, self._clock() - begin if seconds < 0 else seconds)
 
 
-def _client_id(scope: Scope) -> str:
-    values = Headers(scope=scope).getlist(REQUEST_ID_HEADER)
-    return values[0] if len(values) == 1 and CLIENT_ID.fullmatch(values[0]) else ""
+def _client_id(values: Sequence[bytes]) -> str:
+    """Return the client's id from its headers; "" for several, or an invalid one."""
+    value = values[0].decode("latin-1") if len(values) == 1 else ""
+    return value if CLIENT_ID.fullmatch(value) else ""

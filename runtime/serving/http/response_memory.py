@@ -88,12 +88,12 @@ class ResponseMemory:
 
 
 class UnsentResponse:
-    """The memory of one response."""
+    """The memory of one response. `started`: whether the application has begun it."""
 
     def __init__(self, memory: ResponseMemory, number: int, disconnect: Callable[[], None]) -> None:
         """Use `ResponseMemory.begin`."""
         self.number, self.disconnect = number, disconnect
-        self.held_bytes = 0
+        self.held_bytes, self.started = 0, False
         self.sent_bytes, self.since_s = 0, float("inf")
         self._memory = memory
 
@@ -131,7 +131,7 @@ class ResponseMemoryMiddleware:
         async def send_in_parts(message: Message) -> None:
             nonlocal start, refused
             if message["type"] == "http.response.start":
-                start = message
+                start, unsent.started = message, True
                 return
             body, more_body = message.get("body", b""), message.get("more_body", False)
             if refused:
@@ -169,6 +169,6 @@ def _no_connection() -> None:
 
 def unsent_response(http: Request) -> UnsentResponse:
     """Return the memory of the response to a request."""
-    found = http.state.unsent
+    found = http.scope["state"]["unsent"]
     assert isinstance(found, UnsentResponse)
     return found

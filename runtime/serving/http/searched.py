@@ -3,12 +3,16 @@
 from msgspec.structs import replace
 from starlette.requests import Request
 
+from ipc import SearchSpec
 from runtime.errors import InvalidRequest, UnknownCollection
 from runtime.node.stores_config import STORES
 from runtime.retrieval.attributes.filters import decode_filter, filter_bytes
+from runtime.retrieval.search.query import Query
 from runtime.retrieval.stores.records import Store
 from runtime.retrieval.stores.service import Stores
 from runtime.serving.http.access import Access, access_of
+from runtime.serving.http.api_types import RetrievalBody, VectorBody
+from runtime.serving.http.parsing import check_bytes
 from runtime.serving.http.routes.files import tenant_of
 from runtime.serving.http.routes.store_objects import STORE_PREFIX
 from runtime.serving.http.service import Settings
@@ -52,6 +56,29 @@ def searched_collection(name: str, k: int, access: Access, settings: Settings, p
     found = access.resolve(name or names[0], known, f"{prefix}collection")
     _check_k(k, settings, prefix)
     return found
+
+
+def query_of(body: RetrievalBody | VectorBody, access: Access, settings: Settings) -> Query:
+    """Return the query of a search without generation, restricted to what the key may find.
+
+    Raises InvalidRequest, `UnknownCollection` and Forbidden.
+    """
+    if (body.query is None) == (body.vector is None):
+        raise InvalidRequest("set either query (text) or vector", "query")
+    collection = searched_collection(body.collection or "", body.k, access, settings)
+    if body.query is not None:
+        check_bytes(len(body.query.encode()), settings.max_prompt_bytes, "query")
+    dim = settings.collections[collection]
+    if body.vector is not None and dim and len(body.vector) != dim:
+        raise InvalidRequest(
+            f"vector has {len(body.vector)} numbers, collection {collection!r} has dimension {dim}", "vector"
+        )
+    rerank = settings.ranker.of_options(body.rerank, "rerank")
+    if rerank is not None and body.query is None:
+        raise InvalidRequest("rerank requires a text: use query instead of vector", "rerank")
+    wanted = filter_bytes(access.restrict(collection, body.filter))
+    spec = SearchSpec(collection, body.k, filter=wanted, flow=access.flow)
+    return Query(spec, body.vector, body.query or "", body.hybrid, rerank=rerank)
 
 
 def _check_k(k: int, settings: Settings, prefix: str) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
-from ipc import SearchSpec
 from runtime.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -19,15 +18,13 @@ from runtime.errors import (
     UnknownModel,
 )
 from runtime.node.retrieval_config import ProbesSection
-from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.fair_gate import FairLimit
 from runtime.retrieval.passages import FoundPassages, OnRead, Passage
 from runtime.retrieval.reranking.reranking import Reranking
-from runtime.retrieval.search.query import Query, Rerank
-from runtime.retrieval.search.vectors import query_vector
+from runtime.retrieval.search.query import Query
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.retrieval.stores.service import Stores
 from runtime.retrieval.writer_service import WriterService
@@ -36,7 +33,6 @@ from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.observability import Traces
 from runtime.serving.http.access import Access
-from runtime.serving.http.api_types import RetrievalBody
 from runtime.serving.http.middleware import BODY_TIMEOUT_S, MAX_BODY_BYTES
 from runtime.serving.http.ranking import Ranker
 from runtime.serving.http.response_memory import MAX_UNSENT_BYTES
@@ -118,59 +114,44 @@ class Searches:
 
     async def run(
         self,
-        body: RetrievalBody,
-        collection: str,
-        access: Access,
+        query: Query,
         request_id: str,
         client_id: str = "",
         *,
         respond: Callable[[FoundPassages], R],
         reserve: Callable[[int], None] = lambda size: None,
-        rerank: Rerank | None = None,
     ) -> R:
-        """Return the response, by `respond`, with the passages from the part of `collection` that the key may access.
+        """Return the response, by `respond`, with the passages that a query finds, which is restricted to what its key
+        may find.
 
-        `reserve`: see `UnsentResponse.reserve`. Raises Forbidden or Overloaded (before the search starts),
-        DeadlineExceeded, or errors of the source and of `reserve`.
+        `reserve`: see `UnsentResponse.reserve`. Raises Overloaded (before the search starts), DeadlineExceeded, or
+        errors of the source and of `reserve`.
         """
-        wanted = filter_bytes(access.restrict(collection, body.filter))
-        query = Query(
-            SearchSpec(collection, body.k, filter=wanted, flow=access.flow),
-            query_vector(body.vector) if body.query is None else None,
-            body.query or "",
-            body.hybrid,
-            rerank=rerank,
-        )
-        async with self._limit.counted(access.flow):
-            return await self._run(query, request_id, client_id, respond, reserve)
-
-    async def _run(
-        self, query: Query, request_id: str, client_id: str, respond: Callable[[FoundPassages], R],
-        reserve: Callable[[int], None],
-    ) -> R:  # fmt: skip
-        self._traces.start_search(request_id, client_id, Retrieval(query.spec.collection, query.spec.k))
-        state, found = "internal_error", 0
-        try:
-            passages = await self._search(query, request_id, reserve)
-            self._traces.stamp_search_end(request_id, passages.times)
-            response = respond(passages)
-            self._traces.stamp(request_id, stages.RESPONDED)
-            state, found = "found", len(passages)
-            return response
-        except TrinityError as error:
-            state = error.code
-            raise
-        except asyncio.CancelledError:
-            state = "cancelled"
-            raise
-        finally:
-            stamps = self._traces.end_search(request_id, state, found)
-            self._on_ended(stamps)
-            took_ms = (stamps[stages.END] - stamps[stages.RECEIVED]) / 1e6
-            result = f"{found} passages" if state == "found" else state
-            # One that succeeded is in the traces; a line for each would take a sixth of its time.
-            level = logging.DEBUG if state == "found" else logging.INFO
-            log.log(level, "search ended: %s, %.1f ms", result, took_ms, extra={"request": request_id})
+        async with self._limit.counted(query.spec.flow):
+            traces, state, found = self._traces, "internal_error", 0
+            traces.start_search(request_id, client_id, Retrieval(query.spec.collection, query.spec.k))
+            try:
+                passages = await self._search(query, request_id, reserve)
+                traces.stamp_search_end(request_id, passages.times)
+                response = respond(passages)
+                traces.stamp(request_id, stages.RESPONDED)
+                state, found = "found", len(passages)
+                return response
+            except TrinityError as error:
+                state = error.code
+                raise
+            except asyncio.CancelledError:
+                state = "cancelled"
+                raise
+            finally:
+                stamps = traces.end_search(request_id, state, found)
+                self._on_ended(stamps)
+                # One that succeeded is in the traces; a line for each would take a sixth of its time.
+                level = logging.DEBUG if state == "found" else logging.INFO
+                if log.isEnabledFor(level):
+                    took_ms = (stamps[stages.END] - stamps[stages.RECEIVED]) / 1e6
+                    result = f"{found} passages" if state == "found" else state
+                    log.log(level, "search ended: %s, %.1f ms", result, took_ms, extra={"request": request_id})
 
     async def _search(self, query: Query, request_id: str, reserve: Callable[[int], None]) -> FoundPassages:
         try:

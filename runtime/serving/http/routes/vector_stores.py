@@ -16,15 +16,17 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ipc import SearchSpec
 from runtime.errors import InvalidRequest
 from runtime.node.stores_config import STORES
+from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.passages import RERANKED, FoundPassages, Passage
-from runtime.retrieval.search.query import Rerank
+from runtime.retrieval.search.query import Query, Rerank
 from runtime.retrieval.stores.collection import FILE, STORE
 from runtime.retrieval.stores.records import Store, new_id
 from runtime.retrieval.stores.service import NewEntry, Stores
 from runtime.serving.http.access import Access, access_of
-from runtime.serving.http.api_types import MAX_TOKENS, RetrievalBody, StrictModel, filter_at
+from runtime.serving.http.api_types import MAX_TOKENS, StrictModel, filter_at
 from runtime.serving.http.middleware import ReadBody, client_id_of, request_id
 from runtime.serving.http.parsing import check_bytes, field_error, parse, parse_object, without_null
 from runtime.serving.http.ranking import Ranker, ranking_json
@@ -204,18 +206,15 @@ class StoreRoutes:
         metric = self._catalogue.summary(collection).metric
         ranking = body.ranking_options or RankingOptions.model_validate({})
         rerank = ranking.rerank(self._ranker, "ranking_options.ranker")
+        spec = SearchSpec(
+            collection, body.max_num_results, filter=filter_bytes(access.restrict(collection, wanted)), flow=access.flow
+        )
         lists: list[FoundPassages] = []
         for number, query in enumerate(body.query):
-            search = RetrievalBody.model_construct(
-                query=query, k=body.max_num_results, filter=wanted, hybrid=ranking.hybrid
-            )
             ids = (request_id(http), client_id_of(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
             reserve = _addition_to(unsent_response(http))
-            lists.append(
-                await self._searches.run(
-                    search, collection, access, *ids, respond=FoundPassages.of, reserve=reserve, rerank=rerank
-                )
-            )
+            search = Query(spec, text=query, hybrid=ranking.hybrid, rerank=rerank)
+            lists.append(await self._searches.run(search, *ids, respond=FoundPassages.of, reserve=reserve))
         state = next((found.ranking for found in lists if found.ranking != RERANKED), RERANKED)
         scores = _best_scores(lists, metric, reranked=state == RERANKED, by_rank=bool(ranking.hybrid or rerank))
         threshold = ranking.score_threshold if body.ranking_options and rerank is None else -math.inf
