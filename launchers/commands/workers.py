@@ -15,7 +15,7 @@ from runtime.node.supervisor.scaling import GPU_NAMES, ScaleAction
 workers_app = typer.Typer(help="Add, drain or flip workers of a running node.", no_args_is_help=True)
 
 Role = Annotated[str, typer.Argument(help="Role: prefill or decode.")]
-AnyRole = Annotated[str, typer.Argument(help="Role: prefill, decode or pool.")]
+AnyRole = Annotated[str, typer.Argument(help="Role: prefill, decode, pool, or engine (an instance of vLLM).")]
 Name = Annotated[str, typer.Option(help="Worker, such as decode-1; default: the last one of the role.")]
 Gpu = Annotated[str, typer.Option(help='Select all workers of this GPU ("cuda:3" or its UUID) instead of a role.')]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for completion.")]
@@ -31,7 +31,8 @@ def list_workers(node: NodeOption = "") -> None:
 def add(role: AnyRole = "", gpu: Gpu = "", node: NodeOption = "", timeout: Timeout = 600.0) -> None:
     """Add a worker of a role, or the drained workers of a GPU; return when they are ready.
 
-    Drained workers of the node's plan are restored first; pool workers beyond the plan cannot be added.
+    Drained workers of the node's plan are restored first; beyond the plan neither pool workers nor vLLM instances can
+    be added.
     """
     _change(node, "add", _target(role, "", gpu), timeout, "{} is ready")
 

@@ -81,7 +81,7 @@ class Simulation:
         self.tiers = NodeTiers(config.kv, setup.times, self._block_tokens)
         self._build_workers()
         self._law = ControlLaw(config)
-        self._meter = SignalMeter(len(self.decodes))
+        self._meter = SignalMeter()
 
     # ---- building
 
@@ -261,6 +261,7 @@ class Simulation:
     def _readings(self) -> Readings:
         decodes = self.decodes.values()
         return Readings(
+            links=len(decodes),
             link_busy_s=sum(decode.link_busy_ns for decode in decodes) / 1e9,
             row_s=sum(decode.row_ns for decode in decodes) / 1e9,
             stall_s=sum(decode.batch.stall_ns for decode in decodes) / 1e9,

@@ -21,6 +21,7 @@ from runtime.errors import (
     TrinityError,
 )
 from runtime.node.engine_config import OpenAiSection, Stage
+from runtime.node.metrics.table import WorkerTable
 from runtime.retrieval.passages import NO_TIMES, FoundPassages, OnRead, Passage
 from runtime.retrieval.search.query import Query
 from runtime.serving.frontend.engine import RestartLimits
@@ -112,6 +113,7 @@ async def running_engine(
     stages: Sequence[Stage] = (),
     handover_tokens: int | Literal["auto"] = "auto",
     overlap_weight: float = 1.0,
+    table: WorkerTable | None = None,
     **section: Any,
 ) -> AsyncIterator[EngineHarness]:
     """Run an engine over one fake server per behaviour; with `sockets`, over HTTP at Unix sockets in that directory.
@@ -149,7 +151,7 @@ async def running_engine(
         fake.behaviour = replace(behaviour)  # faults begin after the capability check
     engine = OpenAiEngine(
         servers, settings, library, epoch=7, max_in_flight=max_in_flight, restarts=restarts, clock=clock,
-        on_end=ended.append, keep_traces=8, handover_tokens=handover_tokens,
+        on_end=ended.append, keep_traces=8, handover_tokens=handover_tokens, table=table,
     )  # fmt: skip
     running = asyncio.create_task(engine.run())
     await asyncio.sleep(0)  # let `run` start, so that cancelling reaches its cleanup

@@ -38,7 +38,7 @@ BUCKETS = len(PoolMetrics.WAIT["prefill"].buckets) + 1
 
 SIGNALS = st.builds(
     Signals,
-    link_use=st.floats(0, 1),
+    link_use=st.none() | st.floats(0, 1),
     prefill_wait_p95_s=st.floats(0, 1),
     decode_stall=st.floats(0, 1),
 )
@@ -255,29 +255,34 @@ def test_a_closed_loop_over_an_immediate_plant_converges(prefill_load: float, de
 # ---- the meter
 
 
-def readings(link_s: float = 0, row_s: float = 0, stall_s: float = 0, *waits: int, tokens: float = 0) -> Readings:
+def readings(
+    link_s: float = 0, row_s: float = 0, stall_s: float = 0, *waits: int, tokens: float = 0, links: int = 1
+) -> Readings:
     """`waits`: buckets that have one observation each."""
-    return Readings(link_s, row_s, stall_s, tokens, [float(waits.count(bucket)) for bucket in range(BUCKETS)])
+    return Readings(links, link_s, row_s, stall_s, tokens, [float(waits.count(bucket)) for bucket in range(BUCKETS)])
 
 
 def test_signals_cover_the_interval_between_two_updates() -> None:
-    meter = SignalMeter(links=2)
-    assert meter.update(10.0, readings(5, 100, 50, 3)) == Signals(0, 0, 0)
-    signals = meter.update(11.0, readings(5.5, 104, 51, 3, 5, tokens=60))
+    meter = SignalMeter()
+    assert meter.update(10.0, readings(5, 100, 50, 3, links=2)) == Signals(0, 0, 0)
+    signals = meter.update(11.0, readings(5.5, 104, 51, 3, 5, tokens=60, links=2))
     assert signals.link_use == pytest.approx(0.5 / 2)
     assert signals.decode_stall == pytest.approx(0.25)
     assert signals.step_s == pytest.approx(3 / 60)
     assert PoolMetrics.WAIT["prefill"].buckets[4] < signals.prefill_wait_p95_s <= PoolMetrics.WAIT["prefill"].buckets[5]
 
 
-def test_a_node_without_links_has_no_idle_link() -> None:
-    meter = SignalMeter(links=0)
-    meter.update(10.0, readings())
-    assert meter.update(11.0, readings(0, 0, 0, 3)).link_use == 1.0
+def test_without_a_known_link_the_law_has_no_such_term() -> None:
+    meter, waits = SignalMeter(), WAIT_TARGET_S * 0.9
+    meter.update(10.0, readings(links=0))
+    assert meter.update(11.0, readings(0, 0, 0, 3, links=0)).link_use is None
+    assert not fed(law(), *[Signals(None, waits, 0.0)] * 60)
+    (_, change), *_ = fed(law(), *[Signals(None, WAIT_TARGET_S * 3, 0.0)] * 60)
+    assert "link" not in change.cause
 
 
 def test_old_observations_decay() -> None:
-    meter = SignalMeter(links=1)
+    meter = SignalMeter()
     meter.update(0, readings())
     stalled = meter.update(1, readings(1, 1, 1, 8))
     assert (stalled.decode_stall, stalled.link_use) == (1, 1)
@@ -285,6 +290,15 @@ def test_old_observations_decay() -> None:
         signals = meter.update(i, readings(1, i, 1, 8))
     assert signals.decode_stall < 0.01
     assert signals.prefill_wait_p95_s == 0
+
+
+def test_stalls_of_rows_that_have_ended_say_nothing_about_decode_now() -> None:
+    meter = SignalMeter()
+    meter.update(0, readings())
+    assert meter.update(1, readings(0, 1, 1)).decode_stall == 1
+    for i in range(2, 12):
+        signals = meter.update(i, readings(0, 1, 1))
+    assert signals.decode_stall < 0.01
 
 
 @given(st.lists(st.floats(1e-5, 29), min_size=1, max_size=50), st.floats(0.01, 0.99))

@@ -11,7 +11,7 @@ import pytest
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import NodeConfig, SloSection
 from runtime.node.control.loop import ControlLoop
-from runtime.node.engine_config import ModelSection
+from runtime.node.engine_config import ModelSection, Stage, VllmSection, VllmStage
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PoolMetrics
 from runtime.node.placement.plan import NodePlan, WorkerPlan
@@ -191,6 +191,30 @@ def test_a_removed_pool_worker_can_be_added_back_up_to_the_plan(start: StartTiny
     assert (worker(status, "pool-1").epoch, worker(status, "pool-1").restarts) == (2, 0)
     with pytest.raises(InvalidRequest, match="all 4 pool workers of the plan are running"):
         change(node, "add", "pool")
+
+
+def test_a_vllm_instance_can_be_drained_and_added_back_up_to_the_plan() -> None:
+    stages: list[Stage] = ["prefill", "decode"]
+    places = tuple(WorkerPlan("engine", 0, "cuda:0", (), 1, stage=stage) for stage in stages)
+    section = VllmSection(name="m", prefill=VllmStage(), decode=VllmStage())
+    node, added = Supervisor(NodePlan(NodeConfig(model=section), "", "t", places)), list[WorkerPlan]()
+    for one in node.workers:
+        one.phase = Phase.READY
+    scaler = Scaler(
+        node.workers, node.plan, add=added.append, remove=node.remove_worker, check_memory=lambda placement: None
+    )
+    with pytest.raises(InvalidRequest, match="all 2 engine workers of the plan are running"):
+        scaler.request("add", "engine")
+    assert scaler.request("drain", "engine-prefill-0") == ("engine-prefill-0",)
+    with pytest.raises(InvalidRequest, match="without a ready engine worker"):
+        scaler.request("drain", "engine")
+    node.workers[0].phase = Phase.STOPPED
+    scaler.step()
+    assert [one.name for one in node.workers] == ["engine-decode-0"]
+    assert scaler.request("add", "engine") == ("engine-prefill-0",)
+    assert added == [places[0]]
+    with pytest.raises(InvalidRequest, match="accepted on this node: none"):
+        scaler.request("flip", "engine-decode-0")
 
 
 def test_a_worker_started_while_a_pool_worker_is_removed_still_knows_its_endpoint() -> None:

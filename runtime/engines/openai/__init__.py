@@ -9,6 +9,7 @@ probing.py        searches of the pool during generation
 relay.py          a server's chunks → the client's
 handover.py       KV hand-over between prefill and decode servers
 load_balancer.py  choice of a server: least loaded, by prefix overlap; health checks
+signals.py        what the control loop and the planner read about the engine
 server.py         one server: requests, server-sent events, mapping of its errors
 http.py           the HTTP client below it, over aiohttp
 capabilities.py   detection of a server's capabilities, also for `trinity doctor`

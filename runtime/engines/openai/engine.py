@@ -12,6 +12,7 @@ from runtime.engines.openai.continuation import unsupported
 from runtime.engines.openai.handover import HandoverCosts, Handovers
 from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.engines.openai.server import Server
+from runtime.engines.openai.signals import EngineSignals
 from runtime.engines.openai.writer import AnswerWriter, Dependencies
 from runtime.errors import (
     ConfigError,
@@ -23,6 +24,7 @@ from runtime.errors import (
     WorkerLost,
 )
 from runtime.node.engine_config import OpenAiSection, ServedSection
+from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import read_engine_key
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.node.worker import Worker
@@ -43,7 +45,7 @@ class OpenAiEngine(Engine):
     """Engine that has answers written by the servers of a `LoadBalancer`.
 
     At most `max_in_flight` requests run; `restarts` limits retries after a server failure; `handover_tokens`: see
-    `handover.HandoverCosts`.
+    `handover.HandoverCosts`; `table`: what the control loop reads is written there.
     """
 
     passthrough = True
@@ -61,14 +63,16 @@ class OpenAiEngine(Engine):
         prompts: PromptsSection = PromptsSection(),  # noqa: B008
         probes: ProbesSection = ProbesSection(),  # noqa: B008
         clock: Callable[[], int] = time.monotonic_ns,
+        table: WorkerTable | None = None,
         on_end: Callable[[RequestOutcome], None] | None = None,
         on_refused: Callable[[TrinityError], None] | None = None,
         keep_traces: int = KEPT_TRACES,
     ) -> None:
         super().__init__(epoch=epoch, clock=clock, on_end=on_end, on_refused=on_refused, keep_traces=keep_traces)
         self.balancer = balancer
-        handovers = Handovers(balancer, HandoverCosts(handover_tokens), clock)
-        self._deps = Dependencies(balancer, search, section, prompts, probes, restarts, handovers, clock)
+        self._signals = EngineSignals(balancer, clock, table)
+        handovers = Handovers(balancer, HandoverCosts(handover_tokens), self._signals, clock)
+        self._deps = Dependencies(balancer, search, section, prompts, probes, restarts, handovers, self._signals, clock)
         self._max_in_flight = max_in_flight
         self._tasks: dict[Request, asyncio.Task[None]] = {}
         self._checks: set[asyncio.Task[None]] = set()
@@ -106,7 +110,8 @@ class OpenAiEngine(Engine):
             await self.balancer.close()
 
     def tick(self) -> None:
-        """Fail requests past their deadline; start the checks of servers that are due."""
+        """Fail requests past their deadline; start the checks of servers that are due; write the signals."""
+        self._signals.write()
         for request in self.requests.expired(self._clock()):
             self._fail(
                 request, DeadlineExceeded(f"the request's deadline passed after {request.delivered.count} tokens")
@@ -221,6 +226,7 @@ async def engine_over(
         restarts=RestartLimits(wait_ns=int(http.restart_wait_s * 1e9)),
         prompts=worker.plan.config.prompts,
         probes=worker.plan.config.probes,
+        table=worker.table,
         on_end=metrics.record_relayed,
         on_refused=metrics.record_refusal,
     )

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from runtime.engines.openai.assembly import BYTES_PER_TOKEN
 from runtime.engines.openai.load_balancer import Backend, LoadBalancer
+from runtime.engines.openai.signals import EngineSignals
 from runtime.errors import EngineFailed, EngineUnreachable, Overloaded
 from runtime.serving.http.passthrough import first_set
 
@@ -61,6 +62,11 @@ class HandoverCosts:
         token, handover = (min(values) for values in zip(*self._measured, strict=True))
         return int(handover / max(token, 1.0))
 
+    @property
+    def token_ns(self) -> float:
+        """Prefill's time per token; 0 until a hand-over was measured."""
+        return min((token for token, _ in self._measured), default=0.0)
+
     def record(self, tokens: int, prefill_ns: int, handover_ns: int) -> None:
         """Record a hand-over: `tokens` computed in `prefill_ns`, decode's first token `handover_ns` later."""
         if tokens > 0:
@@ -70,20 +76,42 @@ class HandoverCosts:
 class Handovers:
     """Runs prompts on prefill servers. `clock` returns monotonic ns."""
 
-    def __init__(self, balancer: LoadBalancer, costs: HandoverCosts, clock: Callable[[], int]) -> None:
-        self._balancer, self.costs, self._clock = balancer, costs, clock
+    def __init__(
+        self, balancer: LoadBalancer, costs: HandoverCosts, signals: EngineSignals, clock: Callable[[], int]
+    ) -> None:
+        self._balancer, self._costs, self._signals, self._clock = balancer, costs, signals, clock
 
-    def should_hand_over(self, backend: Backend, body: Json, overlap: float) -> bool:
-        """Whether to compute this prompt on a prefill server for `backend`, which has the share `overlap` cached."""
+    async def hand_over(
+        self, backend: Backend, body: Json, path: str, prefix: Sequence[int], overlap: float, request_id: str
+    ) -> "Handover | None":
+        """Compute a prompt for `backend`, which has the share `overlap` of it cached, on a prefill server.
+
+        None if `backend` is to compute it. Raises errors that the request itself causes.
+        """
+        wanted = self._should_hand_over(backend, body, overlap)
+        if wanted and (computed := await self._compute(body, path, prefix, request_id)) is not None:
+            return computed
+        if backend.server.stage == "decode":
+            self._signals.count_prompt("decode", int(prompt_tokens(body) * (1.0 - overlap)))
+        return None
+
+    def record(self, handover: "Handover", handover_ns: int) -> None:
+        """Record a hand-over whose first token came `handover_ns` after the decode request."""
+        self._costs.record(handover.tokens, handover.prefill_ns, handover_ns)
+        # By the least time per token lately: a queue at prefill is no work.
+        seconds = handover.tokens * self._costs.token_ns / 1e9
+        self._signals.count_prompt("prefill", handover.tokens, seconds)
+
+    def _should_hand_over(self, backend: Backend, body: Json, overlap: float) -> bool:
         if backend.server.stage != "decode":
             return False
         if first_set(body, _NOT_HANDED_OVER):
             return False
         missing = prompt_tokens(body) * (1.0 - overlap)
-        return missing >= max(1, self.costs.tokens)
+        return missing >= max(1, self._costs.tokens)
 
-    async def compute_prompt(self, body: Json, path: str, prefix: Sequence[int], request_id: str) -> "Handover | None":
-        """Compute the request's prompt; None if no prefill server can. Raises errors that the request itself causes."""
+    async def _compute(self, body: Json, path: str, prefix: Sequence[int], request_id: str) -> "Handover | None":
+        """Compute the request's prompt; None if no prefill server can."""
         avoid: list[Backend] = []
         prefill_body = {name: value for name, value in body.items() if name not in _DECODE_ONLY}
         prefill_body |= {"stream": False, "max_tokens": 1, "kv_transfer_params": _PREFILL_PARAMS}

@@ -22,18 +22,26 @@ from runtime.node.supervisor.backoff import Backoff
 from runtime.serving.frontend.choice import Candidate, Choice, PrefixHistory
 
 # ---- a server's load, from vLLM's gauges; other servers export them too (llm-d reads the same names)
+# The KV link: the sums of the histograms in which vLLM's NIXL and Mooncake connectors observe each transfer's duration.
 
 
-_GAUGE = re.compile(r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{[^}]*\})? (\S+)", re.M)
+_METRIC = re.compile(
+    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|(?:nixl|mooncake)_xfer_time_seconds_sum)"
+    r"(?:\{[^}]*\})? (\S+)",
+    re.M,
+)
+_LINK = "_xfer_time_seconds_sum"
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Reported load of a server. `kv_usage`: share of its KV cache in use, 0..1."""
+    """Reported load of a server. `kv_usage`: share of its KV cache in use, 0..1; `link_busy_s`: duration of all of its
+    KV transfers, summed over tensor-parallel ranks, 0 if it reports none."""
 
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
+    link_busy_s: float = 0.0
 
     @property
     def requests(self) -> int:
@@ -47,7 +55,7 @@ def parse_load(metrics: str) -> Load | None:
     Of several engines behind one server, requests are summed and the fullest KV cache counts.
     """
     found: dict[str, list[float]] = {}
-    for name, value in _GAUGE.findall(metrics):
+    for name, value in _METRIC.findall(metrics):
         try:
             found.setdefault(name, []).append(float(value))
         except ValueError:
@@ -56,7 +64,8 @@ def parse_load(metrics: str) -> Load | None:
     if None in counts:
         return None
     running, waiting = (int(sum(count or ())) for count in counts)
-    return Load(running, waiting, max(found.get("kv_cache_usage_perc", [0.0])))
+    link_busy_s = sum(sum(values) for name, values in found.items() if name.endswith(_LINK))
+    return Load(running, waiting, max(found.get("kv_cache_usage_perc", [0.0])), link_busy_s)
 
 
 log = logging.getLogger(__name__)
@@ -93,6 +102,7 @@ class Backend(Candidate):
     consecutive_failures: int = 0  # of requests
     reported: Load | None = None
     next_load_check_ns: int | None = 0  # None: no metrics
+    link_busy_s: float = 0.0  # growth of the reported one since the balancer's start
 
     @property
     def name(self) -> str:
@@ -136,6 +146,16 @@ class LoadBalancer:
     def up(self) -> list[Backend]:
         """Servers that are up and accept requests."""
         return [backend for backend in self.backends if backend.capabilities is not None and backend.server.accepting]
+
+    @property
+    def links(self) -> int:
+        """Number of KV links whose use is known: those of servers that have reported a transfer."""
+        return sum(one.server.ranks for one in self.up if one.reported is not None and one.reported.link_busy_s > 0)
+
+    @property
+    def link_busy_s(self) -> float:
+        """Time in which these links transferred KV, summed over them, since the start."""
+        return sum(backend.link_busy_s for backend in self.backends)
 
     def eligible(self, reject: Reject) -> list[Backend]:
         """Return the servers that are up and do not `reject` a request.
@@ -281,9 +301,12 @@ class LoadBalancer:
 
     async def _read_load(self, backend: Backend) -> None:
         """Read a server's load; one without metrics is not asked again until it was down."""
+        before = backend.reported
         try:
             async with asyncio.timeout(_LOAD_INTERVAL_NS * 5 / 1e9):
-                backend.reported = parse_load(await backend.server.metrics())
+                backend.reported = found = parse_load(await backend.server.metrics())
+            if before is not None and found is not None:
+                backend.link_busy_s += max(found.link_busy_s - before.link_busy_s, 0.0)  # less: it was restarted
         except (TrinityError, TimeoutError) as error:
             backend.reported = None
             if isinstance(error, EngineUnreachable | TimeoutError):

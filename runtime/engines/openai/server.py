@@ -64,10 +64,11 @@ class StreamBroken(EngineFailed):
 
 
 class Server:
-    """A server at `url` (with its /v1). `stage`: "prefill", "decode" or "" for both. Tests replace `http`."""
+    """A server at `url` (with its /v1). `stage`: "prefill", "decode" or "" for both; `ranks`: GPUs that transfer its KV
+    at the same time. Tests replace `http`."""
 
-    def __init__(self, url: str, key: str = "", http: Http | None = None, stage: Stage = "") -> None:
-        self.url, self.stage = url, stage
+    def __init__(self, url: str, key: str = "", http: Http | None = None, stage: Stage = "", ranks: int = 1) -> None:
+        self.url, self.stage, self.ranks = url, stage, ranks
         self._root = _without_version(url)
         self._http = http or AioHttp()
         # No compression: it would delay a stream's chunks, and hide a body's size until it is decompressed.

@@ -11,11 +11,12 @@ from msgspec.structs import replace
 from runtime.engines.openai.assembly import fit, inserted_text, room_for_passages, with_passages
 from runtime.engines.openai.capabilities import Capabilities, Continuation
 from runtime.engines.openai.continuation import budget, continuation_method, continuation_request, unsupported
-from runtime.engines.openai.handover import Handover, Handovers, prompt_text
+from runtime.engines.openai.handover import Handovers, prompt_text
 from runtime.engines.openai.load_balancer import Backend, LoadBalancer
 from runtime.engines.openai.probing import Probing, fit_tokens
 from runtime.engines.openai.relay import Relay
 from runtime.engines.openai.server import StreamBroken
+from runtime.engines.openai.signals import EngineSignals, Row
 from runtime.errors import (
     ContextLengthExceeded,
     EngineFailed,
@@ -55,6 +56,7 @@ class Dependencies:
     probes: ProbesSection
     restarts: RestartLimits
     handovers: Handovers
+    signals: EngineSignals
     clock: Callable[[], int]  # monotonic ns
 
 
@@ -81,9 +83,10 @@ class AnswerWriter:
         self._passage_tokens = 0
         self._unreported: Retrieved | None = None  # passages in the next request, reported once a server accepts it
         self._rollback: tuple[str, list[int]] | None = None  # the transcript without a probe's passages
+        self._row = Row(deps.signals)
         self._relay = Relay(
             request.id,
-            emit,
+            self._row.counting(emit),
             deps.clock,
             chat=self._chat,
             body=body,
@@ -101,6 +104,7 @@ class AnswerWriter:
             while not self._relay.ended:
                 await self._stream_once()
         finally:
+            self._row.end()
             if self._probing is not None:
                 self._probing.cancel()
 
@@ -230,16 +234,15 @@ class AnswerWriter:
         self._deps.balancer.remember(backend, prefix)
         path, body = await self._next_request(backend, backend.capabilities)
         relay.stamps.setdefault(stages.PREFILL_BEGIN, clock())
-        handover: Handover | None = None
-        if self._deps.handovers.should_hand_over(backend, body, overlap):
-            handover = await self._deps.handovers.compute_prompt(body, path, prefix, self._request.id)
+        handovers = self._deps.handovers
+        handover = await handovers.hand_over(backend, body, path, prefix, overlap, self._request.id)
         begin_ns, fields = clock(), handover.fields if handover is not None else {}
         async with backend.server.stream(path, body | fields, self._request.id) as chunks:
             relay.begin(budget(body, self._context()))
             async for chunk in chunks:
                 await self._request.wait_for_reader()
                 if handover is not None:
-                    self._deps.handovers.costs.record(handover.tokens, handover.prefill_ns, clock() - begin_ns)
+                    handovers.record(handover, clock() - begin_ns)
                     handover = None
                 if self._unreported is not None or self._stalled_since_ns:
                     self._report_accepted()
@@ -317,7 +320,7 @@ class AnswerWriter:
         assert self._probing is not None, "only answers with probes stop for one"
         self._stalled_since_ns = self._deps.clock()
         self._probing.start(self._relay.sent_tokens, self._query())
-        await self._insert(*await self._probing.result())
+        await self._insert(*await self._row.stall(self._probing.result()))
 
     async def _prefetch(self) -> bool:
         """Start a due probe, collect a finished one; True if its passages require another request."""

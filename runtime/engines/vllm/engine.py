@@ -24,6 +24,7 @@ async def vllm_engine(
             f"http://{place.name}/v1",
             http=AioHttp(worker.plan.engine_socket(place.name)),
             stage=place.stage,
+            ranks=section.stages[place.stage].tensor_parallel_size,
         )
         for place in worker.plan.of_role("engine")
     ]

@@ -11,7 +11,7 @@ priority:
   0, r grows.
 - **The KV link is used less than its target** while prefill queries wait: decode will soon be idle. The same changes
   follow. (An idle link while no prefill query waits for more than τ_pre says nothing about the pool: neither r nor
-  τ_pre could fill it.)
+  τ_pre could fill it. Without a link whose use is known, this rule is left out.)
 - **No query waits**: r returns step by step to its configured value, and τ_pre to its own, or to half of the target if
   that is less, so that it does not cause pressure on prefill by itself.
 
@@ -40,6 +40,7 @@ LINK_TARGET = 0.05  # use of the KV link below which decode may soon be idle
 DECODE_STALL_TARGET = 0.25  # least target of the share of rows' time that probes take, where `slo.tpot_s` leaves less
 _LEAST_WAIT_TARGET_S = 1e-3  # below a millisecond a P95 wait says little
 _HALF_LIFE_S = 4 * INTERVAL_S  # of a signal
+_LEAST_ROWS = 0.1  # rows on average, below which the last of them say nothing about decode now
 _STRAINED = 0.3  # pressure from which decode's stalls have priority over prefill's waits
 _TPOT_SHARE = 0.8  # share of a token's time beyond its step that stalls may take, as the mean of all rows
 _MIN_STEP_SHARE = 1 / 8  # lower limit of the step after reversals, as a share of STEP
@@ -48,13 +49,10 @@ _IDLE = 0.1  # pressure below which no query waits noticeably
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """State of the node: KV-link use and stalled share of decode's row time in [0, 1], prefill's P95 wait in s, and the
-    time per token of a row without stalls (0: unknown).
+    """State of the node: KV-link use (None: not known) and stalled share of decode's row time in [0, 1], prefill's P95
+    wait in s, and the time per token of a row without stalls (0: unknown)."""
 
-    A node without decode workers of its own has no link; it counts as fully used.
-    """
-
-    link_use: float
+    link_use: float | None
     prefill_wait_p95_s: float
     decode_stall: float
     step_s: float = 0.0
@@ -124,7 +122,7 @@ class ControlLaw:
             return (1 if decode > band else -waits), -1
         if decode > _STRAINED / band:
             return -waits, 0
-        starved = signals.link_use < LINK_TARGET * (1 - HYSTERESIS)
+        starved = signals.link_use is not None and signals.link_use < LINK_TARGET * (1 - HYSTERESIS)
         return (-1, 1) if waits or (starved and self._prefill_waits(signals)) else (0, 0)
 
     def _prefill_waits(self, signals: Signals) -> bool:
@@ -169,17 +167,19 @@ class ControlLaw:
 
     def _cause(self, signals: Signals) -> str:
         prefill, decode = self.pressures(signals)
+        link = "" if signals.link_use is None else f", KV link in use {signals.link_use:.1%}"
         return (
             f"prefill waits {signals.prefill_wait_p95_s * 1e3:.2f} ms at P95 (pressure {prefill:.2f}), decode stalls "
-            f"{signals.decode_stall:.1%} of its time (pressure {decode:.2f}), KV link in use {signals.link_use:.1%}"
+            f"{signals.decode_stall:.1%} of its time (pressure {decode:.2f}){link}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """Counters of a node at one moment; all only grow. `wait_counts`: waits of prefill queries by bucket, over all
-    pools."""
+    """Counters of a node at one moment; all but `links`, the number of KV links whose use is known, only grow.
+    `wait_counts`: waits of prefill queries by bucket, over all pools."""
 
+    links: float
     link_busy_s: float
     row_s: float
     stall_s: float
@@ -190,8 +190,7 @@ class Readings:
 class SignalMeter:
     """Converts readings to signals over about the last second: older values decay by half every four intervals."""
 
-    def __init__(self, links: int) -> None:
-        self.links = links
+    def __init__(self) -> None:
         self._last: tuple[float, Readings] | None = None
         self._elapsed_s = self._link_busy_s = self._row_s = self._stall_s = self._tokens = 0.0
         self._waits = [0.0] * (len(_WAIT.buckets) + 1)
@@ -210,9 +209,9 @@ class SignalMeter:
         deltas = (new - old for new, old in zip(readings.wait_counts, last.wait_counts, strict=True))
         self._waits = [old * keep + delta for old, delta in zip(self._waits, deltas, strict=True)]
         return Signals(
-            link_use=_share(self._link_busy_s, self._elapsed_s * self.links) if self.links else 1.0,
+            link_use=_share(self._link_busy_s, self._elapsed_s * readings.links) if readings.links else None,
             prefill_wait_p95_s=quantile(0.95, _WAIT.buckets, self._waits),
-            decode_stall=_share(self._stall_s, self._row_s),
+            decode_stall=_share(self._stall_s, max(self._row_s, _LEAST_ROWS * self._elapsed_s)),
             step_s=max(self._row_s - self._stall_s, 0.0) / self._tokens if self._tokens > 0 else 0.0,
         )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, get_args
 from runtime.node.config import NodeConfig, Role
 from runtime.node.control.law import INTERVAL_S, ControlLaw, Readings, SignalMeter
 from runtime.node.control.planner import Move, Planner, Work
+from runtime.node.engine_config import ServedSection
 from runtime.node.metrics.kinds import Counter, Gauge
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import (
@@ -24,42 +25,43 @@ if TYPE_CHECKING:
 log = logging.getLogger("control")
 
 _WAIT = PoolMetrics.WAIT["prefill"]
-_COUNTERS: dict[Role, tuple[Counter, ...]] = {
-    "prefill": (
-        PrefillMetrics.PASS_SECONDS,
-        PrefillMetrics.PROMPT_TOKENS,
-        PrefillMetrics.PREFIX_HIT_TOKENS,
-        *PrefillMetrics.NEW_TOKENS.values(),
-        *PrefillMetrics.PROMPTS.values(),
-    ),
-    "decode": (
-        DecodeMetrics.LINK_BUSY_SECONDS,
-        DecodeMetrics.ROW_SECONDS,
-        DecodeMetrics.STALL_SECONDS,
-        DecodeMetrics.GENERATION_TOKENS,
-    ),
-    "frontend": (FrontendMetrics.SLO_REQUESTS["all"], FrontendMetrics.SLO_VIOLATIONS["all"]),
-}
+_COUNTERS: tuple[Counter, ...] = (
+    PrefillMetrics.PASS_SECONDS,
+    PrefillMetrics.PROMPT_TOKENS,
+    PrefillMetrics.PREFIX_HIT_TOKENS,
+    *PrefillMetrics.NEW_TOKENS.values(),
+    *PrefillMetrics.PROMPTS.values(),
+    DecodeMetrics.LINK_BUSY_SECONDS,
+    DecodeMetrics.ROW_SECONDS,
+    DecodeMetrics.STALL_SECONDS,
+    DecodeMetrics.GENERATION_TOKENS,
+    FrontendMetrics.SLO_REQUESTS["all"],
+    FrontendMetrics.SLO_VIOLATIONS["all"],
+)
 _PAUSE_S = 600.0  # of the planner, after a move that could not be made
-_ROLE_OF: dict[Counter, Role] = {counter: role for role, counters in _COUNTERS.items() for counter in counters}
 
 
 class ControlLoop:
-    """Control loop of one node. `step` may be called at any rate and acts once per INTERVAL_S."""
+    """Control loop of one node. `step` may be called at any rate and acts once per INTERVAL_S.
+
+    Of another engine, the frontend's table has what the tables of prefill and decode workers have otherwise.
+    """
 
     def __init__(self, config: NodeConfig, tables: Mapping[str, WorkerTable]) -> None:
         self._settings = config.control
+        self._served = isinstance(config.model, ServedSection)
         self._reserve = config.pool.reserve
         self._tables: dict[Role, list[WorkerTable]] = {
             role: [table for table in tables.values() if table.role == role] for role in get_args(Role)
         }
-        self._meter = SignalMeter(len(self._tables["decode"]))
-        self.law, self._planner = ControlLaw(config), Planner.of(config, config.slo)
+        self._meter = SignalMeter()
+        self.law = ControlLaw(config)
+        self._planner = Planner(config.slo) if self._served else Planner.of(config, config.slo)
         self._paused_until_s = 0.0
         self._observed: Stage | None = None
         self._moves: dict[Stage, int] = dict.fromkeys(get_args(Stage), 0)
         # Counters of removed workers.
-        self._removed = dict.fromkeys(_ROLE_OF, 0.0)
+        self._removed = dict.fromkeys(_COUNTERS, 0.0)
         self._removed_waits = [0.0] * (len(_WAIT.buckets) + 1)
         self._due_s = 0.0
         for table in self._tables["pool"]:
@@ -74,15 +76,13 @@ class ControlLoop:
     def add_worker(self, table: WorkerTable) -> None:
         """Include a worker that was added to the node."""
         self._tables[table.role].append(table)
-        self._meter.links = len(self._tables["decode"])
         if table.role == "pool":
             self._set_knobs(table)
 
     def remove_worker(self, table: WorkerTable) -> None:
         """Exclude a worker that was removed; its counters stay included."""
         self._tables[table.role].remove(table)
-        self._meter.links = len(self._tables["decode"])
-        for counter in _COUNTERS.get(table.role, ()):
+        for counter in (counter for counter in _COUNTERS if counter in table):
             self._removed[counter] += table.value(counter)
         if table.role == "pool":
             counts = table.read(_WAIT)[:-1]
@@ -104,12 +104,13 @@ class ControlLoop:
         if self._settings.planner == "off" or now_s < self._paused_until_s:
             return None
         move = self._planner.update(now_s, self._work())
-        if move is None or (self._settings.planner == "observe" and move.role == self._observed):
+        acts = self._settings.planner == "act" and not self._served  # servers of other engines keep their role
+        if move is None or (not acts and move.role == self._observed):
             return None
         self._observed = move.role
         self._moves[move.role] += 1
         log.info("a %s worker should change its role: %s", move.role, move.cause)
-        return move if self._settings.planner == "act" else None
+        return move if acts else None
 
     def pause_planner(self, now_s: float) -> None:
         """Make no move for a while, because one was refused or failed, as the next one would."""
@@ -118,9 +119,11 @@ class ControlLoop:
     def _work(self) -> Work:
         decode_prompt_tokens = self._sum(PrefillMetrics.NEW_TOKENS["decode"])
         not_passed = decode_prompt_tokens + self._sum(PrefillMetrics.PREFIX_HIT_TOKENS)
+        passed = self._sum(PrefillMetrics.PROMPT_TOKENS) - not_passed
         return Work(
             pass_s=self._sum(PrefillMetrics.PASS_SECONDS),
-            passed_tokens=self._sum(PrefillMetrics.PROMPT_TOKENS) - not_passed,
+            # Another engine's prompts are counted when they are computed, including their cached tokens at the end.
+            passed_tokens=self._sum(PrefillMetrics.NEW_TOKENS["prefill"]) if self._served else passed,
             arrived_tokens=sum(map(self._sum, PrefillMetrics.NEW_TOKENS.values())),
             decode_prompt_tokens=decode_prompt_tokens,
             prompts=sum(map(self._sum, PrefillMetrics.PROMPTS.values())),
@@ -128,9 +131,11 @@ class ControlLoop:
             tokens=self._sum(DecodeMetrics.GENERATION_TOKENS),
             slo_requests=self._sum(FrontendMetrics.SLO_REQUESTS["all"]),
             slo_violations=self._sum(FrontendMetrics.SLO_VIOLATIONS["all"]),
-            prefill_waiting=self._now("prefill", PrefillMetrics.WAITING),
-            decode_waiting=self._now("decode", DecodeMetrics.WAITING),
-            workers={role: len(self._tables[role]) for role in get_args(Stage)},
+            prefill_waiting=self._now(PrefillMetrics.WAITING) + self._now(FrontendMetrics.SERVERS_WAITING["prefill"]),
+            decode_waiting=self._now(DecodeMetrics.WAITING) + self._now(FrontendMetrics.SERVERS_WAITING["decode"]),
+            workers={
+                role: len(self._tables[role]) + int(self._now(up)) for role, up in FrontendMetrics.SERVERS.items()
+            },
         )
 
     def families(self) -> "Iterator[Family]":
@@ -144,6 +149,7 @@ class ControlLoop:
     def readings(self) -> Readings:
         counts = [self._removed_waits, *(table.read(_WAIT)[:-1] for table in self._tables["pool"])]
         return Readings(
+            links=len(self._tables["decode"]) + self._now(FrontendMetrics.KV_LINKS),
             link_busy_s=self._sum(DecodeMetrics.LINK_BUSY_SECONDS),
             row_s=self._sum(DecodeMetrics.ROW_SECONDS),
             stall_s=self._sum(DecodeMetrics.STALL_SECONDS),
@@ -152,7 +158,9 @@ class ControlLoop:
         )
 
     def _sum(self, counter: Counter) -> float:
-        return self._removed[counter] + sum(table.value(counter) for table in self._tables[_ROLE_OF[counter]])
+        return self._removed[counter] + self._now(counter)
 
-    def _now(self, role: Stage, gauge: Gauge) -> float:
-        return sum(table.value(gauge) for table in self._tables[role])
+    def _now(self, metric: Counter | Gauge) -> float:
+        """Return the sum over all workers that have the metric."""
+        tables = (table for role in self._tables.values() for table in role)
+        return sum(table.value(metric) for table in tables if metric in table)

@@ -330,7 +330,20 @@ class FrontendMetrics(RetrievingMetrics):
     RESPOND_TIME = Histogram(
         "trinity_request_respond_time_seconds", "Time from a search's passages to its response", _WAITS
     )
+    SERVERS = ByLabel[Stage, Gauge](
+        Gauge, "trinity_engine_servers", "Servers of another engine for one role that are up", "role", Stage
+    )
+    SERVERS_WAITING = ByLabel[Stage, Gauge](
+        Gauge, "trinity_engine_servers_waiting", "Requests that wait in these servers, as they report", "role", Stage
+    )
+    KV_LINKS = Gauge("trinity_kv_links", "KV links of another engine's servers that report their transfers")
     # Of answers that other engines' servers generate; of the node's own engine the workers write these.
+    PROMPTS = PrefillMetrics.PROMPTS
+    NEW_TOKENS = PrefillMetrics.NEW_TOKENS
+    PASS_SECONDS = PrefillMetrics.PASS_SECONDS
+    LINK_BUSY_SECONDS = DecodeMetrics.LINK_BUSY_SECONDS
+    ROW_SECONDS = DecodeMetrics.ROW_SECONDS
+    STALL_SECONDS = DecodeMetrics.STALL_SECONDS
     PROMPT_TOKENS = PrefillMetrics.PROMPT_TOKENS
     GENERATION_TOKENS = DecodeMetrics.GENERATION_TOKENS
     BATCH_TIME = PrefillMetrics.BATCH_TIME

@@ -8,7 +8,7 @@ while the node holds one more model. The last ready worker of a role, or of a sh
 Vacant placements of the plan are filled first. Beyond the plan, an added prefill or decode worker shares device and
 cores with the worker that it is modelled on. Pool workers cannot exceed the plan, because their clients know the
 endpoints from the start. The frontend is fixed. A flip, or a worker beyond the plan, is refused if its GPU has no
-memory for it.
+memory for it. Instances of vLLM are drained and added back by the plan like pool workers; they keep their stage.
 """
 
 import itertools
@@ -25,6 +25,8 @@ from runtime.node.supervisor.supervised_worker import Desired, Phase, Supervised
 from runtime.node.worker_config import MAX_WORKERS
 
 ScaleAction = Literal["add", "drain", "flip"]
+FIXED_ROLES: tuple[Role, ...] = ("pool", "engine")
+"""Roles whose workers cannot exceed the plan, because their clients know only the plan's endpoints."""
 _OTHER_ROLE: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
 GPU_NAMES = ("cuda:", "GPU-", "MIG-", "SIM-")
 """Prefixes of GPU names."""
@@ -59,9 +61,11 @@ class Scaler:
         workers; of a flip, the name of the new one. Raises `InvalidRequest`, and then nothing has started.
         """
         if action == "add":
-            return self._add_on(target) if target.startswith(GPU_NAMES) else (self._add(self._role(target, "pool")),)
+            return (
+                self._add_on(target) if target.startswith(GPU_NAMES) else (self._add(self._role(target, *FIXED_ROLES)),)
+            )
         if action == "drain":
-            draining = self._select_draining(target, "pool")
+            draining = self._select_draining(target, *FIXED_ROLES)
             for worker in draining:
                 self._drain(worker)
             return tuple(worker.name for worker in draining)
@@ -103,9 +107,9 @@ class Scaler:
         vacant = next((placement for placement in self.vacant if placement.role == role), None)
         if vacant is not None:
             return self._start(vacant)
-        if role == "pool":
-            planned = sum(placement.role == "pool" for placement in self._planned)
-            raise InvalidRequest(f"all {planned} pool workers of the plan are running; the plan limits their number")
+        if role in FIXED_ROLES:
+            planned = sum(placement.role == role for placement in self._planned)
+            raise InvalidRequest(f"all {planned} {role} workers of the plan are running; the plan limits their number")
         return self._add_like(next(w.placement for w in self._workers if w.placement.role == role), role)
 
     def _add_on(self, gpu: str) -> tuple[str, ...]:
@@ -194,7 +198,8 @@ class Scaler:
     def _roles(self, *more: Role) -> list[Role]:
         """Return the roles of this node that can be scaled: prefill, decode and `more`."""
         roles: list[Role] = list(_OTHER_ROLE) if self._config.own_model is not None else []
-        return [*roles, *(more if self._config.searchable else ())]
+        planned = {placement.role for placement in self._planned}
+        return [*roles, *(role for role in more if role in planned)]
 
     def _is_serving(self, worker: SupervisedWorker) -> bool:
         return worker.phase is Phase.READY and not self._is_leaving(worker)

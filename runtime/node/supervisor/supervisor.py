@@ -33,7 +33,7 @@ from runtime.node.supervisor.listen import listen
 from runtime.node.supervisor.node_metrics import NodeMetricsSource, node_version, process_usage, tree_usage
 from runtime.node.supervisor.reload import RollingReload
 from runtime.node.supervisor.rolling_restart import RollingRestart
-from runtime.node.supervisor.scaling import Scaler
+from runtime.node.supervisor.scaling import FIXED_ROLES, Scaler
 from runtime.node.supervisor.standby import StandbyWorkers
 from runtime.node.supervisor.supervised_worker import (
     COMMAND,
@@ -270,8 +270,8 @@ class Supervisor:
 
     def _update_plan(self) -> None:
         workers = tuple(worker.placement for worker in self.workers)
-        # Drained pool workers may be added back: workers that start meanwhile need their endpoints.
-        absent = tuple(placement for placement in self._scaler.vacant if placement.role == "pool")
+        # Drained ones of fixed roles may be added back: workers that start meanwhile need their endpoints.
+        absent = tuple(placement for placement in self._scaler.vacant if placement.role in FIXED_ROLES)
         self.plan = replace(self.plan, workers=(*workers, *absent))
         self.node_metrics.workers = workers
 

@@ -278,11 +278,10 @@ class RequestMetrics:
             self._record_failure("failed", error_from_code(outcome.code, ""))
 
     def record_relayed(self, outcome: RequestOutcome) -> None:
-        """`record_end` for an engine without worker tables: record its stage times and tokens, too."""
+        """`record_end` for an engine without worker tables: record its stage times and prompt tokens, too."""
         self.record_end(outcome)
         observe(self._table, outcome.stages, outcome.completion_tokens)
         self._table.add(FrontendMetrics.PROMPT_TOKENS, outcome.prompt_tokens)
-        self._table.add(FrontendMetrics.GENERATION_TOKENS, outcome.completion_tokens)
 
     def record_refusal(self, error: TrinityError) -> None:
         """Count a generation that was not accepted."""
