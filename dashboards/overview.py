@@ -226,7 +226,10 @@ def _kv() -> Row:
         Query(f"{q.rate(_s(role.PREFIX_HIT_TOKENS))} / {q.rate(_s(role.PREFIX_QUERY_TOKENS))}", name)
         for name, role in (("prefill", PrefillMetrics), ("decode", DecodeMetrics))
     ]
-    tier_bytes = [Query(f"sum by (tier) (max by (node, tier) ({_s(KvMetrics.TIER_BYTES)}))", "{{tier}}")]
+    tier_bytes = [
+        Query(f"sum by (tier) (max by (node, tier) ({_s(metric)}))", f"{{{{tier}}}}{label}")
+        for metric, label in ((KvMetrics.TIER_BYTES, ""), (KvMetrics.TIER_HELD, ", held"))
+    ]
     moved = {"loaded": KvMetrics.TIER_LOADED, "stored": KvMetrics.TIER_STORED}
     lost = {"evicted": KvMetrics.TIER_EVICTED, "damaged": KvMetrics.TIER_DAMAGED, "not stored": KvMetrics.TIER_FAILED}
     evicted = [
@@ -240,7 +243,12 @@ def _kv() -> Row:
     return Row(
         "KV cache",
         [
-            _lines("KV in tiers", "Bytes of KV blocks in the host and disk tiers", tier_bytes, "bytes"),
+            _lines(
+                "KV in tiers",
+                "Bytes of KV blocks in the host and disk tiers, and of those held for sequences that return to them",
+                tier_bytes,
+                "bytes",
+            ),
             _lines("Prefix hits", "Share of looked-up tokens found in the worker's own KV blocks", hits, "percentunit"),
             _lines(
                 "Tier transfers",

@@ -68,8 +68,8 @@ class DecodeSection(KvWorkerSection, frozen=True):
     - `slots`: rows of the running batch, one per request.
     - `chunk_tokens`: tokens per step of what a row must compute besides its next token, such as a prompt or passages.
 
-    When KV blocks run out, the youngest row is preempted. Later its KV is loaded from the tiers of `[kv]`, and the rest
-    is recomputed.
+    When KV blocks run out, the youngest row is preempted. Its KV is written to the host tier of `[kv]` whole and loaded
+    later, or recomputed if that is faster by the times that the worker has measured.
     """
 
     slots: Annotated[int, Meta(ge=1, le=512)] = 8

@@ -231,10 +231,10 @@ class TimedTier:
     """A tier that stores only blocks' names; a write takes 5 ms, a read 4 ms."""
 
     name: Literal["host"] = "host"
-    used_bytes = 0
+    used_bytes = held_bytes = 0
 
     def __init__(self) -> None:
-        self.now_ns, self.kept = 0, set[bytes]()
+        self.now_ns, self.kept, self.held = 0, set[bytes](), set[bytes]()
         self.counts: dict[str, int] = {}
 
     def clock(self) -> int:
@@ -247,9 +247,24 @@ class TimedTier:
         self.now_ns += 4_000_000
         return key in self.kept
 
-    def store(self, key: bytes, block: memoryview) -> None:
+    def store(self, key: bytes, block: memoryview, *, hold: bool = False) -> bool:
         self.now_ns += 5_000_000
         self.kept.add(key)
+        return not hold or self.hold(key)
+
+    def may_hold(self, blocks: int) -> bool:
+        return True
+
+    def hold(self, key: bytes) -> bool:
+        self.held |= self.kept & {key}
+        return key in self.kept
+
+    def release(self, key: bytes) -> None:
+        self.held.discard(key)
+
+    def drop(self, key: bytes) -> None:
+        self.kept.discard(key)
+        self.held.discard(key)
 
     def close(self) -> None:
         pass

@@ -13,6 +13,7 @@ from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.kv.blocks import BlockManager
+from runtime.serving.kv.tiers import Tiers
 from runtime.serving.messages import Retrieval
 from runtime.serving.model.compilation import Compilation, ModelSetup
 from runtime.serving.model.language_model import Chunk, LanguageModel
@@ -47,8 +48,9 @@ def answers(workers: Workers, prompts: list[list[int]], max_tokens: int) -> list
 
 @pytest.mark.parametrize(("start", "host_mib"), [("CPU", 0), ("CPU", 64), ("GPU", 0), ("GPU", 64)], indirect=["start"])
 def test_answers_equal_generate_when_blocks_run_out_and_rows_are_preempted(
-    start: Start, reference: Reference, host_mib: int, tmp_path: Path
+    start: Start, reference: Reference, host_mib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Tiers, "swap_out", Tiers.save)  # whatever this machine measures
     workers = start(
         node={"run_dir": str(tmp_path)},
         kv={"host_mib": host_mib},
@@ -70,6 +72,7 @@ def test_answers_equal_generate_when_blocks_run_out_and_rows_are_preempted(
     found = [workers.outputs[f"r{number}"].tokens for number in range(len(prompts))]
     assert found == [reference.generate(prompt, 40) for prompt in prompts]
     assert workers.metric("decode-0", DecodeMetrics.PREEMPTIONS) > 0
+    assert (workers.metric("decode-0", DecodeMetrics.SWAPPED) > 0) == (host_mib > 0)
     assert (workers.metric("decode-0", DecodeMetrics.TIER_LOADED["host"]) > 0) == (host_mib > 0)
     workers.assert_nothing_held()
 

@@ -149,6 +149,13 @@ class KvMetrics(RetrievingMetrics):
         "tier",
         Tier,
     )
+    TIER_HELD = ByLabel[Tier, Gauge](
+        Gauge,
+        "trinity_kv_tier_held_bytes",
+        "Bytes in a tier that are kept for sequences which return to them, as last seen by this worker",
+        "tier",
+        Tier,
+    )
     TIER_BLOCKS: ClassVar[dict[str, ByLabel[Tier, Counter]]] = {
         "loaded": TIER_LOADED, "stored": TIER_STORED, "evicted": TIER_EVICTED, "damaged": TIER_DAMAGED,
         "failed": TIER_FAILED,
@@ -228,6 +235,7 @@ class DecodeMetrics(KvMetrics):
     )
     KV_EVICTIONS = Counter("trinity_decode_kv_evictions_total", "Cached KV blocks evicted for new ones")
     PREEMPTIONS = Counter("trinity_decode_preemptions_total", "Rows preempted to make room for others")
+    SWAPPED = Counter("trinity_decode_swapped_total", "Those of them that were written to a tier, not recomputed")
     KV_BLOCKS = Gauge("trinity_decode_kv_blocks", "KV blocks")
     KV_BLOCKS_HELD = Gauge("trinity_decode_kv_blocks_held", "KV blocks held by rows and hand-overs")
     KV_BLOCKS_CACHED = Gauge("trinity_decode_kv_blocks_cached", "KV blocks cached for later prompts")

@@ -3,9 +3,10 @@
 ```
 hand-over ─▶ waiting ──slot free──▶ running ──▶ ends
                 ▲                      │ out of blocks: the youngest row is preempted
-                └── blocks free ── preempted: loaded from KV tiers, or recomputed
+                └── blocks free ── preempted: written to a KV tier whole, and loaded again, or recomputed
 ```
-Rows are served in order of arrival, so the oldest row always has its blocks and the batch makes progress.
+Rows are served in order of arrival, so the oldest row always has its blocks and the batch makes progress: the youngest
+row is preempted first, and the oldest preempted row returns first.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from runtime.serving import stages
 from runtime.serving.decode.handover_queue import HandoverQueue
 from runtime.serving.kv.blocks import BlockManager, BlockTable, OutOfBlocks
-from runtime.serving.kv.tiers import Load, Tiers
+from runtime.serving.kv.tiers import Load, SavedRow, Tiers
 from runtime.serving.messages import Decode, FinishReason, Probe
 from runtime.serving.model.language_model import Chunk
 from runtime.serving.model.sampler import Sampler
@@ -29,7 +30,7 @@ class Row:
     """A sequence. `context` holds all its tokens; its blocks hold the KV of the first `cached`, and the model computes
     the others next.
 
-    A preempted row has no `table`. `loading` copies its KV back from the tiers; the rest is recomputed.
+    A preempted row has no `table`; its KV is `saved`, or recomputed. `loading` copies KV back from the tiers.
     """
 
     request: Decode
@@ -42,6 +43,7 @@ class Row:
     token_ns: int  # time of its last token; 0: none yet
     running: bool = False  # has a slot in the running batch
     loading: Load | None = None
+    saved: SavedRow | None = None
     unsent: list[int] = field(default_factory=list)  # tokens not sent to the frontend yet
     pending_text: str = ""
     seen: set[str] = field(default_factory=set)  # ids of the passages in the context
@@ -85,7 +87,7 @@ class Batch:
 
     def __init__(self, slots: int, blocks: BlockManager, tiers: Tiers, handovers: HandoverQueue) -> None:
         self.rows: list[Row] = []
-        self.preemptions = 0
+        self.preemptions = self.swapped = 0
         self._slots, self._blocks, self._tiers, self._handovers = slots, blocks, tiers, handovers
 
     @property
@@ -119,6 +121,7 @@ class Batch:
         if row.table is not None:
             self._blocks.close(row.table)
         row.table = row.loading = None
+        self._release(row)
 
     def admit(self) -> None:
         """Resume preempted rows while blocks suffice, and give free slots to rows that are ready, oldest first."""
@@ -140,6 +143,7 @@ class Batch:
             return
         row.loading = None
         row.cached = row.table.reused_tokens
+        self._release(row)
 
     def chunks(self, chunk_tokens: int) -> list[tuple[Row, Chunk]]:
         """Return the chunks of the next pass: one for every running row that is not stalled.
@@ -181,14 +185,20 @@ class Batch:
 
     def _preempt(self, row: Row) -> None:
         assert row.table is not None, "only rows with blocks are preempted"
-        self._blocks.close(row.table)
+        if row.saved is None:  # else it was being loaded
+            keys = self._blocks.row_keys(row.context[: row.cached], row.table.root)
+            if self._tiers.swap_out(keys, row.table.blocks[: len(keys)]):
+                row.saved = SavedRow(keys, row.cached)
+                self.swapped += 1
+        self._blocks.close(row.table, save=False)
         row.table = row.loading = None
         row.cached = 0
         row.running = False
         self.preemptions += 1
 
     def _resume(self, row: Row) -> bool:
-        """Allocate blocks for a preempted row again. Tokens that are neither cached nor in a tier are recomputed."""
+        """Allocate blocks for a preempted row again. Tokens that are neither saved, cached nor in a tier are
+        recomputed."""
         salt = row.request.salt
         if self._blocks.blocks_needed(row.context, salt=salt) + self.running > self._blocks.available:
             return False
@@ -196,5 +206,13 @@ class Batch:
         row.table.requested_ns = row.request.stages.get(stages.RECEIVED, 0)
         self._blocks.grow(row.table, len(row.context))
         row.cached = row.table.reused_tokens
-        row.loading = self._tiers.load(row.table, row.context)
+        if row.saved is not None:
+            row.loading = self._tiers.restore(row.saved, row.table, row.context)
+        else:
+            row.loading = self._tiers.load(row.table, row.context)
         return True
+
+    def _release(self, row: Row) -> None:
+        if row.saved is not None:
+            self._tiers.release(row.saved)
+            row.saved = None

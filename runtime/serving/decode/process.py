@@ -308,6 +308,7 @@ class DecodeWorker:
             (DecodeMetrics.HANDOVER_BYTES, self.handovers.pulled_bytes),
             (DecodeMetrics.LINK_BUSY_SECONDS, self.handovers.busy_ns / 1e9),
             (DecodeMetrics.PREEMPTIONS, batch.preemptions),
+            (DecodeMetrics.SWAPPED, batch.swapped),
             (DecodeMetrics.MALFORMED, self.link.malformed.count + self._sink.statistics().malformed),
         ):
             table.total(counter, value)

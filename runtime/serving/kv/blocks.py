@@ -153,15 +153,18 @@ class BlockManager:
                 if self.before_eviction is not None:
                     self.unsaved[hash_] = table.blocks[number]
 
-    def close(self, table: BlockTable) -> None:
-        """Release the table's references. Idempotent."""
+    def close(self, table: BlockTable, *, save: bool = True) -> None:
+        """Release the table's references. Idempotent. `save`: tiers still store the blocks that no other table has."""
         for block in reversed(table.blocks):  # the end of the chain first: it is also evicted first
             self._references[block] -= 1
+            hash_ = self._hashes[block]
             if self._references[block] == 0:
-                if self._hashes[block] is None:
+                if hash_ is None:
                     self._free.append(block)
                 else:
                     self._cached[block] = table.requested_ns
+                    if not save:
+                        self.unsaved.pop(hash_, None)
         table.blocks, table.chain = [], []
 
     def statistics(self) -> BlockStatistics:
@@ -182,6 +185,13 @@ class BlockManager:
         for number in range(max(0, len(tokens) - compute) // self.block_tokens):
             chain = self._hash(chain, tokens, number)
             yield chain
+
+    def row_keys(self, tokens: Sequence[int], root: bytes) -> list[bytes]:
+        """Return the hashes of all blocks of `tokens`, also of the last one if it is partial."""
+        found = list(self.keys(tokens, 0, root=root))
+        if len(tokens) % self.block_tokens:
+            found.append(self._hash(found[-1] if found else root, tokens, len(found)))
+        return found
 
     def _match(self, tokens: Sequence[int], compute: int, root: bytes) -> list[tuple[bytes, int]]:
         matched: list[tuple[bytes, int]] = []

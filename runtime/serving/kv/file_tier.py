@@ -2,6 +2,9 @@
 
 A file is written under a temporary name and renamed, and has a checksum. A damaged file is removed and its block is
 recomputed. File errors are never raised: a tier that cannot be read or written behaves like an empty one.
+
+A block can be *held* for a sequence that returns to it: its file's modification time, by which files are evicted, is
+then in the future. A hold ends when it is released or when that time has come, so nothing is left of a dead worker.
 """
 
 import errno
@@ -9,6 +12,7 @@ import logging
 import os
 import stat
 import struct
+import time
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +25,8 @@ _HEADER = struct.Struct("<8s16sQI4x")  # magic, the block's hash, payload bytes,
 _MAGIC = b"TRKVBLK1"
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # never block on a FIFO placed in the directory
 _SHARE = 4  # all writers together add at most 1/4 of the limit between two scans of the directory
+_HELD_SHARE = 2  # held blocks are at most 1/2 of what a scan keeps
+HOLD_S = 600.0
 
 log = logging.getLogger("kv")
 
@@ -42,6 +48,10 @@ class Budget:
         """Return whether this writer may add `more_bytes` without a scan."""
         return self._added + more_bytes <= self._share
 
+    def may_hold(self, held_bytes: int) -> bool:
+        """Return whether `held_bytes` are few enough to be kept from eviction."""
+        return not self.too_small and held_bytes <= self.keep // _HELD_SHARE
+
     def add(self, more_bytes: int) -> None:
         self._added += more_bytes
 
@@ -62,6 +72,9 @@ class Tier(Protocol):
     @property
     def used_bytes(self) -> int: ...
 
+    @property
+    def held_bytes(self) -> int: ...
+
     def has(self, key: bytes) -> bool:
         """Return whether the tier has that block."""
         ...
@@ -70,8 +83,24 @@ class Tier(Protocol):
         """Read a block and mark it as used. Return False if it is missing or damaged."""
         ...
 
-    def store(self, key: bytes, block: memoryview) -> None:
-        """Store a block, unless the tier has it."""
+    def store(self, key: bytes, block: memoryview, *, hold: bool = False) -> bool:
+        """Store a block, unless the tier has it. Return whether the tier has it now."""
+        ...
+
+    def may_hold(self, blocks: int) -> bool:
+        """Return whether so many more blocks can be held."""
+        ...
+
+    def hold(self, key: bytes) -> bool:
+        """Keep a block from eviction until it is released. Return False if the tier does not have it."""
+        ...
+
+    def release(self, key: bytes) -> None:
+        """Let a held block be evicted like others."""
+        ...
+
+    def drop(self, key: bytes) -> None:
+        """Remove a held block."""
         ...
 
     def close(self) -> None:
@@ -88,10 +117,20 @@ class FileTier:
     process's operations, by metric.
     """
 
-    def __init__(self, name: TierName, directory: Path, limit_bytes: int, block_bytes: int, writers: int) -> None:
-        """Raises `ConfigError` for a directory that cannot be used or that other users can access."""
+    def __init__(
+        self,
+        name: TierName,
+        directory: Path,
+        limit_bytes: int,
+        block_bytes: int,
+        writers: int,
+        hold_s: float = HOLD_S,
+    ) -> None:
+        """`hold_s`: how long a block is held at most. Raises `ConfigError` for a directory that cannot be used or that
+        other users can access."""
         self.name, self.counts = name, dict.fromkeys(("loaded", "stored", "evicted", "damaged", "failed"), 0)
-        self.used_bytes = 0  # as of the last scan, plus this process's writes since
+        self.used_bytes = self.held_bytes = 0  # as of the last scan, plus those of this process since
+        self._hold_ns = round(hold_s * 1e9)
         self._file_bytes = _HEADER.size + block_bytes
         self._budget = Budget(limit_bytes, self._file_bytes, writers)
         if self._budget.too_small:
@@ -130,7 +169,8 @@ class FileTier:
             valid = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and status.st_size == self._file_bytes
             complete = valid and os.preadv(fd, [header, into], 0) == self._file_bytes
             if complete and header == _header(key, into):
-                os.utime(fd)
+                if status.st_mtime_ns < time.time_ns():
+                    os.utime(fd)
                 self.counts["loaded"] += 1
                 return True
         except OSError:
@@ -141,10 +181,12 @@ class FileTier:
         self._remove(key.hex())
         return False
 
-    def store(self, key: bytes, block: memoryview) -> None:
-        """Write a block, unless it exists. A failed write is skipped; on a full disk the tier shrinks by 1/8."""
-        if self._budget.too_small or self.has(key):
-            return
+    def store(self, key: bytes, block: memoryview, *, hold: bool = False) -> bool:
+        """Write a block, unless it exists. Return whether it exists. On a full disk the tier shrinks by 1/8."""
+        if self._budget.too_small:
+            return False
+        if self.has(key):
+            return not hold or self.hold(key)
         if not self._budget.has_room(self._file_bytes):
             self._trim(self._budget.keep)
         temporary = f".{key.hex()}.{os.getpid()}"
@@ -163,13 +205,52 @@ class FileTier:
             self.counts["failed"] += 1
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 self._trim(self.used_bytes * 7 // 8)
-            return
+            return False
         self.counts["stored"] += 1
         self._budget.add(self._file_bytes)
         self.used_bytes += self._file_bytes
+        return not hold or self.hold(key)
+
+    def may_hold(self, blocks: int) -> bool:
+        """Return whether so many more blocks can be held: those of all workers are at most half of the tier."""
+        more_bytes = blocks * self._file_bytes
+        if not self._budget.has_room(more_bytes):
+            self._trim(self._budget.keep)
+        return self._budget.may_hold(self.held_bytes + more_bytes)
+
+    def hold(self, key: bytes) -> bool:
+        """Evict a block last, until it is released or the hold's time is over. Return False if it has no file."""
+        try:
+            was_held = self._is_held(key)
+            until_ns = time.time_ns() + self._hold_ns
+            os.utime(key.hex(), ns=(until_ns, until_ns), dir_fd=self._fd, follow_symlinks=False)
+        except OSError:
+            return False
+        if not was_held:
+            self.held_bytes += self._file_bytes
+            self._budget.add(self._file_bytes)  # other writers count it with their next scan
+        return True
+
+    def _is_held(self, key: bytes) -> bool:
+        return os.stat(key.hex(), dir_fd=self._fd, follow_symlinks=False).st_mtime_ns > time.time_ns()
+
+    def release(self, key: bytes) -> None:
+        """Let a held block be evicted like others. If several rows share it, the first that returns releases it."""
+        with suppress(OSError):
+            if self._is_held(key):
+                os.utime(key.hex(), dir_fd=self._fd, follow_symlinks=False)
+                self.held_bytes = max(self.held_bytes - self._file_bytes, 0)
+
+    def drop(self, key: bytes) -> None:
+        """Remove a held block."""
+        if self._remove(key.hex()):
+            self.used_bytes = max(self.used_bytes - self._file_bytes, 0)
+            self.held_bytes = max(self.held_bytes - self._file_bytes, 0)
 
     def _trim(self, keep: int) -> None:
-        """Remove the least recently used files, including temporary ones of dead writers, down to `keep` bytes."""
+        """Remove the least recently used files, including temporary ones of dead writers, down to `keep` bytes. Held
+        ones are the last."""
+        now_ns = time.time_ns()
         files: list[tuple[int, int, str]] = []
         with suppress(OSError), os.scandir(self._fd) as entries:
             for entry in entries:
@@ -183,7 +264,7 @@ class FileTier:
             if self._remove(name):
                 self.counts["evicted"] += 1
             used -= size
-        self.used_bytes = used
+        self.used_bytes, self.held_bytes = used, min(used, sum(size for at, size, _ in files if at > now_ns))
         self._budget.reset()
 
     def _remove(self, name: str) -> bool:

@@ -2,7 +2,7 @@
 
 ```
 a worker's blocks ──write: between passes, and before an eviction──▶ host tier, disk tier    (`[kv]`)
-       ▲                                                                  │
+       ▲          ──save: a whole row, held until it returns───────▶      │
        └──────── load: block by block, as a hand-over is pulled ◀─────────┘
 ```
 A block's name is its hash over the model and all tokens up to its end (`blocks.py`), so any worker with the same
@@ -11,6 +11,7 @@ prefix finds it, including the replacement of a dead worker. `file_tier` impleme
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -30,6 +31,14 @@ BUSY_SHARE = 30  # blocks are written or copied for at most 1/30 of the time of 
 _MAX_DEBT_NS = 20_000_000  # writing time beyond that share after which blocks are evicted unwritten
 _MEAN_WINDOW = 8  # blocks or passes in a moving average
 _LOAD_DECAY = 0.98  # of the average load time, for each prompt computed instead: loading is tried again eventually
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRow:
+    """The KV of a row's first `tokens` tokens in a tier: the hashes of its blocks, of which the last may be partial."""
+
+    keys: Sequence[bytes]
+    tokens: int
 
 
 class Tiers:
@@ -53,7 +62,7 @@ class Tiers:
         if kv is not None:
             self._block, self._bytes = _one_block(kv)
         self._credit_ns = 0
-        self._load_ns = self._compute_ns = 0.0  # moving averages per block; 0: not measured
+        self._write_ns = self._load_ns = self._compute_ns = 0.0  # moving averages per block; 0: not measured
         if self._tiers:
             blocks.before_eviction = self._evict
 
@@ -66,7 +75,13 @@ class Tiers:
             ("disk", Path(config.kv.disk_path), config.kv.disk_mib),
         )
         return cls(
-            [FileTier(name, at, mib << 20, block_bytes, WRITERS) for name, at, mib in sections if mib], blocks, kv
+            [
+                FileTier(name, at, mib << 20, block_bytes, WRITERS, config.http.request_timeout_s)
+                for name, at, mib in sections
+                if mib
+            ],
+            blocks,
+            kv,
         )
 
     def cached_tokens(self, tokens: Sequence[int], salt: bytes = b"") -> int:
@@ -90,6 +105,55 @@ class Tiers:
             self._load_ns *= _LOAD_DECAY
             return None
         return Load(self, self._blocks, table, tokens, keys)
+
+    def save(self, keys: Sequence[bytes], blocks: Sequence[int]) -> bool:
+        """Write a row's blocks to the fastest tier and hold them there: all of them, or none (then False)."""
+        if not self._tiers or not self._tiers[0].may_hold(len(keys)):
+            return False
+        tier, written, held = self._tiers[0], list[bytes](), list[bytes]()
+        for key, block in zip(keys, blocks, strict=True):
+            if tier.hold(key):
+                held.append(key)
+                continue
+            begin_ns = self._clock()
+            self._copy_out(block)
+            if not tier.store(key, self._bytes, hold=True):
+                for undone in written:
+                    tier.drop(undone)
+                for undone in held:
+                    tier.release(undone)
+                return False
+            self._write_ns = _moving_average(self._write_ns, self._clock() - begin_ns)
+            written.append(key)
+        return True
+
+    def swap_out(self, keys: Sequence[bytes], blocks: Sequence[int]) -> bool:
+        """`save` the blocks of a preempted row, if writing those that the tier lacks and loading all of them is
+        measured cheaper than computing all. False: the row is to be recomputed.
+
+        The first row is recomputed, which measures computing, and the next one is saved, which measures copies.
+        """
+        if not keys or not self._tiers or not self._compute_ns:
+            return False
+        missing = sum(not self._tiers[0].has(key) for key in keys)
+        if missing * self._write_ns + len(keys) * self._load_ns >= len(keys) * self._compute_ns:
+            self._write_ns *= _LOAD_DECAY
+            self._load_ns *= _LOAD_DECAY
+            return False
+        return self.save(keys, blocks)
+
+    def restore(self, row: SavedRow, table: BlockTable, tokens: Sequence[int]) -> "Load":
+        """Return the load of a saved row's blocks beyond `table.reused_tokens` into the table's blocks."""
+        keys = row.keys[table.reused_tokens // self._blocks.block_tokens :]
+        return Load(self, self._blocks, table, tokens[: row.tokens], keys)
+
+    def release(self, row: SavedRow) -> None:
+        """End the hold of a row that has been restored or has ended. Full blocks stay for others."""
+        full = row.tokens // self._blocks.block_tokens
+        for key in row.keys[:full]:
+            self._tiers[0].release(key)
+        for key in row.keys[full:]:
+            self._tiers[0].drop(key)
 
     def record_compute(self, tokens: float, took_ns: float) -> None:
         """Record that the model computed `tokens` prompt tokens in `took_ns`."""
@@ -139,10 +203,14 @@ class Tiers:
 
     def _store(self, key: bytes, block: int) -> None:
         missing = [tier for tier in self._tiers if not tier.has(key)]
-        if missing and self._kv is not None and self._block is not None:
-            self._block[:] = self._kv[:, :, block : block + 1]
+        if missing:
+            self._copy_out(block)
         for tier in missing:
             tier.store(key, self._bytes)
+
+    def _copy_out(self, block: int) -> None:
+        if self._kv is not None and self._block is not None:
+            self._block[:] = self._kv[:, :, block : block + 1]
 
     def publish(self, table: WorkerTable, metrics: type[PrefillMetrics] | type[DecodeMetrics]) -> None:
         """Write the state of the blocks and the tiers' counters to a worker's metrics table."""
@@ -157,6 +225,7 @@ class Tiers:
             for metric, counters in KvMetrics.TIER_BLOCKS.items():
                 table.total(counters[tier.name], tier.counts[metric])
             table.set(KvMetrics.TIER_BYTES[tier.name], tier.used_bytes)
+            table.set(KvMetrics.TIER_HELD[tier.name], tier.held_bytes)
 
     def close(self) -> None:
         """Close the tiers; their blocks stay for other workers."""
@@ -189,7 +258,7 @@ class Load:
                 self._keys = ()
                 break
             self._keys = self._keys[1:]
-            self._table.reused_tokens += size
+            self._table.reused_tokens = min((index + 1) * size, len(self._tokens))
             if for_ns is not None and clock() - begin_ns >= for_ns:
                 break
         if self._keys:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from runtime.serving.kv.blocks import BlockManager, BlockTable, OutOfBlocks
+from runtime.serving.kv.tiers import SavedRow
 from runtime.simulator.kv.tiers import NodeTiers
 from runtime.simulator.stages.decode_batches import Batch
 from runtime.simulator.stages.request import SimRequest
@@ -12,8 +13,9 @@ from runtime.simulator.stages.request import SimRequest
 class KvRows:
     """KV blocks of a worker's rows, allocated by production's block manager, without prefix sharing.
 
-    Rows are in order of arrival. A preempted row has no blocks and keeps its position. Its full blocks are written to
-    the KV tiers at that moment (a real worker may have written some earlier, in idle time) and loaded when it resumes.
+    Rows are in order of arrival. A preempted row has no blocks and keeps its position. By production's rule it is
+    written to a KV tier at that moment (a real worker may have written some blocks earlier, in idle time) and loaded
+    when it resumes, or recomputed.
     """
 
     def __init__(self, blocks: int, block_tokens: int, tiers: NodeTiers) -> None:
@@ -23,7 +25,7 @@ class KvRows:
         self._tables: dict[SimRequest, BlockTable | None] = {}
         self._names = count()
         self.tiers = tiers.of_worker(self._blocks, block_tokens)
-        self._kept: dict[SimRequest, list[bytes]] = {}  # preempted row → names of its blocks in tiers
+        self._saved: dict[SimRequest, SavedRow] = {}  # preempted rows in a tier
 
     def __iter__(self) -> Iterator[SimRequest]:
         return iter(self._tables)
@@ -55,20 +57,24 @@ class KvRows:
         return next(row for row in reversed(self._tables) if self._tables[row] is not None)
 
     def preempt(self, row: SimRequest, tokens: int) -> None:
-        """Free the blocks of a row with `tokens` tokens, and write them to tiers."""
-        self._blocks.close(self._held(row))
+        """Free the blocks of a row with `tokens` tokens, after writing them to a tier if that pays."""
+        table = self._held(row)
+        names = [next(self._names).to_bytes(16, "big") for _ in range(self._blocks.blocks_for(tokens))]
+        if self.tiers.swap_out(names, table.blocks[: len(names)]):
+            self._saved[row] = SavedRow(names, tokens)
+        self._blocks.close(table)
         self._tables[row] = None
-        self._kept[row] = [next(self._names).to_bytes(16, "big") for _ in range(tokens // self.block_tokens)]
-        for name in self._kept[row]:
-            self.tiers.evict(name)
 
     def load(self, row: SimRequest) -> int:
-        """Load a resumed row's blocks from tiers. Return how many tokens were loaded."""
-        return self.tiers.load_all(self._kept.pop(row, ())) * self.block_tokens
+        """Load a resumed row from its tier. Return how many tokens were loaded."""
+        saved = self._saved.pop(row, None)
+        return self.tiers.load_row(saved) if saved is not None else 0
 
     def end(self, row: SimRequest) -> None:
         """Free the blocks of a row that has ended."""
-        self._kept.pop(row, None)
+        saved = self._saved.pop(row, None)
+        if saved is not None:
+            self.tiers.release(saved)
         table = self._tables.pop(row)
         if table is not None:
             self._blocks.close(table)

@@ -5,25 +5,30 @@ node's blocks that it consists of.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from runtime.node.config import KvSection
 from runtime.node.metrics.worker_metrics import Tier as TierName
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.file_tier import Budget
-from runtime.serving.kv.tiers import WRITERS, Tiers
+from runtime.serving.kv.tiers import WRITERS, SavedRow, Tiers
 from runtime.simulator.events import ns
 from runtime.simulator.times.service import ServiceTimes
 
 
 class SharedTier:
-    """A tier of the node: the names of its blocks, least recently used first, and their size in bytes."""
+    """A tier of the node: the names of its blocks, least recently used first, and their size in bytes. Those `held` are
+    not evicted."""
 
     def __init__(self, name: TierName, limit_bytes: int, block_bytes: int) -> None:
         self.name, self.limit_bytes, self.block_bytes = name, limit_bytes, block_bytes
         self.blocks: OrderedDict[bytes, int] = OrderedDict()
+        self.held: set[bytes] = set()
         self.used_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self.blocks[key] for key in self.held)
 
     def add(self, key: bytes, nbytes: int) -> None:
         self.blocks[key] = nbytes
@@ -32,10 +37,16 @@ class SharedTier:
     def trim(self, most_bytes: int) -> int:
         """Evict least recently used blocks down to `most_bytes`. Return how many."""
         evicted = 0
-        while self.used_bytes > most_bytes and self.blocks:
-            self.used_bytes -= self.blocks.popitem(last=False)[1]
+        for key in [key for key in self.blocks if key not in self.held]:
+            if self.used_bytes <= most_bytes:
+                break
+            self.remove(key)
             evicted += 1
         return evicted
+
+    def remove(self, key: bytes) -> None:
+        self.held.discard(key)
+        self.used_bytes -= self.blocks.pop(key, 0)
 
 
 class Costs(NamedTuple):
@@ -79,6 +90,10 @@ class SimTier:
     def used_bytes(self) -> int:
         return self._shared.used_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        return self._shared.held_bytes
+
     def has(self, key: bytes) -> bool:
         return key in self._shared.blocks
 
@@ -90,10 +105,12 @@ class SimTier:
         self.counts["loaded"] += self._files
         return True
 
-    def store(self, key: bytes, block: memoryview) -> None:
+    def store(self, key: bytes, block: memoryview, *, hold: bool = False) -> bool:
         nbytes = self._files * self._shared.block_bytes
-        if self._budget.too_small or key in self._shared.blocks:
-            return
+        if self._budget.too_small:
+            return False
+        if key in self._shared.blocks:
+            return not hold or self.hold(key)
         if not self._budget.has_room(nbytes):
             self.counts["evicted"] += self._files * self._shared.trim(self._budget.keep)
             self._budget.reset()
@@ -101,6 +118,21 @@ class SimTier:
         self._budget.add(nbytes)
         self._clock.spent_ns += self._files * self._costs.write_ns
         self.counts["stored"] += self._files
+        return not hold or self.hold(key)
+
+    def may_hold(self, blocks: int) -> bool:
+        return self._budget.may_hold(self.held_bytes + blocks * self._files * self._shared.block_bytes)
+
+    def hold(self, key: bytes) -> bool:
+        if key in self._shared.blocks:
+            self._shared.held.add(key)
+        return key in self._shared.blocks
+
+    def release(self, key: bytes) -> None:
+        self._shared.held.discard(key)
+
+    def drop(self, key: bytes) -> None:
+        self._shared.remove(key)
 
     def close(self) -> None:
         """Do nothing: nothing is open."""
@@ -130,18 +162,15 @@ class WorkerTiers(Tiers):
             [SimTier(shared, self.clock, costs, files) for shared in shared_tiers], blocks, None, self.clock
         )
 
-    def evict(self, key: bytes) -> None:
-        """Write a block of a preempted row, which the block manager does not know."""
-        self._evict(key, 0)
-
-    def load_all(self, keys: Iterable[bytes]) -> int:
-        """Load blocks up to the first missing one, if that is faster than computing them. Return how many."""
+    def load_row(self, row: SavedRow) -> int:
+        """Load a saved row. Return how many of its tokens were loaded."""
         loaded = 0
-        for key in keys:
-            if not self._loading_pays or not self.load_block(key, 0):
+        for key in row.keys:
+            if not self.load_block(key, 0):
                 break
-            loaded += 1
-        return loaded
+            loaded += self._blocks.block_tokens
+        self.release(row)
+        return min(loaded, row.tokens)
 
     def take_time_ns(self) -> int:
         """Return, and reset, the time of the copies since the last call."""
