@@ -1,5 +1,7 @@
 """The frontend's process with the configured engine."""
 
+from functools import partial
+
 from runtime.node.engine_config import OpenAiSection, VllmSection
 from runtime.node.worker import Worker
 from runtime.serving.frontend.engine import Engine, RestartLimits
@@ -8,6 +10,7 @@ from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.http import process
 from runtime.serving.http.service import SearchSource
+from runtime.serving.kv.file_tier import has_block
 
 
 async def create_engine(worker: Worker, metrics: RequestMetrics, search: SearchSource) -> Engine:
@@ -37,10 +40,11 @@ def run(worker: Worker) -> None:
 
 def trinity_engine(worker: Worker, metrics: RequestMetrics) -> WorkerLink:
     """Create the link to the node's prefill and decode workers, which connect to it."""
-    http = worker.plan.config.http
+    config, http = worker.plan.config, worker.plan.config.http
+    in_tier = partial(has_block, worker.plan.kv_directory) if config.kv.host_mib else lambda key: False
     return WorkerLink(
         worker.plan.endpoint("frontend"),
-        Router(max_in_flight=http.max_in_flight, overlap_weight=http.overlap_weight),
+        Router(max_in_flight=http.max_in_flight, overlap_weight=http.overlap_weight, in_tier=in_tier),
         epoch=worker.epoch,
         on_end=metrics.record_end,
         on_refused=metrics.record_refusal,

@@ -4,12 +4,13 @@ The frontend binds one ROUTER socket; every prefill and decode worker connects a
 queries use channels of their own (`ipc.handover.messages`, `ipc.session.messages`).
 
 ```
-prefill, decode ── Hello, Report ─────────────────▶ frontend
+prefill, decode ── Hello, Report, Cached ─────────▶ frontend
 frontend ───────── Welcome, Prefill, Cancel ──────▶ prefill
 prefill ────────── Retrieved, Failed ─────────────▶ frontend
 prefill ────────── offers that carry Reserve, Decode ▶ decode   (serving.kv.transport)
 decode ─────────── Retrieved, Tokens, Failed ─────▶ frontend
 frontend ───────── Welcome, Cancel ───────────────▶ decode
+frontend ───────── ListCached, Release ───────────▶ prefill, decode
 ```
 
 A request that is restarted after the loss of a worker gets a new id for the workers (`attempt_id`), so that late
@@ -111,7 +112,8 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A worker is ready. A decode worker accepts hand-overs at `endpoint`; `limit_tokens` bounds prompt and answer."""
+    """A worker is ready. A decode worker accepts hand-overs at `endpoint`; `limit_tokens` bounds prompt and answer.
+    `model`: the identity from which the hashes of its KV blocks are chained."""
 
     role: Role
     worker: str
@@ -122,6 +124,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     endpoint: str = ""
     block_tokens: int = 0  # per KV block; 0: not reported
     blocks: int = 0
+    model: bytes = b""
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
@@ -129,7 +132,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
     `frontend_epoch` is that of the frontend it serves (0: none). A `draining` worker finishes its requests and accepts
     no new ones. It has evicted cached KV blocks (LRU) of requests received before `evicted_ns`. A decode step without
-    prompt chunks takes about `step_ns`.
+    prompt chunks takes about `step_ns`. `cached_batch`: number of its last `Cached`, 0 before the first. Loading a
+    block from a tier saves the share `load_saves` of the time to compute it.
     """
 
     worker: str
@@ -142,6 +146,23 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     free_blocks: int = 0
     evicted_ns: int = 0
     step_ns: int = 0
+    cached_batch: int = 0
+    load_saves: float = 0.0
+
+
+class Cached(msgspec.Struct, frozen=True, tag=True):
+    """Changes of the KV blocks that a worker has cached, as hashes of `kv.blocks.KEY_BYTES` bytes each.
+
+    The batches of an epoch are numbered. One that `begins` makes all earlier ones void: the worker has only the blocks
+    in it and in those that follow. After a gap the frontend sends `ListCached`.
+    """
+
+    worker: str
+    epoch: int
+    number: int
+    begins: bool
+    stored: bytes
+    evicted: bytes
 
 
 class Retrieved(msgspec.Struct, frozen=True, tag=True):
@@ -150,7 +171,8 @@ class Retrieved(msgspec.Struct, frozen=True, tag=True):
 
     The prefill worker sends one for every request with retrieval, before the hand-over, even if nothing was found.
     `inserted`: the tokens that a probe inserted into the context, before the token that was the last one then.
-    `ranking`: see `FoundPassages`.
+    `ranking`: see `FoundPassages`. Before prefill, `prefix_tokens` of the prompt precede the passages
+    (0: there are none).
     """
 
     request_id: str
@@ -160,6 +182,7 @@ class Retrieved(msgspec.Struct, frozen=True, tag=True):
     stages: dict[str, int] = {}  # stamps so far, with the passages found before prefill
     texts: tuple[str, ...] = ()
     ranking: str = ""
+    prefix_tokens: int = 0
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -212,6 +235,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 class Release(msgspec.Struct, frozen=True, tag=True):
     """A draining worker has no requests left and may exit."""
+
+
+class ListCached(msgspec.Struct, frozen=True, tag=True):
+    """A batch of `Cached` is missing: the worker begins anew with all its blocks."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -326,8 +353,8 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     cached_tokens: int = 0
 
 
-ToFrontend = Hello | Report | Retrieved | Tokens | Failed
-ToWorker = Welcome | Prefill | Cancel | Release
+ToFrontend = Hello | Report | Cached | Retrieved | Tokens | Failed
+ToWorker = Welcome | Prefill | Cancel | Release | ListCached
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode

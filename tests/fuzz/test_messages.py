@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 
 from ipc import bind
 from runtime.serving.frontend_link import FrontendLink
+from runtime.serving.kv.block_events import BlockEvents
+from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.messages import (
+    Cached,
     Failed,
     Hello,
+    ListCached,
     Report,
     Retrieved,
     Tokens,
@@ -31,6 +35,7 @@ TO_FRONTEND = [
     ME,
     Hello("decode", "decode-0", 1, 4711, 4, 2048, "ipc://@x"),
     Report("prefill-0", 1, 77, 0, 0, 4),
+    Cached("prefill-0", 1, 1, True, bytes(32), bytes(16)),
     Tokens("r0", "text", (5,), "stop", prompt_token_ids=(1,)),
     Failed("r0", "internal_error", "it broke"),
     Retrieved("r0", ()),
@@ -77,7 +82,7 @@ def test_any_message_to_the_frontend_is_accepted_or_dropped(said: list[list[byte
 
 
 @fuzzed()
-@given(frames=messages([Welcome(77)]))
+@given(frames=messages([Welcome(77), ListCached()]))
 def test_any_message_to_a_worker_is_accepted_or_dropped(
     link: tuple[FrontendLink, Any, bytes], frames: list[bytes]
 ) -> None:
@@ -94,7 +99,7 @@ def test_any_message_to_a_worker_is_accepted_or_dropped(
 def link() -> Iterator[Link]:
     address = unique_endpoint()
     frontend = bind(zmq.ROUTER, address, max_message_bytes=1 << 20)
-    worker = FrontendLink(address, ME)
+    worker = FrontendLink(address, ME, BlockEvents(BlockManager(1, 1, b"")))
     identity, _ = frontend.recv_multipart()
     yield worker, frontend, identity
     worker.close()

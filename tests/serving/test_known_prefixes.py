@@ -34,7 +34,7 @@ def test_the_routers_estimate_for_a_chats_next_turn_equals_the_workers_prefix_hi
     for number in range(4):
         turns.append(Message("user", f"Question {number}: how does it do what it does in case {number}? " * 6))
         generation = Generation(Sampling(8), 0, 1, messages=tuple(turns), retrieval=retrieval)
-        prefix, whole = known_prefix(generation)
+        prefix, _, whole = known_prefix(generation)
         (worker, _) = router.workers()
         believed = worker.overlap(prefix, whole) * max(whole, len(prefix)) * BLOCK_CHARS
         router.finished(router.place(prefix, blocks=whole), prefilled=False)

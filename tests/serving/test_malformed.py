@@ -7,6 +7,8 @@ import zmq
 
 from ipc.endpoints import bind, new_token, private_endpoint
 from runtime.serving.frontend_link import FrontendLink
+from runtime.serving.kv.block_events import BlockEvents
+from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.messages import Hello, MalformedMessages
 
 log = logging.getLogger("tests.malformed")
@@ -30,7 +32,7 @@ def test_each_is_counted_and_one_line_every_ten_seconds_summarises_them(caplog: 
 def test_a_frontends_malformed_messages_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     address = private_endpoint(new_token(), "frontend")
     frontend = bind(zmq.ROUTER, address, max_message_bytes=1 << 20)
-    link = FrontendLink(address, Hello("prefill", "prefill-0", 1, 1, 4, 100))
+    link = FrontendLink(address, Hello("prefill", "prefill-0", 1, 1, 4, 100), BlockEvents(BlockManager(1, 1, b"")))
     try:
         identity = frontend.recv_multipart()[0]
         for _ in range(500):

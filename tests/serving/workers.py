@@ -17,7 +17,18 @@ from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.search.query import Query
 from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request, RequestTable
 from runtime.serving.frontend.router import Placement
-from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Probe, Report, Retrieved, ToFrontend, Tokens
+from runtime.serving.messages import (
+    Cached,
+    Cancel,
+    Failed,
+    Hello,
+    Prefill,
+    Probe,
+    Report,
+    Retrieved,
+    ToFrontend,
+    Tokens,
+)
 from tests.serving.stepped_workers import EPOCH, SteppedWorkers
 
 _MOST_ROUNDS = 50_000
@@ -197,7 +208,7 @@ class Workers(SteppedWorkers):
         super().receive()
 
     def handle(self, message: ToFrontend) -> None:
-        if isinstance(message, Hello | Report):
+        if isinstance(message, Hello | Report | Cached):
             return
         request = self._table.get(message.request_id)
         if request is not None and isinstance(message, Failed):

@@ -110,7 +110,7 @@ class Link:
         if isinstance(message, Tokens):
             self._frontend.handle(message)
 
-    def report(self, *load: Any) -> None:
+    def report(self, *load: Any, **_: Any) -> None:
         self._frontend.router.report(Report(self._worker, 1, _EPOCH, *load))
 
 

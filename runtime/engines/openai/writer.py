@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-_PREFIX_BLOCKS = 1024  # 32,768 tokens: of longer prompts only the beginning is compared
-
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
@@ -201,10 +199,10 @@ class AnswerWriter:
         """Return the leading blocks of the next request's prompt."""
         transcript, prompt = self._relay.transcript, self._body.get("prompt")
         if self._relay.sent_tokens and self._method == "tokens":
-            return prefix_blocks([*(transcript.prompt_ids or ()), *transcript.ids], _PREFIX_BLOCKS)
+            return prefix_blocks([*(transcript.prompt_ids or ()), *transcript.ids])
         if isinstance(prompt, list):
-            return prefix_blocks(prompt, _PREFIX_BLOCKS)
-        return prefix_blocks(prompt_text(self._body) + transcript.text, _PREFIX_BLOCKS)
+            return prefix_blocks(prompt)
+        return prefix_blocks(prompt_text(self._body) + transcript.text)
 
     def _reject(self, capabilities: Capabilities) -> InvalidRequest | None:
         if rejection := unsupported(capabilities, self._body, probes=self._probing is not None):

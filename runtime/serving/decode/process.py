@@ -24,6 +24,7 @@ from runtime.serving.decode.batch import Batch, Row
 from runtime.serving.decode.handover_queue import SLICE_NS, WAITING_SHARE, HandoverQueue
 from runtime.serving.decode.probes import Probes
 from runtime.serving.frontend_link import FrontendLink
+from runtime.serving.kv.block_events import BlockEvents
 from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.tiers import BUSY_SHARE, Tiers
 from runtime.serving.kv.transport import Transport, transport_for
@@ -98,7 +99,9 @@ class DecodeWorker:
             Hello(
                 role="decode", worker=worker.name, epoch=worker.epoch, pid=worker.pid, slots=config.decode.slots,
                 limit_tokens=model.context_tokens, endpoint=endpoint, block_tokens=block_tokens, blocks=blocks,
+                model=self._model.identity,
             ),
+            BlockEvents(self._blocks),
         )  # fmt: skip
 
     @property
@@ -315,7 +318,7 @@ class DecodeWorker:
         free_slots = self._limits.slots - min(len(batch.rows), self._limits.slots)
         self.link.report(
             waiting, batch.running, free_slots, self._worker.stopping, blocks.available, blocks.evicted_ns,
-            self._plain_step_ns,
+            self._plain_step_ns, load_saves=self._tiers.load_saves,
         )  # fmt: skip
 
     # ---- ends

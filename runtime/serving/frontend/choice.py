@@ -1,10 +1,10 @@
 """The rule by which a worker, or a model server, is chosen for a prompt. No sockets, no clock.
 
 The one with the lowest cost: the requests waiting or running there, less the prefix overlap (the share of the prompt's
-leading blocks that it has lately received), plus one if its KV cache has no room. A full overlap offsets as many
-requests as `overlap_weight`, 1 by default, so a hot prefix cannot starve the others, and the turns of a conversation
-stay where its KV is; with 0 only the load counts. Ties go to the least recently chosen, so that a new worker receives a
-request at once.
+leading blocks that it has cached, by its own account, or has lately received while that is unknown), plus one if its KV
+cache has no room. A full overlap offsets as many requests as `overlap_weight`, 1 by default, so a hot prefix cannot
+starve the others, and the turns of a conversation stay where its KV is; with 0 only the load counts. Ties go to the
+least recently chosen, so that a new worker receives a request at once.
 
 Reports lag, so the load is the larger of what is reported and what was assigned from here.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from runtime.serving.frontend.cached_blocks import CachedBlocks
 from runtime.serving.messages import Message
 
 # ---- prefix hashes, to find the worker or server with cached KV of a prompt
@@ -21,7 +22,7 @@ from runtime.serving.messages import Message
 
 BLOCK_CHARS = 128
 BLOCK_TOKENS = 32
-PREFIX_BLOCKS = 32  # of one prompt; later blocks do not affect routing
+PREFIX_BLOCKS = 1024  # of one prompt, 32,768 tokens; later blocks do not affect routing
 
 
 def prefix_blocks(
@@ -57,15 +58,14 @@ class PrefixHistory:
     def __len__(self) -> int:
         return len(self._sent_ns)
 
+    def sent(self, block: int, since_ns: int = 0) -> bool:
+        """Return whether a block was sent since then."""
+        return self._sent_ns.get(block, -1) >= since_ns
+
     def seen(self, prefix: Sequence[int], since_ns: int = 0) -> int:
         """Return how many leading blocks of `prefix` were sent since then; hashes are chained, so a miss ends the
         match."""
-        count = 0
-        for block in prefix:
-            if self._sent_ns.get(block, -1) < since_ns:
-                break
-            count += 1
-        return count
+        return next((at for at, block in enumerate(prefix) if not self.sent(block, since_ns)), len(prefix))
 
     def remember(self, prefix: Sequence[int], limit: int, now_ns: int) -> None:
         """Add a prompt's blocks and evict the least recently used beyond `limit`."""
@@ -78,10 +78,13 @@ class PrefixHistory:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Candidate:
-    """A worker or server that may be chosen: the requests assigned to it and their prefixes."""
+    """A worker or server that may be chosen: the requests assigned to it and their prefixes.
+
+    `cached`: what it says it has cached; None if it never says."""
 
     assigned: int = 0
     last_chosen: int = 0  # sequence number of the choice
+    cached: CachedBlocks | None = None
     prefixes: PrefixHistory = field(default_factory=PrefixHistory)
 
     @property
@@ -100,11 +103,19 @@ class Candidate:
         return max(self.reported_load, self.assigned)
 
     def overlap(self, prefix: Sequence[int], blocks: int = 0) -> float:
-        """Return the share of a prompt that it has lately received, 0..1.
+        """Return the share of a prompt that need not be computed there, 0..1: that it has cached, if it says so, else
+        that it has lately received.
 
         The prompt has max(`blocks`, len(`prefix`)) blocks, of which `prefix` are known.
         """
-        return self.prefixes.seen(prefix, self.evicted_ns) / max(blocks, len(prefix)) if prefix else 0.0
+        if not prefix:
+            return 0.0
+        saved: float
+        if self.cached is not None and self.cached.current:
+            saved = self.cached.saved(prefix, lambda block: self.prefixes.sent(block, self.evicted_ns))
+        else:
+            saved = self.prefixes.seen(prefix, self.evicted_ns)
+        return saved / max(blocks, len(prefix))
 
 
 C = TypeVar("C", bound=Candidate)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from runtime.errors import TrinityError
 from runtime.serving.frontend.observability import Traces
 from runtime.serving.frontend.requests import ClientDisconnected, Request, RequestOutcome, RequestTable
-from runtime.serving.messages import Generation
+from runtime.serving.messages import Generation, Role
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,16 @@ class EngineStatistics:
     in_flight: int
     restarts: int
     malformed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkStatistics(EngineStatistics):
+    """Of the link to the node's own workers. `workers`: the connected ones by role; `stale`: dropped messages of ended
+    requests or unknown workers."""
+
+    workers: dict[Role, int]
+    lost_workers: int
+    stale: int
 
 
 class Engine(ABC):

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from runtime.errors import ResponseTooLarge, TrinityError
 from runtime.retrieval.passages import size_of
-from runtime.serving.frontend.router import UNPLACED, Placement
+from runtime.serving.frontend.choice import prefix_blocks
+from runtime.serving.frontend.router import NO_PREFIX, UNPLACED, KnownPrefix, Placement, known_prefix
 from runtime.serving.messages import Generation, Prefill, Resume, Retrieved, Tokens
 
 Json = dict[str, Any]
@@ -60,6 +61,7 @@ class Progress:
     tokens: list[int] = field(default_factory=list)
     inserted: dict[int, tuple[int, ...]] = field(default_factory=dict)  # number of tokens before → inserted by a probe
     passages: list[str] = field(default_factory=list)
+    prefix_tokens: int = 0  # of the prompt, before the passages; 0: unknown
     count: int = 0  # of tokens; of pieces, if a server sends no token ids
     last_probe_at: int = 0  # number of tokens at the last probe
 
@@ -72,6 +74,7 @@ class Progress:
             self.count = piece.completion_tokens if isinstance(piece, Relayed) else len(self.tokens)
         else:
             self.passages += [passage.id for passage in piece.passages]
+            self.prefix_tokens = piece.prefix_tokens or self.prefix_tokens
             if piece.inserted:
                 self.inserted[piece.at_token] = piece.inserted
 
@@ -108,8 +111,9 @@ class Request:
     tokens of the decode worker can arrive before them: all pieces are `held` until both have arrived. Until then the
     request can be restarted from the beginning, afterwards (`opened`) it is resumed from what was `delivered`.
 
-    `placement` is where it runs, or ran last if it is not `placed`. `attempts` counts its restarts, `resends` the
-    retries within one attempt, by an engine that retries itself.
+    `prefix` is what the router knows of its prompt, until it is computed. `placement` is where it runs, or ran last if
+    it is not `placed`. `attempts` counts its restarts, `resends` the retries within one attempt, by an engine that
+    retries itself.
     """
 
     id: str
@@ -125,6 +129,7 @@ class Request:
     delivered: Progress = field(default_factory=Progress)
     held: list[Piece] = field(default_factory=list)
     cited_bytes: int = 0  # of all passages
+    prefix: KnownPrefix = NO_PREFIX
     _pieces: asyncio.Queue[Piece | TrinityError] = field(default_factory=asyncio.Queue)
     _was_read: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -147,6 +152,23 @@ class Request:
     def resume(self) -> Resume | None:
         """Return where the next attempt continues; None: at the beginning."""
         return self.delivered.resume(self.first_token_ns) if self.opened else None
+
+    def known_prefix(self, resume: Resume | None) -> KnownPrefix:
+        """Return, and keep, what the router knows of the next attempt's prompt."""
+        if resume is None:
+            self.prefix = known_prefix(self.generation)
+        else:
+            self.prefix = NO_PREFIX._replace(blocks=prefix_blocks(resume.tokens, salt=self.generation.salt))
+        return self.prefix
+
+    def computed_prefix(self) -> tuple[KnownPrefix, tuple[int, ...], bytes] | None:
+        """Return that prefix, its tokens and their salt, once, when the prompt is computed; None otherwise."""
+        prompt, prefix = self.delivered.prompt, self.prefix
+        if not self.opened or not prefix.blocks:
+            return None
+        self.prefix = NO_PREFIX
+        known = len(prompt) if self.generation.retrieval is None else self.delivered.prefix_tokens
+        return (prefix, prompt[:known], self.generation.salt) if known and prefix.length else None
 
     def message(self, frontend_epoch: int, placement: Placement, resume: Resume | None) -> Prefill:
         """Return the message for the prefill worker of a placement."""

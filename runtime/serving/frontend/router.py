@@ -3,8 +3,9 @@
 - **Prefill**: the worker with the lowest cost (`choice.py`).
 - **Decode**: workers with a free slot and enough free KV blocks before those without, then the lowest cost a slot.
 
-The router tracks the prefixes that it has sent to each worker. It considers a prefix evicted once the worker reports
-that it has evicted cached blocks of a later request (LRU).
+Workers publish which KV blocks they have cached (`cached_blocks.py`). The router also tracks the prefixes that it has
+sent to each worker, which count while a worker's own account is missing or has a gap; such a prefix is considered
+evicted once the worker reports that it has evicted cached blocks of a later request (LRU).
 
 Reports lag by up to 250 ms. Draining workers receive no new requests; the number of requests in flight is bounded.
 """
@@ -12,31 +13,51 @@ Reports lag by up to 250 ms. Draining workers receive no new requests; the numbe
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from runtime.errors import ContextLengthExceeded, Overloaded, Unavailable
+from runtime.serving.frontend.cached_blocks import PrefixKeys, WorkerBlocks
 from runtime.serving.frontend.choice import BLOCK_CHARS, BLOCK_TOKENS, Candidate, Choice, prefix_blocks
-from runtime.serving.messages import UNKNOWN_LOAD, DecodeLoad, Generation, Hello, Message, Report, Role
+from runtime.serving.kv.blocks import chain_root
+from runtime.serving.messages import UNKNOWN_LOAD, Cached, DecodeLoad, Generation, Hello, Message, Report, Role
 from runtime.serving.model.text import last_question_index
 
 
-def known_prefix(generation: Generation) -> tuple[tuple[int, ...], int]:
-    """Return the prefix blocks that precede the passages, and the prompt's number of blocks without passages.
+class KnownPrefix(NamedTuple):
+    """The part of a prompt that is known before its passages are found: the hashes of its `blocks`, and its `length` in
+    blocks, with the incomplete last one. The prompt without passages has `whole` blocks."""
+
+    blocks: tuple[int, ...]
+    length: float
+    whole: int
+
+
+NO_PREFIX = KnownPrefix((), 0.0, 0)
+
+
+def known_prefix(generation: Generation) -> KnownPrefix:
+    """Return the prefix that precedes the passages; without retrieval, the whole prompt.
 
     Passages are inserted after the text of a chat's system message, before the text of its last question, or before a
     raw prompt (`model/text.py`): what follows them is no shared prefix.
     """
-    if generation.retrieval is None:
-        prefix = prefix_blocks(generation.messages or generation.prompt, salt=generation.salt)
-        return prefix, len(prefix)
-    before: Sequence[Message] = [turn for turn in generation.messages[:1] if turn.role == "system"]
-    if generation.retrieval.place == "question":
-        before = generation.messages[: max(last_question_index([turn.role for turn in generation.messages]), 0)]
-    if generation.messages:
-        whole = sum(len(turn.content) for turn in generation.messages) // BLOCK_CHARS
-    else:
-        whole = len(generation.prompt) // (BLOCK_CHARS if isinstance(generation.prompt, str) else BLOCK_TOKENS)
-    return prefix_blocks(before, salt=generation.salt), whole
+    whole: str | Sequence[int] | Sequence[Message] = generation.messages or generation.prompt
+    before = whole
+    if generation.retrieval is not None:
+        before = [turn for turn in generation.messages[:1] if turn.role == "system"]
+        if generation.retrieval.place == "question":
+            before = generation.messages[: max(last_question_index([turn.role for turn in generation.messages]), 0)]
+    return KnownPrefix(prefix_blocks(before, salt=generation.salt), _length(before), int(_length(whole)))
+
+
+def _length(prompt: str | Sequence[int] | Sequence[Message]) -> float:
+    """Return a prompt's length in blocks, as `prefix_blocks` divides it."""
+    if isinstance(prompt, str):
+        return len(prompt) / BLOCK_CHARS
+    turns = [turn for turn in prompt if isinstance(turn, Message)]
+    if turns:
+        return sum(len(turn.role) + len(turn.content) + 2 for turn in turns) / BLOCK_CHARS
+    return len(prompt) / BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +73,17 @@ class Placement:
 UNPLACED = Placement("", "", "")
 
 
-@dataclass(slots=True, eq=False)
+_ASK_INTERVAL_NS = 1_000_000_000
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class Worker(Candidate):
     """State of a worker: its Hello and its last report."""
 
     hello: Hello
     reported: Report
+    cached: WorkerBlocks
+    asked_ns: int | None = None  # when it was asked to list its blocks
 
     @property
     def reported_load(self) -> int:
@@ -94,12 +120,16 @@ class Router:
         *,
         max_in_flight: int,
         overlap_weight: float = 1.0,
-        remembered_blocks: int = 4096,
+        remembered_blocks: int = 65_536,
+        in_tier: Callable[[bytes], bool] = lambda key: False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """`in_tier`: whether the host tier, which the workers share, has a KV block."""
         self.max_in_flight = max_in_flight
         self.in_flight = 0
-        self._choice = Choice(overlap_weight)
+        self.choice = Choice(overlap_weight)
+        self.prefixes = PrefixKeys()
+        self._in_tier = in_tier
         self._remembered_blocks = remembered_blocks
         self._clock = clock
         self._workers: dict[str, Worker] = {}
@@ -107,7 +137,8 @@ class Router:
     def add(self, hello: Hello) -> None:
         """Add a ready worker. It replaces one of the same name: it is a new process with an empty cache."""
         idle = Report(hello.worker, hello.epoch, 0, 0, 0, hello.slots, free_blocks=hello.blocks)
-        self._workers[hello.worker] = Worker(hello, idle)
+        cached = WorkerBlocks(self.prefixes, hello.blocks, self._in_tier)
+        self._workers[hello.worker] = Worker(hello=hello, reported=idle, cached=cached)
 
     def remove(self, name: str) -> None:
         """Remove a lost worker; unknown names are ignored."""
@@ -118,6 +149,31 @@ class Router:
         worker = self._workers.get(report.worker)
         if worker is not None:
             worker.reported = report
+            worker.cached.load_saves = min(1.0, max(0.0, report.load_saves))  # 0 for NaN
+            worker.cached.expect(report.cached_batch)
+
+    def cached(self, batch: Cached) -> None:
+        """Apply what a worker says of its KV blocks; unknown names and epochs are ignored."""
+        worker = self._workers.get(batch.worker)
+        if worker is not None and worker.hello.epoch == batch.epoch:
+            worker.cached.apply(batch)
+
+    def should_list(self, name: str) -> bool:
+        """Return whether to ask a worker for all its blocks, as a batch is missing: once a second at most."""
+        worker, now_ns = self._workers.get(name), self._clock()
+        if worker is None or not worker.cached.incomplete or not worker.reported.cached_batch:
+            return False
+        if worker.asked_ns is not None and now_ns - worker.asked_ns < _ASK_INTERVAL_NS:
+            return False
+        worker.asked_ns = now_ns
+        return True
+
+    def learn(self, prefix: KnownPrefix, tokens: Sequence[int], salt: bytes) -> None:
+        """Remember which KV blocks a computed prompt's known prefix has; `tokens` are the prefix's."""
+        hello = next((worker.hello for worker in self._workers.values() if worker.hello.block_tokens), None)
+        if hello is not None and len(self._workers) > len(get_args(Role)):  # else there is no choice
+            root = chain_root(hello.model, salt)
+            self.prefixes.learn(prefix.blocks, prefix.length, tokens, hello.block_tokens, root)
 
     def assigned(self, name: str) -> int:
         """Return the number of requests assigned to a worker, including those on their way to it."""
@@ -145,7 +201,7 @@ class Router:
             raise Overloaded(
                 f"{self.in_flight} requests are in flight, the limit is {self.max_in_flight}; try again later"
             )
-        choice, likely = self._choice, min(expected or tokens, tokens)
+        choice, likely = self.choice, min(expected or tokens, tokens)
         prefill = choice.choose(
             self._fitting("prefill", tokens),
             lambda worker: (

@@ -35,14 +35,15 @@ from runtime.errors import (
     WorkerLost,
     error_from_code,
 )
-from runtime.serving.frontend.choice import prefix_blocks
-from runtime.serving.frontend.engine import KEPT_TRACES, Engine, EngineStatistics, RestartLimits
+from runtime.serving.frontend.engine import KEPT_TRACES, Engine, LinkStatistics, RestartLimits
 from runtime.serving.frontend.requests import Request, RequestOutcome
-from runtime.serving.frontend.router import Router, known_prefix
+from runtime.serving.frontend.router import Router
 from runtime.serving.messages import (
+    Cached,
     Cancel,
     Failed,
     Hello,
+    ListCached,
     MalformedMessages,
     Release,
     Report,
@@ -75,15 +76,6 @@ class Peer:
     heard_ns: int
     lost: bool = False
     released: bool = False  # it has drained and was sent `Release`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkStatistics(EngineStatistics):
-    """`workers`: the connected ones by role; `stale`: dropped messages of ended requests or unknown workers."""
-
-    workers: dict[Role, int]
-    lost_workers: int
-    stale: int
 
 
 class WorkerLink(Engine):
@@ -170,10 +162,10 @@ class WorkerLink(Engine):
         prompt = resume.tokens if resume else generation.prompt
         tokens = generation.sampling.max_tokens - (len(resume.generated) if resume else 0)
         tokens += len(prompt) if isinstance(prompt, tuple) else 1
-        prefix, blocks = (prefix_blocks(prompt, salt=generation.salt), 0) if resume else known_prefix(generation)
+        prefix = request.known_prefix(resume)
         while True:
             placement = self.router.place(
-                prefix, tokens, avoid=avoid, blocks=blocks, expected=generation.expected_tokens
+                prefix.blocks, tokens, avoid=avoid, blocks=prefix.whole, expected=generation.expected_tokens
             )
             if self._send(placement.prefill, request.message(self.epoch, placement, resume)):
                 request.placement, request.placed = placement, True
@@ -297,6 +289,8 @@ class WorkerLink(Engine):
             self._hello(identity, message)
         elif isinstance(message, Report):
             self._report(identity, message)
+        elif isinstance(message, Cached):
+            self.router.cached(message)
         else:
             self._answer(identity, message)
 
@@ -342,6 +336,8 @@ class WorkerLink(Engine):
             peer.lost = peer.released = False
             self.router.add(peer.hello)
         self.router.report(report)
+        if self.router.should_list(report.worker):
+            self._send(report.worker, ListCached())
         if report.draining and not self.router.assigned(report.worker):
             peer.released = self._send(report.worker, Release())
 
@@ -373,6 +369,8 @@ class WorkerLink(Engine):
                 self.requests.deliver(message)
             except ResponseTooLarge as error:
                 self._fail(request, error)
+            if (computed := request.computed_prefix()) is not None:
+                self.router.learn(*computed)
 
     def _evict_lost(self) -> None:
         for name, peer in list(self._peers.items()):

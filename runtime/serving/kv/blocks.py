@@ -18,11 +18,25 @@ Bookkeeping only: this module does not access KV memory.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-_HASH_BYTES = 16
+KEY_BYTES = 16
+
+
+def chain_root(identity: bytes, salt: bytes = b"") -> bytes:
+    """Return what the hashes of a sequence are chained from: the model's identity, and the sequence's salt if any."""
+    return blake2b(salt + identity, digest_size=KEY_BYTES).digest() if salt else identity
+
+
+def block_keys(tokens: Sequence[int], block_tokens: int, root: bytes) -> Iterator[bytes]:
+    """Yield the hashes of the full blocks of `tokens`, each over all tokens up to its end."""
+    chain = root
+    for end in range(block_tokens, len(tokens) + 1, block_tokens):
+        content = array("q", tokens[end - block_tokens : end])
+        chain = blake2b(chain + content.tobytes(), digest_size=KEY_BYTES).digest()
+        yield chain
 
 
 class OutOfBlocks(Exception):
@@ -67,7 +81,8 @@ class BlockManager:
     `salt`: sequences that differ in either share no block.
 
     If `before_eviction` is set, `unsaved` maps the hashes of registered blocks that no tier has stored yet to the
-    blocks, oldest first, and `before_eviction` is called before one of them is evicted.
+    blocks, oldest first, and `before_eviction` is called before one of them is evicted. `on_change` is called with the
+    hash of a block that is registered (True) or evicted.
     """
 
     def __init__(self, blocks: int, block_tokens: int, identity: bytes) -> None:
@@ -83,6 +98,7 @@ class BlockManager:
         self._cached: OrderedDict[int, int] = OrderedDict()  # block → `requested_ns`; least recently used first
         self.unsaved: OrderedDict[bytes, int] = OrderedDict()
         self.before_eviction: Callable[[bytes, int], None] | None = None
+        self.on_change: Callable[[bytes, bool], None] | None = None
         self.evicted_ns = 0  # latest `requested_ns` of an evicted block
         self._lookup_tokens = self._hit_tokens = self._evictions = 0
 
@@ -90,6 +106,11 @@ class BlockManager:
     def available(self) -> int:
         """Number of blocks that `grow` can allocate: free and cached ones."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def registered(self) -> Collection[bytes]:
+        """The hashes of all registered blocks."""
+        return self._registered.keys()
 
     @property
     def held(self) -> int:
@@ -141,9 +162,10 @@ class BlockManager:
 
     def fill(self, table: BlockTable, tokens: Sequence[int], written: int) -> None:
         """Register the full blocks of the table for sharing: the KV of the first `written` of `tokens` is written."""
-        for number in range(len(table.chain), min(written // self.block_tokens, len(table.blocks))):
-            before = table.chain[-1] if table.chain else table.root
-            hash_ = self._hash(before, tokens, number)
+        first = len(table.chain)
+        new = tokens[first * self.block_tokens : min(written, len(table.blocks) * self.block_tokens)]
+        keys = block_keys(new, self.block_tokens, table.chain[-1] if table.chain else table.root)
+        for number, hash_ in enumerate(keys, first):
             table.chain.append(hash_)
             if (
                 hash_ not in self._registered
@@ -152,6 +174,8 @@ class BlockManager:
                 self._hashes[table.blocks[number]] = hash_
                 if self.before_eviction is not None:
                     self.unsaved[hash_] = table.blocks[number]
+                if self.on_change is not None:
+                    self.on_change(hash_, True)
 
     def close(self, table: BlockTable, *, save: bool = True) -> None:
         """Release the table's references. Idempotent. `save`: tiers still store the blocks that no other table has."""
@@ -180,11 +204,9 @@ class BlockManager:
         )
 
     def keys(self, tokens: Sequence[int], compute: int = 1, *, salt: bytes = b"", root: bytes = b"") -> Iterator[bytes]:
-        """Yield the hashes of the full blocks of `tokens` without the last `compute` ones. `root`: that of a table."""
-        chain = root or self._root(salt)
-        for number in range(max(0, len(tokens) - compute) // self.block_tokens):
-            chain = self._hash(chain, tokens, number)
-            yield chain
+        """Iterate over the hashes of the full blocks of `tokens` without the last `compute` ones. `root`: that of a
+        table."""
+        return block_keys(tokens[: max(0, len(tokens) - compute)], self.block_tokens, root or self._root(salt))
 
     def row_keys(self, tokens: Sequence[int], root: bytes) -> list[bytes]:
         """Return the hashes of all blocks of `tokens`, also of the last one if it is partial."""
@@ -203,11 +225,7 @@ class BlockManager:
         return matched
 
     def _root(self, salt: bytes) -> bytes:
-        return blake2b(salt + self._identity, digest_size=_HASH_BYTES).digest() if salt else self._identity
-
-    def _hash(self, before: bytes, tokens: Sequence[int], number: int) -> bytes:
-        content = array("q", tokens[number * self.block_tokens : (number + 1) * self.block_tokens])
-        return blake2b(before + content.tobytes(), digest_size=_HASH_BYTES).digest()
+        return chain_root(self._identity, salt)
 
     def _evict(self) -> None:
         block, requested_ns = self._cached.popitem(last=False)
@@ -220,3 +238,5 @@ class BlockManager:
         self._hashes[block] = None
         self._free.append(block)
         self._evictions += 1
+        if self.on_change is not None:
+            self.on_change(hash_, False)

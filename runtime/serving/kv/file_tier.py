@@ -108,6 +108,11 @@ class Tier(Protocol):
         ...
 
 
+def has_block(directory: Path, key: bytes) -> bool:
+    """Return whether a tier's directory has a file of that block."""
+    return (directory / key.hex()).exists()
+
+
 class FileTier:
     """A private directory with blocks of `block_bytes` bytes and at most `limit_bytes`, including concurrent writes of
     `writers` processes.

@@ -161,6 +161,11 @@ class Tiers:
             self._compute_ns = _moving_average(self._compute_ns, took_ns * self._blocks.block_tokens / tokens)
 
     @property
+    def load_saves(self) -> float:
+        """Share of a block's computing time that loading it from a tier saves, 0..1; 0 until both are measured."""
+        return max(0.0, 1.0 - self._load_ns / self._compute_ns) if self._load_ns and self._compute_ns else 0.0
+
+    @property
     def _loading_pays(self) -> bool:
         return not self._compute_ns or self._load_ns < self._compute_ns
 

@@ -25,6 +25,7 @@ from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
+from runtime.serving.kv.block_events import BlockEvents
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.tiers import BUSY_SHARE, LOAD_NS, Tiers
 from runtime.serving.kv.transport import Transport, transport_for
@@ -33,7 +34,7 @@ from runtime.serving.model.compilation import Compilation, ModelSetup
 from runtime.serving.model.language_model import Chunk, SampledToken
 from runtime.serving.model.model_info import ModelInfo, kv_type
 from runtime.serving.prefill.job import Disaggregation, Job, virtual_deadline_ns
-from runtime.serving.prefill.prompts import Prompts
+from runtime.serving.prefill.prompts import Prompts, common_prefix
 
 
 class PrefillWorker:
@@ -91,8 +92,9 @@ class PrefillWorker:
             worker.plan.endpoint("frontend"),
             Hello(
                 role="prefill", worker=worker.name, epoch=worker.epoch, pid=worker.pid, slots=config.prefill.slots,
-                limit_tokens=context_tokens, block_tokens=block_tokens, blocks=blocks,
+                limit_tokens=context_tokens, block_tokens=block_tokens, blocks=blocks, model=self._model.identity,
             ),
+            BlockEvents(self._blocks),
         )  # fmt: skip
 
     @property
@@ -174,12 +176,14 @@ class PrefillWorker:
         job.stages[stages.EMBEDDED] = result.embedded_ns
         stages.stamp_search_end(job.stages, result.times, time.monotonic_ns())
         generation = job.request.generation
-        prompt = self._prompts.with_passages(generation, job.tokens, result.passages)
+        bare = job.tokens
+        prompt = self._prompts.with_passages(generation, bare, result.passages)
+        prefix_tokens = common_prefix(bare, prompt.tokens) if prompt.used else 0
         job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)
         job.build = result.build if prompt.used else ""
         texts = prompt.texts if generation.retrieval and generation.retrieval.quote else ()
         used = without_text(prompt.used)
-        self._link.send(Retrieved(job.id, used, 0, (), job.stages, texts, result.ranking))
+        self._link.send(Retrieved(job.id, used, 0, (), job.stages, texts, result.ranking, prefix_tokens))
         self._enqueue(job)
 
     # ---- prefill
@@ -311,7 +315,7 @@ class PrefillWorker:
             table.total(PrefillMetrics.OFFERS[outcome], getattr(offers, outcome))
         self._link.report(
             waiting, running, self._source.free_leases, self._worker.stopping, self._blocks.available,
-            self._blocks.evicted_ns,
+            self._blocks.evicted_ns, load_saves=self._tiers.load_saves,
         )  # fmt: skip
 
     def _record(self, job: Job) -> None:

@@ -49,3 +49,9 @@ class Prompts:
 
     def _budget(self, generation: Generation) -> int:
         return prompt_budget(self._context_tokens, generation.sampling.max_tokens)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many leading tokens two prompts have in common."""
+    shorter = min(len(one), len(other))
+    return next((at for at in range(shorter) if one[at] != other[at]), shorter)
