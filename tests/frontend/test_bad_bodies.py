@@ -92,13 +92,6 @@ def raw(cluster: Cluster, data: bytes) -> bytes:
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-@pytest.mark.parametrize(
-    ("length", "status"), [(b"99999999999", b" 413 "), (b"9" * 20, b" 413 "), (b"9" * 30, b" 413 ")]
-)
-def test_a_body_with_a_huge_content_length_is_refused_unread(cluster: Cluster, length: bytes, status: bytes) -> None:
-    assert status in raw(cluster, HEAD + b"Content-Length: " + length + b"\r\n\r\n")
-
-
 def test_a_body_that_never_ends_is_cut_off(cluster: Cluster) -> None:
     answer = raw(cluster, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + (b"2710\r\n" + b"x" * 10_000 + b"\r\n") * 9)
     assert b" 413 " in answer
@@ -140,21 +133,8 @@ def test_bodies_that_arrive_slowly_are_given_up_when_others_need_the_memory() ->
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("size", [b"ffffffffffffffff", b"a00000"])
-def test_a_chunk_over_the_limit_is_refused_before_it_arrives(cluster: Cluster, size: bytes) -> None:
-    answer = raw(cluster, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + size + b"\r\n")
-    assert b" 413 " in answer
-    assert b"request_too_large" in answer
-
-
 def test_a_client_that_disconnects_within_its_body_leaks_nothing(cluster: Cluster, http: httpx.Client) -> None:
     with socket.create_connection(("127.0.0.1", int(cluster.url.rsplit(":", 1)[1])), WAIT) as connection:
         connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
     assert http.post("/v1/completions", json=COMPLETION).status_code == 200
     cluster.wait(lambda: not cluster.held())
-
-
-@pytest.mark.parametrize("data", [b"\x00\x01\x02\r\n\r\n", HEAD + b"Content-Length: -5\r\n\r\n"])
-def test_data_that_is_not_http_is_refused(cluster: Cluster, http: httpx.Client, data: bytes) -> None:
-    assert b" 400 " in raw(cluster, data)
-    assert http.get("/health").status_code == 200

@@ -11,14 +11,12 @@ import pytest
 from runtime.retrieval.attributes.filters import AttributeBinding
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.served_documents import CollectionDocuments
-from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.ingestion.ingest import ingest
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.access import Access
 from runtime.serving.http.service import NoCollections, Settings
 from tests.frontend.cluster import Cluster
-from tests.frontend.fake_workers import run
 from tests.frontend.store_node import store_node
 
 HASHING = HashingEmbedder(64)
@@ -106,16 +104,6 @@ def test_files_are_listed_shown_read_and_deleted(client: openai.OpenAI) -> None:
             call(LEAVE, vector_store_id="docs")
     with pytest.raises(openai.BadRequestError, match="no file 'x'"):
         listed(client, after="x")
-
-
-def test_documents_that_were_written_are_files_of_their_own(client: openai.OpenAI, writes: WriterService) -> None:
-    for id in ("note", "other"):
-        run(writes.upsert("docs", [UpsertDocument(id, f"The {id}.", attributes={"year": 2024})]))
-    assert listed(client, limit=1)[:3] == ["other", "note", LEAVE]
-    assert client.vector_stores.files.retrieve("note", vector_store_id="docs").attributes == {"year": 2024}
-    assert [part.text for part in client.vector_stores.files.content("note", vector_store_id="docs")] == ["The note."]
-    client.vector_stores.files.delete("note", vector_store_id="docs")
-    assert listed(client)[:2] == ["other", LEAVE]
 
 
 def test_a_key_for_a_part_of_the_collection_sees_no_list_of_all_files(cluster: Cluster) -> None:

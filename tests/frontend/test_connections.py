@@ -87,19 +87,6 @@ def test_two_hundred_unfinished_request_heads_are_closed_while_others_are_served
             assert headers["connection"] == "close"
 
 
-def test_a_head_sent_byte_by_byte_has_the_same_timeout(cluster: Cluster) -> None:
-    with connect(cluster) as connection:
-        connection.sendall(b"GET /")
-        connection.settimeout(0.02)
-        answer = b""
-        while not answer:
-            connection.sendall(b"x")
-            with contextlib.suppress(TimeoutError):
-                answer = connection.recv(65536)
-        connection.settimeout(WAIT)
-        assert refusal(answer + rest(connection))[0] == 408
-
-
 def after_requests(cluster: Cluster, count: int, more: bytes) -> bytes:
     """Return how a connection ends that was kept for so many requests, and has then sent `more`."""
     while True:
@@ -114,25 +101,6 @@ def after_requests(cluster: Cluster, count: int, more: bytes) -> bytes:
 
 def test_a_connection_without_a_request_is_closed_after_its_idle_time(cluster: Cluster) -> None:
     assert after_requests(cluster, 3, b"") == b""
-
-
-def test_the_head_timeout_applies_to_each_request_of_a_connection(cluster: Cluster) -> None:
-    assert refusal(after_requests(cluster, 1, b"GET /hea"))[0] == 408
-
-
-def test_an_unread_body_does_not_keep_its_connection(cluster: Cluster) -> None:
-    with connect(cluster) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nx")
-        assert rest(connection).startswith(b"HTTP/1.1 200 ")
-
-
-def test_a_slow_answer_is_not_cut_off(cluster: Cluster) -> None:
-    body = json.dumps({"model": "tiny", "prompt": "hang=1", "stream": True, "max_tokens": 9}).encode()
-    with connect(cluster) as connection, connect(cluster) as silent:
-        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        assert rest(silent) == b""  # longer than any of the limits
-        assert cluster.held()
-    cluster.wait(lambda: not cluster.held())
 
 
 def test_a_client_that_does_not_read_its_answer_is_cut_off(cluster: Cluster) -> None:
@@ -306,21 +274,6 @@ def test_what_is_no_request_is_refused_after_the_answers_to_those_before(
         assert statuses(rest(connection)) == [b"200", b"200", b"200", status]
 
 
-@pytest.mark.parametrize("size", [1, 7, 4096])
-def test_a_chunked_body_is_the_same_however_its_bytes_arrive(cluster: Cluster, size: int) -> None:
-    chunks = b"".join(b"%x;a=b\r\n%b\r\n" % (len(part), part) for part in (BODY[:9], BODY[9:]))
-    end = b"0\r\nContent-Type: text/plain\r\nX-Request-Id: a-trailer\r\n\r\n"
-    head = HEAD + LAST + b"Transfer-Encoding: chunked\r\nX: "
-    data = head.ljust(size - 2, b"x") + b"\r\n\r\n" + chunks + end  # of a large part, the head's end is in the next
-    with connect(cluster) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for begin in range(0, len(data), size):
-            connection.sendall(data[begin : begin + size])
-        answer = rest(connection)
-    assert statuses(answer) == [b"200"]
-    assert b"a-trailer" not in answer
-
-
 @pytest.mark.parametrize("end", [b"0\r\n" + b"X: y\r\n" * 6000, b"1;" + b"x" * 30_000, b"0\r\nX: " + b"y" * 30_000])
 def test_what_follows_a_chunk_is_as_limited_as_a_head(cluster: Cluster, end: bytes) -> None:
     with connect(cluster) as connection:
@@ -341,14 +294,6 @@ def test_an_upgrade_that_is_not_supported_is_answered_as_http(cluster: Cluster, 
         assert statuses(rest(connection)) == [b"200", b"200", b"200", b"400"]
 
 
-def test_a_client_may_wait_until_its_body_is_wanted(cluster: Cluster) -> None:
-    with connect(cluster) as connection:
-        connection.sendall(HEAD + LAST + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(BODY))
-        assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        connection.sendall(BODY)
-        assert statuses(rest(connection)) == [b"200"]
-
-
 def test_http_1_0_is_answered_without_chunks_and_closed(cluster: Cluster) -> None:
     stream = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 2, "stream": True}).encode()
     with connect(cluster) as connection:
@@ -357,9 +302,3 @@ def test_http_1_0_is_answered_without_chunks_and_closed(cluster: Cluster) -> Non
     assert b"chunked" not in head
     assert body.startswith(b"data: {")
     assert body.endswith(b"data: [DONE]\n\n")
-
-
-def test_the_answer_to_head_has_no_body(cluster: Cluster) -> None:
-    with connect(cluster) as connection:
-        connection.sendall(GET.replace(b"GET", b"HEAD") + GET.replace(b"\r\n\r\n", b"\r\n" + LAST + b"\r\n"))
-        assert rest(connection).split(b"\r\n\r\n")[1].startswith(b"HTTP/1.1 200 ")

@@ -38,15 +38,6 @@ def test_a_chat_uses_the_only_collection(
     assert asked.collection == "docs"
 
 
-@pytest.mark.parametrize("query", [{"query": "with"}, {"vector": [1, 2, 3, 4]}], ids=["text", "vector"])
-def test_a_search_uses_the_only_collection(one: Cluster, query: dict[str, Any]) -> None:
-    with one.http() as http:
-        answer = http.post("/v1/retrieval", json=query)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["collection"] == "docs"
-    assert one.search.calls[-1].spec.collection == "docs"
-
-
 def test_with_several_collections_the_error_lists_them() -> None:
     search = ("/v1/retrieval", {"query": "with"}, "collection")
     bodies = [*((path, {**body, "retrieval": {}}, "retrieval.collection") for path, body in GENERATE), search]
@@ -55,12 +46,6 @@ def test_with_several_collections_the_error_lists_them() -> None:
             error = refused(http.post(path, json=body), 400)
             assert error["param"] == param
             assert error["message"] == f"{param} is missing; loaded: docs, news"
-
-
-def test_a_node_without_collections_returns_an_error() -> None:
-    with serving() as cluster, cluster.http() as http:
-        error = refused(http.post("/v1/completions", json=COMPLETION | {"retrieval": {}}), 404)
-    assert error["message"] == "this node has no collections"
 
 
 def refused(answer: httpx.Response, status: int) -> dict[str, Any]:

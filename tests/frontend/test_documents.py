@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from runtime.errors import CollectionError, InvalidRequest, NoRoom, Overloaded, Unavailable
+from runtime.errors import CollectionError, InvalidRequest, NoRoom, Unavailable
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.bulk_load import create
@@ -18,7 +18,7 @@ from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
-from runtime.retrieval.writer_service import MAX_CONCURRENT_WRITES, Stored, WriterService
+from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 
@@ -103,19 +103,6 @@ def test_a_document_without_a_vector_is_embedded_and_one_with_a_vector_is_not(
             assert rows.tolist() == [[row]]
 
 
-def test_a_collection_reports_its_state(http: httpx.Client) -> None:
-    assert http.get("/v1/collections/notes").json() == {"object": "collection", "id": "notes", "writing": False}
-    put(http, *({"id": str(n), "text": "t"} for n in range(30)))
-    assert http.post("/v1/collections/notes/flush").json() == {"object": "collection.flushed", "collection": "notes"}
-    delete(http, ids=["3"])
-    found = http.get("/v1/collections/notes").json()
-    assert found.pop("log_bytes") > 0
-    assert found == {
-        "object": "collection", "id": "notes", "writing": True, "documents": 29, "segments": 1, "growing": 0,
-        "tombstones": 1, "sealed": 1, "merged": 0, "build": None,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -141,11 +128,6 @@ def test_invalid_documents_are_refused_by_name_and_none_of_their_batch_is_stored
     assert refused.status_code == 400
     assert message in refused.json()["error"]["message"]
     assert held(directory / "notes") == {"first": "t"}
-
-
-def test_a_null_field_of_a_document_counts_as_absent(http: httpx.Client, directory: Path) -> None:
-    assert put(http, {"id": "a", "text": None, "title": "t", "attributes": None, "vector": None}).status_code == 200
-    assert held(directory / "notes") == {"a": ""}
 
 
 def test_a_bulk_load_is_written_to_and_what_cannot_be_written_is_refused_with_the_reason(
@@ -199,16 +181,6 @@ def test_acknowledged_writes_survive_a_takeover(writes: WriterService, directory
     again.close()
 
 
-def test_concurrent_writes_are_bounded(writes: WriterService) -> None:
-    async def many() -> list[Stored | BaseException]:
-        asked = (writes.upsert("notes", [UpsertDocument(str(n), "t")]) for n in range(MAX_CONCURRENT_WRITES + 5))
-        return await asyncio.gather(*asked, return_exceptions=True)
-
-    ended = asyncio.run(many())
-    assert ended.count(Stored(1, visible=True)) == MAX_CONCURRENT_WRITES
-    assert sum(isinstance(one, Overloaded) for one in ended) == 5
-
-
 @pytest.mark.parametrize(("error", "kept"), [(NoRoom("full"), True), (CollectionError("the disk failed"), False)])
 def test_a_writer_reopens_after_a_failed_sync_and_continues_after_a_full_disk(
     writes: WriterService, monkeypatch: pytest.MonkeyPatch, error: CollectionError, kept: bool
@@ -226,12 +198,6 @@ def test_a_writer_reopens_after_a_failed_sync_and_continues_after_a_full_disk(
         assert (await writes.upsert("notes", [UpsertDocument("b", "t")])).count == 1
 
     asyncio.run(both())
-
-
-def test_a_long_name_is_truncated_in_the_error(http: httpx.Client) -> None:
-    answer = put(http, {"id": "a", "z" * 9000: 1})
-    assert answer.json()["error"]["param"] == f"documents[0].{'z' * 64}"
-    assert len(answer.content) < 400
 
 
 def test_a_delete_whose_filter_takes_long_delays_neither_writes_nor_the_state(

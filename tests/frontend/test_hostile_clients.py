@@ -115,20 +115,6 @@ def test_a_head_that_began_during_an_answer_has_its_timeout() -> None:
     in_loop(test)
 
 
-def test_a_kept_connection_is_idle_after_a_body_that_was_not_read() -> None:
-    async def test() -> None:
-        client = Client(respond, Timeouts(head_s=0.01, idle_s=0.1))
-        await client.sends(POST + b"\r\nhe")
-        for part in (b"l", b"lo"):
-            client.connection.data_received(part)
-        begin = asyncio.get_running_loop().time()
-        await client.closed.wait()
-        assert asyncio.get_running_loop().time() - begin >= 0.05
-        client.abort()
-
-    in_loop(test)
-
-
 @pytest.mark.parametrize("end", ["close", "invalid", "idle", "eof", "shutdown"])
 def test_a_client_that_does_not_read_the_end_of_its_answers_is_cut_off(end: str) -> None:
     async def test() -> None:
@@ -152,20 +138,6 @@ def test_a_connection_closes_if_nobody_knows_whether_a_body_or_a_request_follows
         await client.sends(POST + EXPECT + body)
         assert client.received.startswith(b"HTTP/1.1 200 ")
         assert (b"connection: close" in client.received, client.closing) == (not kept, not kept)
-        client.abort()
-
-    in_loop(test)
-
-
-def test_a_client_that_has_sent_its_body_is_not_told_to_send_it() -> None:
-    async def test() -> None:
-        async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-            assert (await receive())["body"] == b"hello"
-            await respond(scope, receive, send)
-
-        client = Client(echo)
-        await client.sends(POST + EXPECT + b"hello")
-        assert client.received.startswith(b"HTTP/1.1 200 ")
         client.abort()
 
     in_loop(test)

@@ -1,13 +1,11 @@
 """HTTP middleware: encodings, API keys and open paths, HEAD, CORS and the Host header."""
 
-import socket
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from dashboards.top import fetch_metrics
-from runtime.errors import ConfigError, Unavailable
+from runtime.errors import ConfigError
 from runtime.node.config import parse_config
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
@@ -36,17 +34,11 @@ def guarded() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "identity, gzip", "GZIP"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/retrieval"])
-def test_a_compressed_body_is_refused_with_the_accepted_encoding(http: httpx.Client, path: str, encoding: str) -> None:
-    answer = http.post(path, content=b"\x1f\x8b", headers={"content-encoding": encoding})
+def test_a_compressed_body_is_refused_with_the_accepted_encoding(http: httpx.Client, encoding: str) -> None:
+    answer = http.post("/v1/completions", content=b"\x1f\x8b", headers={"content-encoding": encoding})
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
     assert answer.json()["error"]["message"] == f"the body has Content-Encoding {encoding!r}: send it uncompressed"
     assert answer.headers["accept-encoding"] == "identity"
-
-
-def test_the_identity_encoding_is_accepted(http: httpx.Client) -> None:
-    answer = http.post("/v1/completions", json=COMPLETION, headers={"content-encoding": "Identity"})
-    assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/tiny"])
@@ -58,11 +50,6 @@ def test_head_returns_the_headers_of_get_without_a_body(http: httpx.Client, path
     assert http.get(path).status_code == 200  # over the same connection
 
 
-def test_head_reports_that_a_node_is_not_ready() -> None:
-    with Cluster(decodes=0) as cluster, cluster.http() as http:
-        assert http.head("/health").status_code == 503
-
-
 def test_with_keys_every_path_but_the_open_ones_needs_a_key(guarded: Cluster) -> None:
     with guarded.http() as http:
         assert http.get("/health").status_code == 200
@@ -71,12 +58,6 @@ def test_with_keys_every_path_but_the_open_ones_needs_a_key(guarded: Cluster) ->
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         assert http.get("/metrics", headers=KEY).status_code == 200
         assert http.get("/nothing", headers=KEY).status_code == 404
-
-
-def test_top_reads_metrics_that_need_a_key(guarded: Cluster) -> None:
-    assert "trinity_up 1" in fetch_metrics(guarded.url, "secret")
-    with pytest.raises(Unavailable, match="401"):
-        fetch_metrics(guarded.url)
 
 
 def test_cors_allows_the_configured_origins(guarded: Cluster) -> None:
@@ -112,11 +93,6 @@ def test_only_certain_paths_can_be_open() -> None:
     assert parse_config({"http": {"open_paths": []}}).http.open_paths == ()
     with pytest.raises(ConfigError, match=r"^http\.open_paths"):
         parse_config({"http": {"open_paths": ["/v1"]}})
-
-
-@pytest.mark.parametrize("origin", ["*", "https://app.example", "http://localhost:3000", "http://[::1]:3000"])
-def test_valid_origins_are_accepted(origin: str) -> None:
-    assert parse_config({"http": {"cors_origins": [origin]}}).http.cors_origins == (origin,)
 
 
 # ---- pages whose name was made to resolve to loopback
@@ -172,15 +148,3 @@ def test_without_keys_the_configured_host_is_accepted() -> None:
     with Cluster(settings=Settings("tiny", host="Node.Example")) as cluster, cluster.http() as http:
         assert http.get("/health", headers={"Host": "node.example:8080"}).status_code == 200
         assert http.get("/health", headers={"Host": "other.example:8080"}).status_code == 403
-
-
-def test_with_keys_any_host_is_accepted(guarded: Cluster) -> None:
-    with guarded.http() as http:
-        assert http.get("/v1/models", headers=KEY | {"Host": "node.example"}).status_code == 200
-
-
-def test_a_request_of_http_1_0_needs_no_host(http: httpx.Client) -> None:
-    address = (http.base_url.host, http.base_url.port)
-    with socket.create_connection(address) as connection, connection.makefile("rb") as answer:
-        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-        assert answer.readline().startswith(b"HTTP/1.1 200 ")

@@ -1,6 +1,5 @@
 """The official client works against the frontend, unchanged."""
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +7,6 @@ import openai
 import pytest
 
 from tests.frontend.cluster import Cluster
-from tests.frontend.fake_workers import run
 
 
 @pytest.fixture(scope="module")
@@ -201,19 +199,6 @@ def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
         client.models.retrieve("big/one")
 
 
-def test_the_asynchronous_client_streams_many_answers_at_once(cluster: Cluster) -> None:
-    async def one(client: openai.AsyncOpenAI, words: int) -> str:
-        stream = await client.chat.completions.create(model="tiny", messages=ask(f"say={words}"), stream=True)
-        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    async def many() -> None:
-        async with cluster.async_client() as client:
-            answers = await asyncio.gather(*(one(client, words) for words in range(1, 17)))
-        assert answers == ["".join(f"w{word} " for word in range(words)) for words in range(1, 17)]
-
-    run(many())
-
-
 def test_an_error_before_the_first_token_has_its_status_and_its_parameter(client: openai.OpenAI) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as raised:
@@ -226,11 +211,6 @@ def test_an_error_within_a_stream_ends_it_with_an_error_event(client: openai.Ope
     assert [next(stream).choices[0].delta.content for _ in range(3)] == ["", "w0 ", "w1 "]
     with pytest.raises(openai.APIError, match="the fake failed"):
         next(stream)
-
-
-def test_an_error_within_an_answer_that_is_not_streamed_has_its_status(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.InternalServerError, match="the fake failed"):
-        client.chat.completions.create(model="tiny", messages=ask("fail=2"))
 
 
 def test_no_request_is_left_after_these_tests(cluster: Cluster) -> None:

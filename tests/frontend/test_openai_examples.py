@@ -4,7 +4,6 @@ The cookbook "Using file search tool in the Responses API", the guides "File sea
 the Python client. Only the address and the model differ.
 """
 
-import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -88,37 +87,6 @@ def test_the_cookbooks_files_are_uploaded_by_threads_searched_and_cited(
         assert list(executor.map(process_query, questions)) == [[path.name] for path in pdfs]
 
 
-def test_the_file_search_guides_file_is_found_with_fewer_results_with_results_and_with_filters(
-    client: openai.OpenAI, pdfs: list[Path]
-) -> None:
-    name, content = pdfs[0].name, io.BytesIO(pdfs[0].read_bytes())
-    file = client.files.create(file=(name, content), purpose="assistants")
-    store = client.vector_stores.create(name="knowledge_base")
-    client.vector_stores.files.create(vector_store_id=store.id, file_id=file.id)
-    wait_indexed(client, store.id)
-    assert [one.status for one in client.vector_stores.files.list(vector_store_id=store.id)] == ["completed"]
-    tool: Any = {"type": "file_search", "vector_store_ids": [store.id]}
-    plain: Any = client.responses.create(model=MODEL, input=CITING, tools=[tool])
-    assert [item.type for item in plain.output] == ["file_search_call", "message"]
-    assert (plain.output[0].status, plain.output[0].queries, plain.output[0].results) == ("completed", [CITING], None)
-    assert [one.filename for one in plain.output[1].content[0].annotations] == [name]
-    client.responses.create(model=MODEL, input=CITING, tools=[tool | {"max_num_results": 2}])
-    included: Any = client.responses.create(
-        model=MODEL, input=CITING, tools=[tool], include=["file_search_call.results"]
-    )
-    assert [(one.file_id, one.text.strip()) for one in included.output[0].results] == [
-        (file.id, FACTS["Deep research"])
-    ]
-    filters = {"type": "in", "key": "category", "value": ["blog", "announcement"]}
-    unset: Any = client.responses.create(model=MODEL, input=CITING, tools=[tool | {"filters": filters}])
-    assert unset.output[1].content[0].annotations == []
-    for category, names in (("news", []), ("blog", [name])):
-        client.vector_stores.files.update(file.id, vector_store_id=store.id, attributes={"category": category})
-        wait_indexed(client, store.id)
-        filtered: Any = client.responses.create(model=MODEL, input=CITING, tools=[tool | {"filters": filters}])
-        assert [one.filename for one in filtered.output[1].content[0].annotations] == names
-
-
 def test_the_retrieval_guides_operations_on_stores_files_and_batches(client: openai.OpenAI, tmp_path: Path) -> None:
     path = tmp_path / "customer_policies.txt"
     path.write_text("Goods may be returned within thirty days of their purchase.")
@@ -175,66 +143,3 @@ def test_the_retrieval_guides_operations_on_stores_files_and_batches(client: ope
     )
     assert expiring.expires_after is not None
     assert expiring.expires_after.days == 7
-
-
-DATES: Any = {
-    "type": "and",
-    "filters": [
-        {"type": "gte", "key": "date", "value": 1704067200},
-        {"type": "lte", "key": "date", "value": 1710892800},
-    ],
-}
-PROJECTS: Any = {
-    "type": "or",
-    "filters": [
-        {
-            "type": "and",
-            "filters": [
-                {
-                    "type": "or",
-                    "filters": [
-                        {"type": "eq", "key": "project_code", "value": "X123"},
-                        {"type": "eq", "key": "project_code", "value": "X999"},
-                    ],
-                },
-                {"type": "eq", "key": "confidentiality", "value": "top_secret"},
-            ],
-        },
-        {"type": "eq", "key": "language", "value": "en"},
-    ],
-}
-
-
-def test_the_retrieval_guides_filters(client: openai.OpenAI) -> None:
-    store = client.vector_stores.create().id
-    files: dict[str, dict[str, str | float | bool]] = {
-        "us.txt": {"region": "us", "date": 1705000000},
-        "late.txt": {"date": 1720000000},
-        "secret.txt": {"project_code": "X999", "confidentiality": "top_secret"},
-        "public.txt": {"project_code": "X123", "confidentiality": "none"},
-        "english.txt": {"language": "en"},
-    }
-    for name, attributes in files.items():
-        client.vector_stores.files.create(
-            store, file_id=client.files.create(file=(name, b"Words."), purpose="assistants").id, attributes=attributes
-        )
-    wait_indexed(client, store)
-
-    def found(filters: Any) -> set[str]:
-        return {one.filename for one in client.vector_stores.search(store, query="words", filters=filters)}
-
-    assert found({"type": "eq", "key": "region", "value": "us"}) == {"us.txt"}
-    assert found(DATES) == {"us.txt"}
-    assert found(PROJECTS) == {"secret.txt", "english.txt"}
-
-
-def test_the_clients_examples_stream_and_continue_a_conversation(client: openai.OpenAI) -> None:
-    first = client.responses.create(model=MODEL, input="Write a haiku about recursion in programming. say=3")
-    second = client.responses.create(
-        model=MODEL, input="Now explain it in plain English. say=2", previous_response_id=first.id
-    )
-    assert (first.output_text, second.output_text) == ("w0 w1 w2 ", "w0 w1 ")
-    with client.responses.stream(input="solve 8x + 31 = 2 say=4", model=MODEL) as stream:
-        texts = [event.type for event in stream if "output_text" in event.type]
-    assert texts == ["response.output_text.delta"] * 4 + ["response.output_text.done"]
-    assert stream.get_final_response().output_text == "w0 w1 w2 w3 "

@@ -54,17 +54,6 @@ STREAM = b"".join(
 WHOLE = parse(STREAM, list(range(1, len(STREAM))))
 
 
-def test_all_requests_of_a_connection_are_parsed() -> None:
-    sized, chunked = b"wo\r\nd", b"hel\no0123\r\n6789"
-    assert [one.body for one in WHOLE] == [sized, chunked, b"", sized, chunked, sized, sized, b"", chunked]
-    assert all(one.complete for one in WHOLE)
-
-
-def test_requests_are_the_same_wherever_their_bytes_are_cut() -> None:
-    for cut in range(len(STREAM)):
-        assert parse(STREAM, [cut]) == WHOLE
-
-
 @given(st.lists(st.integers(0, len(STREAM)), max_size=30))
 def test_requests_are_the_same_however_often_their_bytes_are_cut(cuts: list[int]) -> None:
     assert parse(STREAM, sorted(cuts)) == WHOLE
@@ -91,15 +80,3 @@ def test_what_follows_the_host_of_an_absolute_target_is_no_path() -> None:
     (received,) = parse(GET.replace(b"user@localhost/get", b"user@localhost@evil/get"), [])
     assert received.head.target == b"http://user@localhost@evil/get?q"
     assert (b"host", b"localhost") in received.head.headers
-
-
-def test_spaces_around_a_header_are_not_its_value() -> None:
-    (received,) = parse(CHUNKED.replace(b"chunked\r", b"\t chunked  \r") + CHUNKS, [])
-    assert received.complete
-    assert received.head.headers == [(b"host", b"localhost"), (b"transfer-encoding", b"chunked")]
-
-
-@pytest.mark.parametrize(("version", "expects"), [(b"1.1", True), (b"1.0", False)])
-def test_only_clients_of_http_1_1_can_wait_until_their_body_is_wanted(version: bytes, expects: bool) -> None:
-    data = POST.replace(HOST, HOST + b"Expect: 100-continue\r\n").replace(b"HTTP/1.1", b"HTTP/" + version)
-    assert [one.head.expects_continue for one in parse(data, [])] == [expects]

@@ -168,12 +168,6 @@ def test_another_model_and_a_node_without_reranker_are_404(http: httpx.Client) -
             assert (answer.status_code, answer.json()["error"]["param"][-6:]) == (400, "rerank")
 
 
-def test_a_failure_is_an_error_as_there_is_no_other_order(http: httpx.Client, model: Faulty) -> None:
-    model.error = RerankerUnreachable("the server is down")
-    answer = http.post("/v1/rerank", json={"query": "cat", "documents": ["dog"]})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "reranker_unreachable")
-
-
 # ---- searches
 
 
@@ -187,14 +181,6 @@ def test_a_search_with_rerank_fetches_more_and_returns_the_best(cluster: Cluster
     assert asked(cluster).spec.k == 8
     trace = http.get(f"/v1/traces/{answer['id']}").json()
     assert [stage["name"] for stage in trace["stages"]] == ["embed", "retrieval", "passages", "rerank", "respond"]
-
-
-def test_a_search_without_it_is_as_before(cluster: Cluster, http: httpx.Client) -> None:
-    for wish in ({}, {"rerank": False}, {"rerank": None}):
-        answer = http.post("/v1/retrieval", json={"collection": "docs", "query": "cat sleeps", "k": 2} | wish).json()
-        assert [list(one) for one in answer["passages"]] == [["id", "title", "distance", "text"]] * 2
-        assert "reranked" not in answer
-        assert asked(cluster).spec.k == 2
 
 
 def test_after_the_time_of_a_request_the_order_stays_and_is_marked(http: httpx.Client, ended: Any) -> None:
@@ -253,26 +239,6 @@ def test_the_threshold_is_one_of_relevance_and_not_applied_to_other_scores(
     page = client.vector_stores.search("docs", query="cat", ranking_options={"score_threshold": 0.99})
     assert [one.file_id for one in page.data] == ["p0", "p1", "p2", "p3"]
     assert (page.reranked, page.rerank_error) == (False, "reranker_unreachable")  # type: ignore[attr-defined]
-
-
-def test_several_queries_are_merged_by_relevance(client: openai.OpenAI) -> None:
-    page = client.vector_stores.search("docs", query=["cat sleeps", "rates rise"], max_num_results=2)
-    assert {one.file_id for one in page.data} == {"p1", "p3"}
-    assert page.reranked is True  # type: ignore[attr-defined]
-
-
-def test_file_search_of_a_response_is_reranked_by_the_worker(client: openai.OpenAI, cluster: Cluster) -> None:
-    def retrieval(**options: Any) -> Any:
-        tool: Any = {"type": "file_search", "vector_store_ids": ["docs"], "ranking_options": options}
-        client.responses.create(model="tiny", input="say=1", tools=[tool])
-        return cluster.players["prefill-0"].prefills[-1].generation.retrieval
-
-    assert retrieval().rerank == Rerank(30.0)
-    found = retrieval(score_threshold=0.5, timeout_s=2)
-    assert (found.rerank, found.max_distance) == (Rerank(2.0, 0.5), 1e30)
-    found = retrieval(ranker="none", score_threshold=0.75)
-    assert (found.rerank, found.max_distance) == (None, 0.25)
-    assert found.query("text", "prefill").rerank is None
 
 
 def test_a_chat_is_reranked_before_prefill_and_not_in_probes(client: openai.OpenAI, cluster: Cluster) -> None:

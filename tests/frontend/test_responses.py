@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
 from runtime.errors import InvalidRequest
-from runtime.node.stores_config import STORES
-from runtime.retrieval.attributes.filters import AllOf, AnyOf, decode_filter, parse_filter
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.records import StoredResponse, UnknownObject
 from runtime.retrieval.stores.responses import TTL_S, ResponseStore
@@ -27,7 +25,7 @@ from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import PASSAGES, run
 from tests.frontend.store_node import store_node
 from tests.frontend.test_store_tenants import SETTINGS, clients_of
-from tests.frontend.test_stores import upload, wait_indexed
+from tests.frontend.test_stores import upload
 from tests.frontend.test_vector_stores import Stand
 
 SEARCH: Any = [{"type": "file_search", "vector_store_ids": ["docs"], "max_num_results": 2}]
@@ -111,12 +109,6 @@ def test_file_search_returns_results_and_cites_sentences_that_repeat_a_passage(c
     ]
 
 
-def test_results_are_only_included_on_request(client: openai.OpenAI) -> None:
-    made = client.responses.create(model="tiny", input=CITING, tools=SEARCH)
-    assert made.output[0].type == "file_search_call"
-    assert made.output[0].results is None
-
-
 def test_a_stream_has_openais_events_in_order_and_ends_with_the_whole_response(client: openai.OpenAI) -> None:
     events = list(client.responses.create(model="tiny", input=CITING, tools=SEARCH, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -150,11 +142,6 @@ def test_a_stream_has_openais_events_in_order_and_ends_with_the_whole_response(c
     assert first_annotation < len(kinds) - 6, "a sentence is cited once it is complete, not at the end"
 
 
-def test_the_client_helper_accumulates_a_stream(client: openai.OpenAI) -> None:
-    with client.responses.stream(model="tiny", input="say=4", tools=SEARCH) as stream:
-        assert stream.get_final_response().output_text == "w0 w1 w2 w3 "
-
-
 def test_a_failure_within_a_stream_is_an_event_and_one_before_it_a_status(client: openai.OpenAI) -> None:
     *_, last = client.responses.create(model="tiny", input="fail=2", stream=True)
     assert last.type == "response.failed"
@@ -176,14 +163,6 @@ def test_the_search_is_announced_while_it_runs(client: openai.OpenAI, cluster: C
     assert (last.response.error.code, last.response.error.message) == (
         "invalid_prompt", "refused: context_length_exceeded"
     )  # fmt: skip
-
-
-def test_priority_and_hints_order_a_response_as_they_order_a_chat(client: openai.OpenAI, cluster: Cluster) -> None:
-    hints = {"agent_hints": {"priority": 3, "osl": 40}}
-    client.responses.create(model="tiny", input="say=1", extra_body={"priority": -2, "nvext": hints})
-    assert (generation(cluster).head_start_s, generation(cluster).expected_tokens) == (5.0, 40)
-    with pytest.raises(openai.BadRequestError, match="priority"):
-        client.responses.create(model="tiny", input="say=1", extra_body={"priority": 1001})
 
 
 def test_every_field_of_openais_client_is_known() -> None:
@@ -282,28 +261,6 @@ def test_tool_choice_none_searches_nothing_and_a_threshold_becomes_a_distance(
     retrieval = generation(cluster).retrieval
     assert retrieval is not None
     assert (retrieval.max_distance, retrieval.k, retrieval.quote) == (0.25, 2, True)
-
-
-def test_clients_stores_are_searched_by_their_filter(tmp_path: Path) -> None:
-    with store_node(tmp_path) as cluster, cluster.client() as client:
-        stores = []
-        for number in range(2):
-            store = client.vector_stores.create().id
-            client.vector_stores.files.create(store, file_id=upload(client), attributes={"year": 2020 + number})
-            wait_indexed(client, store)
-            stores.append(store)
-        wanted = {"type": "gte", "key": "year", "value": 2021}
-        tool: Any = {"type": "file_search", "vector_store_ids": stores, "filters": wanted}
-        client.responses.create(model="tiny", input="say=1", tools=[tool])
-        retrieval = generation(cluster).retrieval
-        assert retrieval is not None
-        assert retrieval.collection == STORES
-        either = decode_filter(retrieval.filter)
-        assert isinstance(either, AnyOf)
-        for part, store in zip(either.filters, stores, strict=True):
-            assert isinstance(part, AllOf)
-            assert parse_filter({"type": "eq", "key": "store", "value": store}) in part.filters
-            assert parse_filter({"type": "gte", "key": "number0", "value": 2021}) in part.filters
 
 
 def test_the_text_of_a_file_is_a_part_of_its_message_within_the_limit_of_a_prompt(tmp_path: Path) -> None:

@@ -63,26 +63,6 @@ async def test_an_answer_resumes_on_another_worker_from_the_delivered_tokens() -
         assert harness.router.in_flight == 0
 
 
-async def test_before_its_first_token_a_request_restarts_from_scratch() -> None:
-    async with running_link(restarts=3) as harness:
-        workers = await cast(harness)
-        request = harness.submit(retrieval=Retrieval("docs"))
-        first = await sent(workers, request)
-        dead = request.placement.prefill
-        await workers[dead].send(Retrieved("r1", PASSAGES[:1]))
-        await workers[dead].settle()
-        harness.link.worker_lost(dead, "killed")
-        again = await sent(workers, request)
-        assert request.placement.prefill != dead
-        assert (again.request_id, again.resume, again.generation) == ("r1~1", None, first.generation)
-        await workers[request.placement.prefill].send(Retrieved("r1~1", PASSAGES[1:]))
-        await workers[again.decode_worker].send(Tokens("r1~1", "a", (5,), "stop", 1))
-        found = await pieces(request, 2)
-        assert [type(piece) for piece in found] == [Retrieved, Tokens], "the passages come once"
-        assert found[0].passages == PASSAGES[1:]
-        assert harness.codes == ["stop"]
-
-
 async def test_a_failed_hand_over_is_retried_with_another_decode_worker() -> None:
     async with running_link(restarts=3) as harness:
         workers = await cast(harness)
@@ -151,14 +131,6 @@ async def test_restarts_are_bounded() -> None:
         error = await error_of(request)
         assert isinstance(error, WorkerLost)
         assert error.message == "again; the limit of 2 restarts is reached"
-
-
-async def test_an_invalid_request_is_not_restarted() -> None:
-    async with running_link(restarts=3) as harness:
-        workers = await cast(harness)
-        request = harness.submit()
-        await workers[request.placement.prefill].send(Failed("r1", "context_length_exceeded", "too long"))
-        assert (await error_of(request)).code == "context_length_exceeded"
 
 
 async def test_a_new_request_waits_for_the_first_worker_of_a_role_that_has_none() -> None:

@@ -22,11 +22,8 @@ from runtime.serving.frontend.observability import Traces, trace_context
 from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Placement
 from runtime.serving.frontend.spans import RequestSpans, otlp_provider
-from runtime.serving.http.process import exported_spans
 from runtime.serving.messages import Generation, Message, Probe, Retrieval, Retrieved, Sampling, Tokens
-from runtime.testing.waiting import until
 from tests.clock import Clock
-from tests.frontend.cluster import Cluster
 
 MS = 1_000_000
 WALL = 1_800_000_000 * 10**9
@@ -121,13 +118,6 @@ def test_a_request_continues_its_clients_trace_and_propagates_its_own_span() -> 
     assert sent_on == {"traceparent": f"00-{trace_id}-{span.context.span_id:016x}-01", "tracestate": "vendor=1"}
 
 
-def test_an_unsampled_trace_is_not_exported_and_stays_unsampled() -> None:
-    harness = SpanHarness()
-    trace_context.set({"traceparent": PARENT[:-1] + "0"})
-    assert answered(harness) == {}
-    assert trace_context.get()["traceparent"].endswith("-00")
-
-
 def test_a_failed_request_has_an_error_status() -> None:
     harness = SpanHarness()
     harness.traces.start(harness.request())
@@ -136,21 +126,6 @@ def test_a_failed_request_has_an_error_status() -> None:
     assert root.attributes["error.type"] == "worker_lost"
     assert not root.status.is_ok
     assert "gen_ai.response.finish_reasons" not in root.attributes
-
-
-def test_over_http_a_completion_and_a_search_have_one_span_each() -> None:
-    harness = SpanHarness()
-    with Cluster() as cluster, cluster.http() as http:
-        cluster.link.traces.spans = harness.spans
-        body = {"model": "tiny", "prompt": "say=3", "max_tokens": 8, "retrieval": False}
-        http.post("/v1/completions", json=body, headers={"traceparent": PARENT})
-        http.post("/v1/retrieval", json={"query": "a secret", "k": 2, "collection": "docs"})
-        until(lambda: {"text_completion tiny", "retrieval docs"} <= set(harness.told()))
-    spans = harness.told()
-    assert f"{spans['text_completion tiny'].parent.span_id:016x}" == PARENT.split("-")[2]
-    search = spans["retrieval docs"]
-    assert search.kind is SpanKind.SERVER
-    assert (search.attributes["gen_ai.retrieval.top_k"], search.attributes["trinity.passages"]) == (2, 2)
 
 
 # ---- a collector
@@ -226,18 +201,3 @@ def test_a_collectors_error_is_logged_in_one_line(
         assert isinstance(traces.spans, RequestSpans)
         traces.spans.close()
     assert "400" in caplog.text
-
-
-def test_otel_service_name_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "gateway")
-    provider = otlp_provider("my-node")
-    assert provider.resource.attributes["service.name"] == "gateway"
-    provider.shutdown()
-
-
-def test_spans_are_exported_if_the_environment_names_a_collector() -> None:
-    for unset in ({"OTEL_SERVICE_NAME": "gateway"}, {"OTEL_EXPORTER_OTLP_ENDPOINT": ""}):
-        assert exported_spans("my-node", "tiny", unset) is None
-    made = exported_spans("my-node", "tiny", {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:9"})
-    assert made is not None
-    made.close()

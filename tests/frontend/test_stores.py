@@ -1,6 +1,5 @@
 """OpenAI's unmodified client uploads files, and makes, fills, searches and deletes vector stores."""
 
-import io
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,25 +99,6 @@ def test_a_file_in_a_store_is_found_by_its_text_and_its_attributes(client: opena
     ]
 
 
-def test_a_filter_may_name_files(client: openai.OpenAI) -> None:
-    files = {name: upload(client, name) for name in ("leave.md", "Lëave 2.md", "travel.txt")}
-    store = client.vector_stores.create(file_ids=list(files.values())).id
-    own = client.vector_stores.create().id
-    client.vector_stores.files.create(own, file_id=files["leave.md"], attributes={"filename": "its own"})
-    for one in (store, own):
-        wait_indexed(client, one)
-
-    def found(operator: str, value: Any, store: str = store) -> set[str]:
-        filters: Any = {"type": operator, "key": "filename", "value": value}
-        return {one.filename for one in client.vector_stores.search(store, query="leave", filters=filters)}
-
-    assert found("eq", "leave.md") == {"leave.md"}
-    assert found("in", ["Lëave 2.md", "travel.txt", "none"]) == {"Lëave 2.md", "travel.txt"}
-    assert found("nin", ["Lëave 2.md", "travel.txt"]) == found("gt", "Lëave 2.md") - {"travel.txt"} == {"leave.md"}
-    assert found("eq", 1) == found("eq", "leave.md", own) == set()
-    assert found("eq", "its own", own) == {"leave.md"}, "an attribute of that name is what a filter means"
-
-
 def test_the_kinds_of_text_that_openai_lists_are_read_in_its_encodings(client: openai.OpenAI) -> None:
     kinds = "c cpp cs css go java js json md php py rb sh tex ts txt html"
     texts = {f"a.{kind}": f"leave = 'twelve wëeks' in {kind}" for kind in kinds.split()}
@@ -135,18 +115,6 @@ def test_the_kinds_of_text_that_openai_lists_are_read_in_its_encodings(client: o
     assert (failed.status, failed.last_error.code) == ("failed", "invalid_file")
 
 
-def test_a_search_finds_nothing_of_another_store(client: openai.OpenAI) -> None:
-    one = client.vector_stores.create(file_ids=[upload(client)])
-    other = client.vector_stores.create(file_ids=[upload(client, "travel.txt", TRAVEL)])
-    for store in (one, other):
-        wait_indexed(client, store.id)
-    assert {found.filename for found in client.vector_stores.search(one.id, query="trains")} == {"leave.md"}
-    assert {found.filename for found in client.vector_stores.search(other.id, query="leave")} == {"travel.txt"}
-    client.vector_stores.delete(one.id)
-    with pytest.raises(openai.NotFoundError):
-        client.vector_stores.search(one.id, query="leave")
-
-
 def test_deleting_a_file_removes_it_from_every_store(client: openai.OpenAI) -> None:
     file = upload(client)
     stores = [client.vector_stores.create(file_ids=[file]) for _ in range(2)]
@@ -156,22 +124,6 @@ def test_deleting_a_file_removes_it_from_every_store(client: openai.OpenAI) -> N
     for store in stores:
         assert not client.vector_stores.search(store.id, query="leave").data
         assert client.vector_stores.retrieve(store.id).file_counts.total == 0
-
-
-def test_a_batch_counts_its_files_and_one_without_text_fails(client: openai.OpenAI) -> None:
-    store = client.vector_stores.create()
-    files = [upload(client), upload(client, "empty.txt", b" "), upload(client, "x.bin", b"\xff\x00\xff")]
-    batch = client.vector_stores.file_batches.create_and_poll(store.id, file_ids=files, poll_interval_ms=20)
-    assert (batch.status, batch.file_counts.completed, batch.file_counts.failed) == ("completed", 1, 2)
-    failed = client.vector_stores.file_batches.list_files(batch.id, vector_store_id=store.id, filter="failed").data
-    errors = {file.id: file.last_error for file in failed}
-    assert {id: error.code for id, error in errors.items() if error} == {
-        files[1]: "invalid_file", files[2]: "unsupported_file"
-    }  # fmt: skip
-    client.vector_stores.file_batches.upload_and_poll(
-        store.id, files=[("y.md", io.BytesIO(TRAVEL))], poll_interval_ms=20
-    )
-    assert client.vector_stores.retrieve(store.id).file_counts.completed == 2
 
 
 def test_static_chunks_have_at_most_so_many_tokens_and_overlap(client: openai.OpenAI) -> None:

@@ -156,13 +156,6 @@ def test_a_key_cannot_reach_other_collections(cluster: Cluster, kind: str) -> No
     assert wanted == b""
 
 
-@pytest.mark.parametrize("kind", SEARCHES)
-@pytest.mark.parametrize(("key", "collection"), [(ACME, "manuals"), (ALL, "notes"), (ALL, "others")])
-def test_an_unbound_key_is_not_restricted(cluster: Cluster, kind: str, key: str, collection: str) -> None:
-    answer, wanted = search(cluster, kind, key, collection)
-    assert (answer.status_code, wanted) == (200, b"")
-
-
 def test_writes_are_restricted_to_the_keys_documents(cluster: Cluster, directory: Path) -> None:
     documents, notes = "/v1/collections/notes/documents", directory / "notes"
 
@@ -253,20 +246,3 @@ def test_statistics_of_all_documents_need_an_unrestricted_key(cluster: Cluster) 
         for method in ("POST", "GET", "DELETE"):
             assert acme.request(method, "/drain").json()["error"]["code"] == "forbidden"
         assert cluster.drain_requests == []
-
-
-def test_errors_do_not_reveal_collections_outside_the_key(cluster: Cluster) -> None:
-    with asking(cluster) as http:
-        missing = http.post("/v1/retrieval", json={"query": "q"})
-        unknown = http.post("/v1/retrieval", json={"query": "q", "collection": "nothing"})
-        chat = {"model": "tiny", "messages": [{"role": "user", "content": "say=1"}], "retrieval": {}}
-        other = http.post("/v1/retrieval", json={"vector": [1.0], "collection": "others"})
-        for answer in (missing, unknown, http.post("/v1/chat/completions", json=chat)):
-            assert answer.json()["error"]["message"].endswith("loaded: notes, manuals")
-        assert (other.status_code, other.json()["error"]["code"]) == (403, "forbidden")
-
-
-def test_a_key_for_one_collection_uses_it_by_default(cluster: Cluster) -> None:
-    with asking(cluster, BLUE) as http:
-        answer = http.post("/v1/retrieval", json={"query": "q"})
-    assert answer.json()["collection"] == "notes"

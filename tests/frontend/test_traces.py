@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from runtime.errors import InvalidRequest, Unavailable, UnknownRequest
+from runtime.errors import InvalidRequest, UnknownRequest
 from runtime.retrieval.passages import SearchTimes
 from runtime.serving import stages
 from runtime.serving.frontend.observability import MAX_PROBES, Traces
@@ -55,20 +55,6 @@ def test_probes_are_listed_up_to_the_limit_and_counted_beyond() -> None:
     assert (first.begin_s, first.end_s, first.stalled_s, first.passages) == (0.002, 0.005, 0.001, 2)
 
 
-def test_a_failed_request_keeps_its_error_and_stages() -> None:
-    clock = Clock()
-    traces = Traces(4, clock)
-    running = request(received_ns=clock.now)
-    traces.start(running)
-    traces.record(running, Retrieved("r-1", (), stages={stages.DEQUEUED: clock.now + MS}))
-    clock.advance(2)
-    traces.end(ended(code="worker_lost"))
-    clock.advance(60)
-    found = traces.trace("r-1")
-    assert (found.state, found.elapsed_s) == ("worker_lost", 2.0)
-    assert [stage.name for stage in found.stages] == ["queue"]
-
-
 def test_only_the_latest_finished_traces_are_kept() -> None:
     traces = Traces(2, Clock())
     for number in range(5):
@@ -78,15 +64,6 @@ def test_only_the_latest_finished_traces_are_kept() -> None:
         with pytest.raises(UnknownRequest, match=f"no trace of request 'r-{number}'.* 2 others"):
             traces.trace(f"r-{number}")
     assert traces.trace("r-4").state == "stop"
-
-
-def test_with_a_limit_of_zero_no_finished_trace_is_kept() -> None:
-    traces = Traces(0, Clock())
-    traces.start(request())
-    assert traces.trace("r-1").state == "running"
-    traces.end(ended())
-    with pytest.raises(UnknownRequest):
-        traces.trace("r-1")
 
 
 @pytest.mark.parametrize("name", ["", "x" * 129, "a b", "ü", "a\n", "\x7f"])
@@ -115,9 +92,6 @@ def test_traces_need_a_key() -> None:
     with Cluster(settings=Settings(model="tiny", api_keys=("secret",))) as cluster, cluster.http() as http:
         assert http.get("/v1/traces/x").status_code == 401
         assert http.get("/v1/traces/x", headers={"Authorization": "Bearer secret"}).status_code == 404
-
-
-SEARCH = {"query": "with a secret", "k": 2, "collection": "docs"}
 
 
 def test_a_search_is_traced_from_its_vector_to_its_passages() -> None:
@@ -169,37 +143,3 @@ def test_a_trace_is_found_by_the_clients_id_while_it_is_kept() -> None:
         traces.trace("mine")
     assert traces.trace("r-1").id == "ret-4"
     assert len(traces.client_names) == 1, "an id outlives its trace"
-
-
-def test_a_clients_id_hides_no_other_trace() -> None:
-    traces = Traces(2, Clock())
-    traces.start(request("r-1"))
-    traces.start(request("r-2"), "r-1")
-    assert traces.trace("r-1").id == "r-1"
-
-
-def test_http_returns_the_trace_of_successful_and_failed_searches() -> None:
-    with Cluster() as cluster, cluster.http() as http:
-        answer = http.post("/v1/retrieval", json=SEARCH)
-        trace = http.get(f"/v1/traces/{answer.json()['id']}").json()
-        assert (trace["kind"], trace["state"], trace["passages"]) == ("search", "found", 2)
-        assert [stage["name"] for stage in trace["stages"]] == ["embed", "retrieval", "passages", "respond"]
-        assert "secret" not in json.dumps(trace)
-        cluster.search.error = Unavailable("no pool answers")
-        failed = http.post("/v1/retrieval", json=SEARCH, headers={"x-request-id": "why/did=it"})
-        assert failed.headers["x-request-id"] == "why/did=it"
-        trace = http.get("/v1/traces/why/did=it").json()
-        assert (trace["state"], trace["passages"]) == ("unavailable", 0)
-        assert [stage["name"] for stage in trace["stages"]] == ["embed"]
-
-
-def test_a_search_is_logged_if_it_failed_and_else_only_for_debugging(caplog: pytest.LogCaptureFixture) -> None:
-    def said() -> list[tuple[str, str]]:
-        return [(one.levelname, one.getMessage().rpartition(",")[0]) for one in caplog.records]
-
-    with caplog.at_level("DEBUG", "runtime.serving.http.service"), Cluster() as cluster, cluster.http() as http:
-        assert http.post("/v1/retrieval", json=SEARCH).status_code == 200
-        assert said() == [("DEBUG", "search ended: 2 passages")]
-        cluster.search.error = Unavailable("no pool answers")
-        assert http.post("/v1/retrieval", json=SEARCH).status_code == 503
-        assert said()[1:] == [("INFO", "search ended: unavailable")]

@@ -16,7 +16,6 @@ from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import Query
-from runtime.serving.http.routes.vector_stores import score_of
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 
@@ -157,11 +156,6 @@ def test_several_queries_return_each_passage_once_nearest_first(client: openai.O
     assert [(found.file_id, found.score) for found in page] == [("plain", 0.875), ("hr/leave.pdf", 0.75)]
 
 
-def test_a_null_ranking_option_counts_as_absent(http: httpx.Client) -> None:
-    options = {"ranker": None, "score_threshold": None, "hybrid_search": None}
-    assert http.post("/v1/vector_stores/docs/search", json={"query": "pay", "ranking_options": options}).is_success
-
-
 def test_results_below_a_threshold_are_left_out(client: openai.OpenAI) -> None:
     page = client.vector_stores.search("docs", query="pay", ranking_options={"ranker": "auto", "score_threshold": 0.5})
     assert [found.file_id for found in page] == ["plain"]
@@ -176,15 +170,6 @@ def test_openais_hybrid_weights_set_the_keyword_weight(
     weights = {"embedding_weight": embedding, "text_weight": text}
     client.vector_stores.search("docs", query="pay", extra_body={"ranking_options": {"hybrid_search": weights}})
     assert stand.asked[-1].hybrid == share
-
-
-def test_hybrid_results_keep_their_order(client: openai.OpenAI) -> None:
-    words = {"ranking_options": {"hybrid_search": {"embedding_weight": 1, "text_weight": 1}}}
-    page = client.vector_stores.search("docs", query="mixed", extra_body=words)
-    assert [found.score for found in page] == [0.25, 0.75]
-    several = client.vector_stores.search("docs", query=["mixed", "leave"], extra_body=words)
-    assert [found.score for found in several] == [0.75, 0.25, 0.75, 0.5]
-    assert [found.score for found in client.vector_stores.search("docs", query="mixed")] == [0.75, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -222,18 +207,6 @@ def test_unsupported_search_options_are_refused_by_name(
     assert message in refused.json()["error"]["message"]
 
 
-def test_an_unknown_store_is_not_found(client: openai.OpenAI) -> None:
-    for ask in (lambda: client.vector_stores.retrieve("none"), lambda: client.vector_stores.search("none", query="a")):
-        with pytest.raises(openai.NotFoundError, match="no vector store 'none' is loaded; loaded: docs, bare"):
-            ask()
-
-
-@pytest.mark.parametrize(("metric", "score"), [("cosine", 0.75), ("ip", -0.25), ("l2", 0.8)])
-def test_nearer_results_have_higher_scores(metric: str, score: float) -> None:
-    assert score_of(0.25, metric) == pytest.approx(score)
-    assert score_of(0.1, metric) > score_of(0.25, metric)
-
-
 def test_texts_are_embedded_in_both_encodings(client: openai.OpenAI, http: httpx.Client, stand: Stand) -> None:
     texts = [f"word {number}" for number in range(40)]
     answer = client.embeddings.create(model="hashing-64", input=texts)  # which asks for base64
@@ -249,11 +222,6 @@ def test_texts_are_embedded_in_both_encodings(client: openai.OpenAI, http: httpx
         "/v1/embeddings", json={"model": "hashing-64", "input": "word 0", "encoding_format": "base64", "user": "u"}
     ).json()
     np.testing.assert_allclose(np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4"), found[0])
-
-
-def test_passages_can_be_embedded_as_passages(client: openai.OpenAI, stand: Stand) -> None:
-    client.embeddings.create(model="hashing-64", input="a", dimensions=64, extra_body={"input_type": "passage"})
-    assert stand.kinds[-1] == "passage"
 
 
 @pytest.mark.parametrize(
@@ -295,9 +263,3 @@ def test_the_routes_need_a_key_and_a_local_host_name() -> None:
         assert http.get("/v1/vector_stores").json()["data"] == []
         refused = http.post("/v1/embeddings", json={"model": "m", "input": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
-
-
-def test_passages_of_an_answer_have_their_attributes(cluster: Cluster, http: httpx.Client) -> None:
-    found = http.post("/v1/retrieval", json={"collection": "docs", "query": "leave", "k": 2}).json()["passages"]
-    assert found[0]["attributes"] == {"source": "hr/leave.pdf", "heading": "A", "page": 3}
-    assert "attributes" not in found[1]

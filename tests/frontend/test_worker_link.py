@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from ipc.errors import InvalidArgument
 from runtime.errors import (
     ContextLengthExceeded,
-    DeadlineExceeded,
     InternalError,
     UnknownCollection,
 )
@@ -97,52 +96,6 @@ async def test_passages_precede_tokens_even_if_decode_reports_first() -> None:
         await prefill.send(Retrieved("r1", ()))
         assert [await request.next() for _ in range(4)] == [Retrieved("r1", ()), *early]
         assert harness.codes == ["stop"]
-
-
-async def test_messages_for_a_request_of_another_worker_are_ignored() -> None:
-    async with running_link() as harness:
-        await harness.worker("prefill", "p0")
-        workers = {name: await harness.worker("decode", name) for name in ("d0", "d1")}
-        request = harness.submit()
-        mine = workers.pop(request.placement.decode)
-        (other,) = workers.values()
-        await other.send(Tokens("r1", "wrong", (5,)))
-        assert await other.receive() == Cancel("r1")
-        await mine.send(Tokens("r1", "right", (5,), "stop"))
-        assert await request.next() == Tokens("r1", "right", (5,), "stop")
-
-
-async def test_a_request_ends_at_its_deadline_in_every_stage() -> None:
-    async with running_link() as harness:
-        prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
-        early, late = harness.submit("r1", timeout_s=0.5), harness.submit("r2", timeout_s=0.9)
-        await decode.send(Tokens("r2", "a", (5, 6)))
-        await decode.settle()
-        harness.clock.advance(0.5)
-        harness.link.tick()
-        first = await error_of(early)
-        assert isinstance(first, DeadlineExceeded)
-        assert first.message == "the request's deadline passed in prefill, after 0 tokens"
-        harness.clock.advance(0.4)
-        harness.link.tick()
-        assert (await error_of(late)).message == "the request's deadline passed in decode, after 2 tokens"
-        assert [await decode.receive(), await decode.receive()] == [Cancel("r1"), Cancel("r2")]
-        assert [type(await prefill.receive()).__name__ for _ in range(4)] == [
-            "Prefill",
-            "Prefill",
-            "Cancel",
-            "Cancel",
-        ]
-        assert harness.codes == ["deadline_exceeded"] * 2
-
-
-async def test_the_link_ticks_by_itself() -> None:
-    async with running_link() as harness:
-        await harness.worker("prefill", "p0")
-        await harness.worker("decode", "d0")
-        request = harness.submit(timeout_s=1)
-        harness.clock.advance(1)
-        assert isinstance(await error_of(request), DeadlineExceeded)
 
 
 @pytest.mark.parametrize("frames", [(b"",), (b"\xc1",), (b"\x80",), (b"x", b"y"), (b"\x93\x01\x02\x03",)])

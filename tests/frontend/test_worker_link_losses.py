@@ -2,12 +2,9 @@
 
 import asyncio
 
-import pytest
-
 from runtime.errors import WorkerLost
-from runtime.serving.frontend import worker_link
-from runtime.serving.messages import Cancel, Release, Retrieval, Tokens, Welcome
-from tests.frontend.fake_workers import FakeWorker, run
+from runtime.serving.messages import Cancel, Release, Tokens, Welcome
+from tests.frontend.fake_workers import FakeWorker
 from tests.frontend.link_harness import EPOCH, LOST_AFTER_S, error_of, running_link
 
 
@@ -70,41 +67,6 @@ async def test_a_draining_worker_gets_no_requests_and_is_released_when_idle() ->
         await other.settle()
 
 
-async def test_losing_a_prefill_worker_before_its_passages_ends_the_request() -> None:
-    async with running_link() as harness:
-        await harness.worker("prefill", "p0")
-        decode = await harness.worker("decode", "d0")
-        request = harness.submit(retrieval=Retrieval("docs"))
-        await decode.send(Tokens("r1", "a", (5,), "stop"))
-        await decode.settle()
-        harness.link.worker_lost("p0", "killed")
-        assert isinstance(await error_of(request), WorkerLost)
-        assert harness.codes == ["worker_lost"]
-        assert await decode.receive() == Cancel("r1")
-
-
-async def test_a_restarted_worker_may_keep_its_sockets_identity() -> None:
-    async with running_link() as harness:
-        await harness.worker("decode", "d0")
-        await harness.worker("prefill", "p0", identity=b"p0")
-        again = await harness.worker("prefill", "p0", identity=b"p0", epoch=2)
-        harness.submit()
-        assert (await again.receive_prefill()).request_id == "r1"
-
-
-async def test_losing_a_prefill_worker_after_decode_has_started_is_harmless() -> None:
-    async with running_link() as harness:
-        await harness.worker("prefill", "p0")
-        decode = await harness.worker("decode", "d0")
-        request = harness.submit()
-        await decode.send(Tokens("r1", "a", (5,)))
-        await request.next()
-        harness.link.worker_lost("p0", "killed")
-        await decode.send(Tokens("r1", "b", (6,), "stop", 1))
-        await request.next()
-        assert harness.codes == ["stop"]
-
-
 async def test_a_new_process_under_an_old_name_ends_the_old_requests_once() -> None:
     async with running_link() as harness:
         prefill, _ = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
@@ -119,18 +81,6 @@ async def test_a_new_process_under_an_old_name_ends_the_old_requests_once() -> N
         assert harness.codes == ["worker_lost"]
         harness.submit("r2")
         assert (await prefill.receive_prefill()).request_id == "r2"
-
-
-async def test_messages_of_a_replaced_process_are_dropped() -> None:
-    async with running_link() as harness:
-        await harness.worker("prefill", "p0")
-        old = await harness.worker("decode", "d0")
-        new = await harness.worker("decode", "d0", epoch=2)
-        request = harness.submit()
-        await old.send(Tokens("r1", "wrong", (5,), "stop"))
-        assert await old.receive() == Welcome(EPOCH)
-        await new.send(Tokens("r1", "right", (5,), "stop"))
-        assert await request.next() == Tokens("r1", "right", (5,), "stop")
 
 
 async def test_a_worker_of_the_previous_frontend_is_asked_to_register() -> None:
@@ -160,25 +110,6 @@ async def test_a_reconnected_worker_loses_its_requests_but_stays_registered() ->
         again = harness.submit("r2")
         await decode.send(Tokens("r2", "a", (5,), "stop"))
         assert await again.next() == Tokens("r2", "a", (5,), "stop")
-
-
-def test_lost_workers_free_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_link, "MAX_WORKERS", 2)
-
-    async def test() -> None:
-        async with running_link() as harness:
-            await harness.worker("prefill", "p0")
-            await harness.worker("prefill", "p1")
-            third = FakeWorker(harness.link.endpoint, "prefill", "p2")
-            harness.workers.append(third)
-            await third.send(third.me)
-            await third.settle()
-            assert harness.link.statistics().workers["prefill"] == 2
-            harness.link.worker_lost("p0", "killed")
-            await third.hello()
-            assert harness.link.statistics().workers["prefill"] == 2
-
-    run(test())
 
 
 async def test_sending_to_a_closed_connection_loses_the_worker_and_retries_the_request() -> None:
