@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from gpu import GraphIndex
-from runtime import AsyncSearchClient, SearchClient
+from runtime import AsyncSearchClient
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.retrieval.search.query import QueueLimits
@@ -122,14 +122,6 @@ def test_errors_are_raised_in_the_task_that_caused_them(run: Run, queries: Vecto
     run(body)
 
 
-def test_entering_a_client_starts_it(pools: list[InProcessPool], queries: Vectors) -> None:
-    async def body() -> int:
-        async with AsyncSearchClient(SearchClient([pool.endpoint for pool in pools], "test")) as client:
-            return len((await client.search(queries[0], 3, collection="docs")).ids)
-
-    assert asyncio.run(asyncio.wait_for(body(), 60)) == 3
-
-
 def test_no_answer_is_lost_when_a_pool_dies(
     run: Run, pools: list[InProcessPool], queries: Vectors, index: GraphIndex
 ) -> None:
@@ -155,16 +147,6 @@ def test_closing_the_client_fails_outstanding_searches(run: Run, pools: list[InP
             ends = await asyncio.gather(search, batch, return_exceptions=True)
         assert all(isinstance(end, Unavailable) for end in ends)
         assert all(isinstance(end, TrinityError) for end in ends)
-
-    run(body)
-
-
-def test_a_search_on_a_closed_client_fails_at_once(run: Run, queries: Vectors) -> None:
-    async def body(client: AsyncSearchClient) -> None:
-        await client.close()
-        for search in (client.search(queries[0]), client.search_batch(queries), client.search_batch(queries[:0])):
-            with pytest.raises(Unavailable, match="the search client was closed"):
-                await search
 
     run(body)
 
@@ -198,8 +180,3 @@ def test_a_search_that_waits_for_room_ends_at_its_deadline(
         await asyncio.gather(*waiting)
 
     run(body)
-
-
-def test_connecting_where_no_node_runs_is_unavailable(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match="no node runs in"):
-        asyncio.run(AsyncSearchClient.connect(tmp_path / "nowhere"))

@@ -14,14 +14,12 @@ from msgspec.structs import replace
 
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.async_retriever import AsyncRetriever
-from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind
 from runtime.retrieval.open_build import OpenBuild, open_build
-from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
@@ -162,28 +160,6 @@ def test_keys_take_turns_with_filters_that_are_new_to_the_pools(pool: InProcessP
     run(search, body)
 
 
-def test_chats_of_several_keys_take_turns_with_filters_too(
-    pool: InProcessPool, plan: NodePlan, search: AsyncRetriever
-) -> None:
-    slow = Evaluations(pool, 0)
-    with closing(Retriever(search.registry, SearchClient.of_plan(plan, "prefill-0"))) as chats:
-        deadline_ns, ended = time.monotonic_ns() + 60 * 10**9, list[RetrievalResult]()
-
-        def start(number: int, flow: int) -> int:
-            wanted = filter_bytes(number_is(number))
-            return chats.submit(query_of("text", "docs", 1, "prefill", deadline_ns, filter=wanted, flow=flow))
-
-        eventually(lambda: chats.client.live, chats.client.poll)
-        numbers = {start(number, 1): number for number in range(6)}
-        eventually(lambda: len(pool.pool.loop.filtered) == 6, lambda: ended.extend(chats.poll()))
-        numbers[start(9, 2)] = 9
-        eventually(lambda: len(pool.pool.loop.filtered) == 7, lambda: ended.extend(chats.poll()))
-        slow.release()
-        eventually(lambda: len(ended) == 7, lambda: ended.extend(chats.poll()))
-        assert {numbers[one.ticket]: one.passages[0].id for one in ended} == {n: f"d{n}" for n in numbers.values()}
-    assert slow.order.index(9) == 1
-
-
 def test_a_chat_s_keyword_search_delays_no_embedding_and_keys_take_turns(
     pool: InProcessPool, plan: NodePlan, search: AsyncRetriever, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,30 +190,6 @@ def test_a_chat_s_keyword_search_delays_no_embedding_and_keys_take_turns(
         eventually(lambda: len(ended) == 7, poll)
         assert set(ended) == {*storm, plain, other}
     assert order.index("other n7") == 1
-
-
-def test_keys_take_turns_with_keyword_searches(search: AsyncRetriever, monkeypatch: pytest.MonkeyPatch) -> None:
-    released, order, real = threading.Event(), list[str](), CollectionDocuments.search_keywords
-
-    def search_keywords(self: CollectionDocuments, text: str, *options: Any) -> Any:
-        order.append(text)
-        assert released.wait(60)
-        return real(self, text, *options)
-
-    async def body() -> None:
-        await found(search, hybrid=0.5)
-        monkeypatch.setattr(CollectionDocuments, "search_keywords", search_keywords)
-        storm = [asyncio.create_task(found(search, 1, text=f"storm n{n}", hybrid=0.5)) for n in range(5)]
-        await until(lambda: bool(order))
-        other = asyncio.create_task(found(search, 2, text="other n7", hybrid=1.0))
-        assert await found(search, text=None, vector=[0.0] * DIM)
-        for _ in range(100):
-            await asyncio.sleep(0)
-        released.set()
-        await asyncio.gather(*storm, other)
-        assert order.index("other n7") <= 2
-
-    run(search, body)
 
 
 def test_keys_take_turns_with_embeddings_of_queries_documents_and_texts(

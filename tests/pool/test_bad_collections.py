@@ -202,12 +202,6 @@ def test_a_query_in_flight_on_a_removed_collection_is_answered(both: tuple[Path,
     assert [(result.request_id, result.status) for result in found] == [(request_id, "ok")]
 
 
-def test_all_checksums_are_verified_and_a_metric_reports_progress(both: tuple[Path, Path], make_pool: MakePool) -> None:
-    pool = make_pool(plan_with(both))
-    until(lambda: pool.metric(PoolMetrics.CHECKSUMS) == 1.0, pool.step)
-    until(lambda: pool.table.note == "", pool.step)
-
-
 def test_after_a_bus_error_checksums_are_verified_before_serving(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,19 +295,4 @@ def test_a_nan_distance_is_an_error_and_a_reload_removes_the_altered_collection(
     codes.flush()
     with pytest.raises(Unavailable, match="collection 'code' is damaged"):
         client.search(QUERY, 3, collection="code")
-    assert len(client.search(QUERY, 3, collection="docs").ids) == 3
-
-
-def test_a_reload_removes_a_collection_with_damaged_files(
-    both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
-) -> None:
-    pool = make_pool(plan_with(both, verify="background")).start()
-    client = attached(make_client(pool.worker.plan))
-    assert len(client.search(QUERY, 3, collection="code").ids) == 3
-    until(lambda: pool.metric(PoolMetrics.CHECKSUMS) == 1)
-    spoil_a_vector(both[1])
-    pool.table.set_knob("reload_of", -1.0)
-    pool.table.set_knob("reload", pool.table.knob("reload") + 1)
-    until(lambda: pool.metric(PoolMetrics.UNAVAILABLE) == 1)
-    assert "codes.npy" in pool.table.note
     assert len(client.search(QUERY, 3, collection="docs").ids) == 3

@@ -109,18 +109,6 @@ def test_a_restarted_pool_answers_queries_that_waited_for_it(
     assert all(result.error is None for result in found.values())
 
 
-def test_queries_that_waited_for_a_pool_also_wait_for_room_in_its_ring(
-    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
-) -> None:
-    plan = plan_of(collection, ring_slots=2)
-    client = make_client(plan)
-    tickets = [client.submit(query, 4, collection="docs") for query in queries[:20]]
-    make_pool(plan).start()
-    found = collect(client, 20)
-    assert sorted(found) == tickets
-    assert all(result.error is None for result in found.values())
-
-
 def test_a_client_never_blocks_on_a_dead_pool(
     collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,27 +257,6 @@ def test_connecting_to_a_node_whose_pools_do_not_answer_is_unavailable(tmp_path:
         SearchClient.connect(tmp_path / "run")
 
 
-def test_a_query_without_a_deadline_that_no_pool_accepts_is_unavailable(
-    collection: Path, make_client: MakeClient, queries: Vectors
-) -> None:
-    client = make_client(plan_of(collection), wait_ns=1_000_000)
-    with pytest.raises(Unavailable, match="no pool with 'docs' is up"):
-        client.search(queries[0], 3)
-
-
-def test_a_pool_is_reachable_while_it_is_being_attached_and_once_it_is(
-    collection: Path, make_pool: MakePool, make_client: MakeClient
-) -> None:
-    plan = plan_of(collection)
-    client = make_client(plan)
-    assert not client.reachable
-    assert client.poll() == []
-    assert client.reachable, "the first attempt has begun"
-    until(lambda: not client.reachable, client.poll)  # nobody has answered
-    make_pool(plan).start()
-    assert attached(client).reachable
-
-
 def test_a_closed_client_rejects_calls_and_does_not_attach(
     two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
 ) -> None:
@@ -356,9 +323,3 @@ def test_with_several_collections_one_must_be_named_even_if_only_one_is_up(
         attached(client)
         with pytest.raises(InvalidRequest, match=r"collection is missing; there are \['docs', 'news'\]"):
             client.search(queries[0], 5)
-
-
-def test_the_default_collection_is_unknown_until_a_pool_is_up(queries: Vectors) -> None:
-    client = SearchClient([private_endpoint(new_token(), "pool-0")], "c")
-    with client, pytest.raises(Unavailable, match="no pool is up that could report"):
-        client.search(queries[0], 5)

@@ -7,8 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from runtime import SearchClient
-from runtime.errors import InvalidRequest, Unavailable
-from runtime.retrieval.search.query import QueueLimits
+from runtime.errors import InvalidRequest
 
 
 @pytest.mark.parametrize(
@@ -70,15 +69,6 @@ def test_an_invalid_vector_is_rejected_with_its_description(vector: Any, words: 
     with SearchClient([], "test") as client, pytest.raises(InvalidRequest, match=words) as refused:
         client.search(vector)
     assert refused.value.param == "vector"
-
-
-def test_numpy_integers_are_accepted() -> None:
-    numbers: dict[str, Any] = {
-        "k": np.int64(3), "top_m": np.uint16(8), "search_width": np.int32(2), "patience": np.int8(1)
-    }  # fmt: skip
-    at_once = QueueLimits(wait_ns=0)
-    with SearchClient([], "test", limits=at_once) as client, pytest.raises(Unavailable):  # sent, but no pool exists
-        client.search(np.array([1, 0], np.uint8), deadline_ms=None, **numbers)
 
 
 @pytest.mark.parametrize("node", [None, 3, b"my-node"])

@@ -1,13 +1,11 @@
 """Tests of a pool with the CUDA engine on an emulated device: answers as on the CPU, also while collections change."""
 
-import math
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -16,11 +14,8 @@ from gpu.cuda.engine import CudaEngine
 from gpu.cuda.graphs import LaunchForm
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool import process
-from runtime.pool.tables import DECODE, PREFILL
-from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
-from tests.collections.small_collections import new_writer
 from tests.cuda.conftest import NewDriver
 from tests.cuda.conftest import new_driver as new_driver
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
@@ -111,52 +106,6 @@ def test_a_single_search_on_a_shared_gpu_takes_one_or_two_launches(
             assert engines[0].handle.host.launches - before <= 2
 
 
-@pytest.mark.parametrize("form", ["auto", "launches"])
-def test_decode_leaves_a_share_of_the_device_free_while_prefill_is_present(
-    form: str,
-    new_driver: NewDriver,
-    make_pool: MakePool,
-    collection: Path,
-    queries: Vectors,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Samples what the device searches, by stage, whenever the engine looks for arrivals."""
-    driver, samples = new_driver(), list[tuple[int, int]]()
-
-    def open_emulated(device: str, collections: Any, **options: Any) -> CudaEngine:
-        return CudaEngine(driver, b"", collections, fault_poll_ns=LOOK_NS, launch_timeout_ns=600 * 10**9, **options)
-
-    monkeypatch.setattr("gpu.backends.check_device", lambda device: None)
-    monkeypatch.setattr(CudaEngine, "open", open_emulated)
-    plan = plan_of(collection, devices=["cuda:0"], form=form, slots=5, reserve=0.6, max_top_m=64, max_k=32, top_m=64)
-    plan = msgspec.structs.replace(
-        plan, workers=tuple(msgspec.structs.replace(one, exclusive_gpu=True) for one in plan.workers)
-    )
-    pool = make_pool(plan, make_arena=lambda worker, dim: None)
-    engine, active = pool.engine, pool.pool.loop.tables.active
-    assert isinstance(engine, CudaEngine)
-    assert engine.resident == (form == "auto")
-
-    def sampled() -> bool:
-        samples.append((active[PREFILL].count, active[DECODE].count))
-        assert engine.active_slots == sum(samples[-1])
-        return pool.server.has_requests()
-
-    engine.interrupt_when(sampled)
-    with pool.attach() as client:
-        for reserve, present in ((0.6, 2), (0.2, 1)):  # no more than ⌈rN⌉, which would be a burst
-            pool.table.set_knob("reserve", reserve)
-            pool.step()
-            for number in range(22):  # prefill is present before decode's flood, and gone before its end
-                ask(client, queries[number], "prefill" if number < present else "decode", top_m=64, search_width=1)
-            found = collect(pool, client, 22)
-            assert {one.status for one in found.values()} == {"ok"}
-            beside = [decode for prefill, decode in samples if prefill]
-            assert max(beside) == 5 - math.ceil(reserve * 5)
-            assert max(decode for _, decode in samples) == 5, "decode gets every slot once prefill is gone"
-            samples.clear()
-
-
 LIVE: dict[str, Any] = {"devices": ["cuda:0"], "slots": 4, "max_top_m": 128, "max_k": 32, "top_m": 32}
 
 
@@ -199,22 +148,6 @@ def test_no_search_on_a_device_finds_an_acknowledged_delete(harness: WrittenColl
         for name in harness.nearest(query, 5):
             harness.delete(name)
             assert name not in served.find(query)
-
-
-def test_segments_of_larger_dimension_are_loaded_onto_a_device(
-    tmp_path: Path, collection: Path, opened: list[CudaEngine], make_pool: MakePool, make_client: MakeClient
-) -> None:
-    with new_writer(tmp_path / "notes", dim=200) as writer:
-        notes = {"name": "notes", "path": str(tmp_path / "notes")}
-        plan = plan_of(collection, notes, **LIVE)
-        make_pool(plan, make_arena=lambda worker, dim: None).start()
-        client = attached(make_client(plan))
-        vectors = np.random.default_rng(0).standard_normal((SEALED, 200)).astype(np.float32)
-        writer.upsert([UpsertDocument(str(row), vector=vector) for row, vector in enumerate(vectors)])
-        writer.flush()
-        until(lambda: client.search(vectors[7], 1, collection="notes").ids.tolist() == [7])
-        until(lambda: any(name.startswith("notes") and name.endswith("/0") for name in opened[0].dims))
-        assert client.search(vectors[7], 1, collection="notes").ids.tolist() == [7]
 
 
 def test_a_new_segment_is_copied_to_a_device_in_parts_while_the_old_ones_are_searched(

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from ipc import RingClient, SearchSpec
-from runtime.errors import DeadlineExceeded
 from runtime.node.placement.plan import NodePlan
 from runtime.pool import filtered_requests
 from runtime.pool.collections.scopes import FilterableCollection, Finish
@@ -123,17 +122,6 @@ def test_an_idle_pool_is_woken_by_a_resolved_filter(
     assert pool.pool.scopes.evaluated == 1
 
 
-def test_queries_with_one_filter_share_its_evaluation(
-    pool: InProcessPool, slow: Evaluations, client: SearchClient, vectors: Vectors
-) -> None:
-    tickets = [client.submit(vectors[n], 1, filter=number_is(9)) for n in range(5)]
-    until(lambda: waiting(pool)() == 5)
-    slow.release()
-    found = collect(client, 5)
-    assert [found[ticket].checked().ids.tolist() for ticket in tickets] == [[9]] * 5
-    assert slow.begun == 1
-
-
 def test_a_cancelled_query_ends_once_and_its_filter_is_not_evaluated(
     pool: InProcessPool, slow: Evaluations, vectors: Vectors
 ) -> None:
@@ -150,16 +138,6 @@ def test_a_cancelled_query_ends_once_and_its_filter_is_not_evaluated(
         until(lambda: len(found) == 3, lambda: found.extend(ring.poll()))
         assert {one.request_id: one.status for one in found[1:]} == {first: "ok", third: "ok"}
     assert slow.begun == 2
-
-
-def test_a_query_that_expires_while_it_waits_ends_at_its_deadline(
-    pool: InProcessPool, slow: Evaluations, client: SearchClient, vectors: Vectors
-) -> None:
-    with pytest.raises(DeadlineExceeded):
-        client.search(vectors[0], 1, filter=number_is(0), deadline_ms=50)
-    assert not waiting(pool)()
-    slow.release()
-    assert client.search(vectors[0], 1, filter=number_is(0)).ids.tolist() == [0]
 
 
 def test_the_queries_of_a_client_that_is_gone_are_dropped(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.index.data import bitmap
 from ipc import RingClient, SearchSpec
 from runtime.errors import InvalidFilter, InvalidRequest, Overloaded
 from runtime.node.placement.plan import NodePlan
@@ -121,24 +120,6 @@ def test_a_batch_shares_a_filter_and_all_shards_contribute(
         assert ids.tolist() == nearest(vectors, query, OF_ACME, 5)
 
 
-def test_equivalent_filters_of_all_clients_are_evaluated_once(
-    plan: NodePlan, pool: InProcessPool, make_client: MakeClient, vectors: Vectors
-) -> None:
-    clients = [attached(make_client(plan)) for _ in range(2)]
-    parts = [eq("tenant", "acme"), eq("draft", True)]
-    for client in clients:
-        for order in (parts, parts[::-1], parts):
-            assert client.search(vectors[0], 3, filter={"type": "and", "filters": order}).ids[0] == 0
-    assert pool.pool.scopes.evaluated == 1
-
-
-def test_more_filters_than_a_session_has_places_are_all_answered(client: SearchClient, vectors: Vectors) -> None:
-    for _ in range(2):
-        tickets = [client.submit(vectors[n], 1, filter=eq("year", 2000 + n), wait_for_room=True) for n in range(40)]
-        found = collect(client, 40)
-        assert [int(found[ticket].checked().ids[0]) for ticket in tickets] == list(range(40))
-
-
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
@@ -239,16 +220,6 @@ def test_parts_that_no_query_uses_any_more_are_freed_while_a_collection_keeps_ch
         parts.append(weakref.ref(made.scopes.parts_of(scope)))
         made.scopes.invalidate(0)
     assert sum(one() is not None for one in parts) < 100
-
-
-def test_a_scope_of_all_rows_has_no_bitmap() -> None:
-    made = _Columns()
-    number, _ = made.add({"type": "gte", "key": "n", "value": 0})
-    part = made.scopes.table[number].parts[0]
-    assert (part.allowed, part.passing) == (0, 640)
-    number, _ = made.add(eq("n", 3))
-    part = made.scopes.table[number].parts[0]
-    assert (words(part.allowed, 10), part.passing) == (bitmap(np.arange(640) == 3, 640).tolist(), 1)
 
 
 def words(address: int, count: int) -> list[int]:

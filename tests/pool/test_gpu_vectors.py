@@ -3,7 +3,6 @@
 The GPU is fake: its memory is host memory, see `tests/ipc/fake_cuda.py`. Pools search on the CPU.
 """
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from runtime.errors import DeadlineExceeded, InvalidRequest
 from runtime.node.worker import Worker
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
@@ -159,17 +157,6 @@ def test_gpu_vectors_with_filters_are_staged_wait_for_them_and_each_ends_once(
     assert staged() == [VECTOR_BYTES] * 8, "the pool's host reads those of filtered queries"
 
 
-def test_vectors_for_a_pool_without_an_arena_are_staged(
-    start: Start, staged: Staged, queries: Vectors, nearest: Nearest
-) -> None:
-    client, _ = start(0)
-    assert client.search(CudaArray(queries[0]), 4, **ATTACH_PENDING).ids.tolist() == nearest.ids[0].tolist()
-    assert staged() == [VECTOR_BYTES]
-    assert client.search_batch(CudaArray(queries), 4, **ATTACH_PENDING).ids.tolist() == nearest.ids.tolist()
-    assert sum(staged()) == (1 + len(queries)) * VECTOR_BYTES
-    assert len(staged()) < 1 + len(queries)  # together
-
-
 def test_vectors_beyond_the_arenas_slots_are_staged_and_every_row_is_answered(
     start: Start, staged: Staged, queries: Vectors, nearest: Nearest
 ) -> None:
@@ -209,35 +196,3 @@ def test_a_non_finite_gpu_vector_is_rejected_with_its_position(start: Start, que
     with pytest.raises(InvalidRequest, match=r"has shape \(16,\), got \(15,\)"):
         client.search(CudaArray(queries[0, :15]), 4)
     assert len(client.search(CudaArray(queries[0]), 4).ids) == 4
-
-
-def test_asyncio_searches_use_the_same_paths(start: Start, staged: Staged, queries: Vectors, nearest: Nearest) -> None:
-    blocking, _ = start(16)
-    client = AsyncSearchClient(blocking)
-
-    async def ask() -> None:
-        running = asyncio.create_task(client.run())
-        async with asyncio.timeout(60):
-            arrays = [CudaArray(query) if number % 2 else query for number, query in enumerate(queries[:12])]
-            results = await asyncio.gather(*(client.search(array, 4, **ATTACH_PENDING) for array in arrays))
-            assert [result.ids.tolist() for result in results] == nearest.ids[:12].tolist()
-            assert staged() == []
-            batch = await client.search_batch(CudaArray(queries), 4, **ATTACH_PENDING)
-            assert batch.ids.tolist() == nearest.ids.tolist()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(ask())
-
-
-def test_a_client_without_gpu_vectors_opens_no_gpu_memory(
-    start: Start, queries: Vectors, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def open_memory(*_: object) -> DeviceMemory:
-        raise AssertionError("the GPU was touched")
-
-    monkeypatch.setattr("ipc.client.arena.open_memory", open_memory)
-    client, (pool,) = start(16)
-    assert len(client.search(queries[0], 4).ids) == 4
-    with pool.held():
-        assert [place.lease > 0 for place in pool.server.client_table.clients if place] == [True]

@@ -34,8 +34,8 @@ from tests.ipc.processes import child
 from tests.pool.client_helpers import Vectors, attached
 from tests.pool.conftest import MakeClient, MakePool
 
-CLIENT_ROUNDS = 10
-POOL_ROUNDS = 8
+CLIENT_ROUNDS = 5
+POOL_ROUNDS = 4
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,18 +1,15 @@
 """Tests of a pool worker's loop: answers equal the index's, every query ends once, departed clients leave nothing."""
 
-import contextlib
 import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 
 from gpu import GraphIndex
 from ipc import Draining, Result, RingClient, SearchSpec
-from ipc.endpoints import connect
-from runtime.node.metrics.worker_metrics import PoolMetrics, WorkerMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool import process
 from runtime.testing.pool import InProcessPool
 from runtime.testing.waiting import until
@@ -37,39 +34,6 @@ def collect(pool: InProcessPool, client: RingClient, count: int) -> dict[int, Re
 def ask(client: RingClient, vector: Vectors, stage: str = "prefill", **wanted: Any) -> int:
     choice: dict[str, Any] = {"collection": "docs", "stage": stage, "k": 5, "top_m": 32}
     return client.submit(vector, SearchSpec(**(choice | wanted)))
-
-
-def test_answers_equal_the_index_in_any_batch(make_pool: MakePool, index: GraphIndex, queries: Vectors) -> None:
-    pool = make_pool(slots=7)
-    with pool.attach() as client:
-        stages = ["prefill", "decode"]
-        request_ids = [ask(client, query, stages[n % 2], search_width=2) for n, query in enumerate(queries)]
-        found = collect(pool, client, len(queries))
-    ids, distances = index.search(queries, 5, top_m=32, search_width=2)
-    for request_id, expected, near in zip(request_ids, ids, distances, strict=True):
-        result = found[request_id]
-        assert result.status == "ok"
-        assert result.ids.tolist() == expected.tolist()
-        assert result.distances.tolist() == near.tolist()
-        assert result.extends > 0
-        assert result.enqueue_ns <= result.receive_ns <= result.begin_ns <= result.end_ns
-
-
-def test_more_neighbours_than_vectors_returns_all_vectors(make_pool: MakePool, queries: Vectors) -> None:
-    pool = make_pool(max_k=512, max_top_m=512)
-    with pool.attach() as client:
-        request_id = ask(client, queries[0], k=500, top_m=512)
-        result = collect(pool, client, 1)[request_id]
-    assert 0 < len(result.ids) <= 400
-    assert len(set(result.ids.tolist())) == len(result.ids)
-    assert -1 not in result.ids
-
-
-def test_the_engine_accepts_the_configured_search_width(make_pool: MakePool, queries: Vectors) -> None:
-    pool = make_pool(search_width=32)
-    with pool.attach() as client:
-        request_id = ask(client, queries[0], search_width=32)
-        assert collect(pool, client, 1)[request_id].status == "ok"
 
 
 def test_waiting_and_running_queries_can_be_cancelled_and_release_their_slot(
@@ -180,22 +144,3 @@ def test_the_process_stops_on_request_after_answering_its_queries(
         assert not loop.is_alive()
         found = {result.request_id: result.status for result in client.poll()}
     assert found == dict.fromkeys(request_ids, "ok")
-
-
-def test_a_request_is_pending_until_it_is_received(make_pool: MakePool, queries: Vectors) -> None:
-    pool = make_pool()
-    with pool.attach() as client:
-        assert not pool.server.has_requests()
-        number = ask(client, queries[0])
-        assert pool.server.has_requests()
-        assert collect(pool, client, 1)[number].status == "ok"
-        assert not pool.server.has_requests()
-
-
-def test_malformed_messages_are_counted_in_a_metric(make_pool: MakePool) -> None:
-    pool = make_pool()
-    with contextlib.closing(connect(zmq.DEALER, pool.endpoint, max_message_bytes=1 << 20)) as stranger:
-        for _ in range(3):
-            stranger.send(b"nonsense")
-        until(lambda: pool.metric(WorkerMetrics.MALFORMED) == 3, pool.step)
-        assert len([stranger.recv() for _ in range(3)]) == 3, "each was answered with a refusal"

@@ -1,15 +1,12 @@
 """Tests of a collection rebuilt while it is served: no answer combines an id of one build with a text of another."""
 
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from runtime.errors import CollectionReplaced, Unavailable
 from runtime.testing.pool import plan_of
-from runtime.testing.waiting import until
-from tests.clock import Clock
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakePool
 from tests.pool.rebuilds import LATER_NS, ask, build, generation_of, killed, retriever
@@ -44,29 +41,6 @@ def test_pools_of_a_build_without_documents_are_skipped_and_the_library_reports_
         with pytest.raises(Unavailable, match="contains another build than the pools serve; `trinity index reload`"):
             ask(asking)
         assert list(asking.registry.unavailable) == ["docs"]
-
-
-def test_restored_documents_are_used_again(tmp_path: Path, make_pool: MakePool) -> None:
-    clock = Clock()
-    build(tmp_path / "docs", 1)
-    plan = plan_of(tmp_path / "docs")
-    make_pool(plan).start()
-    (tmp_path / "docs").rename(tmp_path / "moved")
-    with retriever(plan, clock) as asking:
-        attached(asking.client)
-        with pytest.raises(Unavailable, match="no collection at"):
-            ask(asking)
-        (tmp_path / "moved").rename(tmp_path / "docs")
-        found = []
-
-        def ask_again() -> None:
-            clock.advance(1.0)  # the library checks again
-            with suppress(Unavailable):  # the documents are verified in the background and then used
-                found.append(ask(asking))
-
-        until(lambda: found, ask_again)
-        assert generation_of(found[0].passages) == 1
-        assert asking.registry.unavailable == {}
 
 
 def test_shards_of_different_builds_are_never_merged(tmp_path: Path, make_pool: MakePool) -> None:

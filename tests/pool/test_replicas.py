@@ -19,19 +19,6 @@ def send_query(replicas: Replicas, live: list[int], now: int, took: dict[int, in
     return pool
 
 
-def test_equal_pools_are_used_round_robin() -> None:
-    replicas = Replicas(3)
-    order = [send_query(replicas, [0, 1, 2], now * MS, dict.fromkeys(range(3), MS)) for now in range(9)]
-    assert order == [0, 1, 2] * 3
-
-
-def test_a_dead_pool_is_skipped_and_the_others_are_used_round_robin() -> None:
-    replicas = Replicas(3)
-    order = [send_query(replicas, [0, 2], now * MS, dict.fromkeys(range(3), MS)) for now in range(6)]
-    assert order == [0, 2] * 3
-    assert replicas.choose([], 0) == []
-
-
 def test_the_coupled_pool_is_preferred_while_it_is_up() -> None:
     replicas = Replicas(3, near=[1])
     took = dict.fromkeys(range(3), MS)
@@ -77,22 +64,6 @@ def test_a_pool_without_answers_is_slow_before_its_first_answer() -> None:
     assert replicas.choose([1], 20 * MS) == [1], "a slow one is better than none"
 
 
-def test_latencies_between_the_two_thresholds_change_nothing() -> None:
-    replicas = Replicas(2, POLICY)
-    between = {0: 10 * MS, 1: 30 * MS}  # more than twice, less than four times the best
-    for now in range(50):
-        send_query(replicas, [0, 1], now * 100 * MS, between)
-    assert not replicas.slow(1)
-    for now in range(50, 60):
-        replicas.sent(1, now * 100 * MS)
-        replicas.answered(1, 500 * MS, now * 100 * MS)
-    replicas.choose([0, 1], 6000 * MS)
-    assert replicas.slow(1)
-    for now in range(60, 120):
-        send_query(replicas, [0, 1], now * 100 * MS, between)
-    assert replicas.slow(1)
-
-
 def test_a_crowded_pool_is_skipped_until_the_others_have_as_many_queries() -> None:
     replicas = Replicas(2, ReplicaPolicy(crowded=4))
     replicas.sent(0, 0, 20)
@@ -103,16 +74,6 @@ def test_a_crowded_pool_is_skipped_until_the_others_have_as_many_queries() -> No
         order.append(pool)
     assert order[:15] == [1] * 15
     assert 0 in order
-
-
-def test_a_pool_that_was_lost_starts_without_history() -> None:
-    replicas = Replicas(2, POLICY)
-    for now in range(50):
-        send_query(replicas, [0, 1], now * 10 * MS, {0: MS, 1: 100 * MS})
-    replicas.sent(1, 500 * MS, 7)
-    replicas.lost(1)
-    assert not replicas.slow(1)
-    assert replicas.outstanding(1) == 0
 
 
 @settings(max_examples=60)

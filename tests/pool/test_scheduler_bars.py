@@ -123,25 +123,3 @@ def test_under_a_decode_flood_prefill_latency_and_decode_throughput_stay_within_
         share.append(served["decode"] / (len(only) - served["prefill"]))
     assert fmean(slower) <= most
     assert fmean(share) >= least
-
-
-def test_with_defaults_reserves_of_a_tenth_and_nine_tenths_differ_under_load() -> None:
-    """Prefill's load is .3 of the pool's capacity, decode's more than all of it."""
-    waits = {}
-    for reserve in (0.1, 0.9):
-        both = [
-            *arrivals(0.3 * capacity(CPU), 1.0, "prefill", ONLY_USUAL, 1),
-            *arrivals(1.5 * capacity(CPU), 1.0, "decode", ONLY_USUAL, 2),
-        ]
-        both.sort(key=lambda query: query.at_ns)
-        waits[reserve] = p99(serve(both, CPU, reserve=reserve, **PLACES), USUAL, "prefill")
-    assert waits[0.1] > 1.5 * waits[0.9]
-
-
-def test_in_a_backlog_hopeless_queries_are_rejected_and_nearly_all_answers_are_in_time() -> None:
-    limit_ns = 20_000_000
-    flood = [replace(query, limit_ns=limit_ns) for query in arrivals(1.5 * capacity(CPU), 1.0, "decode", ONLY_USUAL, 1)]
-    answers = serve(flood, CPU)
-    in_time = sum(answer.latency_ns <= limit_ns for answer in answers)
-    assert in_time >= 0.95 * len(answers)
-    assert in_time >= 0.9 * capacity(CPU)

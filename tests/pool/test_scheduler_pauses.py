@@ -41,13 +41,6 @@ def test_preemption_for_slack_is_limited_to_prefills_reserve() -> None:
     assert made.running == {"prefill": 6, "decode": 2}
 
 
-def test_preemption_is_limited_by_the_engines_slots() -> None:
-    made = filled(scheduler(2, 0.5, engine_slots=2, prefill_target_ns=0), *(entry("decode", name) for name in range(2)))
-    made.next(0)
-    filled(made, entry("prefill", 10))
-    assert made.next(10) == Changes()
-
-
 def test_a_decode_query_advances_by_an_extend_between_two_pauses() -> None:
     """So its pauses are no more than its extends, and after each it waits for the aging time at most."""
     made = filled(scheduler(1, 1.0, prefill_target_ns=0), entry("decode", 1))
@@ -222,13 +215,6 @@ def test_a_burst_of_more_prefill_queries_than_reserved_slots_has_the_batch_to_it
     assert made.running == {"prefill": 1, "decode": 7}
 
 
-def test_a_burst_shares_the_batch_if_fewer_slots_would_waste_most_of_an_extend() -> None:
-    """A query in a batch of three takes 1.8 times as much pool time as one in a batch of eight."""
-    made = measured(scheduler(8, 0.25), 80, 10)
-    in_burst(made, 3)
-    assert made.running == {"prefill": 3, "decode": 5}
-
-
 def test_a_burst_ends_when_the_credit_is_used_up() -> None:
     made = measured(scheduler(8, 0.25, aging_ns=1000), 1, 10)
     in_burst(made, 3)
@@ -237,9 +223,3 @@ def test_a_burst_ends_when_the_credit_is_used_up() -> None:
         made.advanced(1, 100)
     made.next(2)
     assert made.running == {"prefill": 3, "decode": 5}
-
-
-def test_prefill_queries_without_an_engine_slot_do_not_stop_decode() -> None:
-    made = scheduler(2, 0.25, engine_slots=2)
-    in_burst(made, 3)
-    assert made.running == {"prefill": 0, "decode": 2}

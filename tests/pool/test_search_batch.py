@@ -9,7 +9,7 @@ import pytest
 
 from gpu import GraphIndex
 from ipc import SearchSpec
-from runtime.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from runtime.errors import InvalidRequest, Unavailable
 from runtime.retrieval.search.batch_search import BatchSearch
 from runtime.retrieval.search.query import Query
 from runtime.testing.pool import plan_of
@@ -65,20 +65,6 @@ def test_errors_in_a_batch_are_reported_per_query(
         batch.checked()
 
 
-@pytest.mark.parametrize("nothing", [np.empty((0, 16)), []])
-def test_an_empty_batch_has_no_results(collection: Path, make_client: MakeClient, nothing: Any) -> None:
-    batch = make_client(plan_of(collection)).search_batch(nothing, 3)
-    assert (len(batch), batch.ids.shape) == (0, (0, 3))
-
-
-def test_a_batch_without_answers_allocates_no_result_arrays(
-    collection: Path, make_client: MakeClient, queries: Vectors
-) -> None:
-    batch = make_client(plan_of(collection)).search_batch(queries, 65_535, deadline_ms=1)
-    assert len(batch.errors) == len(queries)
-    assert batch.ids.shape == batch.distances.shape == (len(queries), 0)
-
-
 def test_an_invalid_batch_is_rejected_as_a_whole(
     collection: Path, make_pool: MakePool, make_client: MakeClient
 ) -> None:
@@ -92,14 +78,6 @@ def test_an_invalid_batch_is_rejected_as_a_whole(
         with pytest.raises(InvalidRequest, match=words):
             client.search_batch(vectors, 3)
     assert len(client.search([0.5] * 16, 3).ids) == 3
-
-
-def test_a_batch_without_a_pool_ends_at_its_deadline_with_an_error_for_each(
-    collection: Path, make_client: MakeClient, queries: Vectors
-) -> None:
-    batch = make_client(plan_of(collection)).search_batch(queries, 3, deadline_ms=30)
-    assert len(batch.errors) == len(queries)
-    assert all(isinstance(error, DeadlineExceeded) for error in batch.errors.values())
 
 
 class Clock:
@@ -174,24 +152,6 @@ def test_sending_a_batch_copies_each_query_only_a_few_times(
     for result in collect(client, len(many)).values():
         batch.add(result)
     assert not batch.result().errors
-
-
-def test_a_batch_survives_the_death_of_a_pool(
-    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
-) -> None:
-    plan = plan_of(collection, ring_slots=4, workers=2)
-    pools = [make_pool(plan, f"pool-{number}").start() for number in range(2)]
-    client = attached(make_client(plan))
-    batch = client.batch(queries, 4, None, collection="docs", top_m=32, search_width=2)
-    with pools[0].held():
-        batch.send()
-        pools[0].die()
-    while not batch.done:
-        for result in client.dispatcher.collect():
-            assert batch.add(result)
-        batch.send()
-        client.sleep((), 1)
-    assert batch.result().checked().ids.tolist() == index.search(queries, 4, top_m=32, search_width=2)[0].tolist()
 
 
 def test_statistics_report_queries_and_outcomes_per_pool(

@@ -10,7 +10,6 @@ from gpu import GraphIndex
 from runtime.errors import CollectionError, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
-from runtime.retrieval.collections import bulk_load
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import Vectors, attached, collect, exact
@@ -46,21 +45,6 @@ def test_a_query_goes_to_one_replica_of_each_shard(
     served = [pool.metric(PoolMetrics.QUERIES["prefill"]) for pool in pools]
     assert [served[0] + served[2], served[1] + served[3]] == [20, 20]
     assert min(served) > 0
-
-
-def test_sharded_and_unsharded_collections_of_different_dimensions_are_served_together(
-    split: Path, tmp_path: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
-) -> None:
-    vectors = np.random.default_rng(5).normal(size=(100, 6)).astype(np.float32)
-    bulk_load.build(vectors, tmp_path / "small", metric="l2", degree=8)
-    plan = plan_of(split, {"name": "small", "path": str(tmp_path / "small")}, shards=2, workers=2)
-    pools_of(plan, make_pool)
-    client = attached(make_client(plan))
-    small = [client.submit(row, 1, collection="small") for row in vectors[:10]]
-    large = [client.submit(query, 2, collection="docs", top_m=200) for query in queries[:10]]
-    found = collect(client, 20)
-    assert [found[ticket].ids.tolist() for ticket in small] == [[row] for row in range(10)]
-    assert [found[ticket].ids.tolist() for ticket in large] == exact(index, queries[:10], 2)
 
 
 def test_a_lost_shards_query_is_retried_at_its_replica(
@@ -132,31 +116,6 @@ def test_a_query_that_one_shard_rejects_ends_once(
     assert isinstance(batch.errors[0], InvalidRequest)
     assert len(client.search(queries[0], 3).ids) == 3
     assert client.poll() == []
-
-
-def test_a_cancelled_query_is_cancelled_at_all_shards(
-    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
-) -> None:
-    plan = plan_of(split, shards=2, workers=2)
-    pools = pools_of(plan, make_pool)
-    client = attached(make_client(plan))
-    with pools[0].held(), pools[1].held():
-        ticket = client.submit(queries[0], 3, collection="docs")
-        client.cancel(ticket)
-    found = collect(client, 1)
-    assert found[ticket].error is not None
-    until(lambda: all(pool.outstanding == 0 for pool in client.statistics().pools), client.poll)
-
-
-def test_queries_submitted_before_any_pool_exists_are_sent_to_all_shards_later(
-    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
-) -> None:
-    plan = plan_of(split, shards=2, workers=2)
-    client = make_client(plan)
-    tickets = [client.submit(query, 3, collection="docs", top_m=200) for query in queries[:4]]
-    pools_of(plan, make_pool)
-    found = collect(client, 4)
-    assert [found[ticket].checked().ids.tolist() for ticket in tickets] == exact(index, queries[:4], 3)
 
 
 def test_too_few_workers_for_the_shards_are_rejected(split: Path) -> None:

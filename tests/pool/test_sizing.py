@@ -13,7 +13,7 @@ from gpu import GraphIndex, SearchParams
 from gpu.cuda.engine import CudaEngine
 from gpu.cuda.graphs import LaunchForm
 from gpu.slots import Collections
-from runtime.pool.process import DEFAULT_SLOTS, slots_of
+from runtime.pool.process import slots_of
 from runtime.pool.sizing import FIXED_SHARE, LOOP_NS, ExtendCost, fewest_slots, measure, sizes_to
 from tests.cuda.conftest import new_driver as new_driver
 from tests.cuda.emulation import LOOK_NS
@@ -61,18 +61,6 @@ def test_a_resident_kernel_gets_the_slots_that_keep_the_host_busy_and_no_more(
 def test_the_best_rate_decides_where_more_slots_are_slower() -> None:
     falling = [ExtendCost(size, max(1000.0, size * (10.0 + size / 20))) for size in sizes_to(512)]
     assert fewest_slots(falling) == 96  # the best; 64 have 90% of its rate
-
-
-def test_no_more_slots_than_measured_are_selected() -> None:
-    assert fewest_slots([ExtendCost(size, 20_000.0) for size in SIZES]) == 32
-    assert fewest_slots([ExtendCost(size, 20_000.0 / size) for size in SIZES]) == 32
-    assert fewest_slots([ExtendCost(1, 20_000.0)]) == 1
-
-
-@given(noise=st.lists(st.floats(1.0, 1.3), min_size=len(SIZES), max_size=len(SIZES)))
-def test_thirty_percent_of_noise_does_not_turn_three_slots_into_thirty(noise: list[float]) -> None:
-    measured = [ExtendCost(cost.active, cost.extend_ns * by) for cost, by in zip(line(0, 2e3, 32), noise, strict=True)]
-    assert 1 <= fewest_slots(measured) <= 6
 
 
 @given(noise=st.lists(st.floats(1.0, 1.05), min_size=len(SIZES), max_size=len(SIZES)))
@@ -137,20 +125,6 @@ def test_rounds_of_queries_that_advance_on_their_own_are_measured_by_their_rate(
         latency = max(90_000 + 3_000, cost.active * 3_000)
         assert cost.extend_ns == pytest.approx(latency / 20, rel=0.25), cost
     assert fewest_slots(costs) in (24, 32, 48)
-
-
-def test_sizes_that_complete_nothing_in_their_time_are_left_out() -> None:
-    assert measured_over(Blocks(latency=10**9, host=0, length=0), 4, budget_ns=10**6) == []
-    assert slots_of("auto", [[]]) == DEFAULT_SLOTS
-
-
-def test_the_queries_are_stored_vectors_whatever_scale_the_rows_have() -> None:
-    vectors = clustered(np.random.default_rng(1), 50, DIM)
-    scaled = GraphIndex.build(vectors, metric="l2", degree=8, dtype="float16")
-    engine = Blocks(latency=1000, host=100)
-    measured_over(engine, 2, index=scaled)
-    distances = np.abs(np.array(engine.admitted)[:, None] - vectors).max(axis=2)
-    assert distances.min(axis=1).max() < 0.01
 
 
 def test_an_index_whose_vectors_are_all_refused_is_not_measured() -> None:

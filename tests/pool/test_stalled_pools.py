@@ -9,13 +9,12 @@ from runtime.errors import DeadlineExceeded
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.pool_session import ReplicaPolicy, Replicas
+from runtime.retrieval.search.pool_session import ReplicaPolicy
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import Vectors, attached, collect, exact
 from tests.pool.conftest import MakeClient, MakePool
 
-MS = 1_000_000
 SHIPPED = ReplicaPolicy()
 
 
@@ -115,22 +114,6 @@ def test_a_resent_query_survives_the_death_of_one_of_its_pools(
     drained(client)
 
 
-def test_a_cancelled_query_is_not_resent(
-    two: tuple[NodePlan, list[InProcessPool]],
-    make_client: MakeClient,
-    queries: Vectors,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plan, pools = two
-    client = attached(make_client(plan))
-    with pools[0].held(), pools[1].held():
-        ticket = client.submit(queries[0], 4, collection="docs")
-        client.cancel(ticket)
-        ask_others(client, monkeypatch, 0)
-        assert outstanding(client) == 1
-    assert isinstance(collect(client, 1)[ticket].error, DeadlineExceeded)
-
-
 def test_a_resent_query_that_is_cancelled_ends_once(
     two: tuple[NodePlan, list[InProcessPool]],
     make_client: MakeClient,
@@ -181,16 +164,3 @@ def test_nothing_is_resent_if_every_pool_is_stalled(
         ask_others(client, monkeypatch, 0, 1)
         assert outstanding(client) == 6
     assert sorted(collect(client, 6)) == tickets
-
-
-def test_a_pool_with_overdue_answers_is_stalled() -> None:
-    replicas = Replicas(2)
-    assert not replicas.stalled(0, 10_000 * MS), "it has no queries"
-    replicas.sent(0, 0, 3)
-    assert not replicas.stalled(0, 499 * MS)
-    assert replicas.stalled(0, 500 * MS)
-    replicas.answered(0, 500 * MS, 500 * MS)
-    assert not replicas.stalled(0, 999 * MS), "it is slow, but it answers"
-    assert replicas.stalled(0, 1000 * MS)
-    replicas.lost(0)
-    assert not replicas.stalled(0, 5000 * MS)

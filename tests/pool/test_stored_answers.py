@@ -76,16 +76,6 @@ def test_an_answer_is_found_only_by_its_own_key(
         client.search(EAST, 1, collection=ANSWERS)
 
 
-def test_a_node_without_collections_has_a_pool_only_for_stored_answers(
-    tmp_path: Path, make_pool: MakePool, make_client: MakeClient, make_stored: MakeStored
-) -> None:
-    planned = plan(tmp_path)
-    make_pool(planned).start()
-    client, stored = attached(make_client(planned)), make_stored()
-    stored.store([NewAnswer("1", "k", EAST, "one")])
-    until(lambda: find(client, stored, "k", EAST) is not None)
-
-
 def test_answers_survive_their_frontend_and_the_pool(
     tmp_path: Path, make_pool: MakePool, make_client: MakeClient, make_stored: MakeStored
 ) -> None:
@@ -152,7 +142,3 @@ def test_lookups_without_a_pool_are_misses(tmp_path: Path, make_client: MakeClie
 
     assert asyncio.run(look_up()) is None
     answers.close()
-
-
-def test_a_pool_on_a_gpu_serves_stored_answers(tmp_path: Path) -> None:
-    assert plan(tmp_path, devices=["cuda:0"]).answers == plan(tmp_path).answers

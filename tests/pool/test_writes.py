@@ -1,16 +1,11 @@
 """Tests of writes to collections in a pool: written rows are found, deleted ones not, while segments are replaced."""
 
 import threading
-import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from runtime.errors import InvalidFilter, InvalidRequest
-from runtime.pool.collections.scopes import Part, Parts, Scopes
 from runtime.pool.collections.served import POLL_NS
-from runtime.pool.process import Timing
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
@@ -124,17 +119,6 @@ def test_queries_are_answered_between_the_parts_of_a_large_write(
     assert set(parts) == {1}
 
 
-def test_parts_of_earlier_updates_are_kept_only_while_queries_use_them() -> None:
-    scopes, old = Scopes(), Parts([Part(0, None, 1)])
-    number, before = scopes.add_collection(old), weakref.ref(old)
-    del old
-    scopes.replace_collection(number, Parts([Part(0, None, 2)]))
-    scopes.drop_unused(lambda: lambda address: True)
-    assert before() is not None
-    scopes.drop_unused(lambda: lambda address: False)
-    assert before() is None
-
-
 def test_a_delete_waits_for_a_pool_that_has_not_applied_it(harness: WrittenCollection, serve: MakeServed) -> None:
     harness.upsert("a", "b")
     served = serve(harness.path)
@@ -146,18 +130,6 @@ def test_a_delete_waits_for_a_pool_that_has_not_applied_it(harness: WrittenColle
         assert deletion.is_alive()
     deletion.join(60)
     assert not deletion.is_alive()
-
-
-def test_writes_are_applied_even_if_the_loop_rarely_enters_python(
-    harness: WrittenCollection, make_pool: MakePool, make_client: MakeClient
-) -> None:
-    plan = plan_of(harness.path)
-    pool = make_pool(plan, timing=Timing(control_ns=3600 * 10**9)).start()
-    client = attached(make_client(plan))
-    turns = pool.pool.control_runs
-    harness.upsert("a")
-    until(lambda: len(client.search(np.zeros(DIM, np.float32), 1).ids) == 1)
-    assert pool.pool.control_runs <= turns + 3  # not one for each poll of the files
 
 
 def test_answers_are_exact_while_segments_are_sealed_and_merged(harness: WrittenCollection, serve: MakeServed) -> None:
@@ -190,35 +162,6 @@ def test_filters_include_rows_written_after_their_evaluation(harness: WrittenCol
     harness.delete(*harness.nearest(query, 3, {"tenant": "acme"}))
     for tenant in ("acme", "blue"):
         served.until_found(query, harness.nearest(query, 10, {"tenant": tenant}), filter=tenant_filter(tenant))
-
-
-def test_a_new_attribute_can_be_filtered_by_soon(harness: WrittenCollection, serve: MakeServed) -> None:
-    harness.upsert("a")
-    served, query = serve(harness.path), np.zeros(DIM, np.float32)
-    wanted = {"type": "eq", "key": "year", "value": 2024}
-    with pytest.raises(InvalidFilter, match="no document has the attribute 'year'"):
-        served.find(query, filter=wanted)
-    harness.upsert("b", year=2024)
-
-    def found() -> bool:
-        served.client.poll()
-        try:
-            return served.find(query, filter=wanted) == ["b"]
-        except InvalidFilter:
-            return False
-
-    until(found)
-
-
-def test_the_pool_enforces_the_collections_required_filter(tmp_path: Path, serve: MakeServed) -> None:
-    harness = WrittenCollection(tmp_path / "demanding", demanded="tenant")
-    harness.upsert("a", tenant="acme")
-    harness.upsert("b", tenant="blue")
-    served, query = serve(harness.path), np.zeros(DIM, np.float32)
-    with pytest.raises(InvalidRequest, match="demands a filter that binds 'tenant'"):
-        served.find(query)
-    assert served.find(query, filter={"type": "eq", "key": "tenant", "value": "blue"}) == ["b"]
-    harness.writer.close()
 
 
 def test_queries_in_flight_finish_on_the_segments_they_started_with(

@@ -41,17 +41,6 @@ def test_answers_are_exact_over_all_shards_while_segments_are_sealed_and_merged(
             served.until_found(query, split.nearest(query, 10, {"tenant": "acme"}), filter=tenant_filter("acme"))
 
 
-def test_each_pool_holds_only_its_shard(split: WrittenCollection, serve: MakeServed) -> None:
-    split.upsert(*(f"first-{n}" for n in range(2 * SEALED)))
-    split.writer.flush()
-    split.upsert(*(f"second-{n}" for n in range(9)))
-    served, query = serve(split.path, shards=2, workers=2), np.zeros(DIM, np.float32)
-    served.until_found(query, split.nearest(query, 10))
-    sealed = [sum(index.size for index in pool.pool.live.indexes.values()) for pool in served.pools]
-    assert sum(sealed) == 2 * SEALED
-    assert min(sealed) > SEALED // 2
-
-
 def test_an_acknowledged_delete_holds_in_all_shards_and_replicas(split: WrittenCollection, serve: MakeServed) -> None:
     served = serve(split.path, shards=2, workers=4)
     for change in range(5):
