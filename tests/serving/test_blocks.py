@@ -75,22 +75,11 @@ def test_the_same_tokens_after_another_prefix_are_another_block() -> None:
     assert made.cached_tokens([9, 9, 9, 9, 5, 6, 7, 8, 1]) == 0
 
 
-def test_two_models_share_no_blocks() -> None:
-    made, other = BlockManager(4, B, b"one"), BlockManager(4, B, b"two")
-    assert written(made, [1] * 4).chain != written(other, [1] * 4).chain
-
-
 def test_at_least_one_token_is_left_to_compute_unless_all_are_requested() -> None:
     made = manager()
     written(made, [1] * 8)
     assert made.cached_tokens([1] * 8) == 4
     assert made.cached_tokens([1] * 8, compute=0) == 8
-
-
-def test_a_partial_block_is_never_shared() -> None:
-    made = manager()
-    written(made, [1, 2, 3])
-    assert made.cached_tokens([1, 2, 3, 4, 5]) == 0
 
 
 def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
@@ -124,17 +113,6 @@ def test_the_blocks_needed_to_open_and_grow_are_known_in_advance() -> None:
     held = made.open([1] * 10)
     assert made.blocks_needed([1] * 10) == 1  # shared blocks cost nothing
     made.close(held)
-
-
-def test_closing_a_table_twice_releases_its_blocks_once() -> None:
-    made = manager(2)
-    first = made.open([1] * 4)
-    made.grow(first, 4)
-    made.close(first)
-    second = made.open([2] * 8)
-    made.grow(second, 8)
-    made.close(first)
-    assert made.available == 0
 
 
 class BlockMachine(RuleBasedStateMachine):
@@ -218,4 +196,3 @@ class BlockMachine(RuleBasedStateMachine):
 
 
 BlockMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
-TestBlockMachine = BlockMachine.TestCase

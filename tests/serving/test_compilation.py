@@ -205,25 +205,10 @@ def test_a_cache_that_can_be_neither_read_nor_written_costs_the_mark_alone(
     assert compile_programs(setup)
 
 
-def test_a_user_without_a_home_directory_has_no_cache(setup: ModelSetup, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    assert not is_compiled(setup)
-
-
 def test_a_standby_worker_is_compiled_before_it_replaces_another(compiler: Compiler, setup: ModelSetup) -> None:
     worker = Worker(setup)
     worker.compilation.finish()
     assert not worker.compilation.uncompiled
-
-
-def test_a_model_on_a_cpu_is_left_as_it_is(setup: ModelSetup) -> None:
-    blocks = BlockManager(BLOCKS, 16, b"")
-    compilation = Compilation(setup.load(), setup, blocks)
-    compilation.advance()
-    assert not compilation.uncompiled
-    assert blocks.held == 0
 
 
 def test_the_process_says_in_one_line_why_it_failed(setup: ModelSetup, tmp_path: Path) -> None:

@@ -88,35 +88,26 @@ def test_three_programs_serve_all_layers_and_sizes_with_transformers_tokens(
 ) -> None:
     from torch._inductor import metrics
 
-    directory = make_tiny_llama(tmp_path / "model", layers=6)
+    directory = make_tiny_llama(tmp_path / "model", layers=3)
     (network, cache), random = loaded(directory), np.random.default_rng(4)
     with Operations() as eager, torch.inference_mode():
         network.logits(PagedBatch(cache, [([0], 0, 9)], [1] * 9))
     metrics.reset()
     assert network.compile(cache)
     assert not cache.kv.any()
-    answers = greedy(network, cache, 12)
+    answers = greedy(network, cache, 6)
     assert fresh_compiler.utils.counters["stats"]["unique_graphs"] == 3
     fused = metrics.generated_kernel_count
-    assert eager.count >= 40 * 6, "operations a layer"
+    assert eager.count >= 40 * 3, "operations a layer"
     assert 3 <= fused <= 40, "kernels of all three programs, most of them in loops of one"
     random.permutation(BLOCKS)
     reference = Reference(directory)
-    assert answers == [reference.generate(prompt, 12) for prompt in prompts_of(random)]
-
-
-def test_bfloat16_gives_nearly_all_of_float32s_greedy_tokens(tiny_directory: Path) -> None:
-    exact = greedy(*loaded(tiny_directory), 40)
-    network, cache = loaded(tiny_directory, "bfloat16")
-    assert network.compile(cache)
-    found = greedy(network, cache, 40, exact)
-    same = (np.array(found) == np.array(exact)).sum()
-    assert same >= 0.95 * 40 * len(LENGTHS)
+    assert answers == [reference.generate(prompt, 6) for prompt in prompts_of(random)]
 
 
 def test_two_layers_leave_in_torchs_cache_what_the_whole_model_compiles(tmp_path: Path, fresh_compiler: Any) -> None:
     setup = ModelSetup(
-        name=str(make_tiny_llama(tmp_path / "model", layers=6)), blocks=BLOCKS, block_tokens=BLOCK, context_tokens=512,
+        name=str(make_tiny_llama(tmp_path / "model", layers=3)), blocks=BLOCKS, block_tokens=BLOCK, context_tokens=512,
         device="cpu", weights="float32", kernels="gathered", rows=4, tokens=100,
     )  # fmt: skip
 

@@ -8,10 +8,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.node.metrics.kinds import Histogram
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.retrieval.passages import Passage
-from runtime.serving import stages
 from runtime.serving.messages import DecodeLoad, Retrieval
 from runtime.serving.prefill.job import Disaggregation, should_prefill_on_decode, virtual_deadline_ns
 from runtime.testing.reference import Reference
@@ -32,11 +30,6 @@ def computed(workers: Workers) -> tuple[float, float]:
     """Return the numbers of prompts computed by prefill and by decode."""
     by = PrefillMetrics.PROMPTS
     return workers.metric("prefill-0", by["prefill"]), workers.metric("prefill-0", by["decode"])
-
-
-def seen(workers: Workers, name: str, histogram: Histogram) -> float:
-    """Return how many values a worker has observed."""
-    return sum(workers.tables[name].read(histogram)[:-1])
 
 
 # ---- the rule
@@ -82,14 +75,6 @@ def test_prefill_computes_a_long_prompt_unless_its_queue_is_longer_than_decodes_
             rule = Disaggregation("auto", 0.1, chunk_tokens=64)
             rule.record_pass(100, 0.1)
             assert rule.route_to_decode(0, "decode-0", 300, tokens, load) is by_decode
-
-
-def test_a_node_can_compute_all_or_no_prompts_in_decode() -> None:
-    for mode, by_decode in (("never", True), ("always", False)):
-        rule = Disaggregation(mode, 0.1, 64)  # type: ignore[arg-type]
-        for tokens, load in ((1, IDLE), (100_000, FULL)):
-            assert rule.route_to_decode(0, "decode-0", tokens, 0, load) is by_decode
-            rule.record_pass(100, 0.1)
 
 
 # ---- the workers
@@ -143,47 +128,6 @@ def test_prompts_are_computed_in_chunks_while_the_batch_continues(start: Start, 
     assert workers.outputs["short"].tokens == reference.generate([1, 2, 3], 60)
     assert workers.outputs["long"].tokens == reference.generate(list(range(160)), 5)
     workers.assert_nothing_held()
-
-
-def test_a_prefix_in_decode_is_reused_whichever_worker_computed_it(start: Start, reference: Reference) -> None:
-    workers = start(slo={"tpot_s": 60.0})
-    prefix = list(range(3, 203))
-    for number, load in enumerate((FULL, IDLE, IDLE)):
-        workers.submit(f"r{number}", [*prefix, 210 + number], 6, decode_load=load)
-        workers.run()
-        assert workers.outputs[f"r{number}"].tokens == reference.generate([*prefix, 210 + number], 6)
-    assert computed(workers) == (1, 2)
-    assert workers.metric("decode-0", DecodeMetrics.PREFIX_HIT_TOKENS) == 2 * 200
-    workers.assert_nothing_held()
-
-
-def test_a_prompt_computed_by_decode_has_its_own_stage_times_and_no_hand_over(start: Start) -> None:
-    workers = start(handover=NEVER)
-    workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:]))
-    workers.submit("r", [5, 6, 7], 6, retrieval=Retrieval("docs", 1))
-    workers.run()
-    last = workers.outputs["r"].last
-    assert last is not None
-    assert list(last.stages) == [
-        stages.RECEIVED, stages.DEQUEUED, stages.EMBEDDED, stages.FOUND, stages.SEARCHED, stages.PREFILL_BEGIN,
-        stages.PREFILL_END, stages.FIRST_TOKEN, stages.END,
-    ]  # fmt: skip
-    stamps = list(last.stages.values())
-    assert stamps[1:] == sorted(stamps[1:])
-    assert seen(workers, "prefill-0", PrefillMetrics.PREFILL_TIME) == 0
-    assert seen(workers, "decode-0", DecodeMetrics.ADMISSION_TIME) == 1
-    assert seen(workers, "decode-0", DecodeMetrics.PREFILL_TIME) == 1
-    assert seen(workers, "decode-0", DecodeMetrics.HANDOVER_TIME) == 0
-    assert seen(workers, "decode-0", DecodeMetrics.INTER_TOKEN) == 5, "the first token has no predecessor"
-
-
-def test_decode_does_not_record_the_times_of_a_prompt_computed_by_prefill(start: Start) -> None:
-    workers = start(handover={"disaggregate": "always"})
-    workers.submit("r", [5, 6, 7], 6, decode_load=IDLE)
-    workers.run()
-    assert seen(workers, "prefill-0", PrefillMetrics.PREFILL_TIME) == 1
-    assert seen(workers, "decode-0", DecodeMetrics.HANDOVER_TIME) == 1
-    assert seen(workers, "decode-0", DecodeMetrics.PREFILL_TIME) == 0
 
 
 @pytest.mark.parametrize("mode", ["wait", "prefetch"])
@@ -294,20 +238,3 @@ def test_a_short_prompt_runs_before_the_remaining_chunks_of_a_long_one(start: St
     workers.run()
     assert workers.outputs["long"].tokens == reference.generate(long, 2)
     assert workers.outputs["short"].tokens == reference.generate(short, 2)
-
-
-# ---- the planner's counters
-
-
-def test_prefill_counts_pass_time_and_tokens_left_to_decode(start: Start) -> None:
-    kept, left = start(handover={"disaggregate": "always"}), start(handover=NEVER)
-    for workers in (kept, left):
-        workers.submit("one", list(range(3, 43)), 2)
-        workers.run()
-    assert 0 < kept.metric("prefill-0", PrefillMetrics.PASS_SECONDS) < 60
-    assert left.metric("prefill-0", PrefillMetrics.PASS_SECONDS) == 0
-    tokens = [
-        [one.metric("prefill-0", m) for m in (PrefillMetrics.PROMPT_TOKENS, PrefillMetrics.NEW_TOKENS["decode"])]
-        for one in (kept, left)
-    ]
-    assert tokens == [[40, 0], [40, 40]]

@@ -234,17 +234,6 @@ def test_blocks_are_not_freed_while_a_device_writes_to_them(cause: str) -> None:
     assert (harness.blocks.held, len(harness.handovers)) == (0, 0)
 
 
-def test_an_offer_waits_for_blocks_that_a_device_still_writes_to() -> None:
-    harness = QueueHarness()
-    harness.sink.transfer = SlowTransfer
-    harness.decode("a", tokens(0, 8))
-    harness.step()
-    assert harness.handovers.evict_latest()
-    assert harness.blocks.held == 0
-    assert not harness.handovers.evict_latest()
-    assert harness.handovers.waiting == 1, "it is pulled again when there is room"
-
-
 def test_a_failed_copy_is_rejected_with_the_reason_and_the_next_one_continues() -> None:
     harness = QueueHarness(waiting_share=1.0)
     harness.sink.transfer = BrokenTransfer
@@ -273,20 +262,6 @@ def test_early_pulls_copy_finished_blocks_while_the_rest_is_computed() -> None:
     assert np.array_equal(harness.kv[:, :, table.blocks], harness.sink.source[:, :, :6])
     assert harness.handovers.pulled_bytes == harness.kv[:, :, :6].nbytes
     assert len(harness.handovers) == 0
-
-
-def test_early_pulls_skip_a_cached_prefix() -> None:
-    harness = QueueHarness()
-    harness.decode("a", tokens(0, 8))
-    harness.step()
-    before = harness.handovers.pulled_bytes
-    harness.ahead("b", [*tokens(0, 8), *tokens(50, 8)])
-    harness.sink.has_written = 8
-    harness.step()
-    assert harness.handovers.pulled_bytes == before
-    harness.sink.has_written = 12
-    harness.step()
-    assert harness.handovers.pulled_bytes - before == harness.kv[:, :, :1].nbytes
 
 
 def test_data_pulled_from_a_previous_generation_of_the_slot_is_pulled_again() -> None:
@@ -320,14 +295,6 @@ def test_early_pulls_yield_blocks_to_complete_prompts_and_rows() -> None:
     assert harness.step() == ["other"], "it is an ordinary offer"
 
 
-def test_a_prompt_still_being_computed_does_not_count_as_waiting() -> None:
-    harness = QueueHarness(waiting_share=0.2)
-    harness.ahead("long", tokens(0, 40))
-    harness.step()
-    harness.decode("whole", tokens(100, 8))
-    assert harness.step() == ["whole"]
-
-
 @pytest.mark.parametrize("cause", ["cancelled", "another frontend", "withdrawn", "late", "a broken copy"])
 def test_a_prompt_that_ends_without_an_offer_holds_no_blocks(cause: str) -> None:
     harness = QueueHarness()
@@ -345,12 +312,3 @@ def test_a_prompt_that_ends_without_an_offer_holds_no_blocks(cause: str) -> None
     harness.step(now_ns=100 if cause == "late" else 0)
     assert (harness.blocks.held, len(harness.handovers)) == (0, 0)
     assert harness.sink.answers[number] == "taken", "nothing stays open"
-
-
-def test_nothing_is_pulled_early_from_another_model() -> None:
-    harness = QueueHarness()
-    number = harness.sink.offer(Reserve("a", EPOCH, (1, 2, 3, 4), FOREVER, blocks=(0,), model=b"another"))
-    harness.sink.has_written = 4
-    assert harness.step() == []
-    assert "another model" in harness.sink.answers[number]
-    assert (len(harness.handovers), harness.blocks.held, harness.handovers.pulled_bytes) == (0, 0, 0)

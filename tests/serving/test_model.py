@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelError
+from runtime.errors import ConfigError, InvalidRequest, ModelError
 from runtime.serving.kv.transport import Transfer, kv_array
 from runtime.serving.messages import Sampling
 from runtime.serving.model.language_model import Chunk, LanguageModel
-from runtime.serving.model.model_info import ModelInfo, model_identity
+from runtime.serving.model.model_info import ModelInfo
 from runtime.serving.model.sampler import Sampler
 from runtime.testing.reference import Reference
-from runtime.testing.tiny_model import make_tiny_llama
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
@@ -125,14 +124,6 @@ def test_a_later_chunk_copies_its_own_blocks_and_not_the_whole_cache(tiny_direct
     assert 0 < largest < side / 8
 
 
-def test_a_model_with_packed_layers_equals_generate(tmp_path: Path) -> None:
-    directory = make_tiny_llama(tmp_path, seed=3, layers=2, hidden=512)
-    model = LanguageModel.load(directory, block_tokens=16, blocks=6 * 16, context_tokens=256)
-    reference = Reference(directory)
-    prompts = ragged_prompts(12, seed=8)
-    assert Batcher(model, prompts, answer_tokens=12, seed=9).run() == [reference.generate(p, 12) for p in prompts]
-
-
 def test_kv_copied_from_another_models_shared_memory_gives_the_tokens_of_generate(
     tiny_directory: Path, reference: Reference
 ) -> None:
@@ -164,16 +155,6 @@ def test_passages_inserted_before_the_last_sampled_token_equal_a_fresh_run(
         after = greedy(model.forward([at(model, 2, start, [*passages, answer[-1]])]))[0]
         sequence = [*prompt, *answer[:-1], *passages, answer[-1]]
         assert continue_greedily(model, 2, sequence, after, 9) == reference.generate(sequence, 9)
-
-
-def test_logits_are_close_to_those_of_a_single_pass(model: LanguageModel, reference: Reference) -> None:
-    tokens = ragged_prompts(1, seed=6)[0] + list(range(150))
-    expected = reference.logits(tokens)
-    for begin, end in ((0, 1), (1, 40), (40, 41), (41, len(tokens))):
-        logits = model.forward([at(model, 0, begin, tokens[begin:end])])
-        assert logits.shape == (1, VOCABULARY)
-        assert logits.dtype == torch.float32
-        torch.testing.assert_close(logits[0], expected[end - 1], rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_writes_only_the_positions_of_its_chunks(model: LanguageModel) -> None:
@@ -252,18 +233,6 @@ def test_chunks_may_share_the_blocks_of_a_common_prefix(model: LanguageModel, re
     assert greedy(logits) == [reference.generate([*prefix, *end], 1)[0] for end in ends]
 
 
-def test_a_chunk_can_fill_its_row_to_the_last_position_and_no_further(
-    model: LanguageModel, reference: Reference
-) -> None:
-    tokens = [3 + number % 200 for number in range(512)]
-    model.forward([at(model, 1, 0, tokens[:500])])
-    assert greedy(model.forward([at(model, 1, 500, tokens[500:])])) == reference.generate(tokens, 1)
-    before = model.kv.clone()
-    with pytest.raises(ContextLengthExceeded, match="513 tokens in a context of 512"):
-        model.forward([at(model, 0, 0, [1]), at(model, 1, 511, [5, 6])])
-    assert torch.equal(model.kv, before)
-
-
 @pytest.mark.parametrize(
     ("chunks", "error"),
     [
@@ -322,21 +291,6 @@ def test_sizes_beyond_the_model_are_rejected_with_the_limit(tiny_directory: Path
     ):
         with pytest.raises(ConfigError, match=said):
             LanguageModel.load(tiny_directory, block_tokens=16, blocks=blocks, context_tokens=context_tokens)
-
-
-def test_models_and_block_sizes_have_different_identities(tiny_directory: Path, tmp_path: Path) -> None:
-    other = make_tiny_llama(tmp_path / "other", seed=9)
-    found = {model_identity(tiny_directory, 16), model_identity(tiny_directory, 32), model_identity(other, 16)}
-    assert len(found) == 3
-    assert model_identity(tiny_directory, 16) in found
-    halves = {model_identity(tiny_directory, 16, "bfloat16", kind) for kind in ("float32", "bfloat16")}
-    assert len(halves) == 2
-    assert not halves & found
-
-
-def test_the_number_of_threads_is_set(tiny_directory: Path) -> None:
-    LanguageModel.load(tiny_directory, block_tokens=16, blocks=1, context_tokens=8)
-    assert torch.get_num_threads() == 1
 
 
 @pytest.fixture

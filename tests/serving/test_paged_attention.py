@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.serving.model.model_info import Kernels, ModelInfo, WeightsType
+from runtime.serving.model.model_info import ModelInfo, WeightsType
 from tests.cuda.emulation import require_compiler
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.model.language_model import LanguageModel  # noqa: E402
 from runtime.serving.network.decode_attention import PagedAttention  # noqa: E402
 from runtime.serving.network.decode_graphs import Captured, DecodeGraphs, supports_paged_attention  # noqa: E402
 from runtime.serving.network.llama import Llama  # noqa: E402
@@ -20,7 +19,7 @@ from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span, at
 from tests.serving.replays import Replays  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in torch's compiler
-BLOCK, BLOCKS, STEPS = 16, 40, 40
+BLOCK, BLOCKS, STEPS = 16, 40, 20
 LENGTHS = [1, 50, 31]
 SCRATCH = (7, 3, 20, 9)
 
@@ -61,20 +60,6 @@ def test_float32_gives_the_greedy_tokens_of_gathered_attention(network: Llama, t
     gathered = answers(network, PagedCache(empty_kv(tiny_directory, "float32"), "gathered"))
     paged = PagedCache(empty_kv(tiny_directory, "float32"), "paged", row_blocks=2 * BLOCKS)
     assert answers(network, paged) == gathered
-
-
-def test_bfloat16_gives_nearly_all_of_float32s_greedy_tokens(network: Llama, tiny_directory: Path) -> None:
-    exact = answers(network, PagedCache(empty_kv(tiny_directory, "float32"), "gathered"))
-    each: tuple[Kernels, ...] = ("gathered", "paged")
-    for kernels in each:
-        cache = PagedCache(empty_kv(tiny_directory, "bfloat16"), kernels, row_blocks=2 * BLOCKS)
-        found = answers(network, cache, exact)
-        same = sum(
-            mine == token
-            for row, other in zip(found, exact, strict=True)
-            for mine, token in zip(row, other, strict=True)
-        )
-        assert same >= 0.95 * len(LENGTHS) * STEPS, kernels
 
 
 def test_nan_in_freed_blocks_does_not_affect_their_next_sequence(tiny_directory: Path) -> None:
@@ -138,11 +123,3 @@ def test_gathered_attention_is_the_fallback_if_compilation_fails_or_is_wrong(
     assert not supports_paged_attention(kv, 2 * BLOCKS, 2, SCRATCH)
     assert "returned a wrong result" in caplog.text
     assert not kv.any()
-
-
-def test_a_model_for_prompts_compiles_no_decode_attention(tiny_directory: Path) -> None:
-    model = LanguageModel.load(
-        tiny_directory, blocks=BLOCKS, block_tokens=BLOCK, context_tokens=BLOCK * BLOCKS, kernels="paged",
-        prompts_only=True,
-    )  # fmt: skip
-    assert model.kernels == "gathered"

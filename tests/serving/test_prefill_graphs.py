@@ -8,7 +8,6 @@ import pytest
 
 from runtime.node.worker_config import PrefillSection
 from runtime.serving.model.model_info import ModelInfo
-from runtime.testing.reference import Reference
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
@@ -76,19 +75,6 @@ def test_a_size_is_captured_once_a_layer_and_replayed_for_any_chunks(network: Ll
         ):
             graphs.logits(*pass_of(step, parts))
             assert (capture.captures, capture.replays) == (sizes * layers, replayed * layers)
-
-
-def test_greedy_tokens_equal_those_of_transformers(network: Llama, cache: PagedCache, reference: Reference) -> None:
-    graphs, random = PrefillGraphs(network, cache, Replays()), np.random.default_rng(3)
-    with torch.inference_mode():
-        for length in (2, 63, 100, 129, 130):
-            prompt, table = random.integers(0, 259, length).tolist(), random.permutation(BLOCKS).tolist()
-            half = length // 2
-            graphs.logits([(table, 0, half)], prompt[:half]) if half > 1 else network.logits(
-                PagedBatch(cache, [(table, 0, half)], prompt[:half])
-            )
-            logits = graphs.logits([(table, half, length - half)], prompt[half:])
-            assert logits.argmax(-1).tolist() == reference.generate(prompt, 1)
 
 
 def test_passes_have_the_configured_tokens_by_default_few_on_cpus_and_what_is_captured_on_gpus() -> None:

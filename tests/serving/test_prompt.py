@@ -51,14 +51,6 @@ def test_passages_are_in_search_order_in_a_system_message_before_the_conversatio
     assert prompt.tokens[-len(tokenizer.chat(ASKED)) :] == tokenizer.chat(ASKED)
 
 
-def test_a_system_message_keeps_its_text_and_gets_the_passages(tokenizer: Tokenizer) -> None:
-    messages = [Message("system", "Speak like a pirate."), *ASKED]
-    prompt = build_prompt(tokenizer, messages, passages=[passage("p", 0.1)], budget_tokens=500, place="system")
-    text = tokenizer.decode(prompt.tokens)
-    assert text.count("system\n") == 1
-    assert text.index("pirate") < text.index("Text of p.")
-
-
 def test_passages_before_the_last_question_leave_the_conversation_unchanged(tokenizer: Tokenizer) -> None:
     messages = [Message("system", "Be brief."), *ASKED, Message("assistant", "A queue."), Message("user", "Whose?")]
     found = [passage("p", 0.1)]
@@ -69,13 +61,6 @@ def test_passages_before_the_last_question_leave_the_conversation_unchanged(toke
     assert tokenizer.decode(before[:shared]).endswith("A queue.<|im_end|>\n<|im_start|>") or shared >= len(before) - 12
     alone = build_prompt(tokenizer, [Message("assistant", "So.")], passages=found, budget_tokens=500, place="question")
     assert tokenizer.decode(alone.tokens).index("Text of p.") < tokenizer.decode(alone.tokens).index("So.")
-
-
-def test_passages_precede_a_raw_prompt_which_stays_unchanged(tokenizer: Tokenizer) -> None:
-    for raw in ("Once upon", tokenizer.encode("Once upon")):
-        prompt = build_prompt(tokenizer, prompt=raw, passages=[passage("p", 0.1)], budget_tokens=500)
-        assert ids(prompt.used) == ["p"]
-        assert tokenizer.decode(prompt.tokens).endswith("[Title p]\nText of p.\n\nOnce upon")
 
 
 def test_the_worst_passages_are_dropped_first_and_the_last_one_kept_is_truncated(tokenizer: Tokenizer) -> None:
@@ -89,19 +74,6 @@ def test_the_worst_passages_are_dropped_first_and_the_last_one_kept_is_truncated
     assert "b" * 20 in text
     assert "b" * 100 not in text
     assert "ccc" not in text
-
-
-def test_a_remainder_too_small_for_a_passage_is_not_used(tokenizer: Tokenizer) -> None:
-    passages = [passage("a", 0.1), passage("b", 0.2)]
-    full = build_prompt(tokenizer, ASKED, passages=passages[:1], budget_tokens=500)
-    assert ids(build_prompt(tokenizer, ASKED, passages=passages, budget_tokens=len(full.tokens) + 10).used) == ["a"]
-
-
-def test_passages_have_their_own_budget(tokenizer: Tokenizer) -> None:
-    long = [passage("a", 0.1, "x" * 300)]
-    prompt = build_prompt(tokenizer, ASKED, passages=long, budget_tokens=2000, passage_tokens=50)
-    assert tokenizer.decode(prompt.tokens).count("x") < 50
-    assert build_prompt(tokenizer, ASKED, passages=long, budget_tokens=2000, passage_tokens=0).used == ()
 
 
 def test_a_long_request_is_tokenized_only_once_more_with_passages(

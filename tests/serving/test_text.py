@@ -34,11 +34,6 @@ def test_a_character_is_emitted_with_its_last_byte() -> None:
     assert pieces(TextStream(Bytes()), [[byte] for byte in "aé🙂b".encode()]) == emitted
 
 
-def test_bytes_of_an_incomplete_character_are_emitted_at_the_end() -> None:
-    stream = TextStream(Bytes())
-    assert pieces(stream, [[65], [0xE2], [0x82]]) == ["A", "", "", "\ufffd"]
-
-
 @given(groups=st.lists(st.binary(max_size=5)))
 def test_pieces_add_up_to_the_text_of_any_bytes(groups: list[bytes]) -> None:
     emitted = pieces(TextStream(Bytes()), [list(group) for group in groups])
@@ -69,12 +64,6 @@ def test_text_before_a_stop_string_is_emitted_and_nothing_after_it() -> None:
     assert stream.flush() == ""
 
 
-def test_of_stop_strings_that_end_together_the_longest_counts() -> None:
-    stream = TextStream(Bytes(), stop=["cd", "bcd", ""])
-    assert stream.push(list(b"abcdef")) == "a"
-    assert stream.stopped
-
-
 def test_the_beginning_of_a_stop_string_is_emitted_if_the_answer_ends_there() -> None:
     stream = TextStream(Bytes(), stop=["\n\nQ:"])
     assert pieces(stream, [list(b"yes\n"), list(b"\nQ")]) == ["yes", "", "\n\nQ"]
@@ -103,13 +92,6 @@ def test_the_text_does_not_depend_on_the_grouping_of_tokens(text: str, stop: lis
     found = [(text.find(each) + len(each), text.find(each)) for each in stop if each in text]
     assert emitted == (text[: min(found)[1]] if found else text)
     assert stream.stopped == bool(found)
-
-
-def test_pushing_no_tokens_changes_nothing() -> None:
-    stream = TextStream(Bytes(), stop=["b"])
-    assert stream.push([]) == ""
-    assert stream.push([97]) == "a"
-    assert stream.push([]) == ""
 
 
 @pytest.mark.parametrize("count", [1, 5])

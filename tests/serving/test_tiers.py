@@ -86,17 +86,6 @@ def test_blocks_of_both_types_round_trip(tmp_path: Path, kind: str) -> None:
     tiers.close()
 
 
-def test_a_block_stored_by_one_worker_is_loaded_by_another(opens: Opens, tmp_path: Path) -> None:
-    opens().store(key(1), memoryview(block(1)))
-    other = opens()
-    assert other.has(key(1))
-    assert read(other, 1) == block(1)
-    assert read(other, 2) is None
-    assert other.counts == {"loaded": 1, "stored": 0, "evicted": 0, "damaged": 0, "failed": 0}
-    (file,) = (tmp_path / "kv").iterdir()
-    assert (file.stat().st_mode & 0o777, (tmp_path / "kv").stat().st_mode & 0o777) == (0o600, 0o700)
-
-
 def _flipped(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -412,14 +401,3 @@ def test_prompts_with_another_salt_share_nothing(start: Callable[..., Workers], 
         assert workers.metric(name, metrics.TIER_LOADED["host"]) == 0
     assert answer(workers, "again", PROMPT, salt=b"two") == expected
     assert workers.metric("prefill-0", PrefillMetrics.PREFIX_HIT_TOKENS) == 192
-
-
-def test_blocks_are_written_to_a_tier_before_eviction(start: Callable[..., Workers], reference: Reference) -> None:
-    workers = start(context=320, handover={"disaggregate": "always"}, prefill={"kv_blocks": 60, "slots": 2})
-    prompts = [[(number * 37 + place) % 250 for place in range(200)] for number in range(8)]
-    for number, prompt in enumerate(prompts):
-        workers.submit(f"r{number}", prompt, 4)
-    workers.run()  # without idle time, and with room for two of them
-    assert workers.metric("prefill-0", PrefillMetrics.KV_EVICTIONS) > 0
-    assert answer(workers, "again", prompts[0]) == reference.generate(prompts[0], 20)
-    assert workers.metric("prefill-0", PrefillMetrics.TIER_LOADED["host"]) == 24

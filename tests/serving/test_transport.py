@@ -106,14 +106,6 @@ def test_blocks_of_a_released_lease_are_not_current_even_if_already_copied(ends:
     assert not ends.sink.is_current(offer)
 
 
-def test_leases_are_limited_and_reusable(ends: Ends) -> None:
-    first, second = ends.source.lease(), ends.source.lease()
-    assert {first, second} == {0, 1}
-    assert ends.source.lease() is None
-    ends.source.release(first or 0)
-    assert ends.source.free_leases == 1
-
-
 def test_an_offer_withdrawn_during_its_pull_is_not_current_and_cannot_be_acknowledged(ends: Ends) -> None:
     number, offer = ends.offer()
     transfer = ends.sink.pull(offer, [0, 5], ends.here, [0, 5])
@@ -125,13 +117,6 @@ def test_an_offer_withdrawn_during_its_pull_is_not_current_and_cannot_be_acknowl
     assert not ends.sink.acknowledge(offer)
     transfer.settle()
     assert transfer.settled
-
-
-def test_an_announcement_is_answered_and_has_no_lease(ends: Ends) -> None:
-    number = ends.source.announce(ends.endpoint, b"room?")
-    ends.sink.reject(ends.received(), "no room")
-    assert ends.outcomes() == [(number, False, "no room")]
-    assert ends.source.free_leases == 2
 
 
 def test_out_of_range_blocks_are_rejected_before_anything_is_copied(ends: Ends) -> None:

@@ -28,16 +28,6 @@ def trigger(kind: str, threshold: float = 0.0) -> Trigger:
     return found
 
 
-def test_without_every_tokens_no_trigger_probes() -> None:
-    assert trigger_of(Retrieval("docs", trigger="unsure", threshold=0.1)) is None
-
-
-@pytest.mark.parametrize("kind", ["every", "drift"])
-def test_the_token_trigger_probes_regardless_of_certainty(kind: str) -> None:
-    probes = [n for n in range(1, 13) if trigger(kind, 0.5).should_probe(n, 0, SURE)]
-    assert probes == [4, 8, 12]
-
-
 def test_the_uncertainty_trigger_probes_only_uncertain_rows_at_intervals() -> None:
     unsure = trigger("unsure", 1.0)
     assert not any(unsure.should_probe(n, 0, SURE) for n in range(40))
@@ -68,18 +58,6 @@ def test_entropy_is_that_of_the_softmax_and_handles_impossible_tokens() -> None:
     shares = np.exp(logits - 2.0) / np.exp(logits - 2.0).sum()
     assert entropy(logits) == pytest.approx(-sum(p * log(p) for p in shares if p > 0), rel=1e-5)
     assert entropy(logits + 1000) == pytest.approx(entropy(logits), rel=1e-3), "a shift of all logits changes nothing"
-
-
-def test_each_trigger_has_a_default_threshold_and_a_request_may_set_another() -> None:
-    def threshold(kind: str, **own: float) -> float:
-        retrieval = {"every_tokens": 4, "probe_trigger": kind, **own}
-        body = CompletionBody.model_validate({"model": "m", "prompt": "p", "retrieval": retrieval})
-        found = body.to_retrieval(ProbesSection())
-        assert found is not None
-        return found.threshold
-
-    assert [threshold(kind) for kind in ("every", "drift", "unsure")] == [0.0, 0.5, 2.0]
-    assert threshold("drift", probe_threshold=0.2) == 0.2
 
 
 def retrieval_of(probes: ProbesSection, **own: object) -> Retrieval:

@@ -12,15 +12,10 @@ from runtime.errors import WorkerLost
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
-from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.tiers import Tiers
 from runtime.serving.messages import Retrieval
-from runtime.serving.model.compilation import Compilation, ModelSetup
-from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import ModelInfo
-from runtime.serving.network.decoder import Programs
 from runtime.testing.reference import Reference
-from tests.serving.replays import EndsWhenTold, Replays
 from tests.serving.workers import FakePool, Start, Workers
 
 VOCABULARY = 259
@@ -96,16 +91,6 @@ def test_a_common_prefix_is_computed_once_and_pulled_once(start: Start, referenc
     workers.assert_nothing_held()
 
 
-@pytest.mark.parametrize("disaggregate", ["always", "never"])  # prefill computes the prompts, or decode does
-def test_the_last_piece_counts_the_tokens_of_the_prompt_that_were_cached(start: Start, disaggregate: str) -> None:
-    workers = start(handover={"disaggregate": disaggregate})
-    for number, prompt in enumerate(([*range(3, 203), 210], [*range(3, 203), 211], [*range(103, 203)])):
-        workers.submit(f"r{number}", prompt, 3)
-        workers.run()
-    last = [workers.outputs[f"r{number}"].last for number in range(3)]
-    assert [piece and piece.cached_tokens for piece in last] == [0, 200, 0]
-
-
 @pytest.mark.parametrize("mode", ["wait", "prefetch"])
 def test_an_answer_with_inserted_passages_equals_a_fresh_run_on_the_same_tokens(
     start: Start, reference: Reference, mode: Any
@@ -156,22 +141,6 @@ def test_a_prefetching_row_continues_during_its_probe(start: Start) -> None:
     assert workers.outputs["wait"].last.stalled_ns > 0
     assert workers.outputs["prefetch"].last is not None
     assert workers.outputs["prefetch"].last.stalled_ns == 0
-
-
-def test_a_row_without_drift_inserts_nothing_and_reports_near_passages(start: Start) -> None:
-    workers = start(decode={"slots": 3})
-    near = [Passage("p0", "", 0.1, "One."), Passage("p1", "", 0.3, "Two.")]
-    workers.play_pool(FakePool(near[:1]), FakePool(near))
-    for number, limit in enumerate((0.2, 0.05)):
-        retrieval = Retrieval("docs", 2, every_tokens=4, trigger="drift", threshold=limit)
-        workers.submit(f"r{number}", [5, 6, 7], 10, retrieval=retrieval)
-    workers.run()
-    assert [probe.outcome for probe in workers.outputs["r0"].probes] == ["near", "near"]
-    assert not workers.outputs["r0"].inserted
-    assert [probe.outcome for probe in workers.outputs["r1"].probes] == ["answered", "answered"]
-    assert "p1" in workers.outputs["r1"].passages
-    assert "p1" not in workers.outputs["r0"].passages
-    workers.assert_nothing_held()
 
 
 def test_a_row_probes_only_where_the_model_is_uncertain(start: Start) -> None:
@@ -254,21 +223,6 @@ def test_a_cancelled_request_releases_all_resources(start: Start, handover: dict
     workers.assert_nothing_held()
 
 
-def test_the_shortest_of_simultaneous_prompts_is_prefilled_first(start: Start) -> None:
-    workers = start(prefill={"slots": 1, "chunk_tokens": 16})
-    order: list[str] = []
-    workers.submit("first", [9] * 40, 1)
-    workers.offer("first")  # it occupies the only slot until decode has pulled it
-    for number, length in enumerate((90, 30, 50, 10)):
-        workers.submit(f"r{number}", [number + 1] * length, 1)
-    while workers.metric("prefill-0", PrefillMetrics.WAITING) < 4:
-        workers.prefill.step()
-    while len(order) < 5:
-        workers.round()
-        order += [name for name, output in workers.outputs.items() if output.ended and name not in order]
-    assert order == ["first", "r3", "r1", "r2", "r0"]
-
-
 def test_a_prompt_with_a_head_start_is_prefilled_before_shorter_ones(start: Start) -> None:
     workers = start(prefill={"slots": 1, "chunk_tokens": 16})
     order: list[str] = []
@@ -282,12 +236,6 @@ def test_a_prompt_with_a_head_start_is_prefilled_before_shorter_ones(start: Star
         workers.round()
         order += [name for name, output in workers.outputs.items() if output.ended and name not in order]
     assert order == ["first", "r1", "r3", "r0", "r2"]
-
-
-def test_a_max_tokens_of_one_gives_one_token(start: Start, reference: Reference) -> None:
-    workers = start()
-    assert answers(workers, [[7, 8, 9]], 1) == [reference.generate([7, 8, 9], 1)]
-    workers.assert_nothing_held()
 
 
 def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_continues(
@@ -307,73 +255,6 @@ def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_continues(
         if decode.handovers.pulling:
             seen.add(workers.metric("decode-0", DecodeMetrics.GENERATION_TOKENS) - before)
     assert seen == {1}, "each round of the pull was a step of the batch too"
-
-
-@pytest.mark.parametrize("start", ["CPU", "GPU"], indirect=True)
-def test_kv_of_a_long_prompt_is_pulled_while_the_rest_is_computed(start: Start, reference: Reference) -> None:
-    workers = start(prefill={"chunk_tokens": 32}, handover={"disaggregate": "always"})
-    prompt, decode = list(range(3, 203)), workers.decodes["decode-0"]
-    workers.submit("long", prompt, 4)
-    workers.offer_ahead("long")
-    model = workers.plan.config.own_model
-    assert model is not None
-    block_bytes = ModelInfo.read(model.name).kv_bytes(1, model.kv_block_tokens)
-    for chunks in (1, 2, 3):
-        for _ in range(50):  # copies of an emulated GPU take several steps
-            decode.step()
-        assert decode.handovers.pulled_bytes == chunks * 4 * block_bytes
-        workers.prefill.step()
-    workers.run()
-    assert workers.outputs["long"].tokens == reference.generate(prompt, 4)
-    assert decode.handovers.pulled_bytes == 25 * block_bytes, "each block once"
-    workers.assert_nothing_held()
-
-
-@pytest.mark.parametrize("start", ["GPU"], indirect=True)
-def test_with_bfloat16_weights_kv_takes_half_the_bytes_from_gpu_to_gpu(start: Start, tiny_directory: Path) -> None:
-    workers = start(weights="bfloat16")
-    alone = LanguageModel.load(
-        tiny_directory, blocks=64, block_tokens=8, context_tokens=512, weights="bfloat16", kernels="gathered"
-    )
-    prompt, table = list(range(3, 60)), range(64)
-    expected = [int(alone.forward([Chunk(table, 0, prompt)]).argmax())]
-    while len(expected) < 24:
-        expected.append(int(alone.forward([Chunk(table, len(prompt) + len(expected) - 1, expected[-1:])]).argmax()))
-    workers.submit("r", prompt, 24)
-    workers.run()
-    assert workers.outputs["r"].tokens == expected
-    assert 2 * alone.kv.nbytes == ModelInfo.read(tiny_directory).kv_bytes(64, 8)
-    assert workers.metric("decode-0", DecodeMetrics.HANDOVER_BYTES) == 8 * alone.kv.nbytes // 64
-    workers.assert_nothing_held()
-
-
-@pytest.mark.parametrize("start", ["GPU"], indirect=True)
-def test_workers_serve_before_their_model_is_compiled_and_while_it_is(
-    start: Start, reference: Reference, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    processes: list[EndsWhenTold] = []
-
-    def compilation(model: LanguageModel, setup: ModelSetup, blocks: BlockManager) -> Compilation:
-        processes.append(EndsWhenTold())
-        return Compilation(model, setup, blocks, start=processes[-1], capture=Replays())
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("runtime.serving.network.llama.compiled_programs", Programs)
-    for role in ("prefill", "decode"):
-        monkeypatch.setattr(f"runtime.serving.{role}.process.Compilation", compilation)
-    workers = start(handover={"disaggregate": "always"})
-    uncompiled = {"prefill-0": PrefillMetrics.UNCOMPILED, "decode-0": DecodeMetrics.UNCOMPILED}
-    prompts = ragged(3, seed=2)
-    for number, prompt in enumerate(prompts):
-        if number == 1:
-            assert [workers.metric(name, metric) for name, metric in uncompiled.items()] == [1, 1]
-            for process in processes:
-                process.code = 0
-        workers.submit(f"r{number}", prompt, 40)
-        workers.run()
-        assert workers.outputs[f"r{number}"].tokens == reference.generate(prompt, 40)
-    assert [workers.metric(name, metric) for name, metric in uncompiled.items()] == [0, 0]
-    workers.assert_nothing_held()
 
 
 @pytest.mark.parametrize("start", ["GPU"], indirect=True)
