@@ -28,21 +28,6 @@ def test_a_log_gets_a_line_every_ten_seconds_and_at_the_end_of_a_stage() -> None
     ]
 
 
-def test_the_times_of_shards_add_up_to_the_elapsed_time() -> None:
-    now = 0.0
-    log = io.StringIO()
-    with BuildProgress(log, clock=lambda: now) as progress:
-        for shard in range(2):
-            for stage, seconds in (("neighbors", 2.0), ("graph", 0.0), ("graph", 1.0), ("better neighbors", 3.0)):
-                now += seconds
-                progress(stage, (shard + bool(seconds)) / 2)
-    assert log.getvalue().splitlines() == [
-        "finding neighbors: done in 4.0 s",
-        "connecting the graph: done in 2.0 s",
-        "finding better neighbors: done in 6.0 s",
-    ]
-
-
 def test_a_terminal_gets_a_bar_for_each_stage() -> None:
     terminal = Terminal()
     with BuildProgress(terminal) as progress:
@@ -51,12 +36,3 @@ def test_a_terminal_gets_a_bar_for_each_stage() -> None:
     assert "reading documents" in terminal.getvalue()
     assert "embedding" in terminal.getvalue()
     assert "50%" in terminal.getvalue()
-
-
-def test_a_stage_ends_once_when_all_its_parts_are_done() -> None:
-    log = io.StringIO()
-    with BuildProgress(log, clock=lambda: 0.0) as progress:
-        for done in (0.5, 1.0, 1.0):
-            progress("neighbors", done)
-        progress("neighbors", 1.0)
-    assert log.getvalue().splitlines() == ["finding neighbors: done in 0.0 s"]

@@ -22,12 +22,6 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_hashing_yields_every_256_kib(file: Path) -> None:
-    paces: list[int] = []
-    verify_file(file, checksum_file(file), paces.append)
-    assert (max(paces), sum(paces)) == (256 << 10, 256 * 20_000)
-
-
 @pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: b + b"x", lambda b: b"x" + b[1:], lambda b: b""])
 def test_a_truncated_grown_or_modified_file_is_named(file: Path, change: Callable[[bytes], bytes]) -> None:
     checksum = checksum_file(file)
@@ -41,17 +35,6 @@ def test_a_file_that_cannot_be_opened_or_read_is_named(tmp_path: Path, file: Pat
         verify_file(tmp_path / "missing.npy", checksum_file(file))
     with pytest.raises(CollectionError, match="cannot be read: Is a directory"):
         verify_file(tmp_path, checksum_file(file))
-
-
-def test_an_identity_covers_every_array(tmp_path: Path) -> None:
-    first, second = build(tmp_path / "docs", 1), build(tmp_path / "docs", 2)
-    assert first != second
-    assert build(tmp_path / "again", 1) == first
-    meta = tmp_path / "docs" / "segments/0/index" / "meta.json"
-    text = meta.read_text()
-    meta.write_text(text.replace('"sha256": "', '"sha256": "0', 1)[:-2] + "\n")
-    with pytest.raises(CollectionError, match=r"meta\.json is damaged"):
-        Collection.open(tmp_path / "docs")
 
 
 def test_files_that_are_replaced_while_they_are_opened_are_opened_again(

@@ -5,7 +5,7 @@ import shutil
 import threading
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -159,27 +159,6 @@ def test_a_collection_that_was_missing_is_said_to_be_verified_while_it_is(
     assert registry.embedder("docs").name == "hashing-64"
 
 
-def test_modified_documents_are_not_verified_repeatedly(docs: Docs, monkeypatch: pytest.MonkeyPatch) -> None:
-    docs.alter()
-    registry = docs.registry("start")
-    assert docs.text(registry) == ""
-    opened: list[str] = []
-    monkeypatch.setattr("runtime.retrieval.collection_builds.open_build", lambda *told: opened.append("again"))
-    for _ in range(20):
-        registry.follow("docs", [docs.identity])
-    assert opened == []
-
-
-def test_a_file_that_was_put_back_is_opened_anew_when_the_pools_serve_it_again(docs: Docs) -> None:
-    registry = docs.registry("never")
-    docs.alter()
-    assert docs.text(registry) == "text 8"  # not verified yet, by the registry or the pools
-    registry.follow("docs", [])  # now they do
-    docs.put_back()
-    registry.follow("docs", [docs.identity])
-    until(lambda: docs.text(registry) == "text 7", lambda: registry.follow("docs", [docs.identity]))
-
-
 def test_documents_that_cannot_be_read_any_more_are_told_and_used_again_when_they_are_put_back(docs: Docs) -> None:
     registry = docs.registry()
     registry.follow("docs", [docs.identity])
@@ -201,28 +180,6 @@ def test_documents_that_cannot_be_read_any_more_are_told_and_used_again_when_the
     until(lambda: docs.text(registry, 200) == "text 200", lambda: registry.follow("docs", [docs.identity]))
     registry.follow("docs", [docs.identity])
     assert registry.unavailable == {}
-
-
-def test_a_build_whose_place_another_has_taken_stays_open_while_the_pools_serve_it(docs: Docs) -> None:
-    registry = docs.registry()
-    registry.follow("docs", [docs.identity])
-    documents = [Document(str(n), "", f"other {n}") for n in range(30)]
-    bulk_load.build(documents, docs.path, embedder="hashing-64", force=True)
-    for offered in ([], [docs.identity]):
-        registry.follow("docs", offered)
-    assert docs.text(registry) == "text 7"
-
-
-def test_a_library_is_up_to_date_when_the_build_in_the_directory_is_all_that_the_pools_serve(tmp_path: Path) -> None:
-    docs = Docs(tmp_path)
-    registry, first = docs.registry(), docs.identity
-    assert registry.is_current("docs", [])
-    assert registry.is_current("docs", [first])
-    bulk_load.build([Document("0", "", "another build")], docs.path, embedder="hashing-64", force=True)
-    second = read_description(docs.path).identity
-    assert not registry.is_current("docs", [first])
-    assert not registry.is_current("docs", [first, second])
-    assert registry.is_current("docs", [second])
 
 
 def test_a_worker_tells_that_a_reload_is_over_when_it_has_the_documents(tmp_path: Path) -> None:
@@ -260,33 +217,6 @@ def test_a_worker_whose_documents_of_a_reload_are_damaged_says_so_at_once(tmp_pa
         reload(2.0)
         until(lambda: table.value(RetrievingMetrics.RELOAD) == 2, lambda: follower.step(next(now_ns)))
         assert (table.value(RetrievingMetrics.RELOAD_REFUSED), table.note) == (0, "")
-
-
-class EndsMeanwhile:
-    """A registry whose verification of documents ends between `follow` and `is_current`."""
-
-    def __init__(self) -> None:
-        self.dims, self.unavailable, self.verified = {"docs": 1}, {"docs": "damaged"}, False
-
-    def follow(self, collection: str, offered: object) -> None:
-        if self.verified:
-            self.unavailable.pop(collection, None)
-
-    def is_unusable(self, collection: str, offered: object) -> bool:
-        return False
-
-    def is_current(self, collection: str, offered: object) -> bool:
-        self.verified = True
-        return True
-
-
-def test_a_reload_is_reported_without_the_error_of_the_build_before(tmp_path: Path) -> None:
-    with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
-        follower = BuildFollower(cast(CollectionRegistry, EndsMeanwhile()), lambda _: ["new"], table)
-        table.set_knob("reload", 1.0)
-        follower.step(10**9)
-        assert (table.value(RetrievingMetrics.RELOAD), table.note) == (1, "")
-        assert table.value(RetrievingMetrics.WITHOUT_DOCUMENTS) == 0
 
 
 def test_a_reload_of_one_collection_does_not_wait_for_another_that_was_rebuilt_too(tmp_path: Path) -> None:

@@ -92,15 +92,6 @@ def test_an_interrupt_just_after_the_directory_was_made_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
-def test_what_a_build_that_lives_has_written_is_left_to_it(tmp_path: Path) -> None:
-    out = tmp_path / "docs"
-    with atomic_directory(out, replace=True) as building:
-        (building / "documents.sqlite").touch()
-        build(out)
-        assert os.listdir(building) == ["documents.sqlite"]
-    assert os.listdir(tmp_path) == ["docs"]
-
-
 def test_what_trinity_did_not_write_is_never_removed(tmp_path: Path) -> None:
     kept = [
         ".docs.building-0123abcd/notes.txt",

@@ -1,9 +1,7 @@
 """The document store: what comes back, what is refused, and that processes and threads may share a file."""
 
 import multiprocessing
-import os
 import sqlite3
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -58,14 +56,6 @@ def test_text_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
         DocumentStore.write(tmp_path / "d", [Document("a", "", "\ud800")])
 
 
-def test_reading_does_not_change_the_file_or_its_directory(path: Path) -> None:
-    before = path.read_bytes()
-    with DocumentStore.open(path) as store:
-        store.get([1])
-        assert os.listdir(path.parent) == [path.name]
-    assert path.read_bytes() == before
-
-
 def test_missing_foreign_and_corrupt_files_are_refused_by_name(tmp_path: Path, path: Path) -> None:
     with pytest.raises(CollectionError, match="nowhere is missing"):
         DocumentStore.open(tmp_path / "nowhere")
@@ -103,12 +93,6 @@ def test_a_value_that_is_not_text_is_corruption(path: Path, value: str) -> None:
             return
         with pytest.raises(CollectionError, match="is damaged"):
             store.get([3])
-
-
-def test_threads_share_a_store(path: Path) -> None:
-    with DocumentStore.open(path) as store, ThreadPoolExecutor(8) as pool:
-        rows = [[(start + step) % 100 for step in range(4)] for start in range(400)]
-        assert list(pool.map(store.get, rows)) == [[DOCUMENTS[row] for row in wanted] for wanted in rows]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -12,7 +12,6 @@ from runtime.errors import ConfigError, EmbedderFailed, EmbedderUnreachable
 from runtime.retrieval.embedding.embedder import ServerSpec
 from runtime.retrieval.embedding.loading import EmbedderLocation, check_embedder, choose_embedder, load_embedder
 from runtime.retrieval.embedding.server import (
-    BATCH_CHARACTERS,
     BATCH_TEXTS,
     BUILD_RETRIES,
     REQUEST_RETRIES,
@@ -44,18 +43,6 @@ def test_texts_are_sent_in_batches_and_vectors_return_in_order(server: Embedding
     assert {(body["model"], body["encoding_format"]) for body in server.asked} == {("words", "float")}
     np.testing.assert_allclose(vectors[:, 0] / vectors[:, 1], range(1, BATCH_TEXTS + 8), rtol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
-
-
-def test_a_batch_is_limited_in_characters(server: EmbeddingServer) -> None:
-    Slept(server).embedder.embed(["x" * 30_000] * 5)
-    assert [sum(map(len, body["input"])) <= BATCH_CHARACTERS for body in server.asked] == [True] * 3
-
-
-def test_queries_and_passages_are_sent_with_their_prefixes(server: EmbeddingServer) -> None:
-    embedder = Slept(server, query_prefix="query: ", passage_prefix="passage: ").embedder
-    embedder.embed(["cat"])
-    embedder.embed(["cat"], "passage")
-    assert server.texts == ["query: cat", "passage: cat"]
 
 
 def test_retry_after_is_respected(server: EmbeddingServer) -> None:

@@ -1,6 +1,5 @@
 """Threads shared between API keys take turns, and what waits is bounded and can be cancelled."""
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -77,14 +76,6 @@ def test_a_cancelled_job_does_not_run_and_one_that_runs_is_not_cancelled(harness
     harness.run("third", 1.0)
     assert (first.result(SOON_S), third.result(SOON_S)) == ("first", "third")
     assert harness.began == ["first", "third"]
-
-
-def test_an_error_is_the_caller_s_and_the_thread_goes_on(harness: Harness) -> None:
-    failed: Future[float] = harness.threads.submit(1, lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        failed.result(SOON_S)
-    assert harness.threads.submit(1, lambda: 7).result(SOON_S) == 7
-    assert asyncio.run(harness.threads.run(1, lambda: 8)) == 8
 
 
 def test_what_waits_is_bounded_and_dropped_at_the_end(harness: Harness) -> None:

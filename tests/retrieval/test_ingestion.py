@@ -18,7 +18,6 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import HashingEmbedder
-from runtime.retrieval.ingestion import source_files
 from runtime.retrieval.ingestion.ingest import IngestReport, add, ingest
 from runtime.retrieval.open_build import open_build
 from tests.retrieval import sample_files
@@ -153,16 +152,6 @@ def test_new_files_are_added_removed_ones_deleted_and_others_kept(handbook: Hand
     assert sorted(handbook.texts) == ["a/new.txt#1", "a/two.txt#1"]
 
 
-def test_a_file_is_identified_regardless_of_how_its_path_is_written(
-    handbook: Handbook, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handbook.write("a/one.txt", "one")
-    handbook.ingest()
-    monkeypatch.chdir(handbook.folder / "a")
-    done, embedded = handbook.add(Path("one.txt"), Path("../a/one.txt"), Path())
-    assert (done.unchanged, done.changed, embedded) == (1, False, [])
-
-
 def test_without_changes_nothing_is_built(handbook: Handbook) -> None:
     handbook.write("one.txt", "one")
     handbook.ingest()
@@ -218,20 +207,6 @@ def test_a_folder_without_a_readable_file_is_an_error_that_names_one(handbook: H
     with pytest.raises(CollectionError, match=r"no documents; bad\.txt: not UTF-8"):
         handbook.ingest()
     assert not handbook.out.exists()
-
-
-def test_an_oversized_file_is_not_read(handbook: Handbook, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_files, "MAX_FILE_BYTES", 10)
-    handbook.write("long.txt", "x" * 11)
-    handbook.write("short.txt", "x")
-    assert handbook.ingest().skipped == {"long.txt": "it has 11 bytes, the limit is 10"}
-
-
-def test_special_files_are_skipped_without_blocking(handbook: Handbook) -> None:
-    handbook.write("good.txt", "good")
-    os.mkfifo(handbook.folder / "pipe.md")
-    done = handbook.ingest()
-    assert (done.read, done.skipped) == (1, {"pipe.md": "it is not a regular file"})
 
 
 def test_a_link_out_of_the_folder_is_skipped_and_one_within_it_is_read(handbook: Handbook) -> None:
@@ -301,28 +276,6 @@ def test_a_changed_file_replaces_documents_that_were_written_with_its_ids(handbo
     assert embedded == ["one", "three"]
     assert handbook.texts == {"a": "one", "c": "three", "d": "written d"}
     handbook.check_vectors()
-
-
-@pytest.mark.parametrize("options", [{"shards": 2}, {"dtype": "float16", "metric": "ip"}])
-def test_the_settings_of_a_collection_are_kept(handbook: Handbook, options: dict[str, object]) -> None:
-    for number in range(20):
-        handbook.write(f"{number}.txt", f"text number {number}")
-    handbook.ingest(**options)
-    before = Collection.info(handbook.out)
-    handbook.write("3.txt", "another text")
-    assert handbook.add()[0].embedded == 1
-    after = Collection.info(handbook.out)
-    for name in ("size", "metric", "dtype", "degree", "shards", "embedder"):
-        assert getattr(after, name) == getattr(before, name)
-    handbook.check_vectors()
-
-
-def test_files_can_be_added_to_an_old_collection(handbook: Handbook) -> None:
-    bulk_load.build([Document(str(n), "", f"text {n}") for n in range(9)], handbook.out, embedder=SPEC, degree=4)
-    handbook.write("one.txt", "one")
-    done, embedded = handbook.add()
-    assert (done.kept, embedded) == (9, ["one\none"])
-    assert len(handbook.texts) == 10
 
 
 def test_concurrent_runs_on_one_collection_are_serialized(handbook: Handbook) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from runtime.errors import ConfigError, ModelError
-from runtime.retrieval.embedding.embedder import DirectorySpec, Embedder, embedder_name
+from runtime.retrieval.embedding.embedder import DirectorySpec, Embedder
 from runtime.retrieval.embedding.loading import EmbedderLocation, check_embedder, choose_embedder, load_embedder
 from runtime.retrieval.embedding.model_directory import read_model_directory
 from runtime.retrieval.embedding.onnx_model import minilm_files
@@ -49,11 +49,6 @@ def test_pooling_follows_the_models_files(tmp_path: Path, config: dict[str, Any]
     np.testing.assert_allclose(embedder.embed(texts), expected, atol=1e-5)
 
 
-def test_vectors_are_not_normalized_if_the_model_does_not(tmp_path: Path) -> None:
-    _, embedder = chosen(write_tiny_model(tmp_path / "m", modules=("Transformer", "Pooling")))
-    np.testing.assert_allclose(embedder.embed(["cat"])[0], table()[ids("cat")].mean(axis=0), atol=1e-5)
-
-
 def test_a_long_text_is_truncated_at_the_models_limit(tmp_path: Path) -> None:
     _, embedder = chosen(write_tiny_model(tmp_path / "m", max_tokens=4))
     assert embedder.max_tokens == 4
@@ -84,18 +79,6 @@ def test_prefixes_follow_the_models_files(tmp_path: Path) -> None:
 def test_models_without_prefixes_get_those_of_their_family(tmp_path: Path, name: str, query: str, passage: str) -> None:
     encoding = read_model_directory(write_tiny_model(tmp_path / name)).encoding
     assert (encoding.query_prefix, encoding.passage_prefix) == (query, passage)
-
-
-def test_explicit_prefixes_are_stored(tmp_path: Path) -> None:
-    directory = write_tiny_model(tmp_path / "e5-small")
-    spec, embedder = chosen(directory, query_prefix="dog ", passage_prefix="")
-    again = load_embedder(spec)
-    _, bare = chosen(write_tiny_model(tmp_path / "bare"))
-    for one in (embedder, again):
-        np.testing.assert_allclose(one.embed(["cat"]), bare.embed(["dog cat"]), atol=1e-6)
-        np.testing.assert_allclose(one.embed(["cat"], "passage"), bare.embed(["cat"]), atol=1e-6)
-    assert again.name == embedder.name == embedder_name(spec)
-    assert again.name != chosen(directory)[1].name  # a different embedder
 
 
 def test_a_model_directory_may_move_but_not_change(tmp_path: Path) -> None:

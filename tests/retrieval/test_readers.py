@@ -58,11 +58,6 @@ def test_markdown_is_split_at_headings() -> None:
     ]
 
 
-def test_markdowns_first_heading_is_its_default_title() -> None:
-    read = read_file("a.md", b"# Title\n\ntext\n\n## Part ##\nmore")
-    assert (read.title, read.sections) == ("Title", [Section("text"), Section("more", "Part")])
-
-
 def test_html_is_reduced_to_visible_text() -> None:
     read = read_file("a.html", HTML.encode())
     assert read.title == "The handbook"
@@ -78,11 +73,6 @@ def test_html_is_decoded_by_its_declared_encoding() -> None:
     page = '<meta charset="iso-8859-1"><p>caf\u00e9</p>'
     assert read_file("a.htm", page.encode("latin-1")).sections == [Section("café")]
     assert read_file("a.htm", page.replace("iso-8859-1", "no-such").encode()).sections == [Section("café")]
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32", "utf-16-le", "utf-16-be"])
-def test_text_is_one_section(encoding: str) -> None:
-    assert read_file("a.TXT", "línea\r\ntwo".encode(encoding)).sections == [Section("línea\ntwo")]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])

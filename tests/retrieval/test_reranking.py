@@ -106,15 +106,6 @@ def test_the_best_passages_are_returned_with_their_scores_ties_in_the_order_of_t
     assert harness.ended == [("reranked", 4)]
 
 
-def test_passages_below_the_minimum_are_left_out(harness: Harness) -> None:
-    assert harness.rank(wanting(3, Rerank(1.0, 2.0)), ["b", "aaa", "aa"])[0] == [("aaa", 3.0), ("aa", 2.0)]
-
-
-def test_nothing_found_is_nothing_to_rerank(harness: Harness) -> None:
-    assert harness.rank(wanting(), []) == ([], RERANKED)
-    assert harness.reranker.scored == []
-
-
 @pytest.mark.parametrize(
     ("k", "max_k", "candidates"), [(1, 128, 4), (16, 128, 64), (20, 128, 64), (100, 128, 100), (8, 20, 20)]
 )
@@ -143,19 +134,6 @@ def test_so_does_the_end_of_the_time_and_what_waits_is_dropped(harness: Harness)
     assert harness.ended == [("late", 3)]
     assert harness.rank(wanting(), ["b"])[1] == RERANKED
     assert harness.reranker.scored == [("b",)], "the first list was not scored"
-
-
-def test_reranking_leaves_a_tenth_of_a_requests_time(harness: Harness) -> None:
-    now = harness.clock()
-    steps = harness.reranking.rank(wanting(deadline_ns=now + 1_000_000), [Passage("1", "", 0.0, "a")])
-    assert next(steps).until_ns == now + 900_000
-    steps.close()
-    assert harness.ended == [], "a cancelled search is not counted"
-
-
-def test_the_title_counts_as_part_of_the_text(harness: Harness) -> None:
-    found = [Passage("1", "", 0.0, "text"), Passage("2", "title", 0.1, "text")]
-    assert [one.id for one in harness.drive(harness.reranking.rank(wanting(), found))[0]] == ["2", "1"]
 
 
 @pytest.mark.parametrize(("max_concurrency", "threads"), [(1, 3), (3, 1)])

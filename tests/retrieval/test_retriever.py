@@ -187,13 +187,6 @@ def test_embedding_does_not_block_the_caller_and_wakes_it(harness: RetrieverHarn
     assert found.embedded_ns == 7
 
 
-def test_every_text_returns_with_its_ticket(harness: RetrieverHarness) -> None:
-    tickets = {harness.ask("x" * length): str(length) for length in (3, 1, 2)}
-    harness.registry.lengths.gate.set()
-    assert {found.ticket: found.passages[0].id for found in harness.until_found(3)} == tickets
-    assert harness.retriever.poll() == []
-
-
 def test_a_text_not_embedded_by_its_deadline_is_not_searched(harness: RetrieverHarness) -> None:
     ticket = harness.ask("hangs", deadline_ns=1000)
     harness.now_ns = 999
@@ -287,12 +280,6 @@ def test_an_unknown_attribute_is_refused_at_once_and_a_cancelled_wait_ends(harne
     assert (harness.retriever.poll(), harness.client.submitted) == ([], [])
 
 
-def test_a_value_of_the_wrong_type_for_a_new_attribute_is_refused_as_such(harness: RetrieverHarness) -> None:
-    harness.ask("four", wanted=b"wrong type")  # the pools say that there is no such attribute
-    (found,) = harness.until_embedded()
-    assert str(found.error) == "it is an integer"
-
-
 @pytest.mark.parametrize(("rebuilds", "build", "searches"), [(3, "", 4), (4, "", 4), (1, "first", 1)])
 def test_a_retrieval_whose_collection_is_replaced_starts_again_at_most_four_times_and_not_if_bound_to_a_build(
     harness: RetrieverHarness, rebuilds: int, build: str, searches: int
@@ -307,40 +294,8 @@ def test_a_retrieval_whose_collection_is_replaced_starts_again_at_most_four_time
     assert found.error is None or isinstance(found.error, CollectionReplaced)
 
 
-def test_texts_of_several_keys_are_embedded_in_turns(harness: RetrieverHarness) -> None:
-    storm = [harness.ask("storm", flow=1) for _ in range(5)]
-    assert harness.registry.lengths.began.wait(SOON_S)
-    other = harness.ask("other key", flow=2)
-    harness.registry.lengths.gate.set()
-    assert {found.ticket for found in harness.until_found(6)} == {*storm, other}
-    assert harness.registry.lengths.seen.index("other key") == 1
-
-
 def test_a_hanging_embedder_does_not_block_close() -> None:
     harness = RetrieverHarness(end_s=0.01)
     harness.ask("hangs")
     harness.retriever.close()
     harness.registry.lengths.gate.set()
-
-
-def test_an_embedder_waiting_for_its_server_does_not_block_others(harness: RetrieverHarness) -> None:
-    slow = {harness.ask("waits", collection="slow") for _ in range(3)}
-    quick = harness.ask("four")
-    harness.registry.lengths.gate.set()
-    assert [found.ticket for found in harness.until_found()] == [quick]
-    harness.registry.slow.gate.set()
-    assert {found.ticket for found in harness.until_found(3)} == slow
-
-
-def test_each_collection_is_searched_once_at_start(harness: RetrieverHarness) -> None:
-    harness.retriever.warm_up()
-    assert harness.client.submitted == [1.0]
-    assert harness.client.cancelled == []
-
-
-def test_a_pool_that_cannot_be_attached_at_start_is_not_waited_for(harness: RetrieverHarness) -> None:
-    """The clock stands: a wait with a time limit would not end."""
-    harness.client.reachable, harness.client.holds = False, True
-    harness.retriever.warm_up()
-    assert harness.client.polled == 1
-    assert harness.client.cancelled == [101], "the search that waits for a pool"

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from runtime.errors import CollectionError
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.neighbors import merge_neighbors
 
 VECTORS = np.random.default_rng(0).normal(size=(101, 8)).astype(np.float32)
@@ -31,14 +30,6 @@ def test_a_sharded_collection_equals_an_unsharded_one(tmp_path: Path) -> None:
             _ = three.index
     assert Collection.info(tmp_path / "three").shards == 3
     Collection.verify(tmp_path / "three")
-
-
-def test_documents_keep_their_rows_in_a_sharded_collection(tmp_path: Path) -> None:
-    documents = [Document(id=f"d{row}", title="", text=f"text {row}") for row in range(20)]
-    bulk_load.build(documents, tmp_path / "docs", vectors=VECTORS[:20], metric="l2", degree=4, shards=2)
-    with Collection.open(tmp_path / "docs") as docs:
-        ids, _ = docs.search(VECTORS[:20], 1, top_m=20)
-        assert [document.id for document in docs.get(ids[:, 0])] == [f"d{row}" for row in range(20)]
 
 
 def test_a_sharded_collection_can_be_replaced_and_foreign_files_are_kept(tmp_path: Path) -> None:

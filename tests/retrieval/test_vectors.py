@@ -1,7 +1,6 @@
 """Query vectors from host arrays, DLPack and GPU memory (emulated in host memory)."""
 
 import sys
-import weakref
 from typing import Any
 
 import numpy as np
@@ -34,28 +33,11 @@ def test_host_arrays_become_float32_copies(dtype: type[Any]) -> None:
     assert found[0] == 0
 
 
-def test_lists_and_host_dlpack_arrays_are_accepted() -> None:
-    assert read([1, 2.5]).tolist() == [1, 2.5]
-    assert read(DlpackArray(VALUES, 1)).tolist() == VALUES.tolist()
-    torch = pytest.importorskip("torch")
-    assert read(torch.arange(6, dtype=torch.float16)).tolist() == VALUES.tolist()
-    with pytest.raises(InvalidRequest, match="cannot be read through DLPack"):
-        read(torch.ones(3, requires_grad=True))
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_an_array_on_a_gpu_is_copied_once(copied: list[int], dtype: type[Any]) -> None:
     array = VALUES.astype(dtype).reshape(2, 3)
     assert read(CudaArray(array)).tolist() == VALUES.reshape(2, 3).tolist()
     assert copied == [-1, array.nbytes]
-
-
-def test_dlpack_from_a_gpu_is_copied_once(copied: list[int]) -> None:
-    array = VALUES.reshape(2, 3)
-    assert read(DlpackArray(array, 2)).tolist() == array.tolist()
-    assert copied == [-1, array.nbytes]
-    with pytest.raises(InvalidRequest, match="must be C-contiguous"):
-        read(DlpackArray(array[:, :2], 2))
 
 
 def test_float32_on_a_gpu_stays_there_until_read_and_its_rows_keep_their_addresses(copied: list[int]) -> None:
@@ -74,17 +56,6 @@ def test_float32_on_a_gpu_stays_there_until_read_and_its_rows_keep_their_address
     assert rows[1].on_host().tolist() == [7, 7, 7]  # one copy is made and cached
     assert copied == [-1, 12]
     assert found[2:2].shape == (0, 3)
-
-
-def test_float32_on_a_gpu_is_kept_alive_by_its_references(copied: list[int]) -> None:
-    array = CudaArray(VALUES)
-    gone = weakref.ref(array)
-    found = as_vectors(array.reshaped(2, 3))
-    rows = list(found)
-    del array, found
-    assert gone() is not None
-    del rows
-    assert gone() is None
 
 
 def test_the_producers_stream_is_synchronized(copied: list[int]) -> None:
