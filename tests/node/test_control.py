@@ -19,7 +19,6 @@ from runtime.node.supervisor.admin import (
     NodeStatus,
     WorkerStatus,
     admin_request,
-    node_status,
     reload_collections,
     scale_workers,
     stop_node,
@@ -84,14 +83,6 @@ def node() -> Iterator[Node]:
     made.close()
 
 
-def test_status_is_returned_unchanged(node: Node) -> None:
-    assert node_status(info(node.endpoint)) == node.status
-
-
-def test_metrics_are_returned_as_text(node: Node) -> None:
-    assert admin_request(node.endpoint, "metrics").decode() == "metrics …\n"
-
-
 def test_an_invalid_change_is_refused_with_a_message(node: Node) -> None:
     with pytest.raises(InvalidRequest, match="not the pool"):
         scale_workers(info(node.endpoint), "add", "pool", timeout_s=60)
@@ -106,14 +97,6 @@ def test_a_change_returns_when_it_is_done(node: Node) -> None:
     node.status = msgspec.structs.replace(node.status, workers=(worker,))
     with pytest.raises(DeadlineExceeded, match="add decode: not done within 5 s; it continues"):
         scale_workers(info(node.endpoint), "add", "decode", timeout_s=5, clock=lambda: next(moments))
-
-
-def test_a_node_is_ready_when_all_workers_are() -> None:
-    def status(*phases: str) -> NodeStatus:
-        return NodeStatus(info("ipc://@x"), False, tuple(map(worker, phases)))
-
-    assert status("ready", "ready").ready
-    assert not status("ready", "backoff").ready
 
 
 GARBAGE = [[b""], [b"STATUS"], [b"status", b"more"], [b"\xff" * 64], [b"status\0"], [b"x" * 65], [b""] * 50]
@@ -159,13 +142,6 @@ def test_a_node_that_does_not_stop_in_time_is_an_error(node: Node, process: "sub
     with pytest.raises(DeadlineExceeded, match=rf"pid {process.pid}\) still runs after 0 s"):
         stop_node(info(node.endpoint, process.pid), timeout_s=0.01)
     assert node.stops == 1
-
-
-def test_stopping_a_stopped_node_is_no_error(process: "subprocess.Popen[bytes]") -> None:
-    gone = info(private_endpoint(new_token(), "control"), process.pid)
-    process.kill()
-    process.wait(timeout=60)
-    stop_node(gone, timeout_s=1)
 
 
 def test_a_reload_returns_when_every_pool_worker_serves_the_new_build(node: Node) -> None:

@@ -79,20 +79,6 @@ def test_prefill_stops_yielding_when_no_query_waits() -> None:
     assert made.flush_prefill_s == 0
 
 
-def test_prefill_that_waits_too_long_yields_less_before_it_gets_more_slots() -> None:
-    made = law(reserve=RESERVE_MIN)
-    fed(made, *[DECODE_STALLS] * 40)
-    ((_, change), *_) = fed(made, *[PREFILL_WAITS] * 6)
-    assert change.knob == "flush_prefill_s"
-    assert change.after == pytest.approx(LONGEST_S / 2)
-
-
-def test_by_default_prefill_yields_up_to_half_the_ttft_slo_while_decode_stalls() -> None:
-    made = ControlLaw(NodeConfig(slo=SloSection(ttft_s=0.4)))
-    fed(made, *[DECODE_STALLS] * 8)
-    assert made.flush_prefill_s == pytest.approx(0.2)
-
-
 @pytest.mark.parametrize(("step_s", "most"), [(0.01, 0.8 * 0.8), (0.04, 0.25), (0.06, 0.25), (0.0, 0.25)])
 def test_rows_may_stall_for_most_of_the_tpot_slo_minus_a_step(step_s: float, most: float) -> None:
     """A share of .64 beside steps of 10 ms where a token may take 50; never less than is configured."""
@@ -154,38 +140,6 @@ def test_an_underused_link_alone_raises_the_reserve_while_prefill_queries_wait()
     assert not fed(law(), *[Signals(0.0, 0.0, 0.0)] * 60)
 
 
-def test_an_underused_link_alone_first_shortens_prefills_flush_timeout() -> None:
-    waits = WAIT_TARGET_S * 0.9
-    made = law()
-    made.flush_prefill_s = 0.0065
-    _, change = fed(made, *[Signals(0.0, waits, 0.0)] * 60)[0]
-    assert change.knob == "flush_prefill_s"
-    assert change.after == pytest.approx(0.00325)
-
-
-def test_an_underused_link_takes_no_slots_from_stalling_decode_rows() -> None:
-    starved = Signals(0.0, WAIT_TARGET_S * 0.9, DECODE_STALL_TARGET * 0.28)
-    assert not fed(law(), *[starved] * 60)
-    stalling = Signals(0.0, WAIT_TARGET_S * 0.9, DECODE_STALL_TARGET * 2)
-    assert fed(law(), *[stalling] * 60)[0][1].after < 0.5
-
-
-def test_the_flush_timeouts_batching_delay_does_not_count_as_backlog() -> None:
-    made = law()
-    made.flush_prefill_s = 0.006
-    held = Signals(0.0, prefill_wait_p95_s=0.0065, decode_stall=0.03)  # τ_pre and a little
-    assert not fed(made, *[held] * 60)
-
-
-def test_decode_at_a_third_of_its_stall_limit_gets_slots_and_waiting_prefill_yields_less() -> None:
-    made = law()
-    fed(made, *[DECODE_STALLS] * 8)
-    strained = Signals(0.5, WAIT_TARGET_S * 3, DECODE_STALL_TARGET * 0.4)
-    for i in range(80):
-        made.update(100 + i * 0.25, strained)
-    assert (made.flush_prefill_s, made.reserve) == (0, RESERVE_MIN)
-
-
 @given(SIGNALS, st.floats(0, 1))
 def test_constant_signals_converge(signals: Signals, reserve: float) -> None:
     made = law(reserve)
@@ -230,15 +184,6 @@ def test_alternating_signals_move_the_reserve_within_dwell_and_step_limits(half_
     assert max(late) - min(late) <= moves * STEP + 1e-9
 
 
-def test_alternation_slower_than_the_dwell_is_damped_below_a_step() -> None:
-    made = law()
-    values = []
-    for i in range(800):  # each stage presses for 2.25 s: long enough for two steps
-        made.update(i * 0.25, PREFILL_WAITS if (i // 9) % 2 else DECODE_STALLS)
-        values.append(made.reserve)
-    assert max(values[400:]) - min(values[400:]) <= STEP / 2
-
-
 @given(st.floats(0.2, 5.0), st.floats(0.2, 5.0), st.floats(0.1, 0.9))
 def test_a_closed_loop_over_an_immediate_plant_converges(prefill_load: float, decode_load: float, start: float) -> None:
     """Waits fall and stalls rise with r: the law must converge to a value that balances both."""
@@ -279,17 +224,6 @@ def test_without_a_known_link_the_law_has_no_such_term() -> None:
     assert not fed(law(), *[Signals(None, waits, 0.0)] * 60)
     (_, change), *_ = fed(law(), *[Signals(None, WAIT_TARGET_S * 3, 0.0)] * 60)
     assert "link" not in change.cause
-
-
-def test_old_observations_decay() -> None:
-    meter = SignalMeter()
-    meter.update(0, readings())
-    stalled = meter.update(1, readings(1, 1, 1, 8))
-    assert (stalled.decode_stall, stalled.link_use) == (1, 1)
-    for i in range(2, 12):
-        signals = meter.update(i, readings(1, i, 1, 8))
-    assert signals.decode_stall < 0.01
-    assert signals.prefill_wait_p95_s == 0
 
 
 def test_stalls_of_rows_that_have_ended_say_nothing_about_decode_now() -> None:
@@ -371,36 +305,6 @@ def test_a_disabled_loop_changes_nothing(tables: dict[str, WorkerTable]) -> None
 
 
 # ---- as shipped
-
-
-def shipped_reserve(tables: dict[str, WorkerTable], *, wait_s: float, link_use: float, stall: float = 0.0) -> float:
-    """Return the knob after ten seconds of the given prefill waits, link utilization and decode stalls."""
-    loop = ControlLoop(NodeConfig(), tables)
-    for i in range(40):
-        tables["pool-0"].observe(PoolMetrics.WAIT["prefill"], wait_s)
-        tables["decode-0"].add(DecodeMetrics.LINK_BUSY_SECONDS, link_use * 0.25)
-        tables["decode-0"].add(DecodeMetrics.ROW_SECONDS, 1.0)
-        tables["decode-0"].add(DecodeMetrics.STALL_SECONDS, stall)
-        loop.step(i * 0.25)
-    return tables["pool-0"].knob("reserve")
-
-
-def test_by_default_an_underused_link_alone_raises_the_reserve(tables: dict[str, WorkerTable]) -> None:
-    target_s = SloSection().prefill_target_s
-    assert shipped_reserve(tables, wait_s=target_s / 2, link_use=0.5) == PoolSection().reserve
-    assert shipped_reserve(tables, wait_s=target_s / 2, link_use=0.0) > PoolSection().reserve
-
-
-def test_by_default_prefill_gets_more_slots_only_over_its_wait_target(
-    tables: dict[str, WorkerTable],
-) -> None:
-    target_s = SloSection().prefill_target_s
-    assert shipped_reserve(tables, wait_s=target_s * 0.8, link_use=0.5) == PoolSection().reserve
-    assert shipped_reserve(tables, wait_s=target_s * 4, link_use=0.5) > PoolSection().reserve
-
-
-def test_by_default_stalls_leave_prefill_a_tenth_of_the_slots(tables: dict[str, WorkerTable]) -> None:
-    assert shipped_reserve(tables, wait_s=0.0, link_use=0.5, stall=0.9) == pytest.approx(0.1)
 
 
 def test_a_configured_reserve_below_the_minimum_is_the_minimum() -> None:

@@ -13,7 +13,7 @@ from runtime.node.config import NodeConfig, parse_config
 from runtime.node.config_file import load_config
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.layout import lay_out
-from runtime.node.placement.machine import Machine, parse_cores
+from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 
 NODE8 = Path(__file__).parents[2] / "launchers" / "node8.toml"
@@ -131,25 +131,10 @@ def test_spinning_workers_get_exclusive_cores_on_their_gpus_numa_node(config: No
     assert second.spin
 
 
-def test_without_a_spare_core_a_pool_does_not_spin(config: NodeConfig) -> None:
-    first, second = pools(lay_out(config, machine(cores=4, nodes=2)))  # two cores near both GPUs
-    assert (first.spin, len(first.cores)) == (True, 1)
-    assert (second.spin, second.cores) == (False, ())
-
-
 def test_an_unknown_numa_node_is_not_guessed(config: NodeConfig) -> None:
     first, _ = pools(lay_out(config, machine(nodes=0)))
     assert first.numa_node is None
     assert first.spin
-
-
-def test_configured_cores_are_kept(tmp_path: Path) -> None:
-    mine = Machine.read().cores[0]
-    raw = {
-        "pool": {"devices": ["cuda:0"], "cores": [[mine]]},
-        "collections": [{"name": "docs", "path": str(tmp_path)}],
-    }
-    assert pools(lay_out(parse_config(raw), machine()))[0].cores == (mine,)
 
 
 def node8(tmp_path: Path) -> NodeConfig:
@@ -282,17 +267,3 @@ def test_two_workers_on_one_gpu_must_fit_in_its_memory(tmp_path: Path) -> None:
         console = Console(width=160, file=null, force_terminal=True)
         assert show_placement(plan, machine(gpus=1), {"pool-0": 40 * GIB}, console)
         assert not show_placement(plan, machine(gpus=1), {"pool-0": 40 * GIB, "pool-1": 40 * GIB}, console)
-
-
-@pytest.mark.parametrize(("text", "cores"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("", set())])
-def test_the_kernels_cpu_lists_are_parsed(text: str, cores: set[int]) -> None:
-    assert parse_cores(text) == cores
-
-
-def test_numa_nodes_list_only_cores_allowed_for_this_process(tmp_path: Path) -> None:
-    (tmp_path / "node0").mkdir()
-    (tmp_path / "node0" / "cpulist").write_text("0-4095\n")
-    (tmp_path / "node1").mkdir()
-    (tmp_path / "node1" / "cpulist").write_text("5000\n")
-    read = Machine.read(system=tmp_path)
-    assert read.node_cores == {0: read.cores}

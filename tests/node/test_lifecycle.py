@@ -4,7 +4,6 @@ import itertools
 import random
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import cast
@@ -101,30 +100,6 @@ def test_the_workers_note_has_the_reason_and_the_restart_time(node: Node) -> Non
     assert first.note(node.now_s) == ("cannot run (could not be started: no more processes); restarts in 12 s")
 
 
-@pytest.mark.parametrize(
-    ("command", "failure"), [("exit 75", "ended (exit code 75: no room)"), ("kill -9 $$", "ended (signal SIGKILL)")]
-)
-def test_the_workers_note_has_the_reason_only_if_it_ended_by_itself(node: Node, command: str, failure: str) -> None:
-    first = node.workers[0]
-    first.phase, first.was_ready, first.table.note = Phase.READY, True, "no room"
-    first.process = subprocess.Popen(["sh", "-c", command], start_new_session=True)
-    first.process.wait()
-    node.lifecycle.reap(node.workers)
-    assert first.failure == failure
-
-
-def test_the_workers_note_reports_a_missing_heartbeat(node: Node) -> None:
-    first = node.workers[0]
-    first.phase = Phase.READY
-    first.table.beat()
-    first.clock_ns = lambda: 0
-    assert first.note(node.now_s) == ""
-    now_ns = time.monotonic_ns()
-    eight_later = now_ns + int((8.1 - first.table.age_s(now_ns)) * 1e9)
-    first.clock_ns = lambda: eight_later
-    assert first.note(node.now_s) == "no heartbeat for 8 s"
-
-
 def test_a_requested_restart_skips_the_back_off(node: Node) -> None:
     first = cannot_run(node)
     first.due = node.now_s + 50.0
@@ -157,29 +132,6 @@ def test_a_dead_worker_is_replaced_at_once_by_a_standby(node: Node, phase: str, 
     dead.due, dead.failed_starts = node.now_s + 50.0, failed
     assert StandbyWorkers([spare], [dead]).step(may_start=True) == ()  # no other is started before that one is
     assert (dead.due > node.now_s) == waits
-
-
-def test_a_loaded_standby_worker_takes_the_place_of_an_added_worker_of_its_role_and_device(node: Node) -> None:
-    spare, _ = node.workers
-    spare.placement = replace(spare.placement, spare=0)
-    standbys, added = StandbyWorkers([spare], []), WorkerPlan("pool", 7, "cpu", (), 1)
-    assert not standbys.is_loaded_for(added)
-    spare.phase = Phase.STANDBY
-    assert standbys.is_loaded_for(added)
-    assert not standbys.is_loaded_for(replace(added, role="decode"))
-    assert not standbys.is_loaded_for(replace(added, device="cuda:0"))
-
-
-def test_a_standby_worker_of_a_returned_gpu_starts_without_back_off(node: Node) -> None:
-    spare, worker = node.workers
-    spare.placement, spare.due = replace(spare.placement, spare=0), float("inf")  # its slow start was told of
-    standbys = StandbyWorkers([spare], [worker])
-    worker.desired, worker.phase = Desired.STOP, Phase.STOPPED
-    node.lifecycle.reconcile(standbys.step(may_start=True))
-    assert spare.phase is Phase.STOPPED
-    worker.desired, worker.phase = Desired.RUN, Phase.READY
-    node.lifecycle.reconcile(standbys.step(may_start=True))
-    assert node.starts == [(spare.name, node.now_s)]
 
 
 def test_a_slow_start_is_reported_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:

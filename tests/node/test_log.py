@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from runtime.node.config import NodeConfig, parse_config
+from runtime.node.config import NodeConfig
 from runtime.node.logs.log import (
     Formatter,
     LogFile,
@@ -103,14 +103,6 @@ def test_an_event_is_one_line_whatever_its_content(capfd: pytest.CaptureFixture[
         assert "ValueError: first" in written
 
 
-def test_records_below_the_configured_level_are_dropped(capfd: pytest.CaptureFixture[str]) -> None:
-    section = parse_config({"log": {"level": "warning"}}).log
-    with log_to_stderr(section, "pool-0"):
-        logging.getLogger("a.b").info("quiet")
-        logging.getLogger("a.b").warning("loud")
-    assert capfd.readouterr().err.endswith(" W pool-0 b: loud\n")
-
-
 def test_logging_does_not_block_on_a_stuck_disk_and_lost_lines_are_counted(start: StartLog) -> None:
     disk = Disk()
     lost: list[int] = []
@@ -151,14 +143,6 @@ def test_process_exit_waits_for_a_stuck_disk_up_to_a_limit(start: StartLog) -> N
     disk.stuck.set()
 
 
-def test_a_malformed_logging_call_is_logged_without_raising(start: StartLog) -> None:
-    disk = Disk()
-    log, handler = start(disk.write)
-    handler.handle(logging.LogRecord(log.name, logging.INFO, "", 0, "%d tokens", ("many",), None))
-    handler.close()
-    assert "formatting failed" in disk.events[0]
-
-
 def test_log_files_are_rotated_within_their_limit(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "pool-0.log"
     file = LogFile(path, max_bytes=100, files=3)
@@ -170,19 +154,6 @@ def test_log_files_are_rotated_within_their_limit(tmp_path: Path) -> None:
     assert all(found.stat().st_size <= 100 for found in files)
     kept = [int(line) for found in reversed(files) for line in found.read_bytes().splitlines()]
     assert kept == list(range(40 - len(kept), 40))
-
-
-def test_a_partially_written_line_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = LogFile(tmp_path / "x.log", max_bytes=10_000, files=1)
-    file.write(b"first\n")
-    write = os.write
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", lambda fd, line: write(fd, line[:3]))
-        with pytest.raises(OSError, match="No space left"):
-            file.write(b"second\n")
-    file.write(b"third\n")
-    file.close()
-    assert (tmp_path / "x.log").read_bytes() == b"first\nthird\n"
 
 
 def test_a_full_disk_is_an_error_and_logging_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

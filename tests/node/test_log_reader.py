@@ -7,7 +7,6 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from launchers.commands.logs import format_line
 from launchers.main import command_line
 from runtime.errors import EXIT_FAILED, InvalidRequest
 from runtime.node.logs.log import LogFile, LogLine
@@ -50,16 +49,6 @@ def test_lines_of_all_processes_are_merged_by_time(tmp_path: Path, pool: Writer)
     for second in (0, 2, 3, 6):
         decode.write(second)
     assert seconds(list(read_logs(tmp_path))) == list(range(7))
-
-
-def test_rotated_files_are_read_from_the_oldest(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "pool-0", max_bytes=200, files=4)
-    for second in range(8):
-        writer.write(second)
-    assert len(list(tmp_path.iterdir())) == 4
-    found = seconds(list(read_logs(tmp_path)))
-    assert found == list(range(8))[-len(found) :]
-    assert len(found) > 4
 
 
 def test_partial_and_invalid_lines_are_skipped(tmp_path: Path, pool: Writer) -> None:
@@ -109,21 +98,6 @@ def test_following_yields_every_line_once_over_rotations_and_new_processes(tmp_p
     assert seconds(list(read_logs(tmp_path, wait))) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
-def test_following_a_node_that_removes_its_logs_yields_the_last_lines(tmp_path: Path, pool: Writer) -> None:
-    pool.write(0)
-
-    def stop() -> None:
-        pool.write(1)
-        (tmp_path / "pool-0.log").unlink()
-
-    assert seconds(list(read_logs(tmp_path, steps(stop)))) == [0, 1]
-
-
-def test_a_traceback_is_shown_below_its_line() -> None:
-    text = format_line(line(0, detail="Traceback:\n  at x\x1b"))
-    assert text.splitlines()[1:] == ["    Traceback:", "      at x\\x1b"]
-
-
 # ---- the command
 
 
@@ -149,11 +123,6 @@ def node(tmp_path: Path) -> str:
 
 def events(text: str) -> list[int]:
     return [int(found.rsplit(" ", 1)[1]) for found in text.splitlines()]
-
-
-def test_the_command_prints_the_logs_of_a_dead_node(node: str) -> None:
-    assert events(trinity_logs(node)) == [0, 1, 2, 3, 4]
-    assert events(trinity_logs(f"{node}/logs")) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import runtime
 from ipc import MemoryRefused, SharedMemory
 from runtime.node.config import Role, SloSection
 from runtime.node.metrics.exporter import NodeCollector, render
-from runtime.node.metrics.kinds import Histogram, Metric
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.metrics.worker_metrics import METRICS, DecodeMetrics, FrontendMetrics, PoolMetrics
 
@@ -43,13 +42,6 @@ def samples(family: Family, suffix: str = "") -> dict[str, float]:
     return {sample.labels.get("le", sample.labels["worker"]): sample.value for sample in found}
 
 
-def test_metrics_are_unique_per_role_and_of_one_type_over_all_roles() -> None:
-    for role in ROLES:
-        told = [(metric.name, metric.label) for metric in METRICS[role]]
-        assert len(set(told)) == len(told)
-    assert len({metric.name for metric in ALL}) == len({(metric.name, metric.kind, metric.help) for metric in ALL})
-
-
 def test_no_code_spells_out_a_declared_metric_name() -> None:
     root = Path(runtime.__file__).parents[1]
     declared = {root / "runtime/node/metrics/worker_metrics.py", root / "runtime/node/supervisor_metrics.py"}
@@ -70,19 +62,6 @@ def test_no_code_spells_out_a_declared_metric_name() -> None:
     ] == []
 
 
-@pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)
-def test_names_follow_prometheus(metric: Metric) -> None:
-    name = metric.name
-    assert name.startswith("trinity_")
-    assert name.endswith("_total") == (metric.kind == "counter")
-    assert not name.endswith(("_count", "_sum", "_bucket", "_ms", "_us", "_milliseconds", "_kb", "_mb"))
-    assert metric.help
-    if isinstance(metric, Histogram):
-        assert name.endswith(("_seconds", "_extends"))
-        assert list(metric.buckets) == sorted(set(metric.buckets))
-        assert all(math.isfinite(edge) and edge > 0 for edge in metric.buckets)
-
-
 def test_the_text_contains_the_values_written_by_workers(table: WorkerTable) -> None:
     other = WorkerTable.create("pool", "pool-1", SloSection())
     worker = WorkerTable.open(table.reference, "pool", SloSection())
@@ -96,16 +75,6 @@ def test_the_text_contains_the_values_written_by_workers(table: WorkerTable) -> 
     assert samples(found["trinity_pool_clients"]) == {"pool-0": 7, "pool-1": 0}
     worker.close()
     other.close()
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_every_metric_of_a_role_is_in_the_text(role: Role) -> None:
-    made = WorkerTable.create(role, f"{role}-0", SloSection())
-    found = parsed({f"{role}-0": made})
-    assert {metric.name.removesuffix("_total") for metric in METRICS[role]} <= set(found)
-    series = [(sample.name, tuple(sample.labels.items())) for family in found.values() for sample in family.samples]
-    assert len(set(series)) == len(series)
-    made.close()
 
 
 def test_a_value_on_an_edge_belongs_to_that_edges_bucket(table: WorkerTable) -> None:
@@ -129,20 +98,6 @@ def test_a_histogram_counts_every_value_in_all_buckets_that_hold_it(values: list
     buckets = samples(family, "_bucket")
     assert buckets == {le: sum(value <= float(le) for value in values) for le in buckets}
     assert samples(family, "_sum")["pool-0"] == pytest.approx(sum(values))
-    made.close()
-
-
-@settings(max_examples=30)
-@given(st.lists(st.lists(st.one_of(st.floats(0.0, 100.0), st.sampled_from(PoolMetrics.LATENCY.buckets)), max_size=8)))
-def test_batch_observation_equals_single_observations(steps: list[list[float]]) -> None:
-    made = WorkerTable.create("pool", "pool-0", SloSection())
-    for step in steps:
-        made.observe_many(PoolMetrics.LATENCY, step)
-        for value in step:
-            made.observe(PoolMetrics.WAIT["decode"], value)
-    at_once, one_by_one = made.read(PoolMetrics.LATENCY), made.read(PoolMetrics.WAIT["decode"])
-    assert at_once[:-1] == one_by_one[:-1]
-    assert at_once[-1] == pytest.approx(one_by_one[-1])
     made.close()
 
 
@@ -229,15 +184,6 @@ def test_a_knob_starts_at_the_configured_value_and_keeps_the_supervisors_setting
     worker.close()
 
 
-def test_a_metric_of_another_role_is_a_key_error(table: WorkerTable) -> None:
-    frontend = WorkerTable.create("frontend", "frontend-0", SloSection())
-    with pytest.raises(KeyError):
-        frontend.set_knob("reserve", 1.0)
-    with pytest.raises(KeyError):
-        table.add(FrontendMetrics.RESTARTED)
-    frontend.close()
-
-
 def test_a_note_is_read_as_written_until_it_is_cleared(table: WorkerTable) -> None:
     worker = WorkerTable.open(table.reference, "pool", SloSection())
     assert table.note == ""
@@ -248,19 +194,6 @@ def test_a_note_is_read_as_written_until_it_is_cleared(table: WorkerTable) -> No
     worker.note = ""
     assert table.note == ""
     worker.close()
-
-
-def test_a_long_note_is_truncated_and_does_not_overwrite_its_neighbours(table: WorkerTable) -> None:
-    table.set_knob("flush_prefill_s", 0.25)
-    table.note = "–" * 4096
-    assert table.note == "–" * 341  # of three bytes each, in 1,023
-    assert table.knob("flush_prefill_s") == 0.25
-
-
-def test_a_new_process_starts_without_the_previous_note(table: WorkerTable) -> None:
-    table.note = "no such file"
-    table.begin(epoch=2, pid=7)
-    assert table.note == ""
 
 
 def test_a_new_process_is_never_observed_with_the_previous_state(

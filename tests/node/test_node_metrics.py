@@ -53,17 +53,6 @@ def test_a_worker_that_loads_for_long_has_no_old_heartbeat(phase: str, age: floa
     assert value(found, "trinity_worker_heartbeat_age_seconds", worker="pool-0") == age
 
 
-def test_cpu_time_never_decreases_over_a_workers_restart() -> None:
-    spent = {7: 3.0, 8: 0.25, 0: 0.0, 1: 0.0}
-    figures = NodeMetricsSource(NodeConfig(), [POOL], "1.0", lambda pid: Usage(cpu_s=spent[pid]))
-    seen = []
-    for pid in (7, 0, 0, 8, 8):
-        seen.append(value(read(figures, status(pid)), "trinity_worker_cpu_seconds", worker="pool-0"))
-        spent[8] += 0.5
-    assert seen == sorted(seen)
-    assert seen[-1] == 3.0 + 2.25
-
-
 def test_slos_are_exported_with_their_limits() -> None:
     config = NodeConfig(slo=SloSection(ttft_s=0.4, objective=0.95))
     found = read(NodeMetricsSource(config, [POOL], "1.0", lambda pid: Usage()), status(0, "backoff"))

@@ -1,8 +1,6 @@
 """A plan gives every worker a device, cores and an endpoint; impossible plans are refused."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +21,6 @@ from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, plan_spares
 from runtime.retrieval.collections import bulk_load
-from runtime.serving.model.packages import torch_cuda
 
 CORES = sorted(os.sched_getaffinity(0))
 MODEL = {"model": {"name": "smollm2-135m-instruct"}}
@@ -45,17 +42,7 @@ def names(found: NodePlan) -> list[str]:
     return [worker.name for worker in found.workers]
 
 
-def test_a_whole_node_has_workers_of_each_role_and_one_frontend(tmp_path: Path) -> None:
-    found = plan(tmp_path, **MODEL, pool={"workers": 2}, decode={"workers": 2})
-    assert names(found) == ["pool-0", "pool-1", "prefill-0", "decode-0", "decode-1", "frontend-0"]
-
-
 OPENAI = {"engine": "openai", "name": "big", "url": "http://127.0.0.1:8000/v1"}
-
-
-def test_a_gateway_node_has_no_model_workers(tmp_path: Path) -> None:
-    assert names(plan(tmp_path, model=OPENAI)) == ["pool-0", "frontend-0"]
-    assert names(lay_out(parse_config({"model": OPENAI}))) == ["frontend-0"]  # passed on, without retrieval
 
 
 @pytest.mark.parametrize(
@@ -83,14 +70,6 @@ def test_a_trigger_that_is_not_installed_is_refused(tmp_path: Path) -> None:
     assert says == "probes.trigger = 'margin': no such trigger; there are every, drift, unsure"
 
 
-def test_without_a_model_a_node_serves_retrieval_alone(tmp_path: Path) -> None:
-    assert names(plan(tmp_path)) == ["pool-0", "frontend-0"]
-
-
-def test_without_collections_a_node_has_no_pool(tmp_path: Path) -> None:
-    assert names(plan(tmp_path, **MODEL, collections=[])) == ["prefill-0", "decode-0", "frontend-0"]
-
-
 def test_a_node_with_nothing_to_serve_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path, collections=[]).startswith("nothing to serve")
 
@@ -98,13 +77,6 @@ def test_a_node_with_nothing_to_serve_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", ["pool", "prefill", "decode"])
 def test_a_required_role_has_at_least_one_worker(role: str, tmp_path: Path) -> None:
     assert refusal(tmp_path, **MODEL, **{role: {"workers": 0}}) == f"{role}.workers = 0: this node needs at least 1"
-
-
-def test_endpoints_differ_between_workers_and_between_runs(tmp_path: Path) -> None:
-    first, second = (plan(tmp_path, **MODEL) for _ in range(2))
-    endpoints = [run.endpoint(name) for run in (first, second) for name in [*names(run), "frontend", "control"]]
-    assert len(set(endpoints)) == len(endpoints)
-    assert all(endpoint.startswith("ipc://@trinity-") for endpoint in endpoints)
 
 
 def test_one_entry_is_shared_and_one_entry_per_worker_is_distributed(tmp_path: Path) -> None:
@@ -136,13 +108,6 @@ def test_a_core_for_two_pools_is_refused_and_other_roles_may_share(tmp_path: Pat
     plan(tmp_path, **MODEL, prefill={"cores": [[CORES[0]]]}, decode={"cores": [[CORES[0]]]})
 
 
-def test_a_core_listed_twice_counts_once(tmp_path: Path) -> None:
-    twice = [CORES[0], CORES[0]]
-    assert plan(tmp_path, pool={"cores": [twice]}).of_role("pool")[0].cores == tuple(twice)
-    message = refusal(tmp_path, pool={"cores": [twice], "threads": 2})
-    assert message == "pool.threads = 2: pool-0 has 1 cores"
-
-
 def test_more_threads_than_cores_are_refused(tmp_path: Path) -> None:
     message = f"decode.threads = {len(CORES) + 1}: decode-0 has {len(CORES)} cores"
     assert refusal(tmp_path, **MODEL, decode={"threads": len(CORES) + 1}) == message
@@ -156,10 +121,6 @@ LIMITS = {
 @pytest.mark.parametrize("message", LIMITS)
 def test_contradictory_limits_are_refused(message: str, tmp_path: Path) -> None:
     assert refusal(tmp_path, **MODEL, **LIMITS[message]) == message
-
-
-def test_model_requirements_are_not_checked_without_a_model(tmp_path: Path) -> None:
-    plan(tmp_path, prefill={"workers": 0, "devices": []})
 
 
 def test_a_missing_collection_and_a_name_used_twice_are_refused(tmp_path: Path) -> None:
@@ -299,18 +260,6 @@ def test_standby_workers_need_as_much_memory_as_their_workers(tmp_path: Path, mo
     assert "decode-spare-1" in wide.export_text()
 
 
-def test_standby_workers_kv_counts_as_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "model_directory", lambda name, progress: None)
-    monkeypatch.setattr(preflight, "check_files", lambda name, directory: None)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=4 << 30))
-    model = {"name": "smollm2-135m-instruct"}
-    preflight.check(lay_out(parse_config({"model": model})))
-    with pytest.raises(
-        ResourceBusy, match=r"the node needs \d\.\d GiB of memory \(.*decode-spare-0 1\.\d.*\), but 4\.0 GiB are free"
-    ):
-        preflight.check(lay_out(parse_config({"model": model, "prefill": {"spares": 2}, "decode": {"spares": 1}})))
-
-
 def test_a_torch_without_cuda_is_refused_before_anything_starts(
     tmp_path: Path, torch_with_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,16 +267,6 @@ def test_a_torch_without_cuda_is_refused_before_anything_starts(
     monkeypatch.setattr(preflight, "torch_cuda", lambda: None)
     with pytest.raises(ConfigError, match="prefill-0 cannot run on 'cuda:0': the installed torch has no"):
         preflight.check(found, machine=machine)
-
-
-def test_torchs_build_is_read_without_importing_torch() -> None:
-    torch = pytest.importorskip("torch")
-    assert torch_cuda() == torch.version.cuda
-    program = (
-        "import sys; from runtime.serving.model.packages import torch_cuda\n"
-        "torch_cuda(); assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -59,19 +59,10 @@ def roles(moves: list[Move]) -> set[str]:
     return {move.role for move in moves}
 
 
-def test_an_unloaded_node_keeps_its_workers() -> None:
-    assert Node().run(120) == []
-    assert Node(prefill=7, decode=1).run(120, asked=0.7, token_s=0.018) == []
-
-
 def test_overloaded_prefill_gets_a_worker_from_decode() -> None:
     moves = Node().run(60, asked=5.0, waiting=30)
     assert roles(moves) == {"decode"}
     assert "4 prefill workers have a load of 1." in moves[0].cause
-
-
-def test_decode_over_its_tpot_gets_a_worker_from_prefill() -> None:
-    assert roles(Node().run(60, asked=1.2, token_s=0.029)) == {"prefill"}
 
 
 def test_a_missed_slo_triggers_a_beneficial_move_even_if_no_role_is_busy() -> None:
@@ -86,23 +77,8 @@ def test_a_short_load_spike_moves_no_worker() -> None:
         assert node.run(15) == []
 
 
-def test_a_role_keeps_its_last_worker() -> None:
-    assert Node(prefill=7, decode=1).run(60, asked=9.0) == []
-    assert Node(prefill=1, decode=7).run(60, asked=0.1, token_s=0.05) == []
-
-
 def test_when_both_roles_are_overloaded_no_worker_moves() -> None:
     assert Node().run(60, asked=4.0, token_s=0.03, missed=1.0) == []
-
-
-def test_prompts_computed_by_decode_count_as_prefill_work() -> None:
-    assert Node().run(60, asked=2.6, token_s=0.013) == []
-    assert roles(Node().run(120, asked=4.6, token_s=0.02, left=2.0)) == {"decode"}
-
-
-def test_prompts_waiting_for_decode_slots_count_as_decode_work() -> None:
-    assert Node().run(60, asked=2.0, token_s=0.018, waiting=30) == []
-    assert roles(Node().run(60, asked=2.0, token_s=0.018, waiting=30, unpulled=20)) == {"prefill"}
 
 
 def test_a_role_with_rising_load_gives_up_no_worker() -> None:
@@ -120,28 +96,9 @@ def test_after_the_proposed_move_no_further_move_is_proposed() -> None:
     assert node.run(120, asked=3.8, token_s=0.0151) == []
 
 
-def test_prompts_that_decode_can_absorb_move_no_worker() -> None:
-    """A chunk takes 8 ms beside a step of 18; six decode workers compute prompts that take .7 of a worker."""
-    busy: dict[str, Any] = {"asked": 2.4, "token_s": 0.0206, "left": 0.7}
-    assert roles(Node(prefill=2, decode=6).run(60, **busy)) == {"decode"}
-    assert Node(prefill=2, decode=6, chunk_tokens=80).run(60, **busy) == []
-
-
-def test_while_slos_are_missed_any_gain_suffices() -> None:
-    busy: dict[str, Any] = {"asked": 2.4, "token_s": 0.0206, "left": 0.7, "missed": 0.2}
-    assert roles(Node(prefill=2, decode=6, chunk_tokens=80).run(60, **busy)) == {"decode"}
-
-
 def test_if_a_chunk_exceeds_the_tpot_only_prefill_computes_prompts() -> None:
     busy: dict[str, Any] = {"asked": 3.5, "token_s": 0.0111, "left": 0.0}
     assert roles(Node(prefill=2, decode=6, chunk_tokens=250).run(60, **busy)) == {"decode"}
-
-
-def test_prompts_beyond_both_roles_capacity_move_a_worker_to_prefill() -> None:
-    """A prompt's chunk takes a step of its own: decode is half as quick with prompts as prefill is."""
-    node = Node(prefill=2, decode=6, chunk_tokens=100)
-    assert roles(node.run(120, asked=6.0, token_s=0.033, left=4.0)) == {"decode"}
-    assert node.planner.loads["prefill"] == pytest.approx(1.26, abs=0.02)
 
 
 # ---- the supervisor's use of the planner
@@ -202,10 +159,6 @@ def busy_prefill(tables: dict[str, WorkerTable], mode: str) -> list[Move]:
         "decode": mode != "off",
     }
     return moves
-
-
-def test_the_planner_acts_by_default(tables: dict[str, WorkerTable]) -> None:
-    assert roles(busy_prefill(tables, ControlSection().planner)) == {"decode"}
 
 
 def test_a_planner_that_is_off_decides_nothing(

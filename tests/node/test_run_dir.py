@@ -59,15 +59,6 @@ def running(path: Path, name: str) -> RunDir:
     return held
 
 
-def test_a_node_with_a_custom_directory_is_found_by_name_and_leaves_no_link(home: Path) -> None:
-    held = running(home / "deep" / "run", "far")
-    assert find_node("far").name == "far"
-    assert find_node() == find_node("far")
-    assert running_nodes() == {home / "deep" / "run": find_node("far")}
-    held.release()
-    assert [entry.name for entry in home.iterdir()] == ["deep"]
-
-
 def test_without_a_name_the_only_running_node_is_used_and_several_are_listed_in_the_error(home: Path) -> None:
     with pytest.raises(Unavailable, match="no node runs"):
         find_node()
@@ -97,16 +88,6 @@ def test_the_link_of_a_killed_node_is_ignored_and_removed_at_the_next_start(home
     again = running(home / "next", "next")
     assert [entry.readlink().name for entry in nodes_dir().iterdir()] == ["next"]
     again.release()
-
-
-def test_a_node_runs_where_no_link_can_be_made_and_is_found_by_its_directory(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (home / "file").write_text("")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "file"))
-    held = running(home / "run", "alone")
-    assert find_node(home / "run").name == "alone"
-    held.release()
 
 
 def test_a_second_node_in_the_same_directory_is_refused_and_the_first_is_not_disturbed(tmp_path: Path) -> None:
@@ -172,15 +153,6 @@ def private_group(monkeypatch: pytest.MonkeyPatch, *members: str) -> None:
     monkeypatch.setattr(private, "grp", SimpleNamespace(getgrgid=lambda gid: group))
 
 
-def test_a_private_group_may_have_write_access_to_the_parent_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "holder" / "run").mkdir(parents=True, mode=0o700)
-    (tmp_path / "holder").chmod(0o775)
-    private_group(monkeypatch)
-    RunDir.acquire(tmp_path / "holder" / "run").release()
-
-
 @pytest.mark.parametrize("mode", [0o777, 0o775])
 def test_a_directory_that_others_could_replace_is_refused_and_ignored(
     tmp_path: Path, mode: int, monkeypatch: pytest.MonkeyPatch
@@ -222,16 +194,6 @@ def test_a_created_parent_directory_is_private_whatever_the_umask(tmp_path: Path
     held.release()
 
 
-def test_files_that_cannot_be_removed_are_left_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    held = RunDir.acquire(tmp_path / "run")
-    (tmp_path / "run" / "node.json").mkdir()  # no file that can be unlinked
-    held.release()
-    assert [record.message.split(": ")[0] for record in caplog.records] == [
-        f"{tmp_path}/run/node.json cannot be removed"
-    ]
-    RunDir.acquire(tmp_path / "other").release()
-
-
 @pytest.mark.parametrize("kind", ["a link", "a file", "under a file"])
 def test_a_path_that_is_not_a_directory_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "run"
@@ -254,14 +216,6 @@ def test_a_damaged_node_file_is_no_node(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(Unavailable):
         find_node(tmp_path / "run")
     held.release()
-
-
-def test_foreign_files_in_the_directory_are_left_alone(tmp_path: Path) -> None:
-    held = RunDir.acquire(tmp_path / "run")
-    held.write(INFO)
-    (tmp_path / "run" / "notes").write_text("mine")
-    held.release()
-    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["notes"]
 
 
 def test_inspecting_a_stale_directory_does_not_block_the_next_node(tmp_path: Path) -> None:

@@ -94,13 +94,6 @@ def test_a_drained_worker_exits_and_is_removed(start: StartTiny) -> None:
     restart_node(node.info, "", timeout_s=60)  # all that is left can be restarted
 
 
-def test_a_reused_name_has_a_new_epoch(start: StartTiny) -> None:
-    node = start()
-    assert change(node, "drain", "prefill-0") == "prefill-0"
-    assert change(node, "add", "prefill") == "prefill-0"
-    assert worker(node.ready(), "prefill-0").epoch == 2
-
-
 def test_a_flip_drains_the_old_worker_when_the_new_one_is_ready(start: StartTiny) -> None:
     node = start()
     assert change(node, "flip", "prefill") == "decode-1"
@@ -164,22 +157,6 @@ def test_an_unknown_worker_is_refused_with_the_known_ones(start: StartTiny) -> N
             change(node, "add", what)
 
 
-def test_only_workers_of_scalable_roles_can_be_changed(start: StartTiny) -> None:
-    node = start()
-    roles = {"add": "prefill, decode, pool", "drain": "prefill, decode, pool", "flip": "decode"}
-    for verb, what in itertools.product(roles, ("frontend", "frontend-0")):
-        with pytest.raises(InvalidRequest, match=f"does not accept role .*{roles[verb]}$"):
-            change(node, verb, what)
-
-
-def test_a_node_without_a_model_has_no_model_workers(start: StartTiny) -> None:
-    node = start(more="")
-    with pytest.raises(InvalidRequest, match=r"accepted on this node: pool$"):
-        change(node, "add", "decode")
-    with pytest.raises(InvalidRequest, match=r"accepted on this node: none without a \[model\]"):
-        change(node, "flip", "pool-0")
-
-
 def test_a_removed_pool_worker_can_be_added_back_up_to_the_plan(start: StartTiny) -> None:
     node = start(more=POOLS)
     assert change(node, "drain", "pool-1") == "pool-1"
@@ -215,14 +192,6 @@ def test_a_vllm_instance_can_be_drained_and_added_back_up_to_the_plan() -> None:
     assert added == [places[0]]
     with pytest.raises(InvalidRequest, match="accepted on this node: none"):
         scaler.request("flip", "engine-decode-0")
-
-
-def test_a_worker_started_while_a_pool_worker_is_removed_still_knows_its_endpoint() -> None:
-    plan = NodePlan(NodeConfig(), "", "t", tuple(WorkerPlan("pool", n, "cpu", (), 1) for n in range(2)))
-    supervisor = Supervisor(plan)
-    supervisor.remove_worker(supervisor.workers[1])
-    assert [place.name for place in supervisor.plan.workers] == ["pool-0", "pool-1"]
-    assert [place.name for place in supervisor.node_metrics.workers] == ["pool-0"]
 
 
 def two_of_a_role() -> Supervisor:
@@ -307,23 +276,6 @@ def test_a_gpu_with_required_workers_is_not_drained(start: StartTiny) -> None:
     assert {found.name for found in node.ready().workers if found.device == "cuda:3"} == {"pool-0", "decode-1"}
     assert change(node, "add", "decode") == "decode-0"  # where it was, not beside decode-1
     assert worker(node.ready(), "decode-0").device == "cuda:2"
-
-
-def test_a_failed_gpu_can_be_drained_although_its_workers_never_become_ready(start: StartTiny) -> None:
-    node = start({"pool-0": ["serve", *["crash"] * 50]}, more=GPUS, process=serve_eight_gpus)
-    os.kill(worker(node.ready()).pid, signal.SIGKILL)
-    node.eventually(lambda status: worker(status).restarts >= 2, "a pool worker that dies again and again")
-    assert change(node, "drain", "cuda:3") == "pool-0 decode-1"
-    assert node.ready().ready
-
-
-def test_a_flipped_worker_keeps_names_of_other_gpus_free(start: StartTiny) -> None:
-    node = start(more=GPUS, process=serve_eight_gpus)
-    change(node, "drain", "decode-1")
-    assert change(node, "flip", "prefill-1") == "decode-2"
-    assert worker(node.ready(), "decode-2").device == "cuda:1"
-    with pytest.raises(InvalidRequest, match="cannot flip cuda:1"):
-        change(node, "flip", "cuda:1")
 
 
 def test_the_number_of_workers_of_a_role_is_limited(start: StartTiny) -> None:

@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 
-from runtime.errors import ConfigError, Unavailable
-from runtime.node.config import parse_config
-from runtime.node.placement.layout import lay_out
-from runtime.node.placement.machine import Machine
+from runtime.errors import Unavailable
 from runtime.node.supervisor.admin import (
     NodeStatus,
     WorkerStatus,
     admin_request,
-    restart_node,
     scale_workers,
     stop_node,
 )
@@ -91,40 +87,6 @@ def test_a_standby_worker_replaces_a_dead_one_and_a_new_standby_starts(start: St
     assert life == "serve" or "ready" in logged.read_text()  # under the name that it has now
 
 
-def test_standby_workers_do_not_count_as_workers(start: StartTiny) -> None:
-    node = start({"decode-spare-0": ["never ready"]})
-    status = node.eventually(lambda status: spare(status).phase == "starting", "the spare")
-    assert status.ready
-    text = admin_request(node.info.control, "metrics").decode()
-    assert 'trinity_standby_up{model_name="nowhere",node="tiny",worker="decode-spare-0"} 0.0' in text
-    assert 'trinity_worker_up{model_name="nowhere",node="tiny",worker="decode-spare-0"}' not in text
-    assert 'trinity_worker_resident_memory_bytes{model_name="nowhere",node="tiny",worker="decode-spare-0"}' in text
-
-
-def test_a_standby_worker_is_started_after_all_others(start: StartTiny) -> None:
-    node = start({"pool-0": ["never ready"]})
-    status = node.eventually(
-        lambda status: [found.phase for found in status.workers].count("ready") == 4, "all but the pool worker"
-    )
-    assert spare(status).pid == 0
-
-
-def test_a_standby_worker_that_is_not_ready_is_not_waited_for(start: StartTiny) -> None:
-    node = start({"decode-spare-0": ["never ready"]})
-    status = node.eventually(lambda status: status.ready and spare(status).phase == "starting", "the spare")
-    after = killed(node, "decode-0")
-    assert worker(after, "decode-0").pid != spare(status).pid
-    assert spare(after).pid == spare(status).pid
-
-
-def test_a_worker_of_another_role_gets_a_new_process(start: StartTiny) -> None:
-    node = start()
-    before = standing_by(node)
-    after = killed(node, "prefill-0")
-    assert worker(after, "prefill-0").pid != spare(before).pid
-    assert spare(after).pid == spare(before).pid
-
-
 @pytest.mark.parametrize(("life", "end"), [("serve", signal.SIGKILL), ("real serve", signal.SIGTERM)])
 def test_a_standby_worker_that_dies_is_restarted(start: StartTiny, life: str, end: signal.Signals) -> None:
     node = start({"decode-spare-0": [life]})
@@ -151,20 +113,6 @@ def test_a_standby_worker_that_dies_during_takeover_is_restarted_like_any_worker
     assert (worker(after, "decode-0").epoch, worker(after, "decode-0").restarts) == (3, 2)
     assert worker(after, "decode-0").pid != spare(before).pid
     assert spare(standing_by(node)).epoch == 2
-
-
-def test_a_requested_restart_replaces_standby_workers_too(start: StartTiny) -> None:
-    node = start()
-    before = standing_by(node)
-    restart_node(node.info, "decode-0", timeout_s=60)
-    status = node.ready()
-    assert worker(status, "decode-0").pid not in (worker(before, "decode-0").pid, spare(before).pid)
-    assert spare(status).pid == spare(before).pid
-    restart_node(node.info, "", timeout_s=60)
-    status = node.eventually(lambda s: s.ready and spare(s).phase == "standby" and spare(s).epoch == 2, "all of them")
-    assert {found.restarts for found in (*status.workers, *status.spares)} == {0}
-    pids = {found.pid for found in before.workers} | {spare(before).pid}
-    assert not pids & {found.pid for found in (*status.workers, *status.spares)}
 
 
 def test_an_added_or_flipped_worker_uses_a_standby(start: StartTiny) -> None:
@@ -223,14 +171,3 @@ def test_standby_workers_die_with_a_supervisor_that_is_killed(start: StartTiny) 
         node.info  # noqa: B018
     assert select.select([fd], [], [], 60)[0], "a standby worker outlived its supervisor"
     os.close(fd)
-
-
-def test_standby_workers_have_the_placement_of_their_workers() -> None:
-    raw = {"model": {"name": "m"}, "prefill": {"workers": 2, "devices": ["cuda:1", "cuda:3"], "spares": 3}}
-    plan = lay_out(parse_config(raw | {"decode": {"devices": ["cuda:0"]}}), Machine.with_simulated_gpus(4))
-    assert [(place.name, place.gpu) for place in plan.spares] == [
-        ("prefill-spare-0", "SIM-1"), ("prefill-spare-1", "SIM-3"), ("prefill-spare-2", "SIM-1"),
-    ]  # fmt: skip
-    assert lay_out(parse_config({"model": {"name": "m"}})).spares == ()
-    with pytest.raises(ConfigError, match=r"decode\.spares = 9"):
-        parse_config({"decode": {"spares": 9}})

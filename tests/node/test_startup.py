@@ -1,6 +1,6 @@
 """Startup phases of a worker."""
 
-from runtime.node.startup import StartupTimer, process_age_s
+from runtime.node.startup import StartupTimer
 
 
 def test_startup_phases_add_up_and_the_first_includes_the_process_age() -> None:
@@ -24,12 +24,3 @@ def test_a_second_start_of_a_process_does_not_count_what_it_waited_in_the_first(
     start = StartupTimer(clock=lambda: 3.0, core_wait=lambda: next(waited))
     start.mark("first search")
     assert str(start) == "0.00 s (0.50 waiting for a core): first search 0.00"
-
-
-def test_a_start_without_phases_took_no_time() -> None:
-    assert str(StartupTimer(clock=lambda: 3.0)) == "0.00 s"
-
-
-def test_the_age_of_a_process_increases() -> None:
-    first = process_age_s()
-    assert 0 < first <= process_age_s()

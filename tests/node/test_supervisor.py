@@ -15,8 +15,6 @@ from tests.node.conftest import StartTiny
 from tests.node.tiny_node import (
     gone,
     serve_in_a_terminal,
-    serve_stopped_as_soon_as_it_is_found,
-    serve_under_nohup,
     serve_where_sigint_is_ignored,
     serve_with_a_wall_clock_that_jumps,
     worker,
@@ -63,13 +61,6 @@ def test_signals_that_nothing_uses_end_neither_the_node_nor_a_worker(start_tiny:
     node.eventually(lambda status: status.ready and worker(status, "frontend-0").epoch == 2, "a new frontend")
     after = worker(node.ready())
     assert (after.pid, after.restarts) == (before.pid, 0)
-
-
-def test_a_worker_that_exits_is_restarted(start_tiny: StartTiny) -> None:
-    node = start_tiny()
-    os.kill(worker(node.ready()).pid, signal.SIGTERM)
-    node.eventually(lambda status: status.ready and worker(status).restarts == 1, "a new pool worker")
-    assert "pool-0 ended (exit code 0)" in node.log.read_text()
 
 
 def test_a_worker_that_was_ready_once_is_retried_indefinitely(start_tiny: StartTiny) -> None:
@@ -141,12 +132,6 @@ def test_a_worker_whose_loop_hangs_is_killed_and_restarted(start_tiny: StartTiny
     node = start_tiny({"pool-0": ["hang", "serve"]}, heartbeat_s=1.0)
     node.eventually(lambda status: status.ready and worker(status).epoch >= 2, "the second life")
     assert "pool-0 has no heartbeat for 1 s: killed" in node.log.read_text()
-
-
-def test_a_worker_stopped_by_a_debugger_is_killed_and_restarted(start_tiny: StartTiny) -> None:
-    node = start_tiny(heartbeat_s=1.0)
-    os.kill(worker(node.ready()).pid, signal.SIGSTOP)
-    node.eventually(lambda status: status.ready and worker(status).epoch >= 2, "the second life")
 
 
 def test_a_hanging_worker_logs_its_stacks_before_it_is_killed(start_tiny: StartTiny) -> None:
@@ -221,16 +206,6 @@ def test_a_wall_clock_that_jumps_by_days_changes_nothing(start_tiny: StartTiny) 
     assert node.ended() == 0
 
 
-def test_a_node_can_be_started_and_stopped_repeatedly(start_tiny: StartTiny) -> None:
-    for _ in range(5):
-        node = start_tiny()
-        pids = [found.pid for found in node.ready().workers]
-        stop_node(node.info, timeout_s=60)
-        assert node.ended() == 0
-        assert all(gone(pid) for pid in pids)
-        assert not (node.home / "run").exists()
-
-
 def test_a_worker_that_does_not_become_ready_in_time_is_killed_and_retried(start_tiny: StartTiny) -> None:
     node = start_tiny({"pool-0": ["never ready", "serve"]}, start_s=4.0)
     node.eventually(lambda status: status.ready and worker(status).epoch >= 2, "the second life")
@@ -271,26 +246,6 @@ def test_closing_the_terminal_drains_the_node_completely(start_tiny: StartTiny) 
     assert "killing" not in node.log.read_text()
 
 
-def test_a_node_started_by_nohup_survives_its_terminal(start_tiny: StartTiny) -> None:
-    node = start_tiny(process=serve_under_nohup)
-    node.ready()
-    node.signal(signal.SIGHUP)
-    restart_node(node.info, "frontend-0", timeout_s=60)  # its workers still drain for a restart
-    status = node.ready()
-    assert (status.stopping, worker(status).epoch, worker(status, "frontend-0").epoch) == (False, 1, 2)
-
-
-def test_a_second_stop_request_waits_for_the_drain(start_tiny: StartTiny) -> None:
-    node = start_tiny({"pool-0": ["ignore stop"]})
-    pool = worker(node.ready())
-    for _ in range(2):
-        admin_request(node.info.control, "stop")
-    node.eventually(lambda status: worker(status).phase == "draining", "the drain")
-    os.kill(pool.pid, signal.SIGKILL)
-    assert node.ended() == 0
-    assert "killing" not in node.log.read_text()
-
-
 def test_a_worker_that_does_not_drain_in_time_is_killed(start_tiny: StartTiny) -> None:
     node = start_tiny({"pool-0": ["ignore stop"]}, drain_s=1)
     workers = node.ready().workers
@@ -306,12 +261,6 @@ def test_stopping_a_starting_node_does_not_wait_for_the_start(start_tiny: StartT
     node.signal(signal.SIGTERM)
     assert node.ended() == 0
     assert node.stopped() == ["frontend-0"]
-
-
-def test_stopping_a_node_as_soon_as_it_is_found_leaks_nothing(start_tiny: StartTiny) -> None:
-    node = start_tiny(process=serve_stopped_as_soon_as_it_is_found)
-    assert node.ended() == 0
-    assert not (node.home / "run").exists()
 
 
 def test_a_worker_in_back_off_does_not_delay_the_nodes_stop(start_tiny: StartTiny) -> None:
@@ -333,20 +282,3 @@ def test_workers_die_with_a_killed_supervisor_and_the_next_node_starts(start_tin
     with pytest.raises(Unavailable):
         node.info  # noqa: B018
     assert start_tiny().ready().ready
-
-
-def test_a_second_node_in_the_same_directory_is_refused_and_the_first_continues(
-    start_tiny: StartTiny, tmp_path: Path
-) -> None:
-    node = start_tiny()
-    pid = worker(node.ready()).pid
-    second = start_tiny()
-    assert second.ended() == 1
-    assert "a node already runs in" in second.log.read_text()
-    assert worker(node.ready()).pid == pid
-
-
-def test_status_shows_a_recent_heartbeat_from_the_start(start_tiny: StartTiny) -> None:
-    node = start_tiny({"pool-0": ["never ready"]})
-    status = node.eventually(lambda status: True, "an answer")
-    assert all(found.heartbeat_age_s < 60 for found in status.workers)
