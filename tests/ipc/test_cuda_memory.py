@@ -62,13 +62,6 @@ def test_memory_is_exported_once_opened_on_demand_closed_by_the_client_and_freed
         _ = owner.reference
 
 
-def test_a_process_cannot_open_its_own_export() -> None:
-    cuda, owner, _ = ends()
-    reference = owner.reference
-    with pytest.raises(MemoryRefused, match="cannot open the GPU memory that it exported itself"):
-        CudaMemory.open(reference, "cuda:0", cuda)
-
-
 @pytest.mark.parametrize(
     ("device", "ordinal"),
     [
@@ -103,12 +96,6 @@ def test_completion_of_copies_is_queried_without_waiting() -> None:
     assert cuda.calls == [("query", owner.stream)]
     cuda.run()
     assert owner.idle()
-
-
-def test_the_memory_implements_the_cuda_array_interface() -> None:
-    owner = CudaMemory.create(4096, "cuda:0", FakeCuda())
-    interface = owner.__cuda_array_interface__
-    assert (interface["shape"], interface["typestr"]) == ((4096,), "|u1")
 
 
 def test_without_a_driver_the_error_says_so() -> None:

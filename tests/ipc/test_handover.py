@@ -3,15 +3,12 @@
 Every test runs with the payload in host memory and in GPU memory (faked, see `fake_cuda`).
 """
 
-import os
 import resource
 
 import numpy as np
 import pytest
 
 from ipc import HandoverSink, HandoverSource, KvArena, Offer, Outcome, PeerLost
-from ipc.endpoints import receive_all
-from ipc.handover.messages import MAX_PAYLOAD_BYTES, Ended, decode_at_source
 from ipc.handover.sink import RENEW_NS, MappedArena
 from tests.ipc.handovers import (
     SLOT_BYTES,
@@ -59,16 +56,6 @@ def test_the_puller_cannot_write_into_the_arena(source: HandoverSource, sink: Ha
         sink.memory(offer)[0] = 1
 
 
-def test_an_arena_is_mapped_once_for_all_its_offers(source: HandoverSource, sink: HandoverSink) -> None:
-    source.offer(sink.endpoint, 0, b"")
-    (first,) = receive(sink)
-    source.offer(sink.endpoint, 1, b"")
-    (second,) = receive(sink)
-    memory = sink.memory if first.device is None else sink.device_memory
-    assert memory(first) is memory(second)
-    assert sink.statistics().arenas == 1
-
-
 def test_the_pages_of_an_arena_are_populated_when_it_is_mapped() -> None:
     pages = 3000
     owner = KvArena.create(1, pages * 4096, epoch=1)
@@ -81,22 +68,6 @@ def test_the_pages_of_an_arena_are_populated_when_it_is_mapped() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < pages // 64
     mapped.close()
     owner.close()
-
-
-def test_a_sink_sends_its_identity_only_until_the_source_watches_it(
-    arena: KvArena, source: HandoverSource, sink: HandoverSink
-) -> None:
-    source.offer(sink.endpoint, 0, b"")
-    (first,) = receive(sink)
-    assert not first.watched
-    assert source.socket.poll(SOON_MS)
-    assert source.poll() == []
-    source.offer(sink.endpoint, 1, b"")
-    (second,) = receive(sink)
-    assert second.watched
-    sink.acknowledge(second)
-    assert source.socket.poll(SOON_MS)
-    assert [type(decode_at_source(frames[0])) for frames in receive_all(source.socket)] == [Ended]
 
 
 def test_the_written_length_of_a_slot_is_visible_and_resets_with_new_content(
@@ -125,14 +96,6 @@ def test_a_copy_torn_by_a_new_begin_is_detected(arena: KvArena, source: Handover
     copied = half + content(sink, offer, begin=SLOT_BYTES // 2)
     assert len(set(copied)) == 2
     assert not sink.is_current(offer)
-
-
-def test_beginning_another_slot_keeps_a_copy_valid(arena: KvArena, source: HandoverSource, sink: HandoverSink) -> None:
-    source.offer(sink.endpoint, 1, b"")
-    (offer,) = receive(sink)
-    arena.begin(0)
-    arena.begin(2)
-    assert sink.is_current(offer)
 
 
 def test_an_offer_of_an_overwritten_slot_is_rejected_on_arrival(
@@ -346,9 +309,3 @@ def test_a_decode_worker_without_a_gpu_rejects_offers_in_gpu_memory(source: Hand
         (outcome,) = outcomes(source)
         assert (outcome.offer_id, outcome.accepted) == (offer_id, False)
         assert "this one has no GPU" in outcome.reason
-
-
-def test_a_payload_of_the_largest_size_arrives(source: HandoverSource, sink: HandoverSink) -> None:
-    payload = os.urandom(MAX_PAYLOAD_BYTES)
-    source.offer(sink.endpoint, 0, payload)
-    assert receive(sink)[0].payload == payload

@@ -107,13 +107,6 @@ def test_a_function_is_compiled_once_for_all_literals_of_compiled_code(tmp_path:
     assert compilations_of(lambda: calling(1)) == ["caller", "add"]
 
 
-def test_python_may_call_what_compiled_code_has_compiled_or_cached(tmp_path: Path) -> None:
-    for _ in range(2):  # compiled, then from the cache
-        called = dispatcher(add, str(tmp_path))
-        called.compile_inner(*map(dispatcher(add, str(tmp_path)).typeof_pyval, (1, 2)))
-        assert called(1, 2) == 3
-
-
 def run(directory: Path, **variables: str) -> int:
     """The number of functions that a process with a copy of the sources has found in the cache: 0 or 1."""
     done = subprocess.run(
@@ -225,7 +218,3 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         assert not Lock(path, longest_s=0.0).acquire()
         holder.kill()
     assert Lock(path).acquire()
-
-
-def test_code_is_compiled_where_no_lock_can_be_made(tmp_path: Path) -> None:
-    assert not Lock(tmp_path / "missing" / "f.lock").acquire()

@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 
-from ipc import InvalidArgument, MemoryReference, MemoryRefused, SharedMemory
+from ipc import MemoryReference, MemoryRefused, SharedMemory
 from tests.ipc.processes import child, succeeded
 
 
@@ -94,21 +94,6 @@ def test_a_plain_file_or_a_pipe_is_rejected() -> None:
 def test_a_missing_process_or_descriptor_is_rejected(pid: int, fd: int) -> None:
     with pytest.raises(MemoryRefused):
         SharedMemory.open(MemoryReference(pid, fd, 4096, 1), max_size=4096)
-
-
-def test_an_empty_memory_cannot_be_created() -> None:
-    with pytest.raises(InvalidArgument, match="at least 1"):
-        SharedMemory.create("test", 0)
-
-
-def test_arrays_over_the_memory_stay_valid_after_close() -> None:
-    memory = SharedMemory.create("test", 4096)
-    view = memory.view[:4]
-    memory.close()
-    memory.close()
-    assert memory.closed
-    view[0] = 3
-    assert view[0] == 3
 
 
 def _open_as_another_user(reference: MemoryReference) -> None:

@@ -37,7 +37,7 @@ def ends(slots: int, payload_bytes: int = 16) -> tuple[RingProducer, RingConsume
 Operations = st.lists(st.tuples(st.sampled_from(["send", "take"]), st.integers(1, 9)), max_size=60)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(slots=st.integers(1, 8), operations=Operations)
 def test_messages_are_received_once_in_order_and_never_overwritten(
     slots: int, operations: list[tuple[str, int]]

@@ -27,29 +27,6 @@ def test_a_request_arrives_unchanged(server: RingServer, client: RingClient) -> 
     assert server.receive()[0].spec.patience is None
 
 
-def test_a_result_arrives_unchanged(server: RingServer, client: RingClient) -> None:
-    request_id = ask(client)
-    (request,) = server.receive()
-    begin = time.monotonic_ns()
-    assert server.publish(request.client, request_id, "ok", [7, -1], [0.5, np.inf], extends=9, begin_ns=begin)
-    (result,) = client.poll()
-    assert (result.request_id, result.status, result.extends) == (request_id, "ok", 9)
-    assert (result.ids.dtype.name, result.distances.dtype.name) == ("int64", "float32")
-    assert result.ids.tolist() == [7, -1]
-    assert result.distances.tolist() == [0.5, np.inf]
-    assert result.enqueue_ns <= result.receive_ns <= result.begin_ns == begin <= result.end_ns
-    assert client.outstanding == 0
-
-
-def test_collections_of_other_dimensions_share_a_ring(server: RingServer, client: RingClient) -> None:
-    client.submit(vector(3, 3), SearchSpec("code", 1, "prefill"))
-    ask(client, seed=4)
-    first, second = server.receive()
-    assert (first.spec.collection, second.spec.collection) == ("code", "docs")
-    assert np.array_equal(first.vector, vector(3, 3))
-    assert np.array_equal(second.vector, vector(4))
-
-
 @pytest.mark.parametrize("kind", [np.float64, np.float16, np.int32])
 def test_vectors_of_any_number_type_and_layout_become_float32(
     server: RingServer, client: RingClient, kind: type[Any]
@@ -58,15 +35,6 @@ def test_vectors_of_any_number_type_and_layout_become_float32(
     strided.flags.writeable = False
     client.submit(strided, SearchSpec("docs", 1, "prefill"))
     assert np.array_equal(server.receive()[0].vector, strided.astype(np.float32))
-
-
-def test_a_received_vector_is_unaffected_by_reuse_of_its_slot(server: RingServer, client: RingClient) -> None:
-    ask(client, seed=1)
-    (request,) = server.receive()
-    for seed in range(2, 2 + SLOTS - 1):
-        ask(client, seed=seed)
-    server.receive()
-    assert np.array_equal(request.vector, vector(1))
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -232,17 +200,6 @@ def test_receive_respects_its_limit_and_serves_clients_round_robin(server: RingS
         taken = [[r.client for r in server.receive(2)] for _ in range(4)]
         assert [len(turn) for turn in taken] == [2, 2, 2, 0]
         assert all(len(set(turn)) == 2 for turn in taken[:3])  # one of each, although the first has three waiting
-
-
-def test_statistics_count_both_sides(server: RingServer, client: RingClient) -> None:
-    for _ in range(3):
-        ask(client)
-    client.cancel(1)
-    answer(server)
-    client.poll()
-    ours, theirs = client.statistics(), server.statistics()
-    assert (ours.submitted, ours.returned, ours.cancelled, ours.outstanding) == (3, 3, 1, 0)
-    assert (theirs.received, theirs.published, theirs.outstanding, theirs.clients) == (3, 3, 0, 1)
 
 
 def test_submit_many_accepts_as_many_as_fit(server: RingServer, client: RingClient) -> None:

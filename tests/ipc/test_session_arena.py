@@ -13,8 +13,8 @@ import pytest
 from ipc import Draining, InvalidArgument, MemoryRefused, PeerLost, RingClient, SearchSpec
 from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan, HostMemory
 from ipc.ring.descriptors import SEARCH_ARENA
-from ipc.session.device_arena import DeviceArena, Lease, arena_bytes
-from ipc.session.messages import Catalogue, Grant, Served
+from ipc.session.device_arena import DeviceArena, arena_bytes
+from ipc.session.messages import Catalogue, Served
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.ipc.processes import attach, child, endpoint
 from tests.ipc.ring_server import RingServer
@@ -87,16 +87,6 @@ def test_arena_slots_are_divided_among_clients_and_a_client_without_one_uses_the
         with pytest.raises(InvalidArgument, match=rf"has shape \({DIM},\), got \(1,\)"):
             second.submit(DeviceSpan(0x1000, 4), SearchSpec("docs", 1, "prefill"))
         assert second.outstanding == 1
-
-
-def test_vectors_fall_back_to_the_ring_if_the_arena_is_full() -> None:
-    memory = HostMemory.create(arena_bytes(1, 4 * DIM))
-    with pool_with(memory, 1, 1) as (server, _), attach(server, arena=True) as client:
-        for seed in range(SLOTS):
-            ask(client, seed=seed)
-        found = sorted(server.receive(), key=lambda request: request.request_id)
-        assert all(np.array_equal(request.vector, vector(seed)) for seed, request in enumerate(found))
-        assert len(found) == SLOTS
 
 
 def test_gpu_vectors_use_the_arena_and_host_vectors_the_ring(
@@ -231,14 +221,6 @@ def test_a_failed_copy_disables_the_arena_and_leaves_nothing_outstanding(
         assert np.array_equal(server.receive()[0].vector, vector(2))
 
 
-def test_a_client_that_does_not_request_the_arena_gets_no_slots(pool: tuple[RingServer, DeviceArena]) -> None:
-    server, arena = pool
-    with attach(server) as client:
-        assert (client.has_arena, arena.free_slots) == (False, 2 * SLOTS)
-        ask(client, seed=3)
-        assert np.array_equal(server.receive()[0].vector, vector(3))
-
-
 def test_a_request_waits_for_its_vector_without_delaying_others(
     pool: tuple[RingServer, DeviceArena], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,20 +347,6 @@ def test_a_forged_arena_request_without_an_arena_evicts_the_client() -> None:
         assert server.statistics().evicted == 1
 
 
-def test_a_client_that_reattaches_gets_a_new_lease(pool: tuple[RingServer, DeviceArena]) -> None:
-    server, arena = pool
-    with attach(server, arena=True) as client:
-        ask(client, seed=1)
-        server.receive()
-        client.close()
-    server.wait(1)
-    assert arena.free_slots == 2 * SLOTS
-    with attach(server, arena=True) as client:
-        assert client.has_arena
-        ask(client, seed=2)
-        assert np.array_equal(server.receive()[0].vector, vector(2))
-
-
 def attached_process(where: str) -> None:
     with RingClient(where, "doomed", timeout_ms=60_000.0, arena=True) as client:
         ask(client, seed=1)
@@ -396,10 +364,3 @@ def test_the_lease_of_a_killed_client_is_reclaimed(pool: tuple[RingServer, Devic
         while arena.free_slots < 2 * SLOTS:
             server.wait(5)
     assert arena.free_slots == 2 * SLOTS
-
-
-def test_a_grant_is_of_host_memory_or_of_a_gpus() -> None:
-    with pytest.raises(InvalidArgument, match="either in host memory or"):
-        Grant(Lease(1, 0, 1))
-    reference = CudaReference(1, "cuda:0", bytes(64), 4096)
-    assert Grant(Lease(1, 0, 1), gpu=reference).memory == reference

@@ -22,11 +22,6 @@ def test_a_request_arrives_with_its_filter_and_the_next_one_without(server: Ring
     assert filters_of(server) == [b"tenant = a", b"", b"tenant = b"]
 
 
-def test_requests_sent_together_share_a_filter(server: RingServer, client: RingClient) -> None:
-    client.submit_many([vector(1), vector(2)], SearchSpec("docs", 1, filter=b"x" * MAX_FILTER_BYTES))
-    assert filters_of(server) == [b"x" * MAX_FILTER_BYTES] * 2
-
-
 def test_the_same_filter_of_two_collections_is_distinguished(server: RingServer, client: RingClient) -> None:
     ask(client, filter=b"same")
     client.submit(vector(3, 3), SearchSpec("code", 1, filter=b"same"))

@@ -15,15 +15,6 @@ from tests.ipc.sessions import DIM, answer, ask, vector
 REBUILT = Catalogue((Served("docs", DIM, identity="second"), Served("code", 3)))
 
 
-def test_a_request_keeps_the_identity_of_its_session(server: RingServer, client: RingClient) -> None:
-    ask(client)
-    server.renew(REBUILT)
-    with attach(server) as other:
-        ask(other)
-        found = {request.client: request.identity for request in server.receive()}
-    assert [found[client] for client in sorted(found)] == ["", "second"]
-
-
 def test_after_a_renewal_requests_of_the_old_session_end_there(server: RingServer, client: RingClient) -> None:
     before = ask(client)
     assert not client.draining

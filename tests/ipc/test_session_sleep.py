@@ -30,24 +30,12 @@ def test_a_bounded_wait_for_room_ends_with_ring_full(server: RingServer, client:
         ask(client, block_ms=5)
 
 
-def test_wait_returns_whether_there_is_work(server: RingServer, client: RingClient) -> None:
-    assert not server.wait(0)
-    ask(client)
-    assert server.wait(60_000)
-    answer(server)
-    assert not server.wait(1)
-
-
 def test_a_sleeping_pool_and_a_sleeping_client_are_woken_up(server: RingServer, client: RingClient) -> None:
     with served(server, lambda s: void(answer(s))):
         for seed in range(100):
             ask(client, seed)
             assert client.wait(60_000)
             assert len(client.poll()) == 1
-
-
-def test_wait_returns_at_once_when_nothing_is_outstanding(client: RingClient) -> None:
-    assert not client.wait(1e9)
 
 
 def test_a_client_that_waits_after_a_pause_prefetches_the_next_result(
