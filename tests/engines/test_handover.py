@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import pytest
 
-from runtime.engines.openai.handover import HandoverCosts, prompt_tokens
+from runtime.engines.openai.handover import HandoverCosts
 from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.errors import InvalidRequest
 from runtime.node.engine_config import Stage
 from runtime.serving.messages import Retrieval
 from tests.engines.engine_harness import EngineHarness, read_answer, running_engine, sequence, until
-from tests.engines.fake_openai import MODEL, Behaviour, FakeServer, completion, rendered
+from tests.engines.fake_openai import Behaviour, FakeServer, completion, rendered
 
 PREFILL, DECODE = Behaviour(kv_role="kv_producer"), Behaviour(kv_role="kv_consumer")
 LONG = "What is a decorator, and what a closure? " * 20
@@ -103,12 +103,6 @@ async def test_a_second_turn_mostly_cached_at_decode_is_not_handed_over() -> Non
         assert len(decode.generations()) == 2
 
 
-async def test_a_request_for_several_choices_is_not_handed_over() -> None:
-    async with split() as (harness, (prefill,), _):
-        await read_answer(harness.chat(LONG, max_tokens=5, n=2))
-        assert prefill.generations() == []
-
-
 async def test_probes_continue_at_decode_with_its_cached_tokens() -> None:
     async with split(handover_tokens=64) as (harness, (prefill,), (decode,)):
         told = await read_answer(harness.chat(LONG, Retrieval("docs", 1, every_tokens=8), max_tokens=24))
@@ -167,13 +161,6 @@ def test_the_limit_is_the_tokens_decode_computes_during_a_hand_over() -> None:
     assert HandoverCosts(77).tokens == 77
 
 
-def test_prompt_tokens_are_counted_or_estimated() -> None:
-    assert prompt_tokens({"prompt": [1, 2, 3]}) == 3
-    assert prompt_tokens({"prompt": "x" * 400}) == 100
-    parts = [{"type": "text", "text": "x" * 400}]
-    assert 100 <= prompt_tokens({"messages": [{"role": "user", "content": parts}]}) < 110
-
-
 # ---- which server
 
 
@@ -202,13 +189,6 @@ async def test_prompts_go_to_the_server_with_their_prefix() -> None:
         assert len(first.generations()) == len(second.generations()) == 3
 
 
-async def test_with_zero_overlap_weight_servers_rotate() -> None:
-    async with running_engine(Behaviour(), Behaviour(), overlap_weight=0.0) as harness:
-        for number in range(4):
-            await read_answer(harness.chat("decorators " * 60 + str(number), max_tokens=2))
-        assert [len(fake.generations()) for fake in harness.fakes] == [2, 2]
-
-
 async def test_queues_from_other_clients_and_nearly_full_kv_send_requests_elsewhere() -> None:
     busy, free = Behaviour(metrics=metrics(running=2, waiting=3)), Behaviour(metrics=metrics())
     async with running_engine(busy, free) as harness:
@@ -223,29 +203,6 @@ async def test_queues_from_other_clients_and_nearly_full_kv_send_requests_elsewh
         for number in range(3):
             await read_answer(harness.complete(f"{number}", max_tokens=2))
         assert [len(fake.generations()) for fake in harness.fakes] == [3, 3]
-
-
-async def test_a_server_without_load_metrics_is_polled_once() -> None:
-    async with running_engine(Behaviour(), Behaviour(metrics="process_cpu_seconds_total 1.0\n")) as harness:
-        await asyncio.gather(*harness.engine.balancer.load_checks_due())
-        await until(lambda: all(backend.next_load_check_ns is None for backend in harness.engine.balancer.backends))
-        harness.clock.advance(60.0)
-        assert harness.engine.balancer.load_checks_due() == []
-        assert (await read_answer(harness.complete("x", model=MODEL, max_tokens=2))).text
-
-
-async def test_the_prefix_index_is_bounded_and_cleared_with_the_server() -> None:
-    async with running_engine(Behaviour(), Behaviour()) as harness:
-        await read_answer(harness.chat(LONG, max_tokens=2))
-        backend = next(backend for backend in harness.engine.balancer.backends if len(backend.prefixes))
-        servers = harness.engine.balancer
-        for number in range(200):
-            servers.remember(backend, tuple(range(number * 1000, number * 1000 + 1000)))
-        assert len(backend.prefixes) == 65_536
-        servers.mark_down(backend, InvalidRequest("x"))
-        harness.clock.advance(60.0)
-        await servers.run_checks()
-        assert len(backend.prefixes) == 0
 
 
 async def test_a_draining_server_finishes_its_requests_and_gets_no_new_ones() -> None:

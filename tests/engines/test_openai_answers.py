@@ -1,6 +1,5 @@
 """An OpenAI server as the engine: its requests, and the pieces delivered from its answers."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -99,16 +98,6 @@ def test_passages_are_added_to_the_system_message_on_request() -> None:
     run(test())
 
 
-def test_passages_precede_a_text_prompt() -> None:
-    async def test() -> None:
-        async with running_engine() as harness:
-            await read_answer(harness.complete("def f(", retrieval=DOCS, max_tokens=4))
-            (body,) = harness.fake.generations()
-            assert body["prompt"].endswith("passage 1.1.\n\ndef f(")
-
-    run(test())
-
-
 def test_every_choice_of_n_is_delivered_and_ends() -> None:
     async def test() -> None:
         async with running_engine() as harness:
@@ -145,22 +134,6 @@ def test_an_answer_beyond_max_tokens_is_truncated_and_its_stream_closed(kind: st
             assert harness.fake.open == 0
             assert max(chunks) < 30, "its stream was read to the end"
             assert [(ended.code, ended.completion_tokens) for ended in harness.ended] == [("length", 20)]
-
-    run(test())
-
-
-def test_every_choice_is_truncated_separately_and_reasoning_counts() -> None:
-    async def test() -> None:
-        async with running_engine(Behaviour(token_ids=False)) as harness:
-            deltas = [(0, "content"), (1, "reasoning_content"), (1, "content"), (1, "content"), (0, "content")] * 5
-            harness.fake.says = [{"choices": [{"index": index, "delta": {name: "x"}}]} for index, name in deltas]
-            told = await read_answer(harness.chat(n=2, max_tokens=3))
-            pieces = [choice for piece in told.pieces if isinstance(piece, Relayed) for choice in piece.choices]
-            for index, texts in ((0, 3), (1, 2)):
-                choices = [choice for choice in pieces if choice["index"] == index]
-                assert [choice["delta"].get("content") for choice in choices].count("x") == texts
-                assert [choice.get("finish_reason") for choice in choices if choice.get("finish_reason")] == ["length"]
-            assert harness.fake.open == 0
 
     run(test())
 
@@ -241,19 +214,6 @@ def test_a_stream_without_finish_reason_is_an_error() -> None:
     run(test())
 
 
-def test_concurrent_requests_end_once_each() -> None:
-    async def test() -> None:
-        async with running_engine(Behaviour(breaks_after=6), Behaviour()) as harness:
-            asked = [harness.chat(f"question {number}", retrieval=PROBES, max_tokens=24) for number in range(30)]
-            told = await asyncio.gather(*(read_answer(request) for request in asked))
-            assert all(len(one.ids) == 24 for one in told)
-            assert len(harness.ended) == 30
-            assert harness.engine.statistics().in_flight == 0
-            assert [backend.assigned for backend in harness.engine.balancer.backends] == [0, 0]
-
-    run(test())
-
-
 def test_passages_are_dropped_until_the_request_fits_the_context() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(context=200, token_ids=False)) as harness:
@@ -264,29 +224,6 @@ def test_passages_are_dropped_until_the_request_fits_the_context() -> None:
             assert sizes == sorted(sizes, reverse=True)
             assert len(sizes) > 1
             assert told.searches == [told.pieces[0]]  # what is in the request that was accepted
-
-    run(test())
-
-
-def test_the_texts_of_passages_are_not_kept_for_the_client() -> None:
-    async def test() -> None:
-        async with running_engine(Behaviour(token_ids=False)) as harness:
-            harness.library.long = 2 << 20  # more than the citations of an answer may have
-            told = await read_answer(harness.chat(retrieval=Retrieval("docs", 2), max_tokens=8))
-            (search,) = told.searches
-            assert [(passage.title, passage.text) for passage in search.passages] == [("T1.0", "")]
-
-    run(test())
-
-
-def test_a_null_delta_is_empty() -> None:
-    async def test() -> None:
-        async with running_engine(restarts=RestartLimits(0, 0)) as harness:
-            harness.fake.says = [
-                {"choices": [{"index": 0, "delta": {"content": "a"}}]},
-                {"choices": [{"index": 0, "delta": None, "finish_reason": "stop"}]},
-            ]
-            assert (await read_answer(harness.chat())).text == "a"
 
     run(test())
 

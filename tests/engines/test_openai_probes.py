@@ -112,13 +112,6 @@ async def test_a_stop_string_across_a_probe_ends_the_answer(kind: str) -> None:
         assert harness.fake.open == 0
 
 
-async def test_the_models_eos_ends_an_answer_with_probes() -> None:
-    async with running_engine(Behaviour(ends=11)) as harness:
-        harness.library.error = None
-        told = await read_answer(harness.complete("<a>", retrieval=Retrieval("docs", 1, every_tokens=8), max_tokens=24))
-        assert told.last.finish_reason == "stop"
-
-
 REFUSED_WITH_PROBES = [
     {"n": 2},
     {"tools": [{"type": "function"}]},
@@ -147,19 +140,6 @@ async def test_probes_by_uncertainty_are_refused_by_name() -> None:
         await read_answer(
             harness.chat(retrieval=structs.replace(DOCS, trigger="unsure", threshold=1.0))
         )  # it has no probes
-
-
-async def test_without_drift_the_answer_ignores_the_probes_passages() -> None:
-    async with running_engine() as harness:
-        harness.library.same = True  # every search finds the same, .1 away
-        near = structs.replace(PROBES, trigger="drift", threshold=0.2)
-        told = await read_answer(harness.chat(retrieval=near, max_tokens=24))
-        probes = [probe for piece in told.pieces for probe in getattr(piece, "probes", ())]
-        assert [probe.outcome for probe in probes] == ["near", "near"]
-        far = structs.replace(PROBES, trigger="drift", threshold=0.05)
-        told = await read_answer(harness.chat(retrieval=far, max_tokens=24))
-        probes = [probe for piece in told.pieces for probe in getattr(piece, "probes", ())]
-        assert [probe.outcome for probe in probes] == ["answered", "answered"]
 
 
 @pytest.mark.parametrize("kind", ["tokens", "chat"])

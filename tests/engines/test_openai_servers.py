@@ -1,6 +1,5 @@
 """Several OpenAI servers: load balancing, errors, and resumption of requests when one is lost."""
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -32,20 +31,6 @@ async def test_an_idle_server_that_stops_is_detected_within_five_seconds() -> No
         harness.fake.behaviour.down = False
         harness.engine.tick()
         await until(lambda: not harness.engine.missing())
-
-
-async def test_an_idle_server_that_returns_an_error_stays_up_and_a_busy_one_is_not_checked() -> None:
-    async with running_engine() as harness:
-        harness.fake.behaviour.key = "another"
-        harness.clock.advance(5)
-        await asyncio.gather(*harness.engine.balancer.idle_checks_due())
-        assert harness.engine.missing() == []
-        assert harness.engine.balancer.idle_checks_due() == [], "it was checked just now"
-        harness.fake.behaviour = Behaviour(hangs_after=2)
-        request = harness.chat(max_tokens=4)
-        await request.next()
-        harness.clock.advance(5)
-        assert harness.engine.balancer.idle_checks_due() == []
 
 
 async def test_a_servers_rejection_reaches_the_client_with_status_and_message() -> None:
@@ -86,18 +71,6 @@ async def test_a_request_waits_for_a_server_up_to_its_limit() -> None:
         harness.clock.advance(30)
         harness.engine.tick()
         assert len((await read_answer(request)).ids) == 3
-
-
-async def test_the_load_is_shared_by_requests_in_flight() -> None:
-    async with running_engine(Behaviour(hangs_after=3), Behaviour(hangs_after=3)) as harness:
-        requests = [harness.chat(f"question {number}") for number in range(6)]
-        await until(lambda: [fake.open for fake in harness.fakes] == [3, 3])
-        harness.engine.cancel(requests[0])
-        harness.engine.cancel(requests[2])
-        await until(lambda: sum(fake.open for fake in harness.fakes) == 4)
-        harness.chat("another")
-        await until(lambda: sum(fake.open for fake in harness.fakes) == 5)
-        assert sorted(fake.open for fake in harness.fakes) == [2, 3]
 
 
 @pytest.mark.parametrize("kind", ["tokens", "chat", "text"])

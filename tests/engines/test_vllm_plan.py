@@ -57,12 +57,6 @@ def test_a_run_directory_too_long_for_a_socket_path_is_refused() -> None:
         lay_out(parse_config(raw))
 
 
-def test_paths_are_distinguished_from_hub_names() -> None:
-    assert section(path="Qwen/Qwen3-8B").loads == "Qwen/Qwen3-8B"
-    with pytest.raises(ConfigError, match="did you mean 'tensor_parallel_size'"):
-        config(tensor_parallel=2)
-
-
 # ---- prefill and decode apart
 
 STAGES = {"prefill": {"instances": 2}, "decode": {"tensor_parallel_size": 2, "extra_args": ["--max-num-seqs", "64"]}}
@@ -81,12 +75,6 @@ def test_each_stage_has_separate_sizes_gpus_and_arguments() -> None:
     assert of_decode[-4:] == ["--dtype", "float16", "--max-num-seqs", "64"]
     assert of_decode[of_decode.index("--tensor-parallel-size") + 1] == "2"
     assert "--enable-prompt-tokens-details" not in of_decode
-
-
-def test_devices_are_assigned_to_stages_in_order() -> None:
-    stages = {"prefill": {"devices": ["cuda:5"]}, "decode": {"instances": 2, "devices": ["cuda:1", "cuda:7"]}}
-    engines = lay_out(config(**stages), Machine.with_simulated_gpus(8)).of_role("engine")
-    assert [place.gpu_numbers for place in engines] == [("5",), ("1",), ("7",)]
 
 
 def test_the_vllm_command_sets_connector_role_and_recompute_policy() -> None:

@@ -15,8 +15,8 @@ from runtime.checks.diagnosis import diagnose
 from runtime.checks.memory_estimate import estimate_device_bytes
 from runtime.checks.vllm import host_bytes
 from runtime.engines.openai.http import AioHttp
-from runtime.engines.vllm.command import check_arguments, command, environment, find_vllm, gpu_memory_share
-from runtime.engines.vllm.instance import LogForwarder, unfinished_requests
+from runtime.engines.vllm.command import check_arguments, command, environment, find_vllm
+from runtime.engines.vllm.instance import LogForwarder
 from runtime.engines.vllm.process import drain
 from runtime.errors import ConfigError, ResourceBusy
 from runtime.node.config import NodeConfig
@@ -41,13 +41,6 @@ def test_the_vllm_command_sets_model_socket_and_parallelism() -> None:
     assert pairs["--tensor-parallel-size"] == "2"
     assert pairs["--max-model-len"] == "4096"
     assert "--block-size" not in pairs, "vLLM knows its GPU"
-
-
-def test_on_a_cpu_kv_blocks_are_smallest_unless_extra_arguments_set_them() -> None:
-    made = section(devices=["cpu"], extra_args=["--block-size", "64"])
-    plan = lay_out(NodeConfig(model=made))
-    asked = command(made, plan, plan.of_role("engine")[0])
-    assert [size for name, size in itertools.pairwise(asked) if name == "--block-size"] == ["32", "64"]
 
 
 def test_extra_arguments_go_last_and_the_environment_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,14 +96,6 @@ def test_an_older_version_is_refused_and_a_newer_one_logged(tmp_path: Path) -> N
         find_vllm(made)
 
 
-def test_the_gpu_memory_fraction_is_the_arguments_or_vllms_default() -> None:
-    assert gpu_memory_share(section()) == 0.92
-    assert gpu_memory_share(section(extra_args=["--gpu-memory-utilization", "0.5"])) == 0.5
-    assert gpu_memory_share(section(extra_args=["--gpu-memory-utilization=0.25"])) == 0.25
-    with pytest.raises(ConfigError, match="'much' is not a number"):
-        gpu_memory_share(section(extra_args=["--gpu-memory-utilization", "much"]))
-
-
 def test_log_lines_keep_their_level_and_the_last_error_is_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     logs = LogForwarder(logging.getLogger("engine-0"))
     with caplog.at_level(logging.INFO):
@@ -127,12 +112,6 @@ def test_log_lines_keep_their_level_and_the_last_error_is_the_reason(caplog: pyt
         ("INFO", "RuntimeError: Engine core initialization failed. See root cause above."),
     ]
     assert logs.last_error == "OutOfMemoryError: CUDA out of memory"
-
-
-def test_unfinished_requests_are_running_plus_waiting() -> None:
-    text = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 3.0\n'
-    more = 'vllm:num_requests_waiting_by_reason{reason="capacity"} 9.0\n'
-    assert unfinished_requests(text + more) == 5
 
 
 def test_metrics_of_all_engines_are_merged_with_a_worker_label(tmp_path: Path) -> None:
@@ -152,13 +131,6 @@ def test_metrics_of_all_engines_are_merged_with_a_worker_label(tmp_path: Path) -
         ("vllm:prompt_tokens_total", {"worker": "engine-0", "engine": "0"}, 0.0),
         ("vllm:prompt_tokens_total", {"worker": "engine-1", "engine": "0"}, 1.0),
     ]
-
-
-def test_the_doctor_reports_vllms_version_and_missing_gpus(tmp_path: Path) -> None:
-    made = config(python=str(fake_python(tmp_path)), devices=["cuda:7"])
-    found = {finding.subject: finding for finding in diagnose(made)}
-    assert found["vLLM"].text == "0.32.0, 1 × m"
-    assert found["model.devices cuda:7"].level == "error"
 
 
 @pytest.mark.parametrize("name", ["node8-vllm.toml", "node8-vllm-split.toml"])
