@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gpu import DeviceError, GraphIndex, NoFreeSlot, SearchParams
-from gpu.compiled import c_function
-from gpu.cuda.backend import INTERRUPT_POLL_NS
 from gpu.cuda.engine import CudaEngine
-from ipc.native.arrays import int64_at as words_at
-from ipc.native.intrinsics import load_acquire_u32, store_release_u32
 from tests.cuda.recorder import RecordingDriver
 from tests.cuda.scripted_device import ScriptedDevice
 from tests.gpu.datasets import clustered
@@ -61,16 +57,6 @@ def test_commands_wait_for_a_replay_which_alone_confirms_that_they_were_read() -
     assert setup.driver.calls[0] == ("launch", "write_slots", 3)
 
 
-def test_a_step_without_commands_is_a_single_replay() -> None:
-    setup = Setup(length=50)
-    setup.admit(3)
-    setup.engine.extend()
-    setup.driver.calls.clear()
-    for _ in range(40):
-        setup.engine.extend()
-    assert setup.driver.names() == ["replay"] * 40
-
-
 def test_nothing_is_captured_allocated_or_synchronised_after_startup() -> None:
     setup = Setup(slots=9, length=4)
     engine, held = setup.engine, []
@@ -88,14 +74,6 @@ def test_nothing_is_captured_allocated_or_synchronised_after_startup() -> None:
     assert setup.driver.names().count("launch") <= setup.driver.names().count("replay")
 
 
-def test_an_extend_without_queries_makes_no_driver_call() -> None:
-    setup = Setup()
-    (slot,) = setup.admit()
-    setup.engine.pause(slot)
-    assert setup.engine.extend().tolist() == []
-    assert setup.driver.calls == []
-
-
 def test_a_launch_covers_the_highest_active_slot_with_the_smallest_bucket() -> None:
     setup = Setup(slots=40, length=100)
     slots: list[int] = []
@@ -111,31 +89,6 @@ def test_a_launch_covers_the_highest_active_slot_with_the_smallest_bucket() -> N
     assert padded == [0, 0, 23, 0]
 
 
-def test_the_lowest_free_slot_is_used_first() -> None:
-    setup = Setup()
-    slots = setup.admit(6)
-    for slot in (4, 1, 3):
-        setup.engine.release(slot)
-    assert slots == [0, 1, 2, 3, 4, 5]
-    assert setup.admit(4) == [1, 3, 4, 6]
-
-
-def test_commands_of_one_slot_between_two_steps_are_merged() -> None:
-    setup = Setup(length=100)
-    setup.admit()
-    setup.engine.pause(0)
-    setup.engine.release(0)
-    setup.admit()
-    setup.engine.pause(0)
-    setup.engine.resume(0)
-    setup.admit()
-    setup.engine.pause(1)
-    setup.engine.extend()
-    assert setup.driver.calls[0] == ("launch", "write_slots", 2)  # the scripted device checks that slots differ
-    assert setup.engine.extends(0) == 1
-    assert setup.engine.extends(1) == 0
-
-
 def test_a_result_is_read_only_with_its_own_ticket() -> None:
     setup = Setup(slots=1, length=2)
     for _ in range(3):
@@ -146,15 +99,6 @@ def test_a_result_is_read_only_with_its_own_ticket() -> None:
         ids, distances = setup.engine.result(slot)
         assert (ids.tolist(), ids.dtype.name, distances.dtype.name) == ([0, 0, 0], "int64", "float32")
         setup.engine.release(slot)
-
-
-def test_finished_slots_are_returned_in_admission_order() -> None:
-    setup = Setup(length=2)
-    setup.admit(4)
-    setup.engine.release(1)
-    assert setup.admit() == [1]
-    setup.engine.extend()
-    assert setup.engine.extend().tolist() == [0, 2, 3, 1]
 
 
 def test_tickets_wrap_around_without_becoming_zero() -> None:
@@ -201,31 +145,6 @@ def test_an_arrival_rings_a_running_launchs_doorbell_once_and_the_next_launch_cl
     setup.engine.interrupt_when(lambda: False)
     setup.engine.extend()
     assert setup.engine.extends(0) == 100
-
-
-@c_function("int64(int64)")
-def ends_at_the_limit(counted: int) -> Any:
-    """Count the calls; report the end of the launch at the limit. counted: calls, limit, address of progress."""
-    calls = words_at(counted, 3)
-    calls[0] += 1
-    if calls[0] == calls[1]:
-        store_release_u32(calls[2], load_acquire_u32(calls[2]) + 1)
-    return 0
-
-
-def test_the_host_looks_for_arrivals_every_2_us_at_most() -> None:
-    """Each look costs twenty looks at the device's words, and on a shared GPU a launch waits for milliseconds."""
-    looks = 1000
-    setup = Setup(length=100, extends_per_launch=50, fault_poll_ns=10**12)
-    setup.admit()
-    counted = np.array([0, looks, setup.engine.batch_memory().progress.ctypes.data], np.int64)
-    host = setup.engine.handle.host
-    host.interrupt, host.interrupt_argument = ends_at_the_limit.address, counted.ctypes.data
-    setup.device.silent = True
-    before = setup.engine.waited_ns
-    setup.engine.extend()
-    assert counted[0] == looks
-    assert setup.engine.waited_ns - before >= (looks - 1) * INTERRUPT_POLL_NS == (looks - 1) * 2000
 
 
 def faulty(make: Callable[[Setup], None], hangs: bool = False) -> str:

@@ -8,7 +8,6 @@ import pytest
 from gpu import GraphIndex, InvalidParams
 from gpu.cuda import batch_shape, layout
 from gpu.cuda.engine import CudaEngine
-from gpu.cuda.graphs import buckets_of
 from tests.cuda.recorder import Launch, RecordingDriver
 from tests.cuda.scripted_device import ScriptedDevice
 from tests.gpu.datasets import clustered
@@ -26,13 +25,6 @@ def opened(index: GraphIndex, driver: RecordingDriver, **options: Any) -> CudaEn
 
 def graphs(driver: RecordingDriver) -> list[list[Launch]]:
     return list(driver.graphs.values())
-
-
-def test_buckets_are_the_default_sizes_below_the_slot_count_and_the_slot_count() -> None:
-    assert buckets_of(1) == (1,)
-    assert buckets_of(8) == (1, 8)
-    assert buckets_of(40) == (1, 8, 32, 40)
-    assert buckets_of(4096) == (1, 8, 32, 128, 512, 2048, 4096)
 
 
 def test_each_bucket_has_a_graph_of_the_two_kernels(index: GraphIndex) -> None:
@@ -91,18 +83,6 @@ def test_a_fused_launch_is_one_kernel_and_long_launches_keep_visited_tables_in_s
         assert (fused.kernel, fused.grid.x, fused.block.x) == (kernel, bucket, layout.FUSED_THREADS)
         assert fused.arguments[1].value == limit
         assert fused.shared_bytes <= shared_bytes
-
-
-@pytest.mark.parametrize(("extends_per_launch", "above"), [(1, "plain"), (16, "loop")])
-def test_a_bucket_is_fused_if_each_slot_has_its_own_multiprocessor(
-    index: GraphIndex, extends_per_launch: int, above: str
-) -> None:
-    driver = RecordingDriver()
-    driver.multiprocessors = 32
-    engine = opened(index, driver, slots=40, max_top_m=64, extends_per_launch=extends_per_launch)
-    assert engine.forms == {1: "fused", 8: "fused", 32: "fused", 40: above}
-    assert [len(graph) for graph in graphs(driver)] == [1, 1, 1, 2]
-    assert [graph[0].arguments[1].value for graph in graphs(driver)[:3]] == [extends_per_launch] * 3
 
 
 @pytest.mark.parametrize("form", ["loop", "fused", None])
