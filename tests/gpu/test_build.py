@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex
-from gpu.build.graph import searched_neighbors
 from gpu.build.knn import EXACT_LIMIT, exact_sample, nearest_neighbors
-from gpu.build.optimize import add_reverse_edges, connect, count_detours, find_sources, keep_fewest, optimize
+from gpu.build.optimize import add_reverse_edges, connect, count_detours, find_sources, keep_fewest
 from tests.gpu.datasets import clustered
 
 
@@ -25,14 +24,6 @@ def quiet(part: float) -> None:
     assert 0 <= part <= 1
 
 
-def test_lists_of_a_small_set_are_exact_and_in_order() -> None:
-    space = np.random.default_rng(0).integers(-5, 6, size=(300, 8)).astype(np.float32)
-    lists = nearest_neighbors(space, 20, seed=0, threads=1, progress=quiet)
-    distances = np.square(space[:, None] - space[None]).sum(axis=2)
-    np.fill_diagonal(distances, np.inf)
-    assert np.array_equal(lists, np.argsort(distances, axis=1, kind="stable")[:, :20])
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_lists_of_a_large_set_are_nearly_exact_full_and_without_duplicates(threads: int) -> None:
     space = clustered(np.random.default_rng(0), EXACT_LIMIT + 2000, 24)
@@ -42,19 +33,6 @@ def test_lists_of_a_large_set_are_nearly_exact_full_and_without_duplicates(threa
     rows = np.arange(0, len(space), 97)
     exact = exact_sample(space, rows, 32)
     assert np.mean([np.isin(exact[i], lists[row]).mean() for i, row in enumerate(rows)]) > 0.9
-
-
-def test_searching_for_every_node_improves_the_lists() -> None:
-    space = np.random.default_rng(0).standard_normal((EXACT_LIMIT + 800, 16)).astype(np.float32)
-    lists = nearest_neighbors(space, 16, seed=0, threads=1, progress=quiet)
-    seeds = np.arange(64, dtype=np.uint32)
-    better = searched_neighbors(space, optimize(lists, 16, 0), seeds, 16, 1, lambda stage, part: quiet(part))
-    rows = np.arange(0, len(space), 61)
-    exact = exact_sample(space, rows, 16)
-    before, after = (
-        np.mean([np.isin(e, some[r]).mean() for e, r in zip(exact, rows, strict=True)]) for some in (lists, better)
-    )
-    assert after > before
 
 
 def test_many_equal_vectors_do_not_make_the_lists_quadratic() -> None:

@@ -82,36 +82,12 @@ def test_ids_are_the_caller_s_up_to_the_largest() -> None:
     assert index.search(np.eye(3), k=1)[0].tolist() == [[top], [7], [top - 1]]
 
 
-def test_integer_vectors_are_accepted() -> None:
-    index = GraphIndex.build(np.eye(4, dtype=np.uint8) * 255, metric="l2")
-    assert index.search(np.eye(4, dtype=np.int32) * 255, k=1)[0].tolist() == [[0], [1], [2], [3]]
-
-
-def test_no_queries_give_no_results() -> None:
-    ids, distances = GraphIndex.build(np.eye(4)).search(np.empty((0, 4)), k=2)
-    assert ids.shape == distances.shape == (0, 2)
-
-
 def test_results_do_not_depend_on_the_number_of_threads(random: np.random.Generator) -> None:
     vectors, queries = clustered(random, 1500, 32), clustered(random, 70, 32)
     index = GraphIndex.build(vectors, threads=2)
     one, three = index.search(queries, threads=1), index.search(queries, threads=3)
     assert np.array_equal(one[0], three[0])
     assert np.array_equal(one[1], three[1])
-
-
-def test_the_same_seed_gives_the_same_index(random: np.random.Generator) -> None:
-    vectors = clustered(random, 9000, 16)
-    first, second = (GraphIndex.build(vectors, seed=4, threads=threads) for threads in (1, 2))
-    assert np.array_equal(first.data.graph, second.data.graph)
-    assert np.array_equal(first.data.seeds, second.data.seeds)
-
-
-def test_progress_is_reported_in_order() -> None:
-    told: list[tuple[str, float]] = []
-    GraphIndex.build(np.eye(8), progress=lambda stage, part: told.append((stage, part)))
-    assert list(dict.fromkeys(stage for stage, part in told if part == 1.0)) == ["neighbors", "graph", "encoding"]
-    assert all(0 <= part <= 1 for _, part in told)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -113,15 +113,6 @@ def test_the_kernel_and_the_reference_decode_a_block_alike(random: np.random.Gen
     np.testing.assert_allclose(ours, theirs, rtol=2e-3)
 
 
-def test_a_self_edge_is_estimated_at_the_nodes_own_distance(random: np.random.Generator) -> None:
-    data = random_data(random, 100, "l2")
-    data.graph[5] = 5
-    again = make_codes(data.rows.codes[:, :100], data.rows.centre, True, data.graph, data.seeds, 1)
-    same = IndexData(data.rows, data.graph, data.seeds, None, again)
-    query = random.standard_normal(100).astype(np.float32)
-    np.testing.assert_allclose(compiled_estimates(same, query, 5, 7.0)[:40], 7.0, rtol=1e-5)
-
-
 def test_the_scalar_fallback_computes_the_same_sums_as_byte_look_ups(random: np.random.Generator) -> None:
     slow = fast_scan.scan_by(fast_scan.look_up_each)
 
@@ -184,26 +175,6 @@ def test_search_and_reference_agree_except_for_near_ties(
             same += len(np.intersect1d(found, expected))
             total += k
     assert same / total > 0.96
-
-
-def test_k_distinct_results_are_returned_even_if_parents_share_neighbours(
-    random: np.random.Generator,
-) -> None:
-    """k = top_m: estimates of one node from several parents could fill top_m."""
-    for _ in range(40):
-        vectors = random.standard_normal((60, 24)).astype(np.float32)
-        index = GraphIndex.build(vectors, degree=8, metric="l2", neighbor_codes=True)
-        ids, distances = index.search(random.standard_normal((20, 24)), k=12, top_m=12, search_width=1)
-        assert (ids >= 0).all()
-        assert np.isfinite(distances).all()
-        assert all(len(set(row)) == 12 for row in ids.tolist())
-
-
-def test_a_search_that_exhausts_its_patience_returns_its_results(random: np.random.Generator) -> None:
-    index = GraphIndex.build(clustered(random, 500, 32), neighbor_codes=True)
-    ids, distances = index.search(random.standard_normal((50, 32)), k=30, top_m=30, search_width=1, patience=1)
-    assert (ids >= 0).all()
-    assert (np.diff(distances, axis=1) >= 0).all()
 
 
 def test_fewer_vectors_than_k_leave_results_missing_and_equal_ones_are_all_found(random: np.random.Generator) -> None:

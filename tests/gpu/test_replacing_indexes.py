@@ -86,15 +86,6 @@ def test_a_finished_query_s_result_is_unaffected_by_a_load(backend: Backend) -> 
         assert engine.unload("docs")
 
 
-def test_a_collection_can_be_replaced_any_number_of_times(backend: Backend, few: None) -> None:
-    with backend.engine({"0": OLD}, slots=2) as engine:
-        for generation in range(1, FEW + 3):
-            index = (OLD, NEW)[generation % 2]
-            engine.load(str(generation), index)
-            assert engine.unload(str(generation - 1))
-        assert finished(engine, engine.admit(query(5), PARAMS, str(generation))) == searched(index, query(5))
-
-
 def test_loading_a_loaded_name_and_unloading_an_unknown_name_are_rejected(backend: Backend) -> None:
     with backend.engine({"docs": OLD}, slots=2) as engine:
         with pytest.raises(InvalidParams, match="'docs' is loaded already"):
