@@ -49,20 +49,6 @@ def test_during_a_running_batch_a_cpu_pulls_in_slices_while_the_rest_is_computed
     assert longer_ns == 20 * MS, "its loop copied all 200 tokens"
 
 
-def test_prefill_computes_a_prompt_while_decode_has_no_slot_for_it() -> None:
-    first, second = run(setup(slots=1), Arrival(0.0, 100, 100), Arrival(0.05, 100, 10)).requests
-    assert second.begun_ns < first.end_ns
-    assert second.first_token_ns > second.prefilled_ns + 100 * MS
-
-
-def test_blocks_of_an_ended_request_are_reused() -> None:
-    made = setup(slots=1)
-    made = replace(made, config=replace(made.config, http=replace(made.config.http, request_timeout_s=1.0)))
-    late, other = run(made, Arrival(0.0, 2000, 10), Arrival(0.9, 100, 10)).requests
-    assert late.outcome == "deadline_exceeded"
-    assert other.outcome == "finished"
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     device=st.sampled_from(["cpu", "cuda:0"]),

@@ -1,6 +1,5 @@
 """Tests of a simulated decode worker with KV block accounting: rows are preempted, and every request ends."""
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,17 +62,3 @@ def test_when_blocks_run_out_rows_are_preempted_and_answers_complete_later() -> 
     simulation = Simulation(without_retrieval(counting(60)), arrivals)
     simulation.run()
     assert sum(decode.batch.tokens for decode in simulation.decodes.values()) == sum(a.output_tokens for a in arrivals)
-
-
-def test_a_request_larger_than_all_blocks_is_rejected() -> None:
-    arrivals = poisson(100, 5.0, prompt=300, output=100)
-    limit = 10 * 32
-    result = simulate(counting(10), arrivals)
-    over = sum(arrival.prompt_tokens + arrival.output_tokens > limit for arrival in arrivals)
-    assert result.outcomes == {"finished": 100 - over, "context_length_exceeded": over}
-
-
-def test_a_run_with_block_accounting_is_reproducible() -> None:
-    arrivals = poisson(150, 15.0, output=300)
-    first, again = (msgspec.json.encode(simulate(counting(60), arrivals)) for _ in range(2))
-    assert first == again

@@ -9,7 +9,6 @@ from runtime.simulator.setup import Setup
 from runtime.simulator.stages.decode import SimDecode
 from runtime.simulator.stages.prefill import SimPrefill
 from runtime.simulator.times.service import ServiceTimes
-from runtime.simulator.traces import Arrival
 from tests.simulator.nodes import arrival, config, run, setup, without_retrieval
 
 MS = 1_000_000
@@ -50,20 +49,6 @@ def test_evicted_blocks_are_loaded_instead_of_computed() -> None:
     assert again.prefilled_ns - again.begun_ns == 96 * MS
 
 
-def test_decode_loads_missing_blocks_of_the_prompts_it_computes() -> None:
-    *_, again = run(node(disaggregate="never"), *VISITS).requests
-    assert again.found_tokens == 64
-    *_, again = run(node(disaggregate="never", host_mib=0), *VISITS).requests
-    assert again.found_tokens == 0
-
-
-def test_a_worker_loads_blocks_computed_by_another() -> None:
-    requests = run(node(prefill=2), *(arrival(float(n), 96, 1, 2, 3) for n in range(8))).requests
-    by_worker = [[one for one in requests if one.placement.prefill == f"prefill-{n}"] for n in range(2)]
-    assert all(by_worker), "the router balances by load only"
-    assert [one.found_tokens for one in requests] == [0, *[64] * 7]
-
-
 def test_a_busy_worker_writes_for_a_thirtieth_of_its_time_and_an_idle_one_writes_everything() -> None:
     busy = run(node(kv_blocks=400), *(arrival(0.0, 3000, *range(n * 100, n * 100 + 94)) for n in range(4)))
     (prefill,) = busy.prefills.values()
@@ -95,17 +80,3 @@ def test_a_tier_evicts_the_least_recently_used_within_its_limit() -> None:
     (shelf,) = simulation.tiers.shared_tiers
     assert 0 < shelf.used_bytes <= mib
     assert [request.found_tokens for request in simulation.requests[-2:]] == [0, 64]
-
-
-def test_a_preempted_row_is_reloaded_from_a_tier() -> None:
-    ended = {}
-    for host_mib in (0, 1):
-        made = node(host_mib=host_mib, slots=4)
-        made = replace(made, config=replace(made.config, decode=replace(made.config.decode, kv_blocks=14)))
-        simulation = run(made, *(Arrival(0.0, 100, 200) for _ in range(3)))
-        (decode,) = simulation.decodes.values()
-        assert decode.preemptions > 0
-        assert decode.kv is not None
-        assert (decode.kv.tiers.count("loaded") > 0) == bool(host_mib)
-        ended[host_mib] = max(request.end_ns for request in simulation.requests)
-    assert ended[0] - ended[1] > 100 * MS

@@ -38,26 +38,12 @@ def test_prefill_computes_and_decode_pulls_only_missing_blocks() -> None:
     assert second.first_token_ns - second.prefilled_ns == 16_000, "1 µs per token"
 
 
-def test_decode_reuses_its_blocks_for_prompts_it_computes() -> None:
-    first, second = run(alone(disaggregate="never"), arrival(0.0, 90, 1, 2, 3), arrival(1.0, 80, 1, 2, 9)).requests
-    assert (first.found_tokens, second.found_tokens) == (0, 64)
-    took = [request.first_token_ns - request.received_ns for request in (first, second)]
-    assert took[0] - took[1] == 74 * MS
-
-
 def test_a_block_is_shared_once_it_is_full_and_the_last_token_of_a_prompt_is_computed() -> None:
     one, again, longer = run(
         alone(), arrival(0.0, 64, 1, 2), arrival(1.0, 64, 1, 2), arrival(2.0, 70, 1, 2, 3)
     ).requests
     assert [request.found_tokens for request in (one, again, longer)] == [0, 32, 64]
     assert again.prefilled_ns - again.begun_ns == 32 * MS
-
-
-def test_finished_passes_of_a_prompt_are_reused_before_it_is_complete() -> None:
-    """In passes of 512 tokens: the second prompt arrives during the first one's third pass."""
-    long = arrival(0.0, 1600, *range(50))
-    _, other = run(alone(), long, arrival(1.1, 512, *range(16))).requests
-    assert other.found_tokens == 512 - BLOCK
 
 
 def test_the_least_recently_used_blocks_are_evicted_and_the_router_is_informed() -> None:
@@ -71,18 +57,6 @@ def test_the_least_recently_used_blocks_are_evicted_and_the_router_is_informed()
     assert prefill.overlap((1, 2, 3)) == 1.0, "it arrived again after that"
     roomy = run(alone(kv_blocks=9), *visits).requests
     assert [request.found_tokens for request in roomy] == [0, 0, 0, 64]
-
-
-def test_a_prompt_waits_for_blocks_like_for_a_slot() -> None:
-    one, other = run(alone(kv_blocks=4), arrival(0.0, 96, 1, 2, 3), arrival(0.01, 64, 4, 5)).requests
-    assert other.begun_ns >= one.first_token_ns
-    one, other = run(alone(kv_blocks=5), arrival(0.0, 96, 1, 2, 3), arrival(0.01, 64, 4, 5)).requests
-    assert other.begun_ns < one.first_token_ns
-
-
-def test_without_blocks_in_the_trace_there_are_no_prefix_hits() -> None:
-    for one in run(alone(), Arrival(0.0, 90, 1, (1, 2, 3)), Arrival(1.0, 90, 1, (1, 2, 3))).requests:
-        assert one.prefilled_ns - one.begun_ns == 90 * MS
 
 
 def talks(count: int, rate: float, seed: int = 2) -> list[Arrival]:
