@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 from typer.testing import CliRunner
 
-import dashboards.provisioning as module
 from dashboards.provisioning import FOLDER_UID, Pusher, all_dashboards
 from launchers.main import command_line
 from runtime.errors import ConfigError, Unavailable, UsageError
@@ -42,25 +41,6 @@ def test_a_second_push_writes_nothing(grafana: GrafanaServer) -> None:
     grafana.writes.clear()
     assert set(actions(Pusher(grafana.url, TOKEN))) == {"unchanged"}
     assert grafana.writes == []
-
-
-def test_only_changed_dashboards_are_written_again(grafana: GrafanaServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    Pusher(grafana.url, TOKEN).push()
-    grafana.writes.clear()
-    changed = {uid: board | {"refresh": "1m"} for uid, board in all_dashboards().items()}
-    monkeypatch.setattr(module, "all_dashboards", lambda: changed)
-    assert actions(Pusher(grafana.url, TOKEN, folder="Ours"))[:2] == ["update", "update"]
-    assert grafana.writes == EVERYTHING
-    assert grafana.folders[FOLDER_UID]["title"] == "Ours"
-    assert grafana.boards["trinity-overview"]["dashboard"]["version"] == 2
-    assert set(actions(Pusher(grafana.url, TOKEN, folder="Ours"))) == {"unchanged"}
-
-
-def test_a_moved_dashboard_is_moved_back(grafana: GrafanaServer) -> None:
-    Pusher(grafana.url, TOKEN).push()
-    grafana.boards["trinity-overview"]["meta"]["folderUid"] = "elsewhere"
-    assert actions(Pusher(grafana.url, TOKEN)) == ["unchanged", "update", "unchanged"]
-    assert grafana.boards["trinity-overview"]["meta"]["folderUid"] == FOLDER_UID
 
 
 def test_a_provisioned_dashboard_is_left_alone(grafana: GrafanaServer) -> None:

@@ -1,27 +1,16 @@
 """`trinity top`: the screen compared as text, in textual's own test driver and in a real pseudo-terminal."""
 
 import asyncio
-import fcntl
 import html
-import os
-import pty
 import re
-import select
-import struct
-import subprocess
-import sys
-import termios
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import pyte
 import pytest
 from textual.widgets import DataTable, Static
 
 from dashboards import terminal_overview
-from dashboards.overview import overview
 from dashboards.terminal_overview import MetricWindow, Snapshot
 from dashboards.top import TopApp
 from runtime.errors import Unavailable
@@ -86,25 +75,6 @@ def source() -> Iterator[Source]:
 def lines(live: MetricWindow, title: str) -> dict[str, str]:
     section = next(section for section in terminal_overview.sections(live) if section.title == title)
     return {line.name: line.text for line in section.lines}
-
-
-def questions(*, written: bool) -> list[str]:
-    """The overview's, but for the last, which is the table, and what is kept of KV, which is said with what is full."""
-    rows = [panel["title"] for panel in overview()["panels"] if panel["type"] == "row"]
-    left_out = {"KV cache"} if written else {"KV cache", "Collections"}
-    return [row for row in rows[:-1] if row not in left_out]
-
-
-@pytest.mark.parametrize("written", [False, True])
-def test_the_screen_has_the_overviews_panels_in_order(source: Source, written: bool) -> None:
-    if written:
-        source.write()
-    live = MetricWindow()
-    live.add(Snapshot.parse(0.0, source()))
-    assert [section.title for section in terminal_overview.sections(live)] == questions(written=written)
-    if written:
-        found = lines(live, "Collections")
-        assert (found["segments"], found["log"]) == ("3", "1 MiB")
 
 
 def test_the_screen_is_computed_from_two_scrapes(source: Source) -> None:
@@ -213,48 +183,3 @@ def url(source: Source) -> Iterator[str]:
     server.shutdown()
     thread.join(timeout=60)
     server.server_close()
-
-
-def test_a_real_terminal_shows_the_whole_screen_and_q_quits(url: str) -> None:
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-    without_size = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launchers.main", "top", "--url", url, "--every", "0.2"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**without_size, "TERM": "xterm-256color", "TEXTUAL_ANIMATIONS": "none"},
-        start_new_session=True,
-    )
-    os.close(theirs)
-    terminal = pyte.Screen(COLUMNS, ROWS)
-    stream = pyte.ByteStream(terminal)
-
-    def until(condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < end, "\n".join(terminal.display)
-            if select.select([ours], [], [], 0.05)[0]:
-                try:
-                    stream.feed(os.read(ours, 65536))
-                except OSError:  # the other side is closed
-                    return
-
-    def text() -> str:
-        return "\n".join(line.rstrip() for line in terminal.display)
-
-    try:
-        expected = ("workers ready     4 of 5", "Q_pre             7 waiting", "prefill           250 ms", "backoff")
-        until(lambda: "burns 10.0×" in text() and all(words in text() for words in expected))
-        shown = text()
-        places = [shown.index(title) for title in questions(written=False)]
-        assert places == sorted(places)
-        assert shown.startswith(" node n1 tiny")
-        os.write(ours, b"q")
-        until(lambda: process.poll() is not None)
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        process.wait(timeout=60)
-        os.close(ours)

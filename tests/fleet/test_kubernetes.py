@@ -55,15 +55,6 @@ def test_all_selectors_match_the_pods_and_all_ports_match_the_node() -> None:
     assert [(one["port"], one["path"]) for one in monitor["endpoints"]] == [(exposed["name"], "/metrics")]
 
 
-def test_custom_resources_have_their_required_fields() -> None:
-    pool, monitor = manifest("inferencepool"), manifest("servicemonitor")
-    assert (pool["apiVersion"], pool["kind"]) == ("inference.networking.k8s.io/v1", "InferencePool")
-    assert set(pool["spec"]) == {"selector", "targetPorts", "endpointPickerRef"}
-    assert set(pool["spec"]["endpointPickerRef"]) == {"name", "port", "failureMode"}
-    assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "ServiceMonitor")
-    assert {"targetLabel": "job", "replacement": "trinity"} in monitor["spec"]["endpoints"][0]["relabelings"]
-
-
 def test_probes_need_no_key_and_notice_a_drain_before_the_port_closes() -> None:
     assert "livenessProbe" not in CONTAINER
     for probe in (CONTAINER["startupProbe"], CONTAINER["readinessProbe"]):

@@ -88,16 +88,6 @@ def test_a_changed_vector_is_detected_in_the_log_and_in_a_segment(database: Data
     assert _nearest(writer, BACK)[0] == "40"
 
 
-def test_documents_that_no_longer_match_the_filter_are_deleted(database: Database, writer: CollectionWriter) -> None:
-    for key in range(4):
-        database.put(key, UP, text="text", n=key)
-    follower = Follower(database.source(least_n=2), writer, FieldMapping())
-    assert follower.sync().stored == 2
-    database.put(2, UP, text="text", n=0)
-    assert follower.sync() == SyncResult(deleted=1, unchanged=1, complete=True)
-    assert list(contents(writer)) == ["3"]
-
-
 def test_with_a_version_field_only_changed_points_are_read(database: Database, writer: CollectionWriter) -> None:
     for key in range(4):
         database.put(key, UP, text=f"text {key}", n=1, other="x")
@@ -214,16 +204,6 @@ def test_an_invalid_document_is_reported_and_blocks_no_other(writer: CollectionW
     assert (result.stored, result.refused) == (2, 3)
     assert sorted(contents(writer)) == ["1", "5"]
     assert len(told) == 3
-
-
-def test_a_backlog_of_rows_is_sealed_before_continuing(tmp_path: Path) -> None:
-    create(tmp_path / "small", DIM, degree=8)
-    fake = FakeDatabase()
-    for key in range(80):
-        fake.put(key, (1.0, key, 0.0), text="text")
-    with CollectionWriter(tmp_path / "small", background=False, seal_rows=2) as writer:
-        assert Follower(fake.source(), writer, FieldMapping(), batch=16).sync().stored == 80
-        assert writer.state.count == 80
 
 
 def test_a_client_is_retried_on_failures_but_not_on_refusals() -> None:

@@ -9,9 +9,8 @@ pytest.importorskip("langchain_core", reason="langchain-core is not installed: [
 from langchain_core.documents import Document
 
 from runtime.errors import InvalidFilter
-from runtime.integrations.client import CollectionClient
 from runtime.integrations.langchain import TrinityRetriever, TrinityVectorStore
-from tests.integrations.conftest import KEY, RARE
+from tests.integrations.conftest import KEY
 
 
 @pytest.fixture
@@ -69,29 +68,3 @@ def test_a_retriever_accepts_k_and_a_filter_at_construction_and_per_query(store:
     assert [one.id for one in found] == ["birds"]
     assert KEY not in repr(retriever)
     retriever.close()
-
-
-def test_hybrid_search_is_used_on_request(store: TrinityVectorStore, url: str) -> None:
-    CollectionClient(url, "notes", KEY).upsert([RARE])
-    retriever = TrinityRetriever(url=url, collection="notes", api_key=KEY, k=2, hybrid=True)
-    for found, by_words in (
-        (store.similarity_search("E1042", k=2), False),
-        (store.similarity_search("E1042", k=2, hybrid=True), True),
-        ([one for one, _ in store.similarity_search_with_score("E1042", k=2, hybrid=0.9)], True),
-        (store.as_retriever(search_kwargs={"k": 2, "hybrid": True}).invoke("E1042"), True),
-        (retriever.invoke("E1042"), True),
-        (retriever.invoke("E1042", hybrid=False), False),
-    ):
-        assert ("rare" in [one.id for one in found]) == by_words
-    retriever.close()
-
-
-def test_reranking_can_be_left_out(ranked_url: str) -> None:
-    retriever = TrinityRetriever(url=ranked_url, collection="notes", api_key=KEY, k=2)
-    assert [one.id for one in retriever.invoke("cats purr")] == ["long", "near"]
-    assert [one.id for one in retriever.invoke("cats purr", rerank=False)] == ["near", "long"]
-    retriever.close()
-    store = TrinityVectorStore(ranked_url, "notes", KEY)
-    assert store.similarity_search("cats purr", k=1)[0].id == "long"
-    assert store.similarity_search_with_score("cats purr", k=1, rerank=False)[0][0].id == "near"
-    store.close()

@@ -9,7 +9,7 @@ pytest.importorskip("llama_index.core", reason="llama-index-core is not installe
 from runtime.errors import InvalidFilter
 from runtime.integrations.client import CollectionClient
 from runtime.integrations.llama_index import TrinityRetriever
-from tests.integrations.conftest import KEY, RARE
+from tests.integrations.conftest import KEY
 
 
 @pytest.fixture(autouse=True)
@@ -40,18 +40,3 @@ def test_a_filter_is_applied_and_an_invalid_one_is_the_nodes_error(url: str) -> 
     with pytest.raises(InvalidFilter, match="feet"):
         wrong.retrieve("cats")
     wrong.close()
-
-
-def test_hybrid_search_is_used_on_request(url: str) -> None:
-    CollectionClient(url, "notes", KEY).upsert([RARE])
-    for hybrid in (False, True):
-        retriever = TrinityRetriever(url, "notes", KEY, k=2, hybrid=hybrid)
-        assert ("rare" in [one.node_id for one in retriever.retrieve("E1042")]) == hybrid
-        retriever.close()
-
-
-def test_reranking_can_be_left_out(ranked_url: str) -> None:
-    for rerank, first in ((None, "long"), (False, "near")):
-        retriever = TrinityRetriever(ranked_url, "notes", KEY, k=2, rerank=rerank)
-        assert retriever.retrieve("cats purr")[0].node_id == first
-        retriever.close()

@@ -13,7 +13,7 @@ from mcp import Client, StdioServerParameters
 
 from runtime.integrations.client import CollectionClient
 from runtime.integrations.mcp_server import mcp_server
-from tests.integrations.conftest import KEY, RARE
+from tests.integrations.conftest import KEY
 
 BIRDS = {"id": "birds", "text": "birds sing", "metadata": {"legs": 2}}
 
@@ -66,22 +66,3 @@ def test_the_command_serves_mcp_over_a_pipe(url: str) -> None:
     command = StdioServerParameters(command=sys.executable, args=words, env=os.environ | {"TRINITY_API_KEY": KEY})
     names, answer = asyncio.run(asked(command, query="birds sing", k=1))
     assert (names, found(answer)) == (["search"], [BIRDS])
-
-
-def test_the_search_tool_supports_hybrid_search(url: str) -> None:
-    client = CollectionClient(url, "notes", KEY)
-    client.upsert([RARE])
-    server = mcp_server(client, "notes")
-    for hybrid in (False, True):
-        answer = asyncio.run(asked(server, query="E1042", k=2, hybrid=hybrid))[1]
-        assert ("rare" in [one["id"] for one in answer.structured_content["result"]]) == hybrid
-    client.close()
-
-
-def test_the_search_tool_can_leave_reranking_out(ranked_url: str) -> None:
-    client = CollectionClient(ranked_url, "notes", KEY)
-    server = mcp_server(client, "notes")
-    for rerank, first in ((None, "long"), (False, "near")):
-        answer = asyncio.run(asked(server, query="cats purr", k=2, rerank=rerank))[1]
-        assert answer.structured_content["result"][0]["id"] == first
-    client.close()

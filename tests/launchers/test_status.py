@@ -44,10 +44,6 @@ def shown(
     return out.getvalue().splitlines()
 
 
-def pool_row(lines: list[str]) -> list[str]:
-    return next(line.split() for line in lines if line.strip().startswith("pool-0"))
-
-
 @pytest.mark.parametrize("device", ["cpu", "GPU-7d9e2c51-0a52-4c0e-8a5e-3f3d1c2b4a69"])
 @pytest.mark.parametrize("width", [30, 60, 80])
 def test_names_and_states_are_complete_and_lines_fit_the_terminal(width: int, device: str) -> None:
@@ -56,35 +52,6 @@ def test_names_and_states_are_complete_and_lines_fit_the_terminal(width: int, de
     assert "…" not in "".join(lines)
     for name in NAMES:
         assert [line.split()[:2] for line in lines].count([name, "starting"]) == 1
-
-
-def test_every_column_of_a_node_without_gpus_fits_in_eighty_characters() -> None:
-    lines = shown(80)
-    assert pool_row(lines) == ["pool-0", "starting", "4194303", "cpu", "any", "12", "0.1", "s", "12345", "MiB"]
-    assert not [line for line in lines if "no room" in line]
-
-
-def test_columns_omitted_on_a_narrow_terminal_are_listed_least_important_first() -> None:
-    lines = shown(60)
-    assert lines[-1] == "hidden columns: cores, memory"
-    assert pool_row(lines) == ["pool-0", "starting", "4194303", "cpu", "12", "0.1", "s"]
-
-
-def test_a_pipe_gets_every_column() -> None:
-    lines = shown(80, device="GPU-7d9e2c51-0a52-4c0e-8a5e-3f3d1c2b4a69", cores=range(8), terminal=False)
-    assert pool_row(lines)[3:5] == ["GPU-7d9e2c51-0a52-4c0e-8a5e-3f3d1c2b4a69", "0-7"]
-
-
-def test_notes_about_workers_are_below_the_table() -> None:
-    lines = shown(80, note="cannot run: no such directory: /data/[docs]")
-    assert lines[-len(NAMES) :] == [f"{name}: cannot run: no such directory: /data/[docs]" for name in NAMES]
-
-
-def test_standby_workers_are_shown_below_the_workers() -> None:
-    spare = WorkerStatus("decode-spare-0", "standby", 4_194_301, 1, 0, 0.1, 1 << 30, "cpu", ())
-    lines = [line for line in shown(100, spares=[spare]) if line.strip()]
-    assert lines[-1].split() == ["decode-spare-0", "standby", "4194301", "cpu", "any", "0", "0.1", "s", "1024", "MiB"]
-    assert lines[-2].split()[0] == "pool-0"
 
 
 def test_the_status_of_live_collections_is_the_frontends(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import io
 
-import pytest
 from rich.console import Console
 
 from launchers.commands.trace import show
@@ -43,15 +42,6 @@ def test_each_stage_has_a_line_with_its_begin_its_length_and_its_share() -> None
     assert "first token after 500.0 ms, 50.0 ms per later token" in lines
 
 
-@pytest.mark.parametrize("width", [80, 200])
-def test_bars_are_proportional_to_time_and_start_at_their_offset(width: int) -> None:
-    lines = shown(trace(), width)
-    prefill, decode = line(lines, "prefill "), line(lines, "decode")
-    assert abs(2 * prefill.count("█") - decode.count("█")) <= 1
-    assert decode.index("█") == prefill.index("█") + prefill.count("█")
-    assert "▏" in line(lines, "queue"), "a stage of any duration is visible"
-
-
 def test_no_line_is_wider_than_the_terminal() -> None:
     probes = tuple(ProbeTime(8 * n, 0.5 + n / 200, 0.502 + n / 200, 0.002, 1, "answered") for n in range(60))
     for text in shown(trace(probes=probes, probes_left_out=7, elapsed_s=123.456)):
@@ -69,23 +59,6 @@ def test_probes_have_one_line_each_and_a_total() -> None:
     assert "1 probe stalled the answer for 1.0 ms and added 1 new passage" in shown(
         trace(probes=(ProbeTime(16, 0.6, 0.61, 0.001, 1, "answered"),))
     )
-
-
-def test_the_longest_of_many_probes_are_shown_and_the_others_counted() -> None:
-    probes = tuple(ProbeTime(n, 0.5, 0.5 + n / 1000, 0.0, 0, "answered") for n in range(1, 41))
-    text = "\n".join(shown(trace(probes=probes)))
-    assert "probe @40" in text
-    assert "probe @16 " not in text
-    assert "16 shorter probes not shown" in text
-
-
-def test_a_running_request_shows_the_time_since_its_last_stage() -> None:
-    lines = shown(trace(state="running", stages=STAGES[:2], first_token_s=None, completion_tokens=0))
-    assert line(lines, "… until now").split()[3:6] == ["250.0", "750.0", "75.0%"]
-
-
-def test_an_id_with_markup_is_shown_literally() -> None:
-    assert shown(trace(id="[red]x"))[0].startswith("[red]x")
 
 
 def test_a_search_shows_its_stages_and_results() -> None:
