@@ -1,12 +1,10 @@
 """A node's logs: requests can be followed through every process by id, and a full disk affects only logs."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from runtime.node.logs.log import parse
 from runtime.node.logs.reader import read_logs
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually
@@ -52,29 +50,8 @@ def test_a_request_is_followed_through_every_process_by_its_id(node: Node, direc
     assert trinity_logs(str(node.run_dir), "--request", "cmpl-0") == ""
 
 
-def test_a_search_is_logged_with_its_id(node: Node, directory: Path) -> None:
-    status, answer = node.post("/v1/retrieval", SEARCH)
-    assert status == 200
-
-    def said() -> list[tuple[str, str]]:
-        return [(line.process, line.event) for line in read_logs(directory) if line.request == answer["id"]]
-
-    eventually(lambda: bool(said()), 60, "the line to be written")
-    ((process, event),) = said()
-    assert process == "frontend-0"
-    assert event.startswith("search ended: 3 passages, ")
-
-
 def test_a_full_disk_only_loses_log_lines_which_are_counted(node: Node) -> None:
     assert node.post("/v1/retrieval", SEARCH)[0] == 200
     eventually(lambda: node.metric("trinity_log_lines_lost_total", worker="pool-0") >= 1, 60, "lost lines")
     assert node.metric("trinity_log_lines_lost_total", worker="decode-0") == 0
     assert {worker.restarts for worker in node.status().workers} == {0}
-
-
-def test_every_line_on_standard_error_and_in_the_files_is_json(node: Node, directory: Path) -> None:
-    said = [json.loads(line) for line in node.log.read_text().splitlines()]
-    assert {"supervisor", "pool-0", "prefill-0", "decode-0", "frontend-0"} == {line["process"] for line in said}
-    files = [path for path in directory.glob("*.log") if not path.is_symlink()]
-    assert len(files) == 4
-    assert all(parse(line) is not None for path in files for line in path.read_bytes().splitlines())

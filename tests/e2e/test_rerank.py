@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from runtime.testing.node import Node
@@ -61,23 +60,6 @@ def test_a_chat_has_the_most_relevant_of_more_passages(where: str, request: pyte
     late = passages(node, {"timeout_s": 1e-6})
     assert (late["retrieval"]["reranked"], late["retrieval"]["rerank_error"]) == (False, "deadline_exceeded")
     assert [one["id"] for one in late["retrieval"]["passages"]] == [one["id"] for one in search["passages"]][:3]
-
-
-@pytest.mark.parametrize("where", ["ranked", "gateway"])
-def test_openais_client_searches_files_with_it(where: str, request: pytest.FixtureRequest) -> None:
-    node: Node = request.getfixturevalue(where)
-    with openai.OpenAI(base_url=f"{node.info.url}/v1", api_key="none") as client:
-        page = client.vector_stores.search("docs", query=QUESTION, max_num_results=3)
-        tool: Any = {"type": "file_search", "vector_store_ids": ["docs"], "max_num_results": 3}
-        answer = client.responses.create(
-            model="tiny", input=QUESTION, tools=[tool], include=["file_search_call.results"], max_output_tokens=4
-        )
-    call = answer.output[0]
-    assert call.type == "file_search_call"
-    assert page.reranked is call.reranked is True  # type: ignore[attr-defined]
-    found = [result.score or 0.0 for result in call.results or []]
-    assert found == pytest.approx([result.score for result in page.data][: len(found)], abs=1e-6)
-    assert found == sorted(found, reverse=True)
 
 
 def test_the_example_orders_the_lines_of_a_file(ranked: Node, tmp_path: Path) -> None:
