@@ -85,7 +85,7 @@ def _depth(wanted: dict[str, Any]) -> int:
     return 1 + max(map(_depth, inner), default=0)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(documents=_DOCUMENTS, wanted=_FILTERS)
 def test_a_filter_matches_a_plain_python_reference(documents: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
     if _depth(wanted) > MAX_DEPTH:
