@@ -15,7 +15,7 @@ from gpu.index.rows import FloatArray, checked_vectors, encode
 from tests.cuda.conftest import NewDriver
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver
 from tests.cuda.workbench import Limits, Workbench
-from tests.gpu.datasets import DTYPES, METRICS, clustered
+from tests.gpu.datasets import KINDS, clustered
 from tests.gpu.reference import search_reference
 
 DIM, PARAMS = 16, SearchParams(k=10, top_m=32, search_width=1)
@@ -64,8 +64,7 @@ class InPlace:
         assert len(done) == len({*done})
 
 
-@pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("metric", "dtype"), KINDS)
 @pytest.mark.parametrize("dim", [1, 7, 130, 700])
 def test_a_query_is_prepared_on_the_device_as_on_the_host(
     metric: str, dtype: str, dim: int, new_driver: NewDriver

@@ -1,7 +1,6 @@
 """Server requests and connections per answer."""
 
 import asyncio
-import gc
 from pathlib import Path
 
 from runtime.engines.openai.http import AioHttp
@@ -59,32 +58,3 @@ def test_a_connection_is_reused_if_the_body_ends_after_the_done_event(tmp_path: 
         assert (asked, connections) == (3, 1)
 
     run(test())
-
-
-def test_closing_the_client_before_a_body_ends_closes_its_connection() -> None:
-    told: list[str] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(HEAD + b"%x\r\n%b\r\n" % (len(EVENTS), EVENTS))
-        assert await reader.read() == b"", "the client has closed"
-        writer.close()
-
-    async def test() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        http = AioHttp()
-        reply = await http.request("GET", f"http://127.0.0.1:{port}/", {}, None)
-        async for _ in reply.iter_bytes():
-            break
-        reply.complete()
-        reply.close()
-        await http.close()
-        del reply
-        gc.collect()
-        server.close()
-        await server.wait_closed()
-
-    run(test())
-    assert told == []

@@ -1,7 +1,7 @@
-"""OpenAI's published examples of file search: their calls, in their order and with their parameters.
+"""OpenAI's published example of file search: its calls, in their order and with their parameters.
 
-The cookbook "Using file search tool in the Responses API", the guides "File search" and "Retrieval", and examples of
-the Python client. Only the address and the model differ.
+The cookbook "Using file search tool in the Responses API". The guides' calls are those of `test_stores.py`,
+`test_vector_stores.py` and `test_responses.py`. Only the address and the model differ.
 """
 
 from collections.abc import Iterator
@@ -85,61 +85,3 @@ def test_the_cookbooks_files_are_uploaded_by_threads_searched_and_cited(
     questions = [f"About: {fact} answer={fact.replace(' ', '_')}" for fact in FACTS.values()]
     with ThreadPoolExecutor() as executor:
         assert list(executor.map(process_query, questions)) == [[path.name] for path in pdfs]
-
-
-def test_the_retrieval_guides_operations_on_stores_files_and_batches(client: openai.OpenAI, tmp_path: Path) -> None:
-    path = tmp_path / "customer_policies.txt"
-    path.write_text("Goods may be returned within thirty days of their purchase.")
-    store = client.vector_stores.create(name="Support FAQ")
-    with path.open("rb") as file:
-        client.vector_stores.files.upload_and_poll(vector_store_id=store.id, file=file)
-    question = "What is the return policy?"
-    results = client.vector_stores.search(vector_store_id=store.id, query=question)
-    sources = "".join(
-        f"<result file_id='{one.file_id}' file_name='{one.filename}'>{''.join(part.text for part in one.content)}"
-        for one in results.data
-    )
-    completion = client.chat.completions.create(
-        model=MODEL,
-        messages=[
-            {"role": "developer", "content": "Produce a concise answer to the query based on the provided sources."},
-            {"role": "user", "content": f"Sources: {sources}\n\nQuery: '{question}' say=2"},
-        ],
-    )
-    assert completion.choices[0].message.content == "w0 w1 "
-    made = results.data[0].file_id
-    other = client.files.create(file=("other.txt", b"Other words."), purpose="assistants").id
-    filled = client.vector_stores.create(name="Support FAQ", file_ids=[made])
-    assert client.vector_stores.retrieve(vector_store_id=filled.id).file_counts.total == 1
-    assert client.vector_stores.update(vector_store_id=filled.id, name="Support FAQ Updated").name.endswith("Updated")
-    assert client.vector_stores.delete(vector_store_id=filled.id).deleted
-    assert [one.id for one in client.vector_stores.list()] == [store.id]
-    assert client.vector_stores.files.create_and_poll(vector_store_id=store.id, file_id=made).status == "completed"
-    assert client.vector_stores.files.retrieve(vector_store_id=store.id, file_id=made).id == made
-    changed = client.vector_stores.files.update(vector_store_id=store.id, file_id=made, attributes={"key": "value"})
-    assert changed.attributes == {"key": "value"}
-    assert client.vector_stores.files.delete(vector_store_id=store.id, file_id=made).deleted
-    assert not client.vector_stores.files.list(vector_store_id=store.id).data
-    sizes: Any = {"type": "static", "max_chunk_size_tokens": 1200, "chunk_overlap_tokens": 200}  # as the guide has it
-    batch = client.vector_stores.file_batches.create_and_poll(
-        vector_store_id=store.id,
-        files=[
-            {"file_id": made, "attributes": {"department": "finance"}},
-            {"file_id": other, "chunking_strategy": sizes},
-        ],
-    )
-    assert (batch.status, batch.file_counts.completed) == ("completed", 2)
-    assert client.vector_stores.file_batches.retrieve(vector_store_id=store.id, batch_id=batch.id).status == "completed"
-    assert client.vector_stores.file_batches.cancel(vector_store_id=store.id, batch_id=batch.id).id == batch.id
-    listed = client.vector_stores.file_batches.list_files(batch.id, vector_store_id=store.id)
-    strategies: dict[str, Any] = {one.id: one.chunking_strategy for one in listed}
-    assert strategies[other].static.max_chunk_size_tokens == 1200
-    client.vector_stores.files.create(
-        vector_store_id=store.id, file_id=made,
-        attributes={"region": "US", "category": "Marketing", "date": 1672531200},
-    )  # fmt: skip
-    expiring = client.vector_stores.update(
-        vector_store_id=store.id, expires_after={"anchor": "last_active_at", "days": 7}
-    )
-    assert expiring.expires_after is not None
-    assert expiring.expires_after.days == 7

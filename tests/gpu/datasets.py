@@ -10,6 +10,8 @@ from gpu.index.rows import Dtype, FloatArray, Metric, checked_vectors, encode
 
 METRICS: tuple[Metric, ...] = ("cosine", "l2", "ip")
 DTYPES: tuple[Dtype, ...] = ("float32", "float16")
+KINDS: tuple[tuple[Metric, Dtype], ...] = (("cosine", "float32"), ("l2", "float16"), ("ip", "float32"))
+"""Each metric and each type once; all of both are in `tests/cuda/test_kernels.py`, and drawn in `test_reference.py`."""
 
 
 def exact_vectors(random: np.random.Generator, count: int, dim: int = 20) -> FloatArray:

@@ -9,7 +9,7 @@ from gpu import CpuEngine, GraphIndex, InvalidParams, SearchParams
 from gpu.cpu.search import search
 from gpu.index.data import bitmap
 from gpu.index.rows import Dtype, Metric
-from tests.gpu.datasets import DTYPES, METRICS, clustered, exact_neighbors, exact_vectors, random_index, recall
+from tests.gpu.datasets import DTYPES, KINDS, METRICS, clustered, exact_neighbors, exact_vectors, random_index, recall
 from tests.gpu.reference import search_reference
 from tests.gpu.test_reference import params, seeds
 
@@ -58,8 +58,7 @@ def test_engine_and_reference_agree_on_estimated_candidates() -> None:
             assert len(set(found[0].tolist()) - set(expected.tolist())) <= 1
 
 
-@pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("metric", "dtype"), KINDS)
 def test_exact_search_finds_the_nearest_of_all_rows_and_of_a_subset(metric: Metric, dtype: Dtype) -> None:
     random = np.random.default_rng(5)
     vectors, queries = clustered(random, 700, 24), clustered(random, 9, 24)

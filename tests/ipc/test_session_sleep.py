@@ -1,13 +1,10 @@
 """Tests of how clients and pools wait: spinning, sleeping, doorbells, event loops."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
 from ipc import Result, RingClient, RingFull
-from ipc.client import client as client_module
-from ipc.client.client import COLD_NS, prefetch_result
 from tests.ipc.processes import readable, served
 from tests.ipc.ring_server import RingServer
 from tests.ipc.sessions import SLOTS, answer, ask, vector, void
@@ -36,39 +33,6 @@ def test_a_sleeping_pool_and_a_sleeping_client_are_woken_up(server: RingServer, 
             ask(client, seed)
             assert client.wait(60_000)
             assert len(client.poll()) == 1
-
-
-def test_a_client_that_waits_after_a_pause_prefetches_the_next_result(
-    server: RingServer, client: RingClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, prefetched = [COLD_NS], 0
-
-    def prefetch(ring: object) -> None:
-        nonlocal prefetched
-        assert ring is client.attachment.results
-        prefetch_result(client.attachment.results)
-        prefetched += 1
-
-    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic_ns=lambda: now[0]))
-    monkeypatch.setattr(client_module, "prefetch_result", prefetch)
-    for number, pause in enumerate((COLD_NS, COLD_NS // 2, COLD_NS - 1, COLD_NS, 5 * COLD_NS)):
-        now[0] += pause
-        ask(client, number)
-        assert not client.wait(0)
-        assert prefetched == (1, 1, 1, 2, 3)[number]
-        answer(server)
-        assert client.wait(0)
-        (result,) = client.poll()
-        assert result.distances.tolist() == vector(number)[:2].tolist()
-    now[0] += COLD_NS
-    ask(client)
-    answer(server)
-    assert client.wait(0)
-    assert prefetched == 3, "the result was already there"
-    assert len(client.poll()) == 1
-    now[0] += COLD_NS
-    assert not client.wait(0)
-    assert prefetched == 3, "nothing was outstanding"
 
 
 def test_asyncio_can_sleep_on_the_clients_descriptor(server: RingServer, client: RingClient) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.served_documents import CollectionDocuments
-from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind
 from runtime.retrieval.open_build import OpenBuild, open_build
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
@@ -190,33 +189,3 @@ def test_a_chat_s_keyword_search_delays_no_embedding_and_keys_take_turns(
         eventually(lambda: len(ended) == 7, poll)
         assert set(ended) == {*storm, plain, other}
     assert order.index("other n7") == 1
-
-
-def test_keys_take_turns_with_embeddings_of_queries_documents_and_texts(
-    search: AsyncRetriever, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    released, order, real = threading.Event(), list[str](), HashingEmbedder.embed
-
-    def embed(self: HashingEmbedder, texts: Sequence[str], kind: TextKind = "query") -> Any:
-        order.extend(texts)
-        assert released.wait(60)
-        return real(self, texts, kind)
-
-    async def body() -> None:
-        await found(search)
-        (embedder,) = search.embedders().values()
-        monkeypatch.setattr(HashingEmbedder, "embed", embed)
-        storm = [asyncio.ensure_future(search.embed(embedder, ["storm 0"], "passage", 1))]
-        await until(lambda: bool(order))
-        asked: list[Awaitable[Any]] = [search.embed(embedder, [f"storm {n}"], "passage", 1) for n in range(1, 5)]
-        asked += [found(search, 1, text=f"storm {n}") for n in range(5, 10)]
-        storm += [asyncio.ensure_future(one) for one in asked]
-        asked = [found(search, 2, text="other query"), search.embed(embedder, ["other text"], "query", 3)]
-        waiting = [asyncio.ensure_future(one) for one in asked]
-        for _ in range(100):
-            await asyncio.sleep(0)
-        released.set()
-        await asyncio.gather(*storm, *waiting)
-        assert sorted(order[1:3]) == ["other query", "other text"]
-
-    run(search, body)

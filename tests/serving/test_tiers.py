@@ -259,31 +259,6 @@ class TimedTier:
         pass
 
 
-def test_a_busy_worker_evicts_blocks_unwritten_once_writing_used_its_share() -> None:
-    tier, blocks = TimedTier(), BlockManager(4, 4, b"a model")
-    tiers = Tiers((tier,), blocks, None, tier.clock)
-
-    def computes(prompts: range) -> None:
-        for number in prompts:
-            prompt = [number] * 17
-            table = blocks.open(prompt)
-            blocks.grow(table, 16)
-            blocks.fill(table, prompt, 16)
-            blocks.close(table)
-
-    computes(range(5))  # 16 blocks are evicted
-    assert len(tier.kept) == 4, "20 ms of writing while it was not busy"
-    tiers.write(20_000_000)
-    assert len(tier.kept) == 4
-    tiers.write(10_000_000)
-    assert len(tier.kept) == 6, "started while there was time left"
-    while tiers.write():  # the worker is idle
-        pass
-    assert len(tier.kept) == 8
-    computes(range(5, 6))
-    assert len(tier.kept) == 8, "those were written: their eviction needs no more writes"
-
-
 class FullTier(TimedTier):
     """A tier that contains every block."""
 

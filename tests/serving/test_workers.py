@@ -41,7 +41,7 @@ def answers(workers: Workers, prompts: list[list[int]], max_tokens: int) -> list
     return [workers.outputs[f"r{number}"].tokens for number in range(len(prompts))]
 
 
-@pytest.mark.parametrize(("start", "host_mib"), [("CPU", 0), ("CPU", 64), ("GPU", 0), ("GPU", 64)], indirect=["start"])
+@pytest.mark.parametrize(("start", "host_mib"), [("CPU", 64), ("GPU", 0)], indirect=["start"])
 def test_answers_equal_generate_when_blocks_run_out_and_rows_are_preempted(
     start: Start, reference: Reference, host_mib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,10 +206,10 @@ def test_the_first_and_the_last_piece_carry_timestamps(start: Start) -> None:
     assert len(output.stages) == 2
 
 
-@pytest.mark.parametrize("rounds", [0, 1, 3, 6])
-@pytest.mark.parametrize("handover", [{"disaggregate": "auto"}, {"disaggregate": "never"}], ids=str)
-def test_a_cancelled_request_releases_all_resources(start: Start, handover: dict[str, Any], rounds: int) -> None:
-    workers = start(prefill={"chunk_tokens": 32}, decode={"chunk_tokens": 32}, handover=handover, slice_ns=1_000)
+@pytest.mark.parametrize(("rounds", "disaggregate"), [(0, "auto"), (1, "never"), (3, "auto"), (6, "never")])
+def test_a_cancelled_request_releases_all_resources(start: Start, disaggregate: str, rounds: int) -> None:
+    chunks = {"chunk_tokens": 32}
+    workers = start(prefill=chunks, decode=chunks, handover={"disaggregate": disaggregate}, slice_ns=1_000)
     workers.submit("stays", [1, 2, 3], 60)
     for number in range(3):
         workers.submit(f"r{number}", list(range(3, 150)), 200)
