@@ -30,11 +30,10 @@ async def node(behaviour: Behaviour = Behaviour()) -> AsyncIterator[tuple[openai
         harness.library.texts = TEXTS
         settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096)
         app = create_app(Service(harness.engine, harness.library, metrics, None, catalogue=Catalogue()), settings)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost/v1") as http:
-            yield (
-                openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="-", http_client=http, max_retries=0),
-                harness,
-            )
+        base = "http://localhost/v1"
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=base) as http:
+            client: Any = http  # its type is of httpx or of httpx2, by the version of openai
+            yield openai.AsyncOpenAI(base_url=base, api_key="-", http_client=client, max_retries=0), harness
 
 
 def say(harness: EngineHarness, text: str) -> None:
@@ -42,7 +41,7 @@ def say(harness: EngineHarness, text: str) -> None:
     words = [f"{word} " for word in text.split()]
     words[-1] = words[-1].rstrip()
     deltas = [{"role": "assistant", "content": ""}, *({"content": word} for word in words)]
-    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices: list[dict[str, Any]] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
     choices[-1]["finish_reason"] = "stop"
     harness.fake.says = [{"id": "x", "object": "chunk", "model": MODEL, "choices": [choice]} for choice in choices]
 
@@ -67,9 +66,8 @@ async def test_file_search_has_results_on_request_and_cites_sentences(include: b
         assert found == ([("p1.0", TEXTS[0], 0.9), ("p1.1", TEXTS[1], 0.9)] if include else None)
         assert message.type == "message"
         assert message.content[0].type == "output_text"
-        cited = [
-            (one.file_id, CITING[: one.index]) for one in message.content[0].annotations if hasattr(one, "file_id")
-        ]
+        annotations = message.content[0].annotations
+        cited = [(one.file_id, CITING[: one.index]) for one in annotations if one.type == "file_citation"]
         assert cited == [("p1.0", TEXTS[0]), ("p1.1", CITING)]
         (system, user), sent = prompt_of(harness), harness.fake.generations()[-1]
         assert system == ("system", "Be brief.")

@@ -11,7 +11,6 @@ from runtime.node.config import SloSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import FrontendMetrics, Slo
 from runtime.retrieval.passages import SearchTimes
-from runtime.retrieval.search.query import Query
 from runtime.serving import stages
 from runtime.serving.frontend.observability import RequestMetrics
 from runtime.serving.frontend.requests import RequestOutcome

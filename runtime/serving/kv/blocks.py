@@ -34,9 +34,12 @@ def block_keys(tokens: Sequence[int], block_tokens: int, root: bytes) -> Iterato
     """Yield the hashes of the full blocks of `tokens`, each over all tokens up to its end."""
     chain = root
     for end in range(block_tokens, len(tokens) + 1, block_tokens):
-        content = array("q", tokens[end - block_tokens : end])
-        chain = blake2b(chain + content.tobytes(), digest_size=KEY_BYTES).digest()
+        chain = _chained(chain, tokens[end - block_tokens : end])
         yield chain
+
+
+def _chained(chain: bytes, tokens: Sequence[int]) -> bytes:
+    return blake2b(chain + array("q", tokens).tobytes(), digest_size=KEY_BYTES).digest()
 
 
 class OutOfBlocks(Exception):
@@ -211,8 +214,8 @@ class BlockManager:
     def row_keys(self, tokens: Sequence[int], root: bytes) -> list[bytes]:
         """Return the hashes of all blocks of `tokens`, also of the last one if it is partial."""
         found = list(self.keys(tokens, 0, root=root))
-        if len(tokens) % self.block_tokens:
-            found.append(self._hash(found[-1] if found else root, tokens, len(found)))
+        if rest := tokens[len(found) * self.block_tokens :]:
+            found.append(_chained(found[-1] if found else root, rest))
         return found
 
     def _match(self, tokens: Sequence[int], compute: int, root: bytes) -> list[tuple[bytes, int]]:
