@@ -58,11 +58,14 @@ class AsyncRetriever:
     there.
     """
 
-    def __init__(self, registry: CollectionRegistry, client: SearchClient, threads: int = 1) -> None:
-        """`threads`: of embedding."""
+    def __init__(
+        self, registry: CollectionRegistry, client: SearchClient, threads: int = 1, max_wait_s: float = 0.0
+    ) -> None:
+        """`threads`: of embedding. `max_wait_s`: a text that would wait longer for it is refused (0: none)."""
         self.registry = registry
         self.client = AsyncSearchClient(client)
-        self._steps, self._tickets = RetrievalSteps(registry, client, threads=threads), client.dispatcher.tickets
+        self._steps = RetrievalSteps(registry, client, threads=threads, max_wait_ns=int(max_wait_s * 1e9))
+        self._tickets = client.dispatcher.tickets
         self._documents = ThreadPoolExecutor(_DOCUMENT_THREADS, thread_name_prefix="documents")
 
     def missing(self) -> list[str]:

@@ -95,7 +95,8 @@ def ignore_embedded() -> None:
 class RetrievalSteps:
     """The steps of all retrievals of a process, and the threads that they share in turns by API key.
 
-    `embedding` has `threads` threads. Keyword searches, whose filters may take long, have one.
+    `embedding` has `threads` threads, and refuses a query that would wait for longer than `max_wait_ns` (0: any time).
+    Keyword searches, whose filters may take long, have one thread.
     """
 
     def __init__(
@@ -104,9 +105,10 @@ class RetrievalSteps:
         client: SearchClient,
         clock: Callable[[], int] = time.monotonic_ns,
         threads: int = 1,
+        max_wait_ns: int = 0,
     ) -> None:
         self._registry, self._client, self._clock = registry, client, clock
-        self.embedding = EmbeddingStage(threads, clock=clock)
+        self.embedding = EmbeddingStage(threads, max_wait_ns=max_wait_ns, clock=clock)
         self._keywords = FairThreads(1, "keyword search")
 
     def report(self, table: WorkerTable) -> None:

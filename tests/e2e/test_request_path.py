@@ -172,7 +172,9 @@ def test_retrieval_of_texts_and_vectors_equals_a_search_of_the_index(node: Node,
         assert (trace["kind"], trace["state"], trace["passages"]) == ("search", "found", 5)
         stages = [stage["name"] for stage in trace["stages"]]
         assert stages == ["batch"] * ("query" in question) + ["embed", "retrieval", "passages", "respond"]
-    assert node.metric("trinity_request_embed_time_seconds_count", worker="frontend-0") >= 1
+    for stage in ("batch", "embed", "retrieval", "passages", "respond"):
+        assert node.metric(f"trinity_request_{stage}_time_seconds_count", worker="frontend-0") >= 1
+    assert node.metric("trinity_embedding_wait_seconds_total", worker="frontend-0") > 0
 
 
 def test_a_process_of_the_same_user_searches_through_the_ring(node: Node, collection: Path) -> None:

@@ -18,6 +18,7 @@ from runtime.testing.waiting import until
 SOON_S = 60.0
 KINDS: tuple[TextKind, ...] = ("query", "passage")
 COST_NS = 1_000_000  # of each text of a few characters
+LATER_NS = 20_000_000_000  # than texts of prefill that others would make way for
 
 
 class Embedder:
@@ -120,6 +121,12 @@ def test_a_thread_leaves_the_others_their_share(make: Callable[..., Harness]) ->
     assert [len(batch) for batch in harness.after(*[harness.ask(f"text {n}") for n in range(4)])][:1] == [2]
 
 
+def test_the_share_of_a_thread_is_by_length(make: Callable[..., Harness]) -> None:
+    harness = make(threads=2)
+    asked = harness.ask(*["short"] * 30, *["length" * 15] * 9)
+    assert len(harness.after(asked)[0]) == 30
+
+
 def test_a_thread_takes_what_others_that_are_busy_for_long_would_not_begin_earlier(
     make: Callable[..., Harness],
 ) -> None:
@@ -146,6 +153,7 @@ def test_a_list_has_its_vectors_in_order_over_several_batches_and_its_tokens(har
 
 
 def test_texts_of_a_list_are_embedded_beside_those_of_similar_length(harness: Harness) -> None:
+    harness.now += LATER_NS
     found = harness.ask(*["a" * (10 + number % 4 * 10) for number in range(128)], part="bulk")
     assert [sorted(set(map(len, batch))) for batch in harness.after(found)] == [[10], [20], [30], [40]]
     assert found.result().vectors[:5, 0].tolist() == [10, 20, 30, 40, 10]
@@ -197,6 +205,18 @@ def test_prefill_goes_before_decode_and_both_before_documents(harness: Harness) 
     assert order[:10].count("prompt") >= 7
 
 
+def test_a_text_of_prefill_waits_for_one_text_of_the_others_not_for_a_batch(harness: Harness) -> None:
+    probes = [harness.ask(f"probe {n}", part="decode") for n in range(16)]
+    assert [len(batch) for batch in harness.after(*probes)] == [1] * 16
+    harness.embedder.gate.clear()
+    harness.now += LATER_NS
+    harness.embedder.batches.clear()
+    harness.ask("held", part="decode")
+    until(lambda: bool(harness.embedder.batches))
+    probes = [harness.ask(f"another probe {n}", part="decode") for n in range(16)]
+    assert [len(batch) for batch in harness.after(*probes)] == [16]
+
+
 def test_documents_do_not_starve_while_prompts_keep_coming(harness: Harness) -> None:
     documents = harness.ask("document", kind="passage", part="bulk")
     asked = [harness.ask(f"prompt {n}") for n in range(100)]
@@ -243,6 +263,34 @@ def test_a_text_that_could_not_be_embedded_in_time_is_refused_at_once(harness: H
     asked = [harness.ask("another key", deadline_ns=soon, flow=7), harness.ask("later", deadline_ns=10 * soon)]
     harness.after(*waiting, *asked)
     assert [value(one) for one in asked] == [11.0, 5.0]
+
+
+def test_a_query_that_would_wait_too_long_is_refused_at_once_and_documents_are_not(
+    make: Callable[..., Harness],
+) -> None:
+    harness = make(max_wait_ns=10 * COST_NS)
+    harness.after(*harness.held, *[harness.ask(f"measured {n}") for n in range(8)])
+    harness.embedder.gate.clear()
+    harness.hold("second")
+    at_twice_the_capacity, refused = [], []
+    for n in range(20):
+        try:
+            at_twice_the_capacity.append(harness.ask(f"storm {n:04}"))
+        except Overloaded as error:
+            refused.append(error)
+    assert 8 <= len(at_twice_the_capacity) <= 10
+    assert all(error.status == 503 and "the limit is 0.01 s; try again later" in error.message for error in refused)
+    others = [harness.ask("another key", flow=7), harness.ask("document", kind="passage", part="bulk")]
+    begin = harness.now
+    harness.after(*at_twice_the_capacity, *others)
+    ends = [one.result().end_ns - begin for one in at_twice_the_capacity]
+    assert max(ends) <= 13 * COST_NS  # with the text before them, and those of others
+
+
+def test_a_query_behind_nobody_is_embedded_however_long_it_takes(make: Callable[..., Harness]) -> None:
+    harness = make(max_wait_ns=COST_NS // 2)
+    harness.after(*harness.held)
+    assert value(harness.ask("alone")) == 5.0
 
 
 def test_what_waits_is_bounded_and_dropped_at_the_end(make: Callable[..., Harness]) -> None:

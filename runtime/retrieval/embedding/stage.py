@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from math import ceil
 
 import numpy as np
 
@@ -28,6 +27,9 @@ from runtime.retrieval.embedding.vector_cache import VectorCache
 MAX_WAITING = 1024
 _COMPUTED, _SENT = (32, 2048), (64, 65_536)
 """Texts and characters of a turn: two forward passes of an embedder that computes, a request of one that sends."""
+_RECENT_NS = 2_000_000_000
+"""For so long after a text of prefill other parts' turns have one text, since the next one of prefill waits for their
+end. Short texts take up to 1.6 times as long that way, and a batch of them twenty times as long as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,8 @@ class StageStatistics:
 class EmbeddingStage:
     """`threads` threads, which start with the first text. Thread-safe.
 
-    More than `limit` waiting callers are refused. A call of an embedder that hangs occupies its thread. `clock` returns
-    monotonic ns.
+    More than `limit` waiting callers are refused, and a query that would wait longer than `max_wait_ns` behind others
+    (0: any time). A call of an embedder that hangs occupies its thread. `clock` returns monotonic ns.
     """
 
     def __init__(
@@ -67,10 +69,11 @@ class EmbeddingStage:
         threads: int = 1,
         *,
         limit: int = MAX_WAITING,
+        max_wait_ns: int = 0,
         clock: Callable[[], int] = time.monotonic_ns,
         cache: VectorCache | None = None,
     ) -> None:
-        self._threads, self._limit, self._clock = threads, limit, clock
+        self._threads, self._limit, self._max_wait_ns, self._clock = threads, limit, max_wait_ns, clock
         self._lock = threading.Lock()
         self._lanes: dict[str, _Lane] = {}
         self._cache = VectorCache() if cache is None else cache
@@ -94,7 +97,7 @@ class EmbeddingStage:
         A query's text (of a `part` besides "bulk") is looked up in the cache, and the same text of the same key is
         embedded once. The future raises `DeadlineExceeded` for texts that were not begun by `deadline_ns` (0: none),
         `ModelError`, and the errors of `Embedder.embed`. Raises `Overloaded` at once if they cannot be embedded by
-        then, or if too many wait; `Unavailable` when closed.
+        then, if they would wait too long, or if too many wait; `Unavailable` when closed.
         """
         future: Future[Embedded] = Future()
         now = self._clock()
@@ -117,7 +120,7 @@ class EmbeddingStage:
                     self._reused += 1
                     return future
             lane = self._lane(embedder)
-            lane.check_room(flow, part, texts, deadline_ns, now)
+            lane.check_room(flow, part, texts, deadline_ns, now, 0 if part == "bulk" else self._max_wait_ns)
             wanted = Texts(embedder, list(texts), kind, flow, part, deadline_ns, now, [future], key, count_tokens)
             if key is not None:
                 self._asked[flow, key] = wanted
@@ -194,24 +197,29 @@ class _Lane:
         self._threads: list[threading.Thread] = []
         self._idle = 0  # threads that wait, or have not begun
         self._ends: dict[int, float] = {}  # by thread: when its batch is expected to end, in ns
+        self._prefill_ns: int | None = None  # when the last text of prefill was added
         self._closed = False
 
     # ---- with the lock
 
-    def check_room(self, flow: int, part: Part, texts: Sequence[str], deadline_ns: int, now: int) -> None:
-        """Raise `Overloaded` if too many wait, or if the texts could not be embedded by their deadline."""
+    def check_room(
+        self, flow: int, part: Part, texts: Sequence[str], deadline_ns: int, now: int, max_wait_ns: int
+    ) -> None:
+        """Raise `Overloaded` if too many wait, if the texts would wait too long, or could not be embedded by their
+        deadline."""
         if len(self._open) >= self._limit and sum(one.begin_ns < 0 for one in self._open) >= self._limit:
             raise Overloaded(f"{self._limit} requests wait for embedding, the limit; try again later")
-        if deadline_ns > now:  # else it ends as late when its turn comes
-            wait_ns = self.queue.wait_ns(flow, part, sum(map(size_of, texts)), self._count)
-            if now + wait_ns > deadline_ns:
-                raise Overloaded(
-                    f"{len(self.queue)} texts wait for embedding, so this one would take about {wait_ns / 1e9:.2g} s, "
-                    f"and its request has {(deadline_ns - now) / 1e9:.2g} s left; try again later"
-                )
+        wait_ns = self.queue.wait_ns(flow, part, sum(map(size_of, texts)), self._count)
+        expected = f"{len(self.queue)} texts wait for embedding, so this one would take about {wait_ns / 1e9:.2g} s"
+        if len(self.queue) and 0 < max_wait_ns < wait_ns:
+            raise Overloaded(f"{expected}; the limit is {max_wait_ns / 1e9:.2g} s; try again later")
+        if now < deadline_ns < now + wait_ns:  # one that is late already ends so when its turn comes
+            raise Overloaded(f"{expected}, and its request has {(deadline_ns - now) / 1e9:.2g} s left; try again later")
 
     def add(self, texts: Texts) -> None:
         self.queue.push(texts)
+        if texts.part == "prefill":
+            self._prefill_ns = texts.submitted_ns
         self._open.add(texts)
         self._changed.notify(len(texts.texts))
         while len(self._threads) < self._count and self._idle < len(self.queue):
@@ -253,8 +261,12 @@ class _Lane:
         taken: list[Waiting] = []
         ended: dict[Texts, TrinityError | None] = {}
         now = self._clock()
-        most = min(most, self._share(now))
-        while len(taken) < most and (one := self.queue.pop(taken[0] if taken else None, characters)) is not None:
+        size, share = 0, self._share(now)
+        while (
+            len(taken) < most
+            and size < share
+            and (one := self.queue.pop(taken[0] if taken else None, characters)) is not None
+        ):
             texts = one.texts
             if not texts.wanted:
                 ended[texts] = None
@@ -264,16 +276,22 @@ class _Lane:
                 texts.begin_ns = now if texts.begin_ns < 0 else texts.begin_ns
                 self.queue.begun(one)
                 taken.append(one)
+                size += one.size
                 characters -= len(one.text)
                 self.waited_ns += now - texts.submitted_ns
+                if texts.part != "prefill" and self._is_prefill_near(now):
+                    break
         self._ends[threading.get_ident()] = now + self.queue.ns_of(one.size for one in taken)
         return taken, ended
 
-    def _share(self, now: int) -> int:
-        """Return the number of waiting texts that a thread takes, so that all threads end at about the same time."""
-        waiting_ns = self.queue.waiting_ns()
+    def _is_prefill_near(self, now: int) -> bool:
+        return self._turn is _COMPUTED and self._prefill_ns is not None and now < self._prefill_ns + _RECENT_NS
+
+    def _share(self, now: int) -> float:
+        """Return the size of waiting texts that a thread takes, so that all threads end at about the same time."""
         busy_ns = sum(max(end - now, 0.0) for end in self._ends.values())
-        return ceil(len(self.queue) / self._count * (1.0 + (busy_ns / waiting_ns if waiting_ns else 0.0)))
+        busy_size = busy_ns / self.queue.ns_per_size if self.queue.ns_per_size else 0.0
+        return (self.queue.size + busy_size) / self._count
 
     def _embed(self, group: list[Waiting], ended: dict[Texts, TrinityError | None]) -> None:
         """Embed texts of one embedder and kind together; record the `Texts` that ended with an error."""

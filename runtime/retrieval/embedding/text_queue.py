@@ -153,9 +153,10 @@ class TextQueue:
         """Return the time that texts of these sizes are expected to take on one thread; 0 while that is not known."""
         return sum(sizes) * self.ns_per_size
 
-    def waiting_ns(self) -> float:
-        """Return `ns_of` what waits."""
-        return self.ns_of(self._sizes.values())
+    @property
+    def size(self) -> int:
+        """Sum over what waits."""
+        return self._sizes.total()
 
     def wait_ns(self, flow: int, part: Part, size: int, threads: int) -> float:
         """Return when texts of this size would be embedded if they came now, from now on; 0 while that is not known."""

@@ -65,6 +65,7 @@ _SWITCH_S = 0.0005  # how long a thread keeps the interpreter's lock when the ev
 _READY_POLL_S = 0.01
 _REPORT_S = 2.0  # interval of the collections' metrics
 _FINAL_ERRORS_S = 1.0  # before the drain timeout, to send errors to the remaining clients
+_LATE = 10  # times `slo.search_s`: a text that would wait longer for its embedding is refused
 _COMPUTING_THREADS = 8  # of one interpreter: a batch holds its lock for a tenth of its time
 _RESERVED_DESCRIPTORS = 256  # besides connections: sockets to workers, shared memory, files
 
@@ -128,7 +129,12 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     worker.startup.mark("embedder")
     search = None
     if config.searchable:
-        search = AsyncRetriever(registry, SearchClient.of_plan(plan, worker.name), threads=computing_threads(plan))
+        search = AsyncRetriever(
+            registry,
+            SearchClient.of_plan(plan, worker.name),
+            threads=computing_threads(plan),
+            max_wait_s=_LATE * plan.config.slo.search_s,
+        )
     collections = search or NoCollections()
     source = collections if reranking is None else RerankedSearch(collections, reranking)
     engine = await make_engine(worker, metrics, source)
