@@ -1,38 +1,52 @@
 """Retrieval by text and by vector over HTTP, beside the raw embedder in the same run.
 
     python -m benchmarks.retrieval_load --data DIR [--passages 3000] [--seconds 8] [--seed 0] [--out OUT]
-        [--part raw --part stage --part text --part vectors --part embeddings --part build]
+        [--part raw --part stage --part probes --part build --part text --part peer --part vectors --part embeddings]
+        [--part chats [--model DIR]]
 
 DIR has text/squad11_passages.jsonl.gz and text/squad11_questions_{dev,train}.jsonl.gz. The node has the shipped
 defaults, no model, and one collection of the first passages; every question is another one. The load generator runs on
 the same cores. `raw` is the same embedder without a node: the best rate of one text at a time, and of batches of 64 on
-as many threads as there are cores, for questions and for passages. `stage` is the embedding stage without a node.
+as many threads as there are cores. Without a node, too: `stage`, the embedding stage; `probes`, prefill's texts in it
+beside decode's; `build`, the documents of a build, beside fastembed if that is installed. `peer` is Qdrant's client
+with fastembed, if both are installed (`pip install qdrant-client fastembed`): with the same model file, in memory,
+asked by threads of this process. `chats` are 16 at a time with retrieval from a node with a model: SmolLM2-135M, or
+DIR. On a machine that others use, compare processor times: of a node's, all of its processes and the load generator.
 """
 
 import argparse
 import gzip
 import itertools
 import json
+import math
 import os
 import random
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 
 from benchmarks.common.machine import machine, machine_load
-from benchmarks.common.report import table, write
+from benchmarks.common.report import plot, table, write
+from benchmarks.retrieval_load.chats import chats_table, measure_chats
+from benchmarks.retrieval_load.ingestion import measure_ingestion
 from benchmarks.retrieval_load.load import Load, closed_loop, http_requests, open_loop
-from benchmarks.retrieval_load.stage import measure_stage, stage_table
+from benchmarks.retrieval_load.peer import Peer, peer_name
+from benchmarks.retrieval_load.probes import measure_probes, probes_table
+from benchmarks.retrieval_load.stage import Measured, measure_stage, stage_table
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.embedding.embedder import Embedder, Vectors
+from runtime.retrieval.embedding.embedder import Embedder, Vectors, embedding_text
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.testing.node import Node
 
@@ -48,15 +62,20 @@ port = 0
 name = "docs"
 path = "{home}/docs"
 """
+_MODEL = """
+[model]
+name = "{model}"
+"""
 CONNECTIONS = (1, 16, 64)
-PARTS = ("raw", "stage", "text", "vectors", "embeddings", "build")
+PARTS = ("raw", "stage", "probes", "build", "text", "peer", "vectors", "embeddings", "chats")
 _BATCH = 64
+_PER_ROUND = 4  # batches of passages
 _OPEN_SHARE = 0.6
 _OVERLOAD = 2.0
 
 
-def raw_rate(model: Embedder, texts: Sequence[str], threads: int, batch: int, seconds: float) -> float:
-    """Return texts a second of the embedder alone, on `threads` threads that each embed batches."""
+def raw_rate(model: Embedder, texts: Sequence[str], threads: int, batch: int, seconds: float) -> Measured:
+    """Measure the embedder alone, on `threads` threads that each embed batches."""
     done, until = [0] * threads, time.perf_counter() + seconds
 
     def embed(thread: int) -> None:
@@ -65,17 +84,17 @@ def raw_rate(model: Embedder, texts: Sequence[str], threads: int, batch: int, se
             model.embed(list(itertools.islice(own, batch)))
             done[thread] += batch
 
-    begin = time.perf_counter()
+    begin, cpu_s = time.perf_counter(), time.process_time()
     running = [threading.Thread(target=embed, args=(thread,)) for thread in range(threads)]
     for one in running:
         one.start()
     for one in running:
         one.join()
-    return sum(done) / (time.perf_counter() - begin)
+    return Measured(sum(done) / (time.perf_counter() - begin), (time.process_time() - cpu_s) / sum(done) * 1e3)
 
 
-def raw_rates(model: Embedder, texts: Sequence[str], seconds: float) -> dict[str, float]:
-    """Return texts a second by how the embedder is called."""
+def raw_rates(model: Embedder, texts: Sequence[str], seconds: float) -> dict[str, Measured]:
+    """Return what the embedder takes by how it is called."""
     ways = {"one by one": (1, 1), f"batches of {_BATCH}": (1, _BATCH)}
     cores = len(os.sched_getaffinity(0))
     ways |= {f"one by one, {cores} threads": (cores, 1), f"batches of {_BATCH}, {cores} threads": (cores, _BATCH)}
@@ -92,14 +111,29 @@ class _Requests:
         return self._requests
 
 
-def measure(port: int, requests: Iterator[bytes], seconds: float, seed: int) -> dict[str, Any]:
+def measure(node: Node, requests: Iterator[bytes], seconds: float, seed: int) -> dict[str, Any]:
     """Measure closed loops, Poisson arrivals at a share of the capacity that these showed, and twice that capacity."""
+    port = int(node.info.url.rsplit(":", 1)[1])
     closed_loop(port, requests, 16, 1.0)
-    found: dict[str, Any] = {f"{c} connections": _row(closed_loop(port, requests, c, seconds)) for c in CONNECTIONS}
+    found: dict[str, Any] = {
+        f"{c} connections": _measured(node.pids().values(), partial(closed_loop, port, requests, c, seconds))
+        for c in CONNECTIONS
+    }
     capacity = max(row["rate"] for row in found.values())
     for name, share in ((f"Poisson, {_OPEN_SHARE:.0%} of it", _OPEN_SHARE), ("Poisson, twice it", _OVERLOAD)):
-        found[name] = _row(open_loop(port, requests, share * capacity, seconds, seed))
+        found[name] = _measured(
+            node.pids().values(), partial(open_loop, port, requests, share * capacity, seconds, seed)
+        )
     return found
+
+
+def _measured(pids: Iterable[int], run: Callable[[], Load]) -> dict[str, Any]:
+    """Run a load; return its row, with the processor time of an answer in these processes and this one."""
+    processes = [*map(psutil.Process, pids), psutil.Process()]
+    before = sum(sum(one.cpu_times()[:2]) for one in processes)
+    load = run()
+    took_s = sum(sum(one.cpu_times()[:2]) for one in processes) - before
+    return _row(load) | {"cpu_ms": took_s / max(len(load.seconds), 1) * 1e3}
 
 
 def _row(load: Load) -> dict[str, Any]:
@@ -111,32 +145,18 @@ def _row(load: Load) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def build_rate(documents: Sequence[Document], home: Path, threads: int) -> dict[str, float]:
-    """Return passages a second of the embedding part of a build, and of all of it."""
-    embedding: list[float] = []  # times at which a part was reported
-
-    def progress(stage: str, fraction: float) -> None:
-        if stage == "embed":
-            embedding.append(time.perf_counter())
-
-    begin = time.perf_counter()
-    bulk_load.build(documents, home / "again", threads=threads, progress=progress, force=True)
-    took = time.perf_counter() - begin
-    return {"embed": len(documents) / (embedding[-1] - embedding[0]), "whole": len(documents) / took}
-
-
-def run(data: Path, parts: Sequence[str], passages: int, seconds: float, seed: int) -> dict[str, Any]:
+def run(data: Path, parts: Sequence[str], passages: int, seconds: float, seed: int, model_name: str) -> dict[str, Any]:
     """Measure the parts."""
     questions = [str(one["question"]) for one in _lines(data / "text/squad11_questions_train.jsonl.gz", 40_000)]
     documents = [
         Document(one["id"], one["title"], one["text"])
         for one in _lines(data / "text/squad11_passages.jsonl.gz", passages)
     ]
-    model, cores = load_embedder("all-minilm-l6-v2"), len(os.sched_getaffinity(0))
+    model, texts = load_embedder("all-minilm-l6-v2"), [embedding_text(one.title, one.text) for one in documents]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         home = Path(place)
-        vectors = _vectors(model, [f"{one.title}\n{one.text}" for one in documents], data, len(documents))
+        vectors = _vectors(model, texts, data, len(documents))
         bulk_load.build(documents, home / "docs", vectors=vectors, embedder="all-minilm-l6-v2", model=model)
         if "raw" in parts:
             found["raw"] = raw_rates(model, questions, seconds / 2)
@@ -145,42 +165,62 @@ def run(data: Path, parts: Sequence[str], passages: int, seconds: float, seed: i
             measured = measure_stage(model, random.Random(seed).sample(questions, int(64 * seconds) // 64 * 64))
             found["stage"] = stage_table(measured)
             print("\n".join(found["stage"]), flush=True)
+        if "probes" in parts:
+            found["probes"] = probes_table(measure_probes(model, questions, seconds, seed))
+            print("\n".join(found["probes"]), flush=True)
         if "build" in parts:
-            texts = [f"{one.title}\n{one.text}" for one in documents]
-            found["raw passages"] = raw_rate(model, texts, cores, _BATCH, seconds)
-            found["build"] = build_rate(documents[: int(found["raw passages"] * seconds)], home, cores)
-            print(found["raw passages"], found["build"], flush=True)
+            found["build"] = stage_table(measure_ingestion(model, texts[: _PER_ROUND * _BATCH]))
+            print("\n".join(found["build"]), flush=True)
+        if "peer" in parts and (peer := peer_name()):
+            asked = Peer(texts, vectors, home / "peer")
+            found["peer"] = {
+                f"{c} clients": _measured((), partial(asked.closed_loop, questions, c, seconds)) for c in CONNECTIONS
+            }
+            print(peer, json.dumps(found["peer"], indent=1), flush=True)
         if {"text", "vectors", "embeddings"} & set(parts):
-            (home / "node.toml").write_text(_CONFIG.format(home=home))
-            node = Node(home / "node.toml")
-            try:
+            with _node(home, _CONFIG) as node:
                 _measure_node(node, model, questions, parts, seconds, seed, found)
-            finally:
-                node.stop()
+        if "chats" in parts:
+            with _node(home, _CONFIG + _MODEL.format(model=model_name)) as node:
+                found["chats"] = chats_table(measure_chats(node, model_name, questions, 2))
+            print("\n".join(found["chats"]), flush=True)
     return found
+
+
+@contextmanager
+def _node(home: Path, config: str) -> Iterator[Node]:
+    (home / "node.toml").write_text(config.format(home=home))
+    node = Node(home / "node.toml")
+    try:
+        yield node
+    finally:
+        node.stop()
 
 
 def _measure_node(
     node: Node, model: Embedder, questions: Sequence[str], parts: Sequence[str], seconds: float, seed: int,
     found: dict[str, Any],
 ) -> None:  # fmt: skip
-    port = int(node.info.url.rsplit(":", 1)[1])
-    if "text" in parts:
-        bodies: list[dict[str, Any]] = [{"query": question} for question in questions]
-        found["text"] = measure(port, iter(_Requests("/v1/retrieval", bodies)), seconds, seed)
-        print(json.dumps(found["text"], indent=1), flush=True)
-    if "vectors" in parts:
-        bodies = [{"vector": vector.tolist()} for vector in model.embed(questions[:512])]
-        found["vectors"] = measure(port, iter(_Requests("/v1/retrieval", bodies)), seconds, seed)
-        print(json.dumps(found["vectors"], indent=1), flush=True)
-    if "embeddings" in parts:
+    bodies: list[dict[str, Any]]
+    if "embeddings" in parts:  # first: queries go before lists for a while
         bodies = [
             {"model": "all-minilm-l6-v2", "input": questions[-begin - _BATCH : -begin], "encoding_format": "base64"}
             for begin in range(_BATCH, len(questions) // 2, _BATCH)
         ]
-        requests = iter(_Requests("/v1/embeddings", bodies))
-        found["embeddings"] = {f"{c} connections": _row(closed_loop(port, requests, c, seconds)) for c in (1, 4)}
+        requests, port = iter(_Requests("/v1/embeddings", bodies)), int(node.info.url.rsplit(":", 1)[1])
+        found["embeddings"] = {
+            f"{c} connections": _measured(node.pids().values(), partial(closed_loop, port, requests, c, seconds))
+            for c in (1, 4)
+        }
         print(json.dumps(found["embeddings"], indent=1), flush=True)
+    if "text" in parts:
+        bodies = [{"query": question} for question in questions]
+        found["text"] = measure(node, iter(_Requests("/v1/retrieval", bodies)), seconds, seed)
+        print(json.dumps(found["text"], indent=1), flush=True)
+    if "vectors" in parts:
+        bodies = [{"vector": vector.tolist()} for vector in model.embed(questions[:512])]
+        found["vectors"] = measure(node, iter(_Requests("/v1/retrieval", bodies)), seconds, seed)
+        print(json.dumps(found["vectors"], indent=1), flush=True)
 
 
 def _vectors(model: Embedder, texts: Sequence[str], data: Path, count: int) -> Vectors:
@@ -203,26 +243,52 @@ def report(found: dict[str, Any]) -> str:
         f"{found['passages']:,} passages; {packages}.", "",
     ]  # fmt: skip
     if "raw" in found:
-        rates = [(way, f"{rate:.0f}") for way, rate in found["raw"].items()]
-        lines += [*table(["raw embedder, questions", "texts/s"], rates), ""]
-    lines += [*found["stage"], ""] if "stage" in found else []
-    best = max(found.get("raw", {"": float("nan")}).values())
-    for name, each in (("text", 1), ("vectors", 1), ("embeddings", _BATCH)):
+        rates = [(way, f"{one.rate:.0f}", f"{one.cpu_ms:.2f}") for way, one in found["raw"].items()]
+        lines += [*table(["raw embedder, questions", "texts/s", "processor ms a text"], rates), ""]
+    best = max(found.get("raw", {"": Measured(math.nan, math.nan)}).values(), key=lambda one: one.rate)
+    for name, title, each in (
+        ("text", "text over HTTP", 1), ("peer", peer_name(), 1), ("vectors", "vectors over HTTP", 1),
+        ("embeddings", f"lists of {_BATCH} over HTTP", _BATCH),
+    ):  # fmt: skip
         if name in found:
-            head = [f"{name} over HTTP", "answers/s", "of raw", "p50 ms", "p99 ms", "refused", "latest refusal ms"]
+            head = [title, "answers/s", "of raw", "processor ms", "raw of it", "p50 ms", "p99 ms", "refused"]
+            head.append("latest refusal ms")
             lines += [*table(head, [_cells(way, row, each, best, name) for way, row in found[name].items()]), ""]
-    if "build" in found:
-        raw = found["raw passages"]
-        rows = [("raw embedder", f"{raw:.1f}", "1.00")]
-        rows += [(f"build, {way}", f"{rate:.1f}", f"{rate / raw:.2f}") for way, rate in found["build"].items()]
-        lines += [*table(["passages", "passages/s", "of raw"], rows), ""]
+    for part in ("stage", "probes", "build", "chats"):
+        lines += [*found[part], ""] if part in found else []
     return "\n".join(lines)
 
 
-def _cells(way: str, row: dict[str, Any], each: int, best: float, name: str) -> list[str]:
-    share = "" if name == "vectors" else f"{row['rate'] * each / best:.2f}"
+def _cells(way: str, row: dict[str, Any], each: int, best: Measured, name: str) -> list[str]:
+    share, cpu_ms = f"{row['rate'] * each / best.rate:.2f}", row["cpu_ms"]
+    cpu = [f"{cpu_ms:.2f}", f"{best.cpu_ms * each / cpu_ms:.2f}"]
+    if name == "vectors":
+        share = cpu[1] = ""
     times = [f"{row['p50_ms']:.1f}", f"{row['p99_ms']:.1f}"]
-    return [way, f"{row['rate']:.0f}", share, *times, str(row["refused"]), f"{row['refusal_max_ms']:.0f}"]
+    return [way, f"{row['rate']:.0f}", share, *cpu, *times, str(row["refused"]), f"{row['refusal_max_ms']:.0f}"]
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Plot the answers a second and their times by connections. Does nothing without matplotlib, or without text."""
+    if find_spec("matplotlib") is None or "text" not in found:
+        return
+    with plot(path, 2) as (rates, times):
+        for name, label in (("text", "POST /v1/retrieval"), ("peer", "fastembed and Qdrant's client")):
+            closed = {way: row for way, row in found.get(name, {}).items() if not way.startswith("Poisson")}
+            many = [int(way.split()[0]) for way in closed]
+            if many:
+                rates.plot(many, [row["rate"] for row in closed.values()], marker="o", label=label)
+                (line,) = times.plot(
+                    many, [row["p50_ms"] for row in closed.values()], marker="o", label=f"{label}, p50"
+                )
+                p99 = [row["p99_ms"] for row in closed.values()]
+                times.plot(many, p99, marker="o", linestyle="--", color=line.get_color(), label="p99")
+        if "raw" in found:
+            best = max(one.rate for one in found["raw"].values())
+            rates.axhline(best, color="gray", linestyle=":", label="the embedder alone, in batches")
+        for axis, title in ((rates, "text queries/s"), (times, "ms")):
+            axis.set(xscale="log", xlabel="connections", ylabel=title, ylim=(0, None))
+            axis.legend(fontsize="small")
 
 
 def main() -> None:
@@ -232,12 +298,15 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=3000)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--out", type=Path)
     told = parser.parse_args()
-    found = run(told.data, told.part or PARTS, told.passages, told.seconds, told.seed)
+    found = run(told.data, told.part or PARTS, told.passages, told.seconds, told.seed, told.model)
     described = machine()
     found |= {
         "machine": f"{described['processor']}, {described['cores']} cores, Python {described['python']}",
         "load": machine_load(), "seed": told.seed, "passages": told.passages,
     }  # fmt: skip
     write(found, report(found), told.out)
+    if told.out is not None:
+        draw(found, told.out.with_name(f"{told.out.name}.png"))

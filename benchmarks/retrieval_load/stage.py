@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import uvloop
 
 from benchmarks.common.report import table
-from runtime.retrieval.embedding.embedder import Embedder
+from runtime.retrieval.embedding.embedder import Embedder, TextKind
 from runtime.retrieval.embedding.stage import EmbeddingStage
 
 _BATCH = 64
@@ -31,9 +31,9 @@ def measure_stage(model: Embedder, texts: Sequence[str], rounds: int = 3) -> dic
     """Return what each way of embedding took, by round. The first texts are embedded one by one."""
     cores, few = len(os.sched_getaffinity(0)), texts[: len(texts) // 8]
     ways: dict[str, Callable[[], Measured]] = {
-        "raw, one by one": lambda: _raw(model, few, 1, 1),
+        "raw, one by one": lambda: raw(model, few, 1, 1),
         "stage, one query at a time": lambda: _stage(model, few, cores, 1, 1),
-        f"raw, batches of {_BATCH} on {cores} threads": lambda: _raw(model, texts, cores, _BATCH),
+        f"raw, batches of {_BATCH} on {cores} threads": lambda: raw(model, texts, cores, _BATCH),
         "stage, 64 queries at once": lambda: _stage(model, texts, cores, 64, 1),
         "stage, 256 queries at once": lambda: _stage(model, texts, cores, 256, 1),
         f"stage, lists of {_BATCH}, one at a time": lambda: _stage(model, texts, cores, 1, _BATCH),
@@ -62,12 +62,13 @@ def stage_table(found: dict[str, list[Measured]]) -> list[str]:
     return list(table(["embedding", "texts/s", "of raw", "processor ms a text", "of raw"], rows))
 
 
-def _raw(model: Embedder, texts: Sequence[str], threads: int, batch: int) -> Measured:
+def raw(model: Embedder, texts: Sequence[str], threads: int, batch: int, kind: TextKind = "query") -> Measured:
+    """Embed batches on threads."""
     batches = iter([texts[begin : begin + batch] for begin in range(0, len(texts), batch)])
 
     def embed() -> None:
         while (own := next(batches, None)) is not None:
-            model.embed(own)
+            model.embed(own, kind)
 
     def run() -> None:
         running = [threading.Thread(target=embed) for _ in range(threads)]
@@ -76,7 +77,7 @@ def _raw(model: Embedder, texts: Sequence[str], threads: int, batch: int) -> Mea
         for one in running:
             one.join()
 
-    return _measured(run, len(texts))
+    return measured(run, len(texts))
 
 
 def _stage(model: Embedder, texts: Sequence[str], threads: int, outstanding: int, each: int) -> Measured:
@@ -91,12 +92,13 @@ def _stage(model: Embedder, texts: Sequence[str], threads: int, outstanding: int
         await asyncio.gather(*itertools.starmap(client, [()] * outstanding))
 
     try:
-        return _measured(lambda: uvloop.run(clients()), len(texts))
+        return measured(lambda: uvloop.run(clients()), len(texts))
     finally:
         stage.close()
 
 
-def _measured(run: Callable[[], None], count: int) -> Measured:
+def measured(run: Callable[[], object], count: int) -> Measured:
+    """Run a function that embeds `count` texts."""
     begin, cpu = time.perf_counter(), time.process_time()
     run()
     return Measured(count / (time.perf_counter() - begin), (time.process_time() - cpu) / count * 1e3)
