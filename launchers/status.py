@@ -10,6 +10,7 @@ from rich.table import Table
 
 from launchers.progress import counted
 from runtime.checks.gpu_sharing import shared_gpus
+from runtime.node.engine_config import OpenAiSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo
@@ -116,6 +117,9 @@ def show_placement(plan: NodePlan, machine: Machine, needed: Mapping[str, int], 
         colour = "red" if needs > free else "default"
         table.add_row(*_where(worker, machine), f"[{colour}]{_mib(needs)}[/{colour}]", _mib(max(0, free)))
     console.print(table)
+    model = plan.config.model
+    for url, role in model.described.items() if isinstance(model, OpenAiSection) else ():
+        console.print(f"server {url}: {role}", highlight=False)
     for line in shared_gpus(plan):
         console.print(f"{line}: without MPS they take turns of about 2 ms there, and a search waits for one or more")
     if not fits:

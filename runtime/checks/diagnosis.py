@@ -236,7 +236,7 @@ def _engine(section: OpenAiSection) -> Iterator[Finding]:
         elif isinstance(found, TrinityError):
             yield Finding("error", subject, found.message, "start it; a running node uses it as soon as it answers")
         else:
-            yield Finding("ok", subject, f"{section.name}, {found}")
+            yield Finding("ok", subject, f"{section.name}, {section.described[url]}; {found}")
             for missing in found.limitations():
                 yield Finding("warning", subject, missing, "not needed by every client; see docs/engines.md")
 

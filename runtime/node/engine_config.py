@@ -62,6 +62,42 @@ class ServedSection(Section, frozen=True):
     context_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
 
 
+Urls = Annotated[str, Meta(min_length=1)] | Annotated[tuple[str, ...], Meta(min_length=1, max_length=64)]
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+
+
+def _urls(given: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Return base URLs without a trailing slash."""
+    return tuple(url.rstrip("/") for url in ((given,) if isinstance(given, str) else given))
+
+
+class PrefillServers(Section, frozen=True):
+    """Separate prefill servers of `engine = "openai"`: they compute the prompts; those at `model.url` generate the
+    answers from their KV.
+
+    - `url`: base URL of the server, ending with `/v1`, or a list of several.
+    - `transfer`: the engine, which determines how requests name the KV: "vllm" by `kv_transfer_params`, "sglang" by a
+      bootstrap server of prefill.
+    - `bootstrap_port`: SGLang's `--disaggregation-bootstrap-port`, or a list with one for each URL.
+    """
+
+    url: Urls
+    transfer: Literal["vllm", "sglang"]
+    bootstrap_port: Port | Annotated[tuple[Port, ...], Meta(min_length=1, max_length=64)] = 8998
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Base URLs of the servers."""
+        return _urls(self.url)
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The bootstrap servers' ports by URL."""
+        given = self.bootstrap_port
+        each = (given,) * len(self.urls) if isinstance(given, int) else given
+        return dict(zip(self.urls, each, strict=True))
+
+
 class OpenAiSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", tag="openai"):
     """`engine = "openai"`: OpenAI-compatible servers that run already.
 
@@ -69,14 +105,25 @@ class OpenAiSection(ServedSection, frozen=True, kw_only=True, tag_field="engine"
     - `api_key_file`: file whose first line is the servers' API key.
     """
 
-    url: Annotated[str, Meta(min_length=1)] | Annotated[tuple[str, ...], Meta(min_length=1, max_length=64)]
+    url: Urls
     api_key_file: str = ""
+    prefill: PrefillServers | None = None
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Base URLs of the servers, without a trailing slash."""
-        given = (self.url,) if isinstance(self.url, str) else self.url
-        return tuple(url.rstrip("/") for url in given)
+        """Base URLs of the servers; with `prefill`, of those that generate the answers."""
+        return _urls(self.url)
+
+    @property
+    def described(self) -> dict[str, str]:
+        """What each server does, by URL, for operators."""
+        if (prefill := self.prefill) is None:
+            return dict.fromkeys(self.urls, "prefill and decode")
+        found = dict.fromkeys(self.urls, "decode")
+        for url, port in prefill.ports.items():
+            by = "kv_transfer_params" if prefill.transfer == "vllm" else f"SGLang's bootstrap at port {port}"
+            found[url] = f"prefill, KV by {by}"
+        return found
 
 
 class VllmStage(Section, frozen=True):

@@ -152,11 +152,13 @@ async def test_a_client_disconnect_ends_the_work_at_prefill() -> None:
 def test_the_limit_is_the_tokens_decode_computes_during_a_hand_over() -> None:
     costs = HandoverCosts()
     for _ in range(7):
-        costs.record(1000, 50_000_000, 20_000_000)
+        costs.record_prefill(1000, 50_000_000)
+        costs.record_handover(20_000_000)
     assert costs.tokens == 0  # too few measurements
-    costs.record(500, 40_000_000, 90_000_000)  # queued
+    costs.record_prefill(500, 40_000_000)  # queued
+    costs.record_handover(90_000_000)
     assert costs.tokens == 400  # 20 ms at 50 us a token
-    costs.record(0, 1_000_000, 1)  # fully cached at prefill: no measurement of the time per token
+    costs.record_prefill(0, 1)  # fully cached at prefill: no measurement of the time per token
     assert costs.tokens == 400
     assert HandoverCosts(77).tokens == 77
 

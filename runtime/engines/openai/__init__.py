@@ -8,6 +8,7 @@ writer.py         one request from retrieval to its end: retrieve → assemble �
 probing.py        searches of the pool during generation
 relay.py          a server's chunks → the client's
 handover.py       KV hand-over between prefill and decode servers
+transfer.py       fields of the requests of a hand-over, by engine: vLLM, SGLang
 load_balancer.py  choice of a server: least loaded, by prefix overlap; health checks
 signals.py        what the control loop and the planner read about the engine
 server.py         one server: requests, server-sent events, mapping of its errors

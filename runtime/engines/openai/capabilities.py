@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from runtime.engines.openai.server import Server
+from runtime.engines.openai.transfer import servers_of
 from runtime.errors import ConfigError, EngineFailed, EngineRefusedKey, EngineUnreachable, InvalidRequest, TrinityError
 from runtime.node.engine_config import OpenAiSection, ServedSection
 from runtime.node.placement.plan import read_engine_key
@@ -174,7 +175,7 @@ async def _try_stream(server: Server, path: str, body: Json) -> _Stream | None:
     for more in (extras, {"stream_options": extras["stream_options"]}, {}):
         found = _Stream()
         try:
-            async with server.stream(path, body | more) as chunks:
+            async with server.stream(path, body | more | server.unpaired_fields) as chunks:
                 async for chunk in chunks:
                     _inspect(found, chunk)
         except InvalidRequest as error:
@@ -207,7 +208,7 @@ async def tokenize(server: Server, model: str, text: str) -> list[int] | None:
 
 async def _continues_chats(server: Server, model: str) -> bool:
     """Whether the server continues a last turn: the prompt is then shorter, without that turn's end and a new start."""
-    body = {"model": model, "max_tokens": 1, "temperature": 0, "messages": _TURNS}
+    body = {"model": model, "max_tokens": 1, "temperature": 0, "messages": _TURNS} | server.unpaired_fields
     try:
         closed, open_ = [
             (await server.post("/chat/completions", body | more))["usage"] for more in ({}, CONTINUE_LAST_TURN)
@@ -227,10 +228,9 @@ async def _renders_chats(server: Server) -> bool:
 
 def check_servers(section: OpenAiSection) -> list[tuple[str, Capabilities | TrinityError]]:
     """Return each server's URL with its capabilities, or the error. Raises ConfigError for the key's file."""
-    key = read_engine_key(section)
+    servers = servers_of(section, read_engine_key(section))
 
-    async def check(url: str) -> Capabilities | TrinityError:
-        server = Server(url, key)
+    async def check(server: Server) -> Capabilities | TrinityError:
         try:
             return await detect_capabilities(server, section)
         except TrinityError as error:
@@ -239,6 +239,6 @@ def check_servers(section: OpenAiSection) -> list[tuple[str, Capabilities | Trin
             await server.close()
 
     async def check_all() -> list[Capabilities | TrinityError]:
-        return await asyncio.gather(*(check(url) for url in section.urls))
+        return await asyncio.gather(*map(check, servers))
 
-    return list(zip(section.urls, asyncio.run(check_all()), strict=True))
+    return list(zip([server.url for server in servers], asyncio.run(check_all()), strict=True))

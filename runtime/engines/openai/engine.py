@@ -11,8 +11,8 @@ from runtime.engines.openai.capabilities import detect_capabilities
 from runtime.engines.openai.continuation import unsupported
 from runtime.engines.openai.handover import HandoverCosts, Handovers
 from runtime.engines.openai.load_balancer import LoadBalancer
-from runtime.engines.openai.server import Server
 from runtime.engines.openai.signals import EngineSignals
+from runtime.engines.openai.transfer import Transfer, VllmTransfer, servers_of, transfer_of
 from runtime.engines.openai.writer import AnswerWriter, Dependencies
 from runtime.errors import (
     ConfigError,
@@ -60,6 +60,7 @@ class OpenAiEngine(Engine):
         max_in_flight: int,
         restarts: RestartLimits = RestartLimits(0),  # noqa: B008
         handover_tokens: int | Literal["auto"] = "auto",
+        transfer: Transfer = VllmTransfer(),  # noqa: B008
         prompts: PromptsSection = PromptsSection(),  # noqa: B008
         probes: ProbesSection = ProbesSection(),  # noqa: B008
         clock: Callable[[], int] = time.monotonic_ns,
@@ -71,7 +72,7 @@ class OpenAiEngine(Engine):
         super().__init__(epoch=epoch, clock=clock, on_end=on_end, on_refused=on_refused, keep_traces=keep_traces)
         self.balancer = balancer
         self._signals = EngineSignals(balancer, clock, table)
-        handovers = Handovers(balancer, HandoverCosts(handover_tokens), self._signals, clock)
+        handovers = Handovers(balancer, transfer, HandoverCosts(handover_tokens), self._signals, clock)
         self._deps = Dependencies(balancer, search, section, prompts, probes, restarts, handovers, self._signals, clock)
         self._max_in_flight = max_in_flight
         self._tasks: dict[Request, asyncio.Task[None]] = {}
@@ -82,7 +83,7 @@ class OpenAiEngine(Engine):
 
     def missing(self) -> list[str]:
         """Return ["engine"] while no server is up."""
-        return [] if self.balancer.up else ["engine"]
+        return [] if self.balancer.answering else ["engine"]
 
     def _begin(self, request: Request, sent: dict[str, Any]) -> None:
         writer = AnswerWriter(request, sent, self._deps, partial(self._emit, request))
@@ -170,7 +171,7 @@ class OpenAiEngine(Engine):
                 field,
             )
         waits = self._deps.restarts.times and self._deps.restarts.wait_ns
-        if self.balancer.up or not waits:  # else the request waits for a server
+        if self.balancer.answering or not waits:  # else the request waits for a server
             self.balancer.eligible(lambda capabilities: unsupported(capabilities, sent, probes=probes))
 
     # ---- output
@@ -197,18 +198,24 @@ async def openai_engine(
     worker: Worker, section: OpenAiSection, metrics: RequestMetrics, search: SearchSource
 ) -> OpenAiEngine:
     """Create the engine over the servers at the section's URLs. Raises as `engine_over`."""
-    key = read_engine_key(section)
+    transfer = transfer_of(section)
     balancer = LoadBalancer(
-        [Server(url, key) for url in section.urls],
+        servers_of(section, read_engine_key(section)),
         partial(detect_capabilities, section=section),
         advice="start it, or correct model.url",
         overlap_weight=worker.plan.config.http.overlap_weight,
+        paired=transfer.paired,
     )
-    return await engine_over(balancer, worker, section, metrics, search)
+    return await engine_over(balancer, worker, section, metrics, search, transfer)
 
 
 async def engine_over(
-    balancer: LoadBalancer, worker: Worker, section: ServedSection, metrics: RequestMetrics, search: SearchSource
+    balancer: LoadBalancer,
+    worker: Worker,
+    section: ServedSection,
+    metrics: RequestMetrics,
+    search: SearchSource,
+    transfer: Transfer = VllmTransfer(),  # noqa: B008
 ) -> OpenAiEngine:
     """Create the engine after a first check of all servers.
 
@@ -227,6 +234,7 @@ async def engine_over(
         prompts=worker.plan.config.prompts,
         probes=worker.plan.config.probes,
         table=worker.table,
+        transfer=transfer,
         on_end=metrics.record_relayed,
         on_refused=metrics.record_refusal,
     )

@@ -1,21 +1,23 @@
-"""KV hand-over between separate prefill and decode servers.
+"""KV hand-over between separate prefill and decode servers: which prompts, on which server, and what failures cost.
 
-The protocol is that of vLLM's own proxies. The prefill server gets the request itself, limited to one token that is
-discarded, with `do_remote_decode` in `kv_transfer_params`; the params of its response go to the decode server with the
-request and locate the KV there. The KV connector transfers the blocks and expires those that are never read. Without
-KV, or without a prefill server, the decode server computes the prompt: a failed hand-over costs time, not a request.
-
-A prompt that the decode server has almost entirely cached is not handed over: see `HandoverCosts`.
+`transfer.py` has what the requests contain. Where a decode server can compute a prompt too, prefill is asked first;
+without KV, or without a prefill server, decode computes the prompt: a failed hand-over costs time, not a request. A
+prompt that such a server has almost entirely cached is not handed over: see `HandoverCosts`. Servers that work in pairs
+only get the request together; if prefill's fails, so does decode's, and the request is retried on another pair.
 """
 
+import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal
 
 from runtime.engines.openai.assembly import BYTES_PER_TOKEN
 from runtime.engines.openai.load_balancer import Backend, LoadBalancer
+from runtime.engines.openai.server import PrefillFailed
 from runtime.engines.openai.signals import EngineSignals
+from runtime.engines.openai.transfer import Transfer
 from runtime.errors import EngineFailed, EngineUnreachable, Overloaded
 from runtime.serving.http.passthrough import first_set
 
@@ -26,16 +28,6 @@ Json = dict[str, Any]
 _MAX_ATTEMPTS = 2  # prefill servers tried for a prompt
 _WINDOW = 64
 _MIN_SAMPLES = 8
-# Removed from the prefill request: fields that conflict with one token, or only add cost there.
-_DECODE_ONLY = ("stream_options", "min_tokens", "max_completion_tokens", "return_token_ids")
-_PREFILL_PARAMS = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 # With these there are several answers, or the prompt's own tokens are returned, which requires computing all of them.
 _NOT_HANDED_OVER = ("n", "best_of", "use_beam_search", "echo", "prompt_logprobs")
 
@@ -50,102 +42,154 @@ class HandoverCosts:
 
     def __init__(self, tokens: int | Literal["auto"] = "auto") -> None:
         self._given = tokens
-        self._measured: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # ns per token, ns per hand-over
+        self._token_ns: deque[float] = deque(maxlen=_WINDOW)
+        self._handover_ns: deque[int] = deque(maxlen=_WINDOW)
 
     @property
     def tokens(self) -> int:
         """The threshold: prompts with fewer uncached tokens are computed by the decode server."""
         if self._given != "auto":
             return self._given
-        if len(self._measured) < _MIN_SAMPLES:
+        if min(len(self._token_ns), len(self._handover_ns)) < _MIN_SAMPLES:
             return 0
-        token, handover = (min(values) for values in zip(*self._measured, strict=True))
-        return int(handover / max(token, 1.0))
+        return int(min(self._handover_ns) / max(self.token_ns, 1.0))
 
     @property
     def token_ns(self) -> float:
-        """Prefill's time per token; 0 until a hand-over was measured."""
-        return min((token for token, _ in self._measured), default=0.0)
+        """Prefill's time per token; 0 until one was measured."""
+        return min(self._token_ns, default=0.0)
 
-    def record(self, tokens: int, prefill_ns: int, handover_ns: int) -> None:
-        """Record a hand-over: `tokens` computed in `prefill_ns`, decode's first token `handover_ns` later."""
+    def record_prefill(self, tokens: int, prefill_ns: int) -> None:
+        """Record a prompt of which prefill computed `tokens` tokens."""
         if tokens > 0:
-            self._measured.append((prefill_ns / tokens, float(handover_ns)))
+            self._token_ns.append(prefill_ns / tokens)
+
+    def record_handover(self, handover_ns: int) -> None:
+        """Record that decode's first token came so long after its request."""
+        self._handover_ns.append(handover_ns)
+
+
+class Handover:
+    """A decode request's part of a hand-over: `fields` to add to it."""
+
+    def __init__(self, fields: Json | None = None, on_first: Callable[[], None] | None = None) -> None:
+        self.fields, self._on_first = fields or {}, on_first
+
+    def arrived(self) -> None:
+        """A chunk of the answer has arrived."""
+        if self._on_first is not None:
+            self._on_first()
+            self._on_first = None
 
 
 class Handovers:
     """Runs prompts on prefill servers. `clock` returns monotonic ns."""
 
     def __init__(
-        self, balancer: LoadBalancer, costs: HandoverCosts, signals: EngineSignals, clock: Callable[[], int]
+        self,
+        balancer: LoadBalancer,
+        transfer: Transfer,
+        costs: HandoverCosts,
+        signals: EngineSignals,
+        clock: Callable[[], int],
     ) -> None:
-        self._balancer, self._costs, self._signals, self._clock = balancer, costs, signals, clock
+        self._balancer, self._transfer, self._costs = balancer, transfer, costs
+        self._signals, self._clock = signals, clock
 
+    @contextlib.asynccontextmanager
     async def hand_over(
         self, backend: Backend, body: Json, path: str, prefix: Sequence[int], overlap: float, request_id: str
-    ) -> "Handover | None":
-        """Compute a prompt for `backend`, which has the share `overlap` of it cached, on a prefill server.
+    ) -> AsyncIterator[Handover]:
+        """Have a prompt computed for `backend`, which has the share `overlap` of it cached.
 
-        None if `backend` is to compute it. Raises errors that the request itself causes.
+        Entering raises errors that the request itself causes, and leaving raises PrefillFailed if a paired server did.
         """
-        wanted = self._should_hand_over(backend, body, overlap)
-        if wanted and (computed := await self._compute(body, path, prefix, request_id)) is not None:
-            return computed
-        if backend.server.stage == "decode":
+        if self._transfer.paired and backend.server.stage == "decode":
+            async with self._beside(path, body, prefix, request_id) as beside:
+                yield beside
+            return
+        handover = None
+        if self._should_hand_over(backend, body, overlap):
+            handover = await self._before(path, body, prefix, request_id)
+        if handover is None and backend.server.stage == "decode":
             self._signals.count_prompt("decode", int(prompt_tokens(body) * (1.0 - overlap)))
-        return None
-
-    def record(self, handover: "Handover", handover_ns: int) -> None:
-        """Record a hand-over whose first token came `handover_ns` after the decode request."""
-        self._costs.record(handover.tokens, handover.prefill_ns, handover_ns)
-        # By the least time per token lately: a queue at prefill is no work.
-        seconds = handover.tokens * self._costs.token_ns / 1e9
-        self._signals.count_prompt("prefill", handover.tokens, seconds)
+        yield handover or Handover()
 
     def _should_hand_over(self, backend: Backend, body: Json, overlap: float) -> bool:
-        if backend.server.stage != "decode":
-            return False
-        if first_set(body, _NOT_HANDED_OVER):
+        if backend.server.stage != "decode" or first_set(body, _NOT_HANDED_OVER):
             return False
         missing = prompt_tokens(body) * (1.0 - overlap)
         return missing >= max(1, self._costs.tokens)
 
-    async def _compute(self, body: Json, path: str, prefix: Sequence[int], request_id: str) -> "Handover | None":
-        """Compute the request's prompt; None if no prefill server can."""
+    async def _before(self, path: str, body: Json, prefix: Sequence[int], request_id: str) -> Handover | None:
+        """Have the prompt computed before decode gets the request; None if no prefill server can."""
         avoid: list[Backend] = []
-        prefill_body = {name: value for name, value in body.items() if name not in _DECODE_ONLY}
-        prefill_body |= {"stream": False, "max_tokens": 1, "kv_transfer_params": _PREFILL_PARAMS}
         while len(avoid) < _MAX_ATTEMPTS and (backend := self._balancer.choose_prefill(avoid, prefix)) is not None:
-            begin_ns = self._clock()
-            self._balancer.remember(backend, prefix)
+            asked = self._transfer.prefill_body(backend.server, body)
             try:
-                answer = await backend.server.post(path, prefill_body, request_id=request_id)
-            except (EngineFailed, EngineUnreachable, Overloaded) as error:
-                self._balancer.record_outcome(backend, error)
-                log.warning("prefill failed: %s", error.message, extra={"request": request_id})
+                answer = await self._compute(backend, path, asked, prefix, request_id)
+            except PrefillFailed:
                 avoid.append(backend)
             else:
-                self._balancer.record_outcome(backend, None)
-                return Handover(answer, self._clock() - begin_ns)
-            finally:
-                self._balancer.release(backend)
+                return Handover(self._transfer.decode_fields(asked, answer), self._measure_handover())
         return None
 
+    def _measure_handover(self) -> Callable[[], None]:
+        """Return the callback for decode's first token, after a hand-over that begins now."""
+        begin_ns = self._clock()
+        return lambda: self._costs.record_handover(self._clock() - begin_ns)
 
-class Handover:
-    """A computed prompt: `params` for the decode request, and the number of `tokens` computed in `prefill_ns`."""
+    @contextlib.asynccontextmanager
+    async def _beside(self, path: str, body: Json, prefix: Sequence[int], request_id: str) -> AsyncIterator[Handover]:
+        """Have the prompt computed while decode has the request, which ends when prefill's fails."""
+        if (backend := self._balancer.choose_prefill((), prefix)) is None:
+            raise PrefillFailed("no prefill server of the model answers")
+        asked = self._transfer.prefill_body(backend.server, body)
+        prefill = asyncio.create_task(self._compute(backend, path, asked, prefix, request_id))
+        try:
+            async with asyncio.timeout(None) as limit:
 
-    def __init__(self, answer: Json, prefill_ns: int) -> None:
-        self.prefill_ns, self.params = prefill_ns, _object(answer, "kv_transfer_params")
-        usage = _object(answer, "usage")
-        self.tokens = _number(usage, "prompt_tokens") - _number(
-            _object(usage, "prompt_tokens_details"), "cached_tokens"
-        )
+                def ended(task: asyncio.Task[Json]) -> None:
+                    if not task.cancelled() and task.exception() is not None:
+                        limit.reschedule(0.0)
 
-    @property
-    def fields(self) -> Json:
-        """Fields to add to the decode request."""
-        return {"kv_transfer_params": self.params} if self.params else {}
+                prefill.add_done_callback(ended)
+                try:
+                    yield Handover(self._transfer.decode_fields(asked, {}))
+                finally:
+                    prefill.remove_done_callback(ended)
+        except (TimeoutError, EngineFailed, EngineUnreachable):
+            if prefill.done() and (error := prefill.exception()) is not None:
+                raise error from None  # the cause, or the error of the request itself
+            raise
+        finally:
+            prefill.cancel()
+            await asyncio.gather(prefill, return_exceptions=True)
+
+    async def _compute(self, backend: Backend, path: str, asked: Json, prefix: Sequence[int], request_id: str) -> Json:
+        """Have a chosen prefill server compute a prompt. Raises PrefillFailed, and errors that the request causes."""
+        begin_ns = self._clock()
+        self._balancer.remember(backend, prefix)
+        try:
+            answer = await backend.server.post(path, asked, request_id=request_id)
+        except (EngineFailed, EngineUnreachable, Overloaded) as error:
+            self._balancer.record_outcome(backend, error)
+            log.warning("prefill failed: %s", error.message, extra={"request": request_id})
+            raise PrefillFailed(error.message) from error
+        finally:
+            self._balancer.release(backend)
+        self._balancer.record_outcome(backend, None)
+        tokens = computed_tokens(answer)
+        self._costs.record_prefill(tokens, self._clock() - begin_ns)
+        # By the least time per token lately: a queue at prefill is no work.
+        self._signals.count_prompt("prefill", tokens, tokens * self._costs.token_ns / 1e9)
+        return answer
+
+
+def computed_tokens(answer: Json) -> int:
+    """Return how many of the prompt's tokens a server has computed, by its response: not those that it had cached."""
+    usage = _object(answer, "usage")
+    return _number(usage, "prompt_tokens") - _number(_object(usage, "prompt_tokens_details"), "cached_tokens")
 
 
 def _object(holder: Json, name: str) -> Json:

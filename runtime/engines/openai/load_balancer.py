@@ -4,7 +4,7 @@ The rule is that of the node's own workers (`runtime.serving.frontend.choice`); 
 has no room.
 
 With separate prefill and decode servers, decode servers write the answers; while none of them is up, prefill servers
-do, which are capable of the same.
+do, which are capable of the same, unless servers work in pairs only.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 
 from runtime.engines.openai.capabilities import Capabilities
-from runtime.engines.openai.server import Server, StreamBroken
+from runtime.engines.openai.server import PrefillFailed, Server, StreamBroken
 from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, Overloaded, TrinityError
 from runtime.node.supervisor.backoff import Backoff
 from runtime.serving.frontend.choice import Candidate, Choice, PrefixHistory
@@ -122,7 +122,7 @@ class LoadBalancer:
     """All servers of a model. `detect` returns a server's capabilities (`capabilities.detect_capabilities`).
 
     A server that is down is checked with exponential back-off of at most `max_backoff_s`. `advice` is appended to the
-    log line about it.
+    log line about it. `paired`: decode servers need a prefill server for each request.
     """
 
     def __init__(
@@ -134,11 +134,12 @@ class LoadBalancer:
         max_backoff_s: float = _MAX_BACKOFF_S,
         advice: str = "",
         overlap_weight: float = 1.0,
+        paired: bool = False,
     ) -> None:
         source = source or random.Random()
         self.backends = [Backend(server, Backoff(source, most_s=max_backoff_s)) for server in servers]
         self._detect, self._clock, self._advice = detect, clock, advice and f"; {advice}"
-        self._choice = Choice(overlap_weight)
+        self._choice, self._paired = Choice(overlap_weight), paired
         self.changed = asyncio.Event()
         """Set and cleared whenever a server has come up."""
 
@@ -146,6 +147,14 @@ class LoadBalancer:
     def up(self) -> list[Backend]:
         """Servers that are up and accept requests."""
         return [backend for backend in self.backends if backend.capabilities is not None and backend.server.accepting]
+
+    @property
+    def answering(self) -> list[Backend]:
+        """Those of them that can write answers."""
+        if not self._paired:
+            return self.up
+        decode = [backend for backend in self.up if backend.server.stage == "decode"]
+        return decode if len(decode) < len(self.up) else []
 
     @property
     def links(self) -> int:
@@ -158,13 +167,13 @@ class LoadBalancer:
         return sum(backend.link_busy_s for backend in self.backends)
 
     def eligible(self, reject: Reject) -> list[Backend]:
-        """Return the servers that are up and do not `reject` a request.
+        """Return the servers that can write answers and do not `reject` a request.
 
-        Raises EngineUnreachable if none is up, the first rejection if all reject.
+        Raises EngineUnreachable if there is none, the first rejection if all reject.
         """
-        up = [(backend, backend.capabilities) for backend in self.up if backend.capabilities is not None]
+        up = [(backend, backend.capabilities) for backend in self.answering if backend.capabilities is not None]
         if not up:
-            errors = "; ".join(backend.last_error for backend in self.backends)
+            errors = "; ".join(backend.last_error for backend in self.backends if backend not in self.up)
             raise EngineUnreachable(f"no server of the model answers: {errors}")
         rejections = [(backend, reject(capabilities)) for backend, capabilities in up]
         eligible = [backend for backend, rejection in rejections if rejection is None]
@@ -216,7 +225,7 @@ class LoadBalancer:
         A broken connection marks the server down at once. Errors that the server reports itself do so after
         `_MAX_FAILURES` in a row, because the request may be at fault.
         """
-        if isinstance(error, Overloaded):
+        if isinstance(error, Overloaded | PrefillFailed):
             return
         backend.consecutive_failures = backend.consecutive_failures + 1 if error is not None else 0
         broken = isinstance(error, EngineUnreachable | StreamBroken | EngineRefusedKey)

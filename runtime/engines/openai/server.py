@@ -63,12 +63,24 @@ class StreamBroken(EngineFailed):
     """The stream ended before the answer did."""
 
 
+class PrefillFailed(EngineFailed):
+    """The prefill server of a request failed; the decode server is not at fault."""
+
+
 class Server:
     """A server at `url` (with its /v1). `stage`: "prefill", "decode" or "" for both; `ranks`: GPUs that transfer its KV
-    at the same time. Tests replace `http`."""
+    at the same time; `unpaired_fields`: of requests to this server alone. Tests replace `http`."""
 
-    def __init__(self, url: str, key: str = "", http: Http | None = None, stage: Stage = "", ranks: int = 1) -> None:
-        self.url, self.stage, self.ranks = url, stage, ranks
+    def __init__(
+        self,
+        url: str,
+        key: str = "",
+        http: Http | None = None,
+        stage: Stage = "",
+        ranks: int = 1,
+        unpaired_fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.url, self.stage, self.ranks, self.unpaired_fields = url, stage, ranks, dict(unpaired_fields or {})
         self._root = _without_version(url)
         self._http = http or AioHttp()
         # No compression: it would delay a stream's chunks, and hide a body's size until it is decompressed.

@@ -162,7 +162,7 @@ class AnswerWriter:
             except (EngineFailed, EngineUnreachable, Overloaded) as error:
                 self._deps.balancer.record_outcome(backend, error)
                 self._retry_or_raise(
-                    error, last=isinstance(error, Overloaded) and len(avoid) + 1 >= len(self._deps.balancer.up)
+                    error, last=isinstance(error, Overloaded) and len(avoid) + 1 >= len(self._deps.balancer.answering)
                 )
                 avoid.append(backend)
             except ContextLengthExceeded:
@@ -226,22 +226,21 @@ class AnswerWriter:
 
     async def _write(self, backend: Backend) -> None:
         assert backend.capabilities is not None, "a chosen server is up"
-        self._backend, relay, clock = backend, self._relay, self._deps.clock
+        self._backend, relay = backend, self._relay
         prefix = self._prefix()
         overlap = backend.overlap(prefix)
         self._deps.balancer.remember(backend, prefix)
         path, body = await self._next_request(backend, backend.capabilities)
-        relay.stamps.setdefault(stages.PREFILL_BEGIN, clock())
-        handovers = self._deps.handovers
-        handover = await handovers.hand_over(backend, body, path, prefix, overlap, self._request.id)
-        begin_ns, fields = clock(), handover.fields if handover is not None else {}
-        async with backend.server.stream(path, body | fields, self._request.id) as chunks:
+        relay.stamps.setdefault(stages.PREFILL_BEGIN, self._deps.clock())
+        handovers, name = self._deps.handovers, self._request.id
+        async with (
+            handovers.hand_over(backend, body, path, prefix, overlap, name) as handover,
+            backend.server.stream(path, body | handover.fields, name) as chunks,
+        ):
             relay.begin(budget(body, self._context()))
             async for chunk in chunks:
                 await self._request.wait_for_reader()
-                if handover is not None:
-                    handovers.record(handover, clock() - begin_ns)
-                    handover = None
+                handover.arrived()
                 if self._unreported is not None or self._stalled_since_ns:
                     self._report_accepted()
                 relay.feed(chunk)

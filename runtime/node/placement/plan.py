@@ -310,14 +310,22 @@ def _check_engine(config: NodeConfig) -> None:
         check_vllm(config.model)
     if not isinstance(config.model, OpenAiSection):
         return
-    for url in config.model.urls:
+    prefill = config.model.prefill
+    given = {"model.url": config.model.urls, "model.prefill.url": prefill.urls if prefill else ()}
+    for key, url in [(key, url) for key, urls in given.items() for url in urls]:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ConfigError(f"model.url = {url!r}: give the base URL including /v1, such as http://127.0.0.1:8000/v1")
+            raise ConfigError(f"{key} = {url!r}: give the base URL including /v1, such as http://127.0.0.1:8000/v1")
         if parts.username or parts.password:
-            raise ConfigError("model.url contains a user or password: use model.api_key_file")
-    if len(set(config.model.urls)) < len(config.model.urls):
-        raise ConfigError("model.url lists a server twice")
+            raise ConfigError(f"{key} contains a user or password: use model.api_key_file")
+    listed = [url for urls in given.values() for url in urls]
+    if len(set(listed)) < len(listed):
+        raise ConfigError(f"{' and '.join(given)} share a server" if prefill else "model.url lists a server twice")
+    if prefill is not None and isinstance(ports := prefill.bootstrap_port, tuple) and len(ports) != len(prefill.urls):
+        raise ConfigError(
+            f"model.prefill.bootstrap_port has {len(ports)} entries and model.prefill.url {len(prefill.urls)}: give "
+            "one port for each server, or a single one for all"
+        )
     read_engine_key(config.model)
 
 
