@@ -1,12 +1,13 @@
 """Messages by which a client and a pool open a session over ZeroMQ. All later communication uses the rings."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from ipc.errors import InvalidArgument
 from ipc.memory.device import CudaReference, Reference
 from ipc.memory.shared import MemoryReference, Pid
+from ipc.ring.descriptors import Stage
 from ipc.ring.filters import FILTERS_BYTES
 from ipc.ring.ring import RingLayout
 from ipc.session.device_arena import Lease
@@ -76,13 +77,15 @@ class Unserved(msgspec.Struct, frozen=True):
 
 
 class Catalogue(msgspec.Struct, frozen=True):
-    """The collections of a pool; a session keeps the catalogue that it was opened with.
+    """The collections of a pool; a session keeps the catalogue that it was opened with. `stage`: the queries that it
+    answers first, "" for those of both stages.
 
     Raises `InvalidArgument` for duplicate names, or without any.
     """
 
     served: tuple[Served, ...]
     unserved: tuple[Unserved, ...] = ()
+    stage: Stage | Literal[""] = ""
 
     def __post_init__(self) -> None:
         names = [*(one.name for one in self.served), *(one.name for one in self.unserved)]

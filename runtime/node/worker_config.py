@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from runtime.node.engine_config import ModelSection, Section
+from runtime.node.engine_config import ModelSection, Section, Stage
 
 MAX_WORKERS = 8
 Workers = Annotated[int, Meta(ge=0, le=MAX_WORKERS)]
@@ -76,7 +76,7 @@ class DecodeSection(KvWorkerSection, frozen=True):
     chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
 
 
-PoolPlacement = Literal["own", "with-prefill", "with-decode", "coupled"]
+PoolPlacement = Literal["own", "with-prefill", "with-decode", "coupled", "with-prefill+own", "with-decode+own"]
 
 
 class PoolSection(WorkerSection, frozen=True):
@@ -85,9 +85,12 @@ class PoolSection(WorkerSection, frozen=True):
     Placement:
 
     - `placement`: "own" places them on `devices`. "with-prefill", "with-decode" and "coupled" (both) place one beside
-      each worker of these roles, on its GPU or its cores; `workers` and `devices` are then left out. A worker queries
-      the pool worker beside it first, and another one while that is down, slow or overloaded; workers without one use
-      all in turn.
+      each worker of these roles, on its GPU or its cores; `workers` and `devices` are then left out. "with-prefill+own"
+      and "with-decode+own" place these for the queries of the one stage, and `workers` on `devices` for the other's.
+    - `stages`: with "own", the stage whose queries each worker answers first: "prefill", "decode" or "" (both).
+
+    A query goes to the pool worker beside its model worker, else to those of its stage in turn, and to another one
+    while these are down, slow or overloaded.
 
     Scheduling (docs/scheduler.md):
 
@@ -111,6 +114,7 @@ class PoolSection(WorkerSection, frozen=True):
     """
 
     placement: PoolPlacement = "own"
+    stages: Annotated[tuple[Stage, ...], Meta(max_length=MAX_WORKERS)] = ()
     slots: Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)] = "auto"
     form: Literal["auto", "launches"] = "auto"
     queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096

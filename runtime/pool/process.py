@@ -79,6 +79,7 @@ class Pool:
             worker.plan.collections,
             worker.placement.index,
             worker.log,
+            stage=worker.placement.stage,
             strict=not worker.node_ready,
             suspicious=worker.faulted,
             opener=opener,

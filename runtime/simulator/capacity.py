@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ipc import Stage
+from runtime.node.placement.pool_placement import PAIRED_ROLES, first_pools, pool_stages
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.pool import slots_of
 from runtime.simulator.traces import Arrival
@@ -39,20 +40,21 @@ def demands(setup: Setup, arrivals: Sequence[Arrival]) -> dict[str, float]:
     demand = {
         "prefill": prefill / n / config.prefill.workers,
         "decode": (output * step / slots + append) / config.decode.workers,
-        "pool": (searches + probe_searches) / max(config.pool.workers, 1),
+        "pool": 0.0,
         "link": times.copy_s(round(prompt)) / config.decode.workers,
     }
-    if (placement := limits.placement) in ("with-prefill", "with-decode"):
-        role: Stage = "prefill" if placement == "with-prefill" else "decode"
-        workers = getattr(config, role).workers
-        demand["pool"] = (searches + probe_searches) * times.extend_shared / workers
-        demand[role] += (searches + probe_searches) / workers
-    elif placement == "coupled":
-        demand["pool"] = (
-            max(searches / config.prefill.workers, probe_searches / config.decode.workers) * times.extend_shared
-        )
-        demand["prefill"] += searches / config.prefill.workers
-        demand["decode"] += probe_searches / config.decode.workers
+    stages = pool_stages(limits, {"prefill": config.prefill.workers, "decode": config.decode.workers})
+    of_pool = [0.0] * len(stages)  # of each pool worker
+    asked: dict[Stage, float] = {"prefill": searches, "decode": probe_searches}
+    for stage, seconds in asked.items():
+        first = first_pools(stages, stage)
+        for number in first:
+            of_pool[number] += seconds / len(first)
+    for served, seconds in zip(stages, of_pool, strict=True):
+        shared = served in PAIRED_ROLES[limits.placement]
+        demand["pool"] = max(demand["pool"], seconds * times.extend_shared if shared else seconds)
+        if shared:
+            demand[served] += seconds / stages.count(served)
     return demand
 
 

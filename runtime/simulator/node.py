@@ -16,6 +16,7 @@ from runtime.node.control.law import INTERVAL_S, ControlLaw, Readings, SignalMet
 from runtime.node.control.planner import Planner, Work
 from runtime.node.engine_config import ModelSection
 from runtime.node.metrics.worker_metrics import Stage
+from runtime.node.placement.pool_placement import PAIRED_ROLES, first_pools, pool_stages
 from runtime.node.worker_config import KvWorkerSection
 from runtime.serving.frontend.choice import PREFIX_BLOCKS
 from runtime.serving.frontend.router import Router
@@ -94,30 +95,36 @@ class Simulation:
                 prefill=replace(config.prefill, workers=both),
                 decode=replace(config.decode, workers=both),
             )
-        coupled = {role: config.pool.placement in (f"with-{role}", "coupled") for role in ("prefill", "decode")}
+        coupled = PAIRED_ROLES[config.pool.placement]
         slowdown = setup.times.extend_shared
-        prefill_gpus = [Gpu(slowdown if coupled["prefill"] else 1.0) for _ in range(config.prefill.workers)]
-        decode_gpus = [Gpu(slowdown if coupled["decode"] else 1.0) for _ in range(config.decode.workers)]
-        with_pool = prefill_gpus * coupled["prefill"] + decode_gpus * coupled["decode"]
-        if config.pool.placement == "own":
-            with_pool = [Gpu() for _ in range(config.pool.workers)]
+        workers: dict[Stage, int] = {"prefill": config.prefill.workers, "decode": config.decode.workers}
+        gpus = {
+            stage: [Gpu(slowdown if stage in coupled else 1.0) for _ in range(count)]
+            for stage, count in workers.items()
+        }
+        stages = pool_stages(config.pool, workers)
+        with_pool = [gpu for stage in coupled for gpu in gpus[stage]]
+        with_pool += [Gpu() for _ in stages[len(with_pool) :]]
         rules = setup.policy.rules(config, slots_of(config.pool, setup.times))
         self._pools = Pools(
             self.events, setup.times, config.pool, [(rules, gpu) for gpu in with_pool or [Gpu()]], Random(setup.seed)
         )
         self.pools = self._pools.pools
-        everyone = self._pools.group(range(len(self.pools)))
-        own_pool = iter(range(len(with_pool)))  # a coupled worker queries its own pool
-        prefill_pools = [self._pools.group([next(own_pool)]) if coupled["prefill"] else everyone for _ in prefill_gpus]
-        decode_pools = [self._pools.group([next(own_pool)]) if coupled["decode"] else everyone for _ in decode_gpus]
+        own_pool = iter(range(len(with_pool)))  # a coupled worker queries its own pool, others those of their stage
+        groups = {
+            stage: [self._pools.group([next(own_pool)]) for _ in range(count)]
+            if stage in coupled
+            else [self._pools.group(first_pools(stages, stage) or (0,))] * count
+            for stage, count in workers.items()
+        }
         batches = Batches(
             self.events, setup.times, config.decode, setup.workload, config.probes.passage_tokens, self._pools,
-            [(gpu, decode_pools[i], Random(setup.seed * 64 + i)) for i, gpu in enumerate(decode_gpus)],
+            [(gpu, groups["decode"][i], Random(setup.seed * 64 + i)) for i, gpu in enumerate(gpus["decode"])],
             self._most_steps,
         )  # fmt: skip
         self.decodes: dict[str, SimDecode] = {}
         self.prefills: dict[str, SimPrefill] = {}
-        for i in range(len(decode_gpus)):
+        for i in range(config.decode.workers):
             kv = KvRows(config.decode.kv_blocks, self._block_tokens, self.tiers) if config.decode.kv_blocks else None
             decode = SimDecode(
                 f"decode-{i}", self.events, setup.times, config.decode, batches,
@@ -125,9 +132,9 @@ class Simulation:
             )  # fmt: skip
             self.decodes[decode.name] = decode
             self.router.add(self._hello("decode", decode.name, config.decode, kv))
-        for i, gpu in enumerate(prefill_gpus):
+        for i, gpu in enumerate(gpus["prefill"]):
             prompts = self._prompts(config.prefill)
-            submit = partial(self._pools.submit, prefill_pools[i], "prefill") if setup.workload.retrieval else None
+            submit = partial(self._pools.submit, groups["prefill"][i], "prefill") if setup.workload.retrieval else None
             prefill = SimPrefill(
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
                 submit, self._offer, self._roles.report, self._end_once,

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig
+from runtime.node.placement.pool_placement import PAIRED_ROLES
 from runtime.pool.settings import RULE_NAMES, Policy, Rules, policy_of
 
 Kind = Rules | Literal["configured", "adaptive", "fixed"]
@@ -13,8 +14,8 @@ _KINDS: tuple[Kind, ...] = tuple(name for kinds in get_args(Kind) for name in ge
 
 def pool_device(config: NodeConfig) -> str:
     """Return the device of the pool's first worker."""
-    beside = {"with-prefill": config.prefill, "with-decode": config.decode, "coupled": config.prefill}
-    return beside.get(config.pool.placement, config.pool).devices[0]
+    beside = [config.prefill if stage == "prefill" else config.decode for stage in PAIRED_ROLES[config.pool.placement]]
+    return (*beside, config.pool)[0].devices[0]
 
 
 @dataclass(frozen=True, slots=True)

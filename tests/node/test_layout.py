@@ -1,5 +1,6 @@
 """Layout of workers on GPUs: selection by index, UUID or MIG id, NUMA-local cores, one visible GPU per worker."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -224,8 +225,13 @@ def test_a_pool_and_its_coupled_model_must_fit_in_gpu_memory(tmp_path: Path) -> 
             'pool.placement = "coupled": 9 pool workers, one beside each prefill and decode worker; the limit is 8',
         ),
         ({"decode": {"workers": 2, "devices": ["cuda:1"] * 3}}, "decode.devices has 3 entries for decode.workers = 2"),
-        ({"model": {"engine": "openai", "name": "m", "url": "http://127.0.0.1:1/v1"}}, "only prefill and decode"),
-        ({"collections": [{"name": "docs", "path": "/", "shards": 3}]}, "serve whole collections, but 'docs' has 3"),
+        (
+            {"model": {"engine": "openai", "name": "m", "url": "http://127.0.0.1:1/v1"}},
+            "this node runs no prefill or decode workers for pool workers to be beside",
+        ),
+        ({"collections": [{"name": "docs", "path": "/", "shards": 2}]}, "3 is not a multiple of the 2 shards"),
+        ({"pool": {"placement": "coupled", "stages": ["decode"]}}, "pool.stages with pool.placement"),
+        ({"pool": {"stages": ["decode", ""]}}, "pool.stages has 2 entries for pool.workers = 1: give one per worker"),
         ({"prefill": {"devices": ["cuda:9"]}}, "prefill.devices: 'cuda:9' is not a GPU of this machine"),
     ],
 )
@@ -233,6 +239,54 @@ def test_an_impossible_coupled_placement_is_refused(tmp_path: Path, more: dict[s
     with pytest.raises(ConfigError) as caught:
         lay_out(near(tmp_path, "coupled", **more), machine())
     assert says in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("placement", "beside", "stages"),
+    [
+        ("with-prefill+own", {"pool-0": "prefill-0"}, ["prefill", "decode", "decode"]),
+        ("with-decode+own", {"pool-0": "decode-0", "pool-1": "decode-1"}, ["decode", "decode", "prefill", "prefill"]),
+    ],
+)
+def test_the_stage_without_pool_workers_beside_it_has_independent_ones(
+    tmp_path: Path, placement: str, beside: dict[str, str], stages: list[str]
+) -> None:
+    pool = {"placement": placement, "workers": 2, "devices": ["cuda:6", "cuda:7"]}
+    docs = {"name": "docs", "path": str(tmp_path), "shards": len(beside)}
+    plan = lay_out(near(tmp_path, placement, pool=pool, collections=[docs]), machine())
+    placed = {worker.name: worker for worker in plan.workers}
+    assert [one.stage for one in pools(plan)] == stages
+    assert {one.name: one.paired_with for one in pools(plan) if one.paired_with} == beside
+    assert all(placed[one].gpu == placed[name].gpu for one, name in beside.items())
+    independent = pools(plan)[len(beside) :]
+    assert [(one.gpu_index, one.exclusive_gpu) for one in independent] == [("6", True), ("7", True)]
+    cores = [core for one in pools(plan) for core in one.cores]
+    assert len(cores) == len(set(cores)) > 0
+
+
+def test_pool_workers_are_beside_vllms_instances_of_a_stage(tmp_path: Path) -> None:
+    model = {
+        "engine": "vllm", "name": "m", "python": sys.executable,
+        "prefill": {"instances": 2, "tensor_parallel_size": 2}, "decode": {"instances": 2},
+    }  # fmt: skip
+    pool = {"placement": "with-prefill+own", "workers": 2, "devices": ["cuda:6", "cuda:7"]}
+    docs = {"name": "docs", "path": str(tmp_path), "shards": 2}
+    plan = lay_out(parse_config({"model": model, "pool": pool, "collections": [docs]}), machine())
+    assert [(one.paired_with, one.stage, one.gpu_index) for one in pools(plan)] == [
+        ("engine-prefill-0", "prefill", "0"), ("engine-prefill-1", "prefill", "2"),
+        ("", "decode", "6"), ("", "decode", "7"),
+    ]  # fmt: skip
+    assert {one.name for one in plan.of_role("engine")} >= {"engine-prefill-0", "engine-prefill-1"}
+
+
+def test_the_stages_of_independent_pool_workers_are_configured(tmp_path: Path) -> None:
+    pool = {"workers": 3, "stages": ["prefill", "decode", ""]}
+    plan = lay_out(near(tmp_path, "own", pool=pool))
+    assert [(one.name, one.stage) for one in pools(plan)] == [
+        ("pool-0", "prefill"),
+        ("pool-1", "decode"),
+        ("pool-2", ""),
+    ]
 
 
 def test_without_collections_there_is_no_coupled_pool(tmp_path: Path) -> None:

@@ -41,6 +41,33 @@ def test_a_coupled_pool_that_is_slow_or_crowded_is_skipped() -> None:
     assert replicas.choose([0, 1], MS)[0] == 1
 
 
+def test_a_stages_own_pools_come_first_then_those_of_both_then_the_others() -> None:
+    replicas = Replicas(4)
+    for pool, stage in enumerate(("prefill", "decode", "", "decode")):
+        replicas.serves(pool, stage)
+    assert replicas.choose([0, 1, 2, 3], 0, "prefill") == [0, 2, 1, 3]
+    assert replicas.choose([0, 1, 2, 3], 0, "decode") == [1, 3, 2, 0]
+    replicas.sent(1, 0)
+    assert replicas.choose([0, 1, 2, 3], 0, "decode") == [3, 1, 2, 0], "its own ones in turn"
+    assert replicas.choose([1, 2, 3], 0, "prefill") == [2, 3, 1], "its own is down"
+    replicas.lost(0)
+    assert replicas.choose([0, 1, 2, 3], 0, "prefill")[0] == 0, "it is up again"
+
+
+def test_a_stage_whose_own_pools_are_late_spills_over_and_comes_back() -> None:
+    replicas = Replicas(2, ReplicaPolicy(crowded=4))
+    replicas.serves(0, "prefill")
+    replicas.serves(1, "decode")
+    sent = []
+    for _ in range(10):
+        sent.append(replicas.choose([0, 1], 0, "prefill")[0])
+        replicas.sent(sent[-1], 0)
+    assert sent == [0, 0, 0, 0, 0, 1, 0, 1, 0, 1], "no further behind than `crowded`"
+    for _ in range(5):
+        replicas.answered(0, MS, MS)
+    assert replicas.choose([0, 1], MS, "prefill")[0] == 0
+
+
 def test_a_slow_pool_is_skipped_but_probed_and_used_again_when_fast() -> None:
     replicas = Replicas(2, POLICY)
     slow = {0: MS, 1: 100 * MS}

@@ -33,7 +33,8 @@ class WorkerPlan(msgspec.Struct, frozen=True):
 
     `gpu` is the UUID of the only GPU that the process sees ("" without one), `gpu_index` its index on the machine,
     `device` its name inside the process. An engine may have several GPUs: these fields then describe the first one, and
-    `gpu_numbers` has the indexes of all; `stage` is the stage that it serves. `numa_node` None: unknown or irrelevant.
+    `gpu_numbers` has the indexes of all. `stage`: the stage that an engine serves, or that a pool worker serves first;
+    "": both. `numa_node` None: unknown or irrelevant.
     `spare`: number of a standby worker, which is placed like worker `index` of its role; None for others.
     `paired_with`: the worker that a pool worker is placed beside, and that queries it first. `exclusive_gpu`: whether a
     pool worker is the node's only worker on its GPU or MIG instance.
@@ -56,7 +57,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        role = f"{self.role}-{self.stage}" if self.stage else self.role
+        role = f"{self.role}-{self.stage}" if self.role == "engine" and self.stage else self.role
         return f"{role}-{self.index}" if self.spare is None else f"{role}-spare-{self.spare}"
 
     @property
@@ -199,13 +200,14 @@ def _place_pool(config: NodeConfig) -> list[WorkerPlan]:
     """Plan the pool workers. One that shares its cores with a model does not spin."""
     if not config.needs_pool:
         return []
-    workers = _place("pool", config.pool)
-    if not (names := paired_workers(config)):
-        return workers
-    return [
+    workers, names = _place("pool", config.pool), paired_workers(config)
+    stages = config.pool.stages or ("",) * len(workers)
+    workers = [msgspec.structs.replace(worker, stage=stage) for worker, stage in zip(workers, stages, strict=True)]
+    beside = [
         msgspec.structs.replace(worker, paired_with=name, spin=worker.device != CPU)
-        for worker, name in zip(workers, names, strict=True)
+        for worker, name in zip(workers, names, strict=False)
     ]
+    return beside + workers[len(beside) :]
 
 
 def _place_engine(section: VllmSection) -> list[WorkerPlan]:

@@ -1,8 +1,10 @@
-"""Resolution of `pool.placement`: pool workers beside each prefill or decode worker, on its device and cores.
+"""Resolution of `pool.placement`: pool workers beside model workers, on their devices and cores, and independent ones.
 
-The placement determines their number and devices. A model worker queries the pool worker beside it first
-(`NodePlan.local_pools`).
+A query goes first to the pool worker beside its model worker (`NodePlan.local_pools`), then to those of its stage.
 """
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -10,58 +12,112 @@ from msgspec.structs import replace
 from gpu import is_device_name
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig, Role
-from runtime.node.worker_config import MAX_WORKERS, PoolSection, WorkerSection
+from runtime.node.engine_config import Stage, VllmSection
+from runtime.node.worker_config import MAX_WORKERS, PoolPlacement, PoolSection, WorkerSection
 
-_ROLES: dict[str, tuple[Role, ...]] = {
+Paired = Literal["prefill", "decode"]
+PAIRED_ROLES: dict[PoolPlacement, tuple[Paired, ...]] = {
     "own": (),
     "with-prefill": ("prefill",),
     "with-decode": ("decode",),
     "coupled": ("prefill", "decode"),
+    "with-prefill+own": ("prefill",),
+    "with-decode+own": ("decode",),
 }
+_OWN_STAGE: dict[PoolPlacement, Stage] = {"own": "", "with-prefill+own": "decode", "with-decode+own": "prefill"}
+"""Stage that independent pool workers serve first, in the placements that have them; "": both."""
+_Place = tuple[str, str, tuple[int, ...]]  # a worker, its device and its cores
+
+
+def pool_stages(pool: PoolSection, paired: Mapping[Paired, int]) -> tuple[Stage, ...]:
+    """Return the stage that each pool worker serves first, "" for both: those beside the `paired` numbers of model
+    workers of a stage, then the others."""
+    beside = [stage for stage in PAIRED_ROLES[pool.placement] for _ in range(paired[stage])]
+    own = _OWN_STAGE.get(pool.placement)
+    return (*beside, *(() if own is None else pool.stages or (own,) * pool.workers))
+
+
+def first_pools(stages: Sequence[Stage], stage: Stage) -> tuple[int, ...]:
+    """Return the numbers of the pool workers that a stage's queries go to first: the stage's, else those of both,
+    else all. `stages`: as from `pool_stages`."""
+    for first in (stage, ""):
+        if found := tuple(number for number, served in enumerate(stages) if served == first):
+            return found
+    return tuple(range(len(stages)))
 
 
 def paired_workers(config: NodeConfig) -> tuple[str, ...]:
     """Return the workers that have a pool worker beside them, pool-0's first; empty with placement "own"."""
-    roles = _ROLES[config.pool.placement] if config.needs_pool else ()
-    return tuple(f"{role}-{index}" for role in roles for index in range(getattr(config, role).workers))
+    return tuple(name for places in _places(config).values() for name, *_ in places) if config.needs_pool else ()
 
 
 def resolve_pool_placement(config: NodeConfig) -> NodeConfig:
-    """Set the pool's `workers`, `devices` and, on CPUs, `cores` from its placement.
+    """Set the pool's `workers`, `devices`, `stages` and, on CPUs, `cores` from its placement.
 
     Raises `ConfigError` if the placement is impossible, or if one of these keys is set to a different value.
     """
-    roles = _ROLES[config.pool.placement]
-    if not roles or not config.needs_pool:
+    pool, setting = config.pool, f'pool.placement = "{config.pool.placement}"'
+    roles, own = PAIRED_ROLES[pool.placement], _OWN_STAGE.get(pool.placement) is not None
+    _check_stages(pool, setting)
+    if not config.needs_pool or not roles:
         return config
-    setting, pool = f'pool.placement = "{config.pool.placement}"', config.pool
-    if config.own_model is None:
+    by_stage = _places(config)
+    places = [place for found in by_stage.values() for place in found]
+    if not places:
         raise ConfigError(
-            f"{setting}: only prefill and decode workers of the node's own engine can have pool workers beside them: "
-            "remove it, and place the pool with pool.devices"
+            f"{setting}: this node runs no {' or '.join(roles)} workers for pool workers to be beside: remove it, and "
+            "place the pool with pool.devices"
         )
-    for collection in config.collections:
-        if collection.shards > 1:
-            raise ConfigError(
-                f"{setting}: pool workers serve whole collections, but {collection.name!r} has {collection.shards} "
-                'shards: build it without shards, or set pool.placement = "own"'
-            )
-    count = len(paired_workers(config))
     beside = f"one beside each {' and '.join(roles)} worker"
-    if count > MAX_WORKERS:
-        raise ConfigError(f"{setting}: {count} pool workers, {beside}; the limit is {MAX_WORKERS}")
-    places = [place for role in roles for place in worker_devices(role, getattr(config, role))]
-    devices = tuple(device for device, _ in places)
+    places += [("", *place) for place in worker_devices("pool", pool)] if own else []
+    if len(places) > MAX_WORKERS:
+        raise ConfigError(f"{setting}: {len(places)} pool workers, {beside}; the limit is {MAX_WORKERS}")
+    devices = tuple(device for _, device, _ in places)
     # beside a model on a GPU, the pool's loop gets a core of its own
-    cores = tuple(cores for _, cores in places) if "cpu" in devices else pool.cores
+    cores = tuple(cores if device == "cpu" or not name else () for name, device, cores in places)
+    resolved: dict[str, object] = {"workers": len(places), "devices": devices, "cores": cores if any(cores) else ()}
+    if not own:
+        _check_unset(pool, resolved, f"{setting}, which sets it to {{}} ({beside})")
+    stages = pool_stages(pool, {stage: len(found) for stage, found in by_stage.items()})
+    return replace(config, pool=replace(pool, stages=stages, **resolved))
+
+
+def _check_stages(pool: PoolSection, setting: str) -> None:
+    if pool.stages and pool.placement != "own":
+        raise ConfigError(f"pool.stages with {setting}, which sets it: remove it")
+    if pool.stages and len(pool.stages) != pool.workers:
+        raise ConfigError(
+            f"pool.stages has {len(pool.stages)} entries for pool.workers = {pool.workers}: give one per worker"
+        )
+
+
+def _check_unset(pool: PoolSection, resolved: Mapping[str, object], setting: str) -> None:
     defaults = PoolSection()
-    resolved: dict[str, object] = {"workers": count, "devices": devices, "cores": cores}
     for key, value in resolved.items():
         if (given := getattr(pool, key)) not in (value, getattr(defaults, key)):
-            raise ConfigError(
-                f"pool.{key} = {_shown(given)} with {setting}, which sets it to {_shown(value)} ({beside}): remove it"
-            )
-    return replace(config, pool=replace(pool, **resolved))
+            raise ConfigError(f"pool.{key} = {_shown(given)} with {setting.format(_shown(value))}: remove it")
+
+
+def _places(config: NodeConfig) -> dict[Paired, list[_Place]]:
+    """Return the model workers that get a pool worker beside them, by stage."""
+    found: dict[Paired, list[_Place]] = {}
+    for stage in PAIRED_ROLES[config.pool.placement]:
+        if isinstance(config.model, VllmSection):
+            found[stage] = _instances(config.model, stage)
+        elif config.own_model is not None:
+            section = config.prefill if stage == "prefill" else config.decode
+            found[stage] = [(f"{stage}-{n}", *place) for n, place in enumerate(worker_devices(stage, section))]
+    return found
+
+
+def _instances(section: VllmSection, stage: Paired) -> list[_Place]:
+    """Return vLLM's instances of a stage, each with its first GPU."""
+    names = [name for name, each in section.stages.items() for _ in range(each.instances)]
+    return [
+        (f"engine-{name}-{number}", next(iter(section.gpus[number]), "cpu"), ())
+        for number, name in enumerate(names)
+        if name == stage
+    ]
 
 
 def worker_devices(role: Role, section: WorkerSection) -> list[tuple[str, tuple[int, ...]]]:

@@ -13,10 +13,11 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from msgspec import structs
 
-from ipc import Catalogue, Unserved
+from ipc import Catalogue, Stage, Unserved
 from ipc.session.messages import MAX_REASON
 from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
@@ -66,8 +67,9 @@ class Change:
 class PoolCatalogue:
     """A pool worker's collections. One thread; only the constructor blocks.
 
-    worker: its number. strict: raise `CollectionError` for a required collection that cannot be served. suspicious:
-    verify all checksums before serving anything, because the previous process died of a fault in reading memory.
+    worker: its number. stage: whose queries it answers first, "" for both. strict: raise `CollectionError` for a
+    required collection that cannot be served. suspicious: verify all checksums before serving anything, because the
+    previous process died of a fault in reading memory.
     """
 
     def __init__(
@@ -76,13 +78,14 @@ class PoolCatalogue:
         worker: int,
         log: logging.Logger,
         *,
+        stage: Stage | Literal[""] = "",
         strict: bool = False,
         suspicious: bool = False,
         opener: OpenShard = open_shard,
         check_every_ns: int = 5_000_000_000,
     ) -> None:
         self._check_every_ns = check_every_ns
-        self._worker, self._log, self._open = worker, log, opener
+        self._worker, self._stage, self._log, self._open = worker, stage, log, opener
         self._entries = {section.name: _Entry(section) for section in sections}
         self._reloaded = list(self._entries)  # by the last reload; the start counts as a reload of all
         for entry in self._entries.values():
@@ -119,7 +122,7 @@ class PoolCatalogue:
     def offer(self) -> Catalogue:
         """The catalogue for new sessions."""
         unserved = (Unserved(name, entry.reason) for name, entry in self._entries.items() if entry.shard is None)
-        return Catalogue(tuple(shard.served for shard in self.served), tuple(unserved))
+        return Catalogue(tuple(shard.served for shard in self.served), tuple(unserved), self._stage)
 
     @property
     def unavailable(self) -> int:

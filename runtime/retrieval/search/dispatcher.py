@@ -132,7 +132,8 @@ class Dispatcher:
         if self.pools.routes.shards(collection) != 1:
             return self._submit_each(queries)
         now, sent = self.clock(), 0
-        for number in self.pools.replicas.choose(self.pools.routes.choose(collection, queries[0].accept), now):
+        route = self.pools.routes.choose(collection, queries[0].accept)
+        for number in self.pools.replicas.choose(route, now, queries[0].spec.stage):
             try:
                 sent = self.pools.sessions[number].submit_many(rows, queries)
             except (RingFull, PeerLost, Draining):
@@ -174,7 +175,7 @@ class Dispatcher:
     def _send(self, query: Query, route: Sequence[int], now: int) -> bool:
         """Send a query to one of these pools. Return False if none is up. Raises `Overloaded`, `InvalidRequest`."""
         full: RingFull | None = None
-        for number in self.pools.replicas.choose(route, now) if len(route) > 1 else route:
+        for number in self.pools.replicas.choose(route, now, query.spec.stage) if len(route) > 1 else route:
             try:
                 self.pools.sessions[number].submit(query)
             except RingFull as error:

@@ -56,6 +56,8 @@ class NodePools:
         if up and not self._up[number]:
             self.replicas.lost(number)  # its measurements are of the process before
         self._up[number] = up
+        if (catalogue := self.sessions[number].catalogue) is not None:
+            self.replicas.serves(number, catalogue.stage)
         offers = [(number, pool.catalogue, pool.live) for number, pool in enumerate(self.sessions)]
         self.routes = RoutingTable(
             [(number, offer) for number, offer, live in offers if live and offer is not None],

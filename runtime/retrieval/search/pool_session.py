@@ -247,7 +247,7 @@ class PoolSession:
             session.client.close()
 
 
-# ---- choice between replicas: a near pool first, else round robin; slow and overloaded pools are avoided
+# ---- choice between replicas: a near pool first, then the stage's in turn; slow and overloaded pools are avoided
 # Pure code: the clock is a parameter.
 
 
@@ -278,6 +278,7 @@ _PROBE_WEIGHT = 0.5
 @dataclass(slots=True)
 class _Replica:
     average_ns: float | None = None  # of its round trips; None before the first
+    stage: str = ""  # whose queries it answers first; "": both
     outstanding: int = 0
     waiting_ns: int = 0  # start of the present wait: the last answer, or the first query after an idle time
     slow: bool = False
@@ -300,17 +301,22 @@ class Replicas:
         self._replicas = [_Replica() for _ in range(count)]
         self._sends = 0
 
-    def choose(self, live: Sequence[int], now_ns: int) -> Sequence[int]:
-        """Return `live` in the order to try: slow pools due for a probe, near ones, others (least recently used first),
-        overloaded ones, slow ones."""
+    def serves(self, pool: int, stage: str) -> None:
+        """Set the stage whose queries a pool answers first, "" for both."""
+        self._replicas[pool].stage = stage
+
+    def choose(self, live: Sequence[int], now_ns: int, stage: str = "") -> Sequence[int]:
+        """Return `live` in the order to try: slow pools due for a probe, near ones, those of the query's `stage`, of
+        both, of the other one (each least recently used first), overloaded ones, slow ones."""
         if len(live) <= 1:
             return live
         self._update_slow(live, now_ns)
         lowest = min(self._replicas[pool].outstanding for pool in live)
-        return sorted(live, key=lambda pool: self._rank(pool, lowest, now_ns))
+        return sorted(live, key=lambda pool: self._rank(pool, lowest, now_ns, stage))
 
-    def _rank(self, pool: int, lowest: int, now_ns: int) -> tuple[int, bool, int]:
-        replica, far = self._replicas[pool], pool not in self._near
+    def _rank(self, pool: int, lowest: int, now_ns: int, stage: str) -> tuple[int, int, int]:
+        replica = self._replicas[pool]
+        far = 0 if pool in self._near else 1 if replica.stage == stage else 3 if replica.stage else 2
         if replica.slow:
             due = replica.outstanding == 0 and now_ns - replica.probed_ns >= self._policy.probe_ns
             return (0 if due else 3), far, replica.last_sent
@@ -356,7 +362,7 @@ class Replicas:
 
     def lost(self, pool: int) -> None:
         """Forget the measurements of a pool whose session ended: the next one is another process."""
-        self._replicas[pool] = _Replica(last_sent=self._replicas[pool].last_sent)
+        self._replicas[pool] = _Replica(stage=self._replicas[pool].stage, last_sent=self._replicas[pool].last_sent)
 
     def slow(self, pool: int) -> bool:
         """Return whether a pool is slow, as of the last `choose`."""

@@ -1,0 +1,109 @@
+"""Nodes whose stages have pool workers of their own: a placement beside prefill with independent ones for decode, and
+four workers of two shards under an external engine."""
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from runtime.node.metrics.worker_metrics import PoolMetrics
+from runtime.retrieval.collections import bulk_load
+from runtime.testing.node import Node
+from runtime.testing.waiting import eventually
+from tests.e2e.conftest import GATEWAY, StartNode, documents
+from tests.e2e.load import WAIT_S
+
+BESIDE = """
+[pool]
+placement = "with-prefill+own"
+"""
+BY_STAGE = """
+[pool]
+workers = 4
+stages = ["prefill", "prefill", "decode", "decode"]
+"""
+Asked = Counter[tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def placed(start_node: StartNode) -> Node:
+    """pool-0 is beside prefill-0, pool-1 on its own for decode."""
+    return start_node(more=BESIDE)
+
+
+@pytest.fixture(scope="module")
+def gateway(placed: Node, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """A node without a model in front of `placed`, with a collection in two shards."""
+    home = tmp_path_factory.mktemp("gateway")
+    bulk_load.build(documents(), home / "docs", embedder="hashing-128", shards=2)
+    config = home / "node.toml"
+    config.write_text(GATEWAY.format(url=placed.info.url, collection=home / "docs") + "shards = 2\n" + BY_STAGE)
+    node = Node(config)
+    yield node
+    assert node.stop() == 0
+
+
+def queries(node: Node) -> Asked:
+    """Return the queries that each pool worker has received, by worker and stage."""
+    pools = [worker.name for worker in node.status().workers if worker.name.startswith("pool")]
+    return Counter(
+        {
+            (pool, stage): int(node.metric(str(PoolMetrics.QUERIES), worker=pool, stage=stage))
+            for pool in pools
+            for stage in ("prefill", "decode")
+        }
+    )
+
+
+def asked(node: Node, **body: Any) -> Asked:
+    """Send a completion with passages and probes, and return the queries that it caused."""
+    before = queries(node)
+    status, answer = node.post(
+        "/v1/completions",
+        {"model": "tiny", "prompt": "what is a with statement?", "max_tokens": 20, "ignore_eos": True}
+        | {"retrieval": {"collection": "docs", "k": 2, "every_tokens": 8} | body},
+    )
+    assert status == 200, answer
+    assert answer["usage"]["completion_tokens"] == 20
+    return queries(node) - before
+
+
+def asks(node: Node, *expected: tuple[str, str]) -> Callable[[], bool]:
+    """Return a condition: a request's queries reach exactly these pool workers for these stages."""
+    return lambda: set(asked(node)) == set(expected)
+
+
+def test_the_stages_queries_go_to_their_own_pool_workers(placed: Node) -> None:
+    eventually(asks(placed, ("pool-0", "prefill"), ("pool-1", "decode")), WAIT_S, "each stage to use its own")
+
+
+def test_a_stage_whose_pool_worker_is_late_spills_over_and_comes_back(placed: Node) -> None:
+    late = placed.pid("pool-1")
+    os.kill(late, signal.SIGSTOP)
+    try:
+        eventually(lambda: ("pool-0", "decode") in asked(placed), WAIT_S, "probes to be answered by prefill's")
+    finally:
+        os.kill(late, signal.SIGCONT)
+    eventually(asks(placed, ("pool-0", "prefill"), ("pool-1", "decode")), WAIT_S, "each stage to use its own again")
+
+
+def test_a_stage_whose_pool_worker_is_down_spills_over_and_comes_back(placed: Node) -> None:
+    placed.kill("pool-0")
+    assert placed.post("/v1/retrieval", {"query": "with", "collection": "docs", "k": 1})[0] == 200
+    placed.wait_ready()
+    eventually(asks(placed, ("pool-0", "prefill"), ("pool-1", "decode")), WAIT_S, "each stage to use its own again")
+
+
+def test_under_an_external_engine_each_stage_uses_its_own_worker_of_every_shard(gateway: Node) -> None:
+    own = [("pool-0", "prefill"), ("pool-1", "prefill"), ("pool-2", "decode"), ("pool-3", "decode")]
+    eventually(asks(gateway, *own), WAIT_S, "each stage to use its own")
+    late = gateway.pid("pool-3")
+    os.kill(late, signal.SIGSTOP)
+    try:
+        eventually(lambda: ("pool-1", "decode") in asked(gateway), WAIT_S, "the other worker of the shard to answer")
+    finally:
+        os.kill(late, signal.SIGCONT)
+    eventually(asks(gateway, *own), WAIT_S, "each stage to use its own again")
