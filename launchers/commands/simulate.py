@@ -30,7 +30,24 @@ def simulate_node(
     ] = None,
     rate: Annotated[float, typer.Option(help="Scale the trace to this rate in requests/s; 0: as is.", min=0)] = 0.0,
     limit: Annotated[int, typer.Option(help="Maximum number of requests to replay.", min=2)] = MAX_REQUESTS,
-    times: Annotated[Path | None, typer.Option(help="Service times (.json); default: an H100.")] = None,
+    times: Annotated[
+        Path | None,
+        typer.Option(
+            help='Service times: a file (.json), or "h100-8b": data sheets, a larger model.', show_default="an H200's"
+        ),
+    ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="GPUs of a model worker, which add up activations twice a layer.", min=1, max=8)
+    ] = 1,
+    experts: Annotated[
+        int,
+        typer.Option(
+            help="Experts of a token, of a model spread over the node's GPUs: an independent pool displaces some to "
+            "another node; 0: a dense model.",
+            min=0,
+            max=64,
+        ),
+    ] = 0,
     ttft: Annotated[
         float | None, typer.Option(help="SLO: time to first token, in seconds.", show_default="slo.ttft_s")
     ] = None,
@@ -42,7 +59,7 @@ def simulate_node(
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Output directory for result.json and timeline.png.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Search for the best split of GPUs and placement.")] = False,
-    gpus: Annotated[int, typer.Option(help="Number of GPUs, for --plan.", min=2, max=8)] = 8,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs, for --plan and --experts.", min=2, max=8)] = 8,
 ) -> None:
     """Replay a trace on a simulated node that runs the production scheduler, router and control law."""
     # Imported here, because --help does not need compiled code.
@@ -53,6 +70,7 @@ def simulate_node(
     from runtime.simulator.plot import draw
     from runtime.simulator.policies import PolicyChoice
     from runtime.simulator.setup import Setup
+    from runtime.simulator.times.collectives import Collectives
     from runtime.simulator.times.service import ServiceTimes
     from runtime.simulator.traces import at_rate, load_trace, mean_rate
     from runtime.simulator.workload import Slos, Workload
@@ -63,6 +81,7 @@ def simulate_node(
     setup = Setup(
         config=settings,
         times=ServiceTimes() if times is None else ServiceTimes.load(times),
+        collectives=Collectives(tensor=tensor_parallel, experts=experts),
         workload=Workload(probe_every_tokens=probe_every),
         slos=Slos(
             ttft_s=settings.slo.ttft_s if ttft is None else ttft, tpot_s=settings.slo.tpot_s if tpot is None else tpot
@@ -81,6 +100,7 @@ def simulate_node(
             out.mkdir(parents=True, exist_ok=True)
             (out / "plan.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
         return
+    setup = setup.with_collectives(gpus)
     if rate:
         arrivals = at_rate(arrivals, rate)
     needs = demands(setup, arrivals)

@@ -9,13 +9,14 @@ import msgspec
 from msgspec.structs import replace
 
 from runtime.errors import ConfigError
+from runtime.node.placement.pool_placement import PAIRED_ROLES
 from runtime.node.worker_config import PoolPlacement
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import simulate
 from runtime.simulator.setup import Setup
 from runtime.simulator.traces import Arrival, at_rate
 
-PLACEMENTS: tuple[PoolPlacement, ...] = ("own", "with-prefill", "with-decode", "coupled")
+PLACEMENTS = tuple(PAIRED_ROLES)
 _MEMORY_SHARE = 0.9  # share of GPU memory to plan for; the rest is for activations and the like
 _TRIED = 3  # splits simulated per placement
 _ROUNDS = 6  # bisection steps: finds the highest rate to within 2% of the capacity
@@ -83,26 +84,29 @@ def greatest_rate(setup: Setup, arrivals: Sequence[Arrival], share: float, nodes
 
 
 def _splits(setup: Setup, arrivals: Sequence[Arrival], placement: PoolPlacement, gpus: int) -> Iterator[Setup]:
-    config = setup.config
-    slots = fitting_slots(setup, arrivals, with_index=placement in ("with-decode", "coupled"))
+    config, tensor = setup.config, setup.collectives.tensor
+    slots = fitting_slots(setup, arrivals, with_index="decode" in PAIRED_ROLES[placement])
     if not slots:
         return
-    for pool in range(1, gpus - 1) if placement == "own" else (0,):
-        for prefill in range(1, gpus - pool):
+    for pool in range(1, gpus - 1) if "own" in placement else (0,):
+        workers = (gpus - pool) // tensor  # of prefill and decode
+        for prefill in range(1, workers):
             split = replace(
                 config,
                 prefill=replace(config.prefill, workers=prefill),
-                decode=replace(config.decode, workers=gpus - pool - prefill, slots=slots),
+                decode=replace(config.decode, workers=workers - prefill, slots=slots),
                 pool=replace(config.pool, workers=pool, placement=placement),
                 control=replace(config.control, planner="off"),
             )
-            yield replace(setup, config=split)
+            yield replace(setup, config=split).with_collectives(gpus)
 
 
 def fitting_slots(setup: Setup, arrivals: Sequence[Arrival], with_index: bool) -> int:
-    """Return how many of the configured decode slots fit into GPU memory with the weights and, if set, the index."""
+    """Return how many of the configured decode slots fit into a worker's GPU memory with the weights and, if set, the
+    index."""
     times = setup.times
-    free = times.gpu_bytes * _MEMORY_SHARE - times.weight_bytes - (times.index_bytes if with_index else 0)
+    memory = setup.collectives.tensor * times.gpu_bytes * _MEMORY_SHARE
+    free = memory - times.weight_bytes - (times.index_bytes if with_index else 0)
     context = sum(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals) / len(arrivals)
     fits = free / max(times.kv_token_bytes * context, 1)
     return max(0, min(setup.config.decode.slots, int(fits)))

@@ -9,7 +9,7 @@ from runtime.node.worker_config import DecodeSection, PoolPlacement, PoolSection
 from runtime.simulator.node import Simulation
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.setup import Setup
-from runtime.simulator.times.service import ServiceTimes
+from runtime.simulator.times.service import H100_8B
 from runtime.simulator.traces import Arrival
 
 BLOCK = 32  # tokens
@@ -32,7 +32,7 @@ def config(
 
 def setup(policy: str = "configured", *, slot_s: float = 1e-7, seed: int = 0, node: NodeConfig | None = None) -> Setup:
     """Return a simulation setup. `slot_s`: time that a slot adds to an extend; a query takes about 35 extends."""
-    times = ServiceTimes(extend_s=1e-5, extend_slot_s=slot_s)
+    times = replace(H100_8B, extend_s=1e-5, extend_slot_s=slot_s)
     return Setup(config=node or config(), times=times, policy=PolicyChoice.parse(policy), seed=seed)
 
 

@@ -7,19 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from runtime.node.config import parse_config
 from runtime.serving import stages
 from runtime.simulator.node import Simulation
 from runtime.simulator.setup import Setup
-from runtime.simulator.times.service import ServiceTimes
+from runtime.simulator.times.service import H100_8B
 from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Slos, Workload
 from runtime.testing.tiny_model import make_tiny_llama
 from tests.simulator.virtual_workers import run_workers, spans
 
 EXTEND_S = 10e-6  # 42 to 44 extends per query
-TIMES = ServiceTimes(
+TIMES = replace(
+    H100_8B,
     prefill_pass_s=2e-3, prefill_token_s=100e-6, prefill_behind_s=50e-6, prefill_pair_s=10e-9, decode_step_s=2e-3,
     decode_row_s=200e-6, decode_context_s=200e-9, kv_token_bytes=0.0, link_s=0.0, tier_block_s=0.0, embed_s=1e-3,
     ring_s=5e-6, extend_s=EXTEND_S, extend_slot_s=0.0,

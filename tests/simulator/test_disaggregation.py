@@ -3,6 +3,7 @@
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from runtime.node.config import Disaggregate, HandoverSection, HttpSection, NodeConfig
 from runtime.node.worker_config import DecodeSection, PrefillSection
@@ -10,13 +11,13 @@ from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.result import Result
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.request import SimRequest
-from runtime.simulator.times.service import ServiceTimes
+from runtime.simulator.times.service import H100_8B
 from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Slos, Workload
 
 MS = 1_000_000
-TIMES = ServiceTimes(
-    prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # 1 ms per token
+TIMES = replace(
+    H100_8B, prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # 1 ms per token
     decode_step_s=3e-3, decode_row_s=0.0, decode_context_s=0.0, kv_token_bytes=0.0, link_s=0.0,
 )  # fmt: skip
 
@@ -70,7 +71,7 @@ def served(disaggregate: Disaggregate, prefill: int, decode: int) -> Result:
         decode=DecodeSection(workers=decode, slots=64, devices=("cuda:0",)),
         handover=HandoverSection(disaggregate=disaggregate),
     )
-    setup = Setup(config=config, workload=Workload(retrieval=False), slos=Slos(ttft_s=0.5, tpot_s=0.025))
+    setup = Setup(config=config, times=H100_8B, workload=Workload(retrieval=False), slos=Slos(ttft_s=0.5, tpot_s=0.025))
     return simulate(setup, arrivals)
 
 

@@ -8,14 +8,14 @@ from runtime.node.config import HandoverSection, NodeConfig
 from runtime.node.worker_config import DecodeSection, PrefillSection
 from runtime.simulator.node import Simulation
 from runtime.simulator.setup import Setup
-from runtime.simulator.times.service import ServiceTimes
+from runtime.simulator.times.service import H100_8B
 from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Workload
 from tests.simulator.nodes import poisson, run
 
 MS = 1_000_000
-TIMES = ServiceTimes(
-    prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # 1 ms per token, and .1 ms to copy it
+TIMES = replace(
+    H100_8B, prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # 1 ms per token, and .1 ms to copy it
     decode_step_s=3e-3, decode_row_s=0.0, decode_context_s=0.0, kv_token_bytes=1e3, link_bytes_s=1e7, link_s=0.0,
 )  # fmt: skip
 

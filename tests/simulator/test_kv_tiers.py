@@ -8,11 +8,12 @@ from runtime.node.config import Disaggregate
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.decode import SimDecode
 from runtime.simulator.stages.prefill import SimPrefill
-from runtime.simulator.times.service import ServiceTimes
+from runtime.simulator.times.service import H100_8B, ServiceTimes
 from tests.simulator.nodes import arrival, config, run, setup, without_retrieval
 
 MS = 1_000_000
-TIMES = ServiceTimes(
+TIMES = replace(
+    H100_8B,
     prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # 1 ms per token, 2 ms per block read or written
     decode_step_s=3e-3, decode_row_s=0.0, decode_context_s=0.0, kv_token_bytes=1.0, link_bytes_s=1e9, link_s=0.0,
     tier_block_s=2e-3, tier_write_bytes_s=1e15, tier_load_bytes_s=1e15,

@@ -14,6 +14,7 @@ from runtime.node.metrics.worker_metrics import Stage
 from runtime.node.worker_config import DecodeSection, PrefillSection
 from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.setup import Setup
+from runtime.simulator.times.service import H100_8B
 from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Slos, Workload
 
@@ -34,7 +35,8 @@ def node(prefill: int, planner: str = "off") -> Setup:
         decode=DecodeSection(workers=GPUS - prefill, slots=256, devices=("cuda:0",)),
     )
     control, slo = replace(config.control, planner=planner), replace(config.slo, objective=SHARE)
-    return Setup(config=replace(config, control=control, slo=slo), workload=Workload(retrieval=False), slos=slos)
+    node = replace(config, control=control, slo=slo)
+    return Setup(config=node, times=H100_8B, workload=Workload(retrieval=False), slos=slos)
 
 
 def lengths(prompt: int, output: int, spread: float) -> list[tuple[int, int]]:

@@ -12,13 +12,13 @@ from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.decode import SimDecode
 from runtime.simulator.stages.prefill import SimPrefill
-from runtime.simulator.times.service import ServiceTimes
+from runtime.simulator.times.service import H100_8B
 from runtime.simulator.traces import Arrival
 from tests.simulator.nodes import BLOCK, arrival, config, run, setup, without_retrieval
 
 MS = 1_000_000
-TIMES = ServiceTimes(
-    prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # 1 ms per token
+TIMES = replace(
+    H100_8B, prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # 1 ms per token
     decode_step_s=3e-3, decode_row_s=0.0, decode_context_s=0.0, kv_token_bytes=1.0, link_bytes_s=1e6, link_s=0.0,
 )  # fmt: skip
 
