@@ -1,7 +1,6 @@
 """Where a collection is built: what killed builds left is removed, nothing else is, and a full disk is said."""
 
 import errno
-import fcntl
 import os
 import signal
 import sqlite3
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.errors import EXIT_BUSY, EXIT_CONFIG, CollectionError
+from runtime.errors import EXIT_BUSY, EXIT_CONFIG, CollectionBusy, CollectionError, OutputRefused
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.directory import atomic_directory
 from tests.retrieval.long_builds import long_source, wait_until_it_reads
@@ -79,36 +78,35 @@ def test_what_a_build_that_was_killed_has_left_is_removed_by_the_next_one(tmp_pa
     assert os.listdir(out.parent) == ["docs"]
 
 
-def test_an_interrupt_just_after_the_directory_was_made_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(fd: int, operation: int) -> None:
-        assert os.listdir(tmp_path)
-        raise KeyboardInterrupt
+def test_a_second_build_of_the_same_directory_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "docs"
+    with atomic_directory(out, replace=True) as building:
+        (building / "documents.sqlite").touch()
+        with pytest.raises(CollectionBusy, match="written to by another build"):
+            build(out)
+        assert os.listdir(building) == ["documents.sqlite"]
+        (building / "documents.sqlite").unlink()
+        build(tmp_path / "other")
+    assert sorted(os.listdir(tmp_path)) == ["docs", "other"]
 
-    monkeypatch.setattr(fcntl, "flock", interrupted)
-    with pytest.raises(KeyboardInterrupt), atomic_directory(tmp_path / "docs", replace=False):
-        pytest.fail("the block ran")
-    assert os.listdir(tmp_path) == []
+
+@pytest.mark.parametrize("name", ["notes.txt", "index/notes.txt", "documents.sqlite"])
+def test_what_trinity_did_not_write_is_never_removed(tmp_path: Path, name: str) -> None:
+    path = tmp_path / ".docs.building" / name
+    path.parent.mkdir(parents=True)
+    if name == "documents.sqlite":
+        path.symlink_to(tmp_path)
+    else:
+        path.touch()
+    with pytest.raises(OutputRefused, match="is not part of a collection"):
+        build(tmp_path / "docs")
+    assert os.path.lexists(path)
+    assert os.listdir(tmp_path) == [".docs.building"]
 
 
-def test_what_trinity_did_not_write_is_never_removed(tmp_path: Path) -> None:
-    kept = [
-        ".docs.building-0123abcd/notes.txt",
-        ".docs.building-0123abce/index/notes.txt",
-        ".docs.building-0123abc/documents.sqlite",  # a name that no build has
-        ".docs.building-0123ABCD/documents.sqlite",
-        ".code.building-0123abcd/documents.sqlite",  # of another collection
-        "xdocs.building-0123abcd/documents.sqlite",
-    ]
-    for name in kept:
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).touch()
+def test_a_link_in_place_of_the_directory_of_a_build_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / ".docs.building-0123abcf").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / ".docs.building-01234567").mkdir()
-    (tmp_path / ".docs.building-01234567" / "documents.sqlite").symlink_to(tmp_path / kept[0])
-    before = sorted(os.listdir(tmp_path))
-    build(tmp_path / "docs")
-    assert sorted(os.listdir(tmp_path)) == sorted([*before, "docs"])
-    assert all((tmp_path / name).exists() for name in kept)
+    (tmp_path / ".docs.building").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CollectionError, match="cannot be made"):
+        build(tmp_path / "docs")
+    assert sorted(os.listdir(tmp_path)) == [".docs.building", "elsewhere"]

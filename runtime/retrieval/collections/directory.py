@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from runtime.errors import CollectionError, NoRoom, OutputRefused
+from runtime.errors import CollectionBusy, CollectionError, NoRoom, OutputRefused
 from runtime.files import set_modes
 from runtime.retrieval.collections.description import is_collection
 from runtime.retrieval.collections.disk import NO_ROOM, writing
@@ -35,21 +35,17 @@ def atomic_directory(out: Path, *, replace: bool, locked: bool = False) -> Itera
     then (`CollectionBusy`). locked: the caller holds the writer's lock. Anything else at `out` is refused
     with `CollectionError` before the block runs. Raises `NoRoom` if the disk, a quota or memory is exhausted.
 
-    Leftovers of killed builds of `out` are removed first; a running build holds a lock on its directory.
+    One build of `out` runs at a time, others are `CollectionBusy`. What a killed one left is removed by the next.
     """
     out = out.absolute()
     _check_output(out, replace)
+    building = out.with_name(f".{out.name}.building")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_dead_builds(out)
+        lock = _claim(building)
     except OSError as error:
-        raise _creation_error(error) from error
-    building, lock = _sibling(out, "building"), None
-    try:  # entered before the directory exists: an interrupt may arrive at any line
-        try:
-            lock = _create_locked(building)
-        except OSError as error:
-            raise _creation_error(error) from error
+        raise _error_class(error)(f"{error.filename} cannot be made: {error.strerror}") from error
+    try:
         yield building
         _check_output(out, replace)  # again: `out` may have changed since
         with contextlib.nullcontext() if locked or not out.exists() else writing(out):
@@ -60,14 +56,9 @@ def atomic_directory(out: Path, *, replace: bool, locked: bool = False) -> Itera
     except MemoryError as error:
         raise NoRoom(f"{out} cannot be built: not enough memory") from error
     finally:
-        if building.exists():
+        if _is_at(building, lock):
             shutil.rmtree(building)
-        if lock is not None:
-            os.close(lock)
-
-
-def _creation_error(error: OSError) -> CollectionError:
-    return _error_class(error)(f"{error.filename} cannot be made: {error.strerror}")
+        os.close(lock)
 
 
 def _error_class(error: OSError | sqlite3.Error) -> type[CollectionError]:
@@ -78,48 +69,31 @@ def _error_class(error: OSError | sqlite3.Error) -> type[CollectionError]:
     return NoRoom if full else CollectionError
 
 
-def _create_locked(building: Path) -> int:
-    """Create a directory and lock it; return the descriptor. The lock ends with this process."""
+def _claim(building: Path) -> int:
+    """Create the directory of a build and lock it, or remove what a killed build left there; return the descriptor.
+
+    The lock ends with this process. Raises `CollectionBusy` if another build holds it, `OutputRefused` if there is
+    anything else, `OSError`.
+    """
     while True:
         building.mkdir(mode=0o700, exist_ok=True)
+        fd = os.open(building, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            fd = _open_directory(building)
-        except FileNotFoundError:  # another build removed it as a leftover before it was locked
-            continue
-        if _try_lock(fd) is not False and _is_at(building, fd):
-            return fd
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise CollectionBusy(f"{building} is written to by another build") from error
+        except OSError:  # the file system does not lock directories
+            pass
+        if _is_at(building, fd):
+            break
+        os.close(fd)  # the other build has just put it in place
+    if foreign := [*_foreign_files(building), *(path for path in building.rglob("*") if path.is_symlink())]:
         os.close(fd)
-
-
-def _remove_dead_builds(out: Path) -> None:
-    """Remove unlocked directories of builds of `out`, as far as that is possible."""
-    name = re.compile(rf"\.{re.escape(out.name)}\.building-[0-9a-f]{{8}}")
-    found: list[Path] = []
-    with contextlib.suppress(OSError):
-        found += [path for path in out.parent.iterdir() if name.fullmatch(path.name)]
-    for path in found:
-        with contextlib.suppress(OSError):
-            fd = _open_directory(path)
-            try:
-                if _try_lock(fd) and _is_at(path, fd) and _is_build(path):
-                    shutil.rmtree(path)
-            finally:
-                os.close(fd)
-
-
-def _open_directory(directory: Path) -> int:
-    return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
-def _try_lock(fd: int) -> bool | None:
-    """Try to lock; whether that succeeded. None if the file system does not lock directories."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
+        raise OutputRefused(f"{building} will not be removed: {foreign[0]} is not part of a collection")
+    for path in building.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return fd
 
 
 def _is_at(path: Path, fd: int) -> bool:
@@ -127,11 +101,6 @@ def _is_at(path: Path, fd: int) -> bool:
         return os.path.samestat(path.lstat(), os.fstat(fd))
     except FileNotFoundError:
         return False
-
-
-def _is_build(building: Path) -> bool:
-    """Whether a directory of a build contains only what a build writes."""
-    return not any(path.is_symlink() for path in building.rglob("*")) and not _foreign_files(building)
 
 
 def _check_output(out: Path, replace: bool) -> None:
@@ -158,7 +127,7 @@ def _rename_into_place(building: Path, out: Path) -> None:
     """Rename into place, private or with the permissions of the directory that is replaced.
 
     A reader that opens `out` between the two renames fails; open files stay valid."""
-    old = _sibling(out, "replaced") if out.exists() else None
+    old = out.with_name(f".{out.name}.replaced-{secrets.token_hex(4)}") if out.exists() else None
     set_modes(building, stat.S_IMODE(out.stat().st_mode) if old else 0o700)
     try:
         if old is not None:
@@ -170,7 +139,3 @@ def _rename_into_place(building: Path, out: Path) -> None:
         raise CollectionError(f"{out} cannot be put in place: {error.strerror}") from error
     if old is not None:
         shutil.rmtree(old)
-
-
-def _sibling(out: Path, purpose: str) -> Path:
-    return out.parent / f".{out.name}.{purpose}-{secrets.token_hex(4)}"
