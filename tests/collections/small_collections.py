@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.disk import Disk
-from runtime.retrieval.collections.maintenance import BuildSegment
+from runtime.retrieval.collections.installer import BuildSegment
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 

@@ -13,7 +13,7 @@ from runtime.errors import CollectionError
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.maintenance import MERGE_FAN_IN
 from runtime.retrieval.collections.manifest import SegmentInfo
-from runtime.retrieval.collections.recovery import replay
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment_build import BuildJob, build
 from tests.collections.small_collections import contents, documents, maintain, new_writer, open_writer
 from tests.process_context import FORKSERVER
@@ -47,7 +47,7 @@ def _build_until(directory: Path, job: BuildJob, last: str) -> None:
         if stage == last:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    build(Disk(), replay(directory).state, job, progress)
+    build(Disk(), CollectionReader(directory).state, job, progress)
 
 
 @pytest.mark.parametrize("last", ["rows", "graph", "write"])

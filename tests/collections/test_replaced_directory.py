@@ -166,18 +166,3 @@ def test_no_write_is_acknowledged_that_a_restored_collection_lacks(
     with open_writer(tmp_path / "a") as anew:
         anew.upsert(documents(range(30, 32)))
         assert sorted(contents(anew), key=int) == [*map(str, range(10)), "30", "31"]
-
-
-def test_a_stalled_reader_detects_a_restored_copy_that_has_new_writes(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "a") as writer:
-        writer.upsert(documents(range(10)))
-        _backed_up(tmp_path / "a")
-        writer.upsert(documents(range(10, 20)))
-    with CollectionReader(tmp_path / "a") as reader:
-        _whole(tmp_path / "a")
-        with open_writer(tmp_path / "a") as anew:
-            for part in range(3):
-                anew.upsert(documents(range(100 * part, 100 * part + 10)))
-                anew.flush()
-        with pytest.raises(CollectionError, match="was restored"):
-            reader.poll()

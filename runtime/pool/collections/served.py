@@ -343,11 +343,11 @@ class ServedCollections:
             return
         begin_ns = time.monotonic_ns()
         for key, live in self._served.items():
-            had_log = live.reader.has_log
+            had_log = live.reader.log is not None
             try:
                 live.step(in_use, invalidate)
                 error = ""
-                if live.reader.has_log and not had_log:
+                if live.reader.log is not None and not had_log:
                     self.watch.add(live.reader.directory)  # its log, which an upgrade has created
                     live.step(in_use, invalidate)
             except (CollectionError, GpuError) as raised:

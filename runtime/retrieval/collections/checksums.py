@@ -3,15 +3,12 @@
 import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from contextlib import closing
 from pathlib import Path
-
-import numpy as np
 
 from runtime.errors import CollectionError
 from runtime.files import open_regular
-from runtime.retrieval.collections.description import DOCUMENTS, Description, FileChecksum
-from runtime.retrieval.collections.manifest import SegmentInfo, read_manifest
+from runtime.retrieval.collections.description import FileChecksum
+from runtime.retrieval.collections.manifest import read_manifest
 from runtime.retrieval.collections.segment import Segment
 
 Throttle = Callable[[int], None]
@@ -37,18 +34,6 @@ def verify_file(path: Path, known: FileChecksum, throttle: Throttle = unthrottle
         raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
     if (size, digest.hexdigest()) != (known.bytes, known.sha256):
         raise CollectionError(f"{path} is damaged: its checksum is not the one it was built with")
-
-
-def verify_segment(directory: Path, info: SegmentInfo, description: Description) -> None:
-    """Verify all files of a segment. Raises `CollectionError` that names the damaged one."""
-    with closing(Segment.load(directory, info, description, None)) as segment:
-        for name, known in segment.files.items():
-            verify_file(segment.path / name, known)
-        segment.check()
-        if segment.store is not None:
-            rows = (document.row for document in segment.store.all())
-            if not np.array_equal(np.fromiter(rows, np.int64), np.sort(segment.rows)):
-                raise CollectionError(f"{segment.path / DOCUMENTS} does not have the documents of the index")
 
 
 class SegmentChecksums:

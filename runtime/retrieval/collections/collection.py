@@ -6,7 +6,6 @@ with Collection.open(Path("docs")) as docs:
     passages = docs.get(rows[0])
 """
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +17,10 @@ from numpy.typing import NDArray
 from gpu import GraphIndex
 from gpu.index.storage import CODE_FILES
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.checksums import verify_segment
-from runtime.retrieval.collections.description import (
-    DOCUMENTS,
-    KEYWORDS,
-    read_description,
-)
+from runtime.retrieval.collections.description import DOCUMENTS, KEYWORDS
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.recovery import replay
 from runtime.retrieval.collections.state import State
 from runtime.retrieval.embedding.embedder import EmbedderSpec, Vectors
 
@@ -110,12 +103,11 @@ class Collection(CollectionReader):
         """Return the vectors of these rows, float32 [n, d], in the precision of the index."""
         return self.state.vectors(rows)
 
-    @staticmethod
-    def info(directory: Path) -> CollectionInfo:
+    @classmethod
+    def info(cls, directory: Path) -> CollectionInfo:
         """Describe a collection. Raises `CollectionError` as `open` does."""
-        found = replay(directory, searched=False)
-        state, about = found.state, found.state.description
-        with contextlib.closing(state):
+        with cls.open(directory) as found:
+            state, about = found.state, found.description
             files = [path for segment in state.segments for path in segment.index_folder.iterdir()]
             sizes = [(path.name, path.stat().st_size) for path in files]
             return CollectionInfo(
@@ -138,23 +130,27 @@ class Collection(CollectionReader):
                 torn_bytes=found.torn_bytes,
             )
 
-    @staticmethod
-    def verify(directory: Path) -> str:
+    @classmethod
+    def verify(cls, directory: Path) -> str:
         """Verify all files; return a message if a crash left an incomplete record, else "".
 
         Raises `CollectionError` that names the damaged file.
         """
-        description = read_description(directory)
-        manifest = read_manifest(directory, description)
-        for info in manifest.segments:
-            verify_segment(directory, info, description)
-        found = replay(directory)
-        found.state.close()
-        if read_manifest(directory).generation != manifest.generation:
-            raise CollectionError(f"{directory} was written to during the verification: verify it again")
-        if not found.torn_bytes:
+        with cls.open(directory) as found:
+            found.checksums.verify()
+            found.check_log()
+            for segment in found.state.segments:
+                segment.check()
+                if segment.store is not None:
+                    rows = np.fromiter((document.row for document in segment.store.all()), np.int64)
+                    if not np.array_equal(rows, np.sort(segment.rows)):
+                        raise CollectionError(f"{segment.store.path} does not have the documents of the index")
+            if read_manifest(directory).generation != found.manifest.generation:
+                raise CollectionError(f"{directory} was written to during the verification: verify it again")
+            torn_bytes = found.torn_bytes
+        if not torn_bytes:
             return ""
-        return f"the last {found.torn_bytes} bytes of the log are an incomplete record; the next writer cuts them"
+        return f"the last {torn_bytes} bytes of the log are an incomplete record; the next writer cuts them"
 
 
 def document_bytes(state: State) -> int:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from runtime.errors import CollectionError, InternalError, TrinityError
 from runtime.retrieval.attributes.schema import Schema
@@ -43,20 +44,18 @@ class GroupCommit:
     """
 
     def __init__(self, disk: Disk, state: State, lock_fd: int, first: int, end: int) -> None:
-        """Append at `end` of the log's file that begins at record `first`; closes the state if that fails.
-
-        Raises `CollectionError`, `NoRoom`.
-        """
+        """Append at `end` of the log's file that begins at record `first`. Raises `CollectionError`, `NoRoom`."""
         self.lock = threading.RLock()
         self._disk, self._state, self._lock_fd = disk, state, lock_fd
         self._pending: list[PendingWrite] = []
         self._pending_lock = threading.Lock()
         self._failure, self._closed = "", False
-        try:
-            self._log = self._open(first, end)
-        except CollectionError:
-            state.close()
-            raise
+        self._log = self._open(first, end)
+
+    @property
+    def path(self) -> Path:
+        """The log's last file."""
+        return self._log.path
 
     @property
     def waiting(self) -> int:

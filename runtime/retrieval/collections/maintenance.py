@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from runtime.errors import CollectionError
+from runtime.retrieval.collections.installer import BuildSegment
 from runtime.retrieval.collections.manifest import SegmentInfo
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.segment_build import BuildJob, BuildResult
@@ -52,10 +53,6 @@ def pick_merge(segments: Sequence[Segment], seal_rows: int) -> list[int]:
 def too_many_segments(segments: Sequence[Segment]) -> bool:
     """Return whether a shard has `MAX_SEGMENTS_PER_SHARD`, so that a merge must precede the next seal."""
     return max(Counter(segment.info.shard for segment in segments).values(), default=0) >= MAX_SEGMENTS_PER_SHARD
-
-
-BuildSegment = Callable[[Path, BuildJob], SegmentInfo | None]
-"""Builds a segment of the collection in a directory; None if all of its rows are deleted."""
 
 
 class BuildThread:

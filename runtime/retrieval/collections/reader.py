@@ -10,18 +10,13 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
-from runtime.files import open_regular
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collections.checksums import SegmentChecksums
-from runtime.retrieval.collections.description import (
-    DESCRIPTION,
-    read_description,
-    read_identity,
-)
+from runtime.retrieval.collections.description import read_description, read_identity
 from runtime.retrieval.collections.disk import storage_error
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.log import LogFollower, Record
+from runtime.retrieval.collections.log import LogFollower, Record, log_files
 from runtime.retrieval.collections.manifest import MANIFEST, Manifest, read_manifest
 from runtime.retrieval.collections.operations import decode
 from runtime.retrieval.collections.replaced_rows import ReplacedRows
@@ -42,6 +37,7 @@ class CollectionReader:
     replaced: whether another collection replaced this one in the directory, or it was moved; the state stays as it is
         then, which is the last one, because no write is acknowledged to a directory that was replaced.
     applying: whether a write is applied in part, so that `poll` should be called again soon.
+    log, manifest: the followed log, None in a flat bulk load; and the manifest that is installed.
     outdated: an error message if the collection must be reopened because an earlier state of it was restored from a
         backup, else ""; `poll` raises it too.
     segments_ready: called by `poll` with segments that were opened in the background; until it returns True, `poll`
@@ -70,47 +66,37 @@ class CollectionReader:
         self._parts: Iterator[None] | None = None  # of the records that are applied
         self._loads_in_background, self._replaced, self._searched = background, replaced, searched
         self._loading: tuple[int, BackgroundTask[Loaded]] | None = None
-        self._description_fd = -1
-        manifest = self._open_state(shard)
-        self._generation = manifest.generation
+        self._open(shard)
         self.checksums = SegmentChecksums(directory, checksum_files)
         self.checksums.add(self.state.segments)
-        try:
-            self.poll()
-        except CollectionError:
-            self.close()
-            raise
 
-    def _open_state(self, shard: int | None) -> Manifest:
-        """Open the description, the segments of the current manifest, and its log; return the manifest.
+    def _open(self, shard: int | None) -> None:
+        """Open the description, the segments of the current manifest, and its log, and apply this.
 
         Raises `CollectionError`.
         """
-        attempts = _ATTEMPTS
-        while True:
+        for attempt in range(_ATTEMPTS):
             self._last_stat = self._manifest_stat()
-            self.description = read_description(self.directory)
-            try:
-                self._description_fd = open_regular(self.directory / DESCRIPTION)  # detects copies
-            except OSError as error:
-                raise storage_error(error, f"{self.directory / DESCRIPTION} cannot be read") from error
+            self.description = about = read_description(self.directory)
             opened: State | None = None
+            self.log: LogFollower | None = None
             try:
-                manifest = read_manifest(self.directory, self.description)
+                self.manifest = found = read_manifest(self.directory, about)
                 self.state = opened = State(
-                    self.directory, self.description, manifest, shard, self._replaced, searched=self._searched
+                    self.directory, about, found, shard, self._replaced, searched=self._searched
                 )
-                self._follower = self._follow(manifest)
-                if self._is_restored_copy():  # the files may be of either
+                self.log, self._parts = self._follow(found), None
+                self._apply_records()
+                if read_identity(self.directory) != about.identity:  # the files may be of either
                     raise CollectionError(f"{self.directory} was replaced by another collection while it was opened")
-                return manifest
+                return
             except CollectionError:  # the writer may have installed another manifest in the meantime
                 if opened is not None:
                     opened.close()
-                attempts -= 1
-                unchanged = self._manifest_stat() == self._last_stat and not self._is_restored_copy()
-                os.close(self._description_fd)
-                if not attempts or unchanged:
+                if self.log is not None:
+                    self.log.close()
+                same = self._manifest_stat() == self._last_stat and read_identity(self.directory) == about.identity
+                if same or attempt == _ATTEMPTS - 1:
                     raise
 
     def poll(self, budget_ns: int | None = None) -> bool:
@@ -126,20 +112,27 @@ class CollectionReader:
             if self.replaced:
                 return False
             manifest = read_manifest(self.directory, self.description)
-            if manifest.generation < self._generation or self._is_restored_copy():
+            if manifest.generation < self.manifest.generation:
                 raise self._restored_error()
-            if manifest.generation != self._generation:
+            if manifest.generation != self.manifest.generation:
                 try:
                     changed = self._advance(manifest)
                 except CollectionError:
                     if self._manifest_stat() != stat:  # another manifest in the meantime: the next poll reads it
                         return False
                     raise
-            if manifest.generation == self._generation:
+            if manifest.generation == self.manifest.generation:
                 self._last_stat = stat
         if self._log_was_replaced():
             raise self._restored_error()
         return self._apply_records(budget_ns) or changed
+
+    def check_log(self) -> None:
+        """Poll, and check that the last file of the log was reached. Raises `CollectionError` if one is missing."""
+        newest = max((first for first, _ in log_files(self.directory)), default=0) if self.log is not None else 0
+        self.poll()
+        if self.log is not None and self.log.first < newest:
+            raise CollectionError(f"{self.directory / 'log'} is damaged: record {self.state.sequence} is missing")
 
     @property
     def applying(self) -> bool:
@@ -148,15 +141,15 @@ class CollectionReader:
     @property
     def current(self) -> bool:
         """Whether `poll` would find no write and no other file: a few system calls."""
-        follower = self._follower
+        follower = self.log
         if self.applying or self._manifest_stat() != self._last_stat:
             return False
         return follower is None or (follower.is_current is True and not follower.has_more)
 
     @property
-    def has_log(self) -> bool:
-        """Whether there is a log; not in a flat bulk load."""
-        return self._follower is not None
+    def torn_bytes(self) -> int:
+        """The incomplete end of the log."""
+        return 0 if self.log is None else self.log.torn_bytes
 
     @property
     def was_written(self) -> bool:
@@ -165,12 +158,12 @@ class CollectionReader:
 
     def _apply_records(self, budget_ns: int | None = None) -> bool:
         """Apply the new records of the log; return whether any was completed. Raises `CollectionError`."""
-        if self._follower is None:
+        if self.log is None:
             return False
         before, end_ns = self.state.sequence, time.monotonic_ns() + (budget_ns or _NO_END_NS)
         while True:
             resumed = self._parts is not None
-            self._parts = self._parts or self._apply_in_parts(self._follower.poll())
+            self._parts = self._parts or self._apply_in_parts(self.log.poll())
             for _ in self._parts:
                 if time.monotonic_ns() > end_ns:
                     return self.state.sequence != before
@@ -182,20 +175,12 @@ class CollectionReader:
         for record in records:
             yield from self.state.apply_in_parts(decode(record.payload, self.description.dim))
 
-    def _is_restored_copy(self) -> bool:
-        try:
-            return not os.path.samestat(os.fstat(self._description_fd), os.stat(self.directory / DESCRIPTION))
-        except FileNotFoundError:
-            return True
-        except OSError as error:
-            raise storage_error(error, f"{self.directory / DESCRIPTION} cannot be read") from error
-
     def _log_was_replaced(self) -> bool:
         """Whether the open log file is no longer the collection's, although it was not sealed."""
-        if self._follower is None:
+        if self.log is None:
             return False
-        is_current = self._follower.is_current
-        return read_manifest(self.directory).sequence <= self._follower.first if is_current is None else not is_current
+        is_current = self.log.is_current
+        return read_manifest(self.directory).sequence <= self.log.first if is_current is None else not is_current
 
     def _restored_error(self) -> CollectionError:
         self.outdated = f"an earlier state of {self.directory} was restored while it was open: it is reopened"
@@ -220,8 +205,8 @@ class CollectionReader:
         before = set(self.state.segments)
         with suppress(CollectionError):  # the log is sealed, and may be gone; else it tells which rows were replaced
             self._apply_records()
-        behind = self._follower is None or self._follower.sequence < manifest.sequence
-        follower = self._follow(manifest) if behind else self._follower  # opened first: state and log advance together
+        behind = self.log is None or self.log.sequence < manifest.sequence
+        follower = self._follow(manifest) if behind else self.log  # opened first: state and log advance together
         try:
             self.state.advance(manifest, fresh)
         except CollectionError:
@@ -229,11 +214,11 @@ class CollectionReader:
                 follower.close()
             raise
         if behind:
-            if self._follower is not None:
-                self._follower.close()
-            self._follower = follower
+            if self.log is not None:
+                self.log.close()
+            self.log = follower
         self.checksums.add(segment for segment in self.state.segments if segment not in before)
-        self._generation = manifest.generation
+        self.manifest = manifest
         return True
 
     def _load_in_background(self, manifest: Manifest) -> Loaded | None:
@@ -277,10 +262,9 @@ class CollectionReader:
 
     def close(self) -> None:
         self.checksums.close()
-        if self._follower is not None:
-            self._follower.close()
+        if self.log is not None:
+            self.log.close()
         self.state.close()
-        os.close(self._description_fd)
 
     def __enter__(self) -> Self:
         return self

@@ -18,8 +18,8 @@ from runtime.retrieval.collections.checksums import SegmentChecksums
 from runtime.retrieval.collections.description import INDEX
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import SegmentInfo, read_manifest
-from runtime.retrieval.collections.recovery import replay
+from runtime.retrieval.collections.manifest import SegmentInfo
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment import sources_of
 from runtime.retrieval.collections.segment_files import building_segment, seal_segment, write_documents
 from runtime.retrieval.collections.sources import Progress, no_progress
@@ -31,8 +31,8 @@ NICENESS = 10
 class BuildJob(msgspec.Struct, frozen=True):
     """A segment to build, with the rows of one shard.
 
-    Its source is the segments that `merged` names, or else the growing rows before `next_row`, which the log records
-    before `until` contain.
+    Its source is the segments that `merged` names, or else the growing rows before `next_row`, which are those of the
+    log's records before `until`; both are 0 then.
     """
 
     number: int
@@ -70,6 +70,8 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
     else:
         with state.lock:
             growing = state.growing
+            if growing.next_row < job.next_row:
+                raise CollectionError(f"the log ends before row {job.next_row}")
             alive = np.flatnonzero(growing.alive[: job.next_row - growing.first])
             own = [at for at in alive if state.description.shard_of(growing.documents[at].id) == job.shard]
             positions = np.array(own, np.int64)
@@ -114,24 +116,13 @@ def code_bits(state: State) -> int | None:
     return None if codes is None else codes.bits
 
 
-def _replayed(directory: Path, job: BuildJob) -> State:
-    """Read the state that a job builds from. Raises `CollectionError`."""
-    while True:
-        generation = read_manifest(directory).generation
-        try:
-            return replay(directory, None if job.merged else job.until).state
-        except CollectionError:
-            if read_manifest(directory).generation == generation:
-                raise
-            # another build was installed in the meantime, and its sources were removed
-
-
 def main(directory: Path, job: BuildJob, writer_pid: int) -> None:
     """Build, and write the result as JSON. Dies with the writer, since another one may open the collection then."""
     die_with_parent(writer_pid, signal.SIGKILL)
     os.nice(NICENESS)
     try:
-        result = BuildResult(build(Disk(), _replayed(directory, job), job))
+        with CollectionReader(directory, searched=False) as reader:
+            result = BuildResult(build(Disk(), reader.state, job))
     except TrinityError as error:
         result = BuildResult(error=error.message)
     sys.stdout.buffer.write(msgspec.json.encode(result))

@@ -8,27 +8,25 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import Forbidden, InvalidDocument, Overloaded
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections import segment_build as building
-from runtime.retrieval.collections.description import encode_with_checksum, read_description
-from runtime.retrieval.collections.disk import Disk, acquire_lock, storage_error
+from runtime.retrieval.collections.description import read_description
+from runtime.retrieval.collections.disk import Disk, acquire_lock
 from runtime.retrieval.collections.group_commit import MAX_BATCH_BYTES, GroupCommit, PendingWrite, WriteGroup
-from runtime.retrieval.collections.log import log_files, log_path
-from runtime.retrieval.collections.maintenance import BuildSegment, BuildThread, pick_merge, too_many_segments
-from runtime.retrieval.collections.manifest import MANIFEST, Manifest, SegmentInfo, tombstones_content
+from runtime.retrieval.collections.installer import BuildSegment, SegmentInstaller
+from runtime.retrieval.collections.log import log_files
+from runtime.retrieval.collections.maintenance import BuildThread, pick_merge, too_many_segments
+from runtime.retrieval.collections.manifest import SegmentInfo
 from runtime.retrieval.collections.operations import Delete, Upsert, encode
 from runtime.retrieval.collections.part import Rows
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.reader_barrier import ReaderBarrier
-from runtime.retrieval.collections.recovery import replay
 from runtime.retrieval.collections.segment_build import BuildJob
-from runtime.retrieval.collections.segment_files import obsolete_files
 from runtime.retrieval.collections.sources import Progress, no_progress
-from runtime.retrieval.collections.state import Loaded, close
 from runtime.retrieval.collections.tenant_attributes import introduced_by, with_bound_attribute
 from runtime.retrieval.collections.upgrade import upgrade
 from runtime.retrieval.collections.validation import (
@@ -88,27 +86,32 @@ class CollectionWriter:
         """
         self.directory, self.repaired = directory, ""
         self._bound_attributes = bound_attributes
-        self._disk, self._embedder, self._seal_rows, self._threads = disk or Disk(), embedder, seal_rows, threads
+        self._disk, self._embedder, self._seal_rows = disk or Disk(), embedder, seal_rows
         read_description(directory)  # first: creates no lock file where there is no collection
         self.lock_fd = acquire_lock(directory)
         try:
             upgrade(self._disk, directory)
-            self.state, self._manifest, first, end, torn = replay(directory)
-            self.commits = GroupCommit(self._disk, self.state, self.lock_fd, first, end)
+            found = CollectionReader(directory)
+            self.state, torn = found.state, found.torn_bytes
+            try:
+                found.check_log()
+                assert found.log is not None, "upgraded"
+                self.commits = GroupCommit(self._disk, self.state, self.lock_fd, found.log.first, found.log.end)
+                self._installer = SegmentInstaller(self._disk, self.state, self.commits, found.manifest, threads)
+            except BaseException:
+                found.close()
+                raise
+            found.log.close()
         except BaseException:
             os.close(self.lock_fd)
             raise
         if torn:
-            self.repaired = f"{log_path(directory, first)}: cut the last {torn} bytes, an incomplete record"
+            self.repaired = f"{self.commits.path}: cut the last {torn} bytes, an incomplete record"
             _log.warning("%s", self.repaired)
         self._seal_threshold = seal_rows * self.state.description.shard_count  # growing rows
         self._barrier = ReaderBarrier(directory)
         self._closed = False
         self.sealing, self.merging = threading.RLock(), threading.RLock()  # at most one build of each kind runs
-        self._building: set[int] = set()  # numbers of segments that are being built
-        self._sealed = self._merged = 0
-        self._generation, self._next_segment = self._manifest.generation, self._manifest.next_segment
-        self._remove_obsolete_files()
         self._builders = BuildThread(self.seal_if_due, "seal"), BuildThread(self.merge_if_due, "merge")
         for builder in self._builders if background else ():
             builder.start()
@@ -175,7 +178,8 @@ class CollectionWriter:
             deleted = sum(segment.size - segment.count for segment in state.segments)
             rows = state.count, len(state.segments), state.growing.size, deleted
         log_bytes = sum(path.stat().st_size for _, path in log_files(self.directory) if path.exists())
-        return WriterState(*rows, log_bytes, self._sealed, self._merged, len(self._building))
+        built = self._installer
+        return WriterState(*rows, log_bytes, built.sealed, built.merged, len(built.building))
 
     def flush(self) -> None:
         """Seal all growing rows, and wait for it; merge first only if a shard has too many segments.
@@ -185,7 +189,7 @@ class CollectionWriter:
         while too_many_segments(self.state.segments) and self.merge_if_due(self.build_here):
             pass
         with self.sealing:
-            self._seal(self.build_here)
+            self._installer.seal(self.build_here)
         self._check_builds()  # a merge may be due now
 
     def compact(self, progress: Progress = no_progress) -> None:
@@ -195,11 +199,11 @@ class CollectionWriter:
         """
         build = partial(self.build_here, progress=progress)
         with self.merging, self.sealing:
-            self._seal(build)
+            self._installer.seal(build)
             for shard in range(self.state.description.shard_count):
                 segments = [segment for segment in self.state.segments if segment.info.shard == shard]
                 if len(segments) > 1 or any(segment.count < segment.size for segment in segments):
-                    self._merge([segment.info.number for segment in segments], build)
+                    self._installer.merge([segment.info.number for segment in segments], build)
 
     def seal_if_due(self, build: BuildSegment) -> bool:
         """Seal the growing rows into segments by `build`, if there are enough; return whether there were."""
@@ -207,7 +211,7 @@ class CollectionWriter:
             enough = self.state.growing.size >= self._seal_threshold
             if self._closed or not enough or too_many_segments(self.state.segments):
                 return False
-            self._seal(build)
+            self._installer.seal(build)
         self._check_builds()
         return True
 
@@ -219,7 +223,7 @@ class CollectionWriter:
             numbers = pick_merge(self.state.segments, self._seal_rows)
             if not numbers:
                 return False
-            self._merge(numbers, build)
+            self._installer.merge(numbers, build)
         self._check_builds()  # a seal may have waited for the merge
         return True
 
@@ -320,90 +324,7 @@ class CollectionWriter:
         """Build a segment in the caller's thread: a `BuildSegment` for `seal_if_due` and `merge_if_due`."""
         return building.build(self._disk, self.state, job, progress)
 
-    def _seal(self, build: BuildSegment) -> None:
-        with self.commits.lock:
-            if not self.state.growing.size:
-                return
-            self.commits.check_directory()
-            self.commits.rotate()
-            until, next_row = self.state.sequence, self.state.growing.next_row
-            shards = range(self.state.description.shard_count)
-            jobs = [
-                BuildJob(self._next_segment_number(), until, next_row, [], self._threads, shard) for shard in shards
-            ]
-        self._build_and_install(jobs, build)
-
-    def _merge(self, numbers: list[int], build: BuildSegment) -> None:
-        with self.commits.lock:
-            self.commits.check_directory()
-            shard = next(info.shard for info in self._manifest.segments if info.number == numbers[0])
-            job = BuildJob(
-                self._next_segment_number(),
-                self._manifest.sequence,
-                self._manifest.next_row,
-                numbers,
-                self._threads,
-                shard,
-            )
-        self._build_and_install([job], build)
-
     def _check_builds(self) -> None:
         """Let the threads check whether a build is due."""
         for builder in self._builders:
             builder.wake()
-
-    def _next_segment_number(self) -> int:
-        self._next_segment += 1
-        self._building.add(self._next_segment - 1)
-        return self._next_segment - 1
-
-    def _build_and_install(self, jobs: Sequence[BuildJob], build: BuildSegment) -> None:
-        """Build segments, and replace their sources by them in one step."""
-        try:
-            self._install(jobs[0], [info for job in jobs if (info := build(self.directory, job)) is not None])
-        finally:
-            self._building.difference_update(job.number for job in jobs)
-        self._remove_obsolete_files()
-
-    def _install(self, job: BuildJob, built: Sequence[SegmentInfo]) -> None:
-        fresh = self.state.open_segments(built, dict(self.state.schema))
-        try:
-            self._publish(job, fresh)
-        except BaseException:
-            close(list(fresh.values()))
-            raise
-
-    def _publish(self, job: BuildJob, fresh: Loaded) -> None:
-        with self.commits.lock:
-            self.commits.check_directory()
-            before = self._manifest  # other builds may have been installed since this job began
-            self._generation += 1
-            schema = self.state.occurring_schema()
-            manifest = Manifest(
-                generation=self._generation,
-                segments=[one for one in before.segments if one.number not in job.merged] + list(fresh),
-                sequence=max(before.sequence, job.until),
-                next_row=max(before.next_row, job.next_row),
-                next_segment=self._next_segment,
-                schema=schema,
-                introduced=self.state.introduced_in(schema) or msgspec.UNSET,
-            )
-            try:
-                dead = self.state.dead_rows_in(manifest, fresh)
-                if len(dead):
-                    content, tombstones = tombstones_content(dead)
-                    self._disk.write_file(manifest.tombstones_path(self.directory), content)
-                    manifest = msgspec.structs.replace(manifest, tombstones=tombstones)
-                self._disk.write_file(self.directory / MANIFEST, encode_with_checksum(manifest))
-            except OSError as error:
-                raise storage_error(error, f"{self.directory / MANIFEST} cannot be written") from error
-            self.state.advance(manifest, fresh)
-            self._manifest = manifest
-            self._merged += bool(job.merged)
-            self._sealed += not job.merged
-
-    def _remove_obsolete_files(self) -> None:
-        with self.commits.lock:  # so that no build begins or is installed in the meantime
-            found = obsolete_files(self.directory, self._manifest, self._building)
-        for path in found:
-            self._disk.remove(path)
