@@ -6,7 +6,6 @@ filters on the time they were stored and on their number. A damaged or missing c
 """
 
 import logging
-import os
 import shutil
 import threading
 import time
@@ -22,7 +21,7 @@ from runtime.node.config import AnswerCacheSection
 from runtime.node.metrics.worker_metrics import CacheEvent
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.attributes.schema import AttributeType
-from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.description import is_collection
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
@@ -37,18 +36,9 @@ log = logging.getLogger(__name__)
 
 
 def ensure(directory: Path, dim: int) -> None:
-    """Create the collection, readable by this user alone, if it is missing. Raises `CollectionError`, `NoRoom`."""
-    if is_collection(directory):
-        return
-    temporary = directory.with_name(f"{directory.name}-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    """Create the collection if it is missing. Raises `CollectionError`, `NoRoom`."""
     schema = {KEY: AttributeType.STRING, STORED_MS: AttributeType.INTEGER, NUMBER: AttributeType.INTEGER}
-    create(temporary, dim, demanded=KEY, schema=schema)
-    try:
-        temporary.chmod(0o700)
-        temporary.rename(directory)
-    except OSError:  # another process was faster; or something else is there, which opening it reports
-        shutil.rmtree(temporary, ignore_errors=True)
+    bulk_load.ensure(directory, dim, demanded=KEY, schema=schema)
 
 
 class NewAnswer(NamedTuple):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,6 +173,25 @@ def test_an_upgrade_that_is_killed_at_any_operation_leaves_the_old_or_the_new_co
         else:
             break
     assert 20 < operations < 199, "the upgrade was not stopped everywhere"
+
+
+def test_a_collection_that_several_processes_ensure_is_created_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, calls = bulk_load.create, list[Path]()
+
+    def contended(directory: Path, dim: int, **options: Any) -> None:
+        calls.append(directory)
+        if len(calls) == 1:
+            raise CollectionBusy("another process creates it")
+        create(directory, dim, **options)
+
+    monkeypatch.setattr(bulk_load, "create", contended)
+    (tmp_path / "file").touch()
+    for name in ("a", "a", "file"):
+        bulk_load.ensure(tmp_path / name, 4)
+    assert calls == [tmp_path / "a"] * 2
+    assert read_description(tmp_path / "a").dim == 4
 
 
 def test_a_lost_manifest_is_an_error_and_no_return_to_the_bulk_load(tmp_path: Path, golden: Path) -> None:

@@ -1,6 +1,8 @@
 """Making collections: by a bulk load of documents or vectors into one segment a shard, or empty."""
 
 import contextlib
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 from gpu import GpuError, GraphIndex
 from gpu.build.params import BuildDevice, BuildParams, check_within
 from gpu.index.rows import MAX_DIM
-from runtime.errors import BuildRefused, CollectionError, InvalidDocument
+from runtime.errors import BuildRefused, CollectionBusy, CollectionError, InvalidDocument, OutputRefused
 from runtime.retrieval.attributes.schema import AttributeType, Schema, extend_schema
 from runtime.retrieval.collections.description import (
     DESCRIPTION,
@@ -44,6 +46,7 @@ Metric = Literal["cosine", "l2", "ip"]
 Dtype = Literal["float32", "float16"]
 Source = Path | Iterable[Document] | NDArray[Any]
 KnownVectors = Callable[[], tuple[NDArray[np.int64], Vectors]]
+_RETRY_S = 0.01
 
 
 def build(
@@ -183,6 +186,21 @@ def create(
     with atomic_directory(directory, replace=False) as building:
         make_folders(building)
         begin_collection(disk or Disk(), building, found.identified([]), Manifest(0, [], 0, 0, 0, declared))
+
+
+def ensure(directory: Path, dim: int, **options: Any) -> None:
+    """Create an empty collection unless it is there, as several processes may at once; `options` are those of `create`.
+
+    Raises as `create`, but nothing if something else is there, which opening it reports.
+    """
+    while not os.path.lexists(directory):
+        try:
+            create(directory, dim, **options)
+        except CollectionBusy:  # another process creates it
+            time.sleep(_RETRY_S)
+        except OutputRefused:
+            if not os.path.lexists(directory):
+                raise
 
 
 def begin_collection(disk: Disk, directory: Path, description: Description, manifest: Manifest) -> None:

@@ -6,8 +6,6 @@ has a schema instead, so each store maps its names to the columns `string0` …,
 the store, so the same column may mean another name in another store.
 """
 
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,8 +20,7 @@ from runtime.retrieval.attributes.filters import (
     both_filters,
 )
 from runtime.retrieval.attributes.schema import AttributeType
-from runtime.retrieval.collections.bulk_load import create
-from runtime.retrieval.collections.description import is_collection
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.embedding.loading import embedder_dim
 
 STORE, FILE, FILENAME = "store", "file", "filename"
@@ -39,19 +36,11 @@ Columns = Mapping[str, str]
 
 
 def ensure(directory: Path, embedder: str) -> None:
-    """Create the collection, readable by this user alone, if it is missing. Raises `CollectionError`, `ModelError`."""
-    if is_collection(directory):
-        return
+    """Create the collection if it is missing. Raises `CollectionError`, `ModelError`."""
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = directory.with_name(f"{directory.name}-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
     columns = {f"{kind}{n}": of for kind, of in _TYPES.items() for n in range(COLUMNS_PER_TYPE)}
     schema = dict.fromkeys((STORE, FILE, FILENAME), AttributeType.STRING) | columns
-    create(temporary, embedder_dim(embedder), embedder=embedder, demanded=STORE, schema=schema)
-    try:
-        temporary.rename(directory)
-    except OSError:  # another process was faster; or something else is there, which opening it reports
-        shutil.rmtree(temporary, ignore_errors=True)
+    bulk_load.ensure(directory, embedder_dim(embedder), embedder=embedder, demanded=STORE, schema=schema)
 
 
 def _type_of(value: Scalar) -> str:
