@@ -8,12 +8,12 @@ from pathlib import Path
 
 from runtime.errors import CollectionError, Overloaded
 from runtime.retrieval.collections.disk import Disk
+from runtime.retrieval.collections.installer import BuildSegment
 from runtime.retrieval.collections.maintenance import (
     MAX_DELETED_SHARE,
     MAX_SEGMENTS_PER_SHARD,
     MERGE_FAN_IN,
     RETRY_S,
-    BuildSegment,
     BuildThread,
     pick_merge,
 )

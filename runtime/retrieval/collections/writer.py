@@ -86,7 +86,7 @@ class CollectionWriter:
         """
         self.directory, self.repaired = directory, ""
         self._bound_attributes = bound_attributes
-        self._disk, self._embedder, self._seal_rows = disk or Disk(), embedder, seal_rows
+        self._disk, self._embedder, self._seal_rows, self._threads = disk or Disk(), embedder, seal_rows, threads
         read_description(directory)  # first: creates no lock file where there is no collection
         self.lock_fd = acquire_lock(directory)
         try:
