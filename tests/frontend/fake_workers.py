@@ -95,11 +95,6 @@ class FakeWorker:
         assert isinstance(message, Prefill)
         return message
 
-    def reconnect(self, to: str) -> None:
-        """Reconnect with a new socket, as ZeroMQ does by itself after a connection breaks."""
-        self.socket.close(linger=0)
-        self.socket = self._connect(to)
-
     async def hello(self) -> Welcome:
         await self.send(self.me)
         message = await self.receive()

@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.errors import CollectionBusy, Unavailable
+from runtime.errors import CollectionBusy
 from runtime.retrieval.answer_store import NewAnswer
 from runtime.retrieval.collections.disk import Disk, acquire_lock
-from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.answer_cache import CacheKey
 from runtime.serving.frontend.requests import Relayed
@@ -112,22 +111,6 @@ def test_the_oldest_answer_is_evicted(tmp_path: Path) -> None:
     harness.answers.close()
 
 
-def test_a_question_is_stored_once_and_large_answers_are_not_stored(harness: CacheHarness) -> None:
-    for pieces in (ONE, (Tokens("b", "two", (3,), "stop", 3),)):
-        harness.store(asked(), pieces)
-    vector = LetterEmbedder().embed(["long?"])[0]
-    harness.answers.store(asked("long?"), vector, (Tokens("a", "x" * (1 << 17), (1,), "stop"),))
-    long = Retrieved("a", (Passage("p", "", 0.1, "x" * (1 << 17)),))
-    harness.answers.store(asked("many?"), vector, (long, *ONE))
-    harness.store(asked("after these?"), ONE)
-    assert [harness.find(asked(prompt)) is None for prompt in ("long?", "many?")] == [True, True]
-    hit = harness.find(asked())
-    assert hit is not None
-    assert [piece.text for piece in hit.pieces if isinstance(piece, Tokens)] == ["two"]
-    with CollectionReader(harness.directory) as reader:
-        assert reader.state.count == 2
-
-
 def test_answers_with_their_age_and_order_survive_a_restart(tmp_path: Path) -> None:
     harness = CacheHarness(tmp_path / "answers", entries=2)
     for number in range(2):
@@ -168,15 +151,6 @@ def test_a_missing_or_damaged_collection_is_a_miss_and_is_created_again(
     assert after.find(asked()) is not None
     assert caplog.text.count("answer cache is reset") == (1 if name else 0)
     after.answers.close()
-
-
-def test_a_failed_search_is_a_miss_and_is_logged_once(harness: CacheHarness, caplog: pytest.LogCaptureFixture) -> None:
-    harness.store(asked(), ONE)
-    harness.client.error = Unavailable("no pool is up")
-    assert [harness.find(asked()) for _ in range(3)] == [None] * 3
-    assert caplog.text.count("answers are not found: no pool is up") == 1
-    harness.client.error = None
-    assert harness.find(asked()) is not None
 
 
 def test_a_full_disk_stops_storing_and_is_logged_once_until_space_is_free(

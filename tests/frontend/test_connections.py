@@ -200,14 +200,6 @@ def test_data_that_is_not_http_gets_a_regular_error(
         assert http.get("/health").status_code == 200
 
 
-def test_invalid_chunks_end_their_request_once(cluster: Cluster) -> None:
-    with connect(cluster) as connection:
-        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n")
-        connection.sendall(b"zzz\r\n")
-        assert refusal(rest(connection))[0] == 400
-    assert not cluster.held()
-
-
 @pytest.mark.parametrize(
     ("target", "status"),
     [
@@ -247,20 +239,10 @@ def test_a_body_declared_too_large_is_refused_before_it_is_received(cluster: Clu
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BODY = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 2}).encode()
-LAST = b"Connection: close\r\n"
 
 
 def statuses(answer: bytes) -> list[bytes]:
     return re.findall(rb"HTTP/1\.1 (\d+) ", answer)
-
-
-def test_requests_sent_without_waiting_are_answered_in_order(cluster: Cluster) -> None:
-    post = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
-    with connect(cluster) as connection:
-        connection.sendall((GET + post) * 300 + GET.replace(b"\r\n\r\n", b"\r\n" + LAST + b"\r\n") + GET)
-        answer = rest(connection)
-    assert statuses(answer) == [b"200"] * 601  # nothing after the last one
-    assert [b'"text_completion"' in part for part in answer.split(b"HTTP/1.1 ")[1:]] == [False, True] * 300 + [False]
 
 
 @pytest.mark.parametrize(

@@ -173,14 +173,6 @@ def test_deleting_needs_ids_or_a_filter(http: httpx.Client) -> None:
     assert delete(http, filter={"type": "eq", "key": "n", "value": 1}).json()["error"]["code"] == "invalid_filter"
 
 
-def test_acknowledged_writes_survive_a_takeover(writes: WriterService, directory: Path) -> None:
-    asyncio.run(writes.upsert("notes", [UpsertDocument("a", "kept")]))
-    writes.close()
-    again = WriterService({"notes": directory / "notes"}, Embeds().embed, embedder_of)
-    assert asyncio.run(again.delete("notes", ["a"])) == 1
-    again.close()
-
-
 @pytest.mark.parametrize(("error", "kept"), [(NoRoom("full"), True), (CollectionError("the disk failed"), False)])
 def test_a_writer_reopens_after_a_failed_sync_and_continues_after_a_full_disk(
     writes: WriterService, monkeypatch: pytest.MonkeyPatch, error: CollectionError, kept: bool

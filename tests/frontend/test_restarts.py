@@ -105,20 +105,6 @@ async def test_a_request_that_waits_too_long_fails_with_the_original_reason() ->
         assert harness.codes == ["worker_lost"]
 
 
-async def test_a_waiting_request_ends_at_its_deadline_or_when_its_client_disconnects() -> None:
-    async with running_link(restarts=3) as harness:
-        await harness.worker("prefill", "p0")
-        await harness.worker("decode", "d0")
-        late, gone = harness.submit("r1", timeout_s=5), harness.submit("r2")
-        harness.link.worker_lost("d0", "killed")
-        harness.link.cancel(gone)
-        harness.clock.advance(5)
-        harness.link.tick()
-        assert await error_of(late)
-        assert sorted(harness.codes) == ["client_closed_request", "worker_lost"]
-        assert (len(harness.link.requests), harness.router.in_flight) == (0, 0)
-
-
 async def test_restarts_are_bounded() -> None:
     async with running_link(restarts=2) as harness:
         workers = await cast(harness)

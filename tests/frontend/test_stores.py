@@ -126,22 +126,6 @@ def test_deleting_a_file_removes_it_from_every_store(client: openai.OpenAI) -> N
         assert client.vector_stores.retrieve(store.id).file_counts.total == 0
 
 
-def test_static_chunks_have_at_most_so_many_tokens_and_overlap(client: openai.OpenAI) -> None:
-    words = " ".join(f"word{number}" for number in range(400))
-    store = client.vector_stores.create()
-    file = client.vector_stores.files.upload_and_poll(
-        vector_store_id=store.id, file=("long.txt", words.encode()), poll_interval_ms=20,
-        chunking_strategy={"type": "static", "static": {"max_chunk_size_tokens": 100, "chunk_overlap_tokens": 20}},
-    )  # fmt: skip
-    chunks = [part.text or "" for part in client.vector_stores.files.content(file.id, vector_store_id=store.id)]
-    assert len(chunks) > 4
-    assert all(len(chunk.split()) <= 100 for chunk in chunks)
-    for before, after in itertools.pairwise(chunks):
-        assert after.split()[0] in before.split()[-20:]
-    assert file.chunking_strategy is not None
-    assert file.chunking_strategy.type == "static"
-
-
 def test_a_file_without_an_attribute_passes_only_filters_that_exclude_values(client: openai.OpenAI) -> None:
     with_years, without = client.vector_stores.create().id, client.vector_stores.create(file_ids=[upload(client)]).id
     values: tuple[str | float | bool, ...] = (2024, "old", True)

@@ -116,17 +116,6 @@ def test_a_search_is_traced_from_its_vector_to_its_passages() -> None:
     ]  # fmt: skip
 
 
-def test_searches_and_generations_share_one_limit() -> None:
-    traces = Traces(2, Clock())
-    traces.start(request("r-1"))
-    traces.end(ended("r-1"))
-    for number in range(2):
-        traces.start_search(f"ret-{number}")
-        traces.end_search(f"ret-{number}", "found", 1)
-    with pytest.raises(UnknownRequest):
-        traces.trace("r-1")
-
-
 def test_a_trace_is_found_by_the_clients_id_while_it_is_kept() -> None:
     traces = Traces(2, Clock())
     traces.start(request("r-1"), "mine")

@@ -97,21 +97,6 @@ async def test_a_worker_of_the_previous_frontend_is_asked_to_register() -> None:
         assert harness.link.missing() == ["decode"]
 
 
-async def test_a_reconnected_worker_loses_its_requests_but_stays_registered() -> None:
-    async with running_link() as harness:
-        prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
-        request = harness.submit()
-        await prefill.receive_prefill()
-        decode.reconnect(harness.link.endpoint)
-        await decode.report(EPOCH)
-        assert await decode.receive() == Welcome(EPOCH)
-        error = await error_of(request)
-        assert error.message == "decode worker 'd0' was lost: its connection was renewed"
-        again = harness.submit("r2")
-        await decode.send(Tokens("r2", "a", (5,), "stop"))
-        assert await again.next() == Tokens("r2", "a", (5,), "stop")
-
-
 async def test_sending_to_a_closed_connection_loses_the_worker_and_retries_the_request() -> None:
     async with running_link() as harness:
         first, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")

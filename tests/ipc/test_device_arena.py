@@ -201,6 +201,11 @@ def persistently(act: Callable[[], Any]) -> Any:
         os.sched_yield()  # the other side may need this core
 
 
+def test_a_payload_that_is_too_long_is_rejected(ends: Ends) -> None:
+    with pytest.raises(InvalidArgument, match="a payload of 28 bytes; a slot has 24"):
+        ends.client.write(np.zeros(DIM + 1, np.float32), 0, 1)
+
+
 def test_two_processes_exchange_vectors_without_torn_reads() -> None:
     ends = Ends(host_pair, 3, 3)
     reference = ends.arena.memory.reference

@@ -3,13 +3,11 @@
 Every test runs with the payload in host memory and in GPU memory (faked, see `fake_cuda`).
 """
 
-import resource
-
 import numpy as np
 import pytest
 
 from ipc import HandoverSink, HandoverSource, KvArena, Offer, Outcome, PeerLost
-from ipc.handover.sink import RENEW_NS, MappedArena
+from ipc.handover.sink import RENEW_NS
 from tests.ipc.handovers import (
     SLOT_BYTES,
     SLOTS,
@@ -54,20 +52,6 @@ def test_the_puller_cannot_write_into_the_arena(source: HandoverSource, sink: Ha
     assert sink.memory(offer).readonly
     with pytest.raises(TypeError):
         sink.memory(offer)[0] = 1
-
-
-def test_the_pages_of_an_arena_are_populated_when_it_is_mapped() -> None:
-    pages = 3000
-    owner = KvArena.create(1, pages * 4096, epoch=1)
-    np.frombuffer(owner.payload, np.uint8)[:] = 1
-    mapped = MappedArena(owner.memory.reference, epoch=1)
-    if not mapped.prefault.wait(SOON_MS / 1e3):
-        pytest.skip("this kernel fills no page tables ahead (before Linux 5.14)")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    assert int(np.frombuffer(mapped.payload, np.uint8)[::4096].sum()) == pages
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < pages // 64
-    mapped.close()
-    owner.close()
 
 
 def test_the_written_length_of_a_slot_is_visible_and_resets_with_new_content(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ipc import Draining, InvalidArgument, MemoryRefused, PeerLost, RingClient, SearchSpec
+from ipc import InvalidArgument, MemoryRefused, PeerLost, RingClient, SearchSpec
 from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan, HostMemory
 from ipc.ring.descriptors import SEARCH_ARENA
 from ipc.session.device_arena import DeviceArena, arena_bytes
@@ -158,20 +158,6 @@ def test_a_slot_is_the_clients_again_once_its_request_has_ended(
         assert sent[-1]
         assert np.array_equal(server.receive()[0].vector, vectors[3])
         assert [result.status for result in client.poll()] == ["cancelled"]
-
-
-def test_a_request_that_was_not_sent_leaves_its_slot_free(pool: tuple[RingServer, DeviceArena]) -> None:
-    server, _ = pool
-    with attach(server, arena=True) as client:
-        ask(client)
-        answer(server)
-        client.poll()
-        assert client.arena is not None
-        assert client.arena.slots is not None
-        server.drain()
-        with pytest.raises(Draining):
-            ask(client)
-        assert client.arena.slots.free_slots == SLOTS
 
 
 def test_a_vector_on_a_second_gpu_is_rejected(gpu_pool: tuple[RingServer, FakeCuda]) -> None:

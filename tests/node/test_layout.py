@@ -145,15 +145,6 @@ def node8(tmp_path: Path) -> NodeConfig:
     return load_config(path)
 
 
-def test_the_eight_gpu_layout_can_be_simulated(tmp_path: Path) -> None:
-    plan = lay_out(node8(tmp_path), Machine.with_simulated_gpus(8))
-    placed = {worker.name: worker.gpu for worker in plan.workers if worker.gpu}
-    assert sorted(placed.values()) == [f"SIM-{n}" for n in range(8)]
-    assert placed["prefill-0"] == "SIM-0"
-    assert placed["pool-1"] == "SIM-7"
-    assert all(worker.device == "cpu" and worker.visible_devices == "" for worker in plan.workers)
-
-
 def near(tmp_path: Path, placement: str, **more: Any) -> NodeConfig:
     """One prefill and two decode workers, each on a GPU of its own."""
     tables = {

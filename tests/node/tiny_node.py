@@ -24,7 +24,7 @@ from runtime.node.config_file import load_config
 from runtime.node.logs.log import Formatter
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
-from runtime.node.run_dir import NodeInfo, RunDir, find_node
+from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status
 from runtime.node.supervisor.supervisor import Supervisor
 from runtime.testing.waiting import pause_s
@@ -160,19 +160,6 @@ serve_where_sigint_is_ignored = partial(
     serve, handlers={signal.SIGINT: signal.SIG_IGN}
 )  # as in a script's background job
 serve_in_a_terminal = partial(serve, handlers={signal.SIGHUP: signal.SIG_DFL})  # however the tests were started
-serve_under_nohup = partial(serve, handlers={signal.SIGHUP: signal.SIG_IGN})
-
-
-def serve_stopped_as_soon_as_it_is_found(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
-    """Variant of `serve` that receives SIGTERM as soon as it has written `node.json`."""
-    write = RunDir.write
-
-    def and_stop(self: RunDir, info: NodeInfo) -> None:
-        write(self, info)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    RunDir.write = and_stop  # type: ignore[method-assign]
-    serve(config, orders, log, command)
 
 
 def serve_with_a_wall_clock_that_jumps(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:

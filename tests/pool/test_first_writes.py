@@ -1,6 +1,5 @@
 """A pool that serves a bulk load finds what is written to it, from the first write on."""
 
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,11 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.testing.pool import plan_of
-from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakeClient, MakePool, MakeServed
 from tests.pool.written_collection import DIM
 
 ROWS = 40
-GOLDEN = Path(__file__).parents[1] / "collections" / "golden.tar.gz"  # its rows have the vectors of `vector_of`
 
 
 @pytest.fixture(params=[1, 2])
@@ -74,27 +71,6 @@ def test_the_first_write_is_found_when_it_is_acknowledged_and_deleted_rows_are_n
         writer.compact()
         served.until_found(vector_of(100), ["new"])
         assert served.find(vector_of(7), 1) == ["d7"]
-
-
-def test_a_directory_of_an_earlier_version_is_converted_while_it_is_served(
-    tmp_path: Path, shards: int, serve: MakeServed
-) -> None:
-    with tarfile.open(GOLDEN) as archive:
-        archive.extractall(tmp_path, filter="data")
-    path = tmp_path / ("built" if shards == 1 else "sharded")
-    client = serve(path, workers=shards, shards=shards).client
-
-    def found(seed: int, k: int = 1) -> list[int]:
-        return [int(row) for row in client.search(vector_of(seed), k).ids]
-
-    assert found(5) == [5]
-    with CollectionWriter(path, background=False) as writer:
-        writer.upsert([UpsertDocument("new", "n", vector=vector_of(100))])
-        until(lambda: found(100) == [20])
-        writer.delete(["d5"])
-        assert 5 not in found(5, 20)
-        assert found(7) == [7]
-    assert not list(path.glob("index*"))
 
 
 def test_a_filter_sees_the_bulk_load_and_what_was_written(tmp_path: Path, serve: MakeServed) -> None:

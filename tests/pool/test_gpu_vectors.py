@@ -157,20 +157,6 @@ def test_gpu_vectors_with_filters_are_staged_wait_for_them_and_each_ends_once(
     assert staged() == [VECTOR_BYTES] * 8, "the pool's host reads those of filtered queries"
 
 
-def test_vectors_beyond_the_arenas_slots_are_staged_and_every_row_is_answered(
-    start: Start, staged: Staged, queries: Vectors, nearest: Nearest
-) -> None:
-    client, (pool,) = start(3, ring_slots=16)
-    with pool.held():
-        tickets = [client.submit(CudaArray(query), 4, collection="docs") for query in queries[:8]]
-    assert len(staged()) == 5
-    assert sorted(collect(client, 8)) == tickets
-    batch = client.search_batch(CudaArray(queries), 4, **ATTACH_PENDING)  # more than fit into the ring
-    assert batch.errors == {}
-    assert batch.ids.tolist() == nearest.ids.tolist()
-    assert batch.distances.tolist() == nearest.distances.tolist()
-
-
 @pytest.mark.parametrize("others", [0, 20])
 def test_when_a_pool_dies_its_vectors_are_read_again_from_gpu_memory(
     start: Start, staged: Staged, queries: Vectors, nearest: Nearest, others: int

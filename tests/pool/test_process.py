@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex
-from ipc import Draining, Result, RingClient, SearchSpec
+from ipc import Result, RingClient, SearchSpec
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool import process
 from runtime.testing.pool import InProcessPool
@@ -117,17 +117,6 @@ def test_metrics_count_queries_and_outcomes(make_pool: MakePool, queries: Vector
     assert pool.metric(PoolMetrics.SLOT_STEPS) == sum(result.extends for result in found.values())
     assert pool.metric(PoolMetrics.SLOTS) == 2
     assert pool.metric(PoolMetrics.ACTIVE_SLOTS) == 0
-
-
-def test_a_draining_pool_answers_its_queries_and_accepts_no_new_ones(make_pool: MakePool, queries: Vectors) -> None:
-    pool = make_pool(slots=1)
-    with pool.attach() as client:
-        request_ids = [ask(client, query) for query in queries[:5]]
-        pool.pool.drain()
-        with pytest.raises(Draining):
-            ask(client, queries[5])
-        found = collect(pool, client, 5)
-        assert {found[request_id].status for request_id in request_ids} == {"ok"}
 
 
 def test_the_process_stops_on_request_after_answering_its_queries(

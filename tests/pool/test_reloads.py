@@ -142,17 +142,6 @@ def test_a_reload_of_the_served_build_changes_nothing(tmp_path: Path, make_pool:
         assert pool.pool.server.statistics().attached == 1
 
 
-def test_a_reload_to_a_larger_dimension_happens_between_two_extends(tmp_path: Path, make_pool: MakePool) -> None:
-    build(tmp_path / "docs", 1)
-    plan = plan_of(tmp_path / "docs")
-    pool = make_pool(plan).start()
-    with reading(plan) as readers:
-        readers.some()
-        build(tmp_path / "docs", 2, dim=48)
-        assert reload(pool, readers, 1)
-        assert readers.some() == {2}
-
-
 @pytest.mark.parametrize(("shards", "workers", "seed"), [(1, 2, 1), (2, 4, 4)])
 def test_no_answer_mixes_builds_under_rebuilds_reloads_and_kills(
     shards: int, workers: int, seed: int, tmp_path: Path, make_pool: MakePool

@@ -152,26 +152,3 @@ def test_sending_a_batch_copies_each_query_only_a_few_times(
     for result in collect(client, len(many)).values():
         batch.add(result)
     assert not batch.result().errors
-
-
-def test_statistics_report_queries_and_outcomes_per_pool(
-    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
-) -> None:
-    plan = plan_of(collection, workers=2)
-    pools = [make_pool(plan, f"pool-{number}", epoch=5 + number).start() for number in range(2)]
-    client = attached(make_client(plan))
-    client.search_batch(queries[:40], 3)
-    client.search_batch([[float("nan")] * 16], 3)
-    found = client.statistics()
-    assert [pool.endpoint for pool in found.pools] == [pool.endpoint for pool in pools]
-    assert [pool.epoch for pool in found.pools] == [5, 6]
-    assert sum(pool.sent for pool in found.pools) == 41
-    assert sum(pool.answered for pool in found.pools) == 40
-    assert [pool.outstanding for pool in found.pools] == [0, 0]
-    assert sum(pool.errors.get("invalid_request", 0) for pool in found.pools) == 1
-    for pool in found.pools:
-        assert 0 < pool.round_trip_us[50] <= pool.round_trip_us[90] <= pool.round_trip_us[99]
-    pools[0].die()
-    while client.statistics().pools[0].state != "lost":
-        client.poll()
-    assert client.statistics().waiting == 0

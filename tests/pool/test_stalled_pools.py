@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from gpu import GraphIndex
-from runtime.errors import DeadlineExceeded
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.search.client import SearchClient
@@ -111,23 +110,6 @@ def test_a_resent_query_survives_the_death_of_one_of_its_pools(
     found = collect(client, 6)
     assert sorted(found) == tickets
     assert all(len(result.checked().ids) == 4 for result in found.values())
-    drained(client)
-
-
-def test_a_resent_query_that_is_cancelled_ends_once(
-    two: tuple[NodePlan, list[InProcessPool]],
-    make_client: MakeClient,
-    queries: Vectors,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plan, pools = two
-    client = attached(make_client(plan))
-    with pools[0].held(), pools[1].held():
-        ticket = client.submit(queries[0], 4, collection="docs")
-        ask_others(client, monkeypatch, 0)
-        assert outstanding(client) == 2
-        client.cancel(ticket)
-    assert isinstance(collect(client, 1)[ticket].error, DeadlineExceeded)
     drained(client)
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from runtime.errors import InvalidRequest
 from runtime.node.config import AnswerCacheSection, parse_config
-from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import ANSWERS, NodePlan
 from runtime.pool.process import Timing
@@ -93,19 +92,6 @@ def test_answers_survive_their_frontend_and_the_pool(
     found = find(again, second, "k", EAST)
     assert found is not None
     assert found.text == "one"
-
-
-def test_a_reload_of_all_collections_leaves_stored_answers_unchanged(
-    tmp_path: Path, collection: Path, make_pool: MakePool, make_client: MakeClient, make_stored: MakeStored
-) -> None:
-    planned = plan(tmp_path, collection)
-    pool = make_pool(planned).start()
-    client, stored = attached(make_client(planned)), make_stored()
-    stored.store([NewAnswer("1", "k", EAST, "one")])
-    until(lambda: find(client, stored, "k", EAST) is not None)
-    pool.table.set_knob("reload", 1.0)
-    until(lambda: pool.metric(PoolMetrics.RELOAD) == 1.0)
-    assert find(client, stored, "k", EAST) is not None
 
 
 def test_a_removed_or_recreated_collection_is_served_again(

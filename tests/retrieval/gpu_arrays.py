@@ -18,12 +18,6 @@ class CudaArray:
             "strides": None, "stream": None, "version": 3,
         } | changes  # fmt: skip
 
-    def reshaped(self, *shape: int) -> "CudaArray":
-        """Return a view that keeps this array alive."""
-        view = CudaArray(self.array.reshape(shape))
-        view.base = self  # type: ignore[attr-defined]
-        return view
-
 
 class DlpackArray:
     """An array that reports a device type through DLPack."""

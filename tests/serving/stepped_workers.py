@@ -131,12 +131,6 @@ class SteppedWorkers:
             self.prefill.step()
         assert self.decodes[decode]._sink.socket.poll(_WAIT_MS), "an offer that was sent arrives"
 
-    def offer_ahead(self, request_id: str, decode: str = "decode-0") -> None:
-        """Step prefill until it has computed a part of this request's prompt and `decode` can read of it."""
-        while not any(job.id == request_id and job.early_offer is not None for job in self.prefill._running):
-            self.prefill.step()
-        assert self.decodes[decode]._sink.socket.poll(_WAIT_MS), "an offer that was sent arrives"
-
     def held(self) -> dict[str, tuple[int, int]]:
         """Return, by worker, the KV blocks in use, and prefill's leases in use."""
         leases = self.plan.config.prefill.slots - self.prefill._source.free_leases

@@ -130,25 +130,6 @@ def test_prompts_are_computed_in_chunks_while_the_batch_continues(start: Start, 
     workers.assert_nothing_held()
 
 
-@pytest.mark.parametrize("mode", ["wait", "prefetch"])
-def test_probes_insert_passages_into_answers_whose_prompt_decode_computed(
-    start: Start, reference: Reference, mode: Any
-) -> None:
-    workers = start(context=2048, decode={"slots": 3, "chunk_tokens": 64, "kv_blocks": 300}, handover=NEVER)
-    workers.play_pool(FakePool(PASSAGES), FakePool(PASSAGES, polls=3))
-    retrieval = Retrieval("docs", k=2, every_tokens=8, probe_mode=mode, probe_tokens=90)
-    for number, prompt in enumerate(drawn(5, 150)):
-        workers.submit(f"r{number}", prompt, 40, retrieval=retrieval)
-    workers.run()
-    for number in range(5):
-        output = workers.outputs[f"r{number}"]
-        places = sorted(output.inserted)
-        assert places, "some probe inserted a new passage"
-        for begin, end in zip([0, *places], [*places, 40], strict=True):
-            assert output.tokens[begin:end] == reference.generate(output.sequence(begin), end - begin)
-    workers.assert_nothing_held()
-
-
 @pytest.mark.parametrize("undelivered", [0, 1, 3])
 def test_an_answer_continues_on_another_decode_worker_that_recomputes_its_context(
     start: Start, reference: Reference, undelivered: int
