@@ -177,7 +177,7 @@ def test_unreadable_files_are_skipped_by_name_and_keep_their_passages(handbook: 
     handbook.write("bad.txt", b"\xff\xfe\x00")
     handbook.write("empty.md", "\n\n")
     done = handbook.ingest()
-    assert done.skipped == {"bad.txt": "not UTF-8 text at byte 2", "empty.md": "there is no text in it"}
+    assert done.skipped == {"bad.txt": "not UTF-16 text at byte 2", "empty.md": "there is no text in it"}
     handbook.write("good.txt", b"caf\xe9")
     done, _ = handbook.add()
     assert set(done.skipped) == {"bad.txt", "empty.md", "good.txt"}

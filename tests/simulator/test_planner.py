@@ -77,9 +77,8 @@ def attainments(setup: Setup, sent: Sequence[Request]) -> tuple[float, float, in
     return good[0] / (len(sent) - len(night)), good[1] / len(night), int(moves)
 
 
-@pytest.mark.parametrize("prefill", [4, 5])
-def test_no_fixed_split_of_workers_serves_both_chats_and_documents(prefill: int, sent: list[Request]) -> None:
-    day, night, moves = attainments(node(prefill), sent)
+def test_a_fixed_split_of_workers_does_not_serve_both_chats_and_documents(sent: list[Request]) -> None:
+    day, night, moves = attainments(node(4), sent)
     assert min(day, night) < SHARE
     assert moves == 0
 
