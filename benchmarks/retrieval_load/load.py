@@ -17,12 +17,14 @@ _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)", re.IGNORECASE)
 
 @dataclass
 class Load:
-    """Result of a run: seconds of each answered request from when it was due, statuses, and the run's length."""
+    """Result of a run: seconds of each answered request from when it was due, statuses, and the run's length; `after` it
+    others were answered that had been sent in it."""
 
     seconds: list[float] = field(default_factory=list)
     statuses: Counter[int] = field(default_factory=Counter)
     refused_s: list[float] = field(default_factory=list)
     length_s: float = 0.0
+    after: int = 0
 
     @property
     def rate(self) -> float:
@@ -98,7 +100,9 @@ class _Closed(_Run):
         if now <= self.begin + self.seconds:
             self.load.add(status, now - connection.due_s)
             self.send(connection)
-        elif not self.outstanding:
+            return
+        self.load.after += 1
+        if not self.outstanding:
             self.ended.set_result(None)
 
 

@@ -71,9 +71,11 @@ class Peer:
                     question = next(unused)
                 found = self.ask(question)
                 now = time.perf_counter()
-                if now <= until:
-                    with lock:
+                with lock:
+                    if now <= until:
                         load.add(200 if found else 404, now - begin)
+                    else:
+                        load.after += 1
 
         running = [threading.Thread(target=client) for _ in range(clients)]
         for one in running:
