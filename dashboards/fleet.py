@@ -1,4 +1,8 @@
-"""The fleet dashboard: totals, a table of nodes, load, and SLOs and latency by node."""
+"""The fleet dashboard: totals, a table of nodes, load, and SLOs and latency by node.
+
+Where llm-d's endpoint picker chooses the node and its flow control is on, the panels show its queue too; without it
+these queries have no result.
+"""
 
 from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
@@ -9,6 +13,7 @@ from runtime.node.supervisor_metrics import NamedMetric, NodeMetrics, ProcessMet
 
 UID = "trinity-fleet"
 _NODE = ("node",)
+_LLM_D = ("llm_d_epp", "inference_extension")
 
 
 def fleet() -> Json:
@@ -44,8 +49,15 @@ def _tile(title: str, description: str, expr: str, unit: str = "short", bad_from
     return Panel("stat", title, description, [Query(expr)], unit, width=3, height=4, thresholds=thresholds)
 
 
-def _lines(title: str, about: str, expr: str, unit: str, legend: str = "{{node}}", stacked: bool = False) -> Panel:
-    return Panel("timeseries", title, about, [Query(expr, legend)], unit, width=6, stacked=stacked)
+def _llm_d(function: str, name: str) -> str:
+    """Apply a function to one of llm-d's flow-control metrics, by its name or the one before."""
+    return " or ".join(f"{function}({prefix}_flow_control_{name})" for prefix in _LLM_D)
+
+
+def _lines(
+    title: str, about: str, expr: str, unit: str, legend: str = "{{node}}", *more: Query, stacked: bool = False
+) -> Panel:
+    return Panel("timeseries", title, about, [Query(expr, legend), *more], unit, width=6, stacked=stacked)
 
 
 def _totals() -> Row:
@@ -104,17 +116,29 @@ def _nodes() -> Row:
 
 def _load() -> Row:
     requests = q.rate(_s(FrontendMetrics.REQUESTS), _NODE)
+    queue = Query(_llm_d("sum", "queue_size"), "llm-d's queue")
+    saturation = Query(_llm_d("max", "pool_saturation"), "llm-d's saturation of the nodes")
     return Row(
         "Load",
         [
             _lines("Requests", "Completed generations per second", requests, "reqps", stacked=True),
-            _lines("Waiting", "Requests that wait for a worker or for KV blocks", _waiting(), "short", stacked=True),
+            _lines(
+                "Waiting",
+                "Requests that wait for a worker or for KV blocks, or at llm-d's endpoint picker, if there is one",
+                _waiting(),
+                "short",
+                "{{node}}",
+                queue,
+                stacked=True,
+            ),
             _lines("Running", "Requests in prefill and decode", _running(), "short", stacked=True),
             _lines(
                 "Fullest KV",
                 "KV in use of the node's fullest decode worker",
                 _by_node("max", DecodeMetrics.KV_USED),
                 "percentunit",
+                "{{node}}",
+                saturation,
             ),
         ],
     )
@@ -122,6 +146,10 @@ def _load() -> Row:
 
 def _slos() -> Row:
     first = q.quantile(0.95, DecodeMetrics.TTFT, HERE, _NODE)
+    held = " or ".join(
+        f"histogram_quantile(0.95, {q.rate(f'{prefix}_flow_control_request_queue_duration_seconds_bucket', ('le',))})"
+        for prefix in _LLM_D
+    )
     between = q.quantile(0.95, DecodeMetrics.INTER_TOKEN, HERE, _NODE)
     return Row(
         "SLOs and latency",
@@ -139,7 +167,14 @@ def _slos() -> Row:
                 q.failure_ratio(HERE, _NODE),
                 "percentunit",
             ),
-            _lines("Time to first token", "Time from the request's arrival to its first token, p95", first, "s"),
+            _lines(
+                "Time to first token",
+                "Time from the request's arrival at the node to its first token, p95",
+                first,
+                "s",
+                "{{node}}",
+                Query(held, "before, in llm-d's queue"),
+            ),
             _lines("Inter-token latency", "Time between two consecutive tokens, p95", between, "s"),
         ],
     )

@@ -13,15 +13,11 @@ _COLUMNS = 24
 
 @dataclass(frozen=True)
 class Query:
-    """A PromQL expression and the legend of its series (Grafana's `{{label}}` syntax).
-
-    `needs_gpu`: returns nothing without an NVIDIA driver.
-    """
+    """A PromQL expression and the legend of its series (Grafana's `{{label}}` syntax)."""
 
     expr: str
     legend: str = ""
     unit: str = ""  # of a table's column
-    needs_gpu: bool = False
 
 
 @dataclass(frozen=True)

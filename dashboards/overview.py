@@ -23,6 +23,7 @@ UID = "trinity-overview"
 HERE = 'node=~"$node",model_name=~"$model"'
 _WORKER = ("node", "worker")  # worker names repeat across nodes
 _OF_WORKER = "{{node}} {{worker}}"
+_NIXL_FAILURES = {"failed_transfers": "lost", "failed_notifications": "not notified", "kv_expired_reqs": "expired"}
 _SLO = f'{HERE},slo="$slo"'
 
 
@@ -39,6 +40,11 @@ def overview() -> Json:
 
 def _s(metric: NamedMetric, **labels: str) -> str:
     return q.series(metric, HERE, **labels)
+
+
+def _nixl(name: str) -> str:
+    """Return a series of vLLM's NIXL connector: the queries of these have no result without it."""
+    return q.series(f"vllm:nixl_{name}", HERE)
 
 
 def _lines(title: str, description: str, queries: list[Query], unit: str, width: int = 6, **look: Any) -> Panel:
@@ -187,10 +193,11 @@ def _saturation() -> Row:
     blocks = [Query(_s(DecodeMetrics.KV_USED), _OF_WORKER)]
     link = [
         Query(q.rate(_s(DecodeMetrics.LINK_BUSY_SECONDS), _WORKER), _OF_WORKER),
+        Query(q.rate(_nixl("xfer_time_seconds_sum"), _WORKER), f"{_OF_WORKER}, NIXL"),
         Query(f"max({_s(ControlMetrics.LINK_TARGET)})", "target"),
     ]
     bandwidth = [
-        Query(_s(GpuMetrics.MEMORY_BUSY), "{{node}} GPU {{gpu}}", needs_gpu=True),
+        Query(_s(GpuMetrics.MEMORY_BUSY), "{{node}} GPU {{gpu}}"),
         Query(f"sum({_s(GpuMetrics.NVML_UP)})", "NVML available"),
     ]
     return Row(
@@ -266,8 +273,13 @@ def _kv() -> Row:
 def _latency() -> Row:
     means = [Query(q.mean(stage.time, HERE), stage.name) for stage in TO_FIRST_TOKEN]
     computed = [Query(q.rate(_s(PrefillMetrics.PROMPTS), ("by",)), "by {{by}}")]
+    handed_over = [
+        Query(q.rate(_s(DecodeMetrics.HANDOVER_BYTES), _WORKER), _OF_WORKER),
+        Query(q.rate(_nixl("bytes_transferred_sum"), _WORKER), f"{_OF_WORKER}, NIXL"),
+    ]
     causes = ("rejected", "lost", "expired")
     failed = [Query(q.rate(_s(PrefillMetrics.OFFERS, outcome=cause)), cause) for cause in causes]
+    failed += [Query(q.rate(_nixl(f"num_{what}_total")), f"NIXL, {name}") for what, name in _NIXL_FAILURES.items()]
     reranks = [
         Query(q.rate(_s(RetrievingMetrics.RERANKS), ("outcome",)), "{{outcome}}"),
         Query(q.rate(_s(RetrievingMetrics.RERANK_PAIRS)), "pairs"),
@@ -282,8 +294,9 @@ def _latency() -> Row:
                 "Time to first token", "Time from the request's arrival to its first token", DecodeMetrics.TTFT
             ),
             _percentiles("Inter-token latency", "Time between two consecutive tokens", DecodeMetrics.INTER_TOKEN),
-            _lines("Prompts", "Prompts computed per second, by role", computed, "reqps", 12),
-            _lines("Failed hand-overs", "Failed KV hand-overs per second, by cause", failed, "reqps", 12),
+            _lines("Prompts", "Prompts computed per second, by role", computed, "reqps", 8),
+            _lines("KV handed over", "Bytes of KV that decode received per second", handed_over, "bytes", 8),
+            _lines("Failed hand-overs", "Failed KV hand-overs per second, by cause", failed, "reqps", 8),
             _percentiles("Reranking", "Time of reranking a search's passages", RetrievingMetrics.RERANK_TIME),
             _lines("Reranks", "Lists reranked per second by outcome, and their texts", reranks, "reqps", 16),
         ],
@@ -372,11 +385,11 @@ def _workers_and_gpus() -> Row:
         column(ProcessMetrics.OPEN_FDS, "fds"),
     ]
     gpus = [
-        Query(_gpu(GpuMetrics.BUSY), "busy", "percentunit", needs_gpu=True),
-        Query(_gpu(GpuMetrics.MEMORY_BUSY), "bandwidth", "percentunit", needs_gpu=True),
-        Query(_gpu(GpuMetrics.MEMORY_USED), "used", "bytes", needs_gpu=True),
-        Query(_gpu(GpuMetrics.MEMORY), "memory", "bytes", needs_gpu=True),
-        Query(_gpu(GpuMetrics.POWER), "power", "watt", needs_gpu=True),
+        Query(_gpu(GpuMetrics.BUSY), "busy", "percentunit"),
+        Query(_gpu(GpuMetrics.MEMORY_BUSY), "bandwidth", "percentunit"),
+        Query(_gpu(GpuMetrics.MEMORY_USED), "used", "bytes"),
+        Query(_gpu(GpuMetrics.MEMORY), "memory", "bytes"),
+        Query(_gpu(GpuMetrics.POWER), "power", "watt"),
     ]
     return Row(
         "Workers and GPUs",
