@@ -113,7 +113,11 @@ def test_more_threads_than_cores_are_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path, **MODEL, decode={"threads": len(CORES) + 1}) == message
 
 
-LIMITS = {
+LIMITS: dict[str, dict[str, dict[str, Any]]] = {
+    'handover.mode = "pool" needs a tier to write to: set kv.host_mib or kv.disk_mib': {
+        "handover": {"mode": "pool"},
+        "kv": {"host_mib": 0},
+    },
     "pool.top_m = 200 exceeds pool.max_top_m = 150": {"pool": {"top_m": 200, "max_top_m": 150}},
 }
 

@@ -41,7 +41,7 @@ class Memory:
         """Write out a row of these tokens. Return it, and its blocks, which are free again."""
         table = self.blocks.open(tokens)
         self.blocks.grow(table, len(tokens))
-        keys, blocks = self.blocks.row_keys(tokens, table.root), list(table.blocks)
+        keys, blocks = self.blocks.row_keys(tokens, b""), list(table.blocks)
         saved = self.tiers.save(keys, blocks)
         self.blocks.close(table, save=False)
         return SavedRow(keys, len(tokens)) if saved else None, blocks

@@ -186,7 +186,7 @@ class Batch:
     def _preempt(self, row: Row) -> None:
         assert row.table is not None, "only rows with blocks are preempted"
         if row.saved is None:  # else it was being loaded
-            keys = self._blocks.row_keys(row.context[: row.cached], row.table.root)
+            keys = self._blocks.row_keys(row.context[: row.cached], row.request.salt)
             if self._tiers.swap_out(keys, row.table.blocks[: len(keys)]):
                 row.saved = SavedRow(keys, row.cached)
                 self.swapped += 1

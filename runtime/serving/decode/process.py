@@ -28,7 +28,7 @@ from runtime.serving.kv.block_events import BlockEvents
 from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.tiers import BUSY_SHARE, Tiers
 from runtime.serving.kv.transport import Transport, transport_for
-from runtime.serving.messages import Cancel, Decode, Failed, Hello, Tokens, Welcome
+from runtime.serving.messages import Cancel, Decode, Failed, Hello, Taken, Tokens, Welcome
 from runtime.serving.model.compilation import Compilation, ModelSetup
 from runtime.serving.model.language_model import SampledToken
 from runtime.serving.model.sampler import Sampler
@@ -148,6 +148,8 @@ class DecodeWorker:
                     for row in list(self._batch.rows):
                         self._cancel(row.id)
         self.handovers.receive(self.link.frontend_epoch)
+        while self.handovers.taken:
+            self.link.send(Taken(self.handovers.taken.pop()))
 
     # ---- probe
 
@@ -185,7 +187,7 @@ class DecodeWorker:
             seen=set(request.seen_passages),
             build=request.build,
             last_probe_at=request.last_probe_at,
-            cached_tokens=request.cached_tokens if request.blocks else table.reused_tokens,
+            cached_tokens=request.cached_tokens if request.has_kv else table.reused_tokens,
         )
         for token in request.generated:  # sent by the worker that had the request before
             row.text.push([token])
@@ -212,7 +214,7 @@ class DecodeWorker:
             return False
         begin = time.monotonic_ns()
         for row, _ in batch:
-            if not row.request.blocks:
+            if not row.request.has_kv:
                 row.request.stages.setdefault(stages.PREFILL_BEGIN, begin)
         is_last = [chunk.start + len(chunk.tokens) == len(row.context) for row, chunk in batch]
         tokens = self._model.step(
@@ -240,7 +242,7 @@ class DecodeWorker:
         return True
 
     def _advance(self, row: Row, sampled: SampledToken) -> None:
-        if not row.request.blocks:
+        if not row.request.has_kv:
             now = row.request.stages.setdefault(stages.PREFILL_END, time.monotonic_ns())
             row.request.stages.setdefault(stages.FIRST_TOKEN, now)
         if sampled.token is None:
@@ -294,7 +296,7 @@ class DecodeWorker:
             row.pending_text, row.unsent, row.probes = "", [], []
             if row.finish is not None:
                 self._log.debug("finished: %s, %d tokens", row.finish, row.generated, extra={"request": row.id})
-                stages.observe(self._table, request.stages, row.generated, computed=not request.blocks)
+                stages.observe(self._table, request.stages, row.generated, computed=not request.has_kv)
                 self._remove(row)
         self._report()
 

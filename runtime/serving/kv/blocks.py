@@ -211,11 +211,11 @@ class BlockManager:
         table."""
         return block_keys(tokens[: max(0, len(tokens) - compute)], self.block_tokens, root or self._root(salt))
 
-    def row_keys(self, tokens: Sequence[int], root: bytes) -> list[bytes]:
+    def row_keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
         """Return the hashes of all blocks of `tokens`, also of the last one if it is partial."""
-        found = list(self.keys(tokens, 0, root=root))
+        found = list(self.keys(tokens, 0, salt=salt))
         if rest := tokens[len(found) * self.block_tokens :]:
-            found.append(_chained(found[-1] if found else root, rest))
+            found.append(_chained(found[-1] if found else self._root(salt), rest))
         return found
 
     def _match(self, tokens: Sequence[int], compute: int, root: bytes) -> list[tuple[bytes, int]]:

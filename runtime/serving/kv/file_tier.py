@@ -3,8 +3,8 @@
 A file is written under a temporary name and renamed, and has a checksum. A damaged file is removed and its block is
 recomputed. File errors are never raised: a tier that cannot be read or written behaves like an empty one.
 
-A block can be *held* for a sequence that returns to it: its file's modification time, by which files are evicted, is
-then in the future. A hold ends when it is released or when that time has come, so nothing is left of a dead worker.
+A block can be *held* for a sequence that returns to it: its file is read-only and evicted last. A hold ends when it is
+released or after a time limit, so nothing is left of a dead worker.
 """
 
 import errno
@@ -174,8 +174,7 @@ class FileTier:
             valid = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and status.st_size == self._file_bytes
             complete = valid and os.preadv(fd, [header, into], 0) == self._file_bytes
             if complete and header == _header(key, into):
-                if status.st_mtime_ns < time.time_ns():
-                    os.utime(fd)
+                os.utime(fd)
                 self.counts["loaded"] += 1
                 return True
         except OSError:
@@ -225,26 +224,35 @@ class FileTier:
 
     def hold(self, key: bytes) -> bool:
         """Evict a block last, until it is released or the hold's time is over. Return False if it has no file."""
-        try:
-            was_held = self._is_held(key)
-            until_ns = time.time_ns() + self._hold_ns
-            os.utime(key.hex(), ns=(until_ns, until_ns), dir_fd=self._fd, follow_symlinks=False)
-        except OSError:
-            return False
-        if not was_held:
+        was_held = self._touch(key, 0o400)
+        if was_held is False:
             self.held_bytes += self._file_bytes
             self._budget.add(self._file_bytes)  # other writers count it with their next scan
-        return True
-
-    def _is_held(self, key: bytes) -> bool:
-        return os.stat(key.hex(), dir_fd=self._fd, follow_symlinks=False).st_mtime_ns > time.time_ns()
+        return was_held is not None
 
     def release(self, key: bytes) -> None:
         """Let a held block be evicted like others. If several rows share it, the first that returns releases it."""
-        with suppress(OSError):
-            if self._is_held(key):
-                os.utime(key.hex(), dir_fd=self._fd, follow_symlinks=False)
-                self.held_bytes = max(self.held_bytes - self._file_bytes, 0)
+        if self._touch(key, 0o600):
+            self.held_bytes = max(self.held_bytes - self._file_bytes, 0)
+
+    def _touch(self, key: bytes, mode: int) -> bool | None:
+        """Mark a block as used and set its file's mode. Return whether it was held; None if it has no file."""
+        try:
+            fd = os.open(key.hex(), os.O_RDONLY | _FLAGS, dir_fd=self._fd)
+        except OSError:
+            return None
+        try:
+            was_held = self._is_held(os.fstat(fd))
+            os.fchmod(fd, mode)
+            os.utime(fd)
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+        return was_held
+
+    def _is_held(self, status: os.stat_result) -> bool:
+        return not status.st_mode & stat.S_IWUSR and time.time_ns() - status.st_mtime_ns < self._hold_ns
 
     def drop(self, key: bytes) -> None:
         """Remove a held block."""
@@ -255,21 +263,20 @@ class FileTier:
     def _trim(self, keep: int) -> None:
         """Remove the least recently used files, including temporary ones of dead writers, down to `keep` bytes. Held
         ones are the last."""
-        now_ns = time.time_ns()
-        files: list[tuple[int, int, str]] = []
+        files: list[tuple[bool, int, int, str]] = []
         with suppress(OSError), os.scandir(self._fd) as entries:
             for entry in entries:
                 with suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
-                    files.append((status.st_mtime_ns, status.st_size, entry.name))
-        used = sum(size for _, size, _ in files)
-        for _, size, name in sorted(files):
+                    files.append((self._is_held(status), status.st_mtime_ns, status.st_size, entry.name))
+        used = sum(size for *_, size, _ in files)
+        for *_, size, name in sorted(files):
             if used <= keep:
                 break
             if self._remove(name):
                 self.counts["evicted"] += 1
             used -= size
-        self.used_bytes, self.held_bytes = used, min(used, sum(size for at, size, _ in files if at > now_ns))
+        self.used_bytes, self.held_bytes = used, min(used, sum(size for held, _, size, _ in files if held))
         self._budget.reset()
 
     def _remove(self, name: str) -> bool:

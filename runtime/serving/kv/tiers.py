@@ -166,6 +166,11 @@ class Tiers:
         return max(0.0, 1.0 - self._load_ns / self._compute_ns) if self._load_ns and self._compute_ns else 0.0
 
     @property
+    def block_bytes(self) -> int:
+        """Size of a block."""
+        return self._bytes.nbytes
+
+    @property
     def _loading_pays(self) -> bool:
         return not self._compute_ns or self._load_ns < self._compute_ns
 
@@ -250,6 +255,7 @@ class Load:
         self, tiers: Tiers, blocks: BlockManager, table: BlockTable, tokens: Sequence[int], keys: Sequence[bytes]
     ) -> None:
         self._tiers, self._blocks, self._table, self._tokens, self._keys = tiers, blocks, table, tokens, keys
+        self.busy_ns = self.bytes = 0
 
     def settle(self) -> None:
         """See `Transfer.settle`."""
@@ -263,9 +269,11 @@ class Load:
                 self._keys = ()
                 break
             self._keys = self._keys[1:]
+            self.bytes += self._tiers.block_bytes
             self._table.reused_tokens = min((index + 1) * size, len(self._tokens))
             if for_ns is not None and clock() - begin_ns >= for_ns:
                 break
+        self.busy_ns += clock() - begin_ns
         if self._keys:
             return False
         self._blocks.fill(self._table, self._tokens, self._table.reused_tokens)
