@@ -1,10 +1,13 @@
 """Nodes whose stages have pool workers of their own: a placement beside prefill with independent ones for decode, and
-four workers of two shards under an external engine."""
+four workers of two shards under an external engine. Also when their answers probe: the node's defaults, a request's
+values, and the trigger of an installed package."""
 
 import os
 import signal
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,13 +28,27 @@ BY_STAGE = """
 workers = 4
 stages = ["prefill", "prefill", "decode", "decode"]
 """
+PROBING = """
+[probes]
+every_tokens = 8
+mode = "prefetch"
+"""
+TRIGGER = Path(__file__).parents[2] / "docs" / "examples" / "trigger"
 Asked = Counter[tuple[str, str]]
 
 
 @pytest.fixture(scope="module")
-def placed(start_node: StartNode) -> Node:
-    """pool-0 is beside prefill-0, pool-1 on its own for decode."""
-    return start_node(more=BESIDE)
+def placed(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> Node:
+    """pool-0 is beside prefill-0, pool-1 on its own for decode. The example's trigger is installed."""
+    site = tmp_path_factory.mktemp("site")
+    (site / "margin-0.1.dist-info").mkdir()
+    (site / "margin-0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: margin\nVersion: 0.1\n")
+    groups = tomllib.loads((TRIGGER / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = [f"{name} = {value}\n" for name, value in groups["trinity.triggers"].items()]
+    (site / "margin-0.1.dist-info" / "entry_points.txt").write_text("".join(["[trinity.triggers]\n", *lines]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(TRIGGER)]), prepend=os.pathsep)
+        return start_node(more=BESIDE)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +57,9 @@ def gateway(placed: Node, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     home = tmp_path_factory.mktemp("gateway")
     bulk_load.build(documents(), home / "docs", embedder="hashing-128", shards=2)
     config = home / "node.toml"
-    config.write_text(GATEWAY.format(url=placed.info.url, collection=home / "docs") + "shards = 2\n" + BY_STAGE)
+    config.write_text(
+        GATEWAY.format(url=placed.info.url, collection=home / "docs") + "shards = 2\n" + BY_STAGE + PROBING
+    )
     node = Node(config)
     yield node
     assert node.stop() == 0
@@ -58,13 +77,13 @@ def queries(node: Node) -> Asked:
     )
 
 
-def asked(node: Node, **body: Any) -> Asked:
-    """Send a completion with passages and probes, and return the queries that it caused."""
+def asked(node: Node, **probes: Any) -> Asked:
+    """Send a completion with passages and probes, by default every 8 tokens; return the queries that it caused."""
     before = queries(node)
     status, answer = node.post(
         "/v1/completions",
         {"model": "tiny", "prompt": "what is a with statement?", "max_tokens": 20, "ignore_eos": True}
-        | {"retrieval": {"collection": "docs", "k": 2, "every_tokens": 8} | body},
+        | {"retrieval": {"collection": "docs", "k": 2} | (probes or {"every_tokens": 8})},
     )
     assert status == 200, answer
     assert answer["usage"]["completion_tokens"] == 20
@@ -78,6 +97,21 @@ def asks(node: Node, *expected: tuple[str, str]) -> Callable[[], bool]:
 
 def test_the_stages_queries_go_to_their_own_pool_workers(placed: Node) -> None:
     eventually(asks(placed, ("pool-0", "prefill"), ("pool-1", "decode")), WAIT_S, "each stage to use its own")
+
+
+def test_an_installed_trigger_decides_in_the_workers_when_an_answer_probes(placed: Node) -> None:
+    margin = {"every_tokens": 4, "probe_trigger": "margin"}
+    assert asked(placed, **margin, probe_threshold=1e6).total() > 1
+    assert asked(placed, **margin, probe_threshold=1e-9).total() == 1, "no two tokens are so close"
+
+
+def test_answers_probe_as_the_node_says_unless_a_request_says_otherwise(gateway: Node) -> None:
+    def stages(**own: Any) -> set[str]:
+        return {stage for _, stage in asked(gateway, **own)}
+
+    assert stages(probe_tokens=64) == {"prefill", "decode"}
+    assert stages(every_tokens=0) == {"prefill"}
+    assert stages(probe_mode="wait", probe_trigger="drift") == {"prefill", "decode"}
 
 
 def test_a_stage_whose_pool_worker_is_late_spills_over_and_comes_back(placed: Node) -> None:

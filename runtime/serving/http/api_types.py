@@ -193,25 +193,50 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None
 
 
-class RetrievalOptions(StrictModel):
-    """Retrieval of `k` passages of `collection` before prefill, and by a probe every `every_tokens` tokens (0: never).
+class ProbeOptions(StrictModel):
+    """Probes of an answer, `every_tokens` tokens (0: never); what is left out is as the node's configuration says.
 
-    During a probe the answer waits, or continues and inserts the passages when they arrive ("prefetch"); a probe
-    inserts at most `probe_tokens` tokens. `collection` is optional on a node with one collection. `filter` restricts
-    the passages by attributes, `hybrid` adds a keyword search. `probe_trigger` with `probe_threshold` says when to
-    probe. The defaults of probes are the node's. `passages`: their position in a chat. `rerank`: of the passages
-    before prefill.
+    During a probe the answer waits, or continues and inserts the passages when they arrive ("prefetch").
+    `probe_trigger` with `probe_threshold` says when to probe.
+    """
+
+    every_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    probe_mode: ProbeMode | None = None
+    probe_trigger: str | None = None
+    probe_threshold: float | None = Field(None, gt=0, le=1e6)
+
+    def with_defaults(self, probes: ProbesSection, field: str) -> tuple[int, ProbeMode, str, float]:
+        """Return tokens, mode, trigger and threshold. `field`: of the body, for errors.
+
+        Raises InvalidRequest for an unknown trigger, values that it refuses, and a threshold that it does not use.
+        """
+        trigger = self.probe_trigger or probes.trigger
+        default = trigger_type(trigger).default_threshold
+        if self.probe_threshold is not None and default is None:
+            raise InvalidRequest(
+                f'probe_threshold requires a probe_trigger that has one, as "drift" and "unsure"; it is {trigger!r}',
+                f"{field}.probe_threshold",
+            )
+        every_tokens = probes.every_tokens if self.every_tokens is None else self.every_tokens
+        threshold = self.probe_threshold or default or 0.0
+        if every_tokens:
+            make_trigger(trigger, every_tokens, threshold)
+        return every_tokens, self.probe_mode or probes.mode, trigger, threshold
+
+
+class RetrievalOptions(ProbeOptions):
+    """Retrieval of `k` passages of `collection` before prefill, and by probes, which insert at most `probe_tokens`
+    tokens each.
+
+    `collection` is optional on a node with one collection. `filter` restricts the passages by attributes, `hybrid` adds
+    a keyword search. `passages`: their position in a chat. `rerank`: of the passages before prefill.
     """
 
     collection: str | None = None
     k: int = Field(4, ge=1, le=MAX_TOKENS)
-    every_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
-    probe_mode: ProbeMode | None = None
     probe_tokens: int | None = Field(None, ge=16, le=MAX_TOKENS)
     filter: Annotated[Any, BeforeValidator(filter_at("retrieval.filter"))] = None
     hybrid: Hybrid = 0.0
-    probe_trigger: str | None = None
-    probe_threshold: float | None = Field(None, gt=0, le=1e6)
     passages: PassagePlace = "question"
     rerank: RerankField = None
 
@@ -284,29 +309,17 @@ class GenerateBody(Prioritized):
         )
 
     def to_retrieval(self, probes: ProbesSection) -> Retrieval | None:
-        """Convert to the workers' message, with the node's defaults; None without retrieval.
-
-        Raises InvalidRequest for an unknown trigger, values that it refuses, and a threshold that it does not use.
-        """
+        """Convert to the workers' message, with the node's defaults; None without retrieval. Raises as
+        `ProbeOptions.with_defaults`."""
         options = self.retrieval
         if options is None:
             return None
-        trigger = options.probe_trigger or probes.trigger
-        default = trigger_type(trigger).default_threshold
-        if options.probe_threshold is not None and default is None:
-            raise InvalidRequest(
-                f'probe_threshold requires a probe_trigger that has one, as "drift" and "unsure"; it is {trigger!r}',
-                "retrieval.probe_threshold",
-            )
-        every_tokens = probes.every_tokens if options.every_tokens is None else options.every_tokens
-        threshold = options.probe_threshold or default or 0.0
-        if every_tokens:
-            make_trigger(trigger, every_tokens, threshold)
+        every_tokens, mode, trigger, threshold = options.with_defaults(probes, "retrieval")
         return Retrieval(
             options.collection or "",
             options.k,
             every_tokens,
-            options.probe_mode or probes.mode,
+            mode,
             options.probe_tokens or 0,
             filter_bytes(options.filter) if options.filter else b"",
             options.hybrid,

@@ -36,7 +36,6 @@ from runtime.serving.http.routes.vector_stores import RankingOptions, distance_o
 from runtime.serving.http.service import Service, Settings
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.serving.model.text import last_question, passages_block, question_with_block
-from runtime.serving.triggers import trigger_type
 
 log = logging.getLogger(__name__)
 
@@ -156,11 +155,10 @@ class ResponsesRoutes:
             if value > limit:
                 raise InvalidRequest(f"{name} is {value}, the limit is {limit}", f"tools[0].{name}")
         rerank = ranking.rerank(settings.ranker, "tools[0].ranking_options.ranker")
+        every_tokens, mode, trigger, threshold = tool.with_defaults(probes, "tools[0]")
         retrieval = Retrieval(
-            collection, tool.max_num_results,
-            probes.every_tokens if tool.every_tokens is None else tool.every_tokens,
-            tool.probe_mode or probes.mode, tool.probe_tokens, wanted, ranking.hybrid,
-            probes.trigger, trigger_type(probes.trigger).default_threshold or 0.0,
+            collection, tool.max_num_results, every_tokens, mode, tool.probe_tokens, wanted, ranking.hybrid,
+            trigger, threshold,
             flow=access_of(http).flow, quote=True, rerank=rerank,
             max_distance=distance_of(ranking.score_threshold, metric) if rerank is None else 1e30,
         )  # fmt: skip

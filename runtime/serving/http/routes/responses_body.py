@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-from runtime.node.retrieval_config import ProbeMode
-from runtime.serving.http.api_types import MAX_TOKENS, Prioritized, StrictModel, filter_at
+from runtime.serving.http.api_types import MAX_TOKENS, Prioritized, ProbeOptions, filter_at
 from runtime.serving.http.parsing import field_error, json_name, parse_object, validate, without_null
 from runtime.serving.http.routes.store_objects import Metadata
 from runtime.serving.http.routes.vector_stores import RankingOptions, validate_ranking
@@ -121,17 +120,14 @@ def _validate_include(value: object) -> object:
     return value
 
 
-class FileSearchTool(StrictModel, extra="forbid"):
-    """OpenAI's tool. `every_tokens`, `probe_mode` and `probe_tokens` are those of `retrieval`: probes of the answer.
-    Their defaults, and the trigger, are the node's."""
+class FileSearchTool(ProbeOptions, extra="forbid"):
+    """OpenAI's tool, with the probes of `retrieval`."""
 
     type: Literal["file_search"]
     vector_store_ids: list[str] = Field(min_length=1)
     max_num_results: int = Field(4, ge=1, le=MAX_TOKENS)
     filters: Annotated[Any, BeforeValidator(filter_at("tools[0].filters"))] = None
     ranking_options: Annotated[RankingOptions | None, BeforeValidator(validate_ranking)] = None
-    every_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
-    probe_mode: ProbeMode | None = None
     probe_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
 
 
