@@ -105,12 +105,13 @@ def test_the_kinds_of_text_that_openai_lists_are_read_in_its_encodings(client: o
     encodings = itertools.cycle(("utf-8", "utf-8-sig", "utf-16"))
     files = {upload(client, name, text.encode(next(encodings))): text for name, text in texts.items()}
     files[upload(client, "b.txt", b"\xfe\xff" + "wëeks".encode("utf-16-be"))] = "wëeks"
+    files[upload(client, "c.txt", "wëeks".encode("utf-16-le"))] = "wëeks"
     store = client.vector_stores.create(file_ids=list(files)).id
     wait_indexed(client, store)
     read = {id: client.vector_stores.files.content(id, vector_store_id=store).data[0].text for id in files}
     assert read == files
-    without_mark = upload(client, "c.txt", "wëeks".encode("utf-16-le"))
-    failed = client.vector_stores.files.create_and_poll(without_mark, vector_store_id=store, poll_interval_ms=20)
+    latin = upload(client, "d.txt", "wëeks".encode("latin-1"))
+    failed = client.vector_stores.files.create_and_poll(latin, vector_store_id=store, poll_interval_ms=20)
     assert failed.last_error is not None
     assert (failed.status, failed.last_error.code) == ("failed", "invalid_file")
 
