@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import PurePosixPath
-from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -38,7 +37,6 @@ CONCURRENT_FILES = 4
 MAX_READ_BYTES = 512 << 20
 _BATCH = 32  # passages of a write
 _RETRY_S = (0.2, 1.0, 5.0, 15.0)
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -70,12 +68,12 @@ class Indexer:
 
     async def resume(self) -> None:
         """Continue what an earlier process left unfinished."""
-        for store in await self._run(self._catalogue.with_status, Store, "deleted"):
+        for store in await asyncio.to_thread(self._catalogue.with_status, Store, "deleted"):
             self.start_removal(store)
         for status in ("deleted", "cancelled"):
-            for entry in await self._run(self._catalogue.with_status, StoreFile, status):
+            for entry in await asyncio.to_thread(self._catalogue.with_status, StoreFile, status):
                 self.start_removal(entry)
-        for entry in await self._run(self._catalogue.with_status, StoreFile, "in_progress"):
+        for entry in await asyncio.to_thread(self._catalogue.with_status, StoreFile, "in_progress"):
             self.index(entry)
 
     def index(self, entry: StoreFile) -> None:
@@ -155,14 +153,14 @@ class Indexer:
             del self._running[key]
 
     async def _fail(self, key: tuple[str, str]) -> None:
-        entry = await self._run(self._catalogue.find, StoreFile, key[1], key[0])
+        entry = await asyncio.to_thread(self._catalogue.find, StoreFile, key[1], key[0])
         if entry is not None:
             await self._end(entry, 0, "server_error", "an internal error; the node's log has it")
 
     async def _index_once(self, store_id: str, file_id: str) -> None:
-        entry = await self._run(self._catalogue.find, StoreFile, file_id, store_id)
-        store = await self._run(self._catalogue.find, Store, store_id)
-        file = await self._run(self._catalogue.find, StoredFile, file_id)
+        entry = await asyncio.to_thread(self._catalogue.find, StoreFile, file_id, store_id)
+        store = await asyncio.to_thread(self._catalogue.find, Store, store_id)
+        file = await asyncio.to_thread(self._catalogue.find, StoredFile, file_id)
         if entry is None or store is None or file is None or entry.status != "in_progress":
             return
         try:
@@ -193,7 +191,7 @@ class Indexer:
                     ended = replace(now, status=status, usage_bytes=size, error_code=code, error=error[:1000])
                     self._catalogue.put(ended)
 
-        await self._run(record)
+        await asyncio.to_thread(record)
 
     async def _write(self, store: Store, entry: StoreFile, filename: str, passages: list[FilePassage]) -> None:
         attributes = stored_attributes(store.id, entry.id, filename, store.columns, entry.attributes)
@@ -243,7 +241,7 @@ class Indexer:
         await self._delete_passages(
             file_filter(store, file) if file else Comparison(STORE, "eq", (store,)), flow_of(removed.tenant)
         )
-        await self._run(self._remove_records, removed)
+        await asyncio.to_thread(self._remove_records, removed)
         if file:
             self._stopped.discard(key)
         else:
@@ -265,11 +263,6 @@ class Indexer:
             except (Overloaded, Unavailable, CollectionBusy) as error:
                 log.info("passages wait to be deleted: %s", error.message)
                 await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
-
-    @staticmethod
-    async def _run(work: Callable[..., T], *arguments: object) -> T:
-        """Run blocking work on a thread."""
-        return await asyncio.to_thread(work, *arguments)
 
 
 def flow_of(tenant: str) -> int:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -45,7 +45,6 @@ MAX_UPLOADS = 16
 MAX_SEARCHED_STORES = 16
 _MAINTAIN_S = 60.0
 _TOUCH_S = 60
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -87,7 +86,7 @@ class Stores:
     async def run(self) -> None:
         """Continue what an earlier process left unfinished, and remove what has expired, until cancelled."""
         try:
-            await self._run(self._files.sweep, lambda id: self._catalogue.find(StoredFile, id) is not None)
+            await asyncio.to_thread(self._files.sweep, lambda id: self._catalogue.find(StoredFile, id) is not None)
             await self._indexer.resume()
             while True:
                 await self.remove_expired()
@@ -99,11 +98,11 @@ class Stores:
         """Remove the files whose time is over, and empty such stores."""
         now = self._clock()
         try:
-            for file in await self._run(self._catalogue.with_status, StoredFile, "expiring"):
+            for file in await asyncio.to_thread(self._catalogue.with_status, StoredFile, "expiring"):
                 if file.expires_at is not None and file.expires_at <= now:
                     with suppress(UnknownObject):  # deleted meanwhile
                         await self.delete_file(file.id, "")
-            for store in await self._run(self._catalogue.with_status, Store, "expiring"):
+            for store in await asyncio.to_thread(self._catalogue.with_status, Store, "expiring"):
                 if self.is_expired(store):
                     while (found := await self.entries(store.id, Page(100), ""))[0]:
                         for entry in found[0]:
@@ -133,26 +132,26 @@ class Stores:
         async with self._uploads.counted(flow_of(tenant)):
             self._receiving[tenant] += size
             try:
-                await self._run(self._check_room, tenant)
-                with await self._run(self._files.upload, new_id("file-")) as upload:
-                    new = await receive(lambda part: self._run(upload.write, part))
-                    await self._run(upload.finish)
+                await asyncio.to_thread(self._check_room, tenant)
+                with await asyncio.to_thread(self._files.upload, new_id("file-")) as upload:
+                    new = await receive(lambda part: asyncio.to_thread(upload.write, part))
+                    await asyncio.to_thread(upload.finish)
                     now = int(self._clock())
                     file = StoredFile(
                         id=upload.id, tenant=tenant, created_at=now, name=new.name, purpose=new.purpose,
                         bytes=upload.bytes, expires_at=now + new.expires_s if new.expires_s else None,
                     )  # fmt: skip
-                    await self._run(self._catalogue.put, file)
+                    await asyncio.to_thread(self._catalogue.put, file)
                     upload.keep()
                     return file
             finally:
                 self._receiving[tenant] -= size
 
     async def file(self, id: str, tenant: str) -> StoredFile:
-        return await self._run(self._catalogue.get, StoredFile, id, tenant or None)
+        return await asyncio.to_thread(self._catalogue.get, StoredFile, id, tenant or None)
 
     async def files(self, page: Page, purpose: str | None, tenant: str) -> tuple[list[StoredFile], bool]:
-        return await self._run(lambda: self._catalogue.page(StoredFile, page, tenant or None, label=purpose))
+        return await asyncio.to_thread(lambda: self._catalogue.page(StoredFile, page, tenant or None, label=purpose))
 
     def content_path(self, file: StoredFile) -> Path:
         return self._files.path(file.id)
@@ -178,7 +177,7 @@ class Stores:
             self._files.remove(id)
             return entries
 
-        await self._removed(await self._run(delete))
+        await self._removed(await asyncio.to_thread(delete))
 
     # ---- stores
 
@@ -193,18 +192,18 @@ class Stores:
                 self._catalogue.put(store)
                 return self._put_entries(store, files, store.tenant, "")
 
-        self._index(await self._run(create))
+        self._index(await asyncio.to_thread(create))
         return store
 
     async def store(self, id: str, tenant: str) -> Store:
-        return await self._run(self._catalogue.get, Store, id, tenant or None)
+        return await asyncio.to_thread(self._catalogue.get, Store, id, tenant or None)
 
     async def store_ids(self, tenant: str) -> list[str]:
         """Return the ids of the stores that a tenant may see, the newest first."""
-        return await self._run(self._catalogue.ids, Store, tenant or None)
+        return await asyncio.to_thread(self._catalogue.ids, Store, tenant or None)
 
     async def counts(self, store: str, batch: str | None = None) -> Mapping[str, Usage]:
-        return await self._run(self._catalogue.counts, store, batch)
+        return await asyncio.to_thread(self._catalogue.counts, store, batch)
 
     async def update_store(self, id: str, tenant: str, change: Callable[[Store], Store]) -> Store:
         def update() -> Store:
@@ -213,7 +212,7 @@ class Stores:
                 self._catalogue.put(changed)
                 return changed
 
-        return await self._run(update)
+        return await asyncio.to_thread(update)
 
     async def delete_store(self, id: str, tenant: str) -> None:
         """Delete a store; its files are kept. Returns when its passages are deleted."""
@@ -248,19 +247,19 @@ class Stores:
                     self._catalogue.put(made)
                 return self._put_entries(store, files, tenant, made.id if made else ""), made
 
-        entries, made = await self._run(add)
+        entries, made = await asyncio.to_thread(add)
         self._index(entries)
         return entries, made
 
     async def entry(self, store: str, file: str, tenant: str) -> StoreFile:
         await self.store(store, tenant)
-        return await self._run(self._catalogue.get, StoreFile, file, tenant or None, store)
+        return await asyncio.to_thread(self._catalogue.get, StoreFile, file, tenant or None, store)
 
     async def entries(
         self, store: str, page: Page, tenant: str, status: FileStatus | None = None, batch: str | None = None
     ) -> tuple[list[StoreFile], bool]:
         await self.store(store, tenant)
-        return await self._run(
+        return await asyncio.to_thread(
             lambda: self._catalogue.page(StoreFile, page, tenant or None, store, status=status, label=batch)
         )
 
@@ -275,7 +274,7 @@ class Stores:
                     found[store, id] = entry, file.name
             return found
 
-        return await self._run(look_up)
+        return await asyncio.to_thread(look_up)
 
     async def update_attributes(
         self, store_id: str, file: str, attributes: Mapping[str, Scalar], tenant: str
@@ -293,7 +292,7 @@ class Stores:
                 self._catalogue.put(entry)
                 return entry
 
-        entry = await self._run(update)
+        entry = await asyncio.to_thread(update)
         self._index([entry])
         return entry
 
@@ -307,7 +306,7 @@ class Stores:
                 self._catalogue.put(entry)
                 return entry
 
-        await self._removed([await self._run(remove)])
+        await self._removed([await asyncio.to_thread(remove)])
 
     async def passages(self, entry: StoreFile) -> list[FilePassage]:
         """Return the passages of a file in a store. Raises `InvalidRequest` for a file without text, `Unavailable`."""
@@ -319,7 +318,7 @@ class Stores:
 
     async def batch(self, store: str, id: str, tenant: str) -> Batch:
         await self.store(store, tenant)
-        return await self._run(self._catalogue.get, Batch, id, tenant or None, store)
+        return await asyncio.to_thread(self._catalogue.get, Batch, id, tenant or None, store)
 
     async def cancel_batch(self, store: str, id: str, tenant: str) -> Batch:
         """Cancel the indexing of a batch's files that are in progress."""
@@ -333,7 +332,7 @@ class Stores:
                     self._catalogue.put(entry)
                 return cancelled
 
-        await self._removed(await self._run(cancel))
+        await self._removed(await asyncio.to_thread(cancel))
         return batch
 
     # ---- internals
@@ -376,8 +375,3 @@ class Stores:
     async def _removed(self, entries: Sequence[StoreFile]) -> None:
         """Wait until the passages of files that are marked as deleted or cancelled are deleted."""
         await asyncio.gather(*(asyncio.shield(self._indexer.start_removal(entry)) for entry in entries))
-
-    @staticmethod
-    async def _run(work: Callable[..., T], *arguments: object) -> T:
-        """Run blocking work on a thread."""
-        return await asyncio.to_thread(work, *arguments)
