@@ -129,18 +129,19 @@ def test_a_paused_query_makes_no_extend_and_the_prioritized_query_is_taken_first
 
 
 def test_a_running_query_stops_after_an_extend_and_resumes_there(new_driver: NewDriver) -> None:
-    engine = opened(one_block(new_driver()), slots=1)
+    engine = opened(one_block(new_driver()), slots=1, max_top_m=256)
     engine.interrupt_when(lambda: True)
+    longest = SearchParams(10, 256, 1)  # many extends to be stopped at
     vectors, stood = iter(queries(400)), set[int]()
     while not stood - {0} and (query := next(vectors, None)) is not None:  # its progress is random
-        slot = engine.admit(query, LONG, "docs")
+        slot = engine.admit(query, longest, "docs")
         done = engine.extend().tolist()
         while not done:
             engine.stop()  # lowers the goal of the running query
             stood.add(engine.extends(slot))
             done = engine.extend().tolist()
         stood.discard(engine.extends(slot))  # all of its extends
-        assert engine.result(slot)[0].tolist() == searched(query, LONG)
+        assert engine.result(slot)[0].tolist() == searched(query, longest)
         engine.release(slot)
     assert stood - {0}, "no query was stopped between its start and its end"
     engine.close()

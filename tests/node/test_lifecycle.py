@@ -4,6 +4,7 @@ import itertools
 import random
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import cast
@@ -98,6 +99,18 @@ def test_the_workers_note_has_the_reason_and_the_restart_time(node: Node) -> Non
     first = cannot_run(node)
     first.due = node.now_s + 12.0
     assert first.note(node.now_s) == ("cannot run (could not be started: no more processes); restarts in 12 s")
+
+
+def test_the_workers_note_reports_a_missing_heartbeat(node: Node) -> None:
+    first = node.workers[0]
+    first.phase = Phase.READY
+    first.table.beat()
+    first.clock_ns = lambda: 0
+    assert first.note(node.now_s) == ""
+    now_ns = time.monotonic_ns()
+    eight_later = now_ns + int((8.1 - first.table.age_s(now_ns)) * 1e9)
+    first.clock_ns = lambda: eight_later
+    assert first.note(node.now_s) == "no heartbeat for 8 s"
 
 
 def test_a_requested_restart_skips_the_back_off(node: Node) -> None:
