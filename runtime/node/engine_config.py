@@ -62,6 +62,9 @@ class ServedSection(Section, frozen=True):
     context_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
 
 
+EventEndpoint = Annotated[str, Meta(pattern=r"^(tcp://[^\s/]+:[0-9]+|ipc://\S+)$", max_length=256)]
+
+
 Urls = Annotated[str, Meta(min_length=1)] | Annotated[tuple[str, ...], Meta(min_length=1, max_length=64)]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 
@@ -103,11 +106,23 @@ class OpenAiSection(ServedSection, frozen=True, kw_only=True, tag_field="engine"
 
     - `url`: base URL of the server, ending with `/v1`, or a list of several.
     - `api_key_file`: file whose first line is the servers' API key.
+    - `kv_events`: ZeroMQ endpoints, one for each URL, then for each of `prefill`, where vLLM publishes what it has
+      cached (`endpoint` of its `--kv-events-config`): requests go to what holds their prefix. Empty: to what was sent
+      it before.
+    - `kv_events_replay`: their `replay_endpoint`s, for servers that run before the node starts.
     """
 
     url: Urls
     api_key_file: str = ""
     prefill: PrefillServers | None = None
+    kv_events: Annotated[tuple[EventEndpoint, ...], Meta(max_length=64)] = ()
+    kv_events_replay: Annotated[tuple[EventEndpoint, ...], Meta(max_length=64)] = ()
+
+    def __post_init__(self) -> None:
+        servers = len(self.urls) + len(self.prefill.urls if self.prefill is not None else ())
+        for name, given in (("kv_events", self.kv_events), ("kv_events_replay", self.kv_events_replay)):
+            if given and len(given) != servers:
+                raise ValueError(f"{name} has {len(given)} endpoints for {servers} servers: expected one for each")
 
     @property
     def urls(self) -> tuple[str, ...]:

@@ -18,12 +18,12 @@ from runtime.node.engine_config import ModelSection
 from runtime.node.metrics.worker_metrics import Stage
 from runtime.node.placement.pool_placement import PAIRED_ROLES, first_pools, pool_stages
 from runtime.node.worker_config import KvWorkerSection
-from runtime.serving.frontend.choice import PREFIX_BLOCKS
 from runtime.serving.frontend.router import Router
-from runtime.serving.messages import Hello, Role
+from runtime.serving.messages import Hello, Report, Role
 from runtime.serving.prefill.job import Disaggregation
 from runtime.simulator.events import Events, Timeouts, ns
 from runtime.simulator.kv.prompt_blocks import PromptBlocks, prompt_blocks
+from runtime.simulator.kv.routing import Knowledge
 from runtime.simulator.kv.rows import KvRows
 from runtime.simulator.kv.tiers import NodeTiers
 from runtime.simulator.result import Result, Sample
@@ -81,6 +81,9 @@ class Simulation:
         self._block_tokens = (config.own_model or ModelSection(name="")).kv_block_tokens
         self.tiers = NodeTiers(config.kv, setup.times, self._block_tokens)
         self._build_workers()
+        workers: list[SimPrefill | SimDecode] = [*self.prefills.values(), *self.decodes.values()]
+        blocks = {worker.name: worker.prompts for worker in workers if worker.prompts is not None}
+        self._knowledge = Knowledge(setup.routing, self.router, blocks, setup.seed)
         self._law = ControlLaw(config)
         self._meter = SignalMeter()
 
@@ -128,7 +131,7 @@ class Simulation:
             kv = KvRows(config.decode.kv_blocks, self._block_tokens, self.tiers) if config.decode.kv_blocks else None
             decode = SimDecode(
                 f"decode-{i}", self.events, setup.times, config.decode, batches,
-                self._roles.report, partial(self._end_once, outcome=FINISHED), kv, self._prompts(config.decode),
+                self._report, partial(self._end_once, outcome=FINISHED), kv, self._prompts(config.decode),
             )  # fmt: skip
             self.decodes[decode.name] = decode
             self.router.add(self._hello("decode", decode.name, config.decode, kv))
@@ -137,7 +140,7 @@ class Simulation:
             submit = partial(self._pools.submit, groups["prefill"][i], "prefill") if setup.workload.retrieval else None
             prefill = SimPrefill(
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
-                submit, self._offer, self._roles.report, self._end_once,
+                submit, self._offer, self._report, self._end_once,
                 Disaggregation(config.handover.disaggregate, setup.slos.tpot_s, config.decode.chunk_tokens),
                 prompts, self._decode_of,
             )  # fmt: skip
@@ -208,7 +211,8 @@ class Simulation:
             self._plan_arrival(i + 1)
         arrival, now = self._arrivals[i], self.events.now_ns
         try:
-            placement = self.router.place(arrival.prefix[:PREFIX_BLOCKS], arrival.prompt_tokens + arrival.output_tokens)
+            prefix, tokens = self._knowledge.prefix(arrival), arrival.prompt_tokens + arrival.output_tokens
+            placement = self.router.place(prefix, tokens, blocks=len(arrival.prefix))
         except TrinityError as error:
             self.refused[error.code] = self.refused.get(error.code, 0) + 1
             self._count_end()
@@ -216,10 +220,16 @@ class Simulation:
         deadline_ns = now + self._timeout_ns
         request = SimRequest(arrival, now, deadline_ns, placement)
         self.requests.append(request)
+        self._knowledge.placed(request)
         self._timeouts.start(request)
         self.prefills[placement.prefill].receive(request)
 
+    def _report(self, report: Report) -> None:
+        self._roles.report(self._knowledge.report(report))
+
     def _offer(self, request: SimRequest, pulled: Callable[[], None]) -> None:
+        if not request.by_decode:
+            self._knowledge.computed(request)
         request.left_prefill = True
         self.router.prefilled(request.placement)
         self._decode_of(request).offer(request, pulled)
@@ -238,6 +248,8 @@ class Simulation:
 
     def end(self, request: SimRequest, outcome: str) -> None:
         request.outcome, request.end_ns = outcome, self.events.now_ns
+        if request.by_decode or not request.left_prefill:
+            self._knowledge.computed(request)
         slos = self._setup.slos
         self._judged += 1
         self._missed += not request.met(slos.ttft_s, slos.tpot_s)

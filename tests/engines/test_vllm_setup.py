@@ -1,10 +1,12 @@
 """vLLM's command line, log lines, metrics, memory and the doctor's findings."""
 
 import itertools
+import json
 import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +17,13 @@ from runtime.checks.diagnosis import diagnose
 from runtime.checks.memory_estimate import estimate_device_bytes
 from runtime.checks.vllm import host_bytes
 from runtime.engines.openai.http import AioHttp
-from runtime.engines.vllm.command import check_arguments, command, environment, find_vllm
+from runtime.engines.vllm.command import (
+    check_arguments,
+    command,
+    environment,
+    event_endpoints,
+    find_vllm,
+)
 from runtime.engines.vllm.instance import LogForwarder
 from runtime.engines.vllm.process import drain
 from runtime.errors import ConfigError, ResourceBusy
@@ -41,6 +49,25 @@ def test_the_vllm_command_sets_model_socket_and_parallelism() -> None:
     assert pairs["--tensor-parallel-size"] == "2"
     assert pairs["--max-model-len"] == "4096"
     assert "--block-size" not in pairs, "vLLM knows its GPU"
+
+
+def test_instances_publish_kv_events_in_the_run_directory_where_there_is_a_choice_between_them() -> None:
+    def published(events: bool = True, **asked_for: Any) -> Any:
+        made = section(devices=["cpu"], **asked_for)
+        plan = lay_out(NodeConfig(model=made))
+        place = plan.of_role("engine")[0]
+        pairs = dict(itertools.pairwise(command(made, plan, place, events=events)))
+        given = json.loads(pairs.get("--kv-events-config", "{}"))
+        at = event_endpoints(plan, place)
+        assert not given or (given["endpoint"], given["replay_endpoint"]) == (at.events, at.replay)
+        assert at.events.startswith(f"ipc://{plan.run_dir}/")
+        return given.get("enable_kv_cache_events", False)
+
+    assert published(instances=2)
+    assert not published(instances=1)
+    assert not published(instances=2, events=False), "an older vLLM"
+    assert not published(instances=2, extra_args=["--kv-events-config", "{}"])
+    assert not published(instances=2, extra_args=["--data-parallel-size=2"])
 
 
 def test_extra_arguments_go_last_and_the_environment_overrides(monkeypatch: pytest.MonkeyPatch) -> None:

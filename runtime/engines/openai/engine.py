@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Literal
 
@@ -76,7 +76,7 @@ class OpenAiEngine(Engine):
         self._deps = Dependencies(balancer, search, section, prompts, probes, restarts, handovers, self._signals, clock)
         self._max_in_flight = max_in_flight
         self._tasks: dict[Request, asyncio.Task[None]] = {}
-        self._checks: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._ended_retries = 0
 
     # ---- interface of the routes
@@ -98,13 +98,15 @@ class OpenAiEngine(Engine):
 
     async def run(self) -> None:
         """Check servers and deadlines until cancelled; requests still in flight then end with WorkerLost."""
+        for follower in self.balancer.followers():
+            self._start(follower)
         try:
             while True:
                 self.tick()
                 await asyncio.sleep(_TICK_S)
         finally:
             self.end_all(WorkerLost("the frontend is stopping"))
-            ending = [*self._tasks.values(), *self._checks]
+            ending = [*self._tasks.values(), *self._background]
             for task in ending:
                 task.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
@@ -118,9 +120,12 @@ class OpenAiEngine(Engine):
                 request, DeadlineExceeded(f"the request's deadline passed after {request.delivered.count} tokens")
             )
         for check in (*self.balancer.checks_due(), *self.balancer.load_checks_due(), *self.balancer.idle_checks_due()):
-            task = asyncio.create_task(check)
-            self._checks.add(task)
-            task.add_done_callback(self._checks.discard)
+            self._start(check)
+
+    def _start(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def close(self) -> None:
         """No-op: `run` closes everything when it ends."""

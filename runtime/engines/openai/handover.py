@@ -19,6 +19,7 @@ from runtime.engines.openai.server import PrefillFailed
 from runtime.engines.openai.signals import EngineSignals
 from runtime.engines.openai.transfer import Transfer
 from runtime.errors import EngineFailed, EngineUnreachable, Overloaded
+from runtime.serving.frontend.choice import BLOCK_CHARS, BLOCK_TOKENS
 from runtime.serving.http.passthrough import first_set
 
 log = logging.getLogger(__name__)
@@ -209,6 +210,12 @@ def prompt_tokens(body: Json) -> int:
     if isinstance(prompt, list):
         return len(prompt)
     return len(prompt_text(body).encode(errors="replace")) // BYTES_PER_TOKEN
+
+
+def prompt_length(body: Json) -> float:
+    """Return the length of a request's prompt in blocks, as its prefix is divided."""
+    prompt = body.get("prompt")
+    return len(prompt) / BLOCK_TOKENS if isinstance(prompt, list) else len(prompt_text(body)) / BLOCK_CHARS
 
 
 def prompt_text(body: Json) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 
 from runtime.engines.openai.capabilities import Capabilities
+from runtime.engines.openai.kv_events import ServerBlocks, follow
 from runtime.engines.openai.server import PrefillFailed, Server, StreamBroken
 from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, Overloaded, TrinityError
 from runtime.node.supervisor.backoff import Backoff
@@ -83,13 +84,14 @@ _CHECK_TIMEOUT_NS = 5_000_000_000  # of the first check of a server that is down
 _IDLE_NS = 5_000_000_000
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Backend(Candidate):
     """A server and its state. `capabilities` None: it is down until a check succeeds, next at `next_check_ns`;
     `reported`: its last load, None without metrics."""
 
     server: Server
     backoff: Backoff
+    cached: ServerBlocks | None = None
     capabilities: Capabilities | None = None
     last_error: str = "not checked yet"
     next_check_ns: int = 0
@@ -137,7 +139,14 @@ class LoadBalancer:
         paired: bool = False,
     ) -> None:
         source = source or random.Random()
-        self.backends = [Backend(server, Backoff(source, most_s=max_backoff_s)) for server in servers]
+        self.backends = [
+            Backend(
+                server=server,
+                backoff=Backoff(source, most_s=max_backoff_s),
+                cached=ServerBlocks(clock) if server.events is not None else None,
+            )
+            for server in servers
+        ]
         self._detect, self._clock, self._advice = detect, clock, advice and f"; {advice}"
         self._choice, self._paired = Choice(overlap_weight), paired
         self.changed = asyncio.Event()
@@ -201,6 +210,22 @@ class LoadBalancer:
     def remember(self, backend: Backend, prefix: Sequence[int]) -> None:
         """Record that a server has the KV of these blocks, or soon will."""
         backend.prefixes.remember(prefix, _PREFIX_BLOCKS, self._clock())
+
+    def computed(self, backend: Backend, prefix: Sequence[int], length: float, prompt: list[int]) -> None:
+        """Record the token ids of a prompt that a server has computed; its text has `length` blocks, these first."""
+        views = [other.cached for other in self.backends if other.cached is not None]
+        for view in views:
+            view.learn(prefix, length, prompt)
+        if backend.cached is not None:
+            backend.cached.expect(prompt)
+
+    def followers(self) -> list[Coroutine[None, None, None]]:
+        """Return the readers of the servers' KV events, to be run until cancelled."""
+        return [
+            follow(backend.server.events, backend.cached)
+            for backend in self.backends
+            if backend.server.events is not None and backend.cached is not None
+        ]
 
     def _acquire(
         self,

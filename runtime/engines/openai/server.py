@@ -8,6 +8,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from runtime.engines.openai.http import AioHttp, Disconnected, Http, Response
+from runtime.engines.openai.kv_events import EventEndpoints
 from runtime.errors import (
     ContextLengthExceeded,
     EngineFailed,
@@ -69,7 +70,8 @@ class PrefillFailed(EngineFailed):
 
 class Server:
     """A server at `url` (with its /v1). `stage`: "prefill", "decode" or "" for both; `ranks`: GPUs that transfer its KV
-    at the same time; `unpaired_fields`: of requests to this server alone. Tests replace `http`."""
+    at the same time; `unpaired_fields`: of requests to this server alone; `events`:
+    where it publishes what it has cached, if it does. Tests replace `http`."""
 
     def __init__(
         self,
@@ -79,7 +81,9 @@ class Server:
         stage: Stage = "",
         ranks: int = 1,
         unpaired_fields: Mapping[str, Any] | None = None,
+        events: EventEndpoints | None = None,
     ) -> None:
+        self.events = events
         self.url, self.stage, self.ranks, self.unpaired_fields = url, stage, ranks, dict(unpaired_fields or {})
         self._root = _without_version(url)
         self._http = http or AioHttp()

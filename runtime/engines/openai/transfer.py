@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from runtime.engines.openai.kv_events import EventEndpoints
 from runtime.engines.openai.server import Server
 from runtime.node.engine_config import OpenAiSection
 
@@ -93,6 +94,14 @@ def transfer_of(section: OpenAiSection) -> Transfer:
 
 def servers_of(section: OpenAiSection, key: str) -> list[Server]:
     """Return the section's servers: those at `model.url`, then those of prefill."""
+    servers = _servers(section, key)
+    replays = section.kv_events_replay or ("",) * len(section.kv_events)
+    for server, events, replay in zip(servers, section.kv_events, replays, strict=False):
+        server.events = EventEndpoints(events, replay)
+    return servers
+
+
+def _servers(section: OpenAiSection, key: str) -> list[Server]:
     if section.prefill is None:
         return [Server(url, key) for url in section.urls]
     fields: Json = {}

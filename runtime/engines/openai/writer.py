@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from runtime.engines.openai.assembly import fit, inserted_text, room_for_passages, with_passages
 from runtime.engines.openai.capabilities import Capabilities, Continuation
 from runtime.engines.openai.continuation import budget, continuation_method, continuation_request, unsupported
-from runtime.engines.openai.handover import Handovers, prompt_text
+from runtime.engines.openai.handover import Handovers, prompt_length, prompt_text
 from runtime.engines.openai.load_balancer import Backend, LoadBalancer
 from runtime.engines.openai.probing import Probing, fit_tokens
 from runtime.engines.openai.relay import Relay
@@ -228,7 +228,7 @@ class AnswerWriter:
         assert backend.capabilities is not None, "a chosen server is up"
         self._backend, relay = backend, self._relay
         prefix = self._prefix()
-        overlap = backend.overlap(prefix)
+        overlap, unlearned = backend.overlap(prefix), not relay.sent_tokens
         self._deps.balancer.remember(backend, prefix)
         path, body = await self._next_request(backend, backend.capabilities)
         relay.stamps.setdefault(stages.PREFILL_BEGIN, self._deps.clock())
@@ -244,6 +244,9 @@ class AnswerWriter:
                 if self._unreported is not None or self._stalled_since_ns:
                     self._report_accepted()
                 relay.feed(chunk)
+                if unlearned and relay.transcript.prompt_ids is not None:
+                    length, unlearned = prompt_length(self._body), False
+                    self._deps.balancer.computed(backend, prefix, length, relay.transcript.prompt_ids)
                 if relay.stopped:
                     relay.end("stop")
                     return

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from runtime.engines.openai.kv_events import EventEndpoints
 from runtime.engines.vllm.transfer import transfer_config, transfer_environment
 from runtime.errors import ConfigError
 from runtime.node.engine_config import Stage, VllmSection
@@ -17,6 +18,7 @@ from runtime.serving.model import smollm
 MIN_VERSION = (0, 20)
 """Oldest version with the options and responses used here; tested with 0.32."""
 
+_EVENTS_VERSION = (0, 32)  # earlier ones need more memory for hybrid models while they publish events
 _DEFAULT_MEMORY_SHARE = 0.92  # of vLLM 0.32; 0.9 in earlier versions
 _SERVER = "vllm.entrypoints.openai.api_server"
 _TIMEOUT_S = 60.0  # an interpreter starts slowly on a busy machine
@@ -37,10 +39,11 @@ _REMOVED = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")  # set for our workers; vLLM
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """An installed vLLM: its version, and whether NIXL is installed too."""
+    """An installed vLLM: its version, whether NIXL is installed too, and whether it is to publish KV events."""
 
     version: str
     nixl: bool
+    events: bool = False
 
 
 def find_vllm(section: VllmSection) -> Installation:
@@ -59,7 +62,7 @@ def find_vllm(section: VllmSection) -> Installation:
     if numbers < MIN_VERSION:
         oldest = ".".join(map(str, MIN_VERSION))
         raise ConfigError(f"vLLM {version} at model.python = {section.python!r} is too old: it needs {oldest} or later")
-    return Installation(version, bool(nixl))
+    return Installation(version, bool(nixl), numbers >= _EVENTS_VERSION)
 
 
 def check_arguments(section: VllmSection) -> None:
@@ -92,7 +95,20 @@ def gpu_memory_share(section: VllmSection, stage: Stage = "") -> float:
         raise ConfigError(f"model.extra_args: --gpu-memory-utilization {given!r} is not a number") from None
 
 
-def command(section: VllmSection, plan: NodePlan, place: WorkerPlan, *, nixl: bool = False) -> Sequence[str]:
+def event_endpoints(plan: NodePlan, place: WorkerPlan) -> EventEndpoints:
+    """Return where an instance publishes its KV events, in the private run directory."""
+    return EventEndpoints(f"ipc://{plan.run_dir}/{place.name}.kv", f"ipc://{plan.run_dir}/{place.name}.rep")
+
+
+def _publishes_events(section: VllmSection, plan: NodePlan, stage: Stage) -> bool:
+    """Whether there is a choice that an instance's KV events serve. With data parallelism vLLM has no such endpoint."""
+    own = ("--kv-events-config", "--data-parallel-size", "-dp")
+    return len(plan.of_role("engine")) > 1 and not any(extra_argument(section, stage, name) for name in own)
+
+
+def command(
+    section: VllmSection, plan: NodePlan, place: WorkerPlan, *, nixl: bool = False, events: bool = False
+) -> Sequence[str]:
     """Return the command line of an instance. Raises `ModelError` if a packaged model cannot be converted."""
     loads, stage = section.loads, section.stages[place.stage]
     if loads == smollm.NAME:
@@ -106,6 +122,10 @@ def command(section: VllmSection, plan: NodePlan, place: WorkerPlan, *, nixl: bo
         options += ["--max-model-len", str(section.context_tokens)]
     if place.stage:
         options += [_TRANSFER, json.dumps(transfer_config(section, plan, place, nixl=nixl))]
+    if events and _publishes_events(section, plan, place.stage):
+        at = event_endpoints(plan, place)
+        published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": at.events}
+        options += ["--kv-events-config", json.dumps(published | {"replay_endpoint": at.replay})]
     if place.stage == "prefill":
         options += ["--enable-prompt-tokens-details"]  # the hand-over's cost model needs the cached tokens
     return [section.python, "-m", _SERVER, *options, *section.extra_args, *stage.extra_args]

@@ -7,6 +7,7 @@ from runtime.engines.openai.engine import OpenAiEngine, engine_over
 from runtime.engines.openai.http import AioHttp
 from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.engines.openai.server import Server
+from runtime.engines.vllm.command import event_endpoints
 from runtime.node.engine_config import VllmSection
 from runtime.node.worker import Worker
 from runtime.serving.frontend.observability import RequestMetrics
@@ -25,6 +26,7 @@ async def vllm_engine(
             http=AioHttp(worker.plan.engine_socket(place.name)),
             stage=place.stage,
             ranks=section.stages[place.stage].tensor_parallel_size,
+            events=event_endpoints(worker.plan, place),
         )
         for place in worker.plan.of_role("engine")
     ]

@@ -69,7 +69,7 @@ def run(worker: Worker) -> None:
     for leftover in (socket, f"{socket}.old", metrics):  # of a killed predecessor
         Path(leftover).unlink(missing_ok=True)
     remove_files(worker.plan, worker.placement)
-    arguments = command(section, worker.plan, worker.placement, nixl=found.nixl)
+    arguments = command(section, worker.plan, worker.placement, nixl=found.nixl, events=found.events)
     worker.log.info("%s", " ".join(arguments))
     try:
         instance = Instance(arguments, environment(section, worker.plan, worker.placement), LogForwarder(worker.log))

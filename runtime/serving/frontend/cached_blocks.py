@@ -62,11 +62,15 @@ class PrefixKeys:
 
 
 class CachedBlocks(ABC):
-    """The blocks that one worker or server has cached, as keys. `current`: whether that is known."""
+    """The blocks that one worker or server has cached, as keys; `prefixes` are those of prompts."""
 
     def __init__(self, prefixes: PrefixKeys) -> None:
-        self._prefixes = prefixes
-        self.current = False
+        self.prefixes = prefixes
+
+    @property
+    @abstractmethod
+    def current(self) -> bool:
+        """Whether it is known what is cached there."""
 
     @abstractmethod
     def share(self, key: bytes) -> float:
@@ -78,7 +82,7 @@ class CachedBlocks(ABC):
         there if it was `sent`."""
         saved = 0.0
         for block in prefix:
-            key = self._prefixes.get(block)
+            key = self.prefixes.get(block)
             share = float(sent(block)) if key is None else self.share(key)
             if not share:
                 break
@@ -98,11 +102,16 @@ class WorkerBlocks(CachedBlocks):
         self._most, self._in_tier = min(most, MOST_KEYS), in_tier
         self._too_many = False
         self._keys: set[bytes] = set()
+        self._current = False
         self.number = 0  # of the last batch
         self.load_saves = 0.0
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    @property
+    def current(self) -> bool:
+        return self._current
 
     def share(self, key: bytes) -> float:
         if key in self._keys:
@@ -112,15 +121,15 @@ class WorkerBlocks(CachedBlocks):
     @property
     def incomplete(self) -> bool:
         """Whether a list of all blocks would make the view current."""
-        return not self.current and not self._too_many
+        return not self._current and not self._too_many
 
     def apply(self, batch: Cached) -> None:
         """Apply a batch. The view is void after one that does not follow the last, or names more blocks than the
         worker has."""
         if batch.begins:
-            self._keys, self.number, self.current = set(), batch.number - 1, True
+            self._keys, self.number, self._current = set(), batch.number - 1, True
         self.expect(batch.number - 1)
-        if not self.current:
+        if not self._current:
             return
         self.number = batch.number
         self._keys.update(_split(batch.stored))
@@ -135,7 +144,7 @@ class WorkerBlocks(CachedBlocks):
             self._void()
 
     def _void(self) -> None:
-        self._keys, self.current = set(), False
+        self._keys, self._current = set(), False
 
 
 def _split(keys: bytes) -> list[bytes]:

@@ -20,20 +20,24 @@ class PromptBlocks:
 
     def __init__(self, blocks: int, block_tokens: int, tiers: NodeTiers) -> None:
         self.block_tokens, self.blocks = block_tokens, blocks
-        self._manager = BlockManager(blocks, 1, b"")  # one token of the manager is a block of the trace
-        self.tiers = tiers.of_worker(self._manager, block_tokens)
+        self.manager = BlockManager(blocks, 1, b"")  # one token of the manager is a block of the trace
+        self.tiers = tiers.of_worker(self.manager, block_tokens)
         self._tables: dict[SimRequest, BlockTable] = {}
         self._loads: dict[SimRequest, Load] = {}
 
     @property
     def available(self) -> int:
         """Number of blocks that can be allocated: free and cached ones."""
-        return self._manager.available
+        return self.manager.available
 
     @property
     def evicted_ns(self) -> int:
         """Latest arrival time of a request with an evicted block."""
-        return self._manager.evicted_ns
+        return self.manager.evicted_ns
+
+    def has(self, key: bytes) -> bool:
+        """Return whether a block is cached here."""
+        return key in self.manager.registered
 
     def cached_tokens(self, arrival: Arrival) -> int:
         """Return how many leading tokens of a prompt are cached here or in tiers."""
@@ -42,15 +46,15 @@ class PromptBlocks:
     def has_room(self, arrival: Arrival) -> bool:
         known = self._lookup_keys(arrival)
         others = -(-arrival.prompt_tokens // self.block_tokens) - len(known)
-        return self._manager.blocks_needed(known) + others <= self.available
+        return self.manager.blocks_needed(known) + others <= self.available
 
     def take(self, request: SimRequest) -> int:
         """Allocate blocks for a prompt. Return how many leading tokens are cached. Raises `OutOfBlocks`."""
         arrival = request.arrival
-        table = self._manager.open(self._lookup_keys(arrival))
+        table = self.manager.open(self._lookup_keys(arrival))
         table.requested_ns = request.received_ns
         self._tables[request] = table
-        self._manager.grow(table, -(-arrival.prompt_tokens // self.block_tokens))
+        self.manager.grow(table, -(-arrival.prompt_tokens // self.block_tokens))
         return table.reused_tokens * self.block_tokens
 
     def begin_load(self, request: SimRequest) -> int:
@@ -79,14 +83,14 @@ class PromptBlocks:
         table = self._tables.get(request)
         if table is not None:
             full = min(tokens // self.block_tokens, len(request.arrival.prefix))
-            self._manager.fill(table, request.arrival.prefix, full)
+            self.manager.fill(table, request.arrival.prefix, full)
 
     def release(self, request: SimRequest) -> None:
         """Release a prompt's blocks; full ones stay cached. Idempotent."""
         self._loads.pop(request, None)
         table = self._tables.pop(request, None)
         if table is not None:
-            self._manager.close(table)
+            self.manager.close(table)
 
     def record_compute(self, tokens: int, took_ns: int) -> None:
         """See `Tiers.record_compute`."""
@@ -95,7 +99,7 @@ class PromptBlocks:
     @property
     def unsaved(self) -> bool:
         """Whether there are blocks that no tier has stored yet."""
-        return bool(self._manager.unsaved)
+        return bool(self.manager.unsaved)
 
     def _lookup_keys(self, arrival: Arrival) -> Sequence[int]:
         """Return the shareable blocks of a prompt, and a stand-in for the rest with its last token."""

@@ -1,0 +1,255 @@
+"""KV events of model servers: routing by what they publish, and by what was sent to them when that is incomplete."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.engines.openai.capabilities import Capabilities
+from runtime.engines.openai.kv_events import SILENT_NS, TIER_SHARE, EventEndpoints, ServerBlocks, follow
+from runtime.engines.openai.load_balancer import Backend, LoadBalancer
+from runtime.engines.openai.server import Server
+from runtime.serving.frontend.cached_blocks import MOST_KEYS
+from runtime.serving.frontend.choice import BLOCK_TOKENS, prefix_blocks
+from tests.clock import Clock
+from tests.frontend.fake_workers import run
+
+SIZE = 16
+PROMPT = list(range(BLOCK_TOKENS * 4))
+PREFIX = prefix_blocks(PROMPT)
+
+
+def stored(tokens: Sequence[int], before: Any = None, first: int = 0, **fields: Any) -> dict[str, Any]:
+    """The event of a server that has cached these tokens' blocks, whose hashes are `first` and those that follow."""
+    hashes = list(range(first, first + len(tokens) // SIZE))
+    found = {"block_hashes": hashes, "parent_block_hash": before, "token_ids": list(tokens), "block_size": SIZE}
+    return {"type": "BlockStored", **found, "lora_id": None, "medium": "GPU", "lora_name": None, **fields}
+
+
+def removed(*hashes: int, medium: str = "GPU") -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": medium}
+
+
+def frames(number: int, *events: Any) -> list[bytes]:
+    return [b"", number.to_bytes(8), msgspec.msgpack.encode([12.5, events, 0])]
+
+
+def following(*batches: Sequence[Any], clock: Clock | None = None) -> ServerBlocks:
+    """Return the account of a server that has published these batches."""
+    view = ServerBlocks(clock or Clock())
+    for number, events in enumerate(batches):
+        assert not view.apply(frames(number, *events))
+    view.learn(PREFIX, len(PROMPT) / BLOCK_TOKENS, PROMPT)
+    return view
+
+
+def saved(view: ServerBlocks) -> float:
+    return view.saved(PREFIX, lambda block: False)
+
+
+def test_blocks_count_from_their_fill_to_their_removal() -> None:
+    view = following([stored(PROMPT)])
+    assert view.current
+    assert saved(view) == 4.0
+    view.apply(frames(1, removed(7, 6)))
+    assert saved(view) == 3.0
+    view.apply(frames(2, stored(PROMPT[-2 * SIZE :], before=5, first=6)))
+    assert saved(view) == 4.0
+    view.apply(frames(3, {"type": "AllBlocksCleared"}))
+    assert (saved(view), len(view)) == (0.0, 0)
+
+
+def test_events_as_lists_and_hashes_as_bytes_are_understood_too() -> None:
+    names = [b"%032d" % number for number in range(8)]
+    view = following([["BlockStored", names, None, PROMPT, SIZE, None, "GPU"]])
+    assert saved(view) == 4.0
+    view.apply(frames(1, ["BlockRemoved", names[4:], "GPU"]))
+    assert saved(view) == 2.0
+
+
+def test_a_block_that_the_server_has_offloaded_counts_less() -> None:
+    view = following([stored(PROMPT), stored(PROMPT, medium="CPU"), removed(*range(4, 8))])
+    assert saved(view) == 2.0 + 2 * TIER_SHARE
+    view.apply(frames(1, removed(*range(8), medium="CPU")))
+    assert saved(view) == 2.0
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored(PROMPT, lora_id=3),
+        stored(PROMPT, extra_keys=[("salt",)] + [None] * 7),
+        stored(PROMPT, group_idx=1),
+        stored(PROMPT, before=99),
+    ],
+    ids=["adapter", "salt", "another group", "unknown predecessor"],
+)
+def test_blocks_that_other_prompts_cannot_share_do_not_count(event: dict[str, Any]) -> None:
+    assert saved(following([event])) == 0.0
+
+
+def test_after_a_gap_the_account_is_void_until_the_server_publishes_from_the_start() -> None:
+    view = following([stored(PROMPT)])
+    late = frames(2, removed(0))
+    assert view.apply(late), "message 1 is missing"
+    assert not view.current
+    assert not view.apply(late, last=True)
+    assert not view.current
+    assert len(view) == 0
+    view.apply(frames(3, stored(PROMPT)))
+    assert not view.current
+    view.apply(frames(0, stored(PROMPT)))  # a new process
+    assert view.current
+    assert saved(view) == 4.0
+
+
+def test_repeated_messages_close_a_gap_and_are_applied_once() -> None:
+    view = following([stored(PROMPT)])
+    assert view.apply(frames(3, stored(PROMPT[-2 * SIZE :], before=5, first=6)))
+    assert view.next_number == 1
+    for number, event in ((1, removed(7)), (2, removed(6)), (3, stored(PROMPT[-2 * SIZE :], before=5, first=6))):
+        view.apply(frames(number, event), repeated=True)
+    view.apply(frames(3, removed(0)), last=True)  # that which was held back
+    assert view.current
+    assert saved(view) == 4.0
+
+
+def test_a_restart_whose_first_messages_were_missed_is_repeated_from_the_start() -> None:
+    view = following([stored(PROMPT)], [removed(7)], [removed(6)])
+    assert view.apply(frames(1, stored(PROMPT)))
+    assert view.next_number == 0
+
+
+def test_a_server_that_publishes_nothing_of_a_prompt_is_not_believed_until_it_publishes_again() -> None:
+    clock = Clock()
+    view = following([stored(PROMPT)], clock=clock)
+    view.expect(PROMPT)
+    clock.advance(60)
+    assert view.current, "it has published them"
+    view.apply(frames(1, removed(*range(8))))
+    view.expect(PROMPT)
+    clock.advance(SILENT_NS / 1e9)
+    assert view.current
+    clock.advance(1)
+    assert not view.current
+    view.apply(frames(2, stored(PROMPT)))
+    assert view.current
+
+
+HOSTILE: list[Any] = [
+    b"",
+    b"\xc1",
+    b"\x91" * 5000,
+    msgspec.msgpack.encode({"events": []}),
+    *(
+        msgspec.msgpack.encode([0, [event]])
+        for event in (
+            7,
+            [],
+            ["Unknown"],
+            stored(PROMPT, block_size=0),
+            stored(PROMPT, block_size=1 << 40),
+            stored(PROMPT, token_ids=PROMPT[:-1]),
+            stored([*PROMPT[:-1], -1]),
+            stored([*PROMPT[:-1], 1 << 40]),
+            stored(PROMPT, token_ids="x" * len(PROMPT)),
+            stored(PROMPT, block_hashes=[[1]] * 8),
+            stored(PROMPT, block_hashes=[bytes(65)] * 8),
+            stored(PROMPT, parent_block_hash=1.5),
+            {"type": "BlockStored"},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("payload", HOSTILE)
+def test_a_malformed_message_voids_the_account(payload: bytes) -> None:
+    view = following([stored(PROMPT)])
+    assert not view.apply([b"", (1).to_bytes(8), payload])
+    assert (view.current, len(view), view.malformed) == (False, 0, 1)
+
+
+@given(st.lists(st.binary(max_size=20), max_size=5), st.binary(max_size=60))
+def test_any_bytes_are_accepted_or_dropped(parts: list[bytes], payload: bytes) -> None:
+    view = following([stored(PROMPT)])
+    view.apply(parts)
+    view.apply([b"", (1).to_bytes(8), payload])
+
+
+def test_a_server_with_more_blocks_than_are_remembered_is_judged_by_what_was_sent_to_it() -> None:
+    view = ServerBlocks(Clock())
+    many = 4096
+    for number in range(MOST_KEYS // many + 1):
+        tokens = [number] * (many * SIZE)
+        view.apply(frames(number, stored(tokens, first=number * many)))
+    assert not view.current
+    assert len(view) <= MOST_KEYS
+
+
+def test_requests_go_to_the_server_that_publishes_their_blocks_although_they_were_sent_to_another() -> None:
+    clock = Clock()
+    endpoints = EventEndpoints("ipc:///nowhere")
+    servers = [Server(f"http://{name}/v1", events=endpoints) for name in ("a", "b")]
+    balancer = LoadBalancer(servers, lambda server: asyncio.sleep(0, Capabilities()), clock)
+
+    def chosen() -> Backend:
+        backend = balancer.choose(lambda capabilities: None, prefix=PREFIX)
+        balancer.release(backend)
+        return backend
+
+    async def testing() -> None:
+        await balancer.check_all()
+        first, other = balancer.backends
+        for backend in balancer.backends:
+            assert backend.cached is not None
+            backend.cached.apply(frames(0, stored([9] * SIZE, first=100)))
+        balancer.remember(first, PREFIX)
+        balancer.computed(first, PREFIX, 4.0, PROMPT)
+        assert other.cached is not None
+        other.cached.apply(frames(1, stored(PROMPT)))
+        assert [chosen() for _ in range(3)] == [other] * 3
+        other.cached.apply(frames(9, stored(PROMPT)), last=True)  # a gap
+        assert first.cached is not None
+        first.cached.apply(frames(9), last=True)
+        assert [chosen() for _ in range(3)] == [first] * 3, "by what was sent to it"
+
+    run(testing())
+
+
+def test_a_reader_receives_messages_and_has_missed_ones_repeated(tmp_path: Path) -> None:
+    async def testing() -> None:
+        context = zmq.asyncio.Context.instance()
+        at = EventEndpoints(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r")
+        with context.socket(zmq.XPUB) as publisher, context.socket(zmq.ROUTER) as replayer:
+            publisher.bind(at.events)
+            replayer.bind(at.replay)
+            view = ServerBlocks(Clock())
+
+            async def replay(*messages: list[bytes]) -> int:
+                peer, _, start = await replayer.recv_multipart()
+                for message in messages:
+                    await replayer.send_multipart([peer, b"", *message])
+                await replayer.send_multipart([peer, b"", b"", (-1).to_bytes(8, signed=True), b""])
+                return int.from_bytes(start)
+
+            reading = asyncio.create_task(follow(at, view))
+            assert await publisher.recv() == b"\x01"
+            assert await replay(frames(0, stored(PROMPT))) == 0
+            await publisher.send_multipart(frames(2, removed(6)))
+            assert await replay(frames(1, removed(7)), frames(2, removed(6))) == 1
+            await publisher.send_multipart(frames(4))
+            assert await replay() == 3  # no longer there
+            await publisher.send_multipart(frames(6))
+            assert await replay() == 0
+            assert not view.current
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    run(testing())
