@@ -73,9 +73,9 @@ class HttpSection(Section, frozen=True):
     - `restart_wait_s`: a request whose prefill or decode worker died is restarted on another one, at most three
       times; this is how long it waits if there is no other one. New requests wait as long. A restarted frontend
       accepts connections when it knows a worker of each role, and after this time at the latest.
-    - `overlap_weight`: routing picks the worker, or model server, with the fewest requests. One that recently received
-      the whole prompt counts `overlap_weight` requests fewer, one that received a prefix of it a share of that. 0: load
-      only.
+    - `overlap_weight`: routing picks the worker, or model server, with the fewest requests. One that has the whole
+      prompt cached (or recently received it, if that is unknown) counts `overlap_weight` requests fewer, one that has a
+      prefix of it a share of that. 0: load only.
     - `max_connections`: maximum number of open connections; one client address may have half of them. All connections
       through a proxy have one address: behind a proxy, set it to twice the number of the proxy's.
     - `drain_notice_s`: a stopping node first fails /health and accepts requests for this time, so that load balancers

@@ -61,6 +61,7 @@ class SteppedWorkers:
         self.plan = lay_out(parse_config(raw))
         self._frontend = bind(zmq.ROUTER, self.plan.endpoint("frontend"), max_message_bytes=1 << 24)
         self._identities: dict[str, bytes] = {}
+        self.identity = b""  # of the model
         self.decodes: dict[str, DecodeWorker] = {}
         self.tables: dict[str, WorkerTable] = {}
         self.prefill = PrefillWorker(self._worker("prefill-0"), transport, idle_ms=0)
@@ -117,6 +118,7 @@ class SteppedWorkers:
             identity, content = self._frontend.recv_multipart()
             message = decode_to_frontend(content)
             if isinstance(message, Hello) and message.worker not in self._identities:
+                self.identity = message.model
                 self._identities[message.worker] = identity
                 self.send(message.worker, Welcome(EPOCH))
             self.handle(message)

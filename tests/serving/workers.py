@@ -140,6 +140,7 @@ class Workers(SteppedWorkers):
         self._requests: dict[str, Request] = {}  # including ended ones
         self._late: list[ToFrontend] = []  # messages of a dead worker that were not received yet
         self.outputs: dict[str, Output] = {}
+        self.cached: list[Cached] = []
         super().__init__(model, weights=weights, **options)
 
     def lose(self, name: str, undelivered: int = 0) -> None:
@@ -209,6 +210,8 @@ class Workers(SteppedWorkers):
         super().receive()
 
     def handle(self, message: ToFrontend) -> None:
+        if isinstance(message, Cached):
+            self.cached.append(message)
         if isinstance(message, Hello | Report | Cached):
             return
         request = self._table.get(message.request_id)

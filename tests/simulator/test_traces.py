@@ -50,6 +50,28 @@ def test_a_ragpulse_trace_has_its_times_as_text_and_its_blocks_by_part(tmp_path:
     assert first.prefix[1] != second.prefix[1]
 
 
+def test_a_ragpulse_trace_beside_its_parts_becomes_chats_in_blocks_of_tokens(tmp_path: Path) -> None:
+    sizes = {"1_sys_prompt": {1: 64, 2: 64, 3: 20}, "2_passages": {5: 100}, "4_user_input": {8: 30, 9: 34}}
+    for name, parts in sizes.items():
+        lines = (f'{{"{name[2:]}_id": {part}, "token_length": {tokens}}}\n' for part, tokens in parts.items())
+        written(tmp_path, "".join(lines), f"{name}.jsonl.gz")
+
+    def line(at_s: int, system: list[int], question: int, session: str) -> str:
+        ids = f'{{"sys_prompt": {system}, "passages_ids": [5], "user_input": [{question}]}}'
+        return f'{{"timestamp": "{at_s}", "input_length": 1, "output_length": 32, "hash_ids": {ids}, "session_id": "{session}"}}\n'  # noqa: E501
+
+    turns = line(0, [1, 2], 8, "a") + line(10, [1, 2, 3], 9, "a") + line(11, [1, 2], 9, "b") + line(900, [1], 8, "a")
+    first, second, other, later = load_trace(written(tmp_path, turns))
+    assert [one.prompt_tokens for one in (first, second, other)] == [258, 128 + 62 + 20 + 134, 262]
+    assert first.block_tokens == 32
+    assert [one.known_blocks for one in (first, second, other)] == [2, (128 + 62) // 32, 4]
+    assert second.prefix[:4] == other.prefix[:4], "the system prompt"
+    assert second.prefix[4] != other.prefix[4], "the first turn, before the passages"
+    assert (second.chat_s, other.chat_s, later.chat_s) == (10, 0, 0)
+    faster = at_rate([first, second, other, later], 400.0)
+    assert [round(one.at_s, 3) for one in faster] == [0.0, 0.0 + round(11 / 90_000, 3), 0.01, 10.0]
+
+
 def test_a_rate_only_rescales_time(tmp_path: Path) -> None:
     arrivals = load_trace(written(tmp_path, AZURE))
     faster = at_rate(arrivals, 10.0)
