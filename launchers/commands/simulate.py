@@ -158,7 +158,7 @@ def _result_table(result: "Result") -> Table:
     table.caption = (
         f"busy, with the actual batches: prefill {used['prefill']}, decode {used['decode']} of the time "
         f"with {used['decode_slots']} of its slots, pool {used['pool']}, link {used['link']}; "
-        f"rows stalled by probes {used['stall']}; prompt tokens reused {used['prefix_hits']}; outcomes: {ends}"
+        f"rows stalled by probes {used['stall']}; prompt tokens reused {result.use['prefix_hits']:.1%}; outcomes: {ends}"
     )
     return table
 

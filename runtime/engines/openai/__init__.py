@@ -11,6 +11,7 @@ handover.py       KV hand-over between prefill and decode servers
 transfer.py       fields of the requests of a hand-over, by engine: vLLM, SGLang
 load_balancer.py  choice of a server: least loaded, by prefix overlap; health checks
 signals.py        what the control loop and the planner read about the engine
+kv_events.py      what servers publish of their KV caches
 server.py         one server: requests, server-sent events, mapping of its errors
 http.py           the HTTP client below it, over aiohttp
 capabilities.py   detection of a server's capabilities, also for `trinity doctor`
