@@ -154,11 +154,12 @@ def _result_table(result: "Result") -> Table:
         table.add_row(name, f"{share:.1%}", *(f"{value * unit:.2f}" for value in (spread.p50, spread.p90, spread.p99)))
     table.add_row("both", f"{result.attainment:.1%}", f"goodput {result.goodput:.2f}/s", "", "")
     used = {name: f"{value:.0%}" for name, value in result.use.items()}
+    reused = f"{result.use['prefix_hits']:.1%}"
     ends = ", ".join(f"{count} {name}" for name, count in sorted(result.outcomes.items()))
     table.caption = (
         f"busy, with the actual batches: prefill {used['prefill']}, decode {used['decode']} of the time "
         f"with {used['decode_slots']} of its slots, pool {used['pool']}, link {used['link']}; "
-        f"rows stalled by probes {used['stall']}; prompt tokens reused {result.use['prefix_hits']:.1%}; outcomes: {ends}"
+        f"rows stalled by probes {used['stall']}; prompt tokens reused {reused}; outcomes: {ends}"
     )
     return table
 

@@ -99,15 +99,13 @@ class WorkerLink(Engine):
         keep_traces: int = KEPT_TRACES,
     ) -> None:
         super().__init__(epoch=epoch, clock=clock, on_end=on_end, on_refused=on_refused, keep_traces=keep_traces)
-        self.router = router
-        self._lost_after_ns = lost_after_ns
-        self._limits = restarts
+        self.router, self.endpoint = router, endpoint
+        self._lost_after_ns, self._limits = lost_after_ns, restarts
         self._waiting: dict[Request, tuple[int, TrinityError]] = {}  # for a worker: until when, and why
         self._peers: dict[str, Peer] = {}
         self._names: dict[bytes, str] = {}
         self._restarts = self._lost_workers = self._stale = 0
         self._malformed = MalformedMessages(log, clock)
-        self.endpoint = endpoint
         self._zmq_socket = bind(zmq.ROUTER, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, queue=QUEUE)
         self._zmq_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to an absent worker is an error
         self._zmq_socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes over its predecessor's identity
