@@ -17,8 +17,8 @@ _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)", re.IGNORECASE)
 
 @dataclass
 class Load:
-    """Result of a run: seconds of each answered request from when it was due, statuses, and the run's length; `after`
-    it others were answered that had been sent in it."""
+    """Result of a run: seconds of each answered request from when it was due, statuses, and the run's length. `after`:
+    requests that were sent in it and answered after it."""
 
     seconds: list[float] = field(default_factory=list)
     statuses: Counter[int] = field(default_factory=Counter)

@@ -164,7 +164,7 @@ class SloSection(Section, frozen=True):
 
     - `ttft_s`: time to first token.
     - `tpot_s`: mean time per output token after the first.
-    - `search_s`: time of a search without generation.
+    - `search_s`: time of a search without generation. One whose text would wait ten times as long is refused.
     - `objective`: share of the requests that must meet them. Failed and refused requests count as violations. Alerts
       watch the rate at which the error budget, 1 - `objective`, is used up.
     """
