@@ -10,11 +10,11 @@ import zmq
 from ipc.endpoints import connect, send_now
 from ipc.errors import MALFORMED
 from runtime.serving.kv.block_events import BATCH_KEYS, BlockEvents
+from runtime.serving.malformed import MalformedMessages
 from runtime.serving.messages import (
     Cancel,
     Hello,
     ListCached,
-    MalformedMessages,
     Prefill,
     Release,
     Report,

@@ -9,7 +9,8 @@ from ipc.endpoints import bind, new_token, private_endpoint
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.block_events import BlockEvents
 from runtime.serving.kv.blocks import BlockManager
-from runtime.serving.messages import Hello, MalformedMessages
+from runtime.serving.malformed import MalformedMessages
+from runtime.serving.messages import Hello
 
 log = logging.getLogger("tests.malformed")
 

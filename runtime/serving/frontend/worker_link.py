@@ -38,13 +38,13 @@ from runtime.errors import (
 from runtime.serving.frontend.engine import KEPT_TRACES, Engine, LinkStatistics, RestartLimits
 from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Router
+from runtime.serving.malformed import MalformedMessages
 from runtime.serving.messages import (
     Cached,
     Cancel,
     Failed,
     Hello,
     ListCached,
-    MalformedMessages,
     Release,
     Report,
     Retrieved,
