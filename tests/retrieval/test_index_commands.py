@@ -1,6 +1,7 @@
 """`trinity index …` and `trinity search`: output, and one line for every user error."""
 
 import gzip
+import inspect
 import json
 import os
 import signal
@@ -13,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from gpu import GraphIndex
 from launchers.commands import index as index_commands
 from launchers.main import main
 from runtime.errors import EXIT_CONFIG, EXIT_USAGE, CollectionError
 from runtime.node.placement.plan import nodes_dir
 from runtime.node.run_dir import NodeInfo
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.onnx_model import MINILM_PIP
 from tests.retrieval.long_builds import long_source, wait_until_it_reads
@@ -262,3 +265,14 @@ def test_folders_are_built_and_updated(trinity: Trinity, tmp_path: Path) -> None
     assert (code, printed.splitlines()[1]) == (0, f"{out}: nothing changed")
     code, _, told = trinity("index", "build", folder, tmp_path / "v.npy", *options)
     assert (code, told) == (EXIT_USAGE, "trinity: error: vectors require exactly one source, not 2\n")
+
+
+def test_an_index_built_in_python_has_the_defaults_of_index_build_and_neighbor_codes() -> None:
+    shared = ("metric", "degree", "dtype", "neighbor_codes", "code_bits", "seed", "device")
+    command, library, collection = (
+        {name: inspect.signature(build).parameters[name].default for name in shared}
+        for build in (index_commands.build, GraphIndex.build, bulk_load.build)
+    )
+    assert command == library == collection
+    vectors = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
+    assert GraphIndex.build(vectors).nbytes > GraphIndex.build(vectors, neighbor_codes=False).nbytes
