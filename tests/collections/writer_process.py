@@ -24,7 +24,7 @@ def main(directory: Path, seed: int) -> None:
             else:
                 writer.upsert([document(name, 1000 * step + int(name)) for name in names])
             print("done", flush=True)
-            if chance.random() < 0.1:
+            if chance.random() < 0.02:  # it waits for builds in the background
                 writer.compact()
 
 
