@@ -103,7 +103,7 @@ def test_a_crowded_pool_is_skipped_until_the_others_have_as_many_queries() -> No
     assert 0 in order
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     service=st.lists(st.integers(1, 200), min_size=2, max_size=5),
     recovers=st.integers(0, 4),

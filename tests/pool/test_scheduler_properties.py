@@ -203,13 +203,13 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
 
 
 TestAnyOrderOfCalls = AnyOrderOfCalls.TestCase
-TestAnyOrderOfCalls.settings = settings(max_examples=80, stateful_step_count=40)
+TestAnyOrderOfCalls.settings = settings(max_examples=50, stateful_step_count=40)
 
 
 EXTENDS = 4  # of every query in the flood below
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     slots=st.integers(1, 4),
     spare=st.integers(0, 4),

@@ -135,7 +135,7 @@ def test_an_index_whose_vectors_are_all_refused_is_not_measured() -> None:
     assert measured_over(Refusing(1, 1), 8) == []
 
 
-@pytest.mark.parametrize(("form", "limit"), [("resident", 1024), (None, 64), (None, 1)])
+@pytest.mark.parametrize(("form", "limit"), [("resident", 1024), (None, 64)])
 def test_hundreds_of_slots_are_measured_on_a_device_in_the_time_given(
     new_driver: Any, form: LaunchForm | None, limit: int
 ) -> None:
