@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -291,7 +292,7 @@ def test_counters_survive_a_removed_worker() -> None:
         table.add(DecodeMetrics.ROW_SECONDS, 5.0)
     before = loop.readings()
     loop.remove_worker(tables.pop("decode-1"))
-    assert loop.readings() == before
+    assert replace(loop.readings(), links=before.links) == before
     table = WorkerTable.create("decode", "decode-1", SloSection())
     loop.add_worker(table)
     table.add(DecodeMetrics.ROW_SECONDS, 2.0)
