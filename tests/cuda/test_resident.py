@@ -137,8 +137,9 @@ def test_a_running_query_stops_after_an_extend_and_resumes_there(new_driver: New
         slot = engine.admit(query, longest, "docs")
         done = engine.extend().tolist()
         while not done:
-            engine.stop()  # lowers the goal of the running query
-            stood.add(engine.extends(slot))
+            if not stood - {0}:
+                engine.stop()  # lowers the goal of the running query
+                stood.add(engine.extends(slot))
             done = engine.extend().tolist()
         stood.discard(engine.extends(slot))  # all of its extends
         assert engine.result(slot)[0].tolist() == searched(query, longest)
