@@ -62,7 +62,7 @@ class ServedSection(Section, frozen=True):
     context_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
 
 
-EventEndpoint = Annotated[str, Meta(pattern=r"^(tcp://[^\s/]+:[0-9]+|ipc://\S+)$", max_length=256)]
+EventEndpoint = Annotated[str, Meta(pattern=r"^(tcp://[^\s/*]+:[0-9]+|ipc://\S+)$", max_length=256)]
 
 
 Urls = Annotated[str, Meta(min_length=1)] | Annotated[tuple[str, ...], Meta(min_length=1, max_length=64)]

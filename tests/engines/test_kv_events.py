@@ -16,9 +16,14 @@ from runtime.engines.openai.capabilities import Capabilities
 from runtime.engines.openai.kv_events import SILENT_NS, TIER_SHARE, EventEndpoints, ServerBlocks, follow
 from runtime.engines.openai.load_balancer import Backend, LoadBalancer
 from runtime.engines.openai.server import Server
+from runtime.engines.openai.transfer import servers_of
+from runtime.node.engine_config import OpenAiSection
 from runtime.serving.frontend.cached_blocks import MOST_KEYS
 from runtime.serving.frontend.choice import BLOCK_TOKENS, prefix_blocks
+from runtime.serving.messages import Tokens
 from tests.clock import Clock
+from tests.engines.engine_harness import read_answer, running_engine
+from tests.engines.fake_openai import Behaviour
 from tests.frontend.fake_workers import run
 
 SIZE = 16
@@ -221,6 +226,58 @@ def test_requests_go_to_the_server_that_publishes_their_blocks_although_they_wer
         assert [chosen() for _ in range(3)] == [first] * 3, "by what was sent to it"
 
     run(testing())
+
+
+async def test_the_token_ids_of_an_answer_show_where_its_prompts_blocks_are() -> None:
+    text = "What holds for one prompt holds for the next that begins with it. " * 8
+    async with running_engine(Behaviour(), Behaviour()) as harness:
+        views = [ServerBlocks(harness.clock) for _ in harness.fakes]
+        for backend, view in zip(harness.engine.balancer.backends, views, strict=True):
+            backend.cached = view
+            view.apply(frames(0, stored([9] * SIZE, first=900)))
+        answer = await read_answer(harness.complete(text))
+        (chosen,) = (number for number, fake in enumerate(harness.fakes) if fake.generations())
+        prompt = next(piece.prompt_token_ids for piece in answer.pieces if isinstance(piece, Tokens))
+        whole = prompt[: len(prompt) // SIZE * SIZE]
+        views[1 - chosen].apply(frames(1, stored(whole)))
+        for _ in range(2):
+            await read_answer(harness.complete(text))
+        assert [len(harness.fakes[number].generations()) for number in (chosen, 1 - chosen)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("more", "endpoints"),
+    [
+        ({"kv_events": ["tcp://a:5557"]}, [EventEndpoints("tcp://a:5557"), None]),
+        (
+            {"kv_events": ["tcp://a:1", "ipc:///run/b"], "prefill": {"url": "http://b/v1", "transfer": "vllm"}}
+            | {"kv_events_replay": ["tcp://a:2", "ipc:///run/c"]},
+            [EventEndpoints("tcp://a:1", "tcp://a:2"), EventEndpoints("ipc:///run/b", "ipc:///run/c")],
+        ),
+        ({}, [None]),
+    ],
+)
+def test_the_endpoints_belong_to_the_servers_in_their_order(
+    more: dict[str, Any], endpoints: list[EventEndpoints | None]
+) -> None:
+    section = msgspec.convert({"engine": "openai", "name": "m", "url": "http://a/v1"} | more, OpenAiSection)
+    found = [server.events for server in servers_of(section, "")]
+    assert found == endpoints[: len(found)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kv_events": ["tcp://a:1", "tcp://b:1"]},
+        {"kv_events_replay": ["tcp://a:1", "tcp://b:1"]},
+        {"kv_events": ["tcp://*:5557"]},
+        {"kv_events": ["http://a:1"]},
+        {"kv_events": ["tcp://a"]},
+    ],
+)
+def test_endpoints_that_cannot_be_read_are_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"engine": "openai", "name": "m", "url": "http://a/v1"} | more, OpenAiSection)
 
 
 def test_a_reader_receives_messages_and_has_missed_ones_repeated(tmp_path: Path) -> None:

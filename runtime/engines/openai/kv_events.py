@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 TIER_SHARE = 0.5  # of a block in a server's own tier: what loading it saves is not published
 SILENT_NS = 5_000_000_000
-_MAX_MESSAGE_BYTES = 16 << 20
+_MAX_MESSAGE_BYTES = 4 << 20  # of the events of one step
 _QUEUE = 10_000
 _MAX_RECONNECT_MS = 2_000  # a model takes a minute to load
 _MAX_BLOCK_TOKENS = 4096
@@ -205,12 +205,19 @@ async def follow(endpoints: EventEndpoints, blocks: ServerBlocks) -> None:
         events.setsockopt(zmq.SUBSCRIBE, b"")
         if endpoints.replay:
             await _replay(context, endpoints.replay, blocks)
+        known = False
         while True:
             frames = await events.recv_multipart()
+            await asyncio.sleep(0)  # receiving queued messages does not yield
             if blocks.apply(frames):
                 if endpoints.replay:
                     await _replay(context, endpoints.replay, blocks)
                 blocks.apply(frames, last=True)
+            if blocks.current != known:
+                known = blocks.current
+                log.info(
+                    "%s: requests are routed by what %s", endpoints.events, "it has" if known else "was sent there"
+                )
 
 
 async def _replay(context: zmq.asyncio.Context, endpoint: str, blocks: ServerBlocks) -> None:
@@ -221,6 +228,7 @@ async def _replay(context: zmq.asyncio.Context, endpoint: str, blocks: ServerBlo
                 await replay.send_multipart([b"", blocks.next_number.to_bytes(8, "big")])
                 for _ in range(_MOST_REPLAYED):
                     frames = await replay.recv_multipart()
+                    await asyncio.sleep(0)
                     if len(frames) != 4 or frames[2] == _END:
                         return
                     blocks.apply(frames[1:], repeated=True)

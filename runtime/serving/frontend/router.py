@@ -10,6 +10,7 @@ evicted once the worker reports that it has evicted cached blocks of a later req
 Reports lag by up to 250 ms. Draining workers receive no new requests; the number of requests in flight is bounded.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ class Placement:
 
 UNPLACED = Placement("", "", "")
 
+
+log = logging.getLogger(__name__)
 
 _ASK_INTERVAL_NS = 1_000_000_000
 
@@ -166,6 +169,7 @@ class Router:
         if worker.asked_ns is not None and now_ns - worker.asked_ns < _ASK_INTERVAL_NS:
             return False
         worker.asked_ns = now_ns
+        log.info("%s lists its KV blocks: a batch is missing, or it was not heard from the start", name)
         return True
 
     def learn(self, prefix: KnownPrefix, tokens: Sequence[int], salt: bytes) -> None:
