@@ -1,5 +1,6 @@
 """Tests that prefill and decode together return the tokens of `generate()`, under evictions, restarts and probes."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from runtime.serving import stages
 from runtime.serving.frontend.cached_blocks import PrefixKeys, WorkerBlocks
 from runtime.serving.kv.blocks import block_keys
 from runtime.serving.kv.tiers import Tiers
-from runtime.serving.messages import Retrieval
+from runtime.serving.messages import ListCached, Retrieval
 from runtime.serving.model.model_info import ModelInfo
 from runtime.testing.reference import Reference
 from tests.serving.workers import FakePool, Start, Workers
@@ -95,18 +96,27 @@ def test_a_common_prefix_is_computed_once_and_pulled_once(start: Start, referenc
 
 def test_workers_publish_the_blocks_that_they_have_cached_under_the_same_keys(start: Start) -> None:
     workers = start()
+    views = {name: WorkerBlocks(PrefixKeys(), 1000, lambda key: False) for name in ("prefill-0", "decode-0")}
+
+    def receive_until(batches: Callable[[], bool]) -> None:
+        for _ in range(1_000_000):  # batches have a least distance
+            if batches():
+                return
+            workers.round()
+            while workers.cached:
+                batch = workers.cached.pop(0)
+                views[batch.worker].apply(batch)
+        raise AssertionError(f"they have published {[len(view) for view in views.values()]} blocks")
+
     workers.submit("r", [*range(3, 203), 210], 6)
     workers.run()
-    views = {name: WorkerBlocks(PrefixKeys(), 1000, lambda key: False) for name in ("prefill-0", "decode-0")}
-    for _ in range(1_000_000):  # batches have a least distance
-        workers.round()
-        while workers.cached:
-            batch = workers.cached.pop(0)
-            views[batch.worker].apply(batch)
-        if all(len(view) == 25 for view in views.values()):  # of eight tokens
-            break
+    receive_until(lambda: all(len(view) == 25 for view in views.values()))  # of eight tokens
     keys = list(block_keys(list(range(3, 203)), 8, workers.identity))
     assert all(view.current and view.share(key) == 1.0 for view in views.values() for key in keys)
+    decode = views["decode-0"] = WorkerBlocks(PrefixKeys(), 1000, lambda key: False)
+    workers.send("decode-0", ListCached())
+    receive_until(lambda: decode.current)
+    assert all(decode.share(key) == 1.0 for key in keys)
 
 
 @pytest.mark.parametrize("mode", ["wait", "prefetch"])
