@@ -18,7 +18,7 @@ from runtime.retrieval.passages import FoundPassages, OnRead
 from runtime.retrieval.retrieval_steps import PAUSE_MS, Read, RetrievalSteps, Step, Until
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import Query, deadline_after_ms
+from runtime.retrieval.search.query import Query
 
 _DOCUMENT_THREADS = 4
 S = TypeVar("S")
@@ -80,7 +80,7 @@ class AsyncRetriever:
         `on_embedded` is called once, when the query's vector is ready, and `on_read` with the size of the passages. The
         pool's deadline is what is left of `timeout_s`.
         """
-        spec = replace(query.spec, deadline_ns=deadline_after_ms(timeout_s * 1e3))
+        spec = replace(query.spec, deadline_ns=time.monotonic_ns() + int(timeout_s * 1e9))
         query = replace(query, spec=spec, ticket=next(self._tickets))
         found = await run_steps(self._steps.retrieve(query, on_embedded=on_embedded, on_read=on_read), self._outcome)
         return FoundPassages(found.passages, times=found.times)

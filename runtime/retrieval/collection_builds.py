@@ -37,11 +37,15 @@ class CollectionBuilds:
         self.current: OpenBuild | None = None
         self.error = ""
         self._served: frozenset[str] = frozenset()
+        self._followed: Sequence[str] = ()  # the builds served last, if all were usable
         self._damaged: tuple[int, ...] = ()  # stamp of the documents whose checksum was wrong: not opened again
         self._missing = ("", 0)  # the identity that was missing last, and the time of the next attempt (ns)
 
     def has(self, identity: str) -> bool:
         """Return whether this build's documents are usable; opens them if they are what the directory contains now."""
+        found = self.by_identity.get(identity) if self.opening is None else None
+        if found is not None and (found.check is None or found.check.settled):  # as for nearly every search
+            return True
         self._finish_opening()
         if identity not in self.by_identity and self.opening is None:
             now, (missing, retry_ns) = self._clock(), self._missing
@@ -119,18 +123,24 @@ class CollectionBuilds:
                 raise CollectionError(self.error)
         return found
 
-    def follow(self, served: Sequence[str]) -> None:
-        """Make the builds that the pools serve available, and close those that have not been served for long."""
+    def follow(self, served: Sequence[str]) -> bool:
+        """Make the builds that the pools serve available, and close those that have not been served for long.
+
+        Returns False if nothing has changed.
+        """
+        if served and served == self._followed and not self.error and all(map(self.has, served)):
+            return False
+        self._followed = ()
         self._finish_opening()
         for identity in set(served) - self._served:
             self._reopen_if_replaced(identity)
         self._served = frozenset(served)
         usable = [identity for identity in served if self.has(identity)]
         if not served:
-            return
+            return True
         if not usable:
             self.current = None
-            return
+            return True
         self.error = ""
         if self.current is None or self.current.identity not in usable:
             self.current = self.by_identity[usable[-1]]
@@ -138,6 +148,9 @@ class CollectionBuilds:
             self.by_identity[identity] = self.by_identity.pop(identity)
         for identity in list(self.by_identity)[: -len(usable) - _KEPT]:
             self.by_identity.pop(identity).close()
+        if len(usable) == len(served):
+            self._followed = served
+        return True
 
     def _reopen_if_replaced(self, identity: str) -> None:
         """Reopen a build that is served again: the open file may not be the one that the pools loaded."""

@@ -159,8 +159,7 @@ class CollectionRegistry:
     def follow(self, collection: str, served: Iterable[str]) -> None:
         """Follow the builds of a collection that the pools serve. Raises `UnknownCollection`."""
         builds = self.builds_of(collection)
-        builds.follow(tuple(served))
-        if builds.current is not None:
+        if builds.follow(tuple(served)) and builds.current is not None:
             self._dims[collection] = builds.current.dim
 
     def opening(self, collection: str) -> BackgroundTask[OpenBuild] | None:

@@ -82,13 +82,10 @@ class FairLimit:
         """Count one, after waiting for it. Raises `Overloaded`."""
         self.check()
         if self._has_room(flow):
-            self._add(flow, 1)
+            self._count[flow] += 1
+            self._total += 1
         else:
             await self._wait(flow)
-
-    def _add(self, flow: int, change: int) -> None:
-        self._count[flow] += change
-        self._total += change
 
     async def _wait(self, flow: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -114,11 +111,15 @@ class FairLimit:
 
     def leave(self, flow: int) -> None:
         """Undo `enter`."""
-        self._add(flow, -1)
+        self._count[flow] -= 1
+        self._total -= 1
+        if not self._waiting:
+            return
         for waiting in [waiting for waiting in self._waiting if not waiting[1].done()]:
             if self._has_room(waiting[0]):
                 self._waiting.remove(waiting)
-                self._add(waiting[0], 1)
+                self._count[waiting[0]] += 1
+                self._total += 1
                 waiting[1].set_result(None)
 
 

@@ -137,6 +137,11 @@ class SegmentVerification:
         return True
 
     @property
+    def settled(self) -> bool:
+        """Whether all segments have been verified, without an error."""
+        return self._ended and not self._checksums.pending and self._work.error is None
+
+    @property
     def error_message(self) -> str:
         """What is damaged; "" as long as nothing was found."""
         return self._work.error_message if self._ended or self._work.done else ""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from runtime.node.metrics.kinds import Histogram
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
+from runtime.node.metrics.worker_metrics import METRICS, DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.retrieval.passages import SearchTimes
 
 RECEIVED = "received"  # the frontend has read the request or search
@@ -113,8 +113,11 @@ def observe(table: WorkerTable, stamps: dict[str, int], completion_tokens: int =
             table.observe(stage.time, seconds[stage.name])
 
 
+_OF_SEARCH = tuple(stage for stage in STAGES if stage.time in METRICS["frontend"] and stage.end != RERANKED)
+
+
 def observe_search(table: WorkerTable, stamps: dict[str, int]) -> None:
     """Record the times of a search by text or vector in the table of the frontend."""
-    for stage, begin, end in completed_stages(stamps):
-        if stage.time in table and stage.end != RERANKED and (stage.end != EMBEDDED or BATCHED in stamps):
+    for stage, begin, end in completed_stages(stamps, _OF_SEARCH):
+        if stage.end != EMBEDDED or BATCHED in stamps:
             table.observe(stage.time, (end - begin) / 1e9)

@@ -323,13 +323,14 @@ class State:
     def deleted(self, rows: Sequence[int]) -> list[bool]:
         """Return whether each row is deleted or unknown."""
         wanted = np.array(rows, np.int64)
-        alive = np.zeros(len(wanted), bool)
         with self.lock:
-            for part in self.parts:
-                alive |= part.has_alive(wanted)
-                if alive.all():  # most often in the first
+            first, *others = self.parts
+            found = first.has_alive(wanted)
+            for part in others:
+                if found.all():  # most often in the first
                     break
-        return (~alive).tolist()
+                found |= part.has_alive(wanted)
+        return [not one for one in found.tolist()]
 
     def close(self) -> None:
         close(self.segments)

@@ -36,9 +36,13 @@ class AsyncSearchClient:
         self._client = client
         self._waiting: dict[int, asyncio.Future[SearchResult]] = {}
         self._batches: dict[BatchSearch, asyncio.Future[SearchBatch]] = {}
-        self._wake = asyncio.Event()
         self._readers: set[int] = set()
         self._running: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # once `run` runs
+        self._armed = self._scheduled = False  # a doorbell, and a poll in the loop's next turn
+        self._idle = True  # at the last tick
+        self._timer: asyncio.TimerHandle | None = None
+        self._failed: asyncio.Future[None] | None = None
         self._ended = False
 
     @classmethod
@@ -77,7 +81,8 @@ class AsyncSearchClient:
         self._client.dispatcher.submit(query, wait_for_room=True)
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
         self._waiting[query.ticket] = future
-        self._wake.set()
+        if not self._armed or self._client.dispatcher.waiting:
+            self.poll_now()
         try:
             return (await future).checked()
         finally:
@@ -85,8 +90,10 @@ class AsyncSearchClient:
                 self._client.cancel(query.ticket)
 
     def poll_now(self) -> None:
-        """Poll the pools now instead of at the next interval."""
-        self._wake.set()
+        """Poll the pools in the event loop's next turn instead of at the next interval."""
+        if self._loop is not None and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._poll)
 
     async def search_batch(
         self, vectors: Any, k: int = 10, *, deadline_ms: float | None = None, **options: Unpack[SearchOptions]
@@ -99,7 +106,7 @@ class AsyncSearchClient:
             return batch.result()
         future: asyncio.Future[SearchBatch] = asyncio.get_running_loop().create_future()
         self._batches[batch] = future
-        self._wake.set()
+        self.poll_now()
         try:
             return await future
         finally:
@@ -123,20 +130,64 @@ class AsyncSearchClient:
         """See `SearchClient.statistics`."""
         return self._client.statistics()
 
-    # ---- the loop
+    # ---- polling, in callbacks of the event loop: no task has to be woken for a result
 
     async def run(self) -> None:
         """Deliver results to their callers until cancelled."""
+        self._loop = asyncio.get_running_loop()
+        self._failed = self._loop.create_future()
         try:
-            while True:
-                self._deliver()
-                await self._sleep()
+            self._tick()
+            await self._failed
         finally:
-            self._ended = True
+            self._ended, self._loop = True, None
+            self._cancel_timer()
             self._read_from(set())
+            self._client.disarm()
             futures: list[asyncio.Future[Any]] = [*self._waiting.values(), *self._batches.values()]
             for future in futures:
                 self._resolve(future, Unavailable("the search client was closed"))
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._waiting or self._batches)
+
+    def _tick(self) -> None:
+        """Poll, also without a doorbell, and again after an interval."""
+        self._cancel_timer()
+        self._poll()
+        if self._loop is not None:
+            self._idle = not self._busy
+            self._timer = self._loop.call_later(_IDLE_S if self._idle else _TICK_S, self._tick)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _poll(self) -> None:
+        """Deliver what has arrived, and ask for a doorbell if more is to come."""
+        self._scheduled = False
+        if self._loop is None or self._failed is None:
+            return
+        was_busy = self._busy
+        try:
+            self._client.disarm()
+            self._deliver()
+            self._armed = self._busy
+            if self._armed:
+                self._read_from(set(self._client.filenos()))
+                if not self._client.arm():  # a result is there already
+                    self._armed = False
+                    self.poll_now()
+            elif not was_busy:  # else the next query comes soon, most often
+                self._read_from(set())
+        except Exception as error:
+            if not self._failed.done():
+                self._failed.set_exception(error)
+            return
+        if self._idle and self._busy:  # the next tick is far away
+            self._idle = False
+            self._loop.call_soon(self._tick)
 
     def _deliver(self) -> None:
         for result in self._client.poll():
@@ -163,28 +214,15 @@ class AsyncSearchClient:
         else:
             future.set_result(outcome)
 
-    async def _sleep(self) -> None:
-        """Wait for a doorbell, a new query, or the polling interval."""
-        waiting = bool(self._waiting or self._batches)
-        self._wake.clear()
-        self._read_from(set(self._client.filenos()) if waiting else set())
-        try:
-            if not waiting or self._client.arm():
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_TICK_S if waiting else _IDLE_S):
-                        await self._wake.wait()
-            else:
-                await asyncio.sleep(0)
-        finally:
-            self._client.disarm()
-
     def _read_from(self, descriptors: set[int]) -> None:
         """Let exactly these descriptors wake the loop."""
+        if descriptors == self._readers:
+            return
         loop = asyncio.get_running_loop()
         for descriptor in self._readers - descriptors:
             loop.remove_reader(descriptor)
         for descriptor in descriptors - self._readers:
-            loop.add_reader(descriptor, self._wake.set)
+            loop.add_reader(descriptor, self._poll)
         self._readers = descriptors
 
     async def close(self) -> None:

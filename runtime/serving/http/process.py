@@ -104,6 +104,7 @@ class _Public(Mapping[str, int]):
 
     def __init__(self, collections: Mapping[str, int]) -> None:
         self._collections = collections
+        self._names = tuple(name for name in collections if name != STORES)  # the mapping's keys never change
 
     def __getitem__(self, name: str) -> int:
         if name == STORES:
@@ -111,10 +112,10 @@ class _Public(Mapping[str, int]):
         return self._collections[name]
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._collections if name != STORES)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._names)
 
 
 EngineFactory = Callable[[Worker, RequestMetrics, SearchSource], Awaitable[Engine]]

@@ -52,6 +52,8 @@ class ResponseMemory:
                 f"the response has {size:,} bytes, the limit is {MAX_RESPONSE_BYTES:,}: ask for less in one request"
             )
         size = size if size > CONNECTION_BYTES else 0
+        if size == response.held_bytes == 0:
+            return
         with self._lock:
             more = size - response.held_bytes
             if more > 0:
@@ -135,6 +137,11 @@ class ResponseMemoryMiddleware:
                 return
             body, more_body = message.get("body", b""), message.get("more_body", False)
             if refused:
+                return
+            if start is not None and not (more_body or unsent.held_bytes) and len(body) <= CONNECTION_BYTES:
+                begun, start = start, None
+                await send(begun)
+                await send(message)  # in one part, which never counts
                 return
             try:
                 unsent.reserve(len(body))
