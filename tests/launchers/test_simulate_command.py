@@ -55,3 +55,22 @@ def test_load_and_busy_time_are_reported_separately(simulated: Callable[..., str
     told = simulated("")
     assert re.search(r"\w+ is the bottleneck: its capacity with full batches is [\d.]+ requests/s", told)
     assert re.search(r"busy, with the actual batches: .* decode \d+% of the time with \d+% of its slots", told)
+
+
+def test_times_and_models_on_several_gpus_are_options(simulated: Callable[..., str]) -> None:
+    def tpot_ms(*options: str) -> float:
+        shown = simulated("", "--probe-every", "0", *options)
+        assert "service times: H100 data sheet" in shown
+        found = re.search(r"TPOT \(ms\) │ [\d.]+% │ ([\d.]+)", shown)
+        assert found, shown
+        return float(found[1])
+
+    sheet = ("--times", "h100-8b")
+    dense, mixture, parallel = (
+        tpot_ms(*sheet),
+        tpot_ms(*sheet, "--experts", "64"),
+        tpot_ms(*sheet, "--tensor-parallel", "2"),
+    )
+    assert mixture - dense == pytest.approx(0.093, abs=0.011), "64 experts of an eighth of the GPUs"
+    assert parallel == pytest.approx(dense / 2, rel=0.02)
+    assert "service times: defaults: measured on an H200" in simulated("")
