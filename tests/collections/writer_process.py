@@ -7,6 +7,7 @@ import random
 import sys
 from pathlib import Path
 
+from runtime.errors import Overloaded
 from runtime.retrieval.collections.writer import CollectionWriter
 from tests.collections.small_collections import document
 
@@ -22,7 +23,12 @@ def main(directory: Path, seed: int) -> None:
             if deletes:
                 writer.delete(names)
             else:
-                writer.upsert([document(name, 1000 * step + int(name)) for name in names])
+                documents = [document(name, 1000 * step + int(name)) for name in names]
+                try:
+                    writer.upsert(documents)
+                except Overloaded:
+                    writer.flush()
+                    writer.upsert(documents)
             print("done", flush=True)
             if chance.random() < 0.02:  # it waits for builds in the background
                 writer.compact()
