@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.errors import ConfigError, InvalidRequest, ModelError
+from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelError
 from runtime.serving.kv.transport import Transfer, kv_array
 from runtime.serving.messages import Sampling
 from runtime.serving.model.language_model import Chunk, LanguageModel
@@ -231,6 +231,18 @@ def test_chunks_may_share_the_blocks_of_a_common_prefix(model: LanguageModel, re
     tables = [[*table(model, 0)[:2], *table(model, row + 1)[2:]] for row in range(len(ends))]
     logits = model.forward([Chunk(blocks, 32, end) for blocks, end in zip(tables, ends, strict=True)])
     assert greedy(logits) == [reference.generate([*prefix, *end], 1)[0] for end in ends]
+
+
+def test_a_chunk_can_fill_its_row_to_the_last_position_and_no_further(
+    model: LanguageModel, reference: Reference
+) -> None:
+    tokens = [3 + number % 200 for number in range(512)]
+    model.forward([at(model, 1, 0, tokens[:500])])
+    assert greedy(model.forward([at(model, 1, 500, tokens[500:])])) == reference.generate(tokens, 1)
+    before = model.kv.clone()
+    with pytest.raises(ContextLengthExceeded, match="513 tokens in a context of 512"):
+        model.forward([at(model, 0, 0, [1]), at(model, 1, 511, [5, 6])])
+    assert torch.equal(model.kv, before)
 
 
 @pytest.mark.parametrize(
