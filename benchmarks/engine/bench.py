@@ -40,7 +40,7 @@ QUICK_ROWS, QUICK_QUERIES, QUICK_EFFORTS = 10_000, 300, (10, 20, 40, 80)
 
 def build(contender: Contender, data: DataSet, threads: int, clock: str, keep: Path | None) -> dict[str, Any]:
     """Build a contender's index, or load a kept one. Returns the build's seconds, threads and clock."""
-    place = None if keep is None else keep / data.name / contender.label.replace(" ", "-")
+    place = None if keep is None else keep / f"{data.name}-{len(data.base)}" / contender.label.replace(" ", "-")
     if place is not None and (place / "built.json").exists():
         contender.load(place, data)
         built: dict[str, Any] = json.loads((place / "built.json").read_text())

@@ -1,7 +1,8 @@
 """The engines under comparison, behind one interface. Peers that are not installed are skipped.
 
 All graphs have 32 edges per node in the bottom layer: hnswlib and faiss with M=16 and efConstruction=200, Vamana
-with degree 32, window 200, SymphonyQG with degree 32, ef 200.
+with degree 32, window 200, SymphonyQG with degree 32, ef 200; SymphonyQG also with degree 64 and ef 400, which is what
+VIBE (arXiv 2505.17810) sweeps degrees at.
 """
 
 import importlib
@@ -170,14 +171,15 @@ class SymphonyQG:
 
     compressed = True
 
-    def __init__(self, bits: int = 0) -> None:
-        self._bits = bits
-        self.label = f"SymphonyQG {bits} bits" if bits else "SymphonyQG"
+    def __init__(self, degree: int = 32, ef: int = 200, bits: int = 0) -> None:
+        self._degree, self._ef, self._bits = degree, ef, bits
+        self.label = "SymphonyQG" if degree == 32 else f"SymphonyQG degree {degree}"
+        self.label += f" {bits} bits" if bits else ""
 
     def build(self, data: DataSet, threads: int) -> None:
         rabitqlib = importlib.import_module("rabitqlib")
-        self._index: Any = rabitqlib.SymqgIndex(data.base.shape[1], 32, "l2", self._bits)
-        self._index.build(np.ascontiguousarray(data.base, np.float32), 200, threads)
+        self._index: Any = rabitqlib.SymqgIndex(data.base.shape[1], self._degree, "l2", self._bits)
+        self._index.build(np.ascontiguousarray(data.base, np.float32), self._ef, threads)
 
     def save(self, directory: Path) -> None:
         self._index.save(str(directory / "index"))
@@ -196,6 +198,10 @@ class SymphonyQG:
         return ids.astype(np.int64)
 
 
+def _symphony() -> list[Contender]:
+    return [SymphonyQG(degree, ef, bits) for degree, ef in ((32, 200), (64, 400)) for bits in (0, 8)]
+
+
 def contenders() -> tuple[list[Contender], dict[str, str]]:
     """Return the available engines, and the versions of the peers."""
     whole = Trinity("float32")
@@ -206,7 +212,7 @@ def contenders() -> tuple[list[Contender], dict[str, str]]:
         ("hnswlib", "hnswlib", lambda: [Hnswlib()]),
         ("faiss", "faiss-cpu", lambda: [Faiss(codes=False), Faiss(codes=True)]),
         ("svs", "scalable-vs", lambda: [Vamana()]),
-        ("rabitqlib", "rabitqlib", lambda: [SymphonyQG(), SymphonyQG(8)]),
+        ("rabitqlib", "rabitqlib", _symphony),
     )
     versions = {}
     for module, package, make in peers:
