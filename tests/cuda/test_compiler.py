@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gpu.cuda import compiler, layout
@@ -170,6 +171,13 @@ def test_the_c_structs_match_the_records(tmp_path: Path) -> None:
     subprocess.run(check, check=True, timeout=60)
     unit.write_text(header.replace("uint32 line_bytes;", "uint32 line_bytes, more;"))
     assert subprocess.run(check, capture_output=True, timeout=60).returncode
+
+
+def test_a_padded_record_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = [("extends", np.uint32), ("slot", np.uint64)]
+    monkeypatch.setattr(layout, "RECORD", np.dtype(fields, align=True))
+    with pytest.raises(AssertionError, match="Record is padded"):
+        compiler.c_header()
 
 
 def test_the_versions_named_in_an_error_are_those_that_ci_compiles_with() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from dashboards.provisioning import GENERATED, all_dashboards, export, stale
 from dashboards.rules import alerts
+from runtime.errors import ConfigError
 from tests.dashboards.exported_metrics import exported_names
 
 BOARDS = all_dashboards()
@@ -100,6 +101,12 @@ def test_export_writes_the_committed_files_and_detects_changed_or_missing_ones(t
     written[0].write_text("{}")
     written[-1].unlink()
     assert stale(tmp_path) == [written[0].name, written[-1].name]
+
+
+def test_export_to_an_unwritable_directory_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file/out cannot be written: Not a directory"):
+        export(tmp_path / "file" / "out")
 
 
 def test_every_alert_has_its_section_in_the_runbook() -> None:

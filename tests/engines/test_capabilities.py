@@ -15,8 +15,9 @@ from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.engines.openai.server import Server
 from runtime.errors import ConfigError, EngineFailed, EngineUnreachable, TrinityError
 from runtime.node.engine_config import OpenAiSection
+from runtime.serving.frontend.engine import RestartLimits
 from tests.clock import Clock
-from tests.engines.engine_harness import running_engine
+from tests.engines.engine_harness import read_answer, running_engine, until
 from tests.engines.fake_openai import MODEL, Behaviour, FakeServer
 from tests.frontend.fake_workers import run
 
@@ -188,6 +189,31 @@ async def test_a_server_that_returns_with_another_model_is_not_used() -> None:
         await harness.engine.balancer.run_checks()
         assert harness.engine.balancer.up == [second]
         assert "no such model" in first.last_error
+
+
+async def test_a_server_that_hangs_in_checks_gets_a_longer_timeout_each_time() -> None:
+    async with running_engine(Behaviour(), restarts=RestartLimits(1, 60_000_000_000)) as harness:
+        (backend,) = harness.engine.balancer.backends
+        harness.fake.behaviour.hangs_after = 0
+        harness.engine.balancer.mark_down(backend, EngineUnreachable("it was killed"))
+        asked = harness.chat(max_tokens=4)
+        for patience_s in (5, 10):
+            harness.clock.now = max(harness.clock.now, backend.next_check_ns)
+            harness.engine.tick()
+            await until(lambda: harness.fake.open == 1)
+            harness.clock.advance(patience_s - 0.1)
+            harness.engine.tick()
+            await asyncio.sleep(0)
+            assert backend.checking
+            harness.clock.advance(0.1)
+            harness.engine.tick()
+            await until(lambda: not backend.checking)
+            assert backend.last_error == f"{backend.name} does not answer within {patience_s} s"
+            assert harness.fake.open == 0
+        harness.fake.behaviour.hangs_after = None
+        harness.clock.now = max(harness.clock.now, backend.next_check_ns)
+        harness.engine.tick()
+        assert len((await read_answer(asked)).text) == 4
 
 
 async def test_back_off_doubles_until_a_server_answers() -> None:

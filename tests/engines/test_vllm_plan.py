@@ -57,6 +57,12 @@ def test_a_run_directory_too_long_for_a_socket_path_is_refused() -> None:
         lay_out(parse_config(raw))
 
 
+def test_paths_are_distinguished_from_hub_names() -> None:
+    assert section(path="Qwen/Qwen3-8B").loads == "Qwen/Qwen3-8B"
+    with pytest.raises(ConfigError, match="did you mean 'tensor_parallel_size'"):
+        config(tensor_parallel=2)
+
+
 # ---- prefill and decode apart
 
 STAGES = {"prefill": {"instances": 2}, "decode": {"tensor_parallel_size": 2, "extra_args": ["--max-num-seqs", "64"]}}

@@ -65,6 +65,15 @@ def test_a_draining_nodes_answers_close_their_connections(cluster: Cluster) -> N
     connection.close()
 
 
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "Via"])
+def test_a_drain_request_through_a_proxy_is_refused(cluster: Cluster, header: str) -> None:
+    with cluster.http() as http:
+        answer = http.post("/drain", headers={header: "127.0.0.1"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_direct")
+        assert http.get("/health").status_code == 200
+    assert cluster.drain_requests == []
+
+
 # ---- who may drain
 
 

@@ -48,6 +48,12 @@ def test_with_several_collections_the_error_lists_them() -> None:
             assert error["message"] == f"{param} is missing; loaded: docs, news"
 
 
+def test_a_node_without_collections_returns_an_error() -> None:
+    with serving() as cluster, cluster.http() as http:
+        error = refused(http.post("/v1/completions", json=COMPLETION | {"retrieval": {}}), 404)
+    assert error["message"] == "this node has no collections"
+
+
 def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     error: dict[str, Any] = answer.json()["error"]

@@ -197,6 +197,14 @@ def test_a_part_of_a_stream_counts_only_until_it_was_read() -> None:
     assert held == [*[MIB] * (1 + parts), 0, 0, 0, 0]
 
 
+def test_a_store_searched_for_several_texts_counts_them_all(cluster: Cluster) -> None:
+    with cluster.http() as http:
+        body = {"query": list("abcdefgh"), "max_num_results": 5}
+        refused = http.post("/v1/vector_stores/docs/search", json=body).json()["error"]
+        assert refused["code"] == "response_too_large"
+        assert "the limit is 67,108,864: ask for less in one request" in refused["message"]
+
+
 # ---- answers
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from runtime.serving.http.process import exported_spans
+
 pytest.importorskip("opentelemetry.sdk.trace", reason="the extra [otel] is not installed")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra [otel] is not installed")
 
@@ -201,3 +203,18 @@ def test_a_collectors_error_is_logged_in_one_line(
         assert isinstance(traces.spans, RequestSpans)
         traces.spans.close()
     assert "400" in caplog.text
+
+
+def test_otel_service_name_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "gateway")
+    provider = otlp_provider("my-node")
+    assert provider.resource.attributes["service.name"] == "gateway"
+    provider.shutdown()
+
+
+def test_spans_are_exported_if_the_environment_names_a_collector() -> None:
+    for unset in ({"OTEL_SERVICE_NAME": "gateway"}, {"OTEL_EXPORTER_OTLP_ENDPOINT": ""}):
+        assert exported_spans("my-node", "tiny", unset) is None
+    made = exported_spans("my-node", "tiny", {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:9"})
+    assert made is not None
+    made.close()

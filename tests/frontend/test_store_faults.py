@@ -205,3 +205,11 @@ def test_a_client_that_sends_its_upload_in_drops_is_ended_before_its_size_allows
 
             eventually(refused, 30, "the upload to be ended")
         assert answer.startswith(b"HTTP/1.1 408"), answer
+
+
+def test_content_that_is_deleted_while_it_is_requested_is_missing(cluster: Cluster, tmp_path: Path) -> None:
+    with cluster.client() as client:
+        file = upload(client)
+        (tmp_path / "files" / file).unlink()  # its record is removed first, but may have been read before
+        with pytest.raises(openai.NotFoundError):
+            client.files.content(file)

@@ -116,6 +116,18 @@ def test_the_kinds_of_text_that_openai_lists_are_read_in_its_encodings(client: o
     assert (failed.status, failed.last_error.code) == ("failed", "invalid_file")
 
 
+def test_a_search_finds_nothing_of_another_store(client: openai.OpenAI) -> None:
+    one = client.vector_stores.create(file_ids=[upload(client)])
+    other = client.vector_stores.create(file_ids=[upload(client, "travel.txt", TRAVEL)])
+    for store in (one, other):
+        wait_indexed(client, store.id)
+    assert {found.filename for found in client.vector_stores.search(one.id, query="trains")} == {"leave.md"}
+    assert {found.filename for found in client.vector_stores.search(other.id, query="leave")} == {"travel.txt"}
+    client.vector_stores.delete(one.id)
+    with pytest.raises(openai.NotFoundError):
+        client.vector_stores.search(one.id, query="leave")
+
+
 def test_deleting_a_file_removes_it_from_every_store(client: openai.OpenAI) -> None:
     file = upload(client)
     stores = [client.vector_stores.create(file_ids=[file]) for _ in range(2)]
@@ -125,6 +137,22 @@ def test_deleting_a_file_removes_it_from_every_store(client: openai.OpenAI) -> N
     for store in stores:
         assert not client.vector_stores.search(store.id, query="leave").data
         assert client.vector_stores.retrieve(store.id).file_counts.total == 0
+
+
+def test_static_chunks_have_at_most_so_many_tokens_and_overlap(client: openai.OpenAI) -> None:
+    words = " ".join(f"word{number}" for number in range(400))
+    store = client.vector_stores.create()
+    file = client.vector_stores.files.upload_and_poll(
+        vector_store_id=store.id, file=("long.txt", words.encode()), poll_interval_ms=20,
+        chunking_strategy={"type": "static", "static": {"max_chunk_size_tokens": 100, "chunk_overlap_tokens": 20}},
+    )  # fmt: skip
+    chunks = [part.text or "" for part in client.vector_stores.files.content(file.id, vector_store_id=store.id)]
+    assert len(chunks) > 4
+    assert all(len(chunk.split()) <= 100 for chunk in chunks)
+    for before, after in itertools.pairwise(chunks):
+        assert after.split()[0] in before.split()[-20:]
+    assert file.chunking_strategy is not None
+    assert file.chunking_strategy.type == "static"
 
 
 def test_a_file_without_an_attribute_passes_only_filters_that_exclude_values(client: openai.OpenAI) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from runtime.errors import InvalidRequest, UnknownRequest
+from runtime.errors import InvalidRequest, Unavailable, UnknownRequest
 from runtime.retrieval.passages import SearchTimes
 from runtime.serving import stages
 from runtime.serving.frontend.observability import MAX_PROBES, Traces
@@ -16,6 +16,9 @@ from tests.clock import Clock
 from tests.frontend.cluster import Cluster
 
 MS = 1_000_000
+
+
+SEARCH = {"query": "with a secret", "k": 2, "collection": "docs"}
 
 
 def request(request_id: str = "r-1", received_ns: int = 0) -> Request:
@@ -132,3 +135,15 @@ def test_a_trace_is_found_by_the_clients_id_while_it_is_kept() -> None:
         traces.trace("mine")
     assert traces.trace("r-1").id == "ret-4"
     assert len(traces.client_names) == 1, "an id outlives its trace"
+
+
+def test_a_search_is_logged_if_it_failed_and_else_only_for_debugging(caplog: pytest.LogCaptureFixture) -> None:
+    def said() -> list[tuple[str, str]]:
+        return [(one.levelname, one.getMessage().rpartition(",")[0]) for one in caplog.records]
+
+    with caplog.at_level("DEBUG", "runtime.serving.http.service"), Cluster() as cluster, cluster.http() as http:
+        assert http.post("/v1/retrieval", json=SEARCH).status_code == 200
+        assert said() == [("DEBUG", "search ended: 2 passages")]
+        cluster.search.error = Unavailable("no pool answers")
+        assert http.post("/v1/retrieval", json=SEARCH).status_code == 503
+        assert said()[1:] == [("INFO", "search ended: unavailable")]

@@ -207,6 +207,12 @@ def test_unsupported_search_options_are_refused_by_name(
     assert message in refused.json()["error"]["message"]
 
 
+def test_an_unknown_store_is_not_found(client: openai.OpenAI) -> None:
+    for ask in (lambda: client.vector_stores.retrieve("none"), lambda: client.vector_stores.search("none", query="a")):
+        with pytest.raises(openai.NotFoundError, match="no vector store 'none' is loaded; loaded: docs, bare"):
+            ask()
+
+
 def test_texts_are_embedded_in_both_encodings(client: openai.OpenAI, http: httpx.Client, stand: Stand) -> None:
     texts = [f"word {number}" for number in range(40)]
     answer = client.embeddings.create(model="hashing-64", input=texts)  # which asks for base64
@@ -222,6 +228,11 @@ def test_texts_are_embedded_in_both_encodings(client: openai.OpenAI, http: httpx
         "/v1/embeddings", json={"model": "hashing-64", "input": "word 0", "encoding_format": "base64", "user": "u"}
     ).json()
     np.testing.assert_allclose(np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4"), found[0])
+
+
+def test_passages_can_be_embedded_as_passages(client: openai.OpenAI, stand: Stand) -> None:
+    client.embeddings.create(model="hashing-64", input="a", dimensions=64, extra_body={"input_type": "passage"})
+    assert stand.kinds[-1] == "passage"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpu import GraphIndex, IndexFormatError
+from gpu import GraphIndex, IndexFormatError, InvalidParams
 from gpu.index.rows import Dtype
 from gpu.index.storage import MAX_SEEDS
 from tests.gpu.datasets import DTYPES, clustered
@@ -81,6 +81,11 @@ def test_a_directory_without_an_index_is_not_replaced(index: GraphIndex, tmp_pat
     with pytest.raises(IndexFormatError, match="not an index; it will not be replaced"):
         index.save(tmp_path)
     assert (tmp_path / "precious.txt").read_text() == "mine"
+
+
+def test_an_index_that_was_never_saved_cannot_be_verified(index: GraphIndex) -> None:
+    with pytest.raises(InvalidParams, match="no files to verify"):
+        index.verify()
 
 
 @pytest.mark.parametrize(("version", "codes"), [(2, False), (3, False), (3, True)])
@@ -224,6 +229,11 @@ def test_out_of_range_edges_are_found_by_verify_and_harmless_to_search(index: Gr
     assert set(ids.ravel().tolist()) <= set((np.arange(4200) * 3).tolist())
     with pytest.raises(IndexFormatError, match=r"graph.npy"):
         loaded.verify()
+
+
+def test_a_missing_directory_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(IndexFormatError, match="is not an index"):
+        GraphIndex.load(tmp_path / "nowhere")
 
 
 def test_an_out_of_range_edge_is_found_without_reading_the_vectors(saved: Path) -> None:

@@ -62,6 +62,13 @@ def test_memory_is_exported_once_opened_on_demand_closed_by_the_client_and_freed
         _ = owner.reference
 
 
+def test_a_process_cannot_open_its_own_export() -> None:
+    cuda, owner, _ = ends()
+    reference = owner.reference
+    with pytest.raises(MemoryRefused, match="cannot open the GPU memory that it exported itself"):
+        CudaMemory.open(reference, "cuda:0", cuda)
+
+
 @pytest.mark.parametrize(
     ("device", "ordinal"),
     [

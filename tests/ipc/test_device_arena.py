@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ipc import (
     InvalidArgument,
+    MemoryRefused,
     ProtocolViolation,
     RingConsumer,
     RingFull,
@@ -21,7 +22,7 @@ from ipc import (
     StaleEpoch,
     format_ring,
 )
-from ipc.memory.device import CudaReference, DeviceMemory, HostMemory
+from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan, HostMemory
 from ipc.memory.shared import MemoryReference, SharedMemory
 from ipc.native import atomics
 from ipc.session.device_arena import DeviceArena, Lease, LeasedSlots, arena_bytes, open_memory
@@ -134,6 +135,21 @@ def test_a_vector_in_use_is_never_overwritten(operations: list[str], slots: int)
     ends.close()
 
 
+def test_leases_do_not_overlap_and_are_reused_after_their_end(pair: Pair) -> None:
+    ends = Ends(pair, slots=6, count=3)
+    second, lent = ends.arena.lease(3)
+    assert (lent.first, lent.count, ends.arena.free_slots) == (3, 3, 0)
+    with pytest.raises(RingFull, match="0 of 6 are free"):
+        ends.arena.lease(1)
+    ends.arena.end_lease(ends.number)
+    assert ends.arena.free_slots == 3
+    with pytest.raises(InvalidArgument, match="a lease of 7 slots, from an arena of 6"):
+        ends.arena.lease(7)
+    ends.arena.end_lease(second)
+    assert ends.arena.free_slots == 6
+    ends.close()
+
+
 def test_an_arena_of_another_epoch_or_no_arena_is_rejected(pair: Pair) -> None:
     owner, peer = pair(arena_bytes(4, 4 * DIM))
     with pytest.raises(ProtocolViolation, match="not an arena of version 2: magic 0x0"):
@@ -204,6 +220,13 @@ def persistently(act: Callable[[], Any]) -> Any:
 def test_a_payload_that_is_too_long_is_rejected(ends: Ends) -> None:
     with pytest.raises(InvalidArgument, match="a payload of 28 bytes; a slot has 24"):
         ends.client.write(np.zeros(DIM + 1, np.float32), 0, 1)
+
+
+def test_gpu_memory_is_not_copied_to_an_arena_on_the_host() -> None:
+    memory = HostMemory.create(4096)
+    with pytest.raises(MemoryRefused, match="16 bytes of GPU memory"):
+        memory.write(0, DeviceSpan(0x1000, 16))
+    memory.close()
 
 
 def test_two_processes_exchange_vectors_without_torn_reads() -> None:

@@ -13,8 +13,8 @@ import pytest
 from ipc import InvalidArgument, MemoryRefused, PeerLost, RingClient, SearchSpec
 from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan, HostMemory
 from ipc.ring.descriptors import SEARCH_ARENA
-from ipc.session.device_arena import DeviceArena, arena_bytes
-from ipc.session.messages import Catalogue, Served
+from ipc.session.device_arena import DeviceArena, Lease, arena_bytes
+from ipc.session.messages import Catalogue, Grant, Served
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.ipc.processes import attach, child, endpoint
 from tests.ipc.ring_server import RingServer
@@ -350,3 +350,10 @@ def test_the_lease_of_a_killed_client_is_reclaimed(pool: tuple[RingServer, Devic
         while arena.free_slots < 2 * SLOTS:
             server.wait(5)
     assert arena.free_slots == 2 * SLOTS
+
+
+def test_a_grant_is_of_host_memory_or_of_a_gpus() -> None:
+    with pytest.raises(InvalidArgument, match="either in host memory or"):
+        Grant(Lease(1, 0, 1))
+    reference = CudaReference(1, "cuda:0", bytes(64), 4096)
+    assert Grant(Lease(1, 0, 1), gpu=reference).memory == reference

@@ -143,6 +143,14 @@ def test_process_exit_waits_for_a_stuck_disk_up_to_a_limit(start: StartLog) -> N
     disk.stuck.set()
 
 
+def test_a_malformed_logging_call_is_logged_without_raising(start: StartLog) -> None:
+    disk = Disk()
+    log, handler = start(disk.write)
+    handler.handle(logging.LogRecord(log.name, logging.INFO, "", 0, "%d tokens", ("many",), None))
+    handler.close()
+    assert "formatting failed" in disk.events[0]
+
+
 def test_log_files_are_rotated_within_their_limit(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "pool-0.log"
     file = LogFile(path, max_bytes=100, files=3)

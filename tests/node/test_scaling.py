@@ -158,6 +158,14 @@ def test_an_unknown_worker_is_refused_with_the_known_ones(start: StartTiny) -> N
             change(node, "add", what)
 
 
+def test_only_workers_of_scalable_roles_can_be_changed(start: StartTiny) -> None:
+    node = start()
+    roles = {"add": "prefill, decode, pool", "drain": "prefill, decode, pool", "flip": "decode"}
+    for verb, what in itertools.product(roles, ("frontend", "frontend-0")):
+        with pytest.raises(InvalidRequest, match=f"does not accept role .*{roles[verb]}$"):
+            change(node, verb, what)
+
+
 def test_a_removed_pool_worker_can_be_added_back_up_to_the_plan(start: StartTiny) -> None:
     node = start(more=POOLS)
     assert change(node, "drain", "pool-1") == "pool-1"
@@ -277,6 +285,15 @@ def test_a_gpu_with_required_workers_is_not_drained(start: StartTiny) -> None:
     assert {found.name for found in node.ready().workers if found.device == "cuda:3"} == {"pool-0", "decode-1"}
     assert change(node, "add", "decode") == "decode-0"  # where it was, not beside decode-1
     assert worker(node.ready(), "decode-0").device == "cuda:2"
+
+
+def test_a_flipped_worker_keeps_names_of_other_gpus_free(start: StartTiny) -> None:
+    node = start(more=GPUS, process=serve_eight_gpus)
+    change(node, "drain", "decode-1")
+    assert change(node, "flip", "prefill-1") == "decode-2"
+    assert worker(node.ready(), "decode-2").device == "cuda:1"
+    with pytest.raises(InvalidRequest, match="cannot flip cuda:1"):
+        change(node, "flip", "cuda:1")
 
 
 def test_the_number_of_workers_of_a_role_is_limited(start: StartTiny) -> None:

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from runtime.errors import Unavailable
+from runtime.errors import ConfigError, Unavailable
+from runtime.node.config import parse_config
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.machine import Machine
 from runtime.node.supervisor.admin import (
     NodeStatus,
     WorkerStatus,
@@ -85,6 +88,16 @@ def test_a_standby_worker_replaces_a_dead_one_and_a_new_standby_starts(start: St
     assert "decode-spare-0 replaces decode-0" in node.log.read_text()
     logged = node.home / "run/logs/decode-0.log"
     assert life == "serve" or "ready" in logged.read_text()  # under the name that it has now
+
+
+def test_standby_workers_do_not_count_as_workers(start: StartTiny) -> None:
+    node = start({"decode-spare-0": ["never ready"]})
+    status = node.eventually(lambda status: spare(status).phase == "starting", "the spare")
+    assert status.ready
+    text = admin_request(node.info.control, "metrics").decode()
+    assert 'trinity_standby_up{model_name="nowhere",node="tiny",worker="decode-spare-0"} 0.0' in text
+    assert 'trinity_worker_up{model_name="nowhere",node="tiny",worker="decode-spare-0"}' not in text
+    assert 'trinity_worker_resident_memory_bytes{model_name="nowhere",node="tiny",worker="decode-spare-0"}' in text
 
 
 @pytest.mark.parametrize(("life", "end"), [("serve", signal.SIGKILL), ("real serve", signal.SIGTERM)])
@@ -171,3 +184,14 @@ def test_standby_workers_die_with_a_supervisor_that_is_killed(start: StartTiny) 
         node.info  # noqa: B018
     assert select.select([fd], [], [], 60)[0], "a standby worker outlived its supervisor"
     os.close(fd)
+
+
+def test_standby_workers_have_the_placement_of_their_workers() -> None:
+    raw = {"model": {"name": "m"}, "prefill": {"workers": 2, "devices": ["cuda:1", "cuda:3"], "spares": 3}}
+    plan = lay_out(parse_config(raw | {"decode": {"devices": ["cuda:0"]}}), Machine.with_simulated_gpus(4))
+    assert [(place.name, place.gpu) for place in plan.spares] == [
+        ("prefill-spare-0", "SIM-1"), ("prefill-spare-1", "SIM-3"), ("prefill-spare-2", "SIM-1"),
+    ]  # fmt: skip
+    assert lay_out(parse_config({"model": {"name": "m"}})).spares == ()
+    with pytest.raises(ConfigError, match=r"decode\.spares = 9"):
+        parse_config({"decode": {"spares": 9}})

@@ -63,6 +63,15 @@ def test_signals_that_nothing_uses_end_neither_the_node_nor_a_worker(start_tiny:
     assert (after.pid, after.restarts) == (before.pid, 0)
 
 
+def test_a_worker_that_was_never_ready_ends_the_node_after_three_tries(start_tiny: StartTiny) -> None:
+    node = start_tiny({"pool-0": ["crash"]})
+    assert node.ended() == 1
+    log = node.log.read_text()
+    assert log.count("pool-0 ended (exit code 3)") == 2
+    assert "pool-0 cannot run (exit code 3): the node stops" in log
+    assert not (node.home / "run").exists()
+
+
 def test_a_program_that_cannot_be_started_is_tried_three_times(start_tiny: StartTiny) -> None:
     node = start_tiny(command=("/nowhere/python",))
     assert node.ended() == 1

@@ -257,6 +257,14 @@ def test_connecting_to_a_node_whose_pools_do_not_answer_is_unavailable(tmp_path:
         SearchClient.connect(tmp_path / "run")
 
 
+def test_a_query_without_a_deadline_that_no_pool_accepts_is_unavailable(
+    collection: Path, make_client: MakeClient, queries: Vectors
+) -> None:
+    client = make_client(plan_of(collection), wait_ns=1_000_000)
+    with pytest.raises(Unavailable, match="no pool with 'docs' is up"):
+        client.search(queries[0], 3)
+
+
 def test_a_closed_client_rejects_calls_and_does_not_attach(
     two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
 ) -> None:
@@ -323,3 +331,9 @@ def test_with_several_collections_one_must_be_named_even_if_only_one_is_up(
         attached(client)
         with pytest.raises(InvalidRequest, match=r"collection is missing; there are \['docs', 'news'\]"):
             client.search(queries[0], 5)
+
+
+def test_the_default_collection_is_unknown_until_a_pool_is_up(queries: Vectors) -> None:
+    client = SearchClient([private_endpoint(new_token(), "pool-0")], "c")
+    with client, pytest.raises(Unavailable, match="no pool is up that could report"):
+        client.search(queries[0], 5)

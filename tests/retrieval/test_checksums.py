@@ -37,6 +37,17 @@ def test_a_file_that_cannot_be_opened_or_read_is_named(tmp_path: Path, file: Pat
         verify_file(tmp_path, checksum_file(file))
 
 
+def test_an_identity_covers_every_array(tmp_path: Path) -> None:
+    first, second = build(tmp_path / "docs", 1), build(tmp_path / "docs", 2)
+    assert first != second
+    assert build(tmp_path / "again", 1) == first
+    meta = tmp_path / "docs" / "segments/0/index" / "meta.json"
+    text = meta.read_text()
+    meta.write_text(text.replace('"sha256": "', '"sha256": "0', 1)[:-2] + "\n")
+    with pytest.raises(CollectionError, match=r"meta\.json is damaged"):
+        Collection.open(tmp_path / "docs")
+
+
 def test_files_that_are_replaced_while_they_are_opened_are_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

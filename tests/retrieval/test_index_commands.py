@@ -220,6 +220,23 @@ def test_an_invalid_argument_is_refused_before_anything_is_read(
     assert os.listdir(tmp_path) == []
 
 
+def test_too_many_shards_are_refused_before_anything_is_embedded(trinity: Trinity, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"id": n, "text": f"text {n}"}) + "\n" for n in range(3)))
+    build = ("index", "build", tmp_path / "d.jsonl", "--out", tmp_path / "new", "--embedder", "hashing-64")
+    code, _, told = trinity(*build, "--shards", 4)
+    assert (code, "embedding" in told) == (EXIT_USAGE, False)
+    assert told.splitlines()[-1] == "trinity: error: shards is 4, outside 1..3: each shard needs one of the 3 vectors"
+
+
+def test_a_build_on_a_gpu_without_cuvs_is_refused_before_anything_is_read(
+    trinity: Trinity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cuvs.neighbors.cagra", None)
+    code, _, told = trinity("index", "build", tmp_path / "none.jsonl", "--out", tmp_path / "new", "--device", "cuda")
+    assert code == EXIT_CONFIG
+    assert "pip install 'trinity-runtime[cuvs]', or build on the CPU" in told
+
+
 def _build(source: Path, out: Path) -> list[str | Path]:
     """Return the command line of `trinity index build`."""
     command = [sys.executable, "-m", "launchers.main", "index", "build"]

@@ -18,6 +18,7 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import HashingEmbedder
+from runtime.retrieval.ingestion import source_files
 from runtime.retrieval.ingestion.ingest import IngestReport, add, ingest
 from runtime.retrieval.open_build import open_build
 from tests.retrieval import sample_files
@@ -207,6 +208,20 @@ def test_a_folder_without_a_readable_file_is_an_error_that_names_one(handbook: H
     with pytest.raises(CollectionError, match=r"no documents; bad\.txt: not UTF-8"):
         handbook.ingest()
     assert not handbook.out.exists()
+
+
+def test_an_oversized_file_is_not_read(handbook: Handbook, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_files, "MAX_FILE_BYTES", 10)
+    handbook.write("long.txt", "x" * 11)
+    handbook.write("short.txt", "x")
+    assert handbook.ingest().skipped == {"long.txt": "it has 11 bytes, the limit is 10"}
+
+
+def test_special_files_are_skipped_without_blocking(handbook: Handbook) -> None:
+    handbook.write("good.txt", "good")
+    os.mkfifo(handbook.folder / "pipe.md")
+    done = handbook.ingest()
+    assert (done.read, done.skipped) == (1, {"pipe.md": "it is not a regular file"})
 
 
 def test_a_link_out_of_the_folder_is_skipped_and_one_within_it_is_read(handbook: Handbook) -> None:

@@ -33,6 +33,15 @@ def test_host_arrays_become_float32_copies(dtype: type[Any]) -> None:
     assert found[0] == 0
 
 
+def test_lists_and_host_dlpack_arrays_are_accepted() -> None:
+    assert read([1, 2.5]).tolist() == [1, 2.5]
+    assert read(DlpackArray(VALUES, 1)).tolist() == VALUES.tolist()
+    torch = pytest.importorskip("torch")
+    assert read(torch.arange(6, dtype=torch.float16)).tolist() == VALUES.tolist()
+    with pytest.raises(InvalidRequest, match="cannot be read through DLPack"):
+        read(torch.ones(3, requires_grad=True))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_an_array_on_a_gpu_is_copied_once(copied: list[int], dtype: type[Any]) -> None:
     array = VALUES.astype(dtype).reshape(2, 3)

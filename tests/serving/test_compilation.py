@@ -205,6 +205,13 @@ def test_a_cache_that_can_be_neither_read_nor_written_costs_the_mark_alone(
     assert compile_programs(setup)
 
 
+def test_a_user_without_a_home_directory_has_no_cache(setup: ModelSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert not is_compiled(setup)
+
+
 def test_a_standby_worker_is_compiled_before_it_replaces_another(compiler: Compiler, setup: ModelSetup) -> None:
     worker = Worker(setup)
     worker.compilation.finish()

@@ -80,6 +80,13 @@ def test_rope_angles_equal_those_of_transformers_far_into_the_context(kind: str)
         torch.testing.assert_close(ours, wanted[0])
 
 
+def test_rope_parameters_of_older_files_are_read() -> None:
+    old = {"max_position_embeddings": 512, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    new = {"max_position_embeddings": 512, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
+    positions = torch.arange(5)
+    assert torch.equal(Rope(old, 16, "cpu").angles(positions)[0], Rope(new, 16, "cpu").angles(positions)[0])
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
