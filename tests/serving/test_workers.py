@@ -155,22 +155,6 @@ def test_an_answer_with_inserted_passages_equals_a_fresh_run_on_the_same_tokens(
     workers.assert_nothing_held()
 
 
-def test_a_prefetching_row_continues_during_its_probe(start: Start) -> None:
-    workers = start(context=1024)
-    workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=3))
-    for mode in ("wait", "prefetch"):
-        workers.submit(mode, [5, 6, 7], 16, retrieval=Retrieval("docs", 1, every_tokens=4, probe_mode=mode))
-    workers.run()
-    assert [search.at_token for search in workers.outputs["wait"].searches] == [0, 4, 8, 12]
-    places = [search.at_token for search in workers.outputs["prefetch"].searches]
-    assert places[0] == 0
-    assert all(place % 4 for place in places[1:]), "its passages are inserted later than requested"
-    assert workers.outputs["wait"].last is not None
-    assert workers.outputs["wait"].last.stalled_ns > 0
-    assert workers.outputs["prefetch"].last is not None
-    assert workers.outputs["prefetch"].last.stalled_ns == 0
-
-
 def test_a_row_probes_only_where_the_model_is_uncertain(start: Start) -> None:
     workers = start(decode={"slots": 3})
     workers.play_pool(FakePool(PASSAGES), FakePool(PASSAGES))
