@@ -8,7 +8,7 @@ from typing import Self
 
 import psutil
 
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, InvalidRequest
 from runtime.node.placement.gpus import Gpu, Gpus
 
 SYSTEM_NODES = Path("/sys/devices/system/node")
@@ -62,6 +62,15 @@ class Machine:
         available = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in self.gpus)
         missing = f"none ({self.missing})" if self.missing else "none"
         raise ConfigError(f"{device!r} is not a GPU of this machine; available: {available or missing}")
+
+
+def check_host_memory(needed_bytes: int, whose: str) -> None:
+    """Raise `InvalidRequest` if the host has less memory free."""
+    free = int(psutil.virtual_memory().available)
+    if free < needed_bytes:
+        raise InvalidRequest(
+            f"the host has {free / 2**30:.1f} GiB free, but {whose} needs {needed_bytes / 2**30:.1f} GiB"
+        )
 
 
 def _node_cores(system: Path, allowed: set[int]) -> dict[int, tuple[int, ...]]:

@@ -11,7 +11,7 @@ from runtime.node.config import NodeConfig
 from runtime.node.control import law
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.admin import WorkerStatus
-from runtime.node.supervisor.supervised_worker import Phase
+from runtime.node.supervisor.supervised_worker import Phase, SupervisedWorker
 from runtime.node.supervisor_metrics import ControlMetrics, NodeMetrics, ProcessMetrics
 
 if TYPE_CHECKING:
@@ -68,6 +68,25 @@ def tree_usage(pid: int) -> Usage:
         sum(usage.resident_bytes for usage in usages),
         sum(usage.threads for usage in usages),
         sum(usage.fds for usage in usages),
+    )
+
+
+def worker_status(worker: SupervisedWorker, now_s: float) -> WorkerStatus:
+    """Return what `trinity status` shows of a worker."""
+    usage = tree_usage if worker.placement.role == "engine" else process_usage
+    pid = worker.process.pid if worker.process else 0
+    return WorkerStatus(
+        name=worker.name,
+        phase=worker.phase.value,
+        pid=pid,
+        epoch=worker.epoch,
+        restarts=worker.restarts,
+        heartbeat_age_s=worker.heartbeat_age_s,
+        resident_bytes=usage(pid).resident_bytes,
+        device=worker.placement.shown_device,
+        cores=worker.placement.cores,
+        note=worker.note(now_s),
+        failed_starts=worker.failed_starts,
     )
 
 

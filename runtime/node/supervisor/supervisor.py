@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-import psutil
 from msgspec.structs import replace
 
 from runtime.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILED, InvalidRequest
@@ -23,14 +22,15 @@ from runtime.node.control.loop import ControlLoop
 from runtime.node.logs.log import log_directory, log_to_file
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.gpus import Gpus
+from runtime.node.placement.machine import check_host_memory
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.node.startup import StartupTimer, process_age_s
-from runtime.node.supervisor.admin import AdminServer, CollectionsStatus, NodeStatus, WorkerStatus
+from runtime.node.supervisor.admin import AdminServer, CollectionsStatus, NodeStatus
 from runtime.node.supervisor.backoff import Backoff
 from runtime.node.supervisor.lifecycle import Lifecycle
 from runtime.node.supervisor.listen import listen
-from runtime.node.supervisor.node_metrics import NodeMetricsSource, node_version, process_usage, tree_usage
+from runtime.node.supervisor.node_metrics import NodeMetricsSource, node_version, worker_status
 from runtime.node.supervisor.reload import RollingReload
 from runtime.node.supervisor.rolling_restart import RollingRestart
 from runtime.node.supervisor.scaling import FIXED_ROLES, Scaler
@@ -168,12 +168,10 @@ class Supervisor:
         if self._standbys.is_loaded_for(added):
             return
         needed = self._device_bytes.get(added.role, 0)
-        self._gpus.check_free(added.gpu, needed, added.name)
-        free = int(psutil.virtual_memory().available)
-        if added.device == "cpu" and free < needed:
-            raise InvalidRequest(
-                f"the host has {free / 2**30:.1f} GiB free, but {added.name} needs {needed / 2**30:.1f} GiB"
-            )
+        if added.device == "cpu":
+            check_host_memory(needed, added.name)
+        else:
+            self._gpus.check_free(added.gpu, needed, added.name)
 
     def _wait(self, control: AdminServer) -> None:
         """Sleep until an admin request, a process exit or a signal arrives, or `_POLL_S` has passed."""
@@ -359,8 +357,8 @@ class Supervisor:
         return NodeStatus(
             info=self._info,
             stopping=bool(self._stop_requests),
-            workers=tuple(_worker_status(worker, now_s) for worker in self.workers),
-            spares=tuple(_worker_status(spare, now_s) for spare in self._standbys.spares),
+            workers=tuple(worker_status(worker, now_s) for worker in self.workers),
+            spares=tuple(worker_status(spare, now_s) for spare in self._standbys.spares),
             draining=self._frontend.knob("draining") == 1,
             written=CollectionsStatus.read(self._frontend),
         )
@@ -388,21 +386,3 @@ class Supervisor:
             {"node": self.plan.config.node.name, "model_name": Path(model.name).name if model else ""},
         )
         return render(collector)
-
-
-def _worker_status(worker: SupervisedWorker, now_s: float) -> WorkerStatus:
-    usage = tree_usage if worker.placement.role == "engine" else process_usage
-    pid = worker.process.pid if worker.process else 0
-    return WorkerStatus(
-        name=worker.name,
-        phase=worker.phase.value,
-        pid=pid,
-        epoch=worker.epoch,
-        restarts=worker.restarts,
-        heartbeat_age_s=worker.heartbeat_age_s,
-        resident_bytes=usage(pid).resident_bytes,
-        device=worker.placement.shown_device,
-        cores=worker.placement.cores,
-        note=worker.note(now_s),
-        failed_starts=worker.failed_starts,
-    )
