@@ -6,8 +6,8 @@ these queries have no result.
 
 from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
-from dashboards.overview import HERE
 from dashboards.overview import UID as OVERVIEW
+from dashboards.overview_panels import HERE
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.supervisor_metrics import NamedMetric, NodeMetrics, ProcessMetrics
 

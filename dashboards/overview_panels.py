@@ -1,0 +1,31 @@
+"""Series and panels of the overview dashboard, of the selected nodes and models."""
+
+from typing import Any
+
+from dashboards import queries as q
+from dashboards.grafana import Panel, Query
+from runtime.node.supervisor_metrics import NamedMetric
+
+HERE = 'node=~"$node",model_name=~"$model"'
+
+
+def here(metric: NamedMetric, **labels: str) -> str:
+    return q.series(metric, HERE, **labels)
+
+
+def nixl(name: str) -> str:
+    """Return a series of vLLM's NIXL connector: the queries of these have no result without it."""
+    return q.series(f"vllm:nixl_{name}", HERE)
+
+
+def lines(title: str, description: str, queries: list[Query], unit: str, width: int = 6, **look: Any) -> Panel:
+    return Panel("timeseries", title, description, queries, unit, width, **look)
+
+
+def tile(title: str, description: str, expr: str, unit: str, **look: Any) -> Panel:
+    return Panel("stat", title, description, [Query(expr)], unit, width=4, height=4, **look)
+
+
+def percentiles(title: str, description: str, histogram: NamedMetric) -> Panel:
+    queries = [Query(q.quantile(p, histogram, HERE), f"p{round(100 * p)}") for p in (0.5, 0.95, 0.99)]
+    return lines(title, description, queries, "s", 8)
