@@ -14,8 +14,9 @@ from ipc import SearchSpec
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.retrieval_config import ProbesSection
 from runtime.retrieval.attributes.filters import filter_bytes
-from runtime.serving.http.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, RetrievalOptions
+from runtime.serving.http.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalOptions
 from runtime.serving.http.parsing import parse
+from runtime.serving.http.retrieval_body import RetrievalBody
 from runtime.serving.http.unsupported_fields import UNSUPPORTED
 from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import PASSAGES

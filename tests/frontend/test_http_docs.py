@@ -17,8 +17,9 @@ from runtime.node.config import HttpSection
 from runtime.retrieval.stores.service import Stores
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.frontend.requests import ClientDisconnected
-from runtime.serving.http.api_types import ChatBody, CompletionBody, GenerateBody, RetrievalBody
+from runtime.serving.http.api_types import ChatBody, CompletionBody, GenerateBody
 from runtime.serving.http.connections import Timeouts
+from runtime.serving.http.retrieval_body import RetrievalBody
 from runtime.serving.http.service import Settings
 from runtime.serving.http.unsupported_fields import IGNORED, UNSUPPORTED, ignored_table, unsupported_table
 

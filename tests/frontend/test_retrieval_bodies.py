@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import InvalidRequest
-from runtime.serving.http.api_types import FLOAT32_MAX, RetrievalBody, VectorBody, parse_retrieval
 from runtime.serving.http.parsing import parse
+from runtime.serving.http.retrieval_body import FLOAT32_MAX, RetrievalBody, VectorBody, parse_retrieval
 
 NUMBERS = st.floats(width=32) | st.floats() | st.integers() | st.integers(-(2**60), 2**60)
 ODD = st.none() | st.booleans() | st.text(max_size=3) | st.lists(NUMBERS, max_size=2)

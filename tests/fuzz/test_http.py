@@ -14,7 +14,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from runtime.serving.http.api_types import ChatBody, CompletionBody, RetrievalBody
+from runtime.serving.http.api_types import ChatBody, CompletionBody
+from runtime.serving.http.retrieval_body import RetrievalBody
 from runtime.serving.http.routes.embeddings import EmbeddingsBody
 from runtime.serving.http.routes.vector_stores import StoreSearchBody
 from runtime.serving.http.service import Settings

@@ -26,7 +26,7 @@ from runtime.retrieval.stores.responses import ResponseStore
 from runtime.serving.frontend.answer_cache import CacheHit, CacheKey
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.access import access_of
-from runtime.serving.http.api_types import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerateBody, parse_retrieval
+from runtime.serving.http.api_types import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerateBody
 from runtime.serving.http.middleware import (
     REQUEST_ID_HEADER,
     Application,
@@ -64,6 +64,7 @@ from runtime.serving.http.responses import (
     passage_json,
     passages_response,
 )
+from runtime.serving.http.retrieval_body import parse_retrieval
 from runtime.serving.http.routes.collection_files import CollectionFiles
 from runtime.serving.http.routes.documents import DocumentRoutes
 from runtime.serving.http.routes.drain import DrainRoute

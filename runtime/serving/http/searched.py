@@ -11,8 +11,8 @@ from runtime.retrieval.search.query import Query
 from runtime.retrieval.stores.records import Store
 from runtime.retrieval.stores.service import Stores
 from runtime.serving.http.access import Access, access_of
-from runtime.serving.http.api_types import RetrievalBody, VectorBody
 from runtime.serving.http.parsing import check_bytes
+from runtime.serving.http.retrieval_body import RetrievalBody, VectorBody
 from runtime.serving.http.routes.files import tenant_of
 from runtime.serving.http.routes.store_objects import STORE_PREFIX
 from runtime.serving.http.service import Settings
