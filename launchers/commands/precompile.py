@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 import typer
@@ -141,21 +141,17 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
         raise typer.Exit(code)
 
 
-def compile_model(config: Path, role: str, device: str) -> int:
+def compile_model(config: Path, role: Literal["prefill", "decode"], device: str) -> int:
     """Compile what torch compiles for a worker of this role on `device`. Return the exit code."""
-    if role == "decode":
-        from runtime.serving.decode.process import model_setup
-    else:
-        from runtime.serving.prefill.process import model_setup
     from runtime.serving.kv.transport import transport_for
-    from runtime.serving.model.compilation import compile_programs
+    from runtime.serving.model.compilation import ModelSetup, compile_programs
 
     try:
-        return 0 if compile_programs(model_setup(load_config(config), transport_for(device))) else 1
+        return 0 if compile_programs(ModelSetup.of(load_config(config), role, transport_for(device))) else 1
     except TrinityError as error:
         print(f"trinity: error: {error}", file=sys.stderr)
         return error.exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(compile_model(Path(sys.argv[1]), *sys.argv[2:]))
+    sys.exit(compile_model(Path(sys.argv[1]), "decode" if sys.argv[2] == "decode" else "prefill", sys.argv[3]))

@@ -5,6 +5,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_of_a_configuration_the_model_is_compiled_once_for_each_role_and_kind_of
 
 @pytest.mark.parametrize(("role", "rows", "tokens"), [("decode", 16, 16 + 256), ("prefill", 0, 1024)])
 def test_the_model_is_compiled_as_the_roles_workers_run_it(
-    role: str, rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    role: Literal["prefill", "decode"], rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "node.toml").write_text(NODE)
     compiled: list[ModelSetup] = []

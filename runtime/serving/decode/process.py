@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from runtime.errors import InternalError, TrinityError
-from runtime.node.config import NodeConfig
 from runtime.node.metrics.worker_metrics import DecodeMetrics
 from runtime.node.startup import run_in_background
 from runtime.node.worker import Worker
@@ -57,7 +56,7 @@ class DecodeWorker:
         blocks, block_tokens = config.decode.blocks(model), model.kv_block_tokens
         transport = transport or transport_for(worker.placement.device)
         loading = run_in_background(lambda: CollectionRegistry.warm(worker.plan))
-        setup = model_setup(config, transport)
+        setup = ModelSetup.of(config, "decode", transport)
         self._model = setup.load(stamp=worker.startup.mark)
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._compilation = Compilation(self._model, setup, self._blocks)
@@ -357,14 +356,6 @@ class DecodeWorker:
         self._tiers.close()
         self._retriever.close()
         self._compilation.close()
-
-
-def model_setup(config: NodeConfig, transport: Transport) -> ModelSetup:
-    """Return how a decode worker loads its model, and its largest batches."""
-    model = config.own_model
-    assert model is not None
-    rows = config.decode.slots
-    return ModelSetup.of(model, config.decode, transport, rows=rows, tokens=rows + config.decode.chunk_tokens)
 
 
 def run(worker: Worker) -> None:

@@ -18,13 +18,13 @@ from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
 from ipc.native.compiled import stamp_of
 from runtime.errors import ModelError, ResourceBusy, TrinityError
-from runtime.node.engine_config import ModelSection
+from runtime.node.config import NodeConfig
 from runtime.node.worker import die_with_parent
 from runtime.node.worker_config import KvWorkerSection
 from runtime.serving.kv.blocks import BlockManager
@@ -62,17 +62,12 @@ class ModelSetup(msgspec.Struct, frozen=True):
     tokens: int = 0
 
     @classmethod
-    def of(
-        cls,
-        model: ModelSection,
-        section: KvWorkerSection,
-        transport: Transport,
-        *,
-        rows: int = 0,
-        tokens: int,
-        prompts_only: bool = False,
-    ) -> "ModelSetup":
-        """Return the setup of a role's workers, of which `rows` and `tokens` are the largest batches."""
+    def of(cls, config: NodeConfig, role: Literal["prefill", "decode"], transport: Transport) -> "ModelSetup":
+        """Return the setup of a role's workers on a node with a model of its own."""
+        model, decode = config.own_model, role == "decode"
+        assert model is not None
+        section: KvWorkerSection = config.decode if decode else config.prefill
+        rows = config.decode.slots if decode else 0
         return cls(
             name=model.name,
             blocks=section.blocks(model),
@@ -82,9 +77,9 @@ class ModelSetup(msgspec.Struct, frozen=True):
             device=transport.device,
             weights=weights_type(model.weights, transport.device),
             kernels=transport.kernels,
-            prompts_only=prompts_only,
+            prompts_only=not decode,
             rows=rows,
-            tokens=tokens,
+            tokens=rows + config.decode.chunk_tokens if decode else config.prefill.pass_tokens,
         )
 
     def load(

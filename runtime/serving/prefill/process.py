@@ -12,7 +12,6 @@ from typing import get_args
 
 from ipc import IpcError
 from runtime.errors import InternalError, TrinityError, WorkerLost
-from runtime.node.config import NodeConfig
 from runtime.node.metrics.worker_metrics import OfferOutcome, PrefillMetrics
 from runtime.node.startup import run_in_background
 from runtime.node.worker import Worker
@@ -44,7 +43,6 @@ class PrefillWorker:
         """`transport`: by default the one for the worker's device. `idle_ms`: the longest sleep, between heartbeats."""
         self._idle_ms = idle_ms
         config = worker.plan.config
-        assert config.own_model is not None
         self._worker, self._limits = worker, config.prefill
         self._through_pool = config.handover.mode == "pool"
         self._disaggregation = Disaggregation(
@@ -52,7 +50,7 @@ class PrefillWorker:
         )
         transport = transport or transport_for(worker.placement.device)
         loading = run_in_background(lambda: (CollectionRegistry.warm(worker.plan), Reranking.load(worker.plan)))
-        setup = model_setup(config, transport)
+        setup = ModelSetup.of(config, "prefill", transport)
         blocks, block_tokens, context_tokens = setup.blocks, setup.block_tokens, setup.context_tokens
         kind = kv_type(setup.weights, transport.kernels)
         self._source = transport.source(
@@ -391,13 +389,6 @@ class PrefillWorker:
         self._tiers.close()
         self.retriever.close()
         self._compilation.close()
-
-
-def model_setup(config: NodeConfig, transport: Transport) -> ModelSetup:
-    """Return how a prefill worker loads its model, and its largest passes."""
-    model = config.own_model
-    assert model is not None
-    return ModelSetup.of(model, config.prefill, transport, tokens=config.prefill.pass_tokens, prompts_only=True)
 
 
 def run(worker: Worker) -> None:
