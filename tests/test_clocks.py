@@ -14,6 +14,7 @@ WALL_CLOCK = {
 ALLOWED = {
     "runtime/serving/http/app.py": "the time that an answer shows as `created`",
     "runtime/engines/vllm/plugins/trinity_kv_files.py": "how old files are, whose dates are the wall clock's",
+    "runtime/serving/kv/file_tier.py": "how long files are held, whose dates are the wall clock's",
     "runtime/serving/frontend/spans.py": "when a span began, for who reads it among those of others",
     "runtime/retrieval/stores/service.py": "when stores and files were made and expire, which outlasts a restart",
     "runtime/retrieval/stores/responses.py": "when responses were made and expire, which outlasts a restart",

@@ -29,7 +29,7 @@ from runtime.node.worker import die_with_parent
 from runtime.node.worker_config import KvWorkerSection
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.transport import Transport
-from runtime.serving.model.language_model import LanguageModel
+from runtime.serving.model.language_model import LanguageModel, check_device
 from runtime.serving.model.model_info import Kernels, WeightsType, weights_type
 
 if TYPE_CHECKING:
@@ -231,6 +231,7 @@ def compile_programs(setup: ModelSetup) -> bool:
     """Compile what a worker with this setup compiles, into torch's cache, and mark it; of several processes that are
     to do the same one does, and the others wait for it. Return whether torch can; if not, the log says why. Raises as
     `LanguageModel.load`."""
+    check_device(setup.device)
     mark = setup.mark
     try:
         mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -145,7 +145,7 @@ class LanguageModel:
         stamp("torch")
         kept: WeightsType = "bfloat16" if weights == "int8" and prompts_only else weights
         torch.set_num_threads(threads)
-        _check_device(device)
+        check_device(device)
         tokenizer = run_in_background(lambda: Tokenizer.load(directory))
         try:
             network = Llama.load(read_config(directory), info, WeightFiles(directory), device, kept)
@@ -300,7 +300,8 @@ def _check_sizes(info: ModelInfo, blocks: int, block_tokens: int, context_tokens
         raise ConfigError(f"context_tokens is {context_tokens}; {info.name!r} allows 1..{info.max_context_tokens}")
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Raise `ConfigError` for a device that torch does not have."""
     import torch
 
     if device == "cpu":
