@@ -152,7 +152,7 @@ def test_without_any_batch_a_worker_is_judged_by_what_was_sent_to_it() -> None:
 
 def test_a_worker_that_names_more_blocks_than_it_has_is_not_believed() -> None:
     view = WorkerBlocks(PrefixKeys(), 4, lambda key: False)
-    view.apply(Cached("p", 1, 1, True, bytes(16) + bytes(range(64)), b""))
+    view.apply(Cached("p", 1, 1, True, b"".join(number.to_bytes(16) for number in range(3 * 4 + 1)), b""))
     assert not view.current
     assert not view.incomplete
     assert len(view) == 0
@@ -183,6 +183,28 @@ def test_changes_that_nobody_reads_do_not_accumulate() -> None:
         view.apply(batch)
     assert view.current
     assert len(view) == len(blocks.registered) == 8
+
+
+def test_a_view_is_kept_while_blocks_are_named_before_those_that_they_replace() -> None:
+    blocks = BlockManager(3000, 1, IDENTITY)
+    events, view = BlockEvents(blocks), WorkerBlocks(PrefixKeys(), blocks.total, lambda key: False)
+
+    def compute(first: int, count: int) -> None:
+        for token in range(first, first + count):
+            table = blocks.open([token], 0)
+            blocks.grow(table, 1)
+            blocks.fill(table, [token], 1)
+            blocks.close(table)
+
+    compute(0, 3000)
+    while batch := events.take("p", 1):
+        view.apply(batch)
+    compute(10_000, 1100)  # in place of the first ones,
+    compute(0, 1100)  # which return in place of others
+    while batch := events.take("p", 1):
+        view.apply(batch)
+        assert view.current
+    assert len(view) == 3000
 
 
 def test_a_long_list_is_sent_in_several_batches() -> None:

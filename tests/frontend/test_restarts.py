@@ -135,6 +135,16 @@ async def test_a_new_request_waits_for_the_first_worker_of_a_role_that_has_none(
         assert harness.codes == ["client_closed_request", "stop"]
 
 
+async def test_the_prompt_of_a_request_that_waits_for_a_worker_is_hashed_once() -> None:
+    async with running_link(restarts=3) as harness:
+        request = harness.submit(prompt="hello " * 100)
+        prefix = request.prefix
+        assert prefix.blocks
+        for _ in range(3):
+            harness.link.tick()
+        assert request.prefix is prefix
+
+
 async def test_a_new_request_fails_in_time_if_no_worker_connects() -> None:
     async with running_link(restarts=3, max_in_flight=2) as harness:
         prefill = await harness.worker("prefill", "p0")

@@ -93,13 +93,16 @@ class CachedBlocks(ABC):
 class WorkerBlocks(CachedBlocks):
     """Of one of the node's own workers, which has at most `most` blocks.
 
+    A batch may name blocks in place of those whose eviction a later batch tells: a view may hold three times as many
+    (`BlockEvents` never keeps more than two changes a block).
+
     `in_tier` returns whether the node's host tier, which its workers share, has a block. `load_saves`: what loading
     one from there saves, as the worker has measured.
     """
 
     def __init__(self, prefixes: PrefixKeys, most: int, in_tier: Callable[[bytes], bool]) -> None:
         super().__init__(prefixes)
-        self._most, self._in_tier = min(most, MOST_KEYS), in_tier
+        self._most, self._in_tier = min(3 * most, MOST_KEYS), in_tier
         self._too_many = False
         self._keys: set[bytes] = set()
         self._current = False

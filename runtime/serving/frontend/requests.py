@@ -159,7 +159,9 @@ class Request:
         return self.delivered.resume(self.first_token_ns) if self.opened else None
 
     def known_prefix(self, resume: Resume | None) -> KnownPrefix:
-        """Return, and keep, what the router knows of the next attempt's prompt."""
+        """Return what the router knows of the next attempt's prompt: computed once, however often a worker is sought."""
+        if self.prefix is not NO_PREFIX:
+            return self.prefix
         if resume is None:
             self.prefix = known_prefix(self.generation)
         else:
@@ -239,6 +241,7 @@ class RequestTable:
         del self._requests[request.attempt_id]
         request.attempts += 1
         request.prefilled = False
+        request.prefix = NO_PREFIX
         request.held.clear()
         if not request.opened:
             request.first_token_ns = request.cited_bytes = 0
