@@ -115,6 +115,27 @@ def test_a_block_of_the_host_tier_counts_as_much_as_loading_it_saves() -> None:
         assert (overlaps["p0"], overlaps["p1"]) == (1.0, expected)
 
 
+def test_the_host_tier_is_asked_once_a_request_for_a_block_that_no_worker_has() -> None:
+    asked: list[bytes] = []
+
+    def in_tier(key: bytes) -> bool:
+        asked.append(key)
+        return True
+
+    node = Node()
+    node.router = Router(max_in_flight=100, in_tier=in_tier)
+    for name in ("p0", "p1", "p2", "d0", "d1"):
+        node.start(name)
+    node.compute("p0", TEXT)
+    for name in ("p0", "p1", "p2", "d0", "d1"):
+        node.publish(name, load_saves=0.5)
+    keys = list(block_keys(list(TEXT.encode()), BLOCK, IDENTITY))
+    for _ in range(2):  # what is in the tier changes
+        asked.clear()
+        node.prefill_of(TEXT)
+        assert len(asked) == len(set(asked)) == len(prefix_blocks(TEXT)) <= len(keys)
+
+
 def test_after_a_lost_batch_the_estimate_holds_until_the_worker_has_listed_its_blocks() -> None:
     node = Node("p0", "p1", "d0")
     node.publish("p0")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
+from ipc import Memo
 from runtime.errors import ContextLengthExceeded, Overloaded, Unavailable
 from runtime.serving.frontend.cached_blocks import PrefixKeys, WorkerBlocks
 from runtime.serving.frontend.choice import BLOCK_CHARS, BLOCK_TOKENS, Candidate, Choice, prefix_blocks
@@ -132,7 +133,7 @@ class Router:
         self.in_flight = 0
         self.choice = Choice(overlap_weight)
         self.prefixes = PrefixKeys()
-        self._in_tier = in_tier
+        self._in_tier = Memo(in_tier)  # of one placement: workers are asked for the same blocks, and each is a file
         self._remembered_blocks = remembered_blocks
         self._clock = clock
         self._workers: dict[str, Worker] = {}
@@ -140,7 +141,7 @@ class Router:
     def add(self, hello: Hello) -> None:
         """Add a ready worker. It replaces one of the same name: it is a new process with an empty cache."""
         idle = Report(hello.worker, hello.epoch, 0, 0, 0, hello.slots, free_blocks=hello.blocks)
-        cached = WorkerBlocks(self.prefixes, hello.blocks, self._in_tier)
+        cached = WorkerBlocks(self.prefixes, hello.blocks, self._in_tier.__getitem__)
         self._workers[hello.worker] = Worker(hello=hello, reported=idle, cached=cached)
 
     def remove(self, name: str) -> None:
@@ -205,6 +206,7 @@ class Router:
             raise Overloaded(
                 f"{self.in_flight} requests are in flight, the limit is {self.max_in_flight}; try again later"
             )
+        self._in_tier.clear()
         choice, likely = self.choice, min(expected or tokens, tokens)
         prefill = choice.choose(
             self._fitting("prefill", tokens),
