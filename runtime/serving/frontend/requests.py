@@ -159,7 +159,7 @@ class Request:
         return self.delivered.resume(self.first_token_ns) if self.opened else None
 
     def known_prefix(self, resume: Resume | None) -> KnownPrefix:
-        """Return what the router knows of the next attempt's prompt: computed once, however often a worker is sought."""
+        """Return what the router knows of the next attempt's prompt, computed once an attempt."""
         if self.prefix is not NO_PREFIX:
             return self.prefix
         if resume is None:
