@@ -242,8 +242,9 @@ class AuthMiddleware:
             headers = {"WWW-Authenticate": "Bearer"} if isinstance(refusal, Unauthorized) else {}
             await error_response(refusal, headers)(scope, receive, send)
             return
+        route = self._direct.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         try:
-            if (route := self._direct.get(scope["path"])) is not None and scope["method"] == "POST":
+            if route is not None:
                 http = Request(scope, receive, send)
                 try:
                     response = await route(http)
