@@ -22,14 +22,17 @@ from runtime.errors import (
     TrinityError,
 )
 from runtime.retrieval.attributes.filters import parse_filter
-from runtime.retrieval.collections import validation
+from runtime.retrieval.collections import segment_build, validation
 from runtime.retrieval.collections import writer as writer_module
 from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.disk import LOCK, Disk, acquire_lock
-from runtime.retrieval.collections.log import log_path
+from runtime.retrieval.collections.log import header_of, log_path
+from runtime.retrieval.collections.manifest import SegmentInfo
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.search import search
+from runtime.retrieval.collections.segment_build import BuildJob
 from runtime.retrieval.collections.validation import UpsertDocument
 from tests.collections.small_collections import (
     DIM,
@@ -140,16 +143,17 @@ def test_the_processs_file_size_limit_acts_like_a_full_disk(tmp_path: Path) -> N
         assert len(contents(writer)) == 6
 
 
+class _FailingDisk(Disk):
+    fails = False
+
+    def sync(self, fd: int) -> None:
+        if self.fails:
+            raise OSError(errno.EIO, "Input/output error")
+        super().sync(fd)
+
+
 def test_after_a_failed_sync_writes_are_refused_until_the_collection_is_reopened(tmp_path: Path) -> None:
-    class Failing(Disk):
-        fails = False
-
-        def sync(self, fd: int) -> None:
-            if self.fails:
-                raise OSError(errno.EIO, "Input/output error")
-            super().sync(fd)
-
-    disk = Failing()
+    disk = _FailingDisk()
     with new_writer(tmp_path / "a", disk=disk) as writer:
         writer.upsert(documents(range(2)))
         disk.fails = True
@@ -160,6 +164,28 @@ def test_after_a_failed_sync_writes_are_refused_until_the_collection_is_reopened
             writer.upsert(documents(range(4, 6)))
     with open_writer(tmp_path / "a") as writer:
         assert set(contents(writer)) in ({"0", "1"}, {"0", "1", "2", "3"})
+
+
+def test_a_build_that_has_read_a_write_whose_sync_failed_is_not_installed(tmp_path: Path) -> None:
+    disk, log = _FailingDisk(), tmp_path / "a" / "log"
+
+    def build(directory: Path, job: BuildJob) -> SegmentInfo | None:
+        disk.fails = True
+        with pytest.raises(CollectionError, match="is unknown"):
+            writer.upsert([document("1", 9)])  # replaces one of the rows that are sealed
+        disk.fails = False
+        with CollectionReader(directory, searched=False) as reader:  # as the process that builds does
+            return segment_build.build(Disk(), reader.state, job)
+
+    with new_writer(tmp_path / "a", disk=disk, seal_rows=2) as writer:
+        writer.upsert(documents(range(2)))
+        with pytest.raises(CollectionError, match="reopen it"):
+            writer.seal_if_due(build)
+    first, path = max((int(path.stem), path) for path in log.iterdir())
+    assert first > 0, "the log was rotated before the build"
+    os.truncate(path, len(header_of(read_description(tmp_path / "a").identity, first)))  # the disk has lost the write
+    with open_writer(tmp_path / "a") as writer:
+        assert contents(writer) == {"0": "text 0", "1": "text 1"}
 
 
 @pytest.mark.parametrize(

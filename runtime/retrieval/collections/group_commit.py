@@ -74,7 +74,10 @@ class GroupCommit:
         return pending.result
 
     def check_directory(self) -> None:
-        """Raise `CollectionError` if the directory was replaced by another collection or a restored copy, or moved."""
+        """Raise `CollectionError` if the directory was replaced by another collection or a restored copy, or moved, or
+        if a sync has failed: a build may have read a record that the disk has lost."""
+        if self._failure:
+            raise CollectionError(self._failure)
         directory = self._state.directory
         if not (lock_is_current(self._lock_fd, directory) and self._log.is_current):
             self._failure = f"{directory} was replaced or moved while it was open for writing: reopen it"
