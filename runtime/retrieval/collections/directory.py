@@ -72,22 +72,31 @@ def _error_class(error: OSError | sqlite3.Error) -> type[CollectionError]:
 def _claim(building: Path) -> int:
     """Create the directory of a build and lock it, or remove what a killed build left there; return the descriptor.
 
-    The lock ends with this process. Raises `CollectionBusy` if another build holds it, `OutputRefused` if there is
-    anything else, `OSError`.
+    The lock ends with this process. Raises `CollectionBusy` if another build holds it, or may, `OutputRefused` if there
+    is anything else, `OSError`.
     """
     while True:
-        building.mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(building, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            building.mkdir(mode=0o700)
+            made = True
+        except FileExistsError:
+            made = False
+        try:
+            fd = os.open(building, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:  # the other build has just put it in place
+            continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(fd)
             raise CollectionBusy(f"{building} is written to by another build") from error
-        except OSError:  # the file system does not lock directories
-            pass
+        except OSError as error:
+            if not made:  # a file system that does not lock directories does not tell either whether that build runs
+                os.close(fd)
+                raise CollectionBusy(f"{building} exists: remove it if no other build runs") from error
         if _is_at(building, fd):
             break
-        os.close(fd)  # the other build has just put it in place
+        os.close(fd)  # as above
     if foreign := [*_foreign_files(building), *(path for path in building.rglob("*") if path.is_symlink())]:
         os.close(fd)
         raise OutputRefused(f"{building} will not be removed: {foreign[0]} is not part of a collection")
