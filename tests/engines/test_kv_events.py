@@ -181,6 +181,12 @@ def test_a_malformed_message_voids_the_account(payload: bytes) -> None:
     assert (view.current, len(view), view.malformed) == (False, 0, 1)
 
 
+def test_a_message_with_more_blocks_than_are_remembered_is_malformed() -> None:
+    view, many = following([stored(PROMPT)]), MOST_KEYS + 1
+    view.apply(frames(1, stored([1] * many, block_hashes=[7] * many, block_size=1)))
+    assert (view.current, len(view), view.malformed) == (False, 0, 1)
+
+
 @given(st.lists(st.binary(max_size=20), max_size=5), st.binary(max_size=60))
 def test_any_bytes_are_accepted_or_dropped(parts: list[bytes], payload: bytes) -> None:
     view = following([stored(PROMPT)])
@@ -196,6 +202,14 @@ def test_a_server_with_more_blocks_than_are_remembered_is_judged_by_what_was_sen
         view.apply(frames(number, stored(tokens, first=number * many)))
     assert not view.current
     assert len(view) <= MOST_KEYS
+
+
+def test_a_server_that_gives_one_name_to_block_after_block_takes_no_more_memory() -> None:
+    view = ServerBlocks(Clock())
+    for number, blocks in enumerate((MOST_KEYS, 1)):
+        assert view.current == bool(number)
+        view.apply(frames(number, stored([number] * blocks, block_hashes=[7] * blocks, block_size=1)))
+    assert not view.current
 
 
 def test_requests_go_to_the_server_that_publishes_their_blocks_although_they_were_sent_to_another() -> None:
@@ -280,7 +294,8 @@ def test_endpoints_that_cannot_be_read_are_refused(more: dict[str, Any]) -> None
         msgspec.convert({"engine": "openai", "name": "m", "url": "http://a/v1"} | more, OpenAiSection)
 
 
-def test_a_reader_receives_messages_and_has_missed_ones_repeated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("topic", [[b""], []], ids=["vLLM", "SGLang"])
+def test_a_reader_receives_messages_and_has_missed_ones_repeated(tmp_path: Path, topic: list[bytes]) -> None:
     async def testing() -> None:
         context = zmq.asyncio.Context.instance()
         at = EventEndpoints(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r")
@@ -292,8 +307,8 @@ def test_a_reader_receives_messages_and_has_missed_ones_repeated(tmp_path: Path)
             async def replay(*messages: list[bytes]) -> int:
                 peer, _, start = await replayer.recv_multipart()
                 for message in messages:
-                    await replayer.send_multipart([peer, b"", *message])
-                await replayer.send_multipart([peer, b"", b"", (-1).to_bytes(8, signed=True), b""])
+                    await replayer.send_multipart([peer, b"", *topic, *message[1:]])
+                await replayer.send_multipart([peer, b"", *topic, (-1).to_bytes(8, signed=True), b""])
                 return int.from_bytes(start)
 
             reading = asyncio.create_task(follow(at, view))

@@ -8,7 +8,7 @@ found on another.
 
 A server's account holds from its message 0 on. After a gap, and at the start, the missed messages are requested from
 its replay endpoint, if it has one; if they are no longer there, or if a prompt that it computed is not published for
-five seconds, the server is judged by what was sent to it.
+five seconds, the server is judged by what was sent to it. Earlier versions, and SGLang, repeat them without the topic.
 """
 
 import asyncio
@@ -132,7 +132,7 @@ class ServerBlocks(CachedBlocks):
         except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
             return self._reject(error)
         self._unpublished_ns = None
-        if len(self._keys) > MOST_KEYS:
+        if max(map(len, (self._keys, self._gpu, self._tier))) > MOST_KEYS:  # a name's former keys stay in the others
             self._clear()
             self._complete = False
         return False
@@ -157,6 +157,8 @@ class ServerBlocks(CachedBlocks):
         before = event["parent_block_hash"]
         if not isinstance(tokens, list) or type(size) is not int or not 1 <= size <= _MAX_BLOCK_TOKENS:
             raise ValueError("blocks of an invalid size")
+        if len(names) > MOST_KEYS:
+            raise ValueError(f"{len(names)} blocks at once")
         if len(tokens) != len(names) * size or not all(type(one) is int and 0 <= one < 1 << 31 for one in tokens):
             raise ValueError(f"{len(tokens)} tokens in {len(names)} blocks of {size}")
         root = _ROOT if before is None else self._keys.get(next(_hashes([before])))
@@ -229,9 +231,9 @@ async def _replay(context: zmq.asyncio.Context, endpoint: str, blocks: ServerBlo
                 for _ in range(_MOST_REPLAYED):
                     frames = await replay.recv_multipart()
                     await asyncio.sleep(0)
-                    if len(frames) != 4 or frames[2] == _END:
+                    if len(frames) not in (3, 4) or frames[-2] == _END:
                         return
-                    blocks.apply(frames[1:], repeated=True)
+                    blocks.apply([b"", *frames[-2:]], repeated=True)
     except TimeoutError:
         log.info("%s repeats no KV events", endpoint)
 
