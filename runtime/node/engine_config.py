@@ -63,6 +63,16 @@ class ServedSection(Section, frozen=True):
 
 
 EventEndpoint = Annotated[str, Meta(pattern=r"^(tcp://[^\s/*]+:[0-9]+|ipc://\S+)$", max_length=256)]
+_MOST_PATH = 107  # bytes of a Unix socket's path
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Raise `ValueError` for what ZeroMQ refuses when it connects, or never connects to."""
+    transport, _, address = endpoint.partition("://")
+    if transport == "ipc" and len(address.encode()) > _MOST_PATH:
+        raise ValueError(f"{endpoint}: the path has {len(address.encode())} bytes, the limit is {_MOST_PATH}")
+    if transport == "tcp" and not 1 <= int(address.rpartition(":")[2]) <= 65_535:
+        raise ValueError(f"{endpoint}: a port is from 1 to 65535")
 
 
 Urls = Annotated[str, Meta(min_length=1)] | Annotated[tuple[str, ...], Meta(min_length=1, max_length=64)]
@@ -119,6 +129,10 @@ class OpenAiSection(ServedSection, frozen=True, kw_only=True, tag_field="engine"
     kv_events_replay: Annotated[tuple[EventEndpoint, ...], Meta(max_length=64)] = ()
 
     def __post_init__(self) -> None:
+        if self.kv_events_replay and not self.kv_events:
+            raise ValueError("kv_events_replay repeats what kv_events published: set kv_events, too")
+        for endpoint in (*self.kv_events, *self.kv_events_replay):
+            _check_endpoint(endpoint)
         servers = len(self.urls) + len(self.prefill.urls if self.prefill is not None else ())
         for name, given in (("kv_events", self.kv_events), ("kv_events_replay", self.kv_events_replay)):
             if given and len(given) != servers:

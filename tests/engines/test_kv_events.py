@@ -283,7 +283,10 @@ def test_the_endpoints_belong_to_the_servers_in_their_order(
     "more",
     [
         {"kv_events": ["tcp://a:1", "tcp://b:1"]},
-        {"kv_events_replay": ["tcp://a:1", "tcp://b:1"]},
+        {"kv_events": ["tcp://a:1"], "kv_events_replay": ["tcp://a:1", "tcp://b:1"]},
+        {"kv_events_replay": ["tcp://a:1"]},
+        {"kv_events": ["tcp://a:65536"]},
+        {"kv_events": [f"ipc:///{'x' * 107}"]},
         {"kv_events": ["tcp://*:5557"]},
         {"kv_events": ["http://a:1"]},
         {"kv_events": ["tcp://a"]},
