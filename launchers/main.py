@@ -16,7 +16,7 @@ from ipc import IpcError
 from launchers.commands import LAZY_COMMANDS, SELF_PARSING
 from launchers.node_option import NodeArgument, NodeOption, resolve_node
 from runtime.checks import gpu_sharing, preflight
-from runtime.checks.memory_estimate import estimate_device_bytes
+from runtime.checks.memory_estimate import estimate_added_bytes, estimate_device_bytes
 from runtime.errors import EXIT_FAILED, TrinityError
 from runtime.node.config_file import load_config
 from runtime.node.logs.log import LEVELS, log_to_stderr
@@ -87,7 +87,7 @@ def serve(
         for found in gpu_sharing.findings(plan):
             if found.level != "ok":
                 log.warning("%s %s; %s", found.subject, found.text, found.advice)
-        raise typer.Exit(Supervisor(plan, device_bytes=estimate_device_bytes(plan, machine)).run(announce))
+        raise typer.Exit(Supervisor(plan, device_bytes=estimate_added_bytes(plan, machine)).run(announce))
 
 
 def _logged_once(log: logging.Logger) -> Callable[[str, float], None]:

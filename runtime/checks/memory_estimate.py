@@ -76,6 +76,13 @@ def estimate_host_bytes(plan: NodePlan) -> dict[str, int]:
     return needed
 
 
+def estimate_added_bytes(plan: NodePlan, machine: Machine | None = None) -> dict[str, int]:
+    """Return the bytes that must be free for another worker like each one: on its GPU, or on the host, where an index
+    that is larger than the memory may be mapped."""
+    host, device = estimate_host_bytes(plan), estimate_device_bytes(plan, machine)
+    return {place.name: (host if place.device == "cpu" else device)[place.name] for place in plan.processes}
+
+
 def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
     config, process = plan.config, _PROCESS[worker.role]
     if worker.role == "pool":

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from launchers.status import show_placement
 from runtime.checks import preflight
-from runtime.checks.memory_estimate import estimate_device_bytes
+from runtime.checks.memory_estimate import estimate_added_bytes, estimate_device_bytes
 from runtime.errors import CollectionError, ConfigError, ResourceBusy
 from runtime.node.api_keys import ApiKey, bound_attributes, read_api_keys
 from runtime.node.config import KvSection, parse_config
@@ -21,6 +21,7 @@ from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, plan_spares
 from runtime.retrieval.collections import bulk_load
+from runtime.retrieval.collections.collection import Collection
 
 CORES = sorted(os.sched_getaffinity(0))
 MODEL = {"model": {"name": "smollm2-135m-instruct"}}
@@ -296,6 +297,13 @@ def test_kv_blocks_that_cannot_hold_one_whole_context_are_refused(role: str, tmp
     assert refusal(tmp_path, **model, **{role: {"kv_blocks": 62}}) == (
         f"{role}.kv_blocks = 62: a sequence of model.context_tokens = 1000 needs 63 blocks"
     )
+
+
+def test_a_pool_worker_that_is_added_on_the_host_needs_no_memory_for_the_index_that_it_maps(tmp_path: Path) -> None:
+    bulk_load.build(np.eye(64, dtype=np.float32), tmp_path / "docs", degree=2)
+    found = lay_out(parse_config({"collections": [{"name": "docs", "path": str(tmp_path / "docs")}]}))
+    mapped = estimate_device_bytes(found)["pool-0"] - estimate_added_bytes(found)["pool-0"]
+    assert mapped == Collection.info(tmp_path / "docs").index_bytes > 0
 
 
 def test_an_optional_collection_may_be_missing_or_corrupt(tmp_path: Path) -> None:

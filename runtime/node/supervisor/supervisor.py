@@ -71,7 +71,7 @@ class Supervisor:
         command: Sequence[str] = COMMAND,
         device_bytes: Mapping[str, int] | None = None,
     ) -> None:
-        """device_bytes: estimated memory of each worker of the plan where its model or index lies, by name."""
+        """device_bytes: memory that each worker of the plan needs free, where its model or index lies, by name."""
         self.plan = plan
         self._device_bytes = {worker.role: (device_bytes or {}).get(worker.name, 0) for worker in plan.workers}
         self._startup = StartupTimer(age_s=process_age_s())
