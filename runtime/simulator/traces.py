@@ -178,8 +178,11 @@ class RagPulse:
         self._tokens: dict[int, int] = {}  # part → its tokens; ids of different kinds differ
         for number, name in enumerate(("sys_prompt", "passages", "history", "user_input", "web_search"), 1):
             found = next((one for one in sorted(directory.glob(f"{number}_{name}.jsonl*")) if one.is_file()), None)
-            for line in _lines(found) if found else ():
-                part, tokens = msgspec.json.decode(line, type=dict[str, _Tokens]).values()
+            for at, line in enumerate(_lines(found) if found else (), 1):
+                try:
+                    part, tokens = msgspec.json.decode(line, type=dict[str, _Tokens]).values()
+                except ValueError as error:
+                    raise TraceError(f"{found}:{at}: {error}") from error
                 self._tokens[part] = tokens
         self._chats: dict[str, _Chat] = {}  # by session
         self._seen: set[int] = set()

@@ -72,6 +72,13 @@ def test_a_ragpulse_trace_beside_its_parts_becomes_chats_in_blocks_of_tokens(tmp
     assert [round(one.at_s, 3) for one in faster] == [0.0, 0.0 + round(11 / 90_000, 3), 0.01, 10.0]
 
 
+@pytest.mark.parametrize("line", ['{"id": 2}', "nonsense", '{"id": 2, "token_length": -1}'])
+def test_an_invalid_line_of_ragpulses_parts_is_named(tmp_path: Path, line: str) -> None:
+    written(tmp_path, f'{{"id": 1, "token_length": 5}}\n{line}\n', "2_passages.jsonl")
+    with pytest.raises(TraceError, match=r"2_passages\.jsonl:2"):
+        load_trace(written(tmp_path, RAGPULSE))
+
+
 def test_a_rate_only_rescales_time(tmp_path: Path) -> None:
     arrivals = load_trace(written(tmp_path, AZURE))
     faster = at_rate(arrivals, 10.0)
