@@ -66,6 +66,11 @@ def test_a_gateway_node_with_uncertainty_probes_is_refused(tmp_path: Path) -> No
     plan(tmp_path, model=OPENAI, probes={"trigger": "drift"})
 
 
+def test_a_gateway_node_with_a_hand_over_through_its_own_tier_is_refused(tmp_path: Path) -> None:
+    says = refusal(tmp_path, model=OPENAI, handover={"mode": "pool"})
+    assert says.startswith('handover.mode = "pool": only the node\'s own engine supports it')
+
+
 def test_a_trigger_that_is_not_installed_is_refused(tmp_path: Path) -> None:
     says = refusal(tmp_path, probes={"trigger": "margin"})
     assert says == "probes.trigger = 'margin': no such trigger; there are every, drift, unsure"
