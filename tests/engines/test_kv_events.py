@@ -18,7 +18,7 @@ from runtime.engines.openai.load_balancer import Backend, LoadBalancer
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.transfer import servers_of
 from runtime.node.engine_config import OpenAiSection
-from runtime.serving.frontend.cached_blocks import MOST_KEYS
+from runtime.serving.frontend.cached_blocks import MOST_KEYS, PrefixKeys
 from runtime.serving.frontend.choice import BLOCK_TOKENS, prefix_blocks
 from runtime.serving.messages import Tokens
 from tests.clock import Clock
@@ -240,6 +240,28 @@ def test_requests_go_to_the_server_that_publishes_their_blocks_although_they_wer
         assert [chosen() for _ in range(3)] == [first] * 3, "by what was sent to it"
 
     run(testing())
+
+
+def test_a_prompts_blocks_are_learned_once_for_all_servers_with_blocks_of_one_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learned: list[int] = []
+    learn = PrefixKeys.learn
+
+    def counted(keys: PrefixKeys, prefix: Any, length: float, tokens: Any, block_tokens: int, root: bytes) -> None:
+        learned.append(block_tokens)
+        learn(keys, prefix, length, tokens, block_tokens, root)
+
+    monkeypatch.setattr(PrefixKeys, "learn", counted)
+    servers = [Server(f"http://{name}/v1", events=EventEndpoints("ipc:///nowhere")) for name in "abc"]
+    balancer = LoadBalancer(servers, lambda server: asyncio.sleep(0, Capabilities()), Clock())
+    for backend, size in zip(balancer.backends, (16, 16, 32), strict=True):
+        assert backend.cached is not None
+        hashes = list(range(len(PROMPT) // size))
+        backend.cached.apply(frames(0, stored(PROMPT, block_hashes=hashes, block_size=size)))
+    balancer.computed(balancer.backends[0], PREFIX, len(PROMPT) / BLOCK_TOKENS, PROMPT)
+    assert learned == [16, 32]
+    assert [saved(backend.cached) for backend in balancer.backends if backend.cached is not None] == [4.0] * 3
 
 
 async def test_the_token_ids_of_an_answer_show_where_its_prompts_blocks_are() -> None:

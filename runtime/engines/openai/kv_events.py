@@ -59,14 +59,15 @@ class EventEndpoints:
 
 
 class ServerBlocks(CachedBlocks):
-    """The blocks of one server, from its messages. `clock` returns monotonic ns.
+    """The blocks of one server, from its messages. `clock` returns monotonic ns. `known`: prefixes by the size of
+    blocks, which servers share.
 
     Blocks with adapters, images or a salt, and those of further groups of a hybrid model, are left out.
     """
 
-    def __init__(self, clock: Callable[[], int]) -> None:
+    def __init__(self, clock: Callable[[], int], known: dict[int, PrefixKeys] | None = None) -> None:
         super().__init__(PrefixKeys())
-        self._clock = clock
+        self._clock, self._known = clock, {} if known is None else known
         self._next: int | None = None  # number of the next message; None: unknown
         self._complete = self._repeated = self._missing = False  # from message 0 on; the last one was repeated; a gap
         self._unpublished_ns: int | None = None  # since when a computed prompt's blocks are not published
@@ -93,7 +94,7 @@ class ServerBlocks(CachedBlocks):
         return 1.0 if key in self._gpu else TIER_SHARE if key in self._tier else 0.0
 
     def learn(self, prefix: Sequence[int], length: float, tokens: list[int]) -> None:
-        """Remember which blocks a prompt has that some server has computed."""
+        """Remember which blocks a prompt has that some server has computed, for all that share its prefixes."""
         if self.block_tokens and prefix:
             self.prefixes.learn(prefix, length, tokens, self.block_tokens, _ROOT)
 
@@ -163,7 +164,8 @@ class ServerBlocks(CachedBlocks):
             raise ValueError(f"{len(tokens)} tokens in {len(names)} blocks of {size}")
         root = _ROOT if before is None else self._keys.get(next(_hashes([before])))
         salted = any(event.get("extra_keys") or ()) or event.get("lora_id") is not None
-        self.block_tokens = self.block_tokens or size
+        if not self.block_tokens:
+            self.block_tokens, self.prefixes = size, self._known.setdefault(size, self.prefixes)
         if root is None or salted or size != self.block_tokens:
             return
         place = self._place(event)

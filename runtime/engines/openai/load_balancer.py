@@ -20,6 +20,7 @@ from runtime.engines.openai.kv_events import ServerBlocks, follow
 from runtime.engines.openai.server import PrefillFailed, Server, StreamBroken
 from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, Overloaded, TrinityError
 from runtime.node.supervisor.backoff import Backoff
+from runtime.serving.frontend.cached_blocks import PrefixKeys
 from runtime.serving.frontend.choice import Candidate, Choice, PrefixHistory
 
 # ---- a server's load, from vLLM's gauges; other servers export them too (llm-d reads the same names)
@@ -138,12 +139,12 @@ class LoadBalancer:
         overlap_weight: float = 1.0,
         paired: bool = False,
     ) -> None:
-        source = source or random.Random()
+        source, known = source or random.Random(), dict[int, PrefixKeys]()
         self.backends = [
             Backend(
                 server=server,
                 backoff=Backoff(source, most_s=max_backoff_s),
-                cached=ServerBlocks(clock) if server.events is not None else None,
+                cached=ServerBlocks(clock, known) if server.events is not None else None,
             )
             for server in servers
         ]
@@ -213,8 +214,8 @@ class LoadBalancer:
 
     def computed(self, backend: Backend, prefix: Sequence[int], length: float, prompt: list[int]) -> None:
         """Record the token ids of a prompt that a server has computed; its text has `length` blocks, these first."""
-        views = [other.cached for other in self.backends if other.cached is not None]
-        for view in views:
+        views = {other.cached.prefixes: other.cached for other in self.backends if other.cached is not None}
+        for view in views.values():
             view.learn(prefix, length, prompt)
         if backend.cached is not None:
             backend.cached.expect(prompt)
@@ -388,11 +389,8 @@ class LoadBalancer:
         backend.capabilities, backend.up_ns = found, self._clock()
         backend.last_error, backend.consecutive_failures = "", 0
         backend.check_timeout_ns = _CHECK_TIMEOUT_NS
-        backend.reported, backend.next_load_check_ns, backend.prefixes = (
-            None,
-            0,
-            PrefixHistory(),
-        )  # may be another process
+        backend.reported, backend.next_load_check_ns = None, 0
+        backend.prefixes = PrefixHistory()  # it may be another process
         log.info("%s answers: %s", backend.name, found)
         for limitation in found.limitations():
             log.warning("%s: %s", backend.name, limitation)
