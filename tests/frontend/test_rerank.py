@@ -197,7 +197,7 @@ def test_after_the_time_of_a_request_the_order_stays_and_is_marked(http: httpx.C
         ({"query": None, "vector": [0.1] * 64, "rerank": True}, "rerank requires a text"),
         ({"rerank": {"timeout_s": 0}}, "timeout_s"),
         ({"rerank": {"timeout_s": 61}}, "timeout_s"),
-        ({"rerank": {"timeout": 1}}, "unknown field rerank.timeout"),
+        ({"rerank": {"timeout": 1}}, "unknown field rerank.timeout; did you mean 'timeout_s'?"),
         ({"rerank": 1}, "rerank must be an object"),
     ],
 )

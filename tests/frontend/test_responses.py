@@ -219,6 +219,10 @@ def test_stored_responses_are_read_and_deleted(client: openai.OpenAI) -> None:
         ({"tools": SEARCH * 2}, "the limit is 1"),
         ({"tools": [SEARCH[0] | {"max_num_results": 21}]}, "max_num_results is 21, the limit is 20"),
         ({"tools": [SEARCH[0] | {"vector_store_ids": ["docs", "bare"]}]}, "several vector stores"),
+        (
+            {"tools": [SEARCH[0] | {"probe_triger": "drift"}]},
+            "unknown field tools[0].probe_triger; did you mean 'probe_trigger'",
+        ),
         ({"include": ["message.output_text.logprobs"]}, "only file_search_call.results"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "'input_image' is not"),
         ({"input": [{"role": "user", "content": [{"type": "input_audio", "data": "x"}]}]}, "'input_audio' is not"),

@@ -5,8 +5,8 @@ support; any other unknown field is refused with the name of the nearest known o
 """
 
 import difflib
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError, from_json
@@ -59,12 +59,31 @@ def validate(model: type[Body], fields: dict[str, Any]) -> Body:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         param = _param(first["loc"])
+        if first["type"] == "extra_forbidden":
+            near = suggestion(str(first["loc"][-1]), _fields_at(model, first["loc"][:-1]))
+            raise InvalidRequest(f"unknown field {param[:128]}{near}", param) from None
         raise InvalidRequest(_error_message(first["type"], first["msg"], first["input"], param), param) from None
 
 
 def suggestion(name: str, fields: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, fields, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> Iterable[str]:
+    """Return the fields of the object at a location in a body."""
+    for name in location:
+        if isinstance(name, str):  # a number is a place in the array before it
+            model = next(_models(model.model_fields[name].annotation))
+    return model.model_fields
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models in an annotation, such as that of `list[Model] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)
 
 
 def _param(location: tuple[int | str, ...]) -> str:
@@ -76,8 +95,6 @@ def _param(location: tuple[int | str, ...]) -> str:
 def _error_message(error_type: str, message: str, value: object, param: str) -> str:
     if error_type == _CUSTOM:
         return message
-    if error_type == "extra_forbidden":
-        return f"unknown field {param[:128]}"
     if error_type == "missing":
         return f"{param} is missing"
     if error_type in ("too_short", "string_too_short"):
