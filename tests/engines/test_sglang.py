@@ -18,11 +18,14 @@ import pytest
 from rich.console import Console
 
 from launchers.status import show_placement
-from runtime.engines.openai.capabilities import detect_capabilities
+from runtime.engines.openai.capabilities import Capabilities, detect_capabilities
 from runtime.engines.openai.engine import OpenAiEngine
+from runtime.engines.openai.handover import HandoverCosts, Handovers
 from runtime.engines.openai.http import Response
 from runtime.engines.openai.load_balancer import LoadBalancer
-from runtime.engines.openai.transfer import servers_of, transfer_of
+from runtime.engines.openai.server import Server
+from runtime.engines.openai.signals import EngineSignals
+from runtime.engines.openai.transfer import SglangTransfer, servers_of, transfer_of
 from runtime.errors import ConfigError, EngineFailed, EngineUnreachable, InvalidRequest
 from runtime.node.config_file import load_config
 from runtime.node.engine_config import OpenAiSection, PrefillServers
@@ -231,3 +234,32 @@ def test_a_wrong_section_is_refused(tmp_path: Path, old: str, new: str, message:
     file.write_text(CONFIG.replace(old, new, 1))
     with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
         plan_workers(load_config(file))
+
+
+async def test_a_prefill_that_fails_as_decode_ends_fails_nothing_else() -> None:
+    begin, failing = asyncio.Event(), asyncio.Event()
+
+    class Failing(Server):
+        async def post(
+            self, path: str, body: Mapping[str, Any], *, versioned: bool = True, request_id: str = ""
+        ) -> Json:
+            await begin.wait()
+            failing.set()
+            raise EngineFailed("out of memory")
+
+    async def detect(server: Server) -> Capabilities:
+        return Capabilities()
+
+    unhandled: list[Json] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
+    clock, url = Clock(), "http://p/v1"
+    balancer = LoadBalancer([Server("http://d/v1", stage="decode"), Failing(url, stage="prefill")], detect, clock)
+    await balancer.check_all()
+    signals = EngineSignals(balancer, clock)
+    handovers = Handovers(balancer, SglangTransfer({url: 8998}), HandoverCosts(), signals, clock)
+    async with handovers.hand_over(balancer.backends[0], {"prompt": "x"}, "/completions", (), 0.0, "r"):
+        begin.set()
+        await failing.wait()
+    await asyncio.sleep(0)
+    assert not unhandled
+    assert balancer.backends[1].assigned == 0

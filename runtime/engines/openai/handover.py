@@ -147,18 +147,19 @@ class Handovers:
             raise PrefillFailed("no prefill server of the model answers")
         asked = self._transfer.prefill_body(backend.server, body)
         prefill = asyncio.create_task(self._compute(backend, path, asked, prefix, request_id))
+        answering = True
         try:
             async with asyncio.timeout(None) as limit:
 
                 def ended(task: asyncio.Task[Json]) -> None:
-                    if not task.cancelled() and task.exception() is not None:
+                    if answering and not task.cancelled() and task.exception() is not None:
                         limit.reschedule(0.0)
 
                 prefill.add_done_callback(ended)
                 try:
                     yield Handover(self._transfer.decode_fields(asked, {}))
                 finally:
-                    prefill.remove_done_callback(ended)
+                    answering = False  # removing the callback would be too late for one that is scheduled
         except (TimeoutError, EngineFailed, EngineUnreachable):
             if prefill.done() and (error := prefill.exception()) is not None:
                 raise error from None  # the cause, or the error of the request itself
