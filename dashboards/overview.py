@@ -272,7 +272,7 @@ def _latency() -> Row:
             ),
             percentiles("Inter-token latency", "Time between two consecutive tokens", DecodeMetrics.INTER_TOKEN),
             lines("Prompts", "Prompts computed per second, by role", computed, "reqps", 8),
-            lines("KV handed over", "Bytes of KV that decode received per second", handed_over, "bytes", 8),
+            lines("KV handed over", "Bytes of KV that decode received per second", handed_over, "Bps", 8),
             lines("Failed hand-overs", "Failed KV hand-overs per second, by cause", failed, "reqps", 8),
             percentiles("Reranking", "Time of reranking a search's passages", RetrievingMetrics.RERANK_TIME),
             lines("Reranks", "Lists reranked per second by outcome, and their texts", reranks, "reqps", 16),

@@ -20,7 +20,7 @@ OPTIONS = {  # what Grafana's own panels know, and nothing else
     "timeseries": {"legend", "tooltip", "timezone"},
     "table": {"showHeader", "cellHeight", "sortBy", "footer", "frameIndex"},
 }
-UNITS = {"s", "bytes", "reqps", "percentunit", "short", "watt"}
+UNITS = {"s", "bytes", "Bps", "reqps", "percentunit", "short", "watt"}
 
 
 def expressions(board: dict[str, Any]) -> list[str]:
