@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runtime.engines.openai.load_balancer import parse_load
+from runtime.engines.openai.load import parse_load
 from runtime.node.config import NodeConfig, SloSection
 from runtime.node.control.loop import ControlLoop
 from runtime.node.engine_config import OpenAiSection, Stage
@@ -106,6 +106,8 @@ def test_the_transfers_of_vllms_connectors_are_its_kv_link() -> None:
     without = parse_load(page(0.5).partition("# HELP vllm:nixl")[0])
     assert without is not None
     assert without.link_busy_s == 0
+    for number in ("inf", "nan", "x"):
+        assert parse_load(page(0.5).replace(" 0.25", f" {number}")) is None, number
 
 
 async def test_answers_that_wait_for_their_probes_lower_the_reserve(tables: dict[str, WorkerTable]) -> None:

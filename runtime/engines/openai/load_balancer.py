@@ -10,65 +10,18 @@ do, which are capable of the same, unless servers work in pairs only.
 import asyncio
 import logging
 import random
-import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 
 from runtime.engines.openai.capabilities import Capabilities
 from runtime.engines.openai.kv_events import ServerBlocks, follow
+from runtime.engines.openai.load import Load, parse_load
 from runtime.engines.openai.server import PrefillFailed, Server, StreamBroken
 from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, Overloaded, TrinityError
 from runtime.node.supervisor.backoff import Backoff
 from runtime.serving.frontend.cached_blocks import PrefixKeys
 from runtime.serving.frontend.choice import Candidate, Choice, PrefixHistory
-
-# ---- a server's load, from vLLM's gauges; other servers export them too (llm-d reads the same names)
-# The KV link: the sums of the histograms in which vLLM's NIXL and Mooncake connectors observe each transfer's duration.
-
-
-_METRIC = re.compile(
-    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|(?:nixl|mooncake)_xfer_time_seconds_sum)"
-    r"(?:\{[^}]*\})? (\S+)",
-    re.M,
-)
-_LINK = "_xfer_time_seconds_sum"
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Reported load of a server. `kv_usage`: share of its KV cache in use, 0..1; `link_busy_s`: duration of all of its
-    KV transfers, summed over tensor-parallel ranks, 0 if it reports none."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0
-    link_busy_s: float = 0.0
-
-    @property
-    def requests(self) -> int:
-        """Running and waiting requests."""
-        return self.running + self.waiting
-
-
-def parse_load(metrics: str) -> Load | None:
-    """Parse metrics in Prometheus's text format; None if they lack the gauges.
-
-    Of several engines behind one server, requests are summed and the fullest KV cache counts.
-    """
-    found: dict[str, list[float]] = {}
-    for name, value in _METRIC.findall(metrics):
-        try:
-            found.setdefault(name, []).append(float(value))
-        except ValueError:
-            return None
-    counts = [found.get(name) for name in ("num_requests_running", "num_requests_waiting")]
-    if None in counts:
-        return None
-    running, waiting = (int(sum(count or ())) for count in counts)
-    link_busy_s = sum(sum(values) for name, values in found.items() if name.endswith(_LINK))
-    return Load(running, waiting, max(found.get("kv_cache_usage_perc", [0.0])), link_busy_s)
-
 
 log = logging.getLogger(__name__)
 
