@@ -22,7 +22,8 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel. `unit`: Grafana's name ("s", "bytes", "Bps", "reqps", "percentunit", "short"); `width` in 24ths of a row.
+    """One panel. `unit`: Grafana's name ("s", "bytes", "Bps", "reqps", "percentunit", "short"); `width` in 24ths of a
+    row.
 
     A table has one row per worker or GPU, and one column per query, named by its legend.
     """

@@ -12,8 +12,9 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.engines.event_endpoints import EventEndpoints
 from runtime.engines.openai.capabilities import Capabilities
-from runtime.engines.openai.kv_events import SILENT_NS, TIER_SHARE, EventEndpoints, ServerBlocks, follow
+from runtime.engines.openai.kv_events import SILENT_NS, TIER_SHARE, ServerBlocks, follow
 from runtime.engines.openai.load_balancer import Backend, LoadBalancer
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.transfer import servers_of

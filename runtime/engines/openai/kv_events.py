@@ -14,13 +14,13 @@ five seconds, the server is judged by what was sent to it. Earlier versions, and
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from runtime.engines.event_endpoints import EventEndpoints
 from runtime.serving.frontend.cached_blocks import MOST_KEYS, CachedBlocks, PrefixKeys
 from runtime.serving.kv.blocks import block_keys
 
@@ -48,14 +48,6 @@ _decode = msgspec.msgpack.Decoder().decode
 
 Hash = int | bytes
 Event = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class EventEndpoints:
-    """ZeroMQ endpoints of one server: where it publishes, and where it repeats what was missed ("": nowhere)."""
-
-    events: str
-    replay: str = ""
 
 
 class ServerBlocks(CachedBlocks):

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
+from runtime.engines.event_endpoints import EventEndpoints
 from runtime.engines.openai.http import AioHttp, Disconnected, Http, Response
-from runtime.engines.openai.kv_events import EventEndpoints
 from runtime.errors import (
     ContextLengthExceeded,
     EngineFailed,

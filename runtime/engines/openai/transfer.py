@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from runtime.engines.openai.kv_events import EventEndpoints
+from runtime.engines.event_endpoints import EventEndpoints
 from runtime.engines.openai.server import Server
 from runtime.node.engine_config import OpenAiSection
 

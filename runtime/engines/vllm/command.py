@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.engines.openai.kv_events import EventEndpoints
+from runtime.engines.event_endpoints import EventEndpoints
 from runtime.engines.vllm.transfer import transfer_config, transfer_environment
 from runtime.errors import ConfigError
 from runtime.node.engine_config import Stage, VllmSection
