@@ -44,6 +44,9 @@ def plans(
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Plan]:
     """Return the best splits of `gpus` GPUs over all placements, in order. Raises `ConfigError` if there is none."""
+    tensor = setup.collectives.tensor
+    if gpus < 2 * tensor:
+        raise ConfigError(f"{gpus} GPUs: a prefill and a decode worker of {tensor} GPUs each need {2 * tensor}")
     ranked = []
     for placement in PLACEMENTS:
         splits = sorted(_splits(setup, arrivals, placement, gpus), key=lambda split: -capacity(split, arrivals))

@@ -223,6 +223,11 @@ def test_a_pool_and_its_coupled_model_must_fit_in_gpu_memory(tmp_path: Path) -> 
         ({"collections": [{"name": "docs", "path": "/", "shards": 2}]}, "3 is not a multiple of the 2 shards"),
         ({"pool": {"placement": "coupled", "stages": ["decode"]}}, "pool.stages with pool.placement"),
         ({"pool": {"stages": ["decode", ""]}}, "pool.stages has 2 entries for pool.workers = 1: give one per worker"),
+        (
+            {"pool": {"placement": "with-prefill+own", "workers": 0}},
+            'pool.workers = 0 with pool.placement = "with-prefill+own", which needs at least 1 besides: use '
+            '"with-prefill"',
+        ),
         ({"prefill": {"devices": ["cuda:9"]}}, "prefill.devices: 'cuda:9' is not a GPU of this machine"),
     ],
 )

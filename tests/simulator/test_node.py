@@ -14,6 +14,7 @@ from runtime.node.worker_config import PoolPlacement
 from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.plan import PLACEMENTS, fitting_slots, plans
 from runtime.simulator.policies import PolicyChoice
+from runtime.simulator.times.collectives import Collectives
 from runtime.simulator.times.service import ServiceTimes
 from tests.simulator.nodes import POLICIES, config, poisson, setup
 
@@ -114,6 +115,11 @@ def test_gpus_too_small_for_the_model_cannot_be_planned() -> None:
     made = setup()
     with pytest.raises(ConfigError, match="no split"):
         plans(replace(made, times=replace(made.times, gpu_bytes=1e9)), poisson(10, 5.0), gpus=4)
+
+
+def test_more_gpus_a_worker_than_half_of_those_there_are_cannot_be_planned() -> None:
+    with pytest.raises(ConfigError, match="4 GPUs: a prefill and a decode worker of 3 GPUs each need 6"):
+        plans(replace(setup(), collectives=Collectives(tensor=3)), poisson(10, 5.0), gpus=4)
 
 
 # ---- service times

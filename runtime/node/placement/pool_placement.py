@@ -68,6 +68,9 @@ def resolve_pool_placement(config: NodeConfig) -> NodeConfig:
             f"{setting}: this node runs no {' or '.join(roles)} workers for pool workers to be beside: remove it, and "
             "place the pool with pool.devices"
         )
+    if own and not pool.workers:
+        instead = pool.placement.removesuffix("+own")
+        raise ConfigError(f'pool.workers = 0 with {setting}, which needs at least 1 besides: use "{instead}"')
     beside = f"one beside each {' and '.join(roles)} worker"
     places += [("", *place) for place in worker_devices("pool", pool)] if own else []
     if len(places) > MAX_WORKERS:
