@@ -62,13 +62,15 @@ class ServedSection(Section, frozen=True):
     context_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
 
 
-EventEndpoint = Annotated[str, Meta(pattern=r"^(tcp://[^\s/*]+:[0-9]+|ipc://\S+)$", max_length=256)]
+EventEndpoint = Annotated[str, Meta(pattern=r"^(tcp://[^\s/]+:[0-9]+|ipc://\S+)$", max_length=256)]
 _MOST_PATH = 107  # bytes of a Unix socket's path
 
 
 def _check_endpoint(endpoint: str) -> None:
     """Raise `ValueError` for what ZeroMQ refuses when it connects, or never connects to."""
     transport, _, address = endpoint.partition("://")
+    if transport == "tcp" and "*" in address:
+        raise ValueError(f"{endpoint}: a server binds all addresses with *: give the host to connect to in its place")
     if transport == "ipc" and len(address.encode()) > _MOST_PATH:
         raise ValueError(f"{endpoint}: the path has {len(address.encode())} bytes, the limit is {_MOST_PATH}")
     if transport == "tcp" and not 1 <= int(address.rpartition(":")[2]) <= 65_535:

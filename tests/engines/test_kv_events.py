@@ -320,6 +320,12 @@ def test_endpoints_that_cannot_be_read_are_refused(more: dict[str, Any]) -> None
         msgspec.convert({"engine": "openai", "name": "m", "url": "http://a/v1"} | more, OpenAiSection)
 
 
+def test_the_address_that_a_server_binds_is_refused_with_what_to_give_in_its_place() -> None:
+    given = {"engine": "openai", "name": "m", "url": "http://a/v1", "kv_events": ["tcp://*:5557"]}
+    with pytest.raises(msgspec.ValidationError, match=r"tcp://\*:5557: .*give the host to connect to"):
+        msgspec.convert(given, OpenAiSection)
+
+
 @pytest.mark.parametrize("topic", [[b""], []], ids=["vLLM", "SGLang"])
 def test_a_reader_receives_messages_and_has_missed_ones_repeated(tmp_path: Path, topic: list[bytes]) -> None:
     async def testing() -> None:
