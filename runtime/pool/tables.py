@@ -33,12 +33,14 @@ class Entry(Record):
     search_width: int
     patience: int
     # set by the policy
-    start_by_ns: int  # its key in its queue: of equal keys the smaller `serial` goes first
+    # its key in its queue (of equal keys the smaller `serial` goes first): the latest start of a prefill query, or when
+    # a missed one is tried; the virtual deadline of a decode query; the arrival where queries are not ordered otherwise
+    start_by_ns: int
     serial: int
     missed: bool  # demoted behind all that can still meet their TTFT
     query_class: int  # number of its class
     extends: int  # expected
-    began: int  # the extend at which it began, or would have begun without its pauses
+    began: int  # the extend at which it began, or would have without pauses; while paused: minus its completed ones
     aged: bool  # not paused any more
     state: int
     list_index: int  # in the list that it is in
@@ -102,7 +104,7 @@ class Tables(Record):
     active: Annotated[Array[EntryList], 2]  # by stage
     paused: EntryList
     admitted: EntryList  # by the last `schedule`, as the next three
-    preempted: EntryList
+    preempted: EntryList  # of `paused`, those of now
     resumed: EntryList
     late: EntryList
 
