@@ -199,8 +199,9 @@ def test_stored_responses_are_read_and_deleted(client: openai.OpenAI) -> None:
     for call in (lambda: client.responses.retrieve(made.id), lambda: client.responses.delete(made.id)):
         with pytest.raises(openai.NotFoundError):
             call()
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as refused:
         client.responses.create(model="tiny", input="say=1", previous_response_id=made.id)
+    assert refused.value.param == "previous_response_id"
     unstored = client.responses.create(model="tiny", input="say=1", store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(unstored.id)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from runtime.errors import InternalError, InvalidRequest, TrinityError
 from runtime.node.stores_config import STORES
 from runtime.retrieval.attributes.filters import filter_bytes
-from runtime.retrieval.stores.records import StoredResponse, new_id
+from runtime.retrieval.stores.records import StoredResponse, UnknownObject, new_id
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.serving.frontend.requests import Request as InFlight
 from runtime.serving.http.access import access_of
@@ -136,7 +136,10 @@ class ResponsesRoutes:
     async def _conversation(self, http: Request, body: ResponsesBody) -> _Conversation:
         before: list[Message] = []
         if body.previous_response_id is not None:
-            previous = await self._stored.get(body.previous_response_id, tenant_of(http))
+            try:
+                previous = await self._stored.get(body.previous_response_id, tenant_of(http))
+            except UnknownObject as error:
+                raise UnknownObject(error.message, "previous_response_id") from error
             before = [Message(role, text) for role, text in previous.turns]
         turns = (*before, *[Message(one.role, await self._text(http, one.parts)) for one in body.input])
         size = len((body.instructions or "").encode(errors="replace"))
