@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -75,6 +76,13 @@ def test_a_short_load_spike_moves_no_worker() -> None:
     for _ in range(5):
         assert node.run(5, asked=3.5) == []
         assert node.run(15) == []
+
+
+def test_a_gain_within_the_noise_of_the_load_moves_no_worker() -> None:
+    random, node = Random(0), Node()
+    for _ in range(100):
+        assert node.run(5, asked=random.choice((0.6, 7.0)), token_s=0.0134) == []
+    assert roles(Node().run(60, asked=3.8, token_s=0.0134)) == {"decode"}, "the same load on average, without noise"
 
 
 def test_when_both_roles_are_overloaded_no_worker_moves() -> None:

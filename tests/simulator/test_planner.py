@@ -95,14 +95,12 @@ STEADY = {  # prefill workers of eight; TPOT; mean prompt, answer and log-normal
 }
 
 
-@pytest.mark.parametrize("load", STEADY)
-def test_under_steady_load_no_worker_moves_back_however_much_prompts_differ(load: str) -> None:
-    prefill, tpot_s, shape, rate = STEADY[load]
-    kind, random, at_s, sent = cycle(lengths(*shape)), Random(1), 0.0, list[Arrival]()
+def moves_of(setup: Setup, shape: tuple[int, int, float], rate: float, seed: int) -> list[Stage]:
+    """The roles that gave a worker away, in 400 s of Poisson arrivals."""
+    kind, random, at_s, sent = cycle(lengths(*shape)), Random(seed), 0.0, list[Arrival]()
     while at_s < 400.0:
         at_s += random.expovariate(rate)
         sent.append(Arrival(at_s, *next(kind)))
-    setup = replace(node(prefill, "act"), slos=Slos(ttft_s=2.0, tpot_s=tpot_s))
     moved = list[Stage]()
     decide = Planner.update
 
@@ -114,7 +112,19 @@ def test_under_steady_load_no_worker_moves_back_however_much_prompts_differ(load
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Planner, "update", watched)
         simulate(setup, sent)
+    return moved
+
+
+@pytest.mark.parametrize("load", STEADY)
+def test_steady_load_moves_workers_one_way_and_none_once_they_are_there_however_much_prompts_differ(load: str) -> None:
+    prefill, tpot_s, shape, rate = STEADY[load]
+
+    def setup(prefill: int) -> Setup:
+        return replace(node(prefill, "act"), slos=Slos(ttft_s=2.0, tpot_s=tpot_s))
+
+    moved = moves_of(setup(prefill), shape, rate, seed=1)
     assert len(set(moved)) <= 1, moved
+    assert moves_of(setup(prefill + moved.count("decode") - moved.count("prefill")), shape, rate, seed=2) == []
 
 
 def test_under_constant_load_the_planner_converges() -> None:

@@ -18,8 +18,9 @@ budget), while that load is over `_BUSY` or the violations exceed the budget. A 
 away while its work grows.
 
 Steady load must not move workers back and forth, however much prompts differ. So the averages cover about
-`_AVERAGED_PROMPTS` prompts, a move must be the best one in `_CONFIRMED` windows more than not, and one that undoes the
-last move in `_MAX_BACK` windows right after it, one less with every ten seconds that pass.
+`_AVERAGED_PROMPTS` prompts, and a move must gain `_ERRORS` standard errors of them more than `_GAIN`. It must be the
+best one in `_CONFIRMED` windows more than not, and one that undoes the last move in `_MAX_BACK` windows right after it,
+one less with every ten seconds that pass.
 """
 
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from runtime.node.metrics.worker_metrics import Stage
 
 _WINDOW_S = 5.0
 _GAIN, _MIN_GAIN = 0.08, 0.05
+_ERRORS = 2.0
 _BUSY = 0.8
 _MAX_WAIT = 0.25
 _GROWTH = 1.2
@@ -98,8 +100,11 @@ class Planner:
         }  # windows in which its move was best, less others
         self._last_move: Stage | None = None
         self._moved_s = 0.0
-        # In workers, an exponential average over windows.
+        # In workers: an exponential average over windows, its standard error, a window's variance, the last window.
         self._work: dict[Stage, float] = {"prefill": 0.0, "decode": 0.0}
+        self._errors, self._variance = dict(self._work), dict(self._work)
+        self._found: dict[Stage, float] = {}
+        self._windows = 0
         self.loads: dict[Stage, float] = {"prefill": 0.0, "decode": 0.0}
 
     @classmethod
@@ -116,12 +121,22 @@ class Planner:
             return None  # a window with a move in it mixes two configurations
         delta = work.since(before)
         found = self._measure(now_s - then_s, delta)
-        last = self._work
-        weight = min(max(delta.prompts / _AVERAGED_PROMPTS, _MIN_WEIGHT), _MAX_WEIGHT)
-        self._work = {role: last[role] + (found[role] - last[role]) * weight for role in found}
+        last = dict(self._work)
+        self._average(found, min(max(delta.prompts / _AVERAGED_PROMPTS, _MIN_WEIGHT), _MAX_WEIGHT))
         self.loads = self._loads(work.workers)
         growing = {role for role in last if found[role] > _GROWTH * last[role]}
         return self._confirm(now_s, self._decide(work.workers, delta, growing))
+
+    def _average(self, found: dict[Stage, float], weight: float) -> None:
+        """Add a window's work to the averages. Their standard errors follow from how much windows differ from the ones
+        before, so that a slow change of the load is no error."""
+        self._windows += 1
+        for role, work in found.items():
+            self._work[role] += (work - self._work[role]) * weight
+            variance = (work - self._found.get(role, work)) ** 2 / 2
+            self._variance[role] += (variance - self._variance[role]) * max(_MIN_WEIGHT, 1 / self._windows)
+            self._errors[role] = (weight / (2 - weight) * self._variance[role]) ** 0.5
+        self._found = found
 
     def _confirm(self, now_s: float, move: Move | None) -> Move | None:
         """Return this window's move once it has been the best one often enough."""
@@ -188,7 +203,9 @@ class Planner:
         for role, other in others:
             if workers[role] > 1 and role not in growing:
                 moved = {role: workers[role] - 1, other: workers[other] + 1}
-                improved = max(self._loads(moved, prefill_only=True).values()) <= separate * (1 - _GAIN)
+                error = max(self._errors[one] / moved[one] for one in moved)
+                most = separate * (1 - _GAIN) - _ERRORS * error
+                improved = max(self._loads(moved, prefill_only=True).values()) <= most
                 after[role] = max(self._loads(moved).values()) if improved else inf
         violated = delta.slo_violations / max(delta.slo_requests, 1)
         over_budget = violated > 1 - self._slo.objective
