@@ -92,6 +92,7 @@ def test_with_the_planner_nine_tenths_of_both_meet_their_objectives(sent: list[R
 STEADY = {  # prefill workers of eight; TPOT; mean prompt, answer and log-normal spread; requests/s
     "long prompts, as Mooncake's, near the capacity": (3, 0.05, (12_035, 343, 1.2), 5.0),
     "questions with passages, as RAGPulse's": (4, 0.015, (3_000, 250, 0.8), 6.0),
+    "chats, as Azure's": (3, 0.015, (1_155, 211, 0.8), 25.0),
 }
 
 

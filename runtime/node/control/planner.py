@@ -32,7 +32,7 @@ from runtime.node.metrics.worker_metrics import Stage
 
 _WINDOW_S = 5.0
 _GAIN, _MIN_GAIN = 0.08, 0.05
-_ERRORS = 2.0
+_ERRORS = 2.1
 _BUSY = 0.8
 _MAX_WAIT = 0.25
 _GROWTH = 1.2
