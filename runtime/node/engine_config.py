@@ -100,6 +100,10 @@ class PrefillServers(Section, frozen=True):
     transfer: Literal["vllm", "sglang"]
     bootstrap_port: Port | Annotated[tuple[Port, ...], Meta(min_length=1, max_length=64)] = 8998
 
+    def __post_init__(self) -> None:
+        if self.transfer == "vllm" and self.bootstrap_port != 8998:
+            raise ValueError('bootstrap_port is SGLang\'s: leave it out, or set transfer = "sglang"')
+
     @property
     def urls(self) -> tuple[str, ...]:
         """Base URLs of the servers."""
