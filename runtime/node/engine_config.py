@@ -86,6 +86,9 @@ def _urls(given: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(url.rstrip("/") for url in ((given,) if isinstance(given, str) else given))
 
 
+_BOOTSTRAP_PORT = 8998  # SGLang's default
+
+
 class PrefillServers(Section, frozen=True):
     """Separate prefill servers of `engine = "openai"`: they compute the prompts; those at `model.url` generate the
     answers from their KV.
@@ -98,10 +101,10 @@ class PrefillServers(Section, frozen=True):
 
     url: Urls
     transfer: Literal["vllm", "sglang"]
-    bootstrap_port: Port | Annotated[tuple[Port, ...], Meta(min_length=1, max_length=64)] = 8998
+    bootstrap_port: Port | Annotated[tuple[Port, ...], Meta(min_length=1, max_length=64)] = _BOOTSTRAP_PORT
 
     def __post_init__(self) -> None:
-        if self.transfer == "vllm" and self.bootstrap_port != 8998:
+        if self.transfer == "vllm" and self.bootstrap_port != _BOOTSTRAP_PORT:
             raise ValueError('bootstrap_port is SGLang\'s: leave it out, or set transfer = "sglang"')
 
     @property

@@ -7,6 +7,7 @@ import signal
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +117,20 @@ def test_answers_probe_as_the_node_says_unless_a_request_says_otherwise(gateway:
     assert stages(gateway, probe_mode="wait", probe_trigger="drift") == {"prefill", "decode"}
 
 
-def test_a_stage_whose_pool_worker_is_late_spills_over_and_comes_back(placed: Node) -> None:
-    late = placed.pid("pool-1")
-    os.kill(late, signal.SIGSTOP)
+@contextmanager
+def stopped(node: Node, worker: str) -> Iterator[None]:
+    """A worker's process is late: it does not run meanwhile."""
+    pid = node.pid(worker)
+    os.kill(pid, signal.SIGSTOP)
     try:
-        eventually(lambda: ("pool-0", "decode") in asked(placed), WAIT_S, "probes to be answered by prefill's")
+        yield
     finally:
-        os.kill(late, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_stage_whose_pool_worker_is_late_spills_over_and_comes_back(placed: Node) -> None:
+    with stopped(placed, "pool-1"):
+        eventually(lambda: ("pool-0", "decode") in asked(placed), WAIT_S, "probes to be answered by prefill's")
     eventually(asks(placed, ("pool-0", "prefill"), ("pool-1", "decode")), WAIT_S, "each stage to use its own again")
 
 
@@ -136,10 +144,6 @@ def test_a_stage_whose_pool_worker_is_down_spills_over_and_comes_back(placed: No
 def test_under_an_external_engine_each_stage_uses_its_own_worker_of_every_shard(gateway: Node) -> None:
     own = [("pool-0", "prefill"), ("pool-1", "prefill"), ("pool-2", "decode"), ("pool-3", "decode")]
     eventually(asks(gateway, *own), WAIT_S, "each stage to use its own")
-    late = gateway.pid("pool-3")
-    os.kill(late, signal.SIGSTOP)
-    try:
+    with stopped(gateway, "pool-3"):
         eventually(lambda: ("pool-1", "decode") in asked(gateway), WAIT_S, "the other worker of the shard to answer")
-    finally:
-        os.kill(late, signal.SIGCONT)
     eventually(asks(gateway, *own), WAIT_S, "each stage to use its own again")
