@@ -76,7 +76,7 @@ REMOVED = {
     "model.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
     "model.prefill.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
     "model.decode.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
-    "prompts.passages": "a request may set passages in its retrieval",
+    "prompts.passages": "passages are inserted before the last question",
     "remote": "search the nodes over HTTP and merge their passages by distance",
     "tracing": "spans are exported if OTEL_EXPORTER_OTLP_ENDPOINT is set",
     "stores.max_files": "the limit is 100,000 files",

@@ -8,7 +8,6 @@ from msgspec import Meta
 
 from runtime.node.engine_config import Section
 
-PassagePlace = Literal["system", "question"]
 ProbeMode = Literal["wait", "prefetch"]
 TRIGGERS = ("every", "drift", "unsure")
 """The built-in probe triggers (`runtime.serving.triggers`)."""

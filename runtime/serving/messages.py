@@ -27,7 +27,7 @@ from typing import Literal
 import msgspec
 
 from ipc import SearchSpec, Stage
-from runtime.node.retrieval_config import PassagePlace, ProbeMode
+from runtime.node.retrieval_config import ProbeMode
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.query import Query, Rerank
 
@@ -44,10 +44,10 @@ class Retrieval(msgspec.Struct, frozen=True):
     During a probe the row waits, or continues and inserts the passages when they arrive ("prefetch"). A probe inserts
     at most `probe_tokens` tokens of passages that the row does not have yet; 0: the node's limit. `filter`: the
     attribute filter in the pools' encoding, b"" for none. `hybrid`: the weight of the keyword search, 0 for none.
-    `trigger` and its `threshold`: when to probe (`triggers.py`). `place`: the position of the passages in a chat.
-    `flow`: of the API key (`SearchSpec`). `max_distance`: farther passages are left out. `quote`: the passages found
-    before prefill are reported with their texts. `rerank`: of the passages found before prefill; None: they stay in the
-    order of the search.
+    `trigger` and its `threshold`: when to probe (`triggers.py`). `flow`: of the API key
+    (`SearchSpec`). `max_distance`: farther passages are left out. `quote`: the passages found before prefill are
+    reported with their texts. `rerank`: of the passages found before prefill; None: they stay in the order of the
+    search.
     """
 
     collection: str
@@ -59,7 +59,6 @@ class Retrieval(msgspec.Struct, frozen=True):
     hybrid: float = 0.0
     trigger: str = "every"
     threshold: float = 0.0
-    place: PassagePlace = "question"
     flow: int = 0
     max_distance: float = 1e30
     quote: bool = False

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from msgspec import structs
 
 from runtime.engines.openai.assembly import plain
 from runtime.errors import (
@@ -78,22 +77,6 @@ def test_passages_are_added_to_the_last_question_and_reported_before_the_first_t
             assert first == system
             assert question["content"].endswith("[T1.0]\npassage 1.0.\n\n[T1.1]\npassage 1.1.\n\nWhat is a decorator?")
             assert set(harness.ended[0].stages) >= {"embedded", "searched", "prefill_begin"}
-
-    run(test())
-
-
-def test_passages_are_added_to_the_system_message_on_request() -> None:
-    in_system = structs.replace(DOCS, place="system")
-
-    async def test() -> None:
-        async with running_engine() as harness:
-            system = {"role": "system", "content": "Be brief."}
-            await read_answer(harness.chat(retrieval=in_system, messages=[system, *CHAT], max_tokens=4))
-            (body,) = harness.fake.generations()
-            first, *rest = body["messages"]
-            assert first["content"].startswith("Be brief.\n\n")
-            assert "[T1.0]\npassage 1.0.\n\n[T1.1]\npassage 1.1." in first["content"]
-            assert rest == CHAT
 
     run(test())
 

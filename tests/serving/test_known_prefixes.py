@@ -17,11 +17,7 @@ SYSTEM = Message("system", "You answer questions of those who run this service, 
 
 
 @pytest.mark.parametrize("system", [[], [SYSTEM]], ids=["no system message", "a system message"])
-@pytest.mark.parametrize(
-    "retrieval",
-    [None, Retrieval("docs"), Retrieval("docs", place="question")],
-    ids=["without passages", "with passages", "with passages before the question"],
-)
+@pytest.mark.parametrize("retrieval", [None, Retrieval("docs")], ids=["without passages", "with passages"])
 def test_the_routers_estimate_for_a_chats_next_turn_equals_the_workers_prefix_hit(
     tiny_directory: Path, system: list[Message], retrieval: Retrieval | None
 ) -> None:
@@ -39,13 +35,12 @@ def test_the_routers_estimate_for_a_chats_next_turn_equals_the_workers_prefix_hi
         believed = worker.overlap(prefix, whole) * max(whole, len(prefix)) * BLOCK_CHARS
         router.finished(router.place(prefix, blocks=whole), prefilled=False)
         passages = [Passage(f"p{number}", f"Title {number}", 0.1, "It says. " * 30)] if retrieval else []
-        place = retrieval.place if retrieval else "system"
-        tokens = build_prompt(tokenizer, turns, passages=passages, budget_tokens=10_000, place=place).tokens
+        tokens = build_prompt(tokenizer, turns, passages=passages, budget_tokens=10_000).tokens
         table = blocks.open(tokens)
         frame = len(tokenizer.chat(turns)) - sum(len(turn.content) for turn in turns)
         instruction = 200 if retrieval else 0  # the text before the passages, and the beginning of a title
         assert believed - BLOCK <= table.reused_tokens <= believed + BLOCK_CHARS + frame + instruction
-        if number and (system or place == "question" or not retrieval):
+        if number:
             assert believed > 0 or (number == 1 and not system), "the estimate is not just conservative"
         blocks.grow(table, len(tokens))
         blocks.fill(table, tokens, len(tokens))

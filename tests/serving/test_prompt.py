@@ -39,16 +39,13 @@ def test_without_passages_a_chat_is_its_template_and_a_prompt_its_tokens(tokeniz
     assert build_prompt(tokenizer, prompt=[5, 6, 7], budget_tokens=3).tokens == [5, 6, 7]
 
 
-def test_passages_are_in_search_order_in_a_system_message_before_the_conversation(tokenizer: Tokenizer) -> None:
+def test_passages_are_in_search_order_before_the_question(tokenizer: Tokenizer) -> None:
     found = [passage("words", 0.9), passage("near", 0.1)]
-    prompt = build_prompt(tokenizer, ASKED, passages=found, budget_tokens=500, place="system")
+    prompt = build_prompt(tokenizer, ASKED, passages=found, budget_tokens=500)
     text = tokenizer.decode(prompt.tokens)
     assert ids(prompt.used) == ["words", "near"], "with keyword search the best need not be the nearest"
-    order = [
-        text.index(part) for part in ("system", "[Title words]\nText of words.", "[Title near]", "user", "a ring?")
-    ]
+    order = [text.index(part) for part in ("user", "[Title words]\nText of words.", "[Title near]", "a ring?")]
     assert order == sorted(order)
-    assert prompt.tokens[-len(tokenizer.chat(ASKED)) :] == tokenizer.chat(ASKED)
 
 
 def test_passages_before_the_last_question_leave_the_conversation_unchanged(tokenizer: Tokenizer) -> None:
@@ -59,7 +56,7 @@ def test_passages_before_the_last_question_leave_the_conversation_unchanged(toke
     assert text.index("A queue.") < text.index("Text of p.") < text.index("Whose?")
     shared = next(i for i, (a, b) in enumerate(zip(prompt.tokens, before, strict=False)) if a != b)
     assert tokenizer.decode(before[:shared]).endswith("A queue.<|im_end|>\n<|im_start|>") or shared >= len(before) - 12
-    alone = build_prompt(tokenizer, [Message("assistant", "So.")], passages=found, budget_tokens=500, place="question")
+    alone = build_prompt(tokenizer, [Message("assistant", "So.")], passages=found, budget_tokens=500)
     assert tokenizer.decode(alone.tokens).index("Text of p.") < tokenizer.decode(alone.tokens).index("So.")
 
 
@@ -148,9 +145,8 @@ def test_a_responses_prompt_begins_with_those_of_the_responses_that_it_continues
             previous = answer["id"]
             sent = cluster.players["prefill-0"].prefills[-1].generation
             assert sent.retrieval is not None
-            made = build_prompt(  # as prefill does, with what it finds here for every question
-                tokenizer, sent.messages, passages=PASSAGES, budget_tokens=4000, place=sent.retrieval.place
-            )
+            # As prefill does, with what it finds here for every question.
+            made = build_prompt(tokenizer, sent.messages, passages=PASSAGES, budget_tokens=4000)
             prompts.append(made.tokens)
     for earlier, later in itertools.pairwise(prompts):
         assert later[: len(earlier)] == earlier

@@ -1,4 +1,4 @@
-"""Prompt assembly for servers: passages in a chat's system turn or last question, or before a prompt's text.
+"""Prompt assembly for servers: passages before a chat's last question, or before a prompt's text.
 
 No tokenizer is available here, so tokens are estimated as four bytes each, as in English text. If the prompt is too
 long nevertheless, the client gets the server's error.
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.node.retrieval_config import PassagePlace
 from runtime.retrieval.passages import Passage
 from runtime.serving.model.text import last_question_index, passage_text, passages_block, question_with_block
 
@@ -69,33 +68,23 @@ def room_for_passages(prompt_bytes: int, answer_tokens: int, passage_tokens: int
     return max(0, min(passage_tokens, context_tokens - prompt - answer_tokens))
 
 
-def with_passages(body: Json, fitted: Fitted, place: PassagePlace = "question") -> Json:
-    """Return the request with passages in its system turn or last question, or in a block before its prompt."""
+def with_passages(body: Json, fitted: Fitted) -> Json:
+    """Return the request with passages before its last question or its prompt."""
     if not fitted.used:
         return body
     block = passages_block(fitted.texts)
     if "messages" not in body:
         return body | {"prompt": f"{block}\n\n{body['prompt']}"}
-    if place == "question":
-        turns = list(body["messages"])
-        last = last_question_index([turn.get("role", "") for turn in turns])
-        content = turns[last].get("content")
-        merged_question = (
-            [{"type": "text", "text": f"{block}\n\n"}, *content]
-            if isinstance(content, list)
-            else question_with_block(block, str(content))
-        )
-        turns[last] = turns[last] | {"content": merged_question}
-        return body | {"messages": turns}
-    first, *rest = body["messages"]
-    if first.get("role") not in ("system", "developer"):
-        return body | {"messages": [{"role": "system", "content": block}, first, *rest]}
-    content = first.get("content")
-    if isinstance(content, list):
-        merged: object = [*content, {"type": "text", "text": f"\n\n{block}"}]
-    else:
-        merged = f"{content}\n\n{block}"
-    return body | {"messages": [first | {"content": merged}, *rest]}
+    turns = list(body["messages"])
+    last = last_question_index([turn.get("role", "") for turn in turns])
+    content = turns[last].get("content")
+    merged = (
+        [{"type": "text", "text": f"{block}\n\n"}, *content]
+        if isinstance(content, list)
+        else question_with_block(block, str(content))
+    )
+    turns[last] = turns[last] | {"content": merged}
+    return body | {"messages": turns}
 
 
 def inserted_text(fitted: Fitted) -> str:

@@ -134,7 +134,7 @@ class AnswerWriter:
         fitted = fit(self._passages, tokens)
         self._passages = list(fitted.used)  # the others fit no smaller budget either
         retrieval = self._generation.retrieval
-        self._body = with_passages(self._original, fitted, retrieval.place if retrieval else "question")
+        self._body = with_passages(self._original, fitted)
         stamps = dict(self._relay.stamps)
         texts = fitted.texts if retrieval and retrieval.quote else ()
         self._unreported = Retrieved(

@@ -40,15 +40,13 @@ NO_PREFIX = KnownPrefix((), 0.0, 0)
 def known_prefix(generation: Generation) -> KnownPrefix:
     """Return the prefix that precedes the passages; without retrieval, the whole prompt.
 
-    Passages are inserted after the text of a chat's system message, before the text of its last question, or before a
-    raw prompt (`model/text.py`): what follows them is no shared prefix.
+    Passages are inserted before the text of a chat's last question, or before a raw prompt (`model/text.py`): what
+    follows them is no shared prefix.
     """
     whole: str | Sequence[int] | Sequence[Message] = generation.messages or generation.prompt
     before = whole
     if generation.retrieval is not None:
-        before = [turn for turn in generation.messages[:1] if turn.role == "system"]
-        if generation.retrieval.place == "question":
-            before = generation.messages[: max(last_question_index([turn.role for turn in generation.messages]), 0)]
+        before = generation.messages[: max(last_question_index([turn.role for turn in generation.messages]), 0)]
     return KnownPrefix(prefix_blocks(before, salt=generation.salt), _length(before), int(_length(whole)))
 
 

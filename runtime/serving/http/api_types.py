@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from runtime.errors import InvalidFilter, InvalidRequest
-from runtime.node.retrieval_config import PassagePlace, ProbeMode, ProbesSection
+from runtime.node.retrieval_config import ProbeMode, ProbesSection
 from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
 from runtime.serving.http import unsupported_fields
 from runtime.serving.http.parsing import field_error, given, json_name, suggestion, without_null
@@ -205,7 +205,7 @@ class RetrievalOptions(ProbeOptions):
     tokens each.
 
     `collection` is optional on a node with one collection. `filter` restricts the passages by attributes, `hybrid` adds
-    a keyword search. `passages`: their position in a chat. `rerank`: of the passages before prefill.
+    a keyword search. `rerank`: of the passages before prefill.
     """
 
     collection: str | None = None
@@ -213,7 +213,6 @@ class RetrievalOptions(ProbeOptions):
     probe_tokens: int | None = Field(None, ge=16, le=MAX_TOKENS)
     filter: Annotated[Any, BeforeValidator(filter_at("retrieval.filter"))] = None
     hybrid: Hybrid = 0.0
-    passages: PassagePlace = "question"
     rerank: RerankField = None
 
 
@@ -301,7 +300,6 @@ class GenerateBody(Prioritized):
             options.hybrid,
             trigger,
             threshold,
-            options.passages,
         )
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from runtime.errors import ContextLengthExceeded
-from runtime.node.retrieval_config import PassagePlace
 from runtime.retrieval.passages import Passage
 from runtime.serving.messages import Message
 
@@ -60,12 +59,11 @@ def build_prompt(
     budget_tokens: int,
     passage_tokens: int | None = None,
     bare: Sequence[int] | None = None,
-    place: PassagePlace = "question",
 ) -> Prompt:
     """Return the tokens of a chat (with its template) or a raw prompt, with passages, at most `budget_tokens`.
 
-    Passages are inserted into the system message or the last question (`place`), or before a raw prompt. They use the
-    budget that the request leaves, at most `passage_tokens`: best first, the last one truncated, the rest dropped.
+    Passages are inserted before the last question or a raw prompt. They use the budget that the request leaves, at most
+    `passage_tokens`: best first, the last one truncated, the rest dropped.
     `bare` are the tokens without passages, if the caller has them: long text is not tokenized twice. Raises
     `ContextLengthExceeded` if the request alone exceeds the budget.
     """
@@ -77,14 +75,14 @@ def build_prompt(
         )
     room = budget_tokens - len(bare) - _FRAME_TOKENS
     if passages and (passage_tokens is None or room < passage_tokens):  # the budget is the limit: count exactly
-        room = budget_tokens - len(_render(tokenizer, messages, prompt, passages_block([]), place))
+        room = budget_tokens - len(_render(tokenizer, messages, prompt, passages_block([])))
     if passage_tokens is not None:
         room = min(room, passage_tokens)
     while True:
         texts, used = _fit(tokenizer, passages, room)
         if not used:
             return Prompt(bare)
-        tokens = _render(tokenizer, messages, prompt, passages_block(texts), place)
+        tokens = _render(tokenizer, messages, prompt, passages_block(texts))
         excess = len(tokens) - budget_tokens
         if excess <= 0:
             return Prompt(tokens, used, tuple(texts))
@@ -143,16 +141,10 @@ def question_with_block(block: str, question: str) -> str:
     return f"{block}\n\n{question}"
 
 
-def _render(
-    tokenizer: "Tokenizer",
-    messages: Sequence[Message],
-    prompt: str | Sequence[int],
-    block: str,
-    place: PassagePlace = "question",
-) -> list[int]:
+def _render(tokenizer: "Tokenizer", messages: Sequence[Message], prompt: str | Sequence[int], block: str) -> list[int]:
     """Return the request's tokens, with `block` inserted unless it is empty."""
     if messages:
-        return tokenizer.chat(_with_block(messages, block, place) if block else messages)
+        return tokenizer.chat(_with_block(messages, block) if block else messages)
     before = f"{block}\n\n" if block else ""
     if isinstance(prompt, str):
         return tokenizer.prompt(prompt, before)
@@ -164,15 +156,10 @@ def last_question_index(roles: Sequence[str]) -> int:
     return max((index for index, role in enumerate(roles) if role == "user"), default=len(roles) - 1)
 
 
-def _with_block(messages: Sequence[Message], block: str, place: PassagePlace) -> list[Message]:
-    if place == "question":
-        last = last_question_index([message.role for message in messages])
-        question = Message(messages[last].role, question_with_block(block, messages[last].content))
-        return [*messages[:last], question, *messages[last + 1 :]]
-    first, *rest = messages
-    if first.role == "system":
-        return [Message("system", f"{first.content}\n\n{block}"), *rest]
-    return [Message("system", block), first, *rest]
+def _with_block(messages: Sequence[Message], block: str) -> list[Message]:
+    last = last_question_index([message.role for message in messages])
+    question = Message(messages[last].role, question_with_block(block, messages[last].content))
+    return [*messages[:last], question, *messages[last + 1 :]]
 
 
 # ---- answers: incremental detokenization and stop strings

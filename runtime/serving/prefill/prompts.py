@@ -44,7 +44,6 @@ class Prompts:
             budget_tokens=self._budget(generation),
             passage_tokens=self._passage_tokens,
             bare=bare,
-            place=generation.retrieval.place,
         )
 
     def _budget(self, generation: Generation) -> int:

@@ -301,8 +301,7 @@ class _Answer:
         if not self._body.store:
             return
         turns = [(turn.role, turn.content) for turn in self._conversation.turns]
-        retrieval = self._conversation.retrieval
-        if self._block and retrieval is not None and retrieval.place == "question":
+        if self._block:
             last = max((at for at, (role, _) in enumerate(turns) if role == "user"), default=len(turns) - 1)
             turns[last] = turns[last][0], question_with_block(self._block, turns[last][1])
         content = msgspec.Raw(msgspec.json.encode(self._builder.body()))
