@@ -13,7 +13,6 @@ from rich.table import Table
 
 from runtime.node.worker_config import PoolPlacement
 from runtime.simulator.traces import MAX_REQUESTS
-from runtime.simulator.workload import Routing
 
 if TYPE_CHECKING:
     from runtime.simulator.plan import Plan
@@ -57,9 +56,6 @@ def simulate_node(
         typer.Option(help="SLO: mean time per output token, in seconds.", show_default="slo.tpot_s"),
     ] = None,
     probe_every: Annotated[int, typer.Option(help="Tokens between probes; 0 disables them.", min=0)] = 32,
-    routing: Annotated[
-        Routing, typer.Option(help="How the router knows what workers have cached; events: as in production.")
-    ] = "events",
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Output directory for result.json and timeline.png.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Search for the best split of GPUs and placement.")] = False,
@@ -91,7 +87,6 @@ def simulate_node(
             ttft_s=settings.slo.ttft_s if ttft is None else ttft, tpot_s=settings.slo.tpot_s if tpot is None else tpot
         ),
         policy=PolicyChoice.parse(policy),
-        routing=routing,
         seed=seed,
     )
     arrivals = load_trace(trace, limit)

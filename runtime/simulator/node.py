@@ -83,7 +83,7 @@ class Simulation:
         self._build_workers()
         workers: list[SimPrefill | SimDecode] = [*self.prefills.values(), *self.decodes.values()]
         blocks = {worker.name: worker.prompts for worker in workers if worker.prompts is not None}
-        self._knowledge = Knowledge(setup.routing, self.router, blocks, setup.seed)
+        self._knowledge = Knowledge(self.router, blocks)
         self._law = ControlLaw(config)
         self._meter = SignalMeter()
 
@@ -220,7 +220,6 @@ class Simulation:
         deadline_ns = now + self._timeout_ns
         request = SimRequest(arrival, now, deadline_ns, placement)
         self.requests.append(request)
-        self._knowledge.placed(request)
         self._timeouts.start(request)
         self.prefills[placement.prefill].receive(request)
 

@@ -6,7 +6,7 @@ from runtime.node.config import NodeConfig
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.times.collectives import Collectives
 from runtime.simulator.times.service import ServiceTimes
-from runtime.simulator.workload import Routing, Slos, Workload
+from runtime.simulator.workload import Slos, Workload
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,7 +18,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     workload: Workload = Workload()
     slos: Slos = Slos()
     policy: PolicyChoice = PolicyChoice("configured")
-    routing: Routing = "events"
     seed: int = 0
     sample_s: float = 1.0
 

@@ -1,12 +1,9 @@
 """Workload parameters that a trace does not contain: retrieval, probes, and SLOs."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
-
-Routing = Literal["events", "estimate", "sent", "oracle", "random"]
-"""How the router knows what workers have cached (`kv/routing.py`)."""
 
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
