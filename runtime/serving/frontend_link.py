@@ -82,7 +82,6 @@ class FrontendLink:
         free_slots: int,
         draining: bool,
         free_blocks: int,
-        evicted_ns: int,
         step_ns: int = 0,
         load_saves: float = 0.0,
     ) -> None:
@@ -91,14 +90,13 @@ class FrontendLink:
         self._send_cached(now)
         report = Report(
             self._hello.worker, self._hello.epoch, self.frontend_epoch, queued, running, free_slots, draining,
-            free_blocks, evicted_ns, step_ns, self._events.number, load_saves,
+            free_blocks, step_ns, self._events.number, load_saves,
         )  # fmt: skip
         last = self._reported
         # Blocks and times change with nearly every step: alone they do not trigger a report.
         changed = last is None or last != msgspec.structs.replace(
             report,
             free_blocks=last.free_blocks,
-            evicted_ns=last.evicted_ns,
             step_ns=last.step_ns,
             cached_batch=last.cached_batch,
             load_saves=last.load_saves,

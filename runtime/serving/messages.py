@@ -127,9 +127,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """A worker's load, sent when it changes and at least every 250 ms.
 
     `frontend_epoch` is that of the frontend it serves (0: none). A `draining` worker finishes its requests and accepts
-    no new ones. It has evicted cached KV blocks (LRU) of requests received before `evicted_ns`. A decode step without
-    prompt chunks takes about `step_ns`. `cached_batch`: number of its last `Cached`, 0 before the first. Loading a
-    block from a tier saves the share `load_saves` of the time to compute it.
+    no new ones. A decode step without prompt chunks takes about `step_ns`. `cached_batch`: number of its last `Cached`,
+    0 before the first. Loading a block from a tier saves the share `load_saves` of the time to compute it.
     """
 
     worker: str
@@ -140,7 +139,6 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     free_slots: int
     draining: bool = False
     free_blocks: int = 0
-    evicted_ns: int = 0
     step_ns: int = 0
     cached_batch: int = 0
     load_saves: float = 0.0

@@ -59,24 +59,6 @@ def test_the_worker_with_the_cached_prefix_is_selected_when_queues_are_equal() -
     assert again.prefill == first.prefill
 
 
-def test_a_prefix_no_longer_counts_once_its_worker_evicted_younger_blocks() -> None:
-    made = Router(max_in_flight=1000, clock=lambda: 100)
-    for name in ("p0", "p1", "d0"):
-        made.add(hello("prefill" if name.startswith("p") else "decode", name))
-    prefix = prefix_blocks(TEXT)
-    first = made.place(prefix)
-    made.finished(first, prefilled=False)
-    other = "p1" if first.prefill == "p0" else "p0"
-    for evicted_ns in (90, 100):  # of requests from before: this one's blocks are younger
-        made.report(Report(first.prefill, 1, 1, 0, 0, 4, evicted_ns=evicted_ns))
-        made.report(Report(other, 1, 1, 0, 0, 4))
-        again = made.place(prefix)
-        assert again.prefill == first.prefill
-        made.finished(again, prefilled=False)
-    made.report(Report(first.prefill, 1, 1, 1, 0, 4, evicted_ns=101))
-    assert made.place(prefix).prefill == other
-
-
 def test_a_cached_prefix_outweighs_exactly_one_waiting_request() -> None:
     prefix = prefix_blocks(TEXT)
     made = router("p0", "p1", "d0")

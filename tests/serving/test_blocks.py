@@ -34,19 +34,6 @@ def test_a_sequence_gets_the_blocks_for_its_tokens() -> None:
     assert made.available == 4
 
 
-def test_the_latest_request_with_an_evicted_block_is_recorded() -> None:
-    made = manager(blocks=4)
-    for requested_ns, tokens in ((30, [1] * 8), (20, [2] * 8)):
-        table = written(made, tokens)
-        table.requested_ns = requested_ns
-        made.close(table)
-    assert made.evicted_ns == 0
-    made.close(written(made, [3] * 8))
-    assert made.evicted_ns == 30
-    made.close(written(made, [4] * 8))
-    assert made.evicted_ns == 30, "an earlier request changes nothing"
-
-
 def test_a_prefix_of_another_sequence_is_shared_in_whole_blocks() -> None:
     made = manager()
     first = written(made, [1, 2, 3, 4, 5, 6, 7, 8, 9])

@@ -53,7 +53,6 @@ def test_the_least_recently_used_blocks_are_evicted_and_the_router_is_informed()
     simulation.run()
     assert [request.found_tokens for request in simulation.requests] == [0, 0, 0, 0]
     (prefill,) = (worker for worker in simulation.router.workers() if worker.hello.role == "prefill")
-    assert prefill.reported.evicted_ns == simulation.requests[1].received_ns
     assert prefill.overlap((1, 2, 3)) == 1.0, "it arrived again after that"
     roomy = run(alone(kv_blocks=9), *visits).requests
     assert [request.found_tokens for request in roomy] == [0, 0, 0, 64]

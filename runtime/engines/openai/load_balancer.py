@@ -163,7 +163,7 @@ class LoadBalancer:
 
     def remember(self, backend: Backend, prefix: Sequence[int]) -> None:
         """Record that a server has the KV of these blocks, or soon will."""
-        backend.prefixes.remember(prefix, _PREFIX_BLOCKS, self._clock())
+        backend.prefixes.remember(prefix, _PREFIX_BLOCKS)
 
     def computed(self, backend: Backend, prefix: Sequence[int], length: float, prompt: list[int]) -> None:
         """Record the token ids of a prompt that a server has computed; its text has `length` blocks, these first."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import numpy.typing as npt
 
-from runtime.serving import stages
 from runtime.serving.decode.handover_queue import HandoverQueue
 from runtime.serving.kv.blocks import BlockManager, BlockTable, OutOfBlocks
 from runtime.serving.kv.tiers import Load, SavedRow, Tiers
@@ -203,7 +202,6 @@ class Batch:
         if self._blocks.blocks_needed(row.context, salt=salt) + self.running > self._blocks.available:
             return False
         row.table = self._blocks.open(row.context, salt=salt)
-        row.table.requested_ns = row.request.stages.get(stages.RECEIVED, 0)
         self._blocks.grow(row.table, len(row.context))
         row.cached = row.table.reused_tokens
         if row.saved is not None:

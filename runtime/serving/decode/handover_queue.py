@@ -135,7 +135,6 @@ class HandoverQueue:
                 self._sink.reject(arrival.offer, "prefill has withdrawn its KV")
                 continue
             assert isinstance(arrival.request, Decode), "early pulls are not queued"
-            arrival.table.requested_ns = arrival.request.stages.get(stages.RECEIVED, 0)
             if arrival.saved is not None:
                 arrival.request.stages[stages.HANDOVER_BEGIN] = time.monotonic_ns()
                 arrival.transfer = self._tiers.restore(arrival.saved, arrival.table, arrival.request.tokens)
@@ -182,7 +181,6 @@ class HandoverQueue:
         except (IpcError, ValueError) as error:
             self._reject(arrival, str(error))
             return
-        arrival.table.requested_ns = request.stages.get(stages.RECEIVED, 0)
         request.stages[stages.HANDOVER_BEGIN] = time.monotonic_ns()
         self._pulling.append(arrival)
 

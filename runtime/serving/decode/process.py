@@ -318,7 +318,7 @@ class DecodeWorker:
             table.total(counter, value)
         free_slots = self._limits.slots - min(len(batch.rows), self._limits.slots)
         self.link.report(
-            waiting, batch.running, free_slots, self._worker.stopping, blocks.available, blocks.evicted_ns,
+            waiting, batch.running, free_slots, self._worker.stopping, blocks.available,
             self._plain_step_ns, load_saves=self._tiers.load_saves,
         )  # fmt: skip
 

@@ -53,27 +53,25 @@ class PrefixHistory:
     """LRU set of the prefix blocks lately sent to one worker or server."""
 
     def __init__(self) -> None:
-        self._sent_ns: OrderedDict[int, int] = OrderedDict()  # block → ns when last sent, LRU first
+        self._sent: OrderedDict[int, None] = OrderedDict()  # LRU first
 
     def __len__(self) -> int:
-        return len(self._sent_ns)
+        return len(self._sent)
 
-    def sent(self, block: int, since_ns: int = 0) -> bool:
-        """Return whether a block was sent since then."""
-        return self._sent_ns.get(block, -1) >= since_ns
+    def __contains__(self, block: int) -> bool:
+        return block in self._sent
 
-    def seen(self, prefix: Sequence[int], since_ns: int = 0) -> int:
-        """Return how many leading blocks of `prefix` were sent since then; hashes are chained, so a miss ends the
-        match."""
-        return next((at for at, block in enumerate(prefix) if not self.sent(block, since_ns)), len(prefix))
+    def seen(self, prefix: Sequence[int]) -> int:
+        """Return how many leading blocks of `prefix` were sent; hashes are chained, so a miss ends the match."""
+        return next((at for at, block in enumerate(prefix) if block not in self._sent), len(prefix))
 
-    def remember(self, prefix: Sequence[int], limit: int, now_ns: int) -> None:
+    def remember(self, prefix: Sequence[int], limit: int) -> None:
         """Add a prompt's blocks and evict the least recently used beyond `limit`."""
         for block in reversed(prefix):  # the first block last: a chain is evicted from its end
-            self._sent_ns[block] = now_ns
-            self._sent_ns.move_to_end(block)
-        while len(self._sent_ns) > limit:
-            self._sent_ns.popitem(last=False)
+            self._sent[block] = None
+            self._sent.move_to_end(block)
+        while len(self._sent) > limit:
+            self._sent.popitem(last=False)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -93,11 +91,6 @@ class Candidate:
         raise NotImplementedError
 
     @property
-    def evicted_ns(self) -> int:
-        """The time up to which it reports that cached blocks were evicted; 0 if it reports none."""
-        return 0
-
-    @property
     def load(self) -> int:
         """Number of requests there or on their way to it."""
         return max(self.reported_load, self.assigned)
@@ -112,9 +105,9 @@ class Candidate:
             return 0.0
         saved: float
         if self.cached is not None and self.cached.current:
-            saved = self.cached.saved(prefix, lambda block: self.prefixes.sent(block, self.evicted_ns))
+            saved = self.cached.saved(prefix, self.prefixes.__contains__)
         else:
-            saved = self.prefixes.seen(prefix, self.evicted_ns)
+            saved = self.prefixes.seen(prefix)
         return saved / max(blocks, len(prefix))
 
 

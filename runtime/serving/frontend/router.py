@@ -4,8 +4,7 @@
 - **Decode**: workers with a free slot and enough free KV blocks before those without, then the lowest cost a slot.
 
 Workers publish which KV blocks they have cached (`cached_blocks.py`). The router also tracks the prefixes that it has
-sent to each worker, which count while a worker's own account is missing or has a gap; such a prefix is considered
-evicted once the worker reports that it has evicted cached blocks of a later request (LRU).
+sent to each worker, which count while a worker's own account is missing or has a gap.
 
 Reports lag by up to 250 ms. Draining workers receive no new requests; the number of requests in flight is bounded.
 """
@@ -92,10 +91,6 @@ class Worker(Candidate):
         return self.reported.queued + self.reported.running
 
     @property
-    def evicted_ns(self) -> int:
-        return self.reported.evicted_ns
-
-    @property
     def has_free_slot(self) -> bool:
         return self.reported.free_slots > 0 and self.load < self.hello.slots
 
@@ -103,12 +98,12 @@ class Worker(Candidate):
         """Whether it reported enough free KV blocks for so many tokens; true if it reports none."""
         return not self.hello.blocks or self.reported.free_blocks * self.hello.block_tokens >= tokens
 
-    def remember(self, prefix: Sequence[int], limit: int, now_ns: int) -> None:
+    def remember(self, prefix: Sequence[int], limit: int) -> None:
         """Add a prompt's blocks and evict the least recently used beyond `limit` and beyond the worker's KV
         capacity."""
         if self.hello.blocks:
             limit = min(limit, max(1, self.hello.blocks * self.hello.block_tokens // BLOCK_TOKENS))
-        self.prefixes.remember(prefix, limit, now_ns)
+        self.prefixes.remember(prefix, limit)
 
 
 class Router:
@@ -222,9 +217,8 @@ class Router:
             ),
         )
         load = DecodeLoad(decode.load, decode.hello.slots, decode.reported.step_ns)
-        now_ns = self._clock()
         for worker in (prefill, decode):
-            worker.remember(prefix, self._remembered_blocks, now_ns)
+            worker.remember(prefix, self._remembered_blocks)
             worker.assigned += 1
         self.in_flight += 1
         return Placement(prefill.hello.worker, decode.hello.worker, decode.hello.endpoint, load)

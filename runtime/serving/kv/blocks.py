@@ -55,14 +55,12 @@ class OutOfBlocks(Exception):
 class BlockTable:
     """The blocks of one sequence, in order. The KV of its first `reused_tokens` tokens was cached when it was opened.
 
-    `chain` holds the hashes of its full blocks that `fill` has registered, chained from `root`. `requested_ns` is the
-    time at which the request arrived.
+    `chain` holds the hashes of its full blocks that `fill` has registered, chained from `root`.
     """
 
     blocks: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     reused_tokens: int = 0
-    requested_ns: int = 0
     root: bytes = b""
 
 
@@ -98,11 +96,10 @@ class BlockManager:
         self._references = [0] * blocks
         self._hashes: list[bytes | None] = [None] * blocks
         self._registered: dict[bytes, int] = {}  # hash → its block
-        self._cached: OrderedDict[int, int] = OrderedDict()  # block → `requested_ns`; least recently used first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # blocks; least recently used first
         self.unsaved: OrderedDict[bytes, int] = OrderedDict()
         self.before_eviction: Callable[[bytes, int], None] | None = None
         self.on_change: Callable[[bytes, bool], None] | None = None
-        self.evicted_ns = 0  # latest `requested_ns` of an evicted block
         self._lookup_tokens = self._hit_tokens = self._evictions = 0
 
     @property
@@ -189,7 +186,7 @@ class BlockManager:
                 if hash_ is None:
                     self._free.append(block)
                 else:
-                    self._cached[block] = table.requested_ns
+                    self._cached[block] = None
                     if not save:
                         self.unsaved.pop(hash_, None)
         table.blocks, table.chain = [], []
@@ -231,8 +228,7 @@ class BlockManager:
         return chain_root(self._identity, salt)
 
     def _evict(self) -> None:
-        block, requested_ns = self._cached.popitem(last=False)
-        self.evicted_ns = max(self.evicted_ns, requested_ns)
+        block, _ = self._cached.popitem(last=False)
         hash_ = self._hashes[block]
         assert hash_ is not None, "a cached block has a registered hash"
         if self.unsaved.pop(hash_, None) is not None and self.before_eviction is not None:

@@ -220,7 +220,6 @@ class PrefillWorker:
                 break
             self._waiting.remove(job)
             job.lease, job.table = lease, self._blocks.open(job.tokens, salt=job.salt)
-            job.table.requested_ns = job.request.generation.received_ns
             self._blocks.grow(job.table, len(job.tokens))
             job.done = job.cached_tokens = job.table.reused_tokens
             job.load = self._tiers.load(job.table, job.tokens)
@@ -324,7 +323,7 @@ class PrefillWorker:
             table.total(PrefillMetrics.OFFERS[outcome], getattr(offers, outcome))
         self._link.report(
             waiting, running, self._source.free_leases, self._worker.stopping, self._blocks.available,
-            self._blocks.evicted_ns, load_saves=self._tiers.load_saves,
+            load_saves=self._tiers.load_saves,
         )  # fmt: skip
 
     def _record(self, job: Job) -> None:

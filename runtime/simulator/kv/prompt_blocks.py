@@ -30,11 +30,6 @@ class PromptBlocks:
         """Number of blocks that can be allocated: free and cached ones."""
         return self.manager.available
 
-    @property
-    def evicted_ns(self) -> int:
-        """Latest arrival time of a request with an evicted block."""
-        return self.manager.evicted_ns
-
     def has(self, key: bytes) -> bool:
         """Return whether a block is cached here."""
         return key in self.manager.registered
@@ -52,7 +47,6 @@ class PromptBlocks:
         """Allocate blocks for a prompt. Return how many leading tokens are cached. Raises `OutOfBlocks`."""
         arrival = request.arrival
         table = self.manager.open(self._lookup_keys(arrival))
-        table.requested_ns = request.received_ns
         self._tables[request] = table
         self.manager.grow(table, -(-arrival.prompt_tokens // self.block_tokens))
         return table.reused_tokens * self.block_tokens

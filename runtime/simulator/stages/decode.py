@@ -365,6 +365,6 @@ class SimDecode:
         self._report(
             Report(
                 self.name, 1, 1, len(self.offers), rows, self.free, free_blocks=free_blocks,
-                evicted_ns=self.prompts.evicted_ns if self.prompts is not None else 0, step_ns=self.batch.step_ns(),
+                step_ns=self.batch.step_ns(),
             )
         )  # fmt: skip

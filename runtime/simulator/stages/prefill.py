@@ -63,7 +63,7 @@ class SimPrefill:
         self.slots = self.free = limits.slots
         self._busy = False
         self._pass_end_ns = 0
-        self._reported = (-1, -1, -1)
+        self._reported = (-1, -1)
         self.busy_ns = 0
         self.tokens = 0  # computed here
         self.arrived_tokens = self.decode_prompt_tokens = (
@@ -243,14 +243,9 @@ class SimPrefill:
         return self.retrieving + len(self.waiting)
 
     def _send_report(self) -> None:
-        evicted_ns = self.prompts.evicted_ns if self.prompts is not None else 0
-        state = self.retrieving + len(self.waiting), self.free, evicted_ns
+        state = self.retrieving + len(self.waiting), self.free
         if state != self._reported:
             self._reported = state
             free_blocks = self.prompts.available if self.prompts is not None else 0
             running = self.slots - self.free
-            self._report(
-                Report(
-                    self.name, 1, 1, state[0], running, self.free, free_blocks=free_blocks, evicted_ns=evicted_ns,
-                )
-            )  # fmt: skip
+            self._report(Report(self.name, 1, 1, state[0], running, self.free, free_blocks=free_blocks))
