@@ -1,25 +1,35 @@
 """Collections that begin with a bulk load are written to like those that begin empty; old directories are converted."""
 
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from runtime.errors import CollectionBusy, CollectionError, OutputRefused
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.description import read_description
-from runtime.retrieval.collections.disk import Disk
+from runtime.retrieval.collections.description import (
+    DESCRIPTION,
+    DOCUMENTS,
+    KEYWORDS,
+    encode_with_checksum,
+    read_description,
+)
+from runtime.retrieval.collections.disk import Disk, acquire_lock
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.served_documents import CollectionDocuments
+from runtime.retrieval.collections.upgrade import upgrade
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from tests.collections.small_collections import contents, open_writer, vector_of
@@ -241,19 +251,24 @@ def test_adding_files_while_another_process_writes_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["built", "sharded", "bare", "live"])
-def test_a_directory_of_an_earlier_version_is_opened_as_it_is_and_converted_by_the_first_write(
+def test_a_directory_of_an_earlier_version_is_converted_when_it_is_opened(
     tmp_path: Path, golden: Path, kind: str
 ) -> None:
     directory = Path(shutil.copytree(golden / kind, tmp_path / kind))
-    files = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    directory.chmod(0o750)
+    identity = read_description(directory).identity
+    indexes = {path.stat().st_ino for path in directory.rglob("*.npy")}
     assert Collection.verify(directory) == ""
+    assert {path.stat().st_ino for path in directory.rglob("*.npy")} == indexes, "indexes are linked, not copied"
+    assert {path.name for path in directory.iterdir()} <= {"MANIFEST", "collection.json", "log", "segments"} | {
+        "tombstones", "writer.lock"
+    }  # fmt: skip
+    assert kind == "live" or {path.stat().st_mode & 0o777 for path in directory.rglob("*")} == {0o750, 0o640}
     demanded = OF_TENANT if kind == "live" else None
     name = str(7 + 3 * (ROWS - 1 - 5)) if kind == "bare" else "d5"
     with CollectionReader(directory) as reader:
         assert nearest(reader, 5, filter=demanded) == [name]
         assert len(contents(reader)) == ROWS - (kind == "live")
-    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == files
-    identity = read_description(directory).identity
     with open_writer(directory) as writer:
         writer.upsert([UpsertDocument("new", "n", attributes={"tenant": "t"}, vector=vector_of(100, DIM))])
         writer.delete([name])
@@ -265,6 +280,52 @@ def test_a_directory_of_an_earlier_version_is_opened_as_it_is_and_converted_by_t
         assert contents(reader) == expected
     assert read_description(directory).identity == identity
     assert Collection.verify(directory) == ""
+
+
+def test_documents_without_a_keyword_index_get_one_when_they_are_converted(tmp_path: Path, golden: Path) -> None:
+    directory = Path(shutil.copytree(golden / "built", tmp_path / "built"))
+    found = read_description(directory)
+    files = {name: one for name, one in found.flat_files.items() if name != KEYWORDS}
+    (directory / DESCRIPTION).write_bytes(encode_with_checksum(structs.replace(found, files=files)))
+    (directory / KEYWORDS).unlink()
+    documents = CollectionDocuments(directory, lambda: 0.0)
+    rows, _ = documents.search_keywords("17", vector_of(0, DIM), 5, None, 1 << 62)
+    assert [one.id for one in documents.get(rows.tolist()) if one is not None] == ["d17"]
+    documents.close()
+
+
+def test_of_several_readers_that_open_an_old_directory_one_converts_it_and_the_others_wait(
+    tmp_path: Path, golden: Path
+) -> None:
+    directory = Path(shutil.copytree(golden / "built", tmp_path / "built"))
+    lock = acquire_lock(directory)  # as one that converts it holds it
+    with ThreadPoolExecutor(4) as threads:
+        opened = [threads.submit(CollectionReader, directory) for _ in range(4)]
+        upgrade(Disk(), directory)
+        os.close(lock)
+        for one in opened:
+            with one.result(60) as reader:
+                assert len(contents(reader)) == ROWS
+
+
+def test_an_old_directory_that_may_not_be_written_to_is_refused_with_what_to_do(
+    tmp_path: Path, golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = Path(shutil.copytree(golden / "built", tmp_path / "built"))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(CollectionError, match="run `trinity index upgrade` as a user who may write to it"):
+        CollectionReader(directory)
+
+
+@pytest.mark.parametrize("name", [DOCUMENTS, "attributes.msgpack", "index-1/meta.json"])
+def test_a_damaged_old_directory_is_not_converted(tmp_path: Path, golden: Path, name: str) -> None:
+    directory = Path(shutil.copytree(golden / "sharded", tmp_path / "docs"))
+    content = bytearray((directory / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (directory / name).write_bytes(content)
+    with pytest.raises(CollectionError, match=f"{Path(name).name} is damaged"):
+        CollectionReader(directory)
+    assert not (directory / "MANIFEST").exists()
 
 
 def test_a_document_is_found_by_its_words_in_a_bulk_load_and_in_the_log(tmp_path: Path) -> None:

@@ -80,34 +80,19 @@ def test_sealing_and_merging_do_not_change_results(harness: KeywordHarness) -> N
     assert len(harness.find("entry")) == 40
 
 
-def test_old_segments_without_an_index_are_read_in_the_background_and_then_followed(harness: KeywordHarness) -> None:
-    harness.upsert(*(f"a{n}" for n in range(1000)))
+def test_a_segment_of_an_older_version_without_an_index_is_refused_until_it_is_merged(harness: KeywordHarness) -> None:
+    harness.upsert("a", "b")
     harness.writer.flush()
     harness.writer.close()
-    harness.documents.close()
     without_words(harness.documents.path)
+    harness.documents.close()
     harness.documents = CollectionDocuments(harness.documents.path, standing)
     harness.writer = open_writer(harness.documents.path, seal_rows=1 << 20)
-    harness.upsert(*(f"b{n}" for n in range(500)))
-    harness.writer.delete([f"a{n}" for n in range(1, 1000)])
-    now = itertools.count(0, 2)
-    with (
-        searching(harness, lambda: float(next(now))) as find,  # a search never waits
-        pytest.raises(Unavailable, match="is being built"),
-    ):
-        find("entry")
-
-    def searched() -> bool:
-        try:
-            return len(harness.find("entry")) == 501
-        except Unavailable:
-            return False
-
-    until(searched)
-    harness.upsert("c")
-    assert harness.find("c") == ["c"]
+    with pytest.raises(Unavailable, match="`trinity index compact` makes one"):
+        harness.find("entry")
     harness.writer.compact()
-    until(lambda: len(harness.documents.state.segments) == 1 and len(harness.find("entry")) == 502)
+    until(lambda: harness.documents.was_written() and not harness.documents.state.segments[0].lacks_keywords)
+    assert sorted(harness.find("entry")) == ["a", "b"]
 
 
 MANY = [f"a{n}" for n in range(600)]

@@ -28,7 +28,6 @@ from tests.pool.conftest import MakePool
 from tests.pool.rebuilds import LATER_NS, retriever
 from tests.pool.written_collection import tenant_filter
 from tests.queries import query_of
-from tests.retrieval.sample_files import without_words
 
 ROWS, DIM = 300, 16
 TENANTS = ("acme", "blue")
@@ -104,18 +103,6 @@ def test_a_filter_applies_to_keywords_and_vectors(asker: Retriever) -> None:
 def test_a_query_whose_keyword_search_is_slow_ends_at_its_deadline(asker: Retriever) -> None:
     found = ended(asker, asker.submit(query_of("all of s7", "docs", 4, "decode", 1, hybrid=0.5)))
     assert isinstance(found.error, DeadlineExceeded)
-
-
-def test_a_build_of_an_older_version_without_keyword_index_gets_one_in_memory(
-    tmp_path: Path, make_pool: MakePool
-) -> None:
-    build(tmp_path / "docs")
-    without_words(tmp_path / "docs")
-    plan = plan_of(tmp_path / "docs")
-    make_pool(plan).start()
-    with retriever(plan) as asker:
-        assert len(ask(asker, "n77")) == 4
-        assert "g1-77" in [one.id for one in ask(asker, "n77", hybrid=0.9)]
 
 
 def test_keyword_results_are_of_the_build_that_answers(tmp_path: Path, make_pool: MakePool) -> None:

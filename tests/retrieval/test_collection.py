@@ -1,6 +1,7 @@
 """Collections: search of built collections, atomic builds, and detection of corruption."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -243,6 +244,8 @@ def test_an_invalid_manifest_with_a_valid_checksum_is_refused(copy: Path, change
     manifest = read_description(copy)
     if "files" in change:
         change |= {"files": {name: FileChecksum(*checksum) for name, checksum in change["files"].items()}}
+        (copy / "MANIFEST").unlink()  # as in a bulk load of an earlier version
+        shutil.rmtree(copy / "log")
     (copy / DESCRIPTION).write_bytes(encode_with_checksum(msgspec.structs.replace(manifest, **change)))
     for call in (Collection.open, Collection.info, Collection.verify):
         with pytest.raises(CollectionError, match=says):

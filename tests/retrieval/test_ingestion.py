@@ -22,7 +22,7 @@ from runtime.retrieval.ingestion import source_files
 from runtime.retrieval.ingestion.ingest import IngestReport, add, ingest
 from runtime.retrieval.open_build import open_build
 from tests.retrieval import sample_files
-from tests.retrieval.sample_files import CountingEmbedder, without_words
+from tests.retrieval.sample_files import CountingEmbedder
 
 has_documents = all(importlib.util.find_spec(name) for name in ("pypdf", "docx", "pptx"))
 SPEC = "hashing-64"
@@ -160,17 +160,6 @@ def test_without_changes_nothing_is_built(handbook: Handbook) -> None:
     inode = handbook.out.stat().st_ino
     assert not handbook.add()[0].changed
     assert (read_description(handbook.out).identity, handbook.out.stat().st_ino) == (identity, inode)
-
-
-def test_an_old_collection_without_a_keyword_index_gets_one_without_embedding(handbook: Handbook) -> None:
-    handbook.write("one.txt", "one")
-    handbook.ingest()
-    without_words(handbook.out)
-    assert not Collection.info(handbook.out).keyword_bytes
-    done, embedded = handbook.add()
-    assert (done.changed, done.unchanged, embedded) == (True, 1, [])
-    assert Collection.info(handbook.out).keyword_bytes
-    assert not handbook.add()[0].changed
 
 
 def test_unreadable_files_are_skipped_by_name_and_keep_their_passages(handbook: Handbook) -> None:

@@ -4,6 +4,7 @@ import re
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -126,7 +127,10 @@ def test_results_do_not_depend_on_how_documents_are_divided_among_indexes(
 ) -> None:
     rows = [np.flatnonzero([place == part for place, _ in documents]) for part in range(3)]
     parts: list[Postings | KeywordFile] = [postings(("", documents[row][1]) for row in some) for some in rows[:2]]
-    parts.append(KeywordFile.temporary(("", documents[row][1]) for row in rows[2]))
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "keywords.sqlite")
+        KeywordFile.create(path, (("", documents[row][1]) for row in rows[2]))
+        parts.append(KeywordFile.open(path, len(rows[2])))
     searched = [Searched(part, some, np.ones(len(some), bool)) for part, some in zip(parts, rows, strict=True)]
     whole = postings(("", text) for _, text in documents)
     assert search_indexes(searched, query, 10, LATER_NS).tolist() == search(whole, query)

@@ -247,8 +247,8 @@ def _written_documents(
     with DocumentStore.open(whole) as store:
         _check_shards(len(folders), store.last_row + 1)
         for shard, folder in enumerate(folders):
-            with DocumentStore.open(whole, (shard, len(folders))) as part:
-                write_documents(folder, part.all(), schema, sources)
+            own = (document for document in store.all() if document.row % len(folders) == shard)
+            write_documents(folder, own, schema, sources)
         yield store
     whole.unlink()
 

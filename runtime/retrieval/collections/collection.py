@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gpu import GraphIndex
 from gpu.index.storage import CODE_FILES
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.description import DOCUMENTS, KEYWORDS
+from runtime.retrieval.collections.description import DOCUMENTS, INDEX, KEYWORDS
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
 from runtime.retrieval.collections.reader import CollectionReader
@@ -108,7 +108,7 @@ class Collection(CollectionReader):
         """Describe a collection. Raises `CollectionError` as `open` does."""
         with cls.open(directory) as found:
             state, about = found.state, found.description
-            files = [path for segment in state.segments for path in segment.index_folder.iterdir()]
+            files = [path for segment in state.segments for path in (segment.path / INDEX).iterdir()]
             sizes = [(path.name, path.stat().st_size) for path in files]
             return CollectionInfo(
                 directory=directory,
@@ -159,6 +159,5 @@ def document_bytes(state: State) -> int:
 
 
 def _bytes_of(state: State, name: str) -> int:
-    """Return the size of a file of all segments; the shards of a bulk load share it."""
-    sizes = {s.path / name: s.files[name].bytes for s in state.segments if name in s.files}
-    return sum(sizes.values())
+    """Return the size of a file of all segments."""
+    return sum(segment.files[name].bytes for segment in state.segments if name in segment.files)

@@ -26,7 +26,6 @@ MAX_ROWS = 1 << 62
 SEGMENTS_FORMAT = "trinity-live-collection"  # of manifests
 _FORMAT, _VERSION = "trinity-collection", 1
 _MAX_BYTES = 1 << 20
-_NAME = re.compile(r"(index(-\d)?/)?[a-z]{1,32}\.[a-z]{1,8}")
 _IDENTITY = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -125,11 +124,6 @@ class _OldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shards: int | msgspec.UnsetType = msgspec.UNSET
 
 
-def index_folders(shards: int) -> tuple[str, ...]:
-    """Return the folders of the indexes of a flat bulk load with this many shards."""
-    return (INDEX,) if shards == 1 else tuple(f"{INDEX}-{shard}" for shard in range(shards))
-
-
 # ---- checksums
 
 
@@ -206,11 +200,6 @@ def read_description(directory: Path) -> Description:
         raise CollectionError(f"{path} is damaged: degree is {found.degree}, size {found.flat_rows}")
     if not 1 <= found.shard_count <= MAX_SHARDS:
         raise CollectionError(f"{path} is damaged: shards is {found.shard_count}, outside 1..{MAX_SHARDS}")
-    indexes = {f"{folder}/meta.json" for folder in index_folders(found.shard_count)} if found.flat_rows else set()
-    if missing := indexes - set(found.flat_files):
-        raise CollectionError(f"{path} is damaged: it does not list {', '.join(sorted(missing))}")
-    if foreign := [name for name in found.flat_files if not _NAME.fullmatch(name)]:
-        raise CollectionError(f"{path} is damaged: it lists {foreign[0][:64]!r}, which is not a file of a collection")
     return found
 
 

@@ -74,9 +74,9 @@ class DocumentStore:
     raise `CollectionError` for damaged files.
     """
 
-    def __init__(self, path: Path, part: tuple[int, int]) -> None:
+    def __init__(self, path: Path) -> None:
         """Use `open`."""
-        self.path, self._part = path, part
+        self.path = path
         self.file_count = self.last_row = 0
         self._lock = threading.Lock()  # a row takes microseconds, so a connection a thread would not be faster
         self._connection: sqlite3.Connection | None = None
@@ -112,14 +112,11 @@ class DocumentStore:
         return size
 
     @classmethod
-    def open(cls, path: Path, part: tuple[int, int] = (0, 1)) -> Self:
-        """Open a file that `write` wrote; of part (i, n), only the rows i, i + n, i + 2n, …
-
-        Raises `CollectionError` if it is missing, foreign or damaged.
-        """
+    def open(cls, path: Path) -> Self:
+        """Open a file that `write` wrote. Raises `CollectionError` if it is missing, foreign or damaged."""
         if not path.is_file():
             raise CollectionError(f"{path} is missing")
-        store = cls(path, part)
+        store = cls(path)
 
         def read(connection: sqlite3.Connection) -> None:
             (application_id,) = connection.execute("PRAGMA application_id").fetchone()
@@ -264,9 +261,6 @@ class DocumentStore:
             self._connection = read_only_database(self.path)
             self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT_BYTES)
             self._owner = os.getpid()
-            if self._part[1] > 1:  # a temporary name precedes others
-                rows = f"SELECT * FROM main.documents WHERE row % {self._part[1]} = {self._part[0]}"
-                self._connection.execute(f"CREATE TEMP VIEW documents AS {rows}")
         return self._connection
 
 

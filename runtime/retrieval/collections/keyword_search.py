@@ -1,13 +1,13 @@
 """Keyword search of a collection: BM25 ranks, with vector distances, over the segments' indexes and the growing rows'.
 
-The growing rows are added to an index in memory, and segments of earlier versions, which have no index, are read into
-temporary ones, on a background thread. A search waits briefly for it. While the newer version of a document is not in
-the index, the older one is found.
+The growing rows are added to an index in memory, on a background thread. A search waits briefly for it. While the newer
+version of a document is not in the index, the older one is found.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -39,7 +39,8 @@ class KeywordSearch:
         self._grown: WeakKeyDictionary[GrowingSegment, Postings] = WeakKeyDictionary()
         self._adding: BackgroundTask[None] | None = None
         for segment in state.segments:
-            self._file_of(segment)
+            with suppress(Unavailable):
+                self._file_of(segment)
 
     def search_keywords(
         self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int
@@ -47,7 +48,7 @@ class KeywordSearch:
         """Return the rows that match words of a text and pass a filter, by descending BM25 score, int64 [≤ depth], and
         the distances of their vectors from the text's `vector`, float32 [≤ depth].
 
-        Raises the errors of `search_indexes`, and `Unavailable` until segments without an index were read.
+        Raises the errors of `search_indexes`, and `Unavailable` if a segment has no index.
         """
         snapshot = self._state.snapshot()
         self._wait_for_rows(snapshot)
@@ -74,12 +75,16 @@ class KeywordSearch:
         return found
 
     def _file_of(self, segment: Segment) -> KeywordFile | None:
-        """Return a segment's index; None for one of bare vectors, or one that was not read yet. Raises
-        `CollectionError`."""
+        """Return a segment's index; None for one of bare vectors. Raises `CollectionError`, `Unavailable`."""
+        if segment.store is None:
+            return None
+        if segment.lacks_keywords:
+            directory = self._state.directory
+            raise Unavailable(f"{directory} has a segment without a keyword index: `trinity index compact` makes one")
         with self._lock:
-            if segment not in self._files and KEYWORDS in segment.files:
+            if segment not in self._files:
                 self._files[segment] = KeywordFile.open(segment.path / KEYWORDS, segment.size)
-            return self._files.get(segment)
+            return self._files[segment]
 
     def _postings_of(self, growing: GrowingSegment) -> Postings:
         with self._lock:
@@ -87,17 +92,10 @@ class KeywordSearch:
 
     # ---- rows that are added in the background
 
-    def _unread(self, snapshot: Snapshot) -> list[Segment]:
-        """Return the segments whose documents are in no index."""
-        return [one for one in snapshot.segments if one.store is not None and self._file_of(one) is None]
-
     def _wait_for_rows(self, snapshot: Snapshot) -> None:
-        """Wait until all rows are in an index, for `_WAIT_S` at most.
-
-        Raises `Unavailable` if those of a segment are not then, or cannot be read.
-        """
+        """Wait until all growing rows are in the index, for `_WAIT_S` at most."""
         until, count = self._clock() + _WAIT_S, len(snapshot.alive[-1])
-        while self._unread(snapshot) or len(self._postings_of(snapshot.growing)) < count:
+        while len(self._postings_of(snapshot.growing)) < count:
             with self._lock:
                 if self._adding is None or self._adding.done:
                     self._adding = BackgroundTask("keywords", lambda task: self._add(snapshot, task))
@@ -107,23 +105,12 @@ class KeywordSearch:
                 raise Unavailable(f"the keyword index of the collection failed: {task.error_message}")
             if self._clock() >= until:
                 break
-        if self._unread(snapshot):
-            raise Unavailable("the keyword index of the collection is being built; try again soon")
 
     def _add(self, snapshot: Snapshot, task: BackgroundTask[None]) -> None:
-        def texts(segment: Segment) -> Iterator[tuple[str, str]]:
-            for title, text in segment.store.texts() if segment.store else ():
-                task.check_cancelled(len(text))
-                yield title, text
-
         growing, postings = snapshot.growing, self._postings_of(snapshot.growing)
         for document in growing.documents[len(postings) : len(snapshot.alive[-1])]:
             task.check_cancelled(len(document.text))
             postings.add(document.title, document.text)
-        for segment in self._unread(snapshot):
-            file = KeywordFile.temporary(texts(segment))
-            with self._lock:
-                self._files[segment] = file
 
     def close(self) -> None:
         """Cancel a running build and close the files. Idempotent."""

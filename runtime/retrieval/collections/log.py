@@ -21,12 +21,10 @@ from typing import BinaryIO, NamedTuple
 from runtime.errors import CollectionError
 from runtime.files import open_regular
 from runtime.retrieval.collections.disk import Disk, storage_error
-from runtime.retrieval.collections.manifest import LOG_HEADER_BYTES
 
 MAGIC = b"TRNYLOG1"
 MAX_PAYLOAD = 256 << 20
 HEADER = struct.Struct("<8s16sQI")
-assert HEADER.size == LOG_HEADER_BYTES
 RECORD = struct.Struct("<IIQI")
 MARK = 0x43455254  # "TREC"
 MAX_LOG_BYTES = 1 << 40  # of one file, which is read record by record

@@ -12,12 +12,7 @@ A document gets a row number when it is stored; row numbers are never reused. An
 document under a new row and deletes the old one. A row number therefore denotes one text permanently, and a result
 cannot mix texts.
 
-Earlier versions wrote the segments of a bulk load flat: their files are beside `collection.json`, which has their
-checksums, the shards share documents and attributes, and MANIFEST and log/ are missing until the first write. Such
-directories are read as they are; a writer converts them when it opens them (`upgrade`).
-
-documents.sqlite, keywords.sqlite, attributes.msgpack    of all shards
-index/, or index-0/ index-1/ …                           one index a shard
+Bulk loads of earlier versions have another layout, and are converted when they are opened: see `upgrade`.
 """
 
 import io
@@ -35,33 +30,24 @@ from runtime.retrieval.collections.description import (
     DOCUMENTS,
     KEYWORDS,
     SEGMENTS_FORMAT,
-    Description,
     FileChecksum,
     checksum_of,
     decoded,
-    index_folders,
     read_bytes,
-    read_description,
-    status_of,
 )
 
 MANIFEST = "MANIFEST"
 FLAT_FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, "words.sqlite")  # of a flat bulk load, beside its indexes
 MAX_SEGMENTS = 512
-LOG_HEADER_BYTES = 36
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A sealed segment: the number of its directory, its rows, the checksum of its description, and its shard.
-
-    bulk: it is a shard of a flat bulk load, which has no manifest in a file.
-    """
+    """A sealed segment: the number of its directory, its rows, the checksum of its description, and its shard."""
 
     number: int
     size: int
     sha256: str
     shard: int = 0
-    bulk: bool = False
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +56,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence: the first log record that the segments do not contain, which begins a log file. next_row, next_segment:
     the lowest numbers that were never used. introduced: by attribute, the owner (`AttributeBinding.text`) who was
     the first to write it; omitted without any, so that collections of earlier versions keep their checksums.
-    generation: -1 of a flat bulk load, which has no log.
     """
 
     generation: int
@@ -85,10 +70,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str = ""
     introduced: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
-    @property
-    def has_log(self) -> bool:
-        return self.generation >= 0
-
     def tombstones_path(self, directory: Path) -> Path:
         return directory / "tombstones" / f"{self.generation}.npy"
 
@@ -99,54 +80,15 @@ def make_folders(directory: Path) -> None:
         (directory / folder).mkdir(mode=0o700, exist_ok=True)
 
 
-def read_manifest(directory: Path, description: Description | None = None) -> Manifest:
-    """Read and check the manifest; of a flat bulk load, make it. Raises `CollectionError`."""
-    description = description or read_description(directory)
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check the manifest. Raises `CollectionError`."""
     path = directory / MANIFEST
-    if status_of(path) is None and description.flat_rows:
-        return _of_flat(directory, description)
     found = decoded(path, read_bytes(path), Manifest)
     numbers = [segment.number for segment in found.segments]
     sound = len(numbers) <= MAX_SEGMENTS and len(set(numbers)) == len(numbers) and len(found.schema) <= MAX_ATTRIBUTES
-    if not sound or min([found.sequence, found.next_row, found.next_segment, found.generation + 1, *numbers]) < 0:
+    if not sound or min([found.sequence, found.next_row, found.next_segment, found.generation, *numbers]) < 0:
         raise CollectionError(f"{path} is damaged: its numbers are inconsistent")
-    if any(segment.bulk for segment in found.segments):
-        raise CollectionError(f"{path} is damaged: it has segments of a flat bulk load")
     return found
-
-
-def _of_flat(directory: Path, description: Description) -> Manifest:
-    shards, size = description.shard_count, description.flat_rows
-    if _was_written(directory):
-        raise CollectionError(f"{directory} is damaged: it has a log, but no file {MANIFEST}")
-    next_row = size
-    if DOCUMENTS not in description.flat_files:
-        for folder in index_folders(shards):
-            next_row = max(next_row, _highest_id(directory / folder / "ids.npy") + 1)
-    sizes = [len(range(shard, size, shards)) for shard in range(shards)]
-    segments = [SegmentInfo(n, rows, description.sha256, n, bulk=True) for n, rows in enumerate(sizes)]
-    return Manifest(-1, segments, 0, next_row, shards, {})
-
-
-def _was_written(directory: Path) -> bool:
-    """Return whether there is more of a log than an upgrade begins with: the header of its first file."""
-    folder = directory / "log"
-    try:
-        found = [(path.name, path.stat().st_size) for path in folder.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise CollectionError(f"{folder} cannot be read: {error.strerror}") from error
-    return any(size > LOG_HEADER_BYTES or name != f"{0:020d}.log" for name, size in found)
-
-
-def _highest_id(path: Path) -> int:
-    if status_of(path) is None:
-        return -1
-    try:
-        return int(np.load(path, mmap_mode="r", allow_pickle=False).max())
-    except Exception as error:  # numpy parses the header with Python's parser, so a damaged one may raise any error
-        raise CollectionError(f"{path} is damaged: {error}") from error
 
 
 def tombstones_content(rows: NDArray[np.int64]) -> tuple[bytes, FileChecksum]:

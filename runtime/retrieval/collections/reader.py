@@ -23,6 +23,7 @@ from runtime.retrieval.collections.replaced_rows import ReplacedRows
 from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.state import Loaded, State
+from runtime.retrieval.collections.upgrade import upgrade_if_flat
 from runtime.retrieval.neighbors import Neighbors
 
 _ATTEMPTS = 5
@@ -37,7 +38,7 @@ class CollectionReader:
     replaced: whether another collection replaced this one in the directory, or it was moved; the state stays as it is
         then, which is the last one, because no write is acknowledged to a directory that was replaced.
     applying: whether a write is applied in part, so that `poll` should be called again soon.
-    log, manifest: the followed log, None in a flat bulk load; and the manifest that is installed.
+    log, manifest: the followed log, and the manifest that is installed.
     outdated: an error message if the collection must be reopened because an earlier state of it was restored from a
         backup, else ""; `poll` raises it too.
     segments_ready: called by `poll` with segments that were opened in the background; until it returns True, `poll`
@@ -77,24 +78,22 @@ class CollectionReader:
         """
         for attempt in range(_ATTEMPTS):
             self._last_stat = self._manifest_stat()
+            upgrade_if_flat(self.directory)
             self.description = about = read_description(self.directory)
-            opened: State | None = None
-            self.log: LogFollower | None = None
+            opened: list[State | LogFollower] = []
             try:
-                self.manifest = found = read_manifest(self.directory, about)
-                self.state = opened = State(
-                    self.directory, about, found, shard, self._replaced, searched=self._searched
-                )
+                self.manifest = found = read_manifest(self.directory)
+                self.state = State(self.directory, about, found, shard, self._replaced, searched=self._searched)
+                opened.append(self.state)
                 self.log, self._parts = self._follow(found), None
+                opened.append(self.log)
                 self._apply_records()
                 if read_identity(self.directory) != about.identity:  # the files may be of either
                     raise CollectionError(f"{self.directory} was replaced by another collection while it was opened")
                 return
             except CollectionError:  # the writer may have installed another manifest in the meantime
-                if opened is not None:
-                    opened.close()
-                if self.log is not None:
-                    self.log.close()
+                for one in opened:
+                    one.close()
                 same = self._manifest_stat() == self._last_stat and read_identity(self.directory) == about.identity
                 if same or attempt == _ATTEMPTS - 1:
                     raise
@@ -111,7 +110,7 @@ class CollectionReader:
             self.replaced = read_identity(self.directory) != self.description.identity
             if self.replaced:
                 return False
-            manifest = read_manifest(self.directory, self.description)
+            manifest = read_manifest(self.directory)
             if manifest.generation < self.manifest.generation:
                 raise self._restored_error()
             if manifest.generation != self.manifest.generation:
@@ -129,9 +128,9 @@ class CollectionReader:
 
     def check_log(self) -> None:
         """Poll, and check that the last file of the log was reached. Raises `CollectionError` if one is missing."""
-        newest = max((first for first, _ in log_files(self.directory)), default=0) if self.log is not None else 0
+        newest = max((first for first, _ in log_files(self.directory)), default=0)
         self.poll()
-        if self.log is not None and self.log.first < newest:
+        if self.log.first < newest:
             raise CollectionError(f"{self.directory / 'log'} is damaged: record {self.state.sequence} is missing")
 
     @property
@@ -141,15 +140,14 @@ class CollectionReader:
     @property
     def current(self) -> bool:
         """Whether `poll` would find no write and no other file: a few system calls."""
-        follower = self.log
         if self.applying or self._manifest_stat() != self._last_stat:
             return False
-        return follower is None or (follower.is_current is True and not follower.has_more)
+        return self.log.is_current is True and not self.log.has_more
 
     @property
     def torn_bytes(self) -> int:
         """The incomplete end of the log."""
-        return 0 if self.log is None else self.log.torn_bytes
+        return self.log.torn_bytes
 
     @property
     def was_written(self) -> bool:
@@ -158,8 +156,6 @@ class CollectionReader:
 
     def _apply_records(self, budget_ns: int | None = None) -> bool:
         """Apply the new records of the log; return whether any was completed. Raises `CollectionError`."""
-        if self.log is None:
-            return False
         before, end_ns = self.state.sequence, time.monotonic_ns() + (budget_ns or _NO_END_NS)
         while True:
             resumed = self._parts is not None
@@ -177,8 +173,6 @@ class CollectionReader:
 
     def _log_was_replaced(self) -> bool:
         """Whether the open log file is no longer the collection's, although it was not sealed."""
-        if self.log is None:
-            return False
         is_current = self.log.is_current
         return read_manifest(self.directory).sequence <= self.log.first if is_current is None else not is_current
 
@@ -205,17 +199,16 @@ class CollectionReader:
         before = set(self.state.segments)
         with suppress(CollectionError):  # the log is sealed, and may be gone; else it tells which rows were replaced
             self._apply_records()
-        behind = self.log is None or self.log.sequence < manifest.sequence
+        behind = self.log.sequence < manifest.sequence
         follower = self._follow(manifest) if behind else self.log  # opened first: state and log advance together
         try:
             self.state.advance(manifest, fresh)
         except CollectionError:
-            if behind and follower is not None:
+            if behind:
                 follower.close()
             raise
         if behind:
-            if self.log is not None:
-                self.log.close()
+            self.log.close()
             self.log = follower
         self.checksums.add(segment for segment in self.state.segments if segment not in before)
         self.manifest = manifest
@@ -262,8 +255,7 @@ class CollectionReader:
 
     def close(self) -> None:
         self.checksums.close()
-        if self.log is not None:
-            self.log.close()
+        self.log.close()
         self.state.close()
 
     def __enter__(self) -> Self:
@@ -272,15 +264,13 @@ class CollectionReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _follow(self, manifest: Manifest) -> LogFollower | None:
-        if not manifest.has_log:
-            return None
+    def _follow(self, manifest: Manifest) -> LogFollower:
         return LogFollower(self.directory, self.description.identity, manifest.sequence)
 
     def _manifest_stat(self) -> tuple[int, int, int] | None:
         try:
             found = os.stat(self._manifest_path)
-        except (FileNotFoundError, NotADirectoryError):  # never written to; or the directory was moved
+        except (FileNotFoundError, NotADirectoryError):  # the directory was moved
             return None
         except OSError as error:
             raise storage_error(error, f"{self.directory / MANIFEST} cannot be read") from error

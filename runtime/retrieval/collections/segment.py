@@ -20,6 +20,8 @@ from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.collections.description import (
     ATTRIBUTES,
     DOCUMENTS,
+    INDEX,
+    KEYWORDS,
     Description,
     FileChecksum,
     checksum_file,
@@ -29,7 +31,7 @@ from runtime.retrieval.collections.disk import storage_error
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.manifest import SegmentInfo
 from runtime.retrieval.collections.part import OnDocument, Part, Rows, ignore
-from runtime.retrieval.collections.segment_files import files_of, segment_path
+from runtime.retrieval.collections.segment_files import META, files_of, segment_path
 
 _OWNERS_KEPT = 64
 
@@ -44,15 +46,14 @@ class Segment(Part):
     def __init__(
         self,
         info: SegmentInfo,
-        index_folder: Path,
+        path: Path,
         index: GraphIndex,
         store: DocumentStore | None,
         attributes: "_Attributes",
         files: dict[str, FileChecksum],
     ) -> None:
         """Use `load`."""
-        self.info, self.path, self.index, self.files = info, index_folder.parent, index, files
-        self.index_folder = index_folder
+        self.info, self.path, self.index, self.files = info, path, index, files
         self._alive: Bits = np.ones(index.size, bool)
         self._alive_is_shared = False
         self.deletions = 0
@@ -62,40 +63,35 @@ class Segment(Part):
         self._attributes, self.store = attributes, store
 
     @classmethod
-    def load(cls, directory: Path, info: SegmentInfo, description: Description, schema: Schema | None) -> "Segment":
-        """Open a segment of the collection at `directory`. schema: the attributes to read; None: all.
+    def load(cls, directory: Path, info: SegmentInfo, description: Description, schema: Schema) -> "Segment":
+        """Open a segment of the collection at `directory`. schema: the attributes to read.
 
         Its graph is not checked: see `check`. Raises `CollectionError`.
         """
-        path, files = segment_path(directory, info), files_of(directory, info, description)
-        meta = next(name for name in files if name.endswith("/meta.json"))
-        folder = meta.partition("/")[0]
-        if checksum_file(path / meta) != files[meta]:
-            raise CollectionError(f"{path / meta} is damaged: its checksum is not the one it was built with")
+        path, files = segment_path(directory, info), files_of(directory, info)
+        if checksum_file(path / META) != files[META]:
+            raise CollectionError(f"{path / META} is damaged: its checksum is not the one it was built with")
         try:
-            index = GraphIndex.load(path / folder)
-            arrays = {f"{folder}/{name}": FileChecksum(*checksum) for name, checksum in index.files().items()}
+            index = GraphIndex.load(path / INDEX)
+            arrays = {f"{INDEX}/{name}": FileChecksum(*checksum) for name, checksum in index.files().items()}
         except GpuError as error:
             raise CollectionError(str(error)) from error
         ids = index.data.ids
         if index.size != info.size or (ids is not None and int(ids.min()) < 0):
-            raise CollectionError(f"{path / folder} is damaged: its ids are not the rows of {info.size} documents")
+            raise CollectionError(f"{path / INDEX} is damaged: its ids are not the rows of {info.size} documents")
         if (index.dim, index.metric) != (description.dim, description.metric):
-            raise CollectionError(f"{path / folder} is not an index of this collection")
-        part = (info.shard, description.shard_count) if info.bulk else (0, 1)
-        store = DocumentStore.open(path / DOCUMENTS, part) if DOCUMENTS in files else None
+            raise CollectionError(f"{path / INDEX} is not an index of this collection")
+        store = DocumentStore.open(path / DOCUMENTS) if DOCUMENTS in files else None
         last = index.size - 1 if ids is None else int(ids[-1])
         try:
             if store is not None and store.last_row != last:
                 raise CollectionError(f"{path / DOCUMENTS} is damaged: its last row is {store.last_row}, not {last}")
-            shared = ids if part[1] > 1 else None
-            attributes = _Attributes(path / ATTRIBUTES, files.get(ATTRIBUTES), info.size, schema, shared)
+            attributes = _Attributes(path / ATTRIBUTES, files.get(ATTRIBUTES), info.size, schema)
         except CollectionError:
             if store is not None:
                 store.close()
             raise
-
-        return cls(info, path / folder, index, store, attributes, {**files, **arrays})
+        return cls(info, path, index, store, attributes, {**files, **arrays})
 
     @property
     def size(self) -> int:
@@ -175,6 +171,11 @@ class Segment(Part):
 
     # ---- documents
 
+    @property
+    def lacks_keywords(self) -> bool:
+        """Whether it has documents without a keyword index, as an earlier version sealed them."""
+        return self.store is not None and KEYWORDS not in self.files
+
     def find(self, rows: Sequence[int], on_read: OnDocument = ignore) -> dict[int, Document]:
         wanted = np.array(rows, np.int64)
         here = wanted[self.locate(wanted)[0]].tolist()
@@ -230,12 +231,13 @@ class _Attributes:
         path: Path,
         known: FileChecksum | None,
         size: int,
-        schema: Schema | None,
-        shared: NDArray[np.int64] | None = None,
+        schema: Schema,
     ) -> None:
-        """Open the file, which may be removed later; `known` is its checksum, None: there is none. shared: the file
-        has more rows, of which these are meant. Raises `CollectionError`."""
-        self._size, self._path, self._known, self._schema, self._shared = size, path, known, schema, shared
+        """Open the file, which may be removed later; `known` is its checksum, None: there is none.
+
+        Raises `CollectionError`.
+        """
+        self._size, self._path, self._known, self._schema = size, path, known, schema
         self._lock = threading.RLock()
         self._columns: Columns | None = None
         self.held_by: Callable[[AttributeBinding], Bits] = lru_cache(_OWNERS_KEPT)(lambda o: self.columns.held_by(o))
@@ -271,8 +273,6 @@ class _Attributes:
         if checksum_of(content) != self._known:
             raise CollectionError(f"{self._path} is damaged: its checksum is not the one it was built with")
         columns = Columns.decode(content, self._schema)
-        if self._shared is not None and columns.size > self._shared[-1]:
-            columns = columns.take(self._shared)
         if columns.size != self._size:
             raise CollectionError(f"{self._path} has {columns.size} rows, not {self._size}")
         return columns

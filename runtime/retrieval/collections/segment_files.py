@@ -27,11 +27,9 @@ from runtime.retrieval.collections.description import (
     DOCUMENTS,
     INDEX,
     KEYWORDS,
-    Description,
     FileChecksum,
     check_sizes,
     checksum_file,
-    index_folders,
 )
 from runtime.retrieval.collections.disk import Disk, storage_error
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
@@ -53,7 +51,7 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def segment_path(directory: Path, info: SegmentInfo) -> Path:
     """Return the folder of a segment's files."""
-    return directory if info.bulk else directory / "segments" / str(info.number)
+    return directory / "segments" / str(info.number)
 
 
 def building_path(directory: Path, number: int) -> Path:
@@ -61,19 +59,13 @@ def building_path(directory: Path, number: int) -> Path:
     return directory / "segments" / f".building-{number}"
 
 
-def files_of(directory: Path, info: SegmentInfo, description: Description) -> dict[str, FileChecksum]:
+def files_of(directory: Path, info: SegmentInfo) -> dict[str, FileChecksum]:
     """Return the checksums of a segment's files, which exist and have the right sizes; one is its index's `meta.json`.
 
     Raises `CollectionError`.
     """
     path = segment_path(directory, info)
-    if info.bulk:
-        shared = description.shard_count > 1
-        folder = index_folders(description.shard_count)[info.shard]
-        own = (DOCUMENTS, ATTRIBUTES, f"{folder}/meta.json") if shared else description.flat_files
-        files = {name: one for name, one in description.flat_files.items() if name in own}
-    else:
-        files = _read_contents(path, info).files
+    files = _read_contents(path, info).files
     check_sizes(path, files)
     return files
 

@@ -185,7 +185,7 @@ class State:
         fresh: Loaded = {}
         try:
             for info in infos:
-                fresh[info] = Segment.load(self.directory, info, self.description, None if info.bulk else schema)
+                fresh[info] = Segment.load(self.directory, info, self.description, schema)
                 if self._searched:
                     fresh[info].check()
         except CollectionError:

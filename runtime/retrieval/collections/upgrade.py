@@ -1,91 +1,155 @@
-"""Conversion of a flat bulk load, which an earlier version made, into segments with a log.
+"""Conversion of the bulk loads of earlier versions, which were flat, when they are opened. Nothing else reads them.
 
-The files of the new segments are links to the old ones, except for what its shards share. The manifest, which is
-written last, replaces the old layout by the new one in one step; until then readers find the old one. The old files are
-removed with the other files that the manifest does not need, see `obsolete_files`.
+Their files are beside `collection.json`, which has their checksums; the shards share documents and attributes:
+
+documents.sqlite, keywords.sqlite, attributes.msgpack    of all shards
+index/, or index-0/ index-1/ …                           one index a shard
+
+The files of the new segments are links to the old ones, except for what shards share, and for documents without a
+keyword index. The manifest, which is written last, replaces the old layout by the new one in one step.
 """
 
 import os
+import re
 import shutil
-from contextlib import closing
+import stat
+import time
 from pathlib import Path
 
-from msgspec.structs import replace
+import numpy as np
 
-from runtime.errors import CollectionError
-from runtime.retrieval.attributes.schema import AttributeType
+from gpu import GpuError, GraphIndex
+from runtime.errors import CollectionBusy, CollectionError
+from runtime.files import read_regular, set_modes
+from runtime.retrieval.attributes.columns import Columns
+from runtime.retrieval.collections.checksums import verify_file
 from runtime.retrieval.collections.description import (
     ATTRIBUTES,
     DOCUMENTS,
     INDEX,
     KEYWORDS,
-    MAX_ROWS,
     Description,
+    FileChecksum,
+    check_sizes,
     encode_with_checksum,
     read_description,
+    status_of,
 )
-from runtime.retrieval.collections.disk import Disk, storage_error
-from runtime.retrieval.collections.log import LogWriter, log_path
-from runtime.retrieval.collections.manifest import (
-    MANIFEST,
-    SegmentInfo,
-    make_folders,
-    read_manifest,
+from runtime.retrieval.collections.disk import Disk, storage_error, writing
+from runtime.retrieval.collections.documents import DocumentStore
+from runtime.retrieval.collections.log import HEADER, LogWriter, log_path
+from runtime.retrieval.collections.manifest import MANIFEST, Manifest, make_folders
+from runtime.retrieval.collections.segment_files import (
+    META,
+    building_segment,
+    obsolete_files,
+    seal_segment,
+    write_documents,
 )
-from runtime.retrieval.collections.segment import Segment
-from runtime.retrieval.collections.segment_files import META, building_segment, seal_segment, write_documents
+
+_NAME = re.compile(r"(index(-\d)?/)?[a-z]{1,32}\.[a-z]{1,8}")
+_RETRY_S = 0.05
+
+
+def upgrade_if_flat(directory: Path) -> None:
+    """Convert a flat bulk load, or wait until another process has.
+
+    Raises `CollectionError`, also if this process may not write to it, and `NoRoom`.
+    """
+    while _is_flat(directory, read_description(directory)):
+        if not os.access(directory, os.W_OK):
+            raise CollectionError(
+                f"an earlier version made {directory}, and it must be converted: run `trinity index upgrade` as a user "
+                "who may write to it"
+            )
+        try:
+            with writing(directory):
+                upgrade(Disk(), directory)
+        except CollectionBusy:
+            time.sleep(_RETRY_S)
 
 
 def upgrade(disk: Disk, directory: Path) -> None:
-    """Convert a flat bulk load, for a writer, which holds the lock.
-
-    Raises `CollectionError`, also for any collection that has no numbers left for rows, and `NoRoom`.
-    """
+    """Convert a flat bulk load for a writer, which holds the lock; do nothing to others. Raises `CollectionError`,
+    with the old layout in place, and `NoRoom`."""
     description = read_description(directory)
-    manifest = read_manifest(directory, description)
-    if manifest.next_row >= MAX_ROWS:
-        raise CollectionError(f"{directory} has the id {manifest.next_row - 1}: documents cannot be added behind it")
-    if manifest.has_log:
+    if not _is_flat(directory, description):
         return
+    if _was_written(directory):
+        raise CollectionError(f"{directory} is damaged: it has a log, but no file {MANIFEST}")
+    shards, files = description.shard_count, _checked_files(directory, description)
+    schema = dict(description.schema)
+    if ATTRIBUTES in files:
+        schema |= Columns.decode(read_regular(directory / ATTRIBUTES, files[ATTRIBUTES].bytes)).schema
+    is_linked = DOCUMENTS not in files or (shards == 1 and KEYWORDS in files)
+    segments, next_row = [], 0
     try:
         make_folders(directory)
         disk.sync_directory(directory)
-        schema, first = dict(description.schema), manifest.next_segment  # new numbers: pools serve both meanwhile
-        segments = [
-            _sealed(disk, directory, description, info, number, schema)
-            for number, info in enumerate(manifest.segments, first)
-        ]
-        next_segment = first + len(segments)
-        upgraded = replace(manifest, segments=segments, generation=0, next_segment=next_segment, schema=schema)
+        for shard, folder in enumerate(_index_folders(shards)):
+            index = _open_index(directory / folder)
+            ids = index.data.ids
+            next_row = max(next_row, index.size if ids is None else 1 + int(np.max(ids)))
+            with building_segment(disk, directory, shard) as building:
+                known = {META: files[f"{folder}/meta.json"]}
+                shutil.copytree(directory / folder, building / INDEX, copy_function=_link)
+                if is_linked:
+                    for name in {DOCUMENTS, ATTRIBUTES, KEYWORDS} & files.keys():
+                        _link(directory / name, building / name)
+                        known[name] = files[name]
+                else:
+                    with DocumentStore.open(directory / DOCUMENTS) as store:
+                        own = (document for document in store.all() if document.row % shards == shard)
+                        write_documents(building, own, schema, store.sources())
+                segments.append(seal_segment(disk, building, index.size, shard, known))
+        manifest = Manifest(0, segments, 0, next_row, shards, schema)
         LogWriter(disk, log_path(directory, 0), description.identity, 0).close()
-        disk.write_file(directory / MANIFEST, encode_with_checksum(upgraded))
+        disk.write_file(directory / MANIFEST, encode_with_checksum(manifest))
+        set_modes(directory, stat.S_IMODE(directory.stat().st_mode))
     except OSError as error:
-        raise storage_error(error, f"{directory} cannot be written") from error
+        raise storage_error(error, f"{directory} cannot be converted") from error
+    for path in obsolete_files(directory, manifest, ()):
+        disk.remove(path)
 
 
-def _sealed(
-    disk: Disk,
-    directory: Path,
-    description: Description,
-    info: SegmentInfo,
-    number: int,
-    schema: dict[str, AttributeType],
-) -> SegmentInfo:
-    """Make a segment of this number of a shard of the bulk load, whose attributes are added to the schema."""
-    with (
-        closing(Segment.load(directory, info, description, None)) as flat,
-        building_segment(disk, directory, number) as building,
-    ):
-        schema |= {name: kind for name, kind in flat.columns.schema.items() if name not in schema}
-        shutil.copytree(flat.index_folder, building / INDEX, copy_function=_link)
-        known = {META: flat.files[f"{flat.index_folder.name}/meta.json"]}
-        if description.shard_count == 1:
-            for name in {DOCUMENTS, ATTRIBUTES, KEYWORDS} & flat.files.keys():
-                _link(directory / name, building / name)
-                known[name] = flat.files[name]
-        elif flat.store is not None:
-            write_documents(building, flat.store.all(), schema, flat.store.sources())
-        return seal_segment(disk, building, info.size, info.shard, known)
+def _is_flat(directory: Path, description: Description) -> bool:
+    return description.flat_rows > 0 and status_of(directory / MANIFEST) is None
+
+
+def _was_written(directory: Path) -> bool:
+    """Return whether there is more of a log than an upgrade begins with: the header of its first file."""
+    try:
+        found = [(path.name, path.stat().st_size) for path in (directory / "log").iterdir()]
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise CollectionError(f"{directory / 'log'} cannot be read: {error.strerror}") from error
+    return any(size > HEADER.size or name != log_path(directory, 0).name for name, size in found)
+
+
+def _checked_files(directory: Path, description: Description) -> dict[str, FileChecksum]:
+    """Return the files that a description lists, which have the right checksums: what is derived from damaged ones
+    would get another. Raises `CollectionError`."""
+    files = description.flat_files
+    if missing := {f"{folder}/meta.json" for folder in _index_folders(description.shard_count)} - set(files):
+        raise CollectionError(f"{directory} is damaged: its description does not list {', '.join(sorted(missing))}")
+    if foreign := [name for name in files if not _NAME.fullmatch(name)]:
+        raise CollectionError(f"{directory} is damaged: {foreign[0][:64]!r}, which is not a file of a collection")
+    check_sizes(directory, files)
+    for name, known in files.items():
+        verify_file(directory / name, known)
+    return files
+
+
+def _index_folders(shards: int) -> tuple[str, ...]:
+    return (INDEX,) if shards == 1 else tuple(f"{INDEX}-{shard}" for shard in range(shards))
+
+
+def _open_index(folder: Path) -> GraphIndex:
+    try:
+        return GraphIndex.load(folder)
+    except GpuError as error:
+        raise CollectionError(str(error)) from error
 
 
 def _link(source: str | Path, target: str | Path) -> None:

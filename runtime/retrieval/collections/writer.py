@@ -11,10 +11,10 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import Forbidden, InvalidDocument, Overloaded
+from runtime.errors import CollectionError, Forbidden, InvalidDocument, Overloaded
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections import segment_build as building
-from runtime.retrieval.collections.description import read_description
+from runtime.retrieval.collections.description import MAX_ROWS, read_description
 from runtime.retrieval.collections.disk import Disk, acquire_lock
 from runtime.retrieval.collections.group_commit import MAX_BATCH_BYTES, GroupCommit, PendingWrite, WriteGroup
 from runtime.retrieval.collections.installer import BuildSegment, SegmentInstaller
@@ -95,7 +95,9 @@ class CollectionWriter:
             self.state, torn = found.state, found.torn_bytes
             try:
                 found.check_log()
-                assert found.log is not None, "upgraded"
+                if found.manifest.next_row >= MAX_ROWS:
+                    last = found.manifest.next_row - 1
+                    raise CollectionError(f"{directory} has the id {last}: documents cannot be added behind it")
                 self.commits = GroupCommit(self._disk, self.state, self.lock_fd, found.log.first, found.log.end)
                 self._installer = SegmentInstaller(self._disk, self.state, self.commits, found.manifest, threads)
             except BaseException:
@@ -202,7 +204,7 @@ class CollectionWriter:
             self._installer.seal(build)
             for shard in range(self.state.description.shard_count):
                 segments = [segment for segment in self.state.segments if segment.info.shard == shard]
-                if len(segments) > 1 or any(segment.count < segment.size for segment in segments):
+                if len(segments) > 1 or any(one.count < one.size or one.lacks_keywords for one in segments):
                     self._installer.merge([segment.info.number for segment in segments], build)
 
     def seal_if_due(self, build: BuildSegment) -> bool:

@@ -25,6 +25,7 @@ from runtime.retrieval.collections.documents import Document, Sources
 from runtime.retrieval.collections.segment import sources_of
 from runtime.retrieval.collections.segment_build import code_bits
 from runtime.retrieval.collections.sources import Progress, no_progress, read_documents
+from runtime.retrieval.collections.upgrade import upgrade_if_flat
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedding_text
 from runtime.retrieval.embedding.loading import EmbedderLocation, load_embedder
 from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
@@ -47,7 +48,7 @@ _ROWS_AT_ONCE = 256
 @dataclass(slots=True)
 class IngestReport:
     """Report of an ingestion, in files and passages. `skipped`: reasons by path. `kept`: passages whose vectors were
-    reused. `keyword_index_added`: a keyword index was created where there was none."""
+    reused."""
 
     read: int = 0
     unchanged: int = 0
@@ -55,12 +56,11 @@ class IngestReport:
     skipped: dict[str, str] = field(default_factory=dict)
     embedded: int = 0
     kept: int = 0
-    keyword_index_added: bool = False
 
     @property
     def changed(self) -> bool:
         """Whether the collection must be rebuilt."""
-        return bool(self.read or self.gone or self.keyword_index_added)
+        return bool(self.read or self.gone)
 
 
 def ingest(
@@ -100,9 +100,10 @@ def add(
     """Update the collection at `out` from files and folders: new and changed files are read, changed passages embedded,
     files missing from the folders removed; everything else is kept.
 
-    The collection is rebuilt with its own settings and replaced atomically, unless nothing changed and it has a keyword
-    index. Raises as `ingest`, and `CollectionBusy` while another process writes to the collection.
+    The collection is rebuilt with its own settings and replaced atomically, unless nothing changed. Raises as `ingest`,
+    and `CollectionBusy` while another process writes to the collection.
     """
+    upgrade_if_flat(out)  # before this process has the lock
     with writing(out), Collection.open(out) as old, IsolatedReader() as reader:
         if old.embedder is None or any(DOCUMENTS not in segment.files for segment in old.state.segments):
             raise BuildRefused(f"{out} was built from vectors: files cannot be added to it")
@@ -115,8 +116,7 @@ def add(
             paths, Sources(str(root), limit), embedder, _ExistingCollection(old, folders, root), reader, progress
         )
         info = Collection.info(out)
-        job.report.keyword_index_added = not info.keyword_bytes
-        if not job.find_changes() and not job.report.keyword_index_added:
+        if not job.find_changes():
             return job.report
         bits = code_bits(old.state)
         as_before: dict[str, Any] = {

@@ -129,7 +129,7 @@ class KeywordFile:
     """An index in an SQLite file, which does not change. Thread-safe. `lengths`: of each document, in words."""
 
     def __init__(self, connection: sqlite3.Connection, name: str) -> None:
-        """Use `open` or `temporary`."""
+        """Use `open`."""
         self._connection, self._name, self._lock = connection, name, threading.Lock()
         chunks = connection.execute("SELECT lengths FROM documents ORDER BY first")
         parts = [np.frombuffer(lengths, np.uint32) for (lengths,) in chunks]
@@ -167,16 +167,6 @@ class KeywordFile:
             if isinstance(error, CollectionError):
                 raise
             raise CollectionError(f"{path} is damaged: {error}") from error
-
-    @classmethod
-    def temporary(cls, texts: Texts) -> "KeywordFile":
-        """Write an unnamed file, which is deleted when it is closed. Raises `CollectionError`."""
-        connection = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-        try:
-            _write(connection, texts)
-        except sqlite3.Error as error:
-            raise CollectionError(f"a temporary keyword index cannot be written: {error}") from error
-        return cls(connection, "a temporary keyword index")
 
     def entries(self, word: str) -> Iterator[tuple[int, bytes]]:
         """Yield the number of the first document and the entries of a stem, of each chunk that has it.
