@@ -67,19 +67,19 @@ class DocumentLookup:
         except CollectionError as error:
             return error
 
-    def known(self, on_read: OnRead) -> Sequence[Document | None] | CollectionError | None:
+    def known(self, on_read: OnRead, since_ns: int, now_ns: int) -> Sequence[Document | None] | CollectionError | None:
         """As `read`, of documents that are in memory; None if `read` has to be called. Never waits.
 
-        `on_read` is called once: nothing is read."""
+        `on_read` is called once: nothing is read. `since_ns`, `now_ns`: see `CollectionDocuments.get_known`."""
         try:
-            found = self.build.documents.get_known(self.rows)
+            known = self.build.documents.get_known(self.rows, since_ns, now_ns)
         except CollectionError as error:
             return error
-        if found:
-            size = 0
-            for one in found:
-                size = size if one is None else self._size_with(one, size)
-            on_read(size)
+        if known is None:
+            return None
+        found, size = known
+        check_size(size, len(self.rows))
+        on_read(size)
         return found
 
     def _size_with(self, one: Document, size: int) -> int:

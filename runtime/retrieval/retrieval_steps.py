@@ -152,12 +152,13 @@ class RetrievalSteps:
 
     def _retrieve(self, query: Query, build: str, on_embedded: Callable[[], None], on_read: OnRead) -> Steps:
         registry, collection, k, flow = self._registry, query.spec.collection, query.spec.k, query.spec.flow
+        began_ns = self._clock()
         spec = replace(query.spec, search_width=self._client.dispatcher.settings.search_width)
         registry.follow(collection, self._client.identities(collection))
         while (opening := registry.opening(collection)) is not None:
             yield Read(opening.join)
             registry.follow(collection, self._client.identities(collection))
-        embedder, vector, batched_ns, embedded_ns = "", query.vector, 0, self._clock()
+        embedder, vector, batched_ns, embedded_ns = "", query.vector, 0, began_ns
         ranking: Future[Neighbors] | None = None
         if vector is None:
             model, keywords = registry.embedder(collection), None
@@ -183,12 +184,13 @@ class RetrievalSteps:
         finally:
             if ranking is not None:
                 ranking.cancel()
-        times = SearchTimes(batched_ns, self._clock())
+        found_ns = self._clock()
         lookup = registry.lookup(collection, result)
-        documents: Sequence[Document | None] | CollectionError | None = lookup.known(on_read)
+        documents: Sequence[Document | None] | CollectionError | None = lookup.known(on_read, began_ns, found_ns)
         if documents is None:
             documents = yield Read(partial(lookup.read, on_read))
         passages = registry.found(collection, result, lookup, documents)
+        times = SearchTimes(batched_ns, found_ns)
         return RetrievalResult(query.ticket, passages, None, embedded_ns, result.identity, times=times)
 
     def _search(self, query: Query, embedded_ns: int) -> Generator[Step, Any, SearchResult]:

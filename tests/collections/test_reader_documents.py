@@ -226,19 +226,37 @@ def test_documents_that_were_read_are_known_until_a_write_is_to_be_applied(tmp_p
         rows = [writer.state.rows_of([name])[name] for name in ("3", "7", "9")]
         assert reading.get_known(rows) is None
         found = reading.get(rows)
-        assert reading.get_known(rows) == found
+        known = reading.get_known(rows)
+        assert known == (found, sum(len(one.id + one.title + one.text) for one in found if one))
         assert reading.get_known([*rows, 1]) is None
         writer.delete(["7"])
         assert reading.get_known(rows) is None
         reading.get([])
-        assert reading.get_known(rows) == [found[0], None, found[2]]
+        known = reading.get_known(rows)
+        assert known is not None
+        assert known[0] == [found[0], None, found[2]]
         writer.upsert([document("3", 30), document("new", 31)])
         assert reading.get_known(rows) is None
         newer = [writer.state.rows_of([name])[name] for name in ("3", "new")]
         assert reading.get([*rows, *newer])[0] is None
         known = reading.get_known([*rows, *newer])  # growing documents are in memory
         assert known is not None
-        assert [one and one.text for one in known] == [None, None, "text 9", "text 30", "text 31"]
+        assert [one and one.text for one in known[0]] == [None, None, "text 9", "text 30", "text 31"]
+        reading.close()
+
+
+def test_one_look_at_the_files_serves_the_searches_that_began_before_it(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a") as writer:
+        writer.upsert(documents(range(4)))
+        writer.flush()
+        reading = CollectionDocuments(tmp_path / "a")
+        rows = [writer.state.rows_of([name])[name] for name in ("1", "2")]
+        reading.get(rows)
+        known = reading.get_known(rows, since_ns=5, now_ns=10)
+        assert known is not None
+        writer.delete(["1"])
+        assert reading.get_known(rows, since_ns=10, now_ns=20) == known
+        assert reading.get_known(rows, since_ns=11, now_ns=20) is None
         reading.close()
 
 

@@ -80,7 +80,9 @@ class Registry:
         if self.rebuilds:
             self.rebuilds -= 1
             raise CollectionReplaced("not open any more")
-        return SimpleNamespace(read=lambda on_read: [str(row) for row in result.ids], known=lambda on_read: None)
+        return SimpleNamespace(
+            read=lambda on_read: [str(row) for row in result.ids], known=lambda on_read, since_ns, now_ns: None
+        )
 
     def found(self, collection: str, result: SearchResult, lookup: Any, read: list[str]) -> tuple[Passage, ...]:
         return tuple(Passage(row, "", 0.0, "") for row in read)

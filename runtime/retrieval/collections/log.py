@@ -106,6 +106,12 @@ def _open(path: Path) -> int:
     return open_regular(path, max_bytes=MAX_LOG_BYTES)
 
 
+def _file_of(fd: int) -> tuple[int, int]:
+    """Return the device and inode of an open file."""
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
+
+
 class LogWriter:
     """Appends records to one file."""
 
@@ -169,6 +175,7 @@ class LogFollower:
             self._fd = _open(path)
         except OSError as error:
             raise storage_error(error, f"the log of {directory} cannot be read at record {first}") from error
+        self._file = _file_of(self._fd)
 
     @property
     def torn_bytes(self) -> int:
@@ -198,13 +205,20 @@ class LogFollower:
                     return found
                 os.close(self._fd)
                 self._fd, self.first, self.end = fd, self.sequence, 0
+                self._file = _file_of(fd)
                 self._path = os.fspath(following)
 
     @property
-    def has_more(self) -> bool:
-        """Whether `poll` would read anything."""
-        return self.torn_bytes != 0 or (
-            self.sequence != self.first and log_path(self._directory, self.sequence).exists()
+    def at_end(self) -> bool:
+        """Whether the open file is the one at its path, and `poll` would read nothing: a system call."""
+        try:
+            there = os.stat(self._path)
+        except OSError:
+            return False
+        return (
+            there.st_size == self.end
+            and (there.st_dev, there.st_ino) == self._file
+            and (self.sequence == self.first or not log_path(self._directory, self.sequence).exists())
         )
 
     @property

@@ -139,10 +139,10 @@ class CollectionReader:
 
     @property
     def current(self) -> bool:
-        """Whether `poll` would find no write and no other file: a few system calls."""
-        if self.applying or self._manifest_stat() != self._last_stat:
+        """Whether `poll` would find no write and no other file: two system calls."""
+        if self._parts is not None or self._manifest_stat() != self._last_stat:
             return False
-        return self.log.is_current is True and not self.log.has_more
+        return self.log.at_end
 
     @property
     def torn_bytes(self) -> int:

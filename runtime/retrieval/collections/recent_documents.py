@@ -2,11 +2,23 @@
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.passages import size_of
 
 LIMIT_BYTES = 16 << 20
-OBJECTS_BYTES = 512  # of a document besides its texts; those of bare vectors have nearly none
+OBJECTS_BYTES = 600  # of a document besides its texts; those of bare vectors have nearly none
+_NEVER = -1
+
+
+class Recent(msgspec.Struct, eq=False):
+    """A document in memory and the bytes of its texts. `shown_at`: the collection's sequence at which it was known to
+    be neither deleted nor replaced."""
+
+    document: Document
+    size: int
+    shown_at: int = _NEVER
 
 
 class RecentDocuments:
@@ -17,10 +29,9 @@ class RecentDocuments:
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes, self._bytes = limit_bytes, 0
-        self._sizes: dict[int, int] = {}  # in the order of addition
-        self._documents: dict[int, Document] = {}
+        self._documents: dict[int, Recent] = {}  # in the order of addition
 
-    def find(self, rows: Sequence[int]) -> dict[int, Document]:
+    def find(self, rows: Sequence[int]) -> dict[int, Recent]:
         """Return those that are here."""
         known = self._documents
         return {row: known[row] for row in rows if row in known}
@@ -29,10 +40,9 @@ class RecentDocuments:
         """Add documents with their rows."""
         for row, document in documents:
             if row not in self._documents:
-                size = OBJECTS_BYTES + size_of(document.id, document.title, document.text, document.attributes)
-                self._documents[row], self._sizes[row] = document, size
-                self._bytes += size
+                size = size_of(document.id, document.title, document.text, document.attributes)
+                self._documents[row] = Recent(document, size)
+                self._bytes += OBJECTS_BYTES + size
         while self._bytes > self._limit_bytes:
-            oldest = next(iter(self._sizes))
-            self._bytes -= self._sizes.pop(oldest)
-            del self._documents[oldest]
+            oldest = self._documents.pop(next(iter(self._documents)))
+            self._bytes -= OBJECTS_BYTES + oldest.size

@@ -20,6 +20,7 @@ from runtime.retrieval.collections.recent_documents import RecentDocuments
 from runtime.retrieval.collections.replaced_rows import ReplacedRows
 from runtime.retrieval.collections.state import State
 from runtime.retrieval.neighbors import Neighbors
+from runtime.retrieval.passages import size_of
 
 
 class CollectionDocuments:
@@ -32,6 +33,7 @@ class CollectionDocuments:
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Open the collection; `clock` of keyword searches, which wait for new documents. Raises `CollectionError`."""
         self.path, self._lock, self._recent = directory, threading.Lock(), RecentDocuments()
+        self._current_ns = 0  # when the files were looked at last, and had nothing new
         self._reader = CollectionReader(
             directory, background=True, checksum_files=(DOCUMENTS, KEYWORDS), replaced=ReplacedRows(), searched=False
         )
@@ -87,20 +89,43 @@ class CollectionDocuments:
             self._recent.add((row, one) for row, one in zip(rows, found, strict=True) if one is not None)
             return _shown(state, rows, found)
 
-    def get_known(self, rows: Sequence[int]) -> list[Document | None] | None:
-        """As `get`, of documents that are in memory; None if any has to be read, a write applied, or another thread
-        waited for."""
+    def get_known(
+        self, rows: Sequence[int], since_ns: int = 1, now_ns: int = 0
+    ) -> tuple[Sequence[Document | None], int] | None:
+        """As `get`, of documents that are in memory, and the bytes of their texts; None if any has to be read, a write
+        applied, or another thread waited for.
+
+        All writes before `since_ns` count, at `now_ns`: one look at the files serves all searches that began before it.
+        """
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            if not self._reader.current:
-                return None
-            known = self._recent.find(rows) | self._reader.state.growing.find(rows)
-            if len(known) < len(rows):
-                return None
-            return _shown(self._reader.state, rows, [known[row] for row in rows])
+            if self._current_ns < since_ns:
+                if not self._reader.current:
+                    return None
+                self._current_ns = now_ns
+            return self._known(rows)
         finally:
             self._lock.release()
+
+    def _known(self, rows: Sequence[int]) -> tuple[Sequence[Document | None], int] | None:
+        state, recent = self._reader.state, self._recent.find(rows)
+        sequence, size = state.sequence, 0
+        for one in recent.values():
+            if one.shown_at != sequence:
+                break
+            size += one.size
+        else:
+            if len(recent) == len(rows):  # as for nearly every search
+                return [one.document for one in recent.values()], size
+        known = {row: one.document for row, one in recent.items()} | state.growing.find(rows)
+        if len(known) < len(rows):
+            return None
+        shown = _shown(state, rows, [known[row] for row in rows])
+        for row, document in zip(rows, shown, strict=True):
+            if document is not None and row in recent:
+                recent[row].shown_at = sequence
+        return shown, sum(size_of(one.id, one.title, one.text, one.attributes) for one in shown if one is not None)
 
     def files(self) -> Files:
         """Return the files of the documents, of the present state. Raises `CollectionError`."""
