@@ -12,7 +12,7 @@ from runtime.retrieval.stores.records import Store
 from runtime.retrieval.stores.service import Stores
 from runtime.serving.http.access import Access, access_of
 from runtime.serving.http.parsing import check_bytes
-from runtime.serving.http.retrieval_body import RetrievalBody, VectorBody
+from runtime.serving.http.retrieval_body import PlainBody, RetrievalBody
 from runtime.serving.http.routes.files import tenant_of
 from runtime.serving.http.routes.store_objects import STORE_PREFIX
 from runtime.serving.http.service import Settings
@@ -58,7 +58,7 @@ def searched_collection(name: str, k: int, access: Access, settings: Settings, p
     return found
 
 
-def query_of(body: RetrievalBody | VectorBody, access: Access, settings: Settings) -> Query:
+def query_of(body: RetrievalBody | PlainBody, access: Access, settings: Settings) -> Query:
     """Return the query of a search without generation, restricted to what the key may find.
 
     Raises InvalidRequest, `UnknownCollection` and Forbidden.
