@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from runtime.errors import ConfigError
 from runtime.node.config import parse_config
-from runtime.serving.http.middleware import AuthMiddleware
+from runtime.serving.http.authentication import AuthMiddleware
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 

@@ -14,7 +14,8 @@ from runtime.retrieval.passages import SearchTimes
 from runtime.serving import stages
 from runtime.serving.frontend.observability import RequestMetrics
 from runtime.serving.frontend.requests import RequestOutcome
-from runtime.serving.http.middleware import RequestContextMiddleware
+from runtime.serving.http.request_context import RequestContextMiddleware
+from runtime.serving.http.response_memory import ResponseMemory
 
 SLO = SloSection(ttft_s=1.0, tpot_s=0.1, search_s=0.05)
 SECOND = 1_000_000_000
@@ -83,6 +84,7 @@ def test_every_http_answer_is_counted_by_its_status_even_when_the_application_cr
         if crashes:
             raise RuntimeError
         await send({"type": "http.response.start", "status": 404, "headers": []})
+        await send({"type": "http.response.body"})
 
     async def send(message: Message) -> None: ...
 
@@ -91,7 +93,9 @@ def test_every_http_answer_is_counted_by_its_status_even_when_the_application_cr
 
     moments = iter([1.0, 3.0])
     responded = RequestMetrics(table, SLO).record_response
-    app = RequestContextMiddleware(application, str, lambda: False, responded, clock=lambda: next(moments))
+    app = RequestContextMiddleware(
+        application, str, lambda: False, responded, ResponseMemory(), clock=lambda: next(moments)
+    )
     scope = {"type": "http", "path": "/x", "headers": []}
     if crashes:
         with pytest.raises(RuntimeError):
@@ -129,7 +133,12 @@ def test_the_time_that_a_client_takes_to_read_does_not_count() -> None:
 
     seen: list[tuple[str, int, float]] = []
     app = RequestContextMiddleware(
-        application, str, lambda: False, lambda *response: seen.append(response), clock=lambda: now_s
+        application,
+        str,
+        lambda: False,
+        lambda *response: seen.append(response),
+        ResponseMemory(),
+        clock=lambda: now_s,
     )
     asyncio.run(app({"type": "http", "path": "/x", "headers": []}, receive, read))
     assert seen == [("/x", 200, 0.0)]

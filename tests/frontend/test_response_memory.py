@@ -16,12 +16,12 @@ from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.passages import MAX_PASSAGES_BYTES, OnRead, Passage, check_size
 from runtime.retrieval.search.query import Query
 from runtime.serving.frontend.requests import MAX_UNREAD_PIECES, Request
+from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.response_memory import (
     CONNECTION_BYTES,
     MAX_RESPONSE_BYTES,
     SLOW_BYTES_S,
     ResponseMemory,
-    ResponseMemoryMiddleware,
     UnsentResponse,
 )
 from runtime.serving.http.service import Settings
@@ -192,7 +192,8 @@ def test_a_part_of_a_stream_counts_only_until_it_was_read() -> None:
     async def receive() -> Message:
         raise AssertionError
 
-    asyncio.run(ResponseMemoryMiddleware(stream, memory)({"type": "http"}, receive, send))
+    app = RequestContextMiddleware(stream, str, lambda: False, lambda *response: None, memory)
+    asyncio.run(app({"type": "http", "path": "/x", "headers": []}, receive, send))
     parts = MIB // CONNECTION_BYTES
     assert held == [*[MIB] * (1 + parts), 0, 0, 0, 0]
 

@@ -234,16 +234,16 @@ _HEADER_PATTERNS = {
     "traceparent": re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
     "tracestate": re.compile(r"[ -~]{1,512}"),
 }
-_NO_CONTEXT: Mapping[str, str] = {}
+NO_TRACE_CONTEXT: Mapping[str, str] = {}
 
-trace_context: ContextVar[Mapping[str, str]] = ContextVar("trace_context", default=_NO_CONTEXT)
+trace_context: ContextVar[Mapping[str, str]] = ContextVar("trace_context", default=NO_TRACE_CONTEXT)
 """The headers to propagate; empty if the client sent none or malformed ones."""
 
 
 def trace_context_of(headers: Mapping[str, str]) -> Mapping[str, str]:
     """Return the trace context among a request's headers; `tracestate` requires `traceparent`."""
     if not _HEADER_PATTERNS["traceparent"].fullmatch(headers.get("traceparent", "")):
-        return _NO_CONTEXT
+        return NO_TRACE_CONTEXT
     return {name: headers[name] for name, form in _HEADER_PATTERNS.items() if form.fullmatch(headers.get(name, ""))}
 
 

@@ -27,13 +27,12 @@ from runtime.serving.frontend.answer_cache import CacheHit, CacheKey
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.access import access_of
 from runtime.serving.http.api_types import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerateBody
+from runtime.serving.http.authentication import AuthMiddleware
 from runtime.serving.http.middleware import (
     REQUEST_ID_HEADER,
     Application,
-    AuthMiddleware,
     BodyMemory,
     CompressedBody,
-    RequestContextMiddleware,
     client_id_of,
     error_response,
     id_source,
@@ -49,7 +48,8 @@ from runtime.serving.http.passthrough import (
     parse_passthrough,
 )
 from runtime.serving.http.ranking import ranking_json
-from runtime.serving.http.response_memory import ResponseMemory, ResponseMemoryMiddleware, unsent_response
+from runtime.serving.http.request_context import RequestContextMiddleware
+from runtime.serving.http.response_memory import ResponseMemory, unsent_response
 from runtime.serving.http.responses import (
     ChatResponse,
     CompletionResponse,
@@ -110,12 +110,12 @@ def create_app(
             expose_headers=(REQUEST_ID_HEADER, "retry-after", "x-trinity-cache"),
         )
     new_id = new_id or id_source(service.engine.epoch)
-    app.add_middleware(ResponseMemoryMiddleware, memory=ResponseMemory(settings.max_unsent_bytes))
     app.add_middleware(
         RequestContextMiddleware,
         new_id=new_id,
         draining=lambda: service.readiness.draining,
         on_response=service.on_response,
+        memory=ResponseMemory(settings.max_unsent_bytes),
     )
     app.add_exception_handler(TrinityError, _trinity_error)
     app.add_exception_handler(HTTPException, _http_error)

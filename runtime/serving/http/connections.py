@@ -187,7 +187,7 @@ class BoundedConnection(asyncio.Protocol):
             scope, self.transport, self._flow, self._server.default_headers, self._answered, self._close,
             keep_alive=head.keep_alive, expects_continue=head.expects_continue,
         )  # fmt: skip
-        scope["state"]["arrived_body"] = exchange.arrived_body
+        scope["state"].update(arrived_body=exchange.arrived_body, respond=exchange.respond)
         if self._answering is None:
             self._answer(exchange)
         else:

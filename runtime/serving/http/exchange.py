@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import TypeAlias
 
@@ -40,7 +40,9 @@ class Exchange:
         self._body, self.arrived, self._received = bytearray(), False, False
         self._waiting: asyncio.Future[None] | None = None  # of `receive`
         self.disconnected = self.started = self.ended = False
-        self._start: Message | None = None  # held back until the first part of the body: one write
+        self._start: tuple[int, Iterable[tuple[bytes, bytes]]] | None = (
+            None  # held back until the first part of the body: one write
+        )
         self._chunked = False
         self._left: int | None = None  # bytes of the response that are still to be sent, if it declares them
 
@@ -113,12 +115,26 @@ class Exchange:
         if self.ended:
             raise RuntimeError("the response is already complete")
         if self._start is None and not self.started:
-            if self._expects_continue and not self.arrived:  # nobody knows whether its body or a request follows
-                self.keep_alive = False
-            self._expects_continue, self._start = False, message
-            return
-        body, more = message.get("body", b""), message.get("more_body", False)
-        head, self._start = (b"" if self._start is None else self._head(self._start)), None
+            self._hold(message["status"], message.get("headers", ()))
+        else:
+            self._write(message.get("body", b""), message.get("more_body", False))
+
+    def respond(self, status: int, headers: Headers, body: bytes) -> bool:
+        """Send a complete response, in place of two calls of `send`; return False if the client has to read first."""
+        if self._flow.write_paused:
+            return False
+        if not self.disconnected:
+            self._hold(status, headers)
+            self._write(body, more=False)
+        return True
+
+    def _hold(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        if self._expects_continue and not self.arrived:  # nobody knows whether its body or a request follows
+            self.keep_alive = False
+        self._expects_continue, self._start = False, (status, headers)
+
+    def _write(self, body: bytes, more: bool) -> None:
+        head, self._start = (b"" if self._start is None else self._head(*self._start)), None
         self.started = True
         if self._scope["method"] == "HEAD":
             body = b""
@@ -136,9 +152,8 @@ class Exchange:
                 self._close()
             self._on_end()
 
-    def _head(self, start: Message) -> bytes:
-        status = start["status"]
-        headers: Headers = [*self._default_headers, *start.get("headers", ())]
+    def _head(self, status: int, own: Iterable[tuple[bytes, bytes]]) -> bytes:
+        headers: Headers = [*self._default_headers, *own]
         length = closes = False
         for name, value in headers:
             if name == b"content-length":

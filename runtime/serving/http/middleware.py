@@ -1,38 +1,23 @@
-"""Middleware and checks before the routes: request ids, API keys, the Host header, limits on bodies, and responses to
-unexpected exceptions.
+"""What comes before the routes: request ids, limits on bodies, and responses to errors.
 
 Every response has an `x-request-id`, errors included: the client's own if it sent one, else a generated one.
 """
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
-import ipaddress
 import itertools
-import logging
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ipc import Memo
-from ipc.ring.descriptors import MAX_U16
-from runtime.errors import InternalError, InvalidRequest, TrinityError, Unauthorized
-from runtime.serving.frontend.observability import CLIENT_ID, trace_context, trace_context_of
-from runtime.serving.http.access import FULL_ACCESS, Access
+from runtime.errors import InvalidRequest, TrinityError
 from runtime.serving.http.responses import error_json, to_json
 
-log = logging.getLogger(__name__)
-
 REQUEST_ID_HEADER = "x-request-id"
-_REQUEST_ID = REQUEST_ID_HEADER.encode()
 _PREFIXES = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl", "/v1/retrieval": "ret"}
 _DEFAULT_PREFIX = "req"
 
@@ -202,104 +187,6 @@ class Application(Starlette):
         return app
 
 
-class AuthMiddleware:
-    """ASGI middleware for authentication: all paths but `open_paths` require a key as bearer token (see `access_of`).
-
-    Without keys every path is open to requests whose Host is a loopback name or the configured `host`. This prevents
-    DNS rebinding: a page whose own name resolves to 127.0.0.1 has this server's origin, and only the Host header
-    differs.
-
-    An unexpected exception is logged and answered without a traceback. (The framework's own handler re-raises it, and
-    the server then closes a connection that the client may reuse.)
-
-    POST requests to exactly the paths of `direct` skip the framework's routing and error handling, which take longer
-    than such a route itself; `on_error` returns the response to an error.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: Sequence[str],
-        open_paths: Sequence[str],
-        host: str,
-        access: Mapping[str, Access],
-        direct: Mapping[str, Callable[[Request], Awaitable[Response]]],
-        on_error: Callable[[Request, Exception], Awaitable[Response]],
-    ) -> None:
-        self._app, self._direct, self._on_error = app, direct, on_error
-        self._host = host.lower()
-        self._own_hosts: Memo[bytes, bool] = Memo(lambda host: self._is_own_host(host.decode("latin-1")), most=256)
-        self._open_paths = frozenset(open_paths)
-        flows = [1 + number % MAX_U16 for number in range(len(keys))] if len(keys) > 1 else [0]
-        self._access = [
-            replace(access.get(key, FULL_ACCESS), flow=flow) for flow, key in zip(flows, keys, strict=False)
-        ]
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})["access"] = FULL_ACCESS
-        if scope["type"] == "http" and (refusal := self._check(scope)) is not None:
-            headers = {"WWW-Authenticate": "Bearer"} if isinstance(refusal, Unauthorized) else {}
-            await error_response(refusal, headers)(scope, receive, send)
-            return
-        route = self._direct.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        try:
-            if route is not None:
-                http = Request(scope, receive, send)
-                try:
-                    response = await route(http)
-                except TrinityError as error:
-                    response = await self._on_error(http, error)
-                await response(scope, receive, send)
-            else:
-                await self._app(scope, receive, send)
-        except Exception:
-            if scope["type"] != "http" or scope["state"]["unsent"].started:
-                raise
-            log.exception("%s %s failed", scope["method"], scope["path"])
-            response = error_response(InternalError("internal error; the server's log has more"))
-            await response(scope, receive, send)
-
-    def _check(self, scope: Scope) -> TrinityError | None:
-        if not self._digests:
-            return self._check_host(scope)
-        return None if scope["path"] in self._open_paths else self._check_key(scope)
-
-    def _check_host(self, scope: Scope) -> TrinityError | None:
-        """A request without Host passes: HTTP/1.0 clients may omit it, browsers always send it."""
-        for name, value in scope["headers"]:
-            if name == b"host" and not self._own_hosts[value]:
-                host = value.decode("latin-1")[:128]
-                return HostNotAllowed(
-                    f"the request's Host is {host!r}: a server without API keys accepts only localhost, loopback "
-                    f"addresses and its http.host ({self._host})"
-                )
-        return None
-
-    def _is_own_host(self, host: str) -> bool:
-        host = host.strip().lower()
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].removesuffix(".")
-        if name in (self._host, "localhost") or name.endswith(".localhost"):
-            return True
-        try:
-            return ipaddress.ip_address(name).is_loopback
-        except ValueError:
-            return False
-
-    def _check_key(self, scope: Scope) -> TrinityError | None:
-        values = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, token = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
-        if scheme.lower() != b"bearer":
-            return Unauthorized("this server needs an API key: send the header 'Authorization: Bearer KEY'")
-        digest = hashlib.sha256(token.strip()).digest()
-        # Every key is compared in constant time, so the timing reveals nothing.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if not any(matches):
-            return Unauthorized("the API key is wrong")
-        scope["state"]["access"] = self._access[matches.index(True)]
-        return None
-
-
 def id_source(epoch: int) -> Callable[[str], str]:
     """Return a generator of request ids by path, unique within the node (`epoch`: the frontend's)."""
     count = itertools.count(1)
@@ -314,61 +201,3 @@ def request_id(http: Request) -> str:
 def client_id_of(http: Request) -> str:
     """Return the client's id of a request; "" if it sent none or an invalid one."""
     return str(http.scope["state"]["client_id"])
-
-
-class RequestContextMiddleware:
-    """Outermost ASGI middleware: request ids, trace context and response metrics.
-
-    While the node drains, responses close their connection, so a load balancer does not send a request over a kept one
-    that is just being closed. `on_response` is called with every response's path, status and seconds, from the
-    request's head to that of the response: how fast the client reads does not count.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        new_id: Callable[[str], str],
-        draining: Callable[[], bool],
-        on_response: Callable[[str, int, float], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._app, self._new_id, self._draining = app, new_id, draining
-        self._on_response, self._clock = on_response, clock
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        begin, status, seconds = self._clock(), 500, -1.0
-        own_id, client_ids, traced = self._new_id(scope["path"]), [], False
-        for name, value in scope["headers"]:
-            if name == _REQUEST_ID:
-                client_ids.append(value)
-            elif name == b"traceparent":
-                traced = True
-        client_id = _client_id(client_ids)
-        scope.setdefault("state", {}).update(request_id=own_id, client_id=client_id)
-        trace_context.set(trace_context_of(Headers(scope=scope) if traced else {}))
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status, seconds
-            if message["type"] == "http.response.start":
-                status, seconds = message["status"], self._clock() - begin
-                headers = [header for header in message["headers"] if header[0] != _REQUEST_ID]
-                headers.append((_REQUEST_ID, (client_id or own_id).encode()))
-                if self._draining():
-                    headers = [header for header in headers if header[0] != b"connection"]
-                    headers.append((b"connection", b"close"))
-                message = {**message, "headers": headers}
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_with_id)
-        finally:
-            self._on_response(scope["path"], status, self._clock() - begin if seconds < 0 else seconds)
-
-
-def _client_id(values: Sequence[bytes]) -> str:
-    """Return the client's id from its headers; "" for several, or an invalid one."""
-    value = values[0].decode("latin-1") if len(values) == 1 else ""
-    return value if CLIENT_ID.fullmatch(value) else ""

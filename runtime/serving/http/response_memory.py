@@ -14,10 +14,8 @@ import time
 from collections.abc import Callable
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.errors import Overloaded, ResponseTooLarge, TrinityError
-from runtime.serving.http.middleware import error_response
+from runtime.errors import Overloaded, ResponseTooLarge
 
 MAX_RESPONSE_BYTES = 64 << 20
 MAX_UNSENT_BYTES = 256 << 20
@@ -110,68 +108,13 @@ class UnsentResponse:
         """Count nothing for this response. Idempotent."""
         self._memory.resize(self, 0)
 
+    def start_sending(self) -> None:
+        """The response is ready: from now on its client may be slow."""
+        self._memory.start_sending(self)
+
     def is_slow(self, now_s: float) -> bool:
         """Whether its client reads too slowly to keep the memory."""
         return self.sent_bytes < (now_s - self.since_s - GRACE_S) * SLOW_BYTES_S
-
-
-class ResponseMemoryMiddleware:
-    """ASGI middleware: hands responses to the connection in parts, and counts those that wait in a `ResponseMemory`."""
-
-    def __init__(self, app: ASGIApp, memory: ResponseMemory) -> None:
-        self._app, self._memory = app, memory
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        state = scope.setdefault("state", {})
-        unsent = state["unsent"] = self._memory.begin(state.get("disconnect", _no_connection))
-        start: Message | None = None  # held back until the first part of the body has room
-        refused = False
-
-        async def send_in_parts(message: Message) -> None:
-            nonlocal start, refused
-            if message["type"] == "http.response.start":
-                start, unsent.started = message, True
-                return
-            body, more_body = message.get("body", b""), message.get("more_body", False)
-            if refused:
-                return
-            if start is not None and not (more_body or unsent.held_bytes) and len(body) <= CONNECTION_BYTES:
-                begun, start = start, None
-                await send(begun)
-                await send(message)  # in one part, which never counts
-                return
-            try:
-                unsent.reserve(len(body))
-            except TrinityError as error:
-                refused = True
-                if start is None:  # too late for an error
-                    unsent.disconnect()
-                else:
-                    headers = {"Retry-After": "1"} if error.status == 503 else {}
-                    await error_response(error, headers)(scope, receive, send)
-                return
-            if start is not None:
-                await send(start)
-                start = None
-            self._memory.start_sending(unsent)
-            for begin in range(0, max(len(body), 1), CONNECTION_BYTES):  # each waits until the one before was read
-                end = begin + CONNECTION_BYTES
-                part: Message = {"body": body[begin:end], "more_body": more_body or end < len(body)}
-                await send({"type": "http.response.body", **part})
-                unsent.sent_bytes = begin
-            unsent.release()  # a stream may go on for long
-
-        try:
-            await self._app(scope, receive, send_in_parts)
-        finally:
-            unsent.release()
-
-
-def _no_connection() -> None:
-    """Disconnect nothing: the application runs without a server."""
 
 
 def unsent_response(http: Request) -> UnsentResponse:

@@ -39,7 +39,7 @@ DONE = b"data: [DONE]\n\n"
 to_json = msgspec.json.Encoder().encode
 
 
-class _JsonResponse(Response):
+class JsonResponse(Response):
     """A JSON body, with no headers but its own: the framework would take as long to make these as JSON of the body."""
 
     def __init__(self, body: bytes, status: int) -> None:
@@ -50,7 +50,7 @@ class _JsonResponse(Response):
 def json_response(value: object, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
     """Return an HTTP response with a JSON body."""
     body = to_json(value)
-    return Response(body, status, headers, media_type="application/json") if headers else _JsonResponse(body, status)
+    return Response(body, status, headers, media_type="application/json") if headers else JsonResponse(body, status)
 
 
 def passages_response(value: object) -> Response:
