@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from runtime.retrieval.embedding.stage import EmbeddingStage
 
 SHARE = 0.25  # of the raw embedder's rate: prefill's arrivals
 _OUTSTANDING = 64  # probes
+_SWITCH_S = 0.0005  # of the interpreter's lock, as in the frontend
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ def measure_probes(
     model: Embedder, texts: Sequence[str], seconds: float, seed: int, rounds: int = 3
 ) -> dict[str, list[Latencies]]:
     """Return prefill's latencies by round, alone and beside probes."""
+    sys.setswitchinterval(_SWITCH_S)
     cores = len(os.sched_getaffinity(0))
     rate = SHARE * raw(model, texts[: int(64 * seconds)], cores, 64).rate
     found: dict[str, list[Latencies]] = {"prefill alone": [], f"beside {_OUTSTANDING} probes at once": []}

@@ -1,5 +1,6 @@
 """The embedding stage: batches of what has arrived, turns between keys, deadlines, errors of one text, the cache."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -11,14 +12,14 @@ import pytest
 from runtime.errors import DeadlineExceeded, EmbedderUnreachable, InvalidRequest, ModelError, Overloaded, Unavailable
 from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.embedding.stage import Embedded, EmbeddingStage
-from runtime.retrieval.embedding.text_queue import TextQueue, Texts
+from runtime.retrieval.embedding.text_queue import Part, TextQueue, Texts
 from runtime.retrieval.embedding.vector_cache import VectorCache
 from runtime.testing.waiting import until
 
 SOON_S = 60.0
 KINDS: tuple[TextKind, ...] = ("query", "passage")
+PARTS: tuple[Part, ...] = ("bulk", "decode", "prefill")
 COST_NS = 1_000_000  # of each text of a few characters
-LATER_NS = 20_000_000_000  # than texts of prefill that others would make way for
 
 
 class Embedder:
@@ -48,10 +49,11 @@ class Embedder:
 
 
 class Harness:
-    """A stage on a clock of its own. Its first text holds the thread, so that the others wait together."""
+    """A stage on a clock of its own. The first text holds the thread of texts of `part`, so that others of that part
+    wait together."""
 
-    def __init__(self, threads: int = 1, **options: Any) -> None:
-        self.now = 0
+    def __init__(self, threads: int = 1, part: Part = "prefill", **options: Any) -> None:
+        self.now, self.part = 0, part
         self.stage = EmbeddingStage(threads, clock=lambda: self.now, **options)
         self.embedder = Embedder(self)
         self.held = [self.hold(f"first {number}") for number in range(threads)]
@@ -62,8 +64,8 @@ class Harness:
         until(lambda: len(self.embedder.batches) > begun)
         return held
 
-    def ask(self, *texts: str, kind: TextKind = "query", part: Any = "prefill", **options: Any) -> Future[Embedded]:
-        return self.stage.submit(self.embedder, texts, kind, part=part, **options)
+    def ask(self, *texts: str, kind: TextKind = "query", part: Part | None = None, **options: Any) -> Future[Embedded]:
+        return self.stage.submit(self.embedder, texts, kind, part=part or self.part, **options)
 
     def open(self) -> None:
         self.embedder.gate.set()
@@ -143,18 +145,19 @@ def test_a_thread_takes_what_others_that_are_busy_for_long_would_not_begin_earli
     assert value(long) == 2000.0
 
 
-def test_a_list_has_its_vectors_in_order_over_several_batches_and_its_tokens(harness: Harness) -> None:
+def test_a_list_has_its_vectors_in_order_over_several_batches_and_its_tokens(make: Callable[..., Harness]) -> None:
+    harness = make(part="bulk")
     texts = [f"{'t' * number}" for number in range(1, 41)]
-    found = harness.ask(*texts, kind="passage", part="bulk", count_tokens=True)
+    found = harness.ask(*texts, kind="passage", count_tokens=True)
     harness.open()
     assert found.result(SOON_S).vectors[:, 0].tolist() == list(range(1, 41))
     assert found.result().tokens == sum(range(1, 41))
     assert harness.stage.submit(harness.embedder, [], "passage").result().vectors.shape == (0, 1)
 
 
-def test_texts_of_a_list_are_embedded_beside_those_of_similar_length(harness: Harness) -> None:
-    harness.now += LATER_NS
-    found = harness.ask(*["a" * (10 + number % 4 * 10) for number in range(128)], part="bulk")
+def test_texts_of_a_list_are_embedded_beside_those_of_similar_length(make: Callable[..., Harness]) -> None:
+    harness = make(part="bulk")
+    found = harness.ask(*["a" * (10 + number % 4 * 10) for number in range(128)])
     assert [sorted(set(map(len, batch))) for batch in harness.after(found)] == [[10], [20], [30], [40]]
     assert found.result().vectors[:5, 0].tolist() == [10, 20, 30, 40, 10]
 
@@ -173,8 +176,9 @@ def test_a_text_that_is_due_is_overtaken_a_bounded_number_of_times() -> None:
     assert [one is not None and one.text for one in taken].index("of another length") == 64
 
 
-def test_queries_and_passages_are_not_embedded_in_one_call(harness: Harness) -> None:
-    asked = [harness.ask(f"{kind} {n}", kind=kind, part="bulk") for n in range(3) for kind in KINDS]
+def test_queries_and_passages_are_not_embedded_in_one_call(make: Callable[..., Harness]) -> None:
+    harness = make(part="bulk")
+    asked = [harness.ask(f"{kind} {n}", kind=kind) for n in range(3) for kind in KINDS]
     assert all(len({text.split()[0] for text in batch}) == 1 for batch in harness.after(*asked))
 
 
@@ -189,47 +193,59 @@ def test_a_key_with_many_waiting_goes_after_one_that_has_used_less(harness: Harn
     assert value(other) == 5.0
 
 
-def test_a_key_s_long_texts_cost_it_its_turn(harness: Harness) -> None:
-    storm = harness.ask(*["long " * 200] * 12, kind="passage", part="bulk", flow=1)
+def test_a_key_s_long_texts_cost_it_its_turn(make: Callable[..., Harness]) -> None:
+    harness = make(part="bulk")
+    storm = harness.ask(*["long " * 200] * 12, kind="passage", flow=1)
     others = [harness.ask(f"other {number}", flow=2) for number in range(12)]
     batches = harness.after(storm, *others)
     before = batches[: next(place for place, batch in enumerate(batches) if "other 11" in batch)]
     assert sum("long" in text for batch in before for text in batch) <= 2
 
 
-def test_prefill_goes_before_decode_and_both_before_documents(harness: Harness) -> None:
-    asked = [harness.ask(*[f"document {n}" for n in range(8)], kind="passage", part="bulk")]
-    asked += [harness.ask(f"probe {n}", part="decode") for n in range(8)]
-    asked += [harness.ask(f"prompt {n}") for n in range(8)]
-    order = [text.split()[0] for batch in harness.after(*asked) for text in batch]
-    assert order[:10].count("prompt") >= 7
+def test_of_a_key_s_texts_in_a_queue_those_of_prefill_go_first_and_none_starve() -> None:
+    queue, embedder = TextQueue(), HashingEmbedder(16)
+    for part in PARTS:
+        for number in range(32):
+            queue.push(Texts(embedder, [part], "query", 0, part, 0, number, [Future()]))
+    order = []
+    while (one := queue.pop()) is not None:
+        queue.begun(one)
+        order.append(one.text)
+    assert order[:10].count("prefill") >= 7
+    assert order[:30].count("decode") >= 2
+    assert order[:30].count("bulk") >= 2
 
 
-def test_a_text_of_prefill_waits_for_one_text_of_the_others_not_for_a_batch(harness: Harness) -> None:
-    probes = [harness.ask(f"probe {n}", part="decode") for n in range(16)]
-    assert [len(batch) for batch in harness.after(*probes)] == [1] * 16
-    harness.embedder.gate.clear()
-    harness.now += LATER_NS
-    harness.embedder.batches.clear()
-    harness.ask("held", part="decode")
-    until(lambda: bool(harness.embedder.batches))
-    probes = [harness.ask(f"another probe {n}", part="decode") for n in range(16)]
-    assert [len(batch) for batch in harness.after(*probes)] == [16]
+def test_a_text_of_prefill_does_not_wait_for_probes_and_documents(harness: Harness) -> None:
+    busy = Embedder(harness)
+    others = harness.stage.submit(busy, ["document"] * 8), harness.stage.submit(busy, ["probe"], part="decode")
+    until(lambda: bool(busy.batches))
+    harness.after(*harness.held)
+    assert value(harness.ask("prompt")) == 6.0
+    assert not any(other.done() for other in others)
+    busy.gate.set()
+    assert [value(other) for other in others] == [8.0, 5.0]
 
 
-def test_documents_do_not_starve_while_prompts_keep_coming(harness: Harness) -> None:
-    documents = harness.ask("document", kind="passage", part="bulk")
-    asked = [harness.ask(f"prompt {n}") for n in range(100)]
-    batches = harness.after(documents, *asked)
-    assert sum(map(len, batches[: batches.index(["document"])])) < 40
+def test_threads_of_probes_and_documents_are_niced_once_prefill_computes_beside_them() -> None:
+    class Niceness(HashingEmbedder):
+        def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Vectors:
+            return np.full((len(texts), 1), os.getpriority(os.PRIO_PROCESS, 0), np.float32)  # of this thread
+
+    stage, embedder, own = EmbeddingStage(), Niceness(16), os.getpriority(os.PRIO_PROCESS, 0)
+    parts: list[Part] = ["bulk", "decode", "prefill", "bulk", "decode", "prefill"]
+    found = [value(stage.submit(embedder, [f"text {n}"], part=part)) for n, part in enumerate(parts)]
+    assert stage.close(SOON_S)
+    assert found == [own, own, own, 19, 19, own]
 
 
-def test_a_short_list_does_not_wait_for_the_end_of_a_long_one(harness: Harness) -> None:
+def test_a_short_list_does_not_wait_for_the_end_of_a_long_one(make: Callable[..., Harness]) -> None:
+    harness = make(part="bulk")
     harness.after(*[harness.ask(f"measured {n}") for n in range(4)])
     harness.embedder.gate.clear()
     harness.hold("second")
-    long = harness.ask(*[f"long {n}" for n in range(200)], part="bulk")
-    short = harness.ask("short", part="bulk")
+    long = harness.ask(*[f"long {n}" for n in range(200)])
+    short = harness.ask("short")
     ended: list[str] = []
     long.add_done_callback(lambda _: ended.append("long"))
     short.add_done_callback(lambda _: ended.append("short"))
@@ -306,7 +322,7 @@ def test_what_waits_is_bounded_and_dropped_at_the_end(make: Callable[..., Harnes
 
 def test_a_cancelled_text_is_not_embedded(harness: Harness) -> None:
     dropped, kept = harness.ask("dropped"), harness.ask("kept")
-    part = harness.ask(*["part"] * 40, part="bulk")
+    part = harness.ask(*["part"] * 40)
     assert (dropped.cancel(), part.cancel()) == (True, True)
     assert harness.after(kept) == [["kept"]]
 
