@@ -227,6 +227,16 @@ def test_a_text_of_prefill_does_not_wait_for_probes_and_documents(harness: Harne
     assert [value(other) for other in others] == [8.0, 5.0]
 
 
+def test_probes_and_documents_do_not_starve_while_texts_of_prefill_keep_all_threads_busy(harness: Harness) -> None:
+    busy = Embedder(harness)
+    harness.stage.submit(busy, ["occupies the others' thread"], part="bulk")
+    until(lambda: bool(busy.batches))
+    documents = harness.ask("document 1", "document 2", kind="passage", part="bulk")
+    order = harness.after(documents, *[harness.ask(f"prompt {n}") for n in range(700)])
+    assert [place for place, batch in enumerate(order) if batch[0].startswith("document")] == [8, 17]
+    busy.gate.set()
+
+
 def test_threads_of_probes_and_documents_are_niced_once_prefill_computes_beside_them() -> None:
     class Niceness(HashingEmbedder):
         def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Vectors:

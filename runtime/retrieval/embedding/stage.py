@@ -11,7 +11,8 @@ share its threads, as they share its cores; their libraries release the GIL. One
 its own, so that it delays no other.
 
 Texts of prefill have threads of their own, beside which those of probes and documents are niced: the kernel interrupts
-a batch of theirs when a text of prefill arrives, and leaves them the time that prefill does not use.
+a batch of theirs when a text of prefill arrives, and leaves them the time that prefill does not use. While prefill uses
+all of it, its threads embed a text of theirs now and then.
 """
 
 import os
@@ -32,6 +33,8 @@ MAX_WAITING = 1024
 _PREFILL, _OTHERS = "prefill", "others"  # lanes of embedders that compute
 _COMPUTED, _SENT = (32, 2048), (64, 65_536)
 """Texts and characters of a turn: two forward passes of an embedder that computes, a request of one that sends."""
+_TURNS = 8
+"""Of prefill, after which a text of the others is embedded while texts of prefill wait all the time."""
 _NICENESS = 19
 """Of the others' threads beside prefill's: 1.4% of a core that prefill keeps busy. With 10 (a tenth of it) two texts of
 prefill were put on one core, the other one with a text of the others, and prefill's p99 was 1.9 times as long."""
@@ -161,7 +164,7 @@ class EmbeddingStage:
             count, turn = (embedder.max_concurrency, _SENT) if sends else (self._threads, _COMPUTED)
             self._lanes[name] = _Lane(count, turn, self._lock, self._limit, self._clock, self._end)
             if _PREFILL in self._lanes and _OTHERS in self._lanes:
-                self._lanes[_OTHERS].niceness = _NICENESS
+                self._lanes[_OTHERS].niceness, self._lanes[_PREFILL].niced = _NICENESS, self._lanes[_OTHERS]
         return self._lanes[name]
 
     def _end(self, texts: Texts, error: BaseException | None, now_ns: int) -> None:
@@ -185,8 +188,11 @@ class EmbeddingStage:
 
 
 class _Lane:
-    """A queue and its threads; `lock` protects the queue and the sums. `on_end` is called without it. `niceness`: of
-    its threads, from their next turn on."""
+    """A queue and its threads; `lock` protects the queue and the sums. `on_end` is called without it.
+
+    `niceness`: of its threads, from their next turn on. `niced`: the lane that gets what this one leaves, and of which
+    its threads embed a text after `_TURNS` turns that left texts waiting.
+    """
 
     def __init__(
         self,
@@ -206,6 +212,8 @@ class _Lane:
         self._idle = 0  # threads that wait, or have not begun
         self._ends: dict[int, float] = {}  # by thread: when its batch is expected to end, in ns
         self.niceness = 0
+        self.niced: _Lane | None = None
+        self._leaving = 0  # turns in succession that left texts waiting
         self._closed = False
 
     # ---- with the lock
@@ -257,17 +265,22 @@ class _Lane:
                 if niceness < self.niceness:
                     niceness = self.niceness
                     os.nice(niceness)  # on Linux, of this thread
-                self._idle -= 1
-                taken, ended = self._take()
+                if self.niced is not None and self._leaving >= _TURNS and len(self.niced.queue):
+                    self._leaving, lane = 0, self.niced
+                    taken, ended = lane.take(1)
+                else:
+                    lane, (taken, ended) = self, self.take(self._turn[0])
+                    self._leaving = self._leaving + 1 if len(self.queue) else 0
             begin = self._clock()
             if taken:
-                self._embed(taken, ended)
-            self._finish(taken, ended, begin, self._clock())
+                lane.embed(taken, ended)
+            lane.finish(taken, ended, begin, self._clock())
             del taken, ended  # nothing is kept alive while the thread waits
 
-    def _take(self) -> tuple[list[Waiting], dict[Texts, TrinityError | None]]:
-        """Remove the texts of a turn; return them, and what has ended: cancelled, or too late."""
-        most, characters = self._turn
+    def take(self, most: int) -> tuple[list[Waiting], dict[Texts, TrinityError | None]]:
+        """Remove the texts of a turn; return them, and what has ended: cancelled, or too late. With the lock."""
+        self._idle -= 1
+        characters = self._turn[1]
         taken: list[Waiting] = []
         ended: dict[Texts, TrinityError | None] = {}
         now = self._clock()
@@ -298,7 +311,7 @@ class _Lane:
         busy_size = busy_ns / self.queue.ns_per_size if self.queue.ns_per_size else 0.0
         return (self.queue.size + busy_size) / self._count
 
-    def _embed(self, group: list[Waiting], ended: dict[Texts, TrinityError | None]) -> None:
+    def embed(self, group: list[Waiting], ended: dict[Texts, TrinityError | None]) -> None:
         """Embed texts of one embedder and kind together; record the `Texts` that ended with an error."""
         embedder, kind = group[0].texts.embedder, group[0].texts.kind
         try:
@@ -309,14 +322,12 @@ class _Lane:
             callers = list(dict.fromkeys(one.texts for one in group))
             if len(callers) > 1 and not isinstance(raised, EmbedderUnreachable):  # it may be the fault of one
                 for caller in callers:
-                    self._embed([one for one in group if one.texts is caller], ended)
+                    self.embed([one for one in group if one.texts is caller], ended)
                 return
             error = raised if isinstance(raised, TrinityError) else None
             ended.update(dict.fromkeys(callers, error or ModelError(f"the embedder {embedder.name} failed: {raised}")))
 
-    def _finish(
-        self, taken: list[Waiting], ended: dict[Texts, TrinityError | None], begin_ns: int, now_ns: int
-    ) -> None:
+    def finish(self, taken: list[Waiting], ended: dict[Texts, TrinityError | None], begin_ns: int, now_ns: int) -> None:
         counts = [one.texts.embedder.count_tokens(one.text) if one.texts.counted else 0 for one in taken]
         with self._changed:
             self._idle += 1
