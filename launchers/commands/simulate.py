@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 def simulate_node(
     config: Annotated[Path, typer.Option(help="Configuration file of the node (TOML).")],
     trace: Annotated[Path, typer.Option(help="Trace file: Azure .csv, Mooncake or RAGPulse .jsonl[.gz].")],
-    policy: Annotated[
-        str, typer.Option(help="Pool policy: configured, adaptive, fixed:r, trinity or paper")
-    ] = "configured",
+    policy: Annotated[str, typer.Option(help="Pool policy: configured, fixed:r, trinity or paper")] = "configured",
     placement: Annotated[
         PoolPlacement | None, typer.Option(help="Placement of the pool.", show_default="pool.placement")
     ] = None,

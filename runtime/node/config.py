@@ -147,7 +147,6 @@ class ControlSection(Section, frozen=True):
     """The control loop, which adjusts the pool's reserve r and flush timeout τ_pre (docs/scheduler.md), and the
     planner, which flips workers to the other role.
 
-    - `enabled`: whether the loop adjusts r and τ_pre.
     - `planner`: "act" flips prefill or decode workers by load, where a role has more than one; "observe" only logs what
       it would do.
 
@@ -155,7 +154,6 @@ class ControlSection(Section, frozen=True):
     `slo.ttft_s`. When no query waits, r returns to `pool.reserve` and τ_pre to 0.
     """
 
-    enabled: bool = True
     planner: Literal["act", "observe", "off"] = "act"
 
 

@@ -69,6 +69,7 @@ _END = r"\Z"
 REMOVED = {
     "answer_cache.entries": "the latest 1,000 answers are kept",
     "collections.demand": "a collection demands an attribute if it was built with --demand",
+    "control.enabled": "the control loop runs",
     "handover.order": "prefill computes a prompt before decode reserves room for it",
     "http.max_connections_per_peer": "one client address may have half of http.max_connections",
     "http.vllm_metrics": "/metrics has vLLM's names, too",
@@ -76,6 +77,7 @@ REMOVED = {
     "model.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
     "model.prefill.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
     "model.decode.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
+    "pool.queue": "4,096 queries may wait",
     "prompts.passages": "passages are inserted before the last question",
     "remote": "search the nodes over HTTP and merge their passages by distance",
     "tracing": "spans are exported if OTEL_EXPORTER_OTLP_ENDPOINT is set",

@@ -99,7 +99,6 @@ class PoolSection(WorkerSection, frozen=True):
       on a GPU). The engine has as many slots again for paused queries.
     - `reserve`: share r of the slots that is reserved for prefill queries. On a GPU decode leaves them free while
       prefill is present, used or not; elsewhere it uses those that prefill does not.
-    - `queue`: maximum number of waiting queries; further ones are refused.
 
     Search:
 
@@ -117,7 +116,6 @@ class PoolSection(WorkerSection, frozen=True):
     stages: Annotated[tuple[Stage, ...], Meta(max_length=MAX_WORKERS)] = ()
     slots: Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)] = "auto"
     form: Literal["auto", "launches"] = "auto"
-    queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
     reserve: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3
     max_top_m: Annotated[int, Meta(ge=1, le=4096)] = 512
     top_m: Annotated[int, Meta(ge=1, le=4096)] = 160

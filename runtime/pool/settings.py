@@ -30,7 +30,7 @@ class Policy:
 
     slots: int
     engine_slots: int = 0
-    queue: int = _DEFAULTS.queue
+    queue: int = 4096
     reserve: float = _DEFAULTS.reserve
     prefill_target_ns: int = _ns(SloSection().prefill_target_s)
     aging_ns: int = 50_000_000
@@ -50,7 +50,6 @@ def policy_of(config: NodeConfig, slots: int, device: str = "cpu") -> Policy:
     limits = config.pool
     return Policy(
         slots=slots,
-        queue=limits.queue,
         reserve=limits.reserve,
         prefill_target_ns=_ns(config.slo.prefill_target_s),
         missed_ns=_ns(config.slo.prefill_wait_s),

@@ -191,7 +191,7 @@ class Simulation:
         if self._arrivals:
             self._plan_arrival(0)
             self._sample()
-            if self._setup.policy.controlled(self._setup.config):
+            if self._setup.policy.controlled:
                 self._set_knobs()
                 self._control()
             with _gc_disabled():

@@ -1,4 +1,4 @@
-"""Policies for simulation: as configured, with the control law, with a fixed reserve, or with other rules."""
+"""Policies for simulation: as configured, with a fixed reserve, or with other rules."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -8,7 +8,7 @@ from runtime.node.config import NodeConfig
 from runtime.node.placement.pool_placement import PAIRED_ROLES
 from runtime.pool.settings import RULE_NAMES, Policy, Rules, policy_of
 
-Kind = Rules | Literal["configured", "adaptive", "fixed"]
+Kind = Rules | Literal["configured", "fixed"]
 _KINDS: tuple[Kind, ...] = tuple(name for kinds in get_args(Kind) for name in get_args(kinds))
 
 
@@ -20,7 +20,7 @@ def pool_device(config: NodeConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """A policy. configured: as in the file; adaptive: with the control law; fixed: with r = `reserve`."""
+    """A policy. configured: as in the file, with the control law; fixed: with r = `reserve`, without it."""
 
     kind: Kind
     reserve: float = 0.0
@@ -43,9 +43,10 @@ class PolicyChoice:
         names = ", ".join("fixed:r" if known == "fixed" else known for known in _KINDS)
         raise ConfigError(f"unknown policy {text!r}; known policies: {names}")
 
-    def controlled(self, config: NodeConfig) -> bool:
-        """Return whether the control law adjusts the reserve."""
-        return self.kind == "adaptive" or (self.kind == "configured" and config.control.enabled)
+    @property
+    def controlled(self) -> bool:
+        """Whether the control law adjusts the reserve."""
+        return self.kind == "configured"
 
     def __str__(self) -> str:
         return f"fixed:{self.reserve:g}" if self.kind == "fixed" else self.kind

@@ -23,7 +23,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a text for a number": ({"node": {"drain_s": "5"}}, "node.drain_s = '5': expected `float`, got `str`"),
     "a truth value for a number": ({"http": {"port": True}}, "http.port = True: expected `int`, got `bool`"),
-    "a fraction for a whole number": ({"pool": {"queue": 2.5}}, "pool.queue = 2.5: expected `int`, got `float`"),
+    "a fraction for a whole number": ({"pool": {"top_m": 2.5}}, "pool.top_m = 2.5: expected `int`, got `float`"),
     "a value for a section": ({"pool": 3}, "pool = 3: expected `object`, got `int`"),
     "a table for a list": ({"collections": {"name": "a"}}, "collections: expected `array`, got `object`"),
     "a number for a list": ({"pool": {"cores": [0]}}, "pool.cores[0] = 0: expected `array`, got `int`"),

@@ -6,9 +6,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
-from runtime.node.config import ControlSection, NodeConfig, SloSection
+from runtime.node.config import NodeConfig, SloSection
 from runtime.node.control.law import (
     DECODE_STALL_TARGET,
     DWELL_S,
@@ -293,15 +292,6 @@ def test_the_loop_samples_once_per_interval(tables: dict[str, WorkerTable]) -> N
         tables["pool-0"].observe(PoolMetrics.WAIT["prefill"], 1.0)
         loop.step(1.25 + i * 0.25)
     assert loop.law.reserve == RESERVE_MAX
-
-
-def test_a_disabled_loop_changes_nothing(tables: dict[str, WorkerTable]) -> None:
-    tables["pool-0"].set_knob("reserve", 0.7)
-    loop = ControlLoop(replace(NODE, control=ControlSection(enabled=False)), tables)
-    for i in range(20):
-        tables["pool-0"].observe(PoolMetrics.WAIT["prefill"], 1.0)
-        loop.step(i * 0.25)
-    assert tables["pool-0"].knob("reserve") == 0.7
 
 
 # ---- as shipped

@@ -13,7 +13,7 @@ from runtime.simulator.times.service import H100_8B
 from runtime.simulator.traces import Arrival
 
 BLOCK = 32  # tokens
-POLICIES = ("configured", "adaptive", "fixed:0.3", "paper")
+POLICIES = ("configured", "fixed:0.3", "paper")
 
 
 def config(

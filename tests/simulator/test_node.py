@@ -71,16 +71,16 @@ def test_every_request_ends_exactly_once_and_releases_everything(
 
 def test_with_an_overloaded_pool_a_reserve_protects_ttft_and_the_law_serves_more_requests_in_time() -> None:
     arrivals = poisson(400, 6.5)
-    policies = ("adaptive", "fixed:0.0", "fixed:0.3")
+    policies = ("configured", "fixed:0.0", "fixed:0.3")
     found = {policy: simulate(setup(policy, slot_s=1e-3, node=config(slots=32)), arrivals) for policy in policies}
     assert found["fixed:0.3"].ttft_s.p90 < found["fixed:0.0"].ttft_s.p90
     # The law: some miss their TTFT by far, and the others meet both objectives.
-    assert found["adaptive"].goodput > found["fixed:0.3"].goodput
+    assert found["configured"].goodput > found["fixed:0.3"].goodput
 
 
 def test_the_control_loop_makes_prefill_yield_while_decode_stalls() -> None:
     node = replace(config(), slo=SloSection(tpot_s=0.008))
-    result = simulate(setup("adaptive", slot_s=6e-4, node=node), poisson(300, 10.0))
+    result = simulate(setup("configured", slot_s=6e-4, node=node), poisson(300, 10.0))
     assert result.use["changes"] > 0
     assert max(sample.flush_prefill_s for sample in result.samples) > 0
     fixed = simulate(setup("fixed:0.3", slot_s=6e-4, node=node), poisson(300, 10.0))

@@ -48,9 +48,8 @@ class ControlLoop:
     """
 
     def __init__(self, config: NodeConfig, tables: Mapping[str, WorkerTable]) -> None:
-        self._settings = config.control
+        self._planner_mode = config.control.planner
         self._served = isinstance(config.model, ServedSection)
-        self._reserve = config.pool.reserve
         self._tables: dict[Role, list[WorkerTable]] = {
             role: [table for table in tables.values() if table.role == role] for role in get_args(Role)
         }
@@ -69,9 +68,8 @@ class ControlLoop:
 
     def _set_knobs(self, table: WorkerTable) -> None:
         """Send the current values to a pool worker."""
-        if self._settings.enabled:
-            table.set_knob("reserve", self.law.reserve)
-            table.set_knob("flush_prefill_s", self.law.flush_prefill_s)
+        table.set_knob("reserve", self.law.reserve)
+        table.set_knob("flush_prefill_s", self.law.flush_prefill_s)
 
     def add_worker(self, table: WorkerTable) -> None:
         """Include a worker that was added to the node."""
@@ -90,7 +88,7 @@ class ControlLoop:
 
     def step(self, now_s: float) -> None:
         """Update the law, and set the pools' knobs if it changed one; each change is logged with its cause."""
-        if not self._settings.enabled or now_s < self._due_s:
+        if now_s < self._due_s:
             return
         self._due_s = now_s + INTERVAL_S
         for change in self.law.update(now_s, self._meter.update(now_s, self.readings())):
@@ -101,10 +99,10 @@ class ControlLoop:
     def plan(self, now_s: float) -> Move | None:
         """Run the planner, if it is on; every worker must be ready. Logs a new move, and returns it if it is to be
         carried out."""
-        if self._settings.planner == "off" or now_s < self._paused_until_s:
+        if self._planner_mode == "off" or now_s < self._paused_until_s:
             return None
         move = self._planner.update(now_s, self._work())
-        acts = self._settings.planner == "act" and not self._served  # servers of other engines keep their role
+        acts = self._planner_mode == "act" and not self._served  # servers of other engines keep their role
         if move is None or (not acts and move.role == self._observed):
             return None
         self._observed = move.role
@@ -140,7 +138,7 @@ class ControlLoop:
 
     def families(self) -> "Iterator[Family]":
         """Yield the loop's values and counters for Prometheus."""
-        yield ControlMetrics.RESERVE.now(self.law.reserve if self._settings.enabled else self._reserve)
+        yield ControlMetrics.RESERVE.now(self.law.reserve)
         yield ControlMetrics.FLUSH_PREFILL.now(self.law.flush_prefill_s)
         yield ControlMetrics.CHANGES.now(self.law.changes)
         yield ControlMetrics.ROLE_LOAD.of(self._planner.loads)
