@@ -27,9 +27,6 @@ def demo_parser(program: str) -> argparse.ArgumentParser:
         limits = f"[{low} to {high}; default: {default}]"
         parser.add_argument(name, type=_within(low, high), default=default, metavar="N", help=f"{help} {limits}")
 
-    def flag(name: str, help: str) -> None:
-        parser.add_argument(name, action=argparse.BooleanOptionalAction, default=False, help=help)
-
     number("--questions", 3, 0, len(BUILT_IN_QUESTIONS), "Number of built-in questions to ask.")
     number("--max-tokens", 96, 1, 1024, "Maximum tokens per answer.")
     number("--every-tokens", 0, 0, 1024, "Tokens between probes of the pool; 0 disables them.")
@@ -38,8 +35,7 @@ def demo_parser(program: str) -> argparse.ArgumentParser:
         "--ask", action="append", default=[], metavar="TEXT",
         help="Ask this question (repeatable).",
     )  # fmt: skip
-    flag("--keep", "Keep the node running and print example requests.")
-    flag("--check", "Compare 50 greedy answers in float32 with transformers' generate().")
+    parser.add_argument("--keep", action="store_true", help="Keep the node running and print example requests.")
     return parser
 
 

@@ -3,12 +3,10 @@
 import json
 import os
 import platform
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from launchers.demo_options import BUILT_IN_QUESTIONS, demo_parser
-from launchers.http_client import post, stream
+from launchers.http_client import stream
 from launchers.progress import BuildProgress
-from runtime.errors import CollectionError, InternalError, Unavailable
+from runtime.errors import CollectionError, Unavailable
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import node_status, stop_node
 from runtime.retrieval.collections import bulk_load
@@ -28,9 +26,6 @@ from runtime.retrieval.collections.sources import Progress
 from runtime.retrieval.ingestion.python_docs import python_documents
 from runtime.serving import stages
 from runtime.serving.model import smollm
-from runtime.serving.model.model_info import ModelInfo, model_directory
-from runtime.serving.model.packages import require_packages
-from runtime.testing.reference import Reference
 
 NAME = "demo"
 _START_S = 600.0
@@ -46,7 +41,6 @@ port = {port}
 [model]
 name = "{model}"
 context_tokens = 2048
-weights = "{weights}"
 
 [prefill]
 slots = 4
@@ -63,9 +57,9 @@ path = "{collection}"
 """
 
 
-def node_file(name: str, port: int, collection: Path, weights: str = "auto") -> str:
+def node_file(name: str, port: int, collection: Path) -> str:
     """Return the TOML of the demo's node."""
-    return _CONFIG.format(name=name, port=port, model=smollm.NAME, weights=weights, collection=collection)
+    return _CONFIG.format(name=name, port=port, model=smollm.NAME, collection=collection)
 
 
 def demo(context: typer.Context) -> None:
@@ -84,8 +78,7 @@ def demo(context: typer.Context) -> None:
     docs = Collection.info(collection)
     console.print(f"index: {docs.size} passages of Python's reference, {docs.dim} dimensions; model: {smollm.NAME}\n")
     config = home / "node.toml"
-    weights = "float32" if options.check else "auto"  # as `generate()` computes
-    config.write_text(node_file(NAME, options.port, collection, weights))
+    config.write_text(node_file(NAME, options.port, collection))
     node = start_node(config, home / "node.log", console, outlive=keep)
     try:
         timings = [
@@ -94,8 +87,6 @@ def demo(context: typer.Context) -> None:
         ]
         if timings:
             console.print(_timing_table(timings))
-        if options.check:
-            check_equality(node.url, smollm.NAME, console)
     except BaseException:
         keep = False
         raise
@@ -232,42 +223,3 @@ With the OpenAI client (python -m pip install openai):
 
   trinity status {NAME}     shows its workers
   trinity stop {NAME}       stops it""")
-
-
-# ---- --check: greedy tokens of the node against transformers' `generate()` in this process
-
-
-PROMPTS = 50
-NEW_TOKENS = 12
-_LONGEST = 160
-
-
-def ragged_prompts(vocabulary: int, count: int, longest: int, seed: int) -> list[list[int]]:
-    """Return random token sequences of random lengths from 1 to `longest`."""
-    source = random.Random(seed)
-    return [[source.randrange(vocabulary) for _ in range(source.randint(1, longest))] for _ in range(count)]
-
-
-def check_equality(url: str, model: str, console: Console) -> None:
-    """Compare tokens. Raises `InternalError` if one differs, `ModelError` without transformers."""
-    require_packages("torch", "transformers")
-    reference = Reference(model_directory(model))
-    prompts = ragged_prompts(ModelInfo.read(model).vocabulary, PROMPTS, _LONGEST, seed=0)
-    with console.status("checking") as spinner:
-        for number, prompt in enumerate(prompts, start=1):
-            spinner.update(f"prompt {number} of {PROMPTS}, {len(prompt)} tokens, against transformers' generate()")
-            expected = reference.generate(prompt, NEW_TOKENS)
-            found = node_tokens(url, model, prompt, NEW_TOKENS)
-            if found != expected:
-                raise InternalError(f"prompt {number} (seed 0): the node gives {found}, generate() gives {expected}")
-    console.print(f"check: {PROMPTS} of {PROMPTS} prompts give the same greedy tokens as transformers' generate()")
-
-
-def node_tokens(url: str, model: str, prompt: Sequence[int], new_tokens: int) -> list[int]:
-    """Return the node's tokens for the same prompt: frontend, prefill, hand-over and decode."""
-    body = {
-        "model": model, "prompt": list(prompt), "max_tokens": new_tokens, "temperature": 0,
-        "ignore_eos": True, "return_token_ids": True,
-    }  # fmt: skip
-    answer = post(url, "/v1/completions", body)
-    return list(answer["choices"][0]["token_ids"])

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from launchers.commands.demo import node_tokens
 from runtime.engines.openai.assembly import fit, with_passages
 from runtime.engines.openai.capabilities import detect_capabilities
 from runtime.engines.openai.engine import OpenAiEngine
@@ -26,6 +25,7 @@ from runtime.testing.node import Node
 from runtime.testing.waiting import eventually
 from tests.e2e.conftest import GATEWAY
 from tests.e2e.load import WAIT_S, prompts, repeated
+from tests.e2e.tokens import node_tokens
 from tests.engines.engine_harness import FakeSearch, read_answer, sequence
 
 Json = dict[str, Any]

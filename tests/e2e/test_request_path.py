@@ -9,7 +9,6 @@ import numpy as np
 import openai
 import pytest
 
-from launchers.commands.demo import node_tokens, ragged_prompts
 from launchers.http_client import get_json, stream
 from runtime import SearchClient
 from runtime.node.worker_config import PoolSection
@@ -19,6 +18,7 @@ from runtime.serving.model.model_info import ModelInfo
 from runtime.testing.node import Node
 from runtime.testing.reference import Reference
 from runtime.testing.waiting import eventually
+from tests.e2e.tokens import node_tokens, ragged_prompts
 
 CHAT = {
     "model": "tiny",
