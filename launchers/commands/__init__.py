@@ -17,6 +17,3 @@ LAZY_COMMANDS = {  # command or command group → module and attribute, imported
     "simulate": ("commands.simulate", "simulate_node"),
     "calibrate": ("commands.simulate", "calibrate_machine"),
 }
-
-SELF_PARSING = ("demo",)
-"""Commands that parse their options themselves: `launchers.bootstrap` parses the demo's before installation."""

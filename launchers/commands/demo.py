@@ -8,13 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from launchers.demo_options import BUILT_IN_QUESTIONS, demo_parser
 from launchers.http_client import stream
 from launchers.progress import BuildProgress
 from runtime.errors import CollectionError, Unavailable
@@ -28,6 +27,12 @@ from runtime.serving import stages
 from runtime.serving.model import smollm
 
 NAME = "demo"
+_QUESTIONS = (
+    "How does a with statement call __exit__?",
+    "What is the difference between is and == in Python?",
+    "When does a finally clause run?",
+    "What does the yield expression do in a generator?",
+)
 _START_S = 600.0
 
 _CONFIG = """\
@@ -62,10 +67,17 @@ def node_file(name: str, port: int, collection: Path) -> str:
     return _CONFIG.format(name=name, port=port, model=smollm.NAME, collection=collection)
 
 
-def demo(context: typer.Context) -> None:
+def demo(
+    questions: Annotated[int, typer.Option(help="Built-in questions to ask.", min=0, max=len(_QUESTIONS))] = 3,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.", min=1, max=1024)] = 96,
+    every_tokens: Annotated[
+        int, typer.Option(help="Tokens between probes of the pool; 0 disables them.", min=0, max=1024)
+    ] = 0,
+    port: Annotated[int, typer.Option(help="HTTP port; 0 selects a free one.", min=0, max=65_535)] = 0,
+    ask: Annotated[list[str] | None, typer.Option(help="Ask this question (repeatable).")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the node running and print example requests.")] = False,
+) -> None:
     """Build an index of Python's reference, start a node, ask it questions, and show the stage times."""
-    options = demo_parser("trinity demo").parse_args(context.args)
-    keep = options.keep
     for kind in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(kind) is signal.SIG_DFL:  # else it was started with nohup, say
             signal.signal(kind, signal.default_int_handler)  # a closed terminal stops the node, as Ctrl-C does
@@ -78,12 +90,12 @@ def demo(context: typer.Context) -> None:
     docs = Collection.info(collection)
     console.print(f"index: {docs.size} passages of Python's reference, {docs.dim} dimensions; model: {smollm.NAME}\n")
     config = home / "node.toml"
-    config.write_text(node_file(NAME, options.port, collection))
+    config.write_text(node_file(NAME, port, collection))
     node = start_node(config, home / "node.log", console, outlive=keep)
     try:
         timings = [
-            _ask(node, question, options.max_tokens, options.every_tokens, console)
-            for question in [*options.ask, *BUILT_IN_QUESTIONS[: options.questions]]
+            _ask(node, question, max_tokens, every_tokens, console)
+            for question in [*(ask or ()), *_QUESTIONS[:questions]]
         ]
         if timings:
             console.print(_timing_table(timings))
@@ -198,7 +210,7 @@ def _timing_table(timings: list[tuple[str, dict[str, Any]]]) -> Table:
 def _print_examples(info: NodeInfo, config: Path) -> None:
     body = {
         "model": smollm.NAME,
-        "messages": [{"role": "user", "content": BUILT_IN_QUESTIONS[0]}],
+        "messages": [{"role": "user", "content": _QUESTIONS[0]}],
         "max_tokens": 64,
         "temperature": 0,
         "stream": True,
@@ -216,7 +228,7 @@ With the OpenAI client (python -m pip install openai):
   client = OpenAI(base_url="{info.url}/v1", api_key="none")
   answer = client.chat.completions.create(
       model="{smollm.NAME}", max_tokens=64, temperature=0,
-      messages=[{{"role": "user", "content": "{BUILT_IN_QUESTIONS[0]}"}}],
+      messages=[{{"role": "user", "content": "{_QUESTIONS[0]}"}}],
       extra_body={{"retrieval": {{"collection": "docs", "k": 4}}}},
   )
   print(answer.choices[0].message.content, answer.model_extra["retrieval"])

@@ -33,9 +33,6 @@ def bootstrapped(environment: Path, *arguments: str) -> "subprocess.CompletedPro
         ((), "missing command"),
         (("nope",), "unknown command 'nope'"),
         (("--questions", "2"), "unknown command '--questions'"),
-        (("demo", "--max-tokens", "0"), "argument --max-tokens: 0 is outside 1..1024"),
-        (("demo", "--questions", "many"), "invalid integer value: 'many'"),
-        (("demo", "--nope"), "unrecognized arguments: --nope"),
     ],
 )
 def test_a_wrong_command_line_is_refused_and_nothing_is_installed(
@@ -52,7 +49,6 @@ def test_a_wrong_command_line_is_refused_and_nothing_is_installed(
     [
         (("--help",), "run every check of the project"),
         (("test", "-h"), "run every check of the project"),
-        (("demo", "--help"), "Maximum tokens per answer. [1 to 1024; default: 96]"),
         (("index", "build", "--help"), "The options of 'index' are available once `test` or `demo` has created"),
     ],
 )
@@ -98,21 +94,3 @@ def test_a_check_that_runs_beside_the_tests_shows_its_output_and_fails_the_run(
         failed = ended.code
     assert failed == code
     assert "==> types, checked meanwhile\nfound\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "text"),
-    [
-        (["--help"], 0, "Maximum tokens per answer. [1 to 1024; default: 96]"),
-        (["--max-tokens", "0"], 2, "argument --max-tokens: 0 is outside 1..1024"),
-        (["--no-such"], 2, "unrecognized arguments: --no-such"),
-    ],
-)
-def test_the_demo_and_the_bootstrap_parse_the_same_options(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, text: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command_line(["demo"])(["demo", *arguments])
-    assert ended.value.code == code
-    shown = capsys.readouterr()
-    assert text in " ".join((shown.out + shown.err).split())
