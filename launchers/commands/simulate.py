@@ -55,7 +55,9 @@ def simulate_node(
     ] = None,
     probe_every: Annotated[int, typer.Option(help="Tokens between probes; 0 disables them.", min=0)] = 32,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Output directory for result.json and timeline.png.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output directory for result.json, with samples over time, or plan.json.")
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Search for the best split of GPUs and placement.")] = False,
     gpus: Annotated[int, typer.Option(help="Number of GPUs, for --plan and --experts.", min=2, max=8)] = 8,
 ) -> None:
@@ -65,7 +67,6 @@ def simulate_node(
     from runtime.simulator.capacity import capacity, demands
     from runtime.simulator.node import simulate
     from runtime.simulator.plan import plans
-    from runtime.simulator.plot import draw
     from runtime.simulator.policies import PolicyChoice
     from runtime.simulator.setup import Setup
     from runtime.simulator.times.collectives import Collectives
@@ -114,8 +115,7 @@ def simulate_node(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2))
-        drawn = draw([result], out / "timeline.png")
-        console.print(f"wrote {out}/result.json" + (" and timeline.png" if drawn else "; no plot without matplotlib"))
+        console.print(f"wrote {out}/result.json")
 
 
 def calibrate_machine(

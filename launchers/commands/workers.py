@@ -3,10 +3,8 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from launchers.node_option import NodeOption
-from launchers.status import show_status
 from runtime.errors import UsageError
 from runtime.node.run_dir import find_node
 from runtime.node.supervisor.admin import scale_workers
@@ -19,12 +17,6 @@ AnyRole = Annotated[str, typer.Argument(help="Role: prefill, decode, pool, or en
 Name = Annotated[str, typer.Option(help="Worker, such as decode-1; default: the last one of the role.")]
 Gpu = Annotated[str, typer.Option(help='Select all workers of this GPU ("cuda:3" or its UUID) instead of a role.')]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for completion.")]
-
-
-@workers_app.command("list", hidden=True)  # deprecated alias of `trinity status`
-def list_workers(node: NodeOption = "") -> None:
-    """Show the workers. Exits with 1 if any is not ready."""
-    raise typer.Exit(show_status(find_node(node), Console()))
 
 
 @workers_app.command()

@@ -12,7 +12,7 @@ from runtime.node.run_dir import NodeInfo, RunDir
 
 COMMANDS = (
     ["status"], ["top"], ["restart"], ["stop"], ["logs"], ["trace", "an-id"],
-    ["workers", "list"], ["workers", "add", "decode"], ["workers", "drain", "decode"], ["workers", "flip", "decode"],
+    ["workers", "add", "decode"], ["workers", "drain", "decode"], ["workers", "flip", "decode"],
 )  # fmt: skip
 NOWHERE = "ipc://@nobody-is-there"
 
