@@ -9,7 +9,7 @@ K3 notes/tenant="acme inc" manuals    the same, and all of collection manuals
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from runtime.errors import ConfigError
@@ -54,16 +54,6 @@ def read_api_keys(config: NodeConfig) -> tuple[ApiKey, ...]:
     if not keys:
         raise ConfigError(f"http.api_keys_file: no key in {path}")
     return tuple(keys.values())
-
-
-def bound_attributes(keys: Iterable[ApiKey]) -> dict[str, set[str]]:
-    """Return the attributes that keys are bound to, by collection."""
-    found: dict[str, set[str]] = {}
-    for key in keys:
-        for collection, bound in (key.grants or {}).items():
-            if bound is not None:
-                found.setdefault(collection, set()).add(bound[0])
-    return found
 
 
 def _grants(text: str, where: str, known: set[str]) -> dict[str, tuple[str, str] | None]:

@@ -7,7 +7,7 @@ replaces this one continues at the end of the log.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ class WriterService:
     """Writers of the collections in `directories`, which are given by collection name.
 
     embedder_of: returns a collection's embedder, for documents without vectors. observe: called with the seconds that
-    each write took until it was acknowledged. bound_attributes: by collection, see `CollectionWriter`.
+    each write took until it was acknowledged.
     """
 
     def __init__(
@@ -63,10 +63,8 @@ class WriterService:
         embed: Embed,
         embedder_of: Callable[[str], Embedder],
         observe: Observe = lambda seconds: None,
-        bound_attributes: Mapping[str, Collection[str]] = {},
     ) -> None:
         self._directories, self._embed, self._embedder_of, self._observe = directories, embed, embedder_of, observe
-        self._bound_attributes = bound_attributes
         self._writers: dict[str, CollectionWriter] = {}
         self._opening: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in directories}
         self._flushing: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in directories}
@@ -201,11 +199,8 @@ class WriterService:
         async with self._opening[name]:
             writer = self._writers.get(name)
             if writer is None:
-                open_writer = partial(
-                    CollectionWriter, directory, bound_attributes=self._bound_attributes.get(name, ())
-                )
                 try:
-                    writer = await self._threads.run(_OPENING, open_writer)
+                    writer = await self._threads.run(_OPENING, partial(CollectionWriter, directory))
                 except (NoRoom, CollectionBusy):
                     raise
                 except CollectionError as error:

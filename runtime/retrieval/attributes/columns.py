@@ -35,7 +35,6 @@ _DTYPES: dict[AttributeType, Any] = {
 _STRINGS = (AttributeType.STRING, AttributeType.STRINGS)
 _FILTERS_KEPT = 64  # in a cache
 _SORTED_AT_ONCE = 8192  # strings: the interpreter's lock is held meanwhile, about 5 ms
-_SEARCHED_ROWS = 4096
 _APPENDED_AT_ONCE = 1024
 
 
@@ -163,13 +162,6 @@ class Column:
         column._count = len(column._rows)
         return column
 
-    def has_any(self, alive: Bits) -> bool:
-        """Return whether a row that has a value is alive."""
-        return any(  # mostly the first part has one
-            alive[self._rows[begin : min(begin + _SEARCHED_ROWS, self._count)]].any()
-            for begin in range(0, self._count, _SEARCHED_ROWS)
-        )
-
     def _code_of(self, string: str) -> int:
         """Return the code of a string, -1 for none. A stored dictionary is in order, without `_codes`."""
         if string in self._codes:
@@ -266,30 +258,18 @@ class Columns:
         columns._columns = {name: column.take(rows) for name, column in self._columns.items()}
         return columns
 
-    def keep(self, schema: Schema) -> None:
-        """Drop the attributes that are not in a schema, or have another type there."""
-        self._columns = {name: column for name, column in self._columns.items() if schema.get(name) is column.kind}
-
-    def occurring(self, alive: Bits) -> list[str]:
-        """Return the attributes that one of the rows that are alive, bool [size], has."""
-        return [name for name, column in self._columns.items() if column.has_any(alive)]
-
     def encode(self) -> bytes:
         """Return the content for `decode`."""
         return msgspec.msgpack.encode((self.size, {name: column.to_stored() for name, column in self._columns.items()}))
 
     @classmethod
-    def decode(cls, content: bytes, schema: Schema | None = None) -> "Columns":
-        """Decode the attributes that conform to `schema`, if given: others are of documents that were deleted since.
-
-        Raises `CollectionError` for damaged content.
-        """
+    def decode(cls, content: bytes) -> "Columns":
+        """Decode what `encode` encoded. Raises `CollectionError` for damaged content."""
         columns = cls()
         try:
             columns.size, stored = msgspec.msgpack.decode(content, type=tuple[int, dict[str, _Stored]])
             for name, one in stored.items():
-                if schema is None or schema.get(name) == one.kind:
-                    columns._columns[name] = Column.from_stored(one, columns.size)
+                columns._columns[name] = Column.from_stored(one, columns.size)
         except (msgspec.MsgspecError, ValueError, UnicodeDecodeError) as error:
             raise CollectionError(f"the attributes of a segment are damaged: {error}") from error
         return columns

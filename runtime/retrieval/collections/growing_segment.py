@@ -123,9 +123,6 @@ class GrowingSegment(Part):
     def columns(self) -> Columns:
         return self._columns
 
-    def keep(self, schema: Schema) -> None:
-        self._columns.keep(schema)
-
     def passing(self, filter: Filter, work: Work | None = None, count: int | None = None) -> Bits:
         return self._columns.matching(filter, work, self._size if count is None else count)
 

@@ -62,7 +62,7 @@ class SegmentInstaller:
     def _build_and_install(self, jobs: Sequence[BuildJob], build: BuildSegment) -> None:
         try:
             built = [info for job in jobs if (info := build(self._state.directory, job)) is not None]
-            fresh = self._state.open_segments(built, dict(self._state.schema))
+            fresh = self._state.open_segments(built)
             try:
                 self._install(jobs[0], fresh)
             except BaseException:
@@ -78,15 +78,13 @@ class SegmentInstaller:
             self._commits.check_directory()
             before = self._manifest  # other builds may have been installed since this job began
             self._generation += 1
-            schema = self._state.occurring_schema()
             manifest = Manifest(
                 generation=self._generation,
                 segments=[one for one in before.segments if one.number not in job.merged] + list(fresh),
                 sequence=max(before.sequence, job.until),
                 next_row=max(before.next_row, job.next_row),
                 next_segment=self._next_segment,
-                schema=schema,
-                introduced=self._state.introduced_in(schema) or msgspec.UNSET,
+                schema=dict(self._state.schema),
             )
             try:
                 dead = self._state.dead_rows_in(manifest, fresh)

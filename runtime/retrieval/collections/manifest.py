@@ -54,8 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State of a collection's segments.
 
     sequence: the first log record that the segments do not contain, which begins a log file. next_row, next_segment:
-    the lowest numbers that were never used. introduced: by attribute, the owner (`AttributeBinding.text`) who was
-    the first to write it; omitted without any, so that collections of earlier versions keep their checksums.
+    the lowest numbers that were never used. introduced: of earlier versions, which counted the attributes of tenants.
     """
 
     generation: int

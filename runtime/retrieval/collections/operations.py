@@ -14,7 +14,7 @@ class Upsert(msgspec.Struct, frozen=True, array_like=True, tag="u"):
     """Documents under consecutive rows from `first` on; `replaced` are the rows of the documents that they replace.
 
     successors: the rows that replace these; empty in logs of older versions. vectors: float32 [documents, d] as bytes,
-    normalised for cosine. introduced: the attributes that no document had before, and the owner who wrote them.
+    normalised for cosine.
     """
 
     first: int
@@ -25,7 +25,6 @@ class Upsert(msgspec.Struct, frozen=True, array_like=True, tag="u"):
     vectors: bytes
     replaced: list[int]
     successors: list[int] = []
-    introduced: dict[str, str] = {}
 
 
 class Delete(msgspec.Struct, frozen=True, array_like=True, tag="d"):

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
-from runtime.retrieval.attributes.schema import AttributeType, Schema
 from runtime.retrieval.collections.documents import Document
 
 Rows = NDArray[np.int64]
@@ -76,10 +75,6 @@ class Part(ABC):
         """The attributes."""
 
     @abstractmethod
-    def keep(self, schema: Schema) -> None:
-        """Drop the attributes that are not in a schema, or have another type there."""
-
-    @abstractmethod
     def passing(self, filter: Filter, work: Work | None = None, count: int | None = None) -> Bits:
         """Return whether each of the first `count` rows (default: all) passes a filter, bool [count]. On any thread."""
 
@@ -110,8 +105,3 @@ class Part(ABC):
     def dead_rows(self) -> Rows:
         """Return the deleted rows."""
         return self.rows[~self.alive] if self.count < self.size else np.empty(0, np.int64)
-
-    def occurring(self) -> dict[str, AttributeType]:
-        """Return the attributes that a row that is not deleted has, and their types."""
-        kinds = self.columns.schema
-        return {name: kinds[name] for name in self.columns.occurring(self.alive)}

@@ -16,7 +16,6 @@ from runtime.files import open_regular
 from runtime.retrieval.attributes.columns import Bits, Columns, FilterCache
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
-from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.collections.description import (
     ATTRIBUTES,
     DOCUMENTS,
@@ -63,8 +62,8 @@ class Segment(Part):
         self._attributes, self.store = attributes, store
 
     @classmethod
-    def load(cls, directory: Path, info: SegmentInfo, description: Description, schema: Schema) -> "Segment":
-        """Open a segment of the collection at `directory`. schema: the attributes to read.
+    def load(cls, directory: Path, info: SegmentInfo, description: Description) -> "Segment":
+        """Open a segment of the collection at `directory`.
 
         Its graph is not checked: see `check`. Raises `CollectionError`.
         """
@@ -86,7 +85,7 @@ class Segment(Part):
         try:
             if store is not None and store.last_row != last:
                 raise CollectionError(f"{path / DOCUMENTS} is damaged: its last row is {store.last_row}, not {last}")
-            attributes = _Attributes(path / ATTRIBUTES, files.get(ATTRIBUTES), info.size, schema)
+            attributes = _Attributes(path / ATTRIBUTES, files.get(ATTRIBUTES), info.size)
         except CollectionError:
             if store is not None:
                 store.close()
@@ -205,9 +204,6 @@ class Segment(Part):
     def columns(self) -> Columns:
         return self._attributes.columns
 
-    def keep(self, schema: Schema) -> None:
-        self._attributes.keep(schema)
-
     def passing(self, filter: Filter, work: Work | None = None, count: int | None = None) -> Bits:
         """The results for the last filters are cached."""
         return self._attributes.cache.matching(filter, work)
@@ -231,13 +227,12 @@ class _Attributes:
         path: Path,
         known: FileChecksum | None,
         size: int,
-        schema: Schema,
     ) -> None:
         """Open the file, which may be removed later; `known` is its checksum, None: there is none.
 
         Raises `CollectionError`.
         """
-        self._size, self._path, self._known, self._schema = size, path, known, schema
+        self._size, self._path, self._known = size, path, known
         self._lock = threading.RLock()
         self._columns: Columns | None = None
         self.held_by: Callable[[AttributeBinding], Bits] = lru_cache(_OWNERS_KEPT)(lambda o: self.columns.held_by(o))
@@ -258,12 +253,6 @@ class _Attributes:
     def cache(self) -> FilterCache:
         return FilterCache(self.columns)
 
-    def keep(self, schema: Schema) -> None:
-        with self._lock:
-            self._schema = schema
-            if self._columns is not None:
-                self._columns.keep(schema)
-
     def _read(self) -> Columns:
         if self._known is None:
             return Columns.empty(self._size)
@@ -272,7 +261,7 @@ class _Attributes:
             content += part
         if checksum_of(content) != self._known:
             raise CollectionError(f"{self._path} is damaged: its checksum is not the one it was built with")
-        columns = Columns.decode(content, self._schema)
+        columns = Columns.decode(content)
         if columns.size != self._size:
             raise CollectionError(f"{self._path} has {columns.size} rows, not {self._size}")
         return columns

@@ -4,20 +4,19 @@ The writer and every reader hold a `State` each, and apply the same log records 
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from msgspec import UNSET
 from numpy.typing import NDArray
 
-from runtime.errors import CollectionError, InvalidDocument
+from runtime.errors import CollectionError
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import BoundedWork, Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check_filter
-from runtime.retrieval.attributes.schema import AttributeType, Schema, agrees, by_shape, extend_schema
+from runtime.retrieval.attributes.schema import Schema, agrees, by_shape, extend_schema
 from runtime.retrieval.collections.description import Description
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.growing_segment import GrowingSegment
@@ -36,8 +35,7 @@ class State:
     """Segments, growing rows and schema. `lock` is held during changes. `sequence`: of the next record to apply.
 
     With a `shard`, it contains only the segments of that shard, and marks the growing rows of other shards as deleted.
-    With `replaced`, replaced rows stay readable for a while. `introduced`: by attribute, the owner who was the first to
-    write it.
+    With `replaced`, replaced rows stay readable for a while. `schema`: the attributes and their types; it only grows.
     """
 
     def __init__(
@@ -59,9 +57,7 @@ class State:
         self.lock = threading.RLock()
         self.segments: tuple[Segment, ...] = ()
         self.growing = GrowingSegment(manifest.next_row, description.dim, description.metric)
-        self._schema: Schema | None = None  # None: to be read from the segments
-        self._sealed_schema = manifest.schema
-        self.introduced: dict[str, str] = {} if manifest.introduced is UNSET else dict(manifest.introduced)
+        self.schema: Schema = description.schema
         self.sequence = 0
         self.advance(manifest)
 
@@ -69,16 +65,6 @@ class State:
     def parts(self) -> tuple[Part, ...]:
         """The segments, and the growing rows last."""
         return *self.segments, self.growing
-
-    @property
-    def schema(self) -> Schema:
-        """The attributes and their types. The first use after a change of segments reads their attributes."""
-        with self.lock:
-            if self._schema is None:
-                found = {**self._sealed_schema, **self.occurring_schema()}
-                self._keep_columns(found)
-                self._schema = found
-            return self._schema
 
     def apply(self, operations: Sequence[Operation]) -> None:
         """Apply the operations of the next record. Raises `CollectionError` if they are inconsistent."""
@@ -99,8 +85,7 @@ class State:
                 yield
             with self.lock:
                 if not agrees(self.schema, shapes.values()):
-                    self._schema = self.extended_schema(self.schema, list(shapes.values()))
-                self.introduced |= operation.introduced
+                    self.schema = extended_schema(self.schema, shapes.values())
             yield from self.growing.prepare(operation, self.schema)
             with self.lock:
                 self.growing.append_prepared(operation)
@@ -115,41 +100,6 @@ class State:
         """Mark rows as deleted."""
         for part in self.parts if len(rows) else ():
             part.delete(rows)
-
-    def extended_schema(
-        self, schema: Schema, documents: Sequence[Attributes], pending: Sequence[Operation] = ()
-    ) -> Schema:
-        """Return the schema with the attributes of more documents; `pending` will be applied before these are.
-
-        If it has no room for them, names whose last document was deleted become free first. This depends only on the
-        writes so far, so a reader applies whatever its writer has accepted. Raises `InvalidDocument`.
-        """
-        try:
-            return _extended(schema, documents)
-        except InvalidDocument:
-            with self.lock:
-                known: Schema = self.occurring_schema()
-                for operation in pending:
-                    known = _extended(known, operation.attributes) if isinstance(operation, Upsert) else known
-                extended = _extended(known, documents)
-                self._keep_columns(known)
-            return extended
-
-    def occurring_schema(self) -> dict[str, AttributeType]:
-        """Return the attributes that were declared, and those that a document has now."""
-        with self.lock:
-            found = dict(self.description.schema)
-            for part in self.parts:
-                found |= part.occurring()
-            return found
-
-    def introduced_in(self, schema: Schema) -> dict[str, str]:
-        """Return the attributes of a schema that an owner was the first to write, and the owners."""
-        return {name: owner for name, owner in self.introduced.items() if owner and name in schema}
-
-    def _keep_columns(self, schema: Schema) -> None:
-        for part in self.parts:
-            part.keep(schema)
 
     def _hide_others(self, operation: Upsert) -> None:
         """Mark the new rows of other shards as deleted."""
@@ -175,17 +125,17 @@ class State:
         kept = {info: segment for info, segment in (preloaded or {}).items() if info in missing}
         close([segment for info, segment in (preloaded or {}).items() if info not in kept])
         try:
-            return kept | self.open_segments([info for info in missing if info not in kept], manifest.schema)
+            return kept | self.open_segments([info for info in missing if info not in kept])
         except CollectionError:
             close(list(kept.values()))
             raise
 
-    def open_segments(self, infos: Sequence[SegmentInfo], schema: Schema) -> "Loaded":
+    def open_segments(self, infos: Sequence[SegmentInfo]) -> "Loaded":
         """Open segments. Raises `CollectionError`, with none left open."""
         fresh: Loaded = {}
         try:
             for info in infos:
-                fresh[info] = Segment.load(self.directory, info, self.description, schema)
+                fresh[info] = Segment.load(self.directory, info, self.description)
                 if self._searched:
                     fresh[info].check()
         except CollectionError:
@@ -209,14 +159,14 @@ class State:
                 segment.delete(dead)
             gone = [segment for segment in known.values() if segment not in segments]
             before = self.growing
-            self.growing = before.tail(manifest.next_row, {**manifest.schema, **(self.schema if before.size else {})})
+            self.schema = {**self.schema, **manifest.schema}
+            self.growing = before.tail(manifest.next_row, self.schema)
             if self._replaced is not None:
                 for segment in gone:
                     self._replaced.retire(segment.document_lookup())
                 if before is not self.growing:
                     self._replaced.retire(before.document_lookup())
             self.segments = tuple(segments)
-            self._schema, self._sealed_schema = None, manifest.schema
             self.sequence = max(self.sequence, manifest.sequence)
         return gone
 
@@ -371,7 +321,8 @@ def vectors_of(parts: Sequence[Part], rows: Rows, dim: int) -> NDArray[np.float3
     return found
 
 
-def _extended(schema: Schema, documents: Sequence[Attributes]) -> Schema:
+def extended_schema(schema: Schema, documents: Iterable[Attributes]) -> Schema:
+    """Return the schema with the attributes of documents. Raises `InvalidDocument`."""
     for attributes in documents:
         schema = extend_schema(schema, attributes)
     return schema

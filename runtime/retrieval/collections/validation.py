@@ -1,16 +1,17 @@
 """Validation of the documents that a collection's writer receives, and their vectors."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
 
 from gpu import GpuError
 from gpu.index.rows import checked_vectors
 from runtime.errors import Forbidden, InvalidDocument
 from runtime.retrieval.attributes.filters import AttributeBinding
-from runtime.retrieval.attributes.schema import preview
+from runtime.retrieval.attributes.schema import AttributeType, Schema, preview
 from runtime.retrieval.collections.description import Description
 from runtime.retrieval.embedding.bulk import embed_passages
 from runtime.retrieval.embedding.embedder import Embedder, embedding_text
@@ -62,6 +63,26 @@ def check_owner(documents: Sequence[UpsertDocument], owner: AttributeBinding) ->
     for document in documents:
         if not owner.holds(document.attributes):
             raise Forbidden(f"document {document.id!r} does not have the {owner.key!r} of its writer", "attributes")
+
+
+def with_bound_attribute(
+    documents: Sequence[UpsertDocument], owner: AttributeBinding, schema: Schema
+) -> list[UpsertDocument]:
+    """Return the owner's documents with its attribute as a string, or as a list if the collection has lists."""
+    lists = schema.get(owner.key) is AttributeType.STRINGS
+    bound = {owner.key: [owner.value] if lists else owner.value}
+    return [replace(document, attributes={**document.attributes, **bound}) for document in documents]
+
+
+def check_new_attributes(owner: AttributeBinding, names: Set[str]) -> None:
+    """Raise `InvalidDocument` if an owner's documents have attributes that are new to the collection, except its own:
+    those that all owners share, and their types, are not for one to determine."""
+    if new := sorted(names - {owner.key}):
+        raise InvalidDocument(
+            f"attribute {new[0]!r} is new, and an API key that is bound to {owner.key!r} introduces none: declare it "
+            "when the collection is built, or write a document with it with a key without a restriction",
+            "attributes",
+        )
 
 
 def to_stored_value(value: object) -> "str | int | float | bool | list[str]":

@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -27,14 +27,16 @@ from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.reader_barrier import ReaderBarrier
 from runtime.retrieval.collections.segment_build import BuildJob
 from runtime.retrieval.collections.sources import Progress, no_progress
-from runtime.retrieval.collections.tenant_attributes import introduced_by, with_bound_attribute
+from runtime.retrieval.collections.state import extended_schema
 from runtime.retrieval.collections.upgrade import upgrade
 from runtime.retrieval.collections.validation import (
     UpsertDocument,
     check_batch,
+    check_new_attributes,
     check_owner,
     resolve_vectors,
     to_stored_value,
+    with_bound_attribute,
 )
 from runtime.retrieval.embedding.embedder import Embedder
 
@@ -74,18 +76,16 @@ class CollectionWriter:
         seal_rows: int = SEAL_ROWS,
         threads: int = 1,
         background: bool = True,
-        bound_attributes: Collection[str] = (),
         disk: Disk | None = None,
     ) -> None:
         """Open a collection for writing.
 
         embedder: for documents without a vector. seal_rows: growing rows a shard that are sealed into a segment.
         threads: cores for embedding, and for building segments. background: seal and merge in background processes;
-        else only `flush` and `compact` do. bound_attributes: those that API keys are bound to: see `tenant_attributes`.
+        else only `flush` and `compact` do.
         Raises `CollectionBusy` if another process has it open for writing, `CollectionError`, `NoRoom`.
         """
         self.directory, self.repaired = directory, ""
-        self._bound_attributes = bound_attributes
         self._disk, self._embedder, self._seal_rows, self._threads = disk or Disk(), embedder, seal_rows, threads
         read_description(directory)  # first: creates no lock file where there is no collection
         self.lock_fd = acquire_lock(directory)
@@ -275,8 +275,9 @@ class CollectionWriter:
         if owner is not None:
             documents = with_bound_attribute(documents, owner, group.schema)
         attributes = [document.attributes for document in documents]
-        schema = self.state.extended_schema(group.schema, attributes, group.operations)
-        introduced = introduced_by(owner, self.state, documents, schema, self._bound_attributes)
+        schema = extended_schema(group.schema, attributes)
+        if owner is not None:
+            check_new_attributes(owner, schema.keys() - group.schema.keys())
         ids = [document.id for document in documents]
         replaced = self._rows_of(group, ids)
         rows = np.array([*replaced.values()], np.int64)
@@ -293,7 +294,6 @@ class CollectionWriter:
             vectors.tobytes(),
             [row for row, _ in pairs],
             [successor for _, successor in pairs],
-            introduced,
         )
         size = len(encode([operation]))
         if size > MAX_BATCH_BYTES:

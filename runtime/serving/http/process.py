@@ -17,7 +17,7 @@ import uvicorn
 import uvloop
 
 from runtime.errors import Unavailable
-from runtime.node.api_keys import bound_attributes, read_api_keys
+from runtime.node.api_keys import read_api_keys
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import CacheEvent, FrontendMetrics
 from runtime.node.placement.plan import NodePlan
@@ -171,7 +171,6 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
             search.embed,
             registry.embedder,
             partial(worker.table.observe, FrontendMetrics.WRITE_TIME),
-            bound_attributes(keys),
         )
     stores = None
     path = Path(config.stores.path) if config.stores.path else None
