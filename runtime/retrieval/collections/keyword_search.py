@@ -1,7 +1,7 @@
 """Keyword search of a collection: BM25 ranks, with vector distances, over the segments' indexes and the growing rows'.
 
-The growing rows are added to an index in memory, on a background thread. A search waits briefly for it. While the newer
-version of a document is not in the index, the older one is found.
+Searches add the growing rows to an index in memory, each for a short while. While the newer version of a document is
+not in the index, the older one is found.
 """
 
 import threading
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from runtime.errors import Unavailable
 from runtime.retrieval.attributes.evaluation import BoundedWork, check_deadline
 from runtime.retrieval.attributes.filters import Filter
-from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collections.description import KEYWORDS
 from runtime.retrieval.collections.growing_segment import GrowingSegment
 from runtime.retrieval.collections.segment import Segment
@@ -25,7 +24,7 @@ from runtime.retrieval.collections.state import Snapshot, State, vectors_of
 from runtime.retrieval.keywords.index import KeywordFile, Postings, Searched, search_indexes
 from runtime.retrieval.neighbors import Neighbors
 
-_WAIT_S = 0.25  # how long a search waits for rows that are being added
+_ADD_S = 0.25  # how long a search adds rows, or waits for another one that does
 
 
 class KeywordSearch:
@@ -34,10 +33,9 @@ class KeywordSearch:
     def __init__(self, state: State, clock: Callable[[], float] = time.monotonic) -> None:
         """Open the files of the segments. Raises `CollectionError`."""
         self._state, self._clock = state, clock
-        self._lock = threading.Lock()
+        self._lock, self._adding = threading.Lock(), threading.Lock()
         self._files: WeakKeyDictionary[Segment, KeywordFile] = WeakKeyDictionary()
         self._grown: WeakKeyDictionary[GrowingSegment, Postings] = WeakKeyDictionary()
-        self._adding: BackgroundTask[None] | None = None
         for segment in state.segments:
             with suppress(Unavailable):
                 self._file_of(segment)
@@ -51,7 +49,7 @@ class KeywordSearch:
         Raises the errors of `search_indexes`, and `Unavailable` if a segment has no index.
         """
         snapshot = self._state.snapshot()
-        self._wait_for_rows(snapshot)
+        self._add_rows(snapshot)
         searched = self._searched(snapshot, filter, BoundedWork(partial(check_deadline, deadline_ns)))
         rows = search_indexes(searched, text, depth, deadline_ns)
         return rows, distances(vectors_of(snapshot.parts, rows, len(vector)), vector, self._state.description.metric)
@@ -90,33 +88,19 @@ class KeywordSearch:
         with self._lock:
             return self._grown.setdefault(growing, Postings())
 
-    # ---- rows that are added in the background
-
-    def _wait_for_rows(self, snapshot: Snapshot) -> None:
-        """Wait until all growing rows are in the index, for `_WAIT_S` at most."""
-        until, count = self._clock() + _WAIT_S, len(snapshot.alive[-1])
-        while len(self._postings_of(snapshot.growing)) < count:
-            with self._lock:
-                if self._adding is None or self._adding.done:
-                    self._adding = BackgroundTask("keywords", lambda task: self._add(snapshot, task))
-                task = self._adding
-            task.join(max(until - self._clock(), 0))
-            if task.done and task.error_message:
-                raise Unavailable(f"the keyword index of the collection failed: {task.error_message}")
+    def _add_rows(self, snapshot: Snapshot) -> None:
+        """Add the growing rows to the index: all that can be in `_ADD_S`, or one more."""
+        until, postings, count = self._clock() + _ADD_S, self._postings_of(snapshot.growing), len(snapshot.alive[-1])
+        while len(postings) < count:
+            with self._adding:
+                if len(postings) < count:
+                    document = snapshot.growing.documents[len(postings)]
+                    postings.add(document.title, document.text)
             if self._clock() >= until:
                 break
 
-    def _add(self, snapshot: Snapshot, task: BackgroundTask[None]) -> None:
-        growing, postings = snapshot.growing, self._postings_of(snapshot.growing)
-        for document in growing.documents[len(postings) : len(snapshot.alive[-1])]:
-            task.check_cancelled(len(document.text))
-            postings.add(document.title, document.text)
-
     def close(self) -> None:
-        """Cancel a running build and close the files. Idempotent."""
-        if self._adding is not None:
-            self._adding.cancel()
-            self._adding.join()
+        """Close the files. Idempotent."""
         with self._lock:
             for file in self._files.values():
                 file.close()
