@@ -13,10 +13,6 @@ from runtime.errors import CollectionBusy, CollectionError, NoRoom
 from runtime.files import open_regular
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_OWNER = "process "
-_INHERITED_S = 2.0
-"""A child that a killed writer had just forked holds its lock until it calls exec."""
-_RETRY_S = 0.01
 
 
 class Disk:
@@ -88,29 +84,32 @@ def storage_error(error: OSError, message: str) -> CollectionError:
 
 
 LOCK = "writer.lock"
+_WAIT_S = 0.5
+"""A child that a killed writer had just forked holds its lock until it calls exec."""
+_RETRY_S = 0.01
 
 
 def acquire_lock(directory: Path, sleep: Callable[[float], None] = time.sleep) -> int:
     """Acquire the writer's lock; return its descriptor. The lock ends with this process.
 
-    Raises `CollectionBusy` if another process holds it.
+    Raises `CollectionBusy` if another process holds it, after half a second.
     """
     path = directory / LOCK
     try:
         fd = open_regular(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise storage_error(error, f"{path} cannot be opened") from error
-    tries = int(_INHERITED_S / _RETRY_S)
+    tries = round(_WAIT_S / _RETRY_S)
     try:
         while not _try_lock(fd):
-            owner = os.pread(fd, 64, 0).decode(errors="replace").strip()
-            if tries == 0 or _is_running(owner):
-                raise CollectionBusy(f"{directory} has a writer already: {owner or 'another process'}")
             tries -= 1
+            if not tries:
+                owner = os.pread(fd, 64, 0).decode(errors="replace").strip()
+                raise CollectionBusy(f"{directory} has a writer already: {owner or 'another process'}")
             sleep(_RETRY_S)
         os.ftruncate(fd, 0)
         with contextlib.suppress(OSError):
-            os.pwrite(fd, f"{_OWNER}{os.getpid()}\n".encode(), 0)
+            os.pwrite(fd, f"process {os.getpid()}\n".encode(), 0)
     except BaseException as error:
         os.close(fd)
         if isinstance(error, OSError):
@@ -136,19 +135,6 @@ def _try_lock(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    return True
-
-
-def _is_running(owner: str) -> bool:
-    """Return whether the process that a lock file names runs; True if that is unknown."""
-    pid = owner.removeprefix(_OWNER)
-    if pid.isdecimal():
-        try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
-            return False
-        except (PermissionError, OverflowError):
-            pass
     return True
 
 
