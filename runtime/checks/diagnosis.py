@@ -31,10 +31,10 @@ from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import find_node
 from runtime.node.supervisor.listen import listen
 from runtime.node.worker_config import KvWorkerSection
+from runtime.packages import torch_cuda
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.embedder import ServerSpec
 from runtime.retrieval.embedding.loading import embedder_location, load_embedder
-from runtime.serving.model.packages import torch_cuda
 
 _NOFILE = 4096
 _MORE_FILES = f"ulimit -n {_NOFILE}, or LimitNOFILE= in the unit: every client session holds file descriptors"

@@ -18,13 +18,13 @@ from runtime.node.config import CollectionSection, NodeConfig
 from runtime.node.engine_config import ModelSection, VllmSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan
+from runtime.packages import require_packages, torch_cuda
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.embedding.loading import check_embedder, embedder_location
 from runtime.retrieval.reranking.reranker import check_reranker
 from runtime.serving.model import smollm
 from runtime.serving.model.model_info import ModelInfo, model_directory
-from runtime.serving.model.packages import require_packages, torch_cuda
 
 log = logging.getLogger("supervisor")
 

@@ -7,8 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
+from runtime.cuda_graphs import Captured  # noqa: E402
 from runtime.serving.model.compilation import ModelSetup  # noqa: E402
-from runtime.serving.network.decode_graphs import Captured  # noqa: E402
 
 
 class Replays:

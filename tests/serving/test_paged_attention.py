@@ -12,8 +12,9 @@ from tests.cuda.emulation import require_compiler
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
+from runtime.cuda_graphs import Captured  # noqa: E402
 from runtime.serving.network.decode_attention import PagedAttention  # noqa: E402
-from runtime.serving.network.decode_graphs import Captured, DecodeGraphs, supports_paged_attention  # noqa: E402
+from runtime.serving.network.decode_graphs import DecodeGraphs, supports_paged_attention  # noqa: E402
 from runtime.serving.network.llama import Llama  # noqa: E402
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span, attend, store  # noqa: E402
 from tests.serving.replays import Replays  # noqa: E402

@@ -34,7 +34,7 @@ from runtime.serving.model.model_info import Kernels, WeightsType, weights_type
 
 if TYPE_CHECKING:
     from ipc.memory.device import CudaArray
-    from runtime.serving.network.decode_graphs import Capture
+    from runtime.cuda_graphs import Capture
 
 log = logging.getLogger("model")
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ResourceBusy
 from runtime.node.startup import run_in_background
+from runtime.packages import require_packages
 from runtime.serving.model.model_info import (
     Kernels,
     ModelInfo,
@@ -26,7 +27,6 @@ from runtime.serving.model.model_info import (
     model_identity,
     read_config,
 )
-from runtime.serving.model.packages import require_packages
 from runtime.serving.model.sampler import Sampler
 from runtime.serving.model.tokenizer import Tokenizer
 
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     import torch
 
     from ipc.memory.device import CudaArray
+    from runtime.cuda_graphs import Capture
     from runtime.serving.kv.transport import KvArray
-    from runtime.serving.network.decode_graphs import Capture, DecodeGraphs
+    from runtime.serving.network.decode_graphs import DecodeGraphs
     from runtime.serving.network.llama import Llama
     from runtime.serving.network.prefill_graphs import PrefillGraphs
 

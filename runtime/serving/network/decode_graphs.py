@@ -8,14 +8,15 @@ graph keeps (a pass is complete before the next one writes to it).
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from runtime.cuda_graphs import Capture, Captured, CudaCapture
 from runtime.serving.network.decode_attention import GatheredAttention, PagedAttention, power_of_two
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span
 
@@ -29,16 +30,6 @@ class Network(Protocol):
     """A model that runs a batch: `runtime.serving.network.llama.Llama`."""
 
     def logits(self, batch: PagedBatch) -> torch.Tensor: ...
-
-
-class Captured(NamedTuple):
-    """A captured pass: `replay` runs it with the current contents of its inputs and writes `output`."""
-
-    replay: Callable[[], None]
-    output: Any
-
-
-Capture = Callable[[Callable[[], Any]], Captured]
 
 
 @dataclass
@@ -100,27 +91,6 @@ class DecodeGraphs:
         graph.captured.replay()
         logits: torch.Tensor = graph.captured.output
         return logits[: len(spans)]
-
-
-class CudaCapture:
-    """Capture on the current device. The graphs share one memory pool: each output is consumed before the graph is
-    replayed again, and intermediate tensors before another one is."""
-
-    def __init__(self, *, warm_up: bool = True) -> None:
-        """`warm_up`: run before each capture, to keep first-call allocations and algorithm choices out of the graph."""
-        self._pool, self._warm_up = torch.cuda.graph_pool_handle(), warm_up
-
-    def __call__(self, run: Callable[[], Any]) -> Captured:
-        if self._warm_up:
-            side, current = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                run()
-            current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = run()
-        return Captured(graph.replay, output)
 
 
 def supports_paged_attention(

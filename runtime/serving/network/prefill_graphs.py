@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from runtime.serving.network.decode_graphs import Capture, Captured, CudaCapture
+from runtime.cuda_graphs import Capture, Captured, CudaCapture
 from runtime.serving.network.decoder import Layer, Programs, Rotation, State
 from runtime.serving.network.llama import Llama
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span
