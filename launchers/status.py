@@ -10,6 +10,7 @@ from rich.table import Table
 
 from launchers.progress import counted
 from runtime.checks.gpu_sharing import shared_gpus
+from runtime.checks.memory_estimate import embedding_only
 from runtime.node.engine_config import OpenAiSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
@@ -108,9 +109,12 @@ def show_placement(plan: NodePlan, machine: Machine, needed: Mapping[str, int], 
         table.add_column(column, justify="right" if column in ("needs", "free") else "left", no_wrap=True)
     # Free bytes by GPU; "" is host memory, which simulated GPUs use too.
     left = {gpu.uuid: gpu.free_bytes for gpu in machine.gpus} | {"": machine.free_bytes}
-    fits = True
+    embedding = list(embedding_only(plan))
+    for worker, size in embedding:
+        left[worker.gpu] -= size
+    fits = all(size >= 0 for size in left.values())
     for worker in plan.processes:
-        place = "" if machine.simulated else worker.gpu
+        place = "" if machine.simulated or worker.only_embeds_on_gpu else worker.gpu
         needs, free = needed.get(worker.name, 0), left[place]
         left[place] = free - needs
         fits = fits and needs <= free
@@ -120,15 +124,20 @@ def show_placement(plan: NodePlan, machine: Machine, needed: Mapping[str, int], 
     model = plan.config.model
     for url, role in model.described.items() if isinstance(model, OpenAiSection) else ():
         console.print(f"server {url}: {role}", highlight=False)
+    for worker, size in embedding:
+        console.print(f"{worker.name} embeds on GPU {worker.gpu_index}, in {_mib(size)} of its memory", highlight=False)
     for line in shared_gpus(plan):
-        console.print(f"{line}: without MPS they take turns of about 2 ms there, and a search waits for one or more")
+        console.print(
+            f"{line}: without MPS they take turns of about 2 ms there, and a search or embedding waits for one or more"
+        )
     if not fits:
         console.print("[red]processes that need more than is free cannot run (free: after the rows above)[/red]")
     return fits
 
 
 def _where(worker: WorkerPlan, machine: Machine) -> tuple[str, ...]:
-    gpu = next((gpu for gpu in machine.gpus if gpu.uuid == worker.gpu), None)
+    on_gpu = worker.gpu and not worker.only_embeds_on_gpu
+    gpu = next((gpu for gpu in machine.gpus if on_gpu and gpu.uuid == worker.gpu), None)
     numa = "–" if gpu is None else "unknown" if worker.numa_node is None else str(worker.numa_node)
     spins = "–" if worker.role != "pool" else "yes" if worker.spin else "no"
     return (

@@ -232,6 +232,13 @@ class ModelError(TrinityError):
     exit_code = EXIT_CONFIG
 
 
+class DeviceFailed(TrinityError):
+    """A GPU reported an error after which its process cannot use it any more: the process ends, and is restarted."""
+
+    code = "device_failed"
+    status = 503
+
+
 class InternalError(TrinityError):
     """An internal error of Trinity."""
 

@@ -73,18 +73,19 @@ def _module(name: str) -> Check:
 
 SECTIONS = {
     "forms": Section(_module("forms"), 22, essential=True),
-    "data": Section(_module("data"), 59, each_set=True),
+    "data": Section(_module("data"), 57, each_set=True),
     "steps": Section(_module("steps"), 25, each_set=True),
     "kernels": Section(_module("kernels"), 15, each_set=True),
     "load": Section(_module("load"), 20, each_set=True),
-    "cuvs": Section(_module("peers"), 35, each_set=True),
+    "cuvs": Section(_module("peers"), 33, each_set=True),
     "resident": Section(_module("resident"), 20, each_set=True),  # after cuvs, whose measured rate it uses
     "flood": Section(_module("flood"), 24, each_set=True),
-    "correctness": Section(_module("correctness"), 34),
+    "correctness": Section(_module("correctness"), 32),
     "exchange": Section(_module("exchange"), 12),
-    "model": Section(_module("model"), 20),
+    "model": Section(_module("model"), 18),
+    "embedding": Section(_module("embedding"), 14),
     "handover": Section(_module("handover"), 16),
-    "profile": Section(_module("profile"), 20),
+    "profile": Section(_module("profile"), 18),
     "sanitizer": Section(_module("sanitizer"), 20),  # last: slow and optional
 }
 

@@ -19,7 +19,6 @@ from launchers.progress import BuildProgress
 from runtime.errors import CollectionError, Unavailable
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import node_status, stop_node
-from runtime.packages import require_packages
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.sources import Progress

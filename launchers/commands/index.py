@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +20,7 @@ from gpu.params import MAX_SEARCH_WIDTH, MAX_TOP_M
 from launchers.commands import writes
 from launchers.commands.follow import follow
 from launchers.progress import BuildProgress
-from runtime.errors import BuildRefused, CollectionError, UsageError
+from runtime.errors import BuildRefused, CollectionError, ModelError, ResourceBusy, UsageError
 from runtime.node.placement.plan import nodes_dir
 from runtime.node.run_dir import collection_paths, find_node, running_nodes
 from runtime.node.supervisor.admin import reload_collections
@@ -26,7 +28,7 @@ from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.sources import read_truth, read_vectors
 from runtime.retrieval.collections.writer import CollectionWriter
-from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec, embedder_name
+from runtime.retrieval.embedding.embedder import DirectorySpec, Embedder, EmbedderSpec, embedder_name
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, EmbedderLocation, choose_embedder
 from runtime.retrieval.ingestion.ingest import IngestReport, ingest
 from runtime.retrieval.ingestion.ingest import add as update
@@ -99,7 +101,10 @@ def build(
     threads: Annotated[int, typer.Option(help="Cores to use, up to 1024; 0: all that this process may use.")] = 0,
     device: Annotated[
         Literal["cpu", "cuda"],
-        typer.Option(help="Device that builds the graph; cuda: by cuVS, of the extra \\[cuvs]."),
+        typer.Option(
+            help="Device that embeds texts and builds the graph; cuda: by torch, if the model has a form for it, and "
+            "by cuVS, of the extra \\[cuvs]."
+        ),
     ] = "cpu",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing collection.")] = False,
 ) -> None:
@@ -131,13 +136,15 @@ def build(
         raise BuildRefused("documents have their own ids: give ids only with bare vectors")
     chosen = None
     if embedder is not None or not given:
-        chosen = choose_embedder(
+        choose = partial(
+            choose_embedder,
             embedder or DEFAULT_EMBEDDER,
             model=embedder_model,
             key_file=embedder_key_file,
             query_prefix=query_prefix,
             passage_prefix=passage_prefix,
         )
+        chosen = choose() if device == "cpu" or given else _on_gpu(choose)
     ingested = IngestReport()
     with BuildProgress(sys.stderr) as progress:
         if given or chosen is None:
@@ -176,6 +183,16 @@ def add(
     else:
         _print_skipped(ingested)
         print(f"{out}: nothing changed")
+
+
+def _on_gpu(choose: Callable[..., tuple[EmbedderSpec, Embedder]]) -> tuple[EmbedderSpec, Embedder]:
+    """Return the embedder on the GPU, or on the CPU with a line that says why: the graph is built on the GPU anyway."""
+    try:
+        return choose(device="cuda:0")
+    except (ModelError, ResourceBusy) as error:
+        chosen = choose()
+        print(f"texts are embedded on the CPU: {error.message}", file=sys.stderr)
+        return chosen
 
 
 def _build_empty(

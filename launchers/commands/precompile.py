@@ -128,7 +128,7 @@ def _models(config: Path, plan: NodePlan, machine: Machine) -> None:
     kinds, seen = {gpu.uuid: gpu.name for gpu in machine.gpus}, {""}
     for role in ("decode", "prefill"):
         for worker in plan.of_role(role):
-            what = f"{role} on {kinds[worker.gpu]}" if worker.gpu in kinds else ""
+            what = f"{role} on {kinds[worker.gpu]}" if worker.gpu in kinds and not worker.only_embeds_on_gpu else ""
             if what not in seen:
                 seen.add(what)
                 command = [sys.executable, "-m", "launchers.commands.precompile", str(config), role, worker.device]

@@ -70,13 +70,14 @@ def diagnose(
         device != "cpu" for role in (config.pool, config.prefill, config.decode) for device in role.devices
     )
     needs_gpus = needs_gpus or (config is not None and isinstance(config.model, VllmSection) and any(config.model.gpus))
-    yield from _driver(gpus, machine, needs_gpus)
+    embeds = config is not None and config.embedding.devices != ("cpu",)
+    yield from _driver(gpus, machine, needs_gpus or embeds)
     yield from _numa(machine)
     models = config is not None and any(device != "cpu" for role in _model_roles(config) for device in role.devices)
     yield from _pairs(gpus, machine, probe or cuda_ipc, models)
     if config is not None:
         yield from _kernels(config, machine, kernel_probe or kernels_compile)
-        if models:
+        if models or embeds:
             yield from _torch(config, machine, torch_probe or torch_works)
         if isinstance(config.model, OpenAiSection):
             yield from _engine(config.model)
@@ -178,7 +179,7 @@ def _model_roles(config: NodeConfig) -> tuple[KvWorkerSection, ...]:
 
 
 def _torch(config: NodeConfig, machine: Machine, probe: GpuProbe) -> Iterator[Finding]:
-    """Check that torch can compute on the model's GPUs."""
+    """Check that torch can compute on the GPUs of the model and of embedding."""
     advice = "install a build of torch for this driver's CUDA: https://pytorch.org/get-started/locally"
     try:
         built = torch_cuda()
@@ -189,7 +190,7 @@ def _torch(config: NodeConfig, machine: Machine, probe: GpuProbe) -> Iterator[Fi
         yield Finding("error", "torch CUDA", "the installed torch has no CUDA", advice)
         return
     yield Finding("ok", "torch CUDA", f"built for {built}")
-    named = {device for role in _model_roles(config) for device in role.devices}
+    named = {device for role in _model_roles(config) for device in role.devices} | {*config.embedding.devices}
     for gpu in machine.gpus:
         if any(gpu.matches(name) for name in named):
             failure = probe(gpu)

@@ -1,5 +1,5 @@
-"""Pool workers that share a GPU with other workers, and NVIDIA's Multi-Process Service (MPS), which ends their taking
-turns."""
+"""Searches and embedding on a GPU that other workers use, and NVIDIA's Multi-Process Service (MPS), which ends that
+they take turns."""
 
 import os
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from runtime.checks.finding import Finding
 from runtime.node.placement.plan import CPU, NodePlan
 
 _DAEMON = "nvidia-cuda-mps"  # names of processes are cut after 15 characters
-_ADVICE = (
-    "run nvidia-cuda-mps-control -d before the node starts, as its user, or give the pool a GPU of its own: docs/gpu.md"
-)
+_ADVICE = "run nvidia-cuda-mps-control -d before the node starts, as its user, or give it a GPU of its own: docs/gpu.md"
 
 
 def shared_gpus(plan: NodePlan) -> Iterator[str]:
-    """Yield a line for every pool worker that shares its GPU with other workers of the node."""
-    for pool in plan.of_role("pool"):
-        others = [other.name for other in plan.workers if pool.shares_gpu_with(other)]
-        if others and pool.device != CPU:  # a simulated GPU is a CPU
-            yield f"{pool.name} shares GPU {pool.gpu_index} with {', '.join(others)}"
+    """Yield a line for every pool worker, and every worker on the CPU that embeds on a GPU, that shares this GPU with
+    other workers of the node."""
+    for worker in plan.workers:
+        others = [other.name for other in plan.workers if worker.shares_gpu_with(other)]
+        searches = worker.role == "pool" and worker.device != CPU  # a simulated GPU is a CPU
+        if others and (searches or worker.only_embeds_on_gpu):
+            yield f"{worker.name} shares GPU {worker.gpu_index} with {', '.join(others)}"
 
 
 def mps_state(directory: Path | None = None, processes: frozenset[str] | None = None) -> str:
@@ -42,12 +42,12 @@ def mps_state(directory: Path | None = None, processes: frozenset[str] | None = 
 
 
 def findings(plan: NodePlan) -> Iterator[Finding]:
-    """Yield a finding for every pool worker on a shared GPU."""
+    """Yield a finding for every worker that searches or embeds on a shared GPU."""
     missing = mps_state()
     for line in shared_gpus(plan):
         subject, _, rest = line.partition(" shares ")
         text = f"shares {rest}; " + (
-            f"{missing}: processes take turns of about 2 ms, and each launch of a search waits for one"
+            f"{missing}: processes take turns of about 2 ms, and each launch of a search or embedding waits for one"
             if missing
             else "MPS runs"
         )

@@ -5,6 +5,7 @@ base size of a process was measured on a node with one worker per role, alone on
 onnxruntime 1.31); `tests/e2e/test_memory.py` compares the sum with a running node.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +14,11 @@ from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection, Role
 from runtime.node.engine_config import VllmSection
 from runtime.node.placement.machine import Machine
-from runtime.node.placement.plan import NodePlan, WorkerPlan
+from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan
 from runtime.node.retrieval_config import RerankSection
 from runtime.retrieval.collections.collection import Collection, CollectionInfo
 from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec
-from runtime.retrieval.embedding.loading import embedder_location, model_bytes
+from runtime.retrieval.embedding.loading import embedder_location, gpu_files, model_bytes
 from runtime.retrieval.embedding.model_directory import read_model_directory
 from runtime.retrieval.embedding.onnx_model import MINILM
 from runtime.serving.model.model_info import ModelInfo, WeightsType, kernels_on, kv_type, weights_type
@@ -36,6 +37,8 @@ A worker that has compiled code itself, at the first start after an installation
 _EMBEDDERS = {MINILM: 122 * _MIB}
 """onnxruntime and the network; feature hashing and embedding servers need almost nothing."""
 _ONNXRUNTIME = 96 * _MIB
+_TORCH = 200 * _MIB
+"""torch in a process that has no model; what CUDA's libraries need besides was not measured."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,14 @@ def estimate_host_bytes(plan: NodePlan) -> dict[str, int]:
     return needed
 
 
+def embedding_only(plan: NodePlan) -> Iterator[tuple[WorkerPlan, int]]:
+    """Yield the workers on the CPU that embed on a GPU, and the bytes that this needs there. Raises as
+    `estimate_device_bytes`."""
+    for worker in plan.processes:
+        if worker.only_embeds_on_gpu:
+            yield worker, _embedders_on_gpu(worker, plan)
+
+
 def estimate_added_bytes(plan: NodePlan, machine: Machine | None = None) -> dict[str, int]:
     """Return the bytes that must be free for another worker like each one: on its GPU, or on the host, where an index
     that is larger than the memory may be mapped."""
@@ -97,6 +108,8 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
             process + (vllm.host_bytes(config.model, worker.stage) if isinstance(config.model, VllmSection) else 0), 0
         )
     process += sum(_embedders(plan).values()) + (_reranker(config.rerank) if worker.role != "decode" else 0)
+    if worker.role == "frontend" and worker.embedder != CPU:
+        process += _TORCH
     if worker.role == "frontend" or config.own_model is None:
         answers = config.answer_cache
         return _Parts(process + (_EMBEDDERS.get(answers.embedder, 0) if answers.enabled else 0), 0)
@@ -106,7 +119,22 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
     if weights == "int8" and worker.role == "prefill":
         weights = "bfloat16"  # prefill only has passes of many tokens
     kv = info.kv_bytes(section.blocks(config.own_model), size, kv_type(weights, kernels_on(worker.device)))
-    return _Parts(process, _weights_bytes(info, weights, on_host=worker.device == "cpu") + kv)
+    data = _weights_bytes(info, weights, on_host=worker.device == CPU) + kv
+    on_gpu = worker.device != CPU and worker.embedder != CPU
+    return _Parts(process, data + (_embedders_on_gpu(worker, plan) if on_gpu else 0))
+
+
+def _embedders_on_gpu(worker: WorkerPlan, plan: NodePlan) -> int:
+    """Return the bytes of the embedders that a worker runs on a GPU, CUDA's own not included."""
+    sizes = {}
+    for collection in plan.config.collections:
+        info = _info(collection)
+        if info is not None and info.embedder is not None:
+            sizes[info.embedder] = gpu_files(info.embedder, embedder_location(collection))
+    found = [*sizes.values()]
+    if worker.role == "frontend" and plan.config.stores_answers:
+        found.append(gpu_files(plan.config.answer_cache.embedder))
+    return sum(files.gpu_bytes for files in found if files is not None)
 
 
 def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from gpu import DeviceUnavailable, check_device
-from runtime.checks.memory_estimate import estimate_device_bytes, estimate_host_bytes
+from runtime.checks.memory_estimate import embedding_only, estimate_device_bytes, estimate_host_bytes
 from runtime.checks.vllm import LESS_ON_CPU, LESS_ON_GPU
 from runtime.engines.vllm.command import check_arguments, find_vllm
 from runtime.engines.vllm.transfer import check_transfer
@@ -17,11 +17,11 @@ from runtime.errors import CollectionError, ConfigError, ModelError, ResourceBus
 from runtime.node.config import CollectionSection, NodeConfig
 from runtime.node.engine_config import ModelSection, VllmSection
 from runtime.node.placement.machine import Machine
-from runtime.node.placement.plan import NodePlan
+from runtime.node.placement.plan import CPU, NodePlan
 from runtime.packages import require_packages, torch_cuda
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.embedder import EmbedderSpec
-from runtime.retrieval.embedding.loading import check_embedder, embedder_location
+from runtime.retrieval.embedding.loading import EmbedderLocation, check_embedder, embedder_location
 from runtime.retrieval.reranking.reranker import check_reranker
 from runtime.serving.model import smollm
 from runtime.serving.model.model_info import ModelInfo, model_directory
@@ -43,7 +43,7 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Mach
     if isinstance(plan.config.model, VllmSection) and plan.config.model.loads == smollm.NAME:
         smollm.ensure_converted(progress)
     _check_host_memory(plan)
-    if any(worker.device != "cpu" for worker in plan.workers):
+    if any(worker.device != CPU or worker.only_embeds_on_gpu for worker in plan.workers):
         _check_gpu_memory(plan, machine or Machine.read())
 
 
@@ -60,6 +60,13 @@ def check_without_start(plan: NodePlan) -> None:
             raise ConfigError(
                 f"{worker.role}.devices: {worker.name} cannot run on {worker.device!r}: {error}"
             ) from error
+        try:
+            check_device(worker.embedder)
+        except DeviceUnavailable as error:
+            raise ConfigError(
+                f"embedding.devices: {worker.name} cannot embed on {worker.embedder!r}: {error}"
+            ) from error
+    device = next((worker.embedder for worker in plan.workers if worker.embedder != CPU), CPU)
     for collection in plan.config.collections:
         try:
             info = Collection.info(Path(collection.path))
@@ -75,7 +82,7 @@ def check_without_start(plan: NodePlan) -> None:
                 f"`trinity index build --shards {collection.shards}`"
             )
         if info.embedder:
-            _check_embedder(collection, info.embedder)
+            _check_embedder(collection, info.embedder, device)
     answers, stores = plan.config.answer_cache, plan.config.stores
     for key, embedder, used in (
         ("answer_cache.embedder", answers.embedder, plan.config.stores_answers),
@@ -83,7 +90,7 @@ def check_without_start(plan: NodePlan) -> None:
     ):
         try:
             if used:
-                check_embedder(embedder)
+                check_embedder(embedder, EmbedderLocation(device=device))
         except ModelError as error:
             raise ConfigError(f"{key}: {error.message}") from error
     check_reranker(plan.config.rerank)
@@ -96,9 +103,9 @@ def check_without_start(plan: NodePlan) -> None:
         _check_log_directory(Path(plan.config.log.directory))
 
 
-def _check_embedder(collection: CollectionSection, embedder: EmbedderSpec) -> None:
+def _check_embedder(collection: CollectionSection, embedder: EmbedderSpec, device: str) -> None:
     try:
-        check_embedder(embedder, embedder_location(collection))
+        check_embedder(embedder, embedder_location(collection, device))
     except (ModelError, ConfigError) as error:
         raise type(error)(f"collection {collection.name}: {error.message}") from error
 
@@ -173,8 +180,10 @@ def _parts(needed: Mapping[str, int]) -> str:
 def _check_gpu_memory(plan: NodePlan, machine: Machine) -> None:
     """Check that each GPU has the estimated memory free. The allocations of CUDA's libraries are not included."""
     needed = estimate_device_bytes(plan, machine)
+    embedding = {worker.name: size for worker, size in embedding_only(plan)}
     for gpu in machine.gpus:
-        needs = {worker.name: needed[worker.name] for worker in plan.processes if worker.gpu == gpu.uuid}
+        on_gpu = [worker for worker in plan.processes if worker.gpu == gpu.uuid]
+        needs = {worker.name: embedding.get(worker.name, needed[worker.name]) for worker in on_gpu}
         if sum(needs.values()) > gpu.free_bytes:
             advice = "lower kv_blocks or slots of prefill or decode or model.context_tokens, or use more GPUs or shards"
             if isinstance(plan.config.model, VllmSection):

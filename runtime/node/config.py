@@ -198,6 +198,16 @@ class AnswerCacheSection(Section, frozen=True):
     ttl_s: Seconds = 3600.0
 
 
+class EmbeddingSection(Section, frozen=True):
+    """Where texts are embedded: by models, not by feature hashing or servers, which need no GPU.
+
+    - `devices`: "cpu", or GPUs: "cuda:N" or a UUID, for the frontend and for prefill and decode workers on the CPU, one
+      each in turn. Prefill and decode workers on a GPU then embed on their own. See docs/gpu.md, "Embedding".
+    """
+
+    devices: tuple[str, ...] = ("cpu",)
+
+
 class CollectionSection(Section, frozen=True):
     """A collection that the pool serves.
 
@@ -235,6 +245,7 @@ class NodeConfig(Section, frozen=True):
     pool: PoolSection = PoolSection()
     control: ControlSection = ControlSection()
     slo: SloSection = SloSection()
+    embedding: EmbeddingSection = EmbeddingSection()
     rerank: RerankSection = RerankSection()
     prompts: PromptsSection = PromptsSection()
     probes: ProbesSection = ProbesSection()

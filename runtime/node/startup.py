@@ -61,6 +61,12 @@ class StartupTimer:
 T = TypeVar("T")
 
 
+def run_now(work: Callable[[], T]) -> Callable[[], T]:
+    """Run `work`. The returned function returns its result, as that of `run_in_background`."""
+    result = work()
+    return lambda: result
+
+
 def run_in_background(work: Callable[[], T]) -> Callable[[], T]:
     """Run `work` in a new thread. The returned function waits for it and returns its result or raises its error."""
     threads = ThreadPoolExecutor(1, "start")

@@ -112,23 +112,25 @@ class CollectionRegistry:
         clock: Callable[[], int] = time.monotonic_ns,
         *,
         in_background: bool = False,
+        device: str = "cpu",
     ) -> None:
-        """in_background: open later builds on a thread, see `opening`. Raises `ModelError` for a missing embedder."""
+        """in_background: open later builds on a thread, see `opening`. device: of the embedders. Raises `ModelError`
+        for a missing embedder."""
         self._max_k = plan.max_k
         self._builds = {
             c.name: CollectionBuilds(c.name, Path(c.path), c.verify, clock, in_background)
             for c in plan.config.searchable
         }
-        self._locations = {c.name: embedder_location(c) for c in plan.config.searchable}
+        self._locations = {c.name: embedder_location(c, device) for c in plan.config.searchable}
         self._embedders: dict[tuple[EmbedderSpec, EmbedderLocation], Embedder] = {}
         self._dims = dict.fromkeys(self._builds, 0)
         self.dims: Mapping[str, int] = MappingProxyType(self._dims)
         self.refresh()
 
     @classmethod
-    def warm(cls, plan: NodePlan) -> "CollectionRegistry":
+    def warm(cls, plan: NodePlan, device: str = "cpu") -> "CollectionRegistry":
         """Return a registry whose embedders have each been used once."""
-        registry = cls(plan)
+        registry = cls(plan, device=device)
         registry.warm_up()
         return registry
 

@@ -13,7 +13,7 @@ from runtime.node.placement.plan import ANSWERS
 from runtime.retrieval.answer_store import AnswerStore
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.embedding.embedder import TextKind
+from runtime.retrieval.embedding.embedder import COMPUTED, TextKind
 from runtime.retrieval.search.query import SearchResult
 from runtime.serving.frontend.answer_cache import AnswerCache, CacheHit, CacheKey, Vector
 from runtime.serving.frontend.requests import Piece
@@ -28,6 +28,7 @@ class LetterEmbedder:
     dim = 26
     max_tokens = 1000
     max_concurrency = 1
+    turn = COMPUTED
 
     def count_tokens(self, text: str) -> int:
         return len(text)

@@ -1,5 +1,6 @@
 """Layout of workers on GPUs: selection by index, UUID or MIG id, NUMA-local cores, one visible GPU per worker."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from launchers.status import show_placement
+from runtime.checks.gpu_sharing import shared_gpus
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig, parse_config
 from runtime.node.config_file import load_config
@@ -317,3 +319,81 @@ def test_two_workers_on_one_gpu_must_fit_in_its_memory(tmp_path: Path) -> None:
         console = Console(width=160, file=null, force_terminal=True)
         assert show_placement(plan, machine(gpus=1), {"pool-0": 40 * GIB}, console)
         assert not show_placement(plan, machine(gpus=1), {"pool-0": 40 * GIB, "pool-1": 40 * GIB}, console)
+
+
+# ---- embedding on GPUs
+
+
+def embedding(tmp_path: Path, devices: list[str], **more: Any) -> NodeConfig:
+    """A pool worker on cuda:0, and a node that embeds on `devices`."""
+    docs = [{"name": "docs", "path": str(tmp_path)}]
+    return parse_config(
+        {"pool": {"devices": ["cuda:0"]}, "collections": docs, "embedding": {"devices": devices}} | more
+    )
+
+
+def seen(plan: NodePlan) -> dict[str, tuple[str, str, str | None]]:
+    """Device, device of the embedder, and visible GPU of each worker."""
+    return {worker.name: (worker.device, worker.embedder, worker.visible_devices) for worker in plan.workers}
+
+
+def test_a_frontend_that_embeds_on_a_gpu_sees_only_this_one(tmp_path: Path) -> None:
+    found = seen(lay_out(embedding(tmp_path, ["cuda:3"]), machine()))
+    assert found == {"pool-0": ("cuda:0", "cpu", gpu(0).uuid), "frontend-0": ("cpu", "cuda:0", gpu(3).uuid)}
+    assert seen(lay_out(embedding(tmp_path, ["cpu"]), machine()))["frontend-0"] == ("cpu", "cpu", "")
+    simulated = lay_out(embedding(tmp_path, ["cuda:0"]), Machine.with_simulated_gpus(1))
+    assert seen(simulated)["frontend-0"] == ("cpu", "cpu", "")
+
+
+def test_a_pool_on_a_gpu_on_which_texts_are_embedded_is_not_alone_there(tmp_path: Path) -> None:
+    for device, alone in (("cuda:0", False), ("cuda:1", True)):
+        plan = lay_out(embedding(tmp_path, [device]), machine())
+        assert plan.of_role("pool")[0].exclusive_gpu is alone
+        lines = ["pool-0 shares GPU 0 with frontend-0", "frontend-0 shares GPU 0 with pool-0"]
+        assert list(shared_gpus(plan)) == ([] if alone else lines)
+
+
+def test_model_workers_on_gpus_embed_on_their_own_and_others_take_turns(tmp_path: Path) -> None:
+    model = {"model": {"name": "m"}}
+    on_gpus = {"prefill": {"devices": ["cuda:1"], "spares": 1}, "decode": {"devices": ["cuda:2"]}}
+    plan = lay_out(embedding(tmp_path, ["cuda:4"], **model, **on_gpus), machine())
+    assert seen(plan)["prefill-0"] == ("cuda:0", "cuda:0", gpu(1).uuid)
+    assert seen(plan)["decode-0"] == ("cuda:0", "cuda:0", gpu(2).uuid)
+    assert seen(plan)["frontend-0"] == ("cpu", "cuda:0", gpu(4).uuid)
+    assert [spare.embedder for spare in plan.spares] == ["cuda:0"]
+    plan = lay_out(embedding(tmp_path, ["cuda:4", "cuda:5"], **model), machine())
+    visible = {name: found[2] for name, found in seen(plan).items()}
+    assert visible == {
+        "pool-0": gpu(0).uuid, "prefill-0": gpu(4).uuid, "decode-0": gpu(5).uuid, "frontend-0": gpu(4).uuid,
+    }  # fmt: skip
+    on_cpu = [worker for worker in plan.workers if worker.role != "pool"]
+    assert [(worker.shown_device, worker.cores) for worker in on_cpu] == [("cpu", ())] * 3
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ([], 'embedding.devices: give "cpu" alone, or one GPU or several'),
+        (["cpu", "cuda:1"], 'embedding.devices: give "cpu" alone, or one GPU or several'),
+        (["cuda:1", "cuda:2"], "embedding.devices has 2 entries, but only frontend-0 would use one"),
+        (["cuda:9"], "embedding.devices: 'cuda:9' is not a GPU of this machine"),
+    ],
+)
+def test_devices_that_cannot_embed_are_refused(tmp_path: Path, devices: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        lay_out(embedding(tmp_path, devices), machine())
+
+
+def test_a_device_without_a_known_machine_is_checked_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"embedding\.devices: 'gpu' is not a device"):
+        lay_out(embedding(tmp_path, ["gpu"]))
+    assert lay_out(embedding(tmp_path, ["cuda:1"])).of_role("frontend")[0].embedder == "cuda:1"
+
+
+def test_a_gpu_in_mig_mode_embeds_by_instance(tmp_path: Path) -> None:
+    instance = Gpu("6:0", "MIG-11111111", "MIG 1g.10gb", "0000:06:00.0", 10 * GIB, 10 * GIB)
+    cut = Machine((*machine().gpus, instance), tuple(range(32)), GIB)
+    with pytest.raises(ConfigError, match=r"embedding\.devices: GPU 6 is partitioned"):
+        lay_out(embedding(tmp_path, ["cuda:6"]), cut)
+    frontend = seen(lay_out(embedding(tmp_path, ["MIG-11111111"]), cut))["frontend-0"]
+    assert frontend == ("cpu", "cuda:0", "MIG-11111111")

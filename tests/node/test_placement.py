@@ -1,5 +1,7 @@
 """A plan gives every worker a device, cores and an endpoint; impossible plans are refused."""
 
+import io
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +14,8 @@ from rich.console import Console
 
 from launchers.status import show_placement
 from runtime.checks import preflight
-from runtime.checks.memory_estimate import estimate_added_bytes, estimate_device_bytes
-from runtime.errors import CollectionError, ConfigError, ResourceBusy
+from runtime.checks.memory_estimate import embedding_only, estimate_added_bytes, estimate_device_bytes
+from runtime.errors import CollectionError, ConfigError, ModelError, ResourceBusy
 from runtime.node.api_keys import ApiKey, read_api_keys
 from runtime.node.config import KvSection, parse_config
 from runtime.node.placement.gpus import Gpu
@@ -22,6 +24,9 @@ from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, plan_spares
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.embedding import loading
+from runtime.retrieval.embedding.loading import choose_embedder
+from tests.retrieval.tiny_model import write_tiny_model
 
 CORES = sorted(os.sched_getaffinity(0))
 MODEL = {"model": {"name": "smollm2-135m-instruct"}}
@@ -318,3 +323,62 @@ def test_an_optional_collection_may_be_missing_or_corrupt(tmp_path: Path) -> Non
         found = lay_out(parse_config({"collections": [{**sections, "required": False}]}))
         preflight.check(found)
         assert estimate_device_bytes(found)["pool-0"] >= 0
+
+
+# ---- embedding on a GPU
+
+
+def embedding_on_gpu(folder: Path, free_gib: float, kind: str = "bert") -> tuple[NodePlan, Machine]:
+    """A node that searches on the CPU and embeds on a GPU, with a model whose weights are 2 GiB of a sparse file."""
+    model = write_tiny_model(folder / "model")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    settings = {"model_type": kind, "hidden_act": "gelu", "layer_norm_eps": 1e-12, **sizes}
+    (model / "config.json").write_text(json.dumps(settings))
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(2 << 30)
+    spec, _ = choose_embedder(str(model))
+    bulk_load.build(np.eye(6, dtype=np.float32), folder / "docs", degree=2, embedder=spec)
+    docs = [{"name": "docs", "path": str(folder / "docs")}]
+    gpu = Gpu("0", "GPU-00000000", "H100", "", 80 << 30, int(free_gib * 2**30))
+    machine = Machine((gpu,), tuple(CORES), 1 << 34)
+    return lay_out(parse_config({"collections": docs, "embedding": {"devices": ["cuda:0"]}}), machine), machine
+
+
+@pytest.fixture
+def torch_for_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "check_device", lambda device: None)
+    monkeypatch.setattr(loading, "check_packages", lambda whose: None)
+
+
+@pytest.mark.usefixtures("torch_for_embedding")
+def test_an_embedder_must_fit_in_the_memory_of_its_gpu(tmp_path: Path) -> None:
+    found, machine = embedding_on_gpu(tmp_path, free_gib=1.1)
+    preflight.check(found, machine=machine)
+    ((worker, size),) = embedding_only(found)
+    assert worker.name == "frontend-0"
+    assert 1 << 30 < size < int(1.1 * 2**30), "half of the file, in 16 bits, and a pass"
+    console = Console(width=160, record=True, file=io.StringIO(), force_terminal=True)
+    assert show_placement(found, machine, {}, console)
+    assert f"frontend-0 embeds on GPU 0, in {size / 2**20:,.0f} MiB of its memory" in console.export_text()
+
+
+@pytest.mark.usefixtures("torch_for_embedding")
+def test_an_embedder_that_is_larger_than_the_free_memory_of_its_gpu_is_refused(tmp_path: Path) -> None:
+    found, machine = embedding_on_gpu(tmp_path, free_gib=0.9)
+    with pytest.raises(ResourceBusy, match=r"GPU 0 \(.*\) has 0.9 GiB free, but the node needs frontend-0 1.0"):
+        preflight.check(found, machine=machine)
+    assert not show_placement(found, machine, {}, Console(width=160, file=io.StringIO()))
+
+
+@pytest.mark.usefixtures("torch_for_embedding")
+def test_an_embedder_without_a_form_for_gpus_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    found, machine = embedding_on_gpu(tmp_path, free_gib=70, kind="mpnet")
+    message = r"collection docs: the embedder model cannot run on a GPU: .* has model_type = 'mpnet'; supported are"
+    with pytest.raises(ModelError, match=message):
+        preflight.check(found, machine=machine)
+
+
+def test_a_gpu_for_embedding_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    found, machine = embedding_on_gpu(tmp_path, free_gib=70)
+    with pytest.raises(ConfigError, match=r"embedding\.devices: frontend-0 cannot embed on 'cuda:0': "):
+        preflight.check(found, machine=machine)

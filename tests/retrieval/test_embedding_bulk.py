@@ -14,7 +14,7 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.bulk import embed_passages
-from runtime.retrieval.embedding.embedder import TextKind, Vectors
+from runtime.retrieval.embedding.embedder import COMPUTED, TextKind, Vectors
 
 SOON_S = 60.0
 
@@ -22,7 +22,7 @@ SOON_S = 60.0
 class Embedder:
     """Embeds numbers, on a circle; the first calls wait until `threads` are embedding at the same time."""
 
-    name, dim, max_tokens, max_concurrency = "hashing-16", 16, 1000, 1
+    name, dim, max_tokens, max_concurrency, turn = "hashing-16", 16, 1000, 1, COMPUTED
 
     def __init__(self, threads: int = 1) -> None:
         self._together = threading.Barrier(threads)

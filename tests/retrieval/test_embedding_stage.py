@@ -9,8 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.errors import DeadlineExceeded, EmbedderUnreachable, InvalidRequest, ModelError, Overloaded, Unavailable
-from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind, Vectors
+from runtime.errors import (
+    DeadlineExceeded,
+    DeviceFailed,
+    EmbedderUnreachable,
+    InvalidRequest,
+    ModelError,
+    Overloaded,
+    Unavailable,
+)
+from runtime.retrieval.embedding.embedder import COMPUTED, ON_GPU, SENT, HashingEmbedder, TextKind, Turn, Vectors
 from runtime.retrieval.embedding.stage import Embedded, EmbeddingStage
 from runtime.retrieval.embedding.text_queue import Part, TextQueue, Texts
 from runtime.retrieval.embedding.vector_cache import VectorCache
@@ -23,12 +31,12 @@ COST_NS = 1_000_000  # of each text of a few characters
 
 
 class Embedder:
-    """Embeds a text as its length while `gate` is open, which takes `COST_NS` each; "bad", "broken" and "gone" fail."""
+    """Embeds a text as its length while `gate` is open, which takes `COST_NS` each; some texts fail."""
 
     name, dim, max_tokens = "lengths", 1, 1000
 
-    def __init__(self, harness: "Harness", max_concurrency: int = 1) -> None:
-        self.max_concurrency, self._harness = max_concurrency, harness
+    def __init__(self, harness: "Harness", max_concurrency: int = 1, turn: Turn = COMPUTED) -> None:
+        self.max_concurrency, self.turn, self._harness = max_concurrency, turn, harness
         self.gate = threading.Event()
         self.batches: list[list[str]] = []
 
@@ -43,6 +51,8 @@ class Embedder:
             raise InvalidRequest("a bad text")
         if "broken" in texts:
             raise RuntimeError("a broken library")
+        if "lost" in texts:
+            raise DeviceFailed("an illegal memory access")
         if "gone" in texts:
             raise EmbedderUnreachable("it does not answer")
         return np.array([[len(text)] for text in texts], np.float32)
@@ -356,8 +366,28 @@ def test_a_server_that_does_not_answer_is_asked_once_for_a_batch(harness: Harnes
     assert isinstance(other.exception(), EmbedderUnreachable)
 
 
+def test_a_gpu_that_fails_fails_its_batch_and_ends_the_worker_that_reports_statistics(harness: Harness) -> None:
+    lost, other = harness.ask("lost"), harness.ask("other")
+    assert len(harness.after(lost, other)) == 1, "the next batch would fail too"
+    assert isinstance(other.exception(), DeviceFailed)
+    with pytest.raises(DeviceFailed, match="an illegal memory access"):
+        harness.stage.statistics()
+
+
+def test_an_embedder_on_a_gpu_takes_more_texts_at_once_and_has_its_own_thread(harness: Harness) -> None:
+    on_gpu = Embedder(harness, turn=ON_GPU)
+    first = harness.stage.submit(on_gpu, ["first"])
+    until(lambda: len(on_gpu.batches) == 1)
+    asked = [harness.stage.submit(on_gpu, [f"text {number}"]) for number in range(300)]
+    on_gpu.gate.set()
+    for one in (first, *asked):
+        one.result(SOON_S)
+    assert [len(batch) for batch in on_gpu.batches] == [1, 256, 44]
+    assert not harness.held[0].done()
+
+
 def test_an_embedder_that_waits_for_a_server_delays_no_other(harness: Harness) -> None:
-    server = Embedder(harness, max_concurrency=2)
+    server = Embedder(harness, max_concurrency=2, turn=SENT)
     server.gate.set()
     assert float(harness.stage.submit(server, ["text"]).result(SOON_S).vectors[0, 0]) == 4.0
     assert not harness.held[0].done()

@@ -13,7 +13,7 @@ import zmq
 
 from runtime.errors import CollectionReplaced, DeadlineExceeded, InvalidFilter, InvalidRequest, ModelError, Overloaded
 from runtime.node.worker_config import PoolSection
-from runtime.retrieval.embedding.embedder import TextKind
+from runtime.retrieval.embedding.embedder import COMPUTED, SENT, TextKind
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
@@ -29,7 +29,7 @@ class Embedder:
     name, dim, max_tokens = "lengths", 1, 1000
 
     def __init__(self, max_concurrency: int = 1) -> None:
-        self.max_concurrency = max_concurrency
+        self.max_concurrency, self.turn = max_concurrency, COMPUTED if max_concurrency == 1 else SENT
         self.gate = threading.Event()
         self.began = threading.Event()
         self.seen: list[str] = []

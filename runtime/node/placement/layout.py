@@ -12,7 +12,7 @@ from runtime.node.engine_config import VllmSection
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan, plan_spares, plan_workers
-from runtime.node.placement.pool_placement import resolve_pool_placement
+from runtime.node.placement.pool_placement import check_device, resolve_pool_placement
 from runtime.node.worker_config import WorkerSection
 
 _PLACED: tuple[Role, ...] = ("prefill", "decode", "pool")  # a pool worker beside one has its placement
@@ -23,10 +23,13 @@ def lay_out(config: NodeConfig, machine: Machine | None = None) -> NodePlan:
     is impossible. Without a `machine`, devices and cores stay as configured."""
     config = resolve_pool_placement(config)
     if machine is None:
+        for device in config.embedding.devices:
+            check_device("embedding.devices", device)
         return plan_workers(config)
     chosen = {role: _gpus_of(role, getattr(config, role), machine) for role in _PLACED}
     plan = plan_workers(msgspec.structs.replace(config, **_as_seen_by_workers(config, chosen, machine.simulated)))
-    workers = [_on_gpu(worker, chosen.get(worker.role, ()), machine) for worker in plan.workers]
+    workers = [_on_gpu(worker, chosen.get(worker.role, ())) for worker in plan.workers]
+    workers = [_embedding_on_gpu(worker, machine) for worker in workers]
     if isinstance(config.model, VllmSection):
         workers = _with_gpus(workers, config.model, machine)
     _check_mig(workers, machine)
@@ -91,7 +94,19 @@ def _as_seen_by_workers(
     }
 
 
-def _on_gpu(worker: WorkerPlan, gpus: tuple[Gpu | None, ...], machine: Machine) -> WorkerPlan:
+def _embedding_on_gpu(worker: WorkerPlan, machine: Machine) -> WorkerPlan:
+    """Let a worker that only embeds on a GPU see that one, as number 0."""
+    if worker.embedder == CPU or worker.gpu:
+        return worker if not machine.simulated else msgspec.structs.replace(worker, embedder=CPU)
+    try:
+        gpu = machine.find(worker.embedder)
+    except ConfigError as error:
+        raise ConfigError(f"embedding.devices: {error.message}") from error
+    visible = CPU if machine.simulated else "cuda:0"
+    return msgspec.structs.replace(worker, gpu=gpu.uuid, gpu_index=gpu.index, numa_node=gpu.numa_node, embedder=visible)
+
+
+def _on_gpu(worker: WorkerPlan, gpus: tuple[Gpu | None, ...]) -> WorkerPlan:
     gpu = gpus[worker.index if len(gpus) > 1 else 0] if gpus else None
     if gpu is None:
         return worker
@@ -103,14 +118,15 @@ def _check_mig(workers: list[WorkerPlan], machine: Machine) -> None:
     instances = {gpu.uuid for gpu in machine.gpus if gpu.is_mig}
     partitioned = {gpu.index.partition(":")[0] for gpu in machine.gpus if gpu.is_mig}
     for worker in workers:
-        if worker.gpu in instances and worker.role in ("prefill", "decode"):
+        role = "embedding" if worker.only_embeds_on_gpu else worker.role
+        if worker.gpu in instances and role in ("prefill", "decode"):
             raise ConfigError(
-                f"{worker.role}.devices: {worker.gpu} is a MIG instance, which has no CUDA IPC for the hand-over of KV"
+                f"{role}.devices: {worker.gpu} is a MIG instance, which has no CUDA IPC for the hand-over of KV"
             )
         if worker.gpu and worker.gpu_index in partitioned:
             ids = ", ".join(gpu.uuid for gpu in machine.gpus if gpu.index.startswith(f"{worker.gpu_index}:"))
             raise ConfigError(
-                f"{worker.role}.devices: GPU {worker.gpu_index} is partitioned into MIG instances; select one of {ids}"
+                f"{role}.devices: GPU {worker.gpu_index} is partitioned into MIG instances; select one of {ids}"
             )
 
 
@@ -132,7 +148,7 @@ def _with_cores(workers: list[WorkerPlan], machine: Machine) -> list[WorkerPlan]
         else:
             placed[worker.name] = msgspec.structs.replace(worker, spin=False)
     for worker in workers:
-        if worker.role != "pool" and worker.gpu and not worker.cores:
+        if worker.role != "pool" and worker.gpu and not worker.cores and not worker.only_embeds_on_gpu:
             shared = tuple(core for core in _local_cores(worker, machine) if core not in used)
             placed[worker.name] = msgspec.structs.replace(worker, cores=shared)
     return [placed.get(worker.name, worker) for worker in workers]

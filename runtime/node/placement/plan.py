@@ -32,7 +32,8 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     """Placement of one process. `cores` empty: the kernel places it.
 
     `gpu` is the UUID of the only GPU that the process sees ("" without one), `gpu_index` its index on the machine,
-    `device` its name inside the process. An engine may have several GPUs: these fields then describe the first one, and
+    `device` its name inside the process, or "cpu" if it only embeds there: `embedder` is the device that it embeds on.
+    An engine may have several GPUs: these fields then describe the first one, and
     `gpu_numbers` has the indexes of all. `stage`: the stage that an engine serves, or that a pool worker serves first;
     "": both. `numa_node` None: unknown or irrelevant.
     `spare`: number of a standby worker, which is placed like worker `index` of its role; None for others.
@@ -54,6 +55,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     stage: Stage = ""
     paired_with: str = ""
     exclusive_gpu: bool = False
+    embedder: str = CPU
 
     @property
     def name(self) -> str:
@@ -63,7 +65,13 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     @property
     def shown_device(self) -> str:
         """Name of its device on the machine: "cpu", "cuda:3" or "cuda:3,4"."""
-        return f"cuda:{','.join(self.gpu_numbers) or self.gpu_index}" if self.gpu else self.device
+        on_gpu = self.gpu and not self.only_embeds_on_gpu
+        return f"cuda:{','.join(self.gpu_numbers) or self.gpu_index}" if on_gpu else self.device
+
+    @property
+    def only_embeds_on_gpu(self) -> bool:
+        """Whether it is on the CPU, and the GPU that it sees is for embedding."""
+        return self.device == CPU and self.embedder != CPU
 
     def is_on(self, gpu: str) -> bool:
         """Whether it uses the GPU with that name or UUID, or a MIG instance of it."""
@@ -84,7 +92,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
         """
         if self.gpu_numbers:  # by index, in PCI order: some of vLLM's checks do not support UUIDs
             return ",".join(self.gpu_numbers)
-        return "" if self.device == "cpu" else self.gpu or None
+        return "" if self.device == CPU and self.embedder == CPU else self.gpu or None
 
 
 RING_SLOTS = 256  # 10 ms of the fastest pool measured; a client waits in its own queue beyond
@@ -158,6 +166,7 @@ def plan_workers(config: NodeConfig) -> NodePlan:
         *(_place_engine(config.model) if isinstance(config.model, VllmSection) else ()),
         WorkerPlan(role="frontend", index=0, device="cpu", cores=(), threads=1),
     ]
+    workers = _embedding(config, workers)
     _check_counts(config)
     _check_memory_kinds(workers)
     _check_cores(workers)
@@ -214,6 +223,35 @@ def _place_engine(section: VllmSection) -> list[WorkerPlan]:
     device = CPU if section.on_cpu else "cuda:0"
     stages = [name for name, stage in section.stages.items() for _ in range(stage.instances)]
     return [WorkerPlan("engine", index, device, (), 1, stage=stage) for index, stage in enumerate(stages)]
+
+
+def embeds_elsewhere(worker: WorkerPlan) -> bool:
+    """Whether a worker embeds texts, if on a GPU then on one of `embedding.devices`: it has no GPU of its own."""
+    return worker.role in ("frontend", "prefill", "decode") and worker.device == CPU
+
+
+def _embedding(config: NodeConfig, workers: list[WorkerPlan]) -> list[WorkerPlan]:
+    """Give every worker that embeds its device for that: its own GPU, or the next of `embedding.devices`."""
+    devices = config.embedding.devices
+    if not devices or (CPU in devices and len(devices) > 1):
+        raise ConfigError('embedding.devices: give "cpu" alone, or one GPU or several')
+    if devices == (CPU,):
+        return workers
+    using = [worker.name for worker in workers if embeds_elsewhere(worker)]
+    if len(devices) > len(using):
+        raise ConfigError(
+            f"embedding.devices has {len(devices)} entries, but only {', '.join(using)} would use one; other workers "
+            "embed on their own GPU"
+        )
+    turn = itertools.cycle(devices)
+    placed = []
+    for worker in workers:
+        if embeds_elsewhere(worker):
+            worker = msgspec.structs.replace(worker, embedder=next(turn))
+        elif worker.role in ("prefill", "decode"):
+            worker = msgspec.structs.replace(worker, embedder=worker.device)
+        placed.append(worker)
+    return placed
 
 
 def _check_sockets(run_dir: str, workers: Sequence[WorkerPlan]) -> None:

@@ -13,7 +13,7 @@ _STOP_S = 1.0  # of a batch that computes; a request that hangs ends with the pr
 
 def list_size(embedder: Embedder, threads: int) -> int:
     """Return how many texts a list should have, so that all threads, or all requests to a server, are busy."""
-    return 64 * max(threads, embedder.max_concurrency)
+    return max(64 * max(threads, embedder.max_concurrency), 2 * embedder.turn.texts)
 
 
 def embed_passages(embedder: Embedder, lists: Iterable[Sequence[str]], threads: int) -> Generator[Vectors, None, None]:

@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from math import log
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -73,6 +73,21 @@ TextKind = Literal["query", "passage"]
 """Some models require a prefix, with different prefixes for queries and passages."""
 
 
+class Turn(NamedTuple):
+    """Texts and characters that a thread of the embedding stage takes at once."""
+
+    texts: int
+    characters: int
+
+
+COMPUTED = Turn(32, 2048)
+"""Two forward passes of an embedder that computes on the process's cores, whose threads it shares with others."""
+SENT = Turn(64, 65_536)
+"""A request of one that sends."""
+ON_GPU = Turn(256, 32_768)
+"""A forward pass on a GPU, of texts of 32 tokens; one of a few takes hardly less time."""
+
+
 class Embedder(Protocol):
     """Interface of embedders. Thread-safe."""
 
@@ -91,6 +106,11 @@ class Embedder(Protocol):
     @property
     def max_concurrency(self) -> int:
         """Useful number of concurrent calls of `embed`: 1 if it computes in this process, more if it waits."""
+
+    @property
+    def turn(self) -> Turn:
+        """What a thread of the embedding stage takes at once. Except for `COMPUTED`, its threads are its own:
+        `max_concurrency` of them."""
 
     def count_tokens(self, text: str) -> int:
         """Return the approximate number of tokens of a text, without special tokens and prefix."""
@@ -140,6 +160,7 @@ class HashingEmbedder:
 
     max_tokens = MAX_CHARACTERS
     max_concurrency = 1
+    turn = COMPUTED
 
     def __init__(self, dim: int) -> None:
         self.name = f"hashing-{dim}"

@@ -3,7 +3,7 @@
 import difflib
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,9 +15,13 @@ import numpy.typing as npt
 from runtime.errors import ConfigError, ModelError
 from runtime.files import read_regular
 from runtime.node.config import CollectionSection
+from runtime.retrieval.embedding.bert_files import BertFiles, check_packages
 from runtime.retrieval.embedding.embedder import (
+    COMPUTED,
     MAX_HASHING_DIM,
     MIN_HASHING_DIM,
+    ON_GPU,
+    SENT,
     SERVER_CONCURRENCY,
     DirectorySpec,
     Embedder,
@@ -26,28 +30,43 @@ from runtime.retrieval.embedding.embedder import (
     ServerSpec,
     TextKind,
     embedder_name,
+    normalize,
 )
 from runtime.retrieval.embedding.model_directory import ModelDirectory, read_model_directory
-from runtime.retrieval.embedding.onnx_model import MINILM, MINILM_DIM, OnnxEmbedder, load_minilm, minilm_files
+from runtime.retrieval.embedding.onnx_model import (
+    MINILM,
+    MINILM_DIM,
+    MINILM_ENCODING,
+    OnnxEncoder,
+    minilm_files,
+    minilm_weights,
+)
+from runtime.retrieval.embedding.text_embedder import Encoding, TextEmbedder
 
 DEFAULT_EMBEDDER = MINILM
+_CPU = "cpu"
+_NEAR = 0.95
+"""Least cosine between the vectors of a text by a model's two forms; MiniLM's, in int8 and float16, have .999."""
+_COMPARED = ("How does a with statement call __exit__?", "The cat sat on the mat while interest rates rose.")
 
 
 @dataclass(frozen=True)
 class EmbedderLocation:
     """Where an embedder is found on this machine: `override` replaces the directory or URL stored in the collection
-    ("": not replaced); `key_file` contains a server's key."""
+    ("": not replaced); `key_file` contains a server's key. `device`: torch's name of the GPU that runs a model, "cpu"
+    without; feature hashing and servers do not use it."""
 
     override: str = ""
     key_file: str = ""
+    device: str = _CPU
 
 
 DEFAULT_LOCATION = EmbedderLocation()
 
 
-def embedder_location(collection: CollectionSection) -> EmbedderLocation:
-    """Return where the collection's embedder is found on this machine."""
-    return EmbedderLocation(collection.embedder, collection.embedder_key_file)
+def embedder_location(collection: CollectionSection, device: str = _CPU) -> EmbedderLocation:
+    """Return where the collection's embedder is found on this machine, and which device runs it."""
+    return EmbedderLocation(collection.embedder, collection.embedder_key_file, device)
 
 
 def load_embedder(
@@ -61,7 +80,9 @@ def load_embedder(
     """
     if isinstance(spec, str):
         dim = embedder_dim(spec)
-        return load_minilm() if spec == MINILM else HashingEmbedder(dim)
+        if spec != MINILM:
+            return HashingEmbedder(dim)
+        return _on_device(MINILM, *minilm_files(), MINILM_ENCODING, minilm_weights, location.device)
     if isinstance(spec, ServerSpec):
         from runtime.retrieval.embedding.server import (  # and an HTTP client
             BUILD_RETRIES,
@@ -78,7 +99,7 @@ def load_embedder(
             f"{found.directory} contains another model than the {spec.name} that the collection was built with: "
             "the checksum of its files differs"
         )
-    embedder = _of_directory(found, spec)
+    embedder = _of_directory(found, spec, location.device)
     if embedder.dim != spec.dim:
         raise ModelError(f"the embedder {spec.name} returns vectors of {embedder.dim} dimensions, not {spec.dim}")
     return embedder
@@ -102,7 +123,7 @@ def embedder_dim(spec: EmbedderSpec) -> int:
 def check_embedder(spec: EmbedderSpec, location: EmbedderLocation = DEFAULT_LOCATION) -> None:
     """Raise the errors of `load_embedder` that can be found without loading anything."""
     embedder_dim(spec)
-    if isinstance(spec, str) and location != DEFAULT_LOCATION:
+    if isinstance(spec, str) and (location.override or location.key_file):
         raise ConfigError(f"the embedder {spec!r} is built in: it has no other location and no key")
     if spec == MINILM:
         minilm_files()
@@ -110,6 +131,16 @@ def check_embedder(spec: EmbedderSpec, location: EmbedderLocation = DEFAULT_LOCA
         read_key(location.key_file)
     elif isinstance(spec, DirectorySpec):
         _directory(spec, location)
+    if location.device != _CPU and (files := gpu_files(spec, location)) is not None:
+        check_packages(files.whose)
+
+
+def gpu_files(spec: EmbedderSpec, location: EmbedderLocation = DEFAULT_LOCATION) -> BertFiles | None:
+    """Return the files that a GPU runs, None if none would: feature hashing, a server. Raises `ModelError` for a model
+    without a form for GPUs."""
+    if isinstance(spec, DirectorySpec):
+        return BertFiles.read(_directory(spec, location).directory, f"the embedder {spec.name}")
+    return BertFiles.read(minilm_weights(), f"the embedder {MINILM}") if spec == MINILM else None
 
 
 def model_bytes(spec: DirectorySpec, location: EmbedderLocation = DEFAULT_LOCATION) -> int:
@@ -124,11 +155,13 @@ def choose_embedder(
     key_file: str = "",
     query_prefix: str | None = None,
     passage_prefix: str | None = None,
+    device: str = _CPU,
 ) -> tuple[EmbedderSpec, Embedder]:
     """Load the embedder for a new collection; return its description and the embedder. A server embeds one text.
 
     named: a built-in name, a directory with a sentence-transformers model in ONNX form (or an .onnx file in it), or the
     URL of a server including /v1, whose name for the embedder is `model`. Prefixes: None selects the model's own.
+    device: see `EmbedderLocation`.
     Raises `ModelError`, `ConfigError`, `EmbedderUnreachable` and `EmbedderFailed`.
     """
     prefixes = {
@@ -145,14 +178,14 @@ def choose_embedder(
     if "/" not in named and not named.endswith(".onnx") and not Path(named).is_dir():
         if prefixes:
             raise ConfigError(f"the embedder {named!r} takes no prefixes")
-        return named, load_embedder(named)
+        return named, load_embedder(named, location=EmbedderLocation(device=device))
     found = read_model_directory(Path(named))
     own = {"query_prefix": found.encoding.query_prefix, "passage_prefix": found.encoding.passage_prefix}
     spec = DirectorySpec(
         name=found.name, dim=1, directory=str(found.directory), model_file=found.model_file, sha256=found.sha256(),
         **(own | prefixes),
     )  # fmt: skip
-    embedder = _of_directory(found, spec)
+    embedder = _of_directory(found, spec, device)
     spec = msgspec.structs.replace(spec, dim=embedder.dim)
     embedder.name = embedder_name(spec)
     return spec, embedder
@@ -199,10 +232,45 @@ def _directory(spec: DirectorySpec, location: EmbedderLocation) -> ModelDirector
     return read_model_directory(named)
 
 
-def _of_directory(found: ModelDirectory, spec: DirectorySpec) -> OnnxEmbedder:
+def _of_directory(found: ModelDirectory, spec: DirectorySpec, device: str) -> TextEmbedder:
     encoding = replace(found.encoding, query_prefix=spec.query_prefix, passage_prefix=spec.passage_prefix)
-    tokenizer = found.directory / "tokenizer.json"
-    return OnnxEmbedder(embedder_name(spec), found.directory / found.model_file, tokenizer, encoding)
+    model, tokenizer = found.directory / found.model_file, found.directory / "tokenizer.json"
+    return _on_device(embedder_name(spec), model, tokenizer, encoding, lambda: found.directory, device)
+
+
+def _on_device(
+    name: str, model: Path, tokenizer: Path, encoding: Encoding, weights: Callable[[], Path], device: str
+) -> TextEmbedder:
+    """Load a model in ONNX form, or the one beside it in `weights()` on a GPU.
+
+    The collection's checksum covers the ONNX form only, so the two are compared. Raises `ModelError` if they differ.
+    """
+    on_cpu = TextEmbedder(name, OnnxEncoder(name, model, tokenizer, encoding.pooling), encoding)
+    if device == _CPU:
+        return on_cpu
+    files = BertFiles.read(weights(), f"the embedder {name}")
+    check_packages(files.whose)
+    from runtime.retrieval.embedding.torch_encoder import TorchEncoder  # and torch
+
+    encoder = TorchEncoder(files, tokenizer, encoding.pooling, encoding.max_tokens, device)
+    return same_vectors(on_cpu, TextEmbedder(name, encoder, encoding))
+
+
+def same_vectors(on_cpu: TextEmbedder, on_gpu: TextEmbedder) -> TextEmbedder:
+    """Return `on_gpu` if both give about the same vectors. Raises `ModelError`."""
+    if on_gpu.dim != on_cpu.dim:
+        raise ModelError(
+            f"the embedder {on_gpu.name} on a GPU returns vectors of {on_gpu.dim} dimensions, its ONNX form of "
+            f"{on_cpu.dim}"
+        )
+    one, other = (normalize(embedder.embed(_COMPARED)) for embedder in (on_cpu, on_gpu))
+    cosine = float((one * other).sum(axis=1).min())
+    if cosine < _NEAR:
+        raise ModelError(
+            f"the embedder {on_gpu.name}: its weights for a GPU are of another model than its ONNX form: the cosine of "
+            f"their vectors is {cosine:.3f}, the limit is {_NEAR}"
+        )
+    return on_gpu
 
 
 # ---- an embedder that is loaded on first use
@@ -213,7 +281,9 @@ class LazyEmbedder:
 
     def __init__(self, spec: EmbedderSpec, location: EmbedderLocation) -> None:
         self.name, self.dim = embedder_name(spec), embedder_dim(spec)
-        self.max_concurrency = SERVER_CONCURRENCY if isinstance(spec, ServerSpec) else 1
+        sends, computes = isinstance(spec, ServerSpec), isinstance(spec, DirectorySpec) or spec == MINILM
+        self.max_concurrency = SERVER_CONCURRENCY if sends else 1
+        self.turn = SENT if sends else ON_GPU if computes and location.device != _CPU else COMPUTED
         self._spec, self._location = spec, location
         self._lock = threading.Lock()
         self._loaded: Embedder | None = None

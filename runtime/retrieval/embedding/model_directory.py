@@ -17,7 +17,7 @@ from typing import Any
 
 from runtime.errors import ModelError
 from runtime.files import open_regular, read_regular
-from runtime.retrieval.embedding.onnx_model import Encoding, Pooling
+from runtime.retrieval.embedding.text_embedder import Encoding, Pooling
 
 MAX_TOKENS = 2048
 """Upper limit whatever the model supports: the cost of attention is quadratic in the tokens."""

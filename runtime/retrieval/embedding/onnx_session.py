@@ -13,7 +13,7 @@ from runtime.files import check_regular
 
 BATCH_TOKENS = 256
 """Texts of similar length share a forward pass up to this many tokens; more gains nothing on a CPU."""
-_PASS_TOKENS = 8
+PASS_TOKENS = 8
 """A forward pass costs as much as so many tokens more, measured (all-MiniLM-L6-v2): more padding is not worth one pass
 less."""
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -80,15 +80,15 @@ class OnnxSession:
         return found
 
 
-def batches_by_length(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Return rows in batches by length, each of at most `limit` tokens with padding (a longer row is a batch), and with
-    little padding."""
+def batches_by_length(lengths: Sequence[int], limit: int, pass_tokens: int = PASS_TOKENS) -> list[list[int]]:
+    """Return rows in batches by length, each of at most `limit` tokens with padding (a longer row is a batch). Padding
+    of more than `pass_tokens` begins another batch."""
     batches: list[list[int]] = []
     longest = 0
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
         length = lengths[row]
         rows = len(batches[-1]) if batches else 0
-        if rows and (rows + 1) * length <= limit and rows * (length - longest) <= _PASS_TOKENS:
+        if rows and (rows + 1) * length <= limit and rows * (length - longest) <= pass_tokens:
             batches[-1].append(row)
         else:
             batches.append([row])

@@ -15,6 +15,7 @@ import numpy as np
 from runtime.errors import EmbedderFailed, EmbedderUnreachable
 from runtime.retrieval.embedding.embedder import (
     MAX_DIM,
+    SENT,
     SERVER_CONCURRENCY,
     ServerSpec,
     TextKind,
@@ -24,7 +25,7 @@ from runtime.retrieval.embedding.embedder import (
     truncate_text,
 )
 
-BATCH_TEXTS, BATCH_CHARACTERS = 64, 65_536
+BATCH_TEXTS, BATCH_CHARACTERS = SENT
 MAX_TOKENS = 8192
 _CONNECT_S = 5.0
 _NUMBER_BYTES = 32  # longest text form of a component
@@ -65,6 +66,7 @@ class ServerEmbedder:
 
     max_tokens = MAX_TOKENS
     max_concurrency = SERVER_CONCURRENCY
+    turn = SENT
 
     def __init__(
         self,

@@ -7,8 +7,8 @@ submit ──▶ cache ──▶ TextQueue ──▶ a free thread takes its sha
           future
 ```
 None waits for company: a text that arrives at an idle thread is embedded alone. Embedders that compute in this process
-share its threads, as they share its cores; their libraries release the GIL. One that waits for a server has threads of
-its own, so that it delays no other.
+share its threads, as they share its cores; their libraries release the GIL. One that waits for a server, or for a GPU,
+has threads of its own, so that it delays no other.
 
 Texts of prefill have threads of their own, beside which those of probes and documents are niced: the kernel interrupts
 a batch of theirs when a text of prefill arrives, and leaves them the time that prefill does not use. While prefill uses
@@ -24,15 +24,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.errors import DeadlineExceeded, EmbedderUnreachable, ModelError, Overloaded, TrinityError, Unavailable
-from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
+from runtime.errors import (
+    DeadlineExceeded,
+    DeviceFailed,
+    EmbedderUnreachable,
+    ModelError,
+    Overloaded,
+    TrinityError,
+    Unavailable,
+)
+from runtime.retrieval.embedding.embedder import COMPUTED, Embedder, TextKind, Turn, Vectors
 from runtime.retrieval.embedding.text_queue import Part, TextQueue, Texts, Waiting, size_of
 from runtime.retrieval.embedding.vector_cache import VectorCache
 
 MAX_WAITING = 1024
 _PREFILL, _OTHERS = "prefill", "others"  # lanes of embedders that compute
-_COMPUTED, _SENT = (32, 2048), (64, 65_536)
-"""Texts and characters of a turn: two forward passes of an embedder that computes, a request of one that sends."""
 _TURNS = 8
 """Of prefill, after which a text of the others is embedded while texts of prefill wait all the time."""
 _NICENESS = 19
@@ -88,6 +94,7 @@ class EmbeddingStage:
         self._asked: dict[tuple[int, tuple[str, str]], Texts] = {}  # by key: one that waits or is being embedded
         self._closed = False
         self._reused = 0
+        self._failed: DeviceFailed | None = None
 
     def submit(
         self,
@@ -136,8 +143,11 @@ class EmbeddingStage:
         return future
 
     def statistics(self) -> StageStatistics:
-        """Return the state and the sums since the start."""
+        """Return the state and the sums since the start. Raises `DeviceFailed` if a GPU has failed an embedder, which
+        ends the worker."""
         with self._lock:
+            if self._failed is not None:
+                raise self._failed
             lanes = list(self._lanes.values())
             return StageStatistics(
                 sum(len(lane.queue) for lane in lanes), sum(lane.embedded for lane in lanes), self._reused,
@@ -158,10 +168,11 @@ class EmbeddingStage:
         return all([lane.join(until) for lane in self._lanes.values()])
 
     def _lane(self, embedder: Embedder, part: Part) -> "_Lane":
-        sends = embedder.max_concurrency > 1
-        name = embedder.name if sends else _PREFILL if part == "prefill" else _OTHERS
+        turn = embedder.turn
+        computes = turn == COMPUTED
+        name = embedder.name if not computes else _PREFILL if part == "prefill" else _OTHERS
         if name not in self._lanes:
-            count, turn = (embedder.max_concurrency, _SENT) if sends else (self._threads, _COMPUTED)
+            count = self._threads if computes else embedder.max_concurrency
             self._lanes[name] = _Lane(count, turn, self._lock, self._limit, self._clock, self._end)
             if _PREFILL in self._lanes and _OTHERS in self._lanes:
                 self._lanes[_OTHERS].niceness, self._lanes[_PREFILL].niced = _NICENESS, self._lanes[_OTHERS]
@@ -173,6 +184,8 @@ class EmbeddingStage:
             if texts.ended:  # another batch of it failed
                 return
             texts.ended = True
+            if isinstance(error, DeviceFailed):
+                self._failed = error
             if texts.key is not None:
                 if self._asked.get((texts.flow, texts.key)) is texts:
                     del self._asked[texts.flow, texts.key]
@@ -197,7 +210,7 @@ class _Lane:
     def __init__(
         self,
         count: int,
-        turn: tuple[int, int],
+        turn: Turn,
         lock: threading.Lock,
         limit: int,
         clock: Callable[[], int],
@@ -320,7 +333,8 @@ class _Lane:
                 one.texts.vectors[one.number] = vector
         except Exception as raised:  # of a library we do not know: the next text may be fine
             callers = list(dict.fromkeys(one.texts for one in group))
-            if len(callers) > 1 and not isinstance(raised, EmbedderUnreachable):  # it may be the fault of one
+            fails_all = isinstance(raised, EmbedderUnreachable | DeviceFailed)
+            if len(callers) > 1 and not fails_all:  # it may be the fault of one
                 for caller in callers:
                     self.embed([one for one in group if one.texts is caller], ended)
                 return

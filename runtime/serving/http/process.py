@@ -29,7 +29,7 @@ from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections.writer import WriterState
-from runtime.retrieval.embedding.loading import load_embedder
+from runtime.retrieval.embedding.loading import EmbedderLocation, load_embedder
 from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
@@ -73,7 +73,8 @@ _RESERVED_DESCRIPTORS = 256  # besides connections: sockets to workers, shared m
 def computing_threads(plan: NodePlan) -> int:
     """Return how many threads embed in the frontend, and how many rerank: as many as there are cores that no model
     worker computes on."""
-    models = sum(worker.threads for worker in plan.workers if worker.role in ("prefill", "decode") and not worker.gpu)
+    on_cpu = [worker for worker in plan.workers if not worker.gpu or worker.only_embeds_on_gpu]
+    models = sum(worker.threads for worker in on_cpu if worker.role in ("prefill", "decode"))
     return min(max(len(os.sched_getaffinity(0)) - models, 1), _COMPUTING_THREADS)
 
 
@@ -125,7 +126,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     plan = worker.plan
     config = plan.config
     metrics = RequestMetrics(worker.table, config.slo)
-    registry = CollectionRegistry(plan, in_background=True)
+    registry = CollectionRegistry(plan, in_background=True, device=worker.placement.embedder)
     reranking = Reranking.of_plan(plan, Reranking.load(plan), worker.table, computing_threads(plan))
     worker.startup.mark("embedder")
     search = None
@@ -292,7 +293,7 @@ def _tokenizer(model: str) -> "Tokenizer":
 def _open_answer_cache(worker: Worker, client: AsyncSearchClient) -> AnswerCache:
     """Return the answer cache. Raises ModelError for an unknown embedder."""
     limits = worker.plan.config.answer_cache
-    embedder = load_embedder(limits.embedder)
+    embedder = load_embedder(limits.embedder, location=EmbedderLocation(device=worker.placement.embedder))
 
     def count(event: CacheEvent, times: int) -> None:
         worker.table.add(FrontendMetrics.ANSWER_CACHE[event], times)

@@ -13,7 +13,8 @@ from typing import get_args
 from ipc import IpcError
 from runtime.errors import InternalError, TrinityError, WorkerLost
 from runtime.node.metrics.worker_metrics import OfferOutcome, PrefillMetrics
-from runtime.node.startup import run_in_background
+from runtime.node.placement.plan import CPU
+from runtime.node.startup import run_in_background, run_now
 from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
@@ -49,7 +50,9 @@ class PrefillWorker:
             config.handover.disaggregate, config.slo.tpot_s, config.decode.chunk_tokens
         )
         transport = transport or transport_for(worker.placement.device)
-        loading = run_in_background(lambda: (CollectionRegistry.warm(worker.plan), Reranking.load(worker.plan)))
+        device = worker.placement.embedder
+        begin = run_in_background if device == CPU else run_now  # graphs are captured while nothing else uses the GPU
+        loading = begin(lambda: (CollectionRegistry.warm(worker.plan, device), Reranking.load(worker.plan)))
         setup = ModelSetup.of(config, "prefill", transport)
         blocks, block_tokens, context_tokens = setup.blocks, setup.block_tokens, setup.context_tokens
         kind = kv_type(setup.weights, transport.kernels)
