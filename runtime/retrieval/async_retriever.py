@@ -2,8 +2,10 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -50,6 +52,47 @@ async def wait_until(step: Until) -> Any:
         raise DeadlineExceeded("it took longer than its limit") from None
 
 
+class ThreadResults:
+    """Results of threads for the tasks of one event loop, which wake it once for all that end together, as the texts of
+    a batch do."""
+
+    def __init__(self) -> None:
+        self._ended: deque[tuple[asyncio.Future[None], Future[Any]]] = deque()
+        self._woken = False  # whether `_deliver` is going to be called
+
+    async def of(self, future: Future[R]) -> R:
+        """Return a future's result, or raise its error; as `asyncio.wrap_future`, also if either is cancelled."""
+        if future.done():
+            return future.result()
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[None] = loop.create_future()
+        future.add_done_callback(partial(self._end, loop, waiting))
+        try:
+            await waiting
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        return future.result()
+
+    def _end(self, loop: asyncio.AbstractEventLoop, waiting: "asyncio.Future[None]", future: Future[Any]) -> None:
+        """Called by the thread."""
+        self._ended.append((waiting, future))
+        if not self._woken and not loop.is_closed():
+            self._woken = True
+            loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # first: what ends from now on is found below, or calls again
+        while self._ended:
+            waiting, future = self._ended.popleft()
+            if waiting.done():
+                continue  # the task was cancelled
+            if future.cancelled():
+                waiting.cancel()
+            else:
+                waiting.set_result(None)
+
+
 class AsyncRetriever:
     """Retrieval for the tasks of one event loop. Embedding, keyword search and reading documents run on threads, except
     for documents that were read lately.
@@ -65,6 +108,7 @@ class AsyncRetriever:
         self.registry = registry
         self.client = AsyncSearchClient(client)
         self._steps = RetrievalSteps(registry, client, threads=threads, max_wait_ns=int(max_wait_s * 1e9))
+        self._threads = ThreadResults()
         self._tickets = client.dispatcher.tickets
         self._documents = ThreadPoolExecutor(_DOCUMENT_THREADS, thread_name_prefix="documents")
 
@@ -90,11 +134,11 @@ class AsyncRetriever:
             case Query():
                 return await self.client.answer(step)
             case Future():
-                return await asyncio.wrap_future(step)
+                return await self._threads.of(step)
             case Until():
                 return await wait_until(step)
             case Read():
-                return await asyncio.get_running_loop().run_in_executor(self._documents, step.run)
+                return await self._threads.of(self._documents.submit(step.run))
             case _:
                 self.client.poll_now()
                 return await asyncio.sleep(PAUSE_MS / 1e3)
@@ -115,7 +159,7 @@ class AsyncRetriever:
 
     async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind, flow: int) -> tuple[Vectors, int]:
         """Return the texts' vectors [n, dim] and their number of tokens; shares threads with searches."""
-        embedded = await asyncio.wrap_future(
+        embedded = await self._threads.of(
             self._steps.embedding.submit(embedder, texts, kind, flow=flow, count_tokens=True)
         )
         return embedded.vectors, embedded.tokens
