@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
+
 from runtime.errors import (
     CollectionError,
     CollectionReplaced,
@@ -50,8 +52,7 @@ class KeywordQuery:
     search: Callable[[Vectors], Neighbors]
 
 
-@dataclass(frozen=True)
-class DocumentLookup:
+class DocumentLookup(msgspec.Struct, frozen=True, eq=False):
     """The documents of a search result, to be read on any thread. build: the open one that the result is from."""
 
     build: OpenBuild

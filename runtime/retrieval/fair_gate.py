@@ -80,12 +80,17 @@ class FairLimit:
 
     async def enter(self, flow: int) -> None:
         """Count one, after waiting for it. Raises `Overloaded`."""
-        self.check()
-        if self._has_room(flow):
-            self._count[flow] += 1
-            self._total += 1
-        else:
+        if not self.entered(flow):
             await self._wait(flow)
+
+    def entered(self, flow: int) -> bool:
+        """Count one at once; return False if it has to wait, by `enter`. Raises `Overloaded`."""
+        self.check()
+        if not self._has_room(flow):
+            return False
+        self._count[flow] += 1
+        self._total += 1
+        return True
 
     async def _wait(self, flow: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -124,7 +129,7 @@ class FairLimit:
 
 
 class _Counted:
-    """See `FairLimit.counted`. Every search enters one: a generator would take three times as long."""
+    """See `FairLimit.counted`. A generator would take three times as long."""
 
     def __init__(self, limit: FairLimit, flow: int) -> None:
         self._limit, self._flow = limit, flow

@@ -139,7 +139,7 @@ class SegmentVerification:
     @property
     def settled(self) -> bool:
         """Whether all segments have been verified, without an error."""
-        return self._ended and not self._checksums.pending and self._work.error is None
+        return self._ended and self._work.error is None and not self._checksums.pending
 
     @property
     def error_message(self) -> str:

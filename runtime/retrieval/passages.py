@@ -1,7 +1,6 @@
 """A passage: a retrieved document."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -30,8 +29,7 @@ class Passage(msgspec.Struct, frozen=True):
 RERANKED = "reranked"
 
 
-@dataclass(frozen=True, slots=True)
-class SearchTimes:
+class SearchTimes(msgspec.Struct, frozen=True):
     """Monotonic ns at which a batch of texts began with the query's, the pools had answered, and the passages had been
     read, if they were then reranked; 0: it did not happen."""
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import msgspec
 from msgspec.structs import replace
 
 from runtime.errors import (
@@ -68,8 +69,7 @@ class Until:
 Step = Future[Any] | Until | Query | Read | Literal["pause"]
 
 
-@dataclass(frozen=True)
-class RetrievalResult:
+class RetrievalResult(msgspec.Struct, frozen=True, eq=False):
     """The end of a retrieval: its passages, nearest first, or the error that ended it.
 
     `embedded_ns`: when its vector was ready. `build`: identity of the collection's build that the passages come from.
@@ -153,7 +153,9 @@ class RetrievalSteps:
     def _retrieve(self, query: Query, build: str, on_embedded: Callable[[], None], on_read: OnRead) -> Steps:
         registry, collection, k, flow = self._registry, query.spec.collection, query.spec.k, query.spec.flow
         began_ns = self._clock()
-        spec = replace(query.spec, search_width=self._client.dispatcher.settings.search_width)
+        spec, width = query.spec, self._client.dispatcher.settings.search_width
+        if spec.search_width != width:
+            spec = replace(spec, search_width=width)
         registry.follow(collection, self._client.identities(collection))
         while (opening := registry.opening(collection)) is not None:
             yield Read(opening.join)

@@ -7,7 +7,6 @@ query, k ──▶ search for `candidates` of it ──▶ score each against th
 Like `RetrievalSteps` it yields what it waits for, so nothing here waits or knows a loop.
 """
 
-import dataclasses
 import logging
 import time
 from collections import deque
@@ -16,7 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from runtime.errors import DeadlineExceeded, RerankerFailed, TrinityError
 from runtime.node.metrics.table import WorkerTable
@@ -81,16 +80,16 @@ class Reranking:
         """Return the query for the passages to rerank."""
         k = query.spec.k
         wanted = max(k, min(DEPTH * k, MAX_CANDIDATES, self._max_k))
-        return msgspec.structs.replace(query, spec=msgspec.structs.replace(query.spec, k=wanted))
+        return replace(query, spec=replace(query.spec, k=wanted))
 
     def retrieve(self, query: Query, retrieve: Callable[[Query], Steps]) -> Steps:
         """Return the steps of a retrieval with reranking, if the query wants it, from those of one without."""
         if query.rerank is None:
             return (yield from retrieve(query))
         found = yield from retrieve(self.candidates(query))
-        times = dataclasses.replace(found.times, read_ns=self._clock())
+        times = replace(found.times, read_ns=self._clock())
         passages, ranking = yield from self.rank(query, found.passages)
-        return dataclasses.replace(found, passages=tuple(passages), ranking=ranking, times=times)
+        return replace(found, passages=tuple(passages), ranking=ranking, times=times)
 
     def rank(self, query: Query, found: Sequence[Passage]) -> Generator[Until, Any, tuple[list[Passage], str]]:
         """Return the steps to the passages of a query in their final order, and whether they were reranked
@@ -109,7 +108,7 @@ class Reranking:
         self._failing = False
         best = sorted(zip(scored.scores, found, strict=True), key=lambda pair: -pair[0])[:k]
         least = query.rerank.min_score
-        return [msgspec.structs.replace(one, score=score) for score, one in best if score >= least], RERANKED
+        return [replace(one, score=score) for score, one in best if score >= least], RERANKED
 
     def score(self, query: str, texts: Sequence[str], flow: int, until_ns: int) -> Generator[Until, Any, Scored]:
         """Return the steps to the scores of texts, in their order. Raises `TrinityError`: after `until_ns`

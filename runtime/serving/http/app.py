@@ -54,6 +54,7 @@ from runtime.serving.http.responses import (
     ChatResponse,
     CompletionResponse,
     EventStream,
+    FoundJson,
     GenerationResponse,
     Json,
     cancel_on_disconnect,
@@ -61,7 +62,6 @@ from runtime.serving.http.responses import (
     events,
     first_tokens,
     json_response,
-    passage_json,
     passages_response,
 )
 from runtime.serving.http.retrieval_body import parse_retrieval
@@ -279,7 +279,9 @@ class _Routes:
         collection = query.spec.collection
 
         def respond(passages: FoundPassages) -> Response:
-            found = [passage_json(passage) | {"text": passage.text} for passage in passages]
+            found = [
+                FoundJson(one.id, one.title, one.distance, one.text, one.score, one.attributes) for one in passages
+            ]
             result: Json = {"id": request_id(http), "object": "retrieval", "collection": collection, "passages": found}
             return passages_response(result | ranking_json(passages.ranking))
 

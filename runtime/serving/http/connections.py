@@ -180,14 +180,16 @@ class BoundedConnection(asyncio.Protocol):
         raw_path, _, query = head.target.partition(b"?")
         scope: Scope = {
             "type": "http", "asgi": _ASGI, "http_version": head.version, "method": head.method, "root_path": "",
-            "path": unquote(raw_path.decode()), "raw_path": raw_path, "query_string": query, "headers": head.headers,
-            "state": self._state.copy(), **self._addresses,
+            "path": unquote(path) if "%" in (path := raw_path.decode()) else path, "raw_path": raw_path,
+            "query_string": query, "headers": head.headers, **self._addresses,
         }  # fmt: skip
         exchange = Exchange(
             scope, self.transport, self._flow, self._server.default_headers, self._answered, self._close,
             keep_alive=head.keep_alive, expects_continue=head.expects_continue,
         )  # fmt: skip
-        scope["state"].update(arrived_body=exchange.arrived_body, respond=exchange.respond)
+        scope["state"] = {
+            **self._state, "arrived_body": exchange.arrived_body, "respond": exchange.respond,
+        }  # fmt: skip
         if self._answering is None:
             self._answer(exchange)
         else:

@@ -53,12 +53,14 @@ class Exchange:
         self._body += part
         if len(self._body) > HIGH_WATER_LIMIT:
             self._flow.pause_reading()
-        self._wake()
+        if self._waiting is not None:
+            self._wake()
 
     def end_body(self) -> None:
         """The request's body is complete."""
         self.arrived = True
-        self._wake()
+        if self._waiting is not None:
+            self._wake()
 
     def disconnect(self) -> None:
         """Nothing more is received, and nothing that the application sends is."""
@@ -78,6 +80,7 @@ class Exchange:
                 self._close()
 
     def _wake(self) -> None:
+        """Let `receive` go on."""
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
@@ -147,7 +150,8 @@ class Exchange:
         self._transport.write(head + body)
         if not more:
             self.ended = True
-            self._wake()
+            if self._waiting is not None:
+                self._wake()
             if not self.keep_alive:
                 self._close()
             self._on_end()

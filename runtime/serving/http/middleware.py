@@ -84,6 +84,7 @@ class HostNotAllowed(InvalidRequest):
     status = 403
 
 
+_JSON = b"application/json"
 MAX_BODY_BYTES = 1 << 20
 BODY_TIMEOUT_S = 30.0
 MAX_RECEIVING_BYTES = 64 << 20
@@ -119,13 +120,19 @@ async def read_body(request: Request, memory: BodyMemory, limit: int, timeout_s:
 
     Raises CompressedBody, NotJson, BodyTooLarge, RequestTooSlow or starlette's ClientDisconnect.
     """
-    encoding = _header(request.scope, b"content-encoding", "identity")
-    if encoding.strip().lower() not in ("identity", ""):
-        raise CompressedBody(f"the body has Content-Encoding {encoding[:64]!r}: send it uncompressed")
-    content_type = _header(request.scope, b"content-type", "")
-    if content_type.partition(";")[0].strip().lower() != "application/json":
+    encoding = content_type = None  # the first of each
+    for name, value in request.scope["headers"]:
+        if name == b"content-type":
+            content_type = value if content_type is None else content_type
+        elif name == b"content-encoding":
+            encoding = value if encoding is None else encoding
+    if encoding is not None and encoding.strip().lower() not in (b"identity", b""):
+        raise CompressedBody(f"the body has Content-Encoding {_shown(encoding)}: send it uncompressed")
+    if content_type != _JSON and (content_type or b"").partition(b";")[0].strip().lower() != _JSON:
         # Against CSRF: a web page may send other types across origins without a CORS preflight.
-        raise NotJson(f"the body's type is {content_type[:64]!r}: send the header 'Content-Type: application/json'")
+        raise NotJson(
+            f"the body's type is {_shown(content_type or b'')}: send the header 'Content-Type: application/json'"
+        )
     return await bounded_body(request, memory, limit, timeout_s)
 
 
@@ -165,12 +172,8 @@ async def bounded_body(
     return b"".join(parts)
 
 
-def _header(scope: Scope, wanted: bytes, default: str) -> str:
-    """Return the first of a request's headers of this name."""
-    for name, value in scope["headers"]:
-        if name == wanted:
-            return str(value, "latin-1")
-    return default
+def _shown(value: bytes) -> str:
+    return repr(value.decode("latin-1")[:64])
 
 
 def _none(limit: int) -> None:

@@ -1,6 +1,5 @@
 """Searches of the frontend with reranking."""
 
-import dataclasses
 from collections.abc import Callable
 from time import monotonic_ns
 
@@ -30,7 +29,7 @@ class RerankedSearch:
         )
         if query.rerank is None:
             return found
-        times = dataclasses.replace(found.times, read_ns=monotonic_ns())
+        times = replace(found.times, read_ns=monotonic_ns())
         query = replace(query, spec=replace(query.spec, deadline_ns=until_ns))
         passages, ranking = await run_steps(self._reranking.rank(query, found), wait_until)
         return FoundPassages(passages, ranking=ranking, times=times)

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from runtime.errors import InternalError, ResponseTooLarge, TrinityError
-from runtime.retrieval.passages import MAX_PASSAGES_BYTES, Passage
+from runtime.retrieval.passages import MAX_PASSAGES_BYTES, Attributes, Passage
 from runtime.retrieval.stores.collection import FILE, attributes_of
 from runtime.retrieval.stores.records import Store
 from runtime.serving.frontend.engine import Engine
@@ -83,6 +83,17 @@ def passage_json(passage: Passage) -> Json:
     if passage.score is not None:
         found["relevance_score"] = passage.score
     return found | {"attributes": passage.attributes} if passage.attributes else found
+
+
+class FoundJson(msgspec.Struct, omit_defaults=True):
+    """`passage_json` with the text; msgspec writes a NaN or infinite distance as null."""
+
+    id: str
+    title: str
+    distance: float
+    text: str
+    relevance_score: float | None = None
+    attributes: Attributes = {}
 
 
 def _store_passage_json(store: Store, passage: Passage) -> Json:

@@ -47,13 +47,16 @@ def searched_collection(name: str, k: int, access: Access, settings: Settings, p
 
     Raises InvalidRequest, also for too large a `k`, `UnknownCollection` and Forbidden.
     """
-    names = access.visible(known := settings.collections)
+    known = settings.collections
     if not known:
         raise UnknownCollection("this node has no collections", f"{prefix}collection")
-    if not name and len(names) != 1:
-        loaded = ", ".join(names) or "none"
-        raise InvalidRequest(f"{prefix}collection is missing; loaded: {loaded}", f"{prefix}collection")
-    found = access.resolve(name or names[0], known, f"{prefix}collection")
+    if not name:
+        names = access.visible(known)
+        if len(names) != 1:
+            loaded = ", ".join(names) or "none"
+            raise InvalidRequest(f"{prefix}collection is missing; loaded: {loaded}", f"{prefix}collection")
+        name = names[0]
+    found = access.resolve(name, known, f"{prefix}collection")
     _check_k(k, settings, prefix)
     return found
 

@@ -127,7 +127,10 @@ class Searches:
         `reserve`: see `UnsentResponse.reserve`. Raises Overloaded (before the search starts), DeadlineExceeded, or
         errors of the source and of `reserve`.
         """
-        async with self._limit.counted(query.spec.flow):
+        flow, limit = query.spec.flow, self._limit
+        if not limit.entered(flow):
+            await limit.enter(flow)
+        try:
             traces, state, found = self._traces, "internal_error", 0
             traces.start_search(request_id, client_id, Retrieval(query.spec.collection, query.spec.k))
             try:
@@ -152,6 +155,8 @@ class Searches:
                     took_ms = (stamps[stages.END] - stamps[stages.RECEIVED]) / 1e6
                     result = f"{found} passages" if state == "found" else state
                     log.log(level, "search ended: %s, %.1f ms", result, took_ms, extra={"request": request_id})
+        finally:
+            limit.leave(flow)
 
     async def _search(self, query: Query, request_id: str, reserve: Callable[[int], None]) -> FoundPassages:
         try:
