@@ -39,11 +39,13 @@ class Embedder:
         self.max_concurrency, self.turn, self._harness = max_concurrency, turn, harness
         self.gate = threading.Event()
         self.batches: list[list[str]] = []
+        self.niceness: list[int] = []  # of the threads
 
     def count_tokens(self, text: str) -> int:
         return len(text)
 
     def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Vectors:
+        self.niceness.append(os.getpriority(os.PRIO_PROCESS, 0))
         self.batches.append(list(texts))
         assert self.gate.wait(SOON_S)
         self._harness.now += sum(COST_NS * (1 + len(text) // 100) for text in texts)
@@ -247,16 +249,28 @@ def test_probes_and_documents_do_not_starve_while_texts_of_prefill_keep_all_thre
     busy.gate.set()
 
 
-def test_threads_of_probes_and_documents_are_niced_once_prefill_computes_beside_them() -> None:
-    class Niceness(HashingEmbedder):
-        def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Vectors:
-            return np.full((len(texts), 1), os.getpriority(os.PRIO_PROCESS, 0), np.float32)  # of this thread
+def test_probes_and_documents_are_embedded_by_niced_threads_while_texts_of_prefill_come(harness: Harness) -> None:
+    harness.open()
+    parts: list[Part] = ["bulk", "decode", "prefill", "bulk", "decode", "bulk", "prefill", "bulk"]
+    for number, part in enumerate(parts):
+        harness.now += 1_500_000_000
+        value(harness.ask(f"text {number}", part=part))
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert harness.embedder.niceness[1:] == [19, own, own, 19, own, own, own, 19]
 
-    stage, embedder, own = EmbeddingStage(), Niceness(16), os.getpriority(os.PRIO_PROCESS, 0)
-    parts: list[Part] = ["bulk", "decode", "prefill", "bulk", "decode", "prefill"]
-    found = [value(stage.submit(embedder, [f"text {n}"], part=part)) for n, part in enumerate(parts)]
-    assert stage.close(SOON_S)
-    assert found == [own, own, own, 19, 19, own]
+
+def test_what_niced_threads_leave_is_embedded_by_the_others_when_texts_of_prefill_come_no_more(
+    make: Callable[..., Harness],
+) -> None:
+    harness = make(part="bulk")
+    harness.after(*harness.held, harness.ask("prompt", part="prefill"))
+    harness.embedder.gate.clear()
+    harness.hold("by a niced thread")
+    waiting = harness.ask("by another")
+    harness.now += 3_000_000_000
+    harness.after(waiting)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert harness.embedder.niceness == [own, own, 19, own]
 
 
 def test_a_short_list_does_not_wait_for_the_end_of_a_long_one(make: Callable[..., Harness]) -> None:

@@ -10,9 +10,9 @@ None waits for company: a text that arrives at an idle thread is embedded alone.
 share its threads, as they share its cores; their libraries release the GIL. One that waits for a server, or for a GPU,
 has threads of its own, so that it delays no other.
 
-Texts of prefill have threads of their own, beside which those of probes and documents are niced: the kernel interrupts
-a batch of theirs when a text of prefill arrives, and leaves them the time that prefill does not use. While prefill uses
-all of it, its threads embed a text of theirs now and then.
+Texts of prefill have threads of their own. While they come, those of probes and documents are embedded by niced
+threads: the kernel interrupts a batch of theirs when a text of prefill arrives, and leaves them the time that prefill
+does not use. While prefill uses all of it, its threads embed a text of theirs now and then.
 """
 
 import os
@@ -41,9 +41,10 @@ MAX_WAITING = 1024
 _PREFILL, _OTHERS = "prefill", "others"  # lanes of embedders that compute
 _TURNS = 8
 """Of prefill, after which a text of the others is embedded while texts of prefill wait all the time."""
-_NICENESS = 19
-"""Of the others' threads beside prefill's: 1.4% of a core that prefill keeps busy. With 10 (a tenth of it) two texts of
-prefill were put on one core, the other one with a text of the others, and prefill's p99 was 1.9 times as long."""
+_NICENESS, _RECENT_NS = 19, 2_000_000_000
+"""Of the others' threads, for so long after a text of prefill: 1.4% of a core that prefill keeps busy. With 10, a tenth
+of it, two texts of prefill were put on one core beside one of the others on the next, and its p99 was 1.9 times as
+long. Threads without it embed at other times, since any other process goes before niced ones too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ class StageStatistics:
 
 
 class EmbeddingStage:
-    """`threads` threads for texts of prefill and as many for the others, which start with the first text. Thread-safe.
+    """`threads` threads embed texts of prefill at once, and as many the others. They start with the first text.
+    Thread-safe.
 
     More than `limit` waiting callers are refused, and a query that would wait longer than `max_wait_ns` behind others
     (0: any time). A call of an embedder that hangs occupies its thread. `clock` returns monotonic ns.
@@ -92,6 +94,7 @@ class EmbeddingStage:
         self._lanes: dict[str, _Lane] = {}
         self._cache = VectorCache() if cache is None else cache
         self._asked: dict[tuple[int, tuple[str, str]], Texts] = {}  # by key: one that waits or is being embedded
+        self._prefill_ns: int | None = None  # when a text of prefill came last
         self._closed = False
         self._reused = 0
         self._failed: DeviceFailed | None = None
@@ -134,7 +137,7 @@ class EmbeddingStage:
                     asked.deadline_ns = max(asked.deadline_ns, deadline_ns) if asked.deadline_ns and deadline_ns else 0
                     self._reused += 1
                     return future
-            lane = self._lane(embedder, part)
+            lane = self._lane(embedder, part, now)
             lane.check_room(flow, part, texts, deadline_ns, now, 0 if part == "bulk" else self._max_wait_ns)
             wanted = Texts(embedder, list(texts), kind, flow, part, deadline_ns, now, [future], key, count_tokens)
             if key is not None:
@@ -167,16 +170,21 @@ class EmbeddingStage:
         until = None if timeout_s is None else time.monotonic() + timeout_s
         return all([lane.join(until) for lane in self._lanes.values()])
 
-    def _lane(self, embedder: Embedder, part: Part) -> "_Lane":
-        turn = embedder.turn
-        computes = turn == COMPUTED
-        name = embedder.name if not computes else _PREFILL if part == "prefill" else _OTHERS
-        if name not in self._lanes:
-            count = self._threads if computes else embedder.max_concurrency
-            self._lanes[name] = _Lane(count, turn, self._lock, self._limit, self._clock, self._end)
-            if _PREFILL in self._lanes and _OTHERS in self._lanes:
-                self._lanes[_OTHERS].niceness, self._lanes[_PREFILL].niced = _NICENESS, self._lanes[_OTHERS]
-        return self._lanes[name]
+    def _lane(self, embedder: Embedder, part: Part, now: int) -> "_Lane":
+        shared = self._lock, self._limit, self._clock, self._end
+        if (turn := embedder.turn) != COMPUTED:
+            if embedder.name not in self._lanes:
+                self._lanes[embedder.name] = _Lane(embedder.max_concurrency, turn, *shared)
+            return self._lanes[embedder.name]
+        if _PREFILL not in self._lanes:
+            others = _Lane(self._threads, COMPUTED, *shared, is_niced=self._is_prefill_near)
+            self._lanes |= {_OTHERS: others, _PREFILL: _Lane(self._threads, COMPUTED, *shared, behind=others)}
+        if part == "prefill":
+            self._prefill_ns = now
+        return self._lanes[_PREFILL if part == "prefill" else _OTHERS]
+
+    def _is_prefill_near(self) -> bool:
+        return self._prefill_ns is not None and self._clock() < self._prefill_ns + _RECENT_NS
 
     def _end(self, texts: Texts, error: BaseException | None, now_ns: int) -> None:
         """Give the callers the vectors, or an error."""
@@ -203,8 +211,8 @@ class EmbeddingStage:
 class _Lane:
     """A queue and its threads; `lock` protects the queue and the sums. `on_end` is called without it.
 
-    `niceness`: of its threads, from their next turn on. `niced`: the lane that gets what this one leaves, and of which
-    its threads embed a text after `_TURNS` turns that left texts waiting.
+    `is_niced`: whether niced threads embed at present; there are as many of these as others. `behind`: the lane of
+    which this one's threads embed a text after `_TURNS` turns that left texts waiting.
     """
 
     def __init__(
@@ -215,6 +223,9 @@ class _Lane:
         limit: int,
         clock: Callable[[], int],
         on_end: Callable[[Texts, BaseException | None, int], None],
+        *,
+        is_niced: Callable[[], bool] | None = None,
+        behind: "_Lane | None" = None,
     ) -> None:
         self.queue = TextQueue()
         self.embedded = self.batches = self.busy_ns = self.waited_ns = 0
@@ -222,10 +233,8 @@ class _Lane:
         self._changed = threading.Condition(lock)
         self._open: set[Texts] = set()
         self._threads: list[threading.Thread] = []
-        self._idle = 0  # threads that wait, or have not begun
         self._ends: dict[int, float] = {}  # by thread: when its batch is expected to end, in ns
-        self.niceness = 0
-        self.niced: _Lane | None = None
+        self._is_niced, self._behind = is_niced, behind
         self._leaving = 0  # turns in succession that left texts waiting
         self._closed = False
 
@@ -248,12 +257,16 @@ class _Lane:
     def add(self, texts: Texts) -> None:
         self.queue.push(texts)
         self._open.add(texts)
-        self._changed.notify(len(texts.texts))
-        while len(self._threads) < self._count and self._idle < len(self.queue):
-            number = len(self._threads)
-            self._threads.append(threading.Thread(target=self._run, name=f"embedding_{number}", daemon=True))
-            self._threads[-1].start()
-            self._idle += 1
+        if not self._threads:
+            for number in range(self._count if self._is_niced is None else 2 * self._count):
+                arguments = (number >= self._count,)
+                thread = threading.Thread(target=self._run, args=arguments, name=f"embedding_{number}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        if self._is_niced is None:
+            self._changed.notify(len(texts.texts))
+        else:
+            self._changed.notify_all()  # of either kind
 
     def close(self) -> list[Texts]:
         """Stop the threads; return what has not ended."""
@@ -268,18 +281,17 @@ class _Lane:
             thread.join(None if until is None else max(until - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _run(self) -> None:
-        niceness = 0  # which can only be raised
+    def _run(self, niced: bool) -> None:
+        if niced:
+            os.nice(_NICENESS)  # on Linux, of this thread
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or len(self.queue))
+                while not (self._closed or (len(self.queue) and self._is_turn_of(niced))):
+                    self._changed.wait(_RECENT_NS / 1e9 if len(self.queue) else None)  # then it is its turn again
                 if self._closed:
                     return
-                if niceness < self.niceness:
-                    niceness = self.niceness
-                    os.nice(niceness)  # on Linux, of this thread
-                if self.niced is not None and self._leaving >= _TURNS and len(self.niced.queue):
-                    self._leaving, lane = 0, self.niced
+                if self._behind is not None and self._leaving >= _TURNS and len(self._behind.queue):
+                    self._leaving, lane = 0, self._behind
                     taken, ended = lane.take(1)
                 else:
                     lane, (taken, ended) = self, self.take(self._turn[0])
@@ -290,9 +302,11 @@ class _Lane:
             lane.finish(taken, ended, begin, self._clock())
             del taken, ended  # nothing is kept alive while the thread waits
 
+    def _is_turn_of(self, niced: bool) -> bool:
+        return self._is_niced is None or self._is_niced() is niced
+
     def take(self, most: int) -> tuple[list[Waiting], dict[Texts, TrinityError | None]]:
         """Remove the texts of a turn; return them, and what has ended: cancelled, or too late. With the lock."""
-        self._idle -= 1
         characters = self._turn[1]
         taken: list[Waiting] = []
         ended: dict[Texts, TrinityError | None] = {}
@@ -344,7 +358,6 @@ class _Lane:
     def finish(self, taken: list[Waiting], ended: dict[Texts, TrinityError | None], begin_ns: int, now_ns: int) -> None:
         counts = [one.texts.embedder.count_tokens(one.text) if one.texts.counted else 0 for one in taken]
         with self._changed:
-            self._idle += 1
             self._ends.pop(threading.get_ident())
             for one, tokens in zip(taken, counts, strict=True):
                 one.texts.tokens += tokens
@@ -357,5 +370,7 @@ class _Lane:
                 self.batches += 1
                 self.busy_ns += now_ns - begin_ns
             self._open.difference_update(ended)
+            if self._is_niced is not None:
+                self._changed.notify_all()  # it may be the turn of the other kind
         for texts, error in ended.items():
             self._on_end(texts, error, now_ns)
