@@ -5,13 +5,14 @@
         [--part chats [--model DIR]]
 
 DIR has text/squad11_passages.jsonl.gz and text/squad11_questions_{dev,train}.jsonl.gz. The node has the shipped
-defaults, no model, and one collection of the first passages; every question is another one. The load generator runs on
-the same cores. `raw` is the same embedder without a node: the best rate of one text at a time, and of batches of 64 on
-as many threads as there are cores. Without a node, too: `stage`, the embedding stage; `probes`, prefill's texts in it
-beside decode's; `build`, the documents of a build, beside fastembed if that is installed. `peer` is Qdrant's client
-with fastembed, if both are installed (`pip install qdrant-client fastembed`): with the same model file, in memory,
-asked by threads of this process. `chats` are 16 at a time with retrieval from a node with a model: SmolLM2-135M, or
-DIR. On a machine that others use, compare processor times: of a node's, all of its processes and the load generator.
+defaults, no model, and one collection of the first passages; every question is another one, in random order. The load
+generator runs on the same cores. `raw` is the same embedder without a node: the best rate of one text at a time, and of
+batches of 64 on as many threads as there are cores. Without a node, too: `stage`, the embedding stage; `probes`,
+prefill's texts in it beside decode's; `build`, the documents of a build, beside fastembed if that is installed. `peer`
+is Qdrant's client with fastembed, if both are installed (`pip install qdrant-client fastembed`): with the same model
+file, in memory, asked by threads of this process. `chats` are 16 at a time with retrieval from a node with a model:
+SmolLM2-135M, or DIR. On a machine that others use, compare processor times: of a node's, all of its processes and the
+load generator.
 """
 
 import argparse
@@ -148,6 +149,7 @@ def _row(load: Load) -> dict[str, Any]:
 def run(data: Path, parts: Sequence[str], passages: int, seconds: float, seed: int, model_name: str) -> dict[str, Any]:
     """Measure the parts."""
     questions = [str(one["question"]) for one in _lines(data / "text/squad11_questions_train.jsonl.gz", 40_000)]
+    random.Random(seed).shuffle(questions)  # those of an article follow each other, and differ in length from others'
     documents = [
         Document(one["id"], one["title"], one["text"])
         for one in _lines(data / "text/squad11_passages.jsonl.gz", passages)
