@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,6 @@ class Segment(Part):
         path: Path,
         index: GraphIndex,
         store: DocumentStore | None,
-        attributes: "_Attributes",
         files: dict[str, FileChecksum],
     ) -> None:
         """Use `load`."""
@@ -59,7 +59,11 @@ class Segment(Part):
         """Number of changes of `alive`, so that data derived from it can be invalidated."""
         self._count = index.size
         self._bits: NDArray[np.uint64] | None = None  # `alive`, once it was asked for
-        self._attributes, self.store = attributes, store
+        self.store = store
+        self._columns: Columns | None = None
+        self._lock = threading.Lock()
+        self._attributes = open_regular(path / ATTRIBUTES) if ATTRIBUTES in files else -1
+        self._close_attributes = finalize(self, _close, self._attributes)
 
     @classmethod
     def load(cls, directory: Path, info: SegmentInfo, description: Description) -> "Segment":
@@ -85,12 +89,13 @@ class Segment(Part):
         try:
             if store is not None and store.last_row != last:
                 raise CollectionError(f"{path / DOCUMENTS} is damaged: its last row is {store.last_row}, not {last}")
-            attributes = _Attributes(path / ATTRIBUTES, files.get(ATTRIBUTES), info.size)
-        except CollectionError:
+            return cls(info, path, index, store, {**files, **arrays})
+        except (CollectionError, OSError) as error:
             if store is not None:
                 store.close()
+            if isinstance(error, OSError):
+                raise storage_error(error, f"{path / ATTRIBUTES} cannot be read") from error
             raise
-        return cls(info, path, index, store, attributes, {**files, **arrays})
 
     @property
     def size(self) -> int:
@@ -127,12 +132,6 @@ class Segment(Part):
         """The positions by row; None if the rows ascend."""
         ids = self.index.data.ids
         return None if ids is None or (np.diff(ids) > 0).all() else np.argsort(ids, kind="stable")
-
-    @property
-    def last_row(self) -> int:
-        """The highest row."""
-        ids = self.index.data.ids
-        return self.size - 1 if ids is None else int(ids[-1] if self._order is None else ids.max())
 
     def locate(self, rows: Rows) -> tuple[Bits, Rows]:
         if self.index.data.ids is None:
@@ -202,78 +201,51 @@ class Segment(Part):
 
     @property
     def columns(self) -> Columns:
-        return self._attributes.columns
+        with self._lock:
+            if self._columns is None:
+                self._columns = self._read_columns()
+                self._close_attributes()
+            return self._columns
+
+    def _read_columns(self) -> Columns:
+        if self._attributes < 0:
+            return Columns.empty(self.size)
+        path, known, content = self.path / ATTRIBUTES, self.files[ATTRIBUTES], b""
+        while part := os.pread(self._attributes, known.bytes + 1 - len(content), len(content)):
+            content += part
+        if checksum_of(content) != known:
+            raise CollectionError(f"{path} is damaged: its checksum is not the one it was built with")
+        columns = Columns.decode(content)
+        if columns.size != self.size:
+            raise CollectionError(f"{path} has {columns.size} rows, not {self.size}")
+        return columns
+
+    @cached_property
+    def _filters(self) -> FilterCache:
+        return FilterCache(self.columns)
+
+    @cached_property
+    def _owned(self) -> Callable[[AttributeBinding], Bits]:
+        return lru_cache(_OWNERS_KEPT)(self.columns.held_by)
 
     def passing(self, filter: Filter, work: Work | None = None, count: int | None = None) -> Bits:
         """The results for the last filters are cached."""
-        return self._attributes.cache.matching(filter, work)
+        return self._filters.matching(filter, work)
 
     def held_by(self, owner: AttributeBinding) -> Bits:
         """The results for the last owners are cached."""
-        return self._attributes.held_by(owner)
+        return self._owned(owner)
 
     def close(self) -> None:
         """Close the files; the index's memory is freed with its last reference."""
         if self.store is not None:
             self.store.close()
-        self._attributes.close()
+        self._close_attributes()
 
 
-class _Attributes:
-    """The attributes of `size` rows in a file, which is read when they are first used. Thread-safe."""
-
-    def __init__(
-        self,
-        path: Path,
-        known: FileChecksum | None,
-        size: int,
-    ) -> None:
-        """Open the file, which may be removed later; `known` is its checksum, None: there is none.
-
-        Raises `CollectionError`.
-        """
-        self._size, self._path, self._known = size, path, known
-        self._lock = threading.RLock()
-        self._columns: Columns | None = None
-        self.held_by: Callable[[AttributeBinding], Bits] = lru_cache(_OWNERS_KEPT)(lambda o: self.columns.held_by(o))
-        try:
-            self._fd = -1 if known is None else open_regular(path)
-        except OSError as error:
-            raise storage_error(error, f"{path} cannot be read") from error
-
-    @property
-    def columns(self) -> Columns:
-        with self._lock:
-            if self._columns is None:
-                self._columns = self._read()
-                self.close()
-            return self._columns
-
-    @cached_property
-    def cache(self) -> FilterCache:
-        return FilterCache(self.columns)
-
-    def _read(self) -> Columns:
-        if self._known is None:
-            return Columns.empty(self._size)
-        content = b""
-        while part := os.pread(self._fd, self._known.bytes + 1 - len(content), len(content)):
-            content += part
-        if checksum_of(content) != self._known:
-            raise CollectionError(f"{self._path} is damaged: its checksum is not the one it was built with")
-        columns = Columns.decode(content)
-        if columns.size != self._size:
-            raise CollectionError(f"{self._path} has {columns.size} rows, not {self._size}")
-        return columns
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            self.close()
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
 
 
 def sources_of(segments: Sequence[Segment]) -> Sources | None:
