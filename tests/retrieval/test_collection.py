@@ -226,18 +226,10 @@ def test_directories_that_are_not_collections_are_named(tmp_path: Path, copy: Pa
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"shards": 10**15}, "shards is 1000000000000000, outside 1..8"),
-        ({"shards": -1}, "shards is -1"),
+        ({"shards": 10**15}, r"Expected `int` <= 8 - at `\$.shards`"),
+        ({"shards": -1}, r"Expected `int` >= 1 - at `\$.shards`"),
         ({"dtype": "int8"}, "is of int8 rows, which no longer exist: build it anew"),
         ({"size": 43, "files": {}}, "does not list index/meta.json"),
-        (
-            {"size": 43, "files": {"index/meta.json": (1, "x"), "x" * 300: (1, "x")}},
-            "which is not a file of a collection",
-        ),
-        (
-            {"size": 43, "files": {"index/meta.json": (1, "x"), "../../x": (1, "x")}},
-            "which is not a file of a collection",
-        ),
     ],
 )
 def test_an_invalid_manifest_with_a_valid_checksum_is_refused(copy: Path, change: dict[str, Any], says: str) -> None:

@@ -3,15 +3,15 @@
 import errno
 import hashlib
 import os
-import re
 import secrets
 import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from gpu.index.rows import DTYPES, MAX_DIM, METRICS
 from runtime.errors import CollectionError
@@ -26,7 +26,10 @@ MAX_ROWS = 1 << 62
 SEGMENTS_FORMAT = "trinity-live-collection"  # of manifests
 _FORMAT, _VERSION = "trinity-collection", 1
 _MAX_BYTES = 1 << 20
-_IDENTITY = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
+_Identity = Annotated[str, Meta(pattern="^([0-9a-f]{32}|[0-9a-f]{64})$")]
+_Dim = Annotated[int, Meta(ge=1, le=MAX_DIM)]
+_Degree = Annotated[int, Meta(ge=2, le=512)]
+_Shards = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
@@ -46,18 +49,18 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     omitted, so that collections of earlier versions keep their checksums.
     """
 
-    size: int | msgspec.UnsetType = msgspec.UNSET
-    dim: int
+    size: Annotated[int, Meta(ge=0, le=MAX_ROWS)] | msgspec.UnsetType = msgspec.UNSET
+    dim: _Dim
     metric: str
     dtype: str
-    degree: int
+    degree: _Degree
     embedder: EmbedderSpec | None
     files: dict[str, FileChecksum] | msgspec.UnsetType = msgspec.UNSET
-    shards: int | msgspec.UnsetType = msgspec.UNSET
+    shards: _Shards | msgspec.UnsetType = msgspec.UNSET
     format: str = _FORMAT
     version: int = _VERSION
     sha256: str = ""  # checksum of this struct, encoded with this field empty
-    nonce: str | msgspec.UnsetType = msgspec.UNSET
+    nonce: _Identity | msgspec.UnsetType = msgspec.UNSET
     demanded: str | msgspec.UnsetType = msgspec.UNSET
     declared: dict[str, AttributeType] | msgspec.UnsetType = msgspec.UNSET
 
@@ -109,19 +112,19 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class _OldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The description of a collection that an earlier version made empty."""
 
-    identity: str
-    dim: int
+    identity: _Identity
+    dim: _Dim
     metric: str
     dtype: str = "float32"
-    degree: int = 32
+    degree: _Degree = 32
     embedder: EmbedderSpec | None = None
     demanded: str | None = None
     schema: dict[str, AttributeType] = {}
-    kind: str = "live"
+    kind: Literal["live"] = "live"
     format: str = SEGMENTS_FORMAT
     version: int = _VERSION
     sha256: str = ""
-    shards: int | msgspec.UnsetType = msgspec.UNSET
+    shards: _Shards | msgspec.UnsetType = msgspec.UNSET
 
 
 # ---- checksums
@@ -187,19 +190,13 @@ def read_description(directory: Path) -> Description:
         case "trinity-collection":
             found = decoded(path, content, Description)
         case "trinity-live-collection":
-            found = _converted(path, decoded(path, content, _OldDescription))
+            found = _converted(decoded(path, content, _OldDescription))
         case _:
             raise CollectionError(f"{directory} is not a collection: {path} was not written by Trinity")
     if found.dtype == "int8":
         raise CollectionError(f"{path} is of int8 rows, which no longer exist: build it anew (float16 is smaller)")
-    if found.metric not in METRICS or found.dtype not in DTYPES or not 1 <= found.dim <= MAX_DIM:
+    if found.metric not in METRICS or found.dtype not in DTYPES:
         raise CollectionError(f"{path} is damaged: metric {found.metric!r:.40}, dtype {found.dtype!r:.40}")
-    if found.nonce is not msgspec.UNSET and not _IDENTITY.fullmatch(found.nonce):
-        raise CollectionError(f"{path} is damaged: its nonce is {found.nonce!r:.40}")
-    if not 2 <= found.degree <= 512 or not 0 <= found.flat_rows <= MAX_ROWS:
-        raise CollectionError(f"{path} is damaged: degree is {found.degree}, size {found.flat_rows}")
-    if not 1 <= found.shard_count <= MAX_SHARDS:
-        raise CollectionError(f"{path} is damaged: shards is {found.shard_count}, outside 1..{MAX_SHARDS}")
     return found
 
 
@@ -213,9 +210,7 @@ def check_sizes(directory: Path, files: Mapping[str, FileChecksum]) -> None:
             raise CollectionError(f"{directory / name} is damaged: it has {status.st_size} bytes, not {checksum.bytes}")
 
 
-def _converted(path: Path, old: _OldDescription) -> Description:
-    if old.kind != "live" or not _IDENTITY.fullmatch(old.identity):
-        raise CollectionError(f"{path} is damaged: it is of kind {old.kind!r:.40}")
+def _converted(old: _OldDescription) -> Description:
     return Description(
         dim=old.dim,
         metric=old.metric,
