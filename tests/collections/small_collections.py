@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.disk import Disk
-from runtime.retrieval.collections.installer import BuildSegment
+from runtime.retrieval.collections.maintenance import BuildSegment
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 
@@ -50,4 +50,4 @@ def contents(writer: Any) -> dict[str, str]:
 
 def maintain(writer: Any, build: BuildSegment) -> bool:
     """Seal or merge like the writer's own threads; return whether a segment was due and installed."""
-    return bool(writer.seal_if_due(build) or writer.merge_if_due(build))
+    return bool(writer.maintenance.seal_if_due(build) or writer.maintenance.merge_if_due(build))

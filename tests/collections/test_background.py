@@ -8,12 +8,12 @@ from pathlib import Path
 
 from runtime.errors import CollectionError, Overloaded
 from runtime.retrieval.collections.disk import Disk
-from runtime.retrieval.collections.installer import BuildSegment
 from runtime.retrieval.collections.maintenance import (
     MAX_DELETED_SHARE,
     MAX_SEGMENTS_PER_SHARD,
     MERGE_FAN_IN,
     RETRY_S,
+    BuildSegment,
     BuildThread,
     pick_merge,
 )
@@ -57,7 +57,7 @@ def test_rows_written_during_a_merge_are_sealed_without_waiting_for_it(tmp_path:
                 writer.delete([str(number)])
                 writer.flush()
 
-        assert writer.merge_if_due(lambda directory, job: build(Disk(), writer.state, job, seal))
+        assert writer.maintenance.merge_if_due(lambda directory, job: build(Disk(), writer.state, job, seal))
         expected = contents(writer)
         assert expected["31"] == "text 2"
         assert set(expected) == {f"new {number}" for number in range(3)} | {str(number) for number in range(3, 32)}
@@ -108,9 +108,9 @@ def test_sealing_at_the_segment_limit_waits_for_a_merge(tmp_path: Path) -> None:
             writer.upsert([document(str(number), number)])
             writer.flush()
         writer.upsert(documents(range(1000, 1008)))
-        assert not writer.seal_if_due(writer.build_here)
-        assert writer.merge_if_due(writer.build_here)
-        assert writer.seal_if_due(writer.build_here)
+        assert not writer.maintenance.seal_if_due(writer.maintenance.build_here)
+        assert writer.maintenance.merge_if_due(writer.maintenance.build_here)
+        assert writer.maintenance.seal_if_due(writer.maintenance.build_here)
         assert len(contents(writer)) == MAX_SEGMENTS_PER_SHARD + 8
 
 
@@ -141,11 +141,11 @@ def _until(writer: CollectionWriter, there: Callable[[], bool]) -> bool:
         try:
             writer.upsert(documents(range(8 * number, 8 * number + 8)))
         except Overloaded:
-            with writer.sealing:  # held while a segment is sealed
+            with writer.maintenance.sealing:  # held while a segment is sealed
                 pass
         if there():
             return True
-    with writer.merging, writer.sealing:
+    with writer.maintenance.merging, writer.maintenance.sealing:
         return there()
 
 
@@ -155,8 +155,8 @@ def test_repeated_flushes_of_updates_keep_segments_few(tmp_path: Path) -> None:
         for _ in range(60):
             writer.upsert([document(str(number), number) for number in chance.sample(range(40), 6)])
             writer.flush()
-            maintain(writer, writer.build_here)  # as often as is sealed, and no oftener
+            maintain(writer, writer.maintenance.build_here)  # as often as is sealed, and no oftener
             assert len(writer.state.segments) <= 2 * MERGE_FAN_IN
-        while maintain(writer, writer.build_here):
+        while maintain(writer, writer.maintenance.build_here):
             pass
         assert sum(segment.size for segment in writer.state.segments) <= writer.state.count / (1 - MAX_DELETED_SHARE)

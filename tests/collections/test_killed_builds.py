@@ -66,7 +66,7 @@ def test_a_merge_that_was_killed_is_done_by_the_next_writer(sealed: Path, last: 
         writer.upsert(documents(range(80, 82)))
         expected = contents(writer)
     with open_writer(sealed) as writer:
-        while maintain(writer, writer.build_here):
+        while maintain(writer, writer.maintenance.build_here):
             pass
         assert contents(writer) == expected
         assert [segment.size for segment in writer.state.segments] == [MERGE_FAN_IN * ROWS - 24]

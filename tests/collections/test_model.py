@@ -71,7 +71,7 @@ class Model(RuleBasedStateMachine):
 
     @rule()
     def maintain(self) -> None:
-        while maintain(self.writer, self.writer.build_here):
+        while maintain(self.writer, self.writer.maintenance.build_here):
             pass
         assert not pick_merge(self.writer.state.segments, 8)
 
@@ -81,12 +81,12 @@ class Model(RuleBasedStateMachine):
             self.delete(names[1:])
             self.upsert(names, colour, size)
             self.writer.flush()
-            info = self.writer.build_here(directory, job)
+            info = self.writer.maintenance.build_here(directory, job)
             self.delete(names[:1])
             self.writer.flush()
             return info
 
-        self.writer.merge_if_due(build)
+        self.writer.maintenance.merge_if_due(build)
 
     @rule()
     def reopen_the_writer(self) -> None:

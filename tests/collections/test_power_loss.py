@@ -46,7 +46,7 @@ def _do_something(writer: CollectionWriter, chance: random.Random, expected: dic
             for name in names:
                 expected.pop(name, None)
         case "maintain":
-            maintain(writer, writer.build_here)
+            maintain(writer, writer.maintenance.build_here)
         case "flush":
             writer.flush()
         case "compact":
@@ -119,8 +119,7 @@ class _Recorded:
     def __init__(self, writer: CollectionWriter, attempted: dict[str, str]) -> None:
         self._writer, self._attempted = writer, attempted
         self.flush, self.compact = writer.flush, writer.compact
-        self.seal_if_due, self.merge_if_due = writer.seal_if_due, writer.merge_if_due
-        self.build_here = writer.build_here
+        self.maintenance = writer.maintenance
 
     def upsert(self, given: list) -> None:  # type: ignore[type-arg]
         self._attempted |= {one.id: one.text for one in given}

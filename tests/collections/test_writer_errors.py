@@ -161,7 +161,7 @@ def test_a_build_that_has_read_a_write_whose_sync_failed_is_not_installed(tmp_pa
     with new_writer(tmp_path / "a", disk=disk, seal_rows=2) as writer:
         writer.upsert(documents(range(2)))
         with pytest.raises(CollectionError, match="reopen it"):
-            writer.seal_if_due(build)
+            writer.maintenance.seal_if_due(build)
     first, path = max((int(path.stem), path) for path in log.iterdir())
     assert first > 0, "the log was rotated before the build"
     os.truncate(path, len(header_of(read_description(tmp_path / "a").identity, first)))  # the disk has lost the write
@@ -317,6 +317,6 @@ def test_a_killed_build_is_logged_and_restarted(tmp_path: Path) -> None:
         with pytest.raises(TrinityError, match="-9"):
             maintain(writer, killed)
         writer.upsert(documents(range(9, 11)))
-        assert maintain(writer, writer.build_here)
+        assert maintain(writer, writer.maintenance.build_here)
         assert len(contents(writer)) == 11
         assert [segment.size for segment in writer.state.segments] == [11]

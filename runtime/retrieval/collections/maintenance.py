@@ -1,7 +1,8 @@
-"""Background sealing and merging of a collection's segments, each in a niced build process.
+"""Sealing and merging of a collection's segments, in the caller's thread or in niced background processes.
 
 A merge takes `MERGE_FAN_IN` segments of similar size, so a document is rewritten only each time its segment grows by
-that factor. A segment with too many deleted rows is rewritten alone.
+that factor. A segment with too many deleted rows is rewritten alone. The manifest names what was built in place of its
+sources, in one step.
 """
 
 import logging
@@ -11,15 +12,22 @@ import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.installer import BuildSegment
-from runtime.retrieval.collections.manifest import SegmentInfo
+from runtime.retrieval.collections import segment_build
+from runtime.retrieval.collections.description import encode_with_checksum
+from runtime.retrieval.collections.disk import Disk, storage_error
+from runtime.retrieval.collections.group_commit import GroupCommit
+from runtime.retrieval.collections.manifest import MANIFEST, Manifest, SegmentInfo, tombstones_content
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.segment_build import BuildJob, BuildResult
+from runtime.retrieval.collections.segment_files import obsolete_files
+from runtime.retrieval.collections.sources import Progress, no_progress
+from runtime.retrieval.collections.state import Loaded, State, close
 
 MERGE_FAN_IN = 4
 MAX_DELETED_SHARE = 0.25  # of a segment's rows, before it is rewritten
@@ -28,6 +36,165 @@ MAX_SEGMENTS_PER_SHARD = 32
 """More than arise while merges keep up. At this limit sealing waits for a merge, since search engines have room
 only for this many indexes of a shard."""
 _log = logging.getLogger(__name__)
+
+BuildSegment = Callable[[Path, BuildJob], SegmentInfo | None]
+"""Builds a segment of the collection in a directory; None if all of its rows are deleted."""
+
+
+class Maintenance:
+    """Seals and merges of a writer's collection, at most one of each at once. Raises `CollectionError`, `NoRoom`.
+
+    seal_rows: growing rows of a shard that are sealed into a segment. threads: cores for a build.
+    building: the numbers of the segments that are being built. sealed, merged: how often each was done.
+    """
+
+    def __init__(
+        self, disk: Disk, state: State, commits: GroupCommit, manifest: Manifest, seal_rows: int, threads: int
+    ) -> None:
+        """Remove what earlier builds left."""
+        self._disk, self._state, self._commits, self._manifest = disk, state, commits, manifest
+        self._seal_rows, self._threads, self._closed = seal_rows, threads, False
+        self.seal_threshold = seal_rows * state.description.shard_count  # growing rows
+        self._generation, self._next_segment = manifest.generation, manifest.next_segment
+        self.building: set[int] = set()
+        self.sealed = self.merged = 0
+        self.sealing, self.merging = threading.RLock(), threading.RLock()
+        self._builders = BuildThread(self.seal_if_due, "seal"), BuildThread(self.merge_if_due, "merge")
+        self._remove_obsolete_files()
+
+    def start(self) -> None:
+        """Build segments in background processes whenever they are due."""
+        for builder in self._builders:
+            builder.start()
+
+    def wake(self) -> None:
+        """Let the threads check whether a build is due."""
+        for builder in self._builders:
+            builder.wake()
+
+    def flush(self) -> None:
+        """Seal all growing rows, and wait for it; merge first only if a shard has too many segments."""
+        while too_many_segments(self._state.segments) and self.merge_if_due(self.build_here):
+            pass
+        with self.sealing:
+            self._seal(self.build_here)
+        self.wake()  # a merge may be due now
+
+    def compact(self, progress: Progress) -> None:
+        """Rewrite each shard into one segment without deleted rows, and wait for it.
+
+        progress: called with the stage of a build, and the fraction of it that is done.
+        """
+        build = partial(self.build_here, progress=progress)
+        with self.merging, self.sealing:
+            self._seal(build)
+            for shard in range(self._state.description.shard_count):
+                segments = [segment for segment in self._state.segments if segment.info.shard == shard]
+                if len(segments) > 1 or any(one.count < one.size or one.lacks_keywords for one in segments):
+                    self._merge([segment.info.number for segment in segments], build)
+
+    def seal_if_due(self, build: BuildSegment) -> bool:
+        """Seal the growing rows into segments by `build`, if there are enough; return whether there were."""
+        with self.sealing:
+            enough = self._state.growing.size >= self.seal_threshold
+            if self._closed or not enough or too_many_segments(self._state.segments):
+                return False
+            self._seal(build)
+        self.wake()
+        return True
+
+    def merge_if_due(self, build: BuildSegment) -> bool:
+        """Merge segments by `build`, if a merge is due; return whether one was."""
+        with self.merging:
+            numbers = [] if self._closed else pick_merge(self._state.segments, self._seal_rows)
+            if not numbers:
+                return False
+            self._merge(numbers, build)
+        self.wake()  # a seal may have waited for the merge
+        return True
+
+    def build_here(self, directory: Path, job: BuildJob, progress: Progress = no_progress) -> SegmentInfo | None:
+        """Build a segment in the caller's thread: a `BuildSegment`."""
+        return segment_build.build(self._disk, self._state, job, progress)
+
+    def close(self) -> None:
+        """Stop the background builds, and wait for others. Idempotent."""
+        for builder in self._builders:
+            builder.stop()
+        with self.merging, self.sealing:
+            self._closed = True
+
+    def _seal(self, build: BuildSegment) -> None:
+        """Build segments of the growing rows, one a shard."""
+        with self._commits.lock:
+            if not self._state.growing.size:
+                return
+            self._commits.check_directory()
+            self._commits.rotate()
+            until, next_row = self._state.sequence, self._state.growing.next_row
+            shards = range(self._state.description.shard_count)
+            jobs = [BuildJob(self._next_number(), until, next_row, [], self._threads, shard) for shard in shards]
+        self._build_and_install(jobs, build)
+        self.sealed += 1
+
+    def _merge(self, numbers: list[int], build: BuildSegment) -> None:
+        """Build a segment of those of one shard that these numbers name."""
+        with self._commits.lock:
+            self._commits.check_directory()
+            shard = next(info.shard for info in self._manifest.segments if info.number == numbers[0])
+            job = BuildJob(self._next_number(), 0, 0, numbers, self._threads, shard)
+        self._build_and_install([job], build)
+        self.merged += 1
+
+    def _next_number(self) -> int:
+        self._next_segment += 1
+        self.building.add(self._next_segment - 1)
+        return self._next_segment - 1
+
+    def _build_and_install(self, jobs: Sequence[BuildJob], build: BuildSegment) -> None:
+        try:
+            built = [info for job in jobs if (info := build(self._state.directory, job)) is not None]
+            fresh = self._state.open_segments(built)
+            try:
+                self._install(jobs[0], fresh)
+            except BaseException:
+                close(list(fresh.values()))
+                raise
+        finally:
+            self.building.difference_update(job.number for job in jobs)
+        self._remove_obsolete_files()
+
+    def _install(self, job: BuildJob, fresh: Loaded) -> None:
+        path = self._state.directory / MANIFEST
+        with self._commits.lock:
+            self._commits.check_directory()
+            before = self._manifest  # other builds may have been installed since this job began
+            self._generation += 1
+            manifest = Manifest(
+                generation=self._generation,
+                segments=[one for one in before.segments if one.number not in job.merged] + list(fresh),
+                sequence=max(before.sequence, job.until),
+                next_row=max(before.next_row, job.next_row),
+                next_segment=self._next_segment,
+                schema=dict(self._state.schema),
+            )
+            try:
+                dead = self._state.dead_rows_in(manifest, fresh)
+                if len(dead):
+                    content, tombstones = tombstones_content(dead)
+                    self._disk.write_file(manifest.tombstones_path(path.parent), content)
+                    manifest = msgspec.structs.replace(manifest, tombstones=tombstones)
+                self._disk.write_file(path, encode_with_checksum(manifest))
+            except OSError as error:
+                raise storage_error(error, f"{path} cannot be written") from error
+            self._state.advance(manifest, fresh)
+            self._manifest = manifest
+
+    def _remove_obsolete_files(self) -> None:
+        with self._commits.lock:  # so that no build begins or is installed in the meantime
+            found = obsolete_files(self._state.directory, self._manifest, self.building)
+        for path in found:
+            self._disk.remove(path)
 
 
 def pick_merge(segments: Sequence[Segment], seal_rows: int) -> list[int]:

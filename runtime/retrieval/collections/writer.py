@@ -2,9 +2,7 @@
 
 import logging
 import os
-import threading
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -13,19 +11,15 @@ from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, Forbidden, InvalidDocument, Overloaded
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
-from runtime.retrieval.collections import segment_build as building
 from runtime.retrieval.collections.description import MAX_ROWS, read_description
 from runtime.retrieval.collections.disk import Disk, acquire_lock
 from runtime.retrieval.collections.group_commit import MAX_BATCH_BYTES, GroupCommit, PendingWrite, WriteGroup
-from runtime.retrieval.collections.installer import BuildSegment, SegmentInstaller
 from runtime.retrieval.collections.log import log_files
-from runtime.retrieval.collections.maintenance import BuildThread, pick_merge, too_many_segments
-from runtime.retrieval.collections.manifest import SegmentInfo
+from runtime.retrieval.collections.maintenance import Maintenance
 from runtime.retrieval.collections.operations import Delete, Upsert, encode
 from runtime.retrieval.collections.part import Rows
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.reader_barrier import ReaderBarrier
-from runtime.retrieval.collections.segment_build import BuildJob
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.collections.state import extended_schema
 from runtime.retrieval.collections.upgrade import upgrade
@@ -65,7 +59,7 @@ class WriterState(NamedTuple):
 class CollectionWriter:
     """Upserts and deletes, which return once they are synced to the log. Thread-safe.
 
-    `state`: what it has stored, for `search.search`. `commits`: the end of the log.
+    `state`: what it has stored, for `search.search`. `commits`: the end of the log. `maintenance`: of its segments.
     """
 
     def __init__(
@@ -83,14 +77,15 @@ class CollectionWriter:
         embedder: for documents without a vector. seal_rows: growing rows a shard that are sealed into a segment.
         threads: cores for embedding, and for building segments. background: seal and merge in background processes;
         else only `flush` and `compact` do.
+
         Raises `CollectionBusy` if another process has it open for writing, `CollectionError`, `NoRoom`.
         """
         self.directory, self.repaired = directory, ""
-        self._disk, self._embedder, self._seal_rows, self._threads = disk or Disk(), embedder, seal_rows, threads
+        self._embedder, self._threads, disk = embedder, threads, disk or Disk()
         read_description(directory)  # first: creates no lock file where there is no collection
         self.lock_fd = acquire_lock(directory)
         try:
-            upgrade(self._disk, directory)
+            upgrade(disk, directory)
             found = CollectionReader(directory)
             self.state, torn = found.state, found.torn_bytes
             try:
@@ -98,8 +93,8 @@ class CollectionWriter:
                 if found.manifest.next_row >= MAX_ROWS:
                     last = found.manifest.next_row - 1
                     raise CollectionError(f"{directory} has the id {last}: documents cannot be added behind it")
-                self.commits = GroupCommit(self._disk, self.state, self.lock_fd, found.log.first, found.log.end)
-                self._installer = SegmentInstaller(self._disk, self.state, self.commits, found.manifest, threads)
+                self.commits = GroupCommit(disk, self.state, self.lock_fd, found.log.first, found.log.end)
+                self.maintenance = Maintenance(disk, self.state, self.commits, found.manifest, seal_rows, threads)
             except BaseException:
                 found.close()
                 raise
@@ -110,14 +105,11 @@ class CollectionWriter:
         if torn:
             self.repaired = f"{self.commits.path}: cut the last {torn} bytes, an incomplete record"
             _log.warning("%s", self.repaired)
-        self._seal_threshold = seal_rows * self.state.description.shard_count  # growing rows
         self._barrier = ReaderBarrier(directory)
         self._closed = False
-        self.sealing, self.merging = threading.RLock(), threading.RLock()  # at most one build of each kind runs
-        self._builders = BuildThread(self.seal_if_due, "seal"), BuildThread(self.merge_if_due, "merge")
-        for builder in self._builders if background else ():
-            builder.start()
-        self._check_builds()
+        if background:
+            self.maintenance.start()
+        self.maintenance.wake()
 
     def upsert(self, documents: Sequence[UpsertDocument], owner: AttributeBinding | None = None) -> int:
         """Store documents, atomically, and replace those with the same ids. Returns how many.
@@ -132,8 +124,8 @@ class CollectionWriter:
         if owner is not None:
             check_owner(documents, owner)
         vectors = resolve_vectors(documents, self.state.description, self._embedder, self._threads)
-        if self.state.growing.size >= _MAX_GROWING * self._seal_threshold:
-            self._check_builds()
+        if self.state.growing.size >= _MAX_GROWING * self.maintenance.seal_threshold:
+            self.maintenance.wake()
             raise Overloaded(f"{self.state.growing.size} documents wait to be sealed; try again later")
         exclusive = owner is not None  # the owner of a replaced document is looked up in the stored state
         return self._write(
@@ -180,54 +172,16 @@ class CollectionWriter:
             deleted = sum(segment.size - segment.count for segment in state.segments)
             rows = state.count, len(state.segments), state.growing.size, deleted
         log_bytes = sum(path.stat().st_size for _, path in log_files(self.directory) if path.exists())
-        built = self._installer
+        built = self.maintenance
         return WriterState(*rows, log_bytes, built.sealed, built.merged, len(built.building))
 
     def flush(self) -> None:
-        """Seal all growing rows, and wait for it; merge first only if a shard has too many segments.
-
-        Raises `CollectionError`, `NoRoom`.
-        """
-        while too_many_segments(self.state.segments) and self.merge_if_due(self.build_here):
-            pass
-        with self.sealing:
-            self._installer.seal(self.build_here)
-        self._check_builds()  # a merge may be due now
+        """See `Maintenance.flush`."""
+        self.maintenance.flush()
 
     def compact(self, progress: Progress = no_progress) -> None:
-        """Rewrite each shard into one segment without deleted rows, and wait for it. Raises as `flush`.
-
-        progress: called with the stage of a build, and the fraction of it that is done.
-        """
-        build = partial(self.build_here, progress=progress)
-        with self.merging, self.sealing:
-            self._installer.seal(build)
-            for shard in range(self.state.description.shard_count):
-                segments = [segment for segment in self.state.segments if segment.info.shard == shard]
-                if len(segments) > 1 or any(one.count < one.size or one.lacks_keywords for one in segments):
-                    self._installer.merge([segment.info.number for segment in segments], build)
-
-    def seal_if_due(self, build: BuildSegment) -> bool:
-        """Seal the growing rows into segments by `build`, if there are enough; return whether there were."""
-        with self.sealing:
-            enough = self.state.growing.size >= self._seal_threshold
-            if self._closed or not enough or too_many_segments(self.state.segments):
-                return False
-            self._installer.seal(build)
-        self._check_builds()
-        return True
-
-    def merge_if_due(self, build: BuildSegment) -> bool:
-        """Merge segments by `build`, if a merge is due; return whether one was."""
-        with self.merging:
-            if self._closed:
-                return False
-            numbers = pick_merge(self.state.segments, self._seal_rows)
-            if not numbers:
-                return False
-            self._installer.merge(numbers, build)
-        self._check_builds()  # a seal may have waited for the merge
-        return True
+        """See `Maintenance.compact`."""
+        self.maintenance.compact(progress)
 
     @property
     def waiting(self) -> int:
@@ -236,9 +190,8 @@ class CollectionWriter:
 
     def close(self) -> None:
         """Stop background builds and release the lock. Idempotent. Growing rows remain in the log."""
-        for builder in self._builders:
-            builder.stop()
-        with self.merging, self.sealing, self.commits.lock:
+        self.maintenance.close()
+        with self.commits.lock:
             if not self._closed:
                 self._closed = True
                 self.commits.close()
@@ -255,8 +208,8 @@ class CollectionWriter:
 
     def _write(self, pending: PendingWrite) -> int:
         count = self.commits.write(pending)
-        if self.state.growing.size >= self._seal_threshold:
-            self._check_builds()
+        if self.state.growing.size >= self.maintenance.seal_threshold:
+            self.maintenance.wake()
         return count
 
     def _write_and_wait(self, pending: PendingWrite) -> int:
@@ -319,14 +272,3 @@ class CollectionWriter:
         stored = self.state.rows_of([name for name in ids if name not in group.rows])
         in_group = {name: row for name in ids if (row := group.rows.get(name)) is not None}
         return stored | in_group
-
-    # --- segments
-
-    def build_here(self, directory: Path, job: BuildJob, progress: Progress = no_progress) -> SegmentInfo | None:
-        """Build a segment in the caller's thread: a `BuildSegment` for `seal_if_due` and `merge_if_due`."""
-        return building.build(self._disk, self.state, job, progress)
-
-    def _check_builds(self) -> None:
-        """Let the threads check whether a build is due."""
-        for builder in self._builders:
-            builder.wake()
