@@ -152,16 +152,6 @@ class Column:
         order = list(merge(*(sorted(chunk, key=words.__getitem__) for chunk in chunks), key=words.__getitem__))
         self._ascending, self._ascending_codes = [words[code] for code in order], np.array(order, np.int32)
 
-    def take(self, rows: NDArray[np.int64]) -> "Column":
-        """Return the values of some rows, ascending, which become rows 0, 1, …"""
-        places = np.minimum(np.searchsorted(rows, self._rows[: self._count]), len(rows) - 1)
-        kept = rows[places] == self._rows[: self._count]
-        column = Column(self.kind)
-        column._order_words(self._strings)
-        column._rows, column._values = places[kept], self._values[: self._count][kept]
-        column._count = len(column._rows)
-        return column
-
     def _code_of(self, string: str) -> int:
         """Return the code of a string, -1 for none. A stored dictionary is in order, without `_codes`."""
         if string in self._codes:
@@ -251,12 +241,6 @@ class Columns:
         if column is None or column.kind is not AttributeType.STRING:
             return (), np.zeros(size, np.int32)
         return column.ordered(size).strings()
-
-    def take(self, rows: NDArray[np.int64]) -> "Columns":
-        """Return the attributes of some rows, at least one, ascending: they become rows 0, 1, …"""
-        columns = Columns.empty(len(rows))
-        columns._columns = {name: column.take(rows) for name, column in self._columns.items()}
-        return columns
 
     def encode(self) -> bytes:
         """Return the content for `decode`."""

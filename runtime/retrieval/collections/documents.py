@@ -41,7 +41,7 @@ _COLUMNS = {
 }
 _MAX_TEXT_BYTES = 64 << 20
 _MAX_IDS = 500  # or rows, in one SQL query
-_BATCH_ROWS = 256  # that `all` and `texts` read at a time
+_BATCH_ROWS = 256  # that `all` reads at a time
 
 Rows = Sequence[int] | NDArray[np.int64]
 _T = TypeVar("_T")
@@ -175,14 +175,6 @@ class DocumentStore:
         while part := self._select("WHERE row >= ? ORDER BY row LIMIT ?", first, _BATCH_ROWS):
             yield from part
             first = part[-1].row + 1
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield titles and texts, by row."""
-        first = 0
-        sql = "SELECT row, title, text FROM documents WHERE row >= ? ORDER BY row LIMIT ?"
-        while part := self._query(sql, first, _BATCH_ROWS):
-            yield from ((str(title), str(text)) for _, title, text in part)
-            first = part[-1][0] + 1
 
     def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
         """Return the rows of those ids that exist."""

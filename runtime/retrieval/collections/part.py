@@ -84,10 +84,6 @@ class Part(ABC):
 
     # ---- of both kinds
 
-    def has(self, row: int) -> bool:
-        """Return whether a row is in this part."""
-        return len(self.positions(np.array([row], np.int64))) > 0
-
     def positions(self, rows: Rows) -> Rows:
         """Return the positions of those rows that are in this part."""
         return self.locate(rows)[1]

@@ -121,7 +121,7 @@ def write_documents(
         columns = Columns.from_documents((one.attributes for one in store.all()), schema)
         if columns.schema:
             (building / ATTRIBUTES).write_bytes(columns.encode())
-        KeywordFile.create(building / KEYWORDS, store.texts())
+        KeywordFile.create(building / KEYWORDS, ((one.title, one.text) for one in store.all()))
 
 
 def seal_segment(

@@ -10,7 +10,6 @@ keyword index. The manifest, which is written last, replaces the old layout by t
 """
 
 import os
-import re
 import shutil
 import stat
 import time
@@ -30,7 +29,6 @@ from runtime.retrieval.collections.description import (
     KEYWORDS,
     Description,
     FileChecksum,
-    check_sizes,
     encode_with_checksum,
     read_description,
     status_of,
@@ -47,7 +45,6 @@ from runtime.retrieval.collections.segment_files import (
     write_documents,
 )
 
-_NAME = re.compile(r"(index(-\d)?/)?[a-z]{1,32}\.[a-z]{1,8}")
 _RETRY_S = 0.05
 
 
@@ -128,14 +125,13 @@ def _was_written(directory: Path) -> bool:
 
 
 def _checked_files(directory: Path, description: Description) -> dict[str, FileChecksum]:
-    """Return the files that a description lists, which have the right checksums: what is derived from damaged ones
-    would get another. Raises `CollectionError`."""
-    files = description.flat_files
-    if missing := {f"{folder}/meta.json" for folder in _index_folders(description.shard_count)} - set(files):
+    """Return the files that are converted, which have the right checksums: what is derived from damaged ones would get
+    another. Raises `CollectionError`."""
+    indexes = {f"{folder}/meta.json" for folder in _index_folders(description.shard_count)}
+    if missing := indexes - description.flat_files.keys():
         raise CollectionError(f"{directory} is damaged: its description does not list {', '.join(sorted(missing))}")
-    if foreign := [name for name in files if not _NAME.fullmatch(name)]:
-        raise CollectionError(f"{directory} is damaged: {foreign[0][:64]!r}, which is not a file of a collection")
-    check_sizes(directory, files)
+    known = indexes | {DOCUMENTS, ATTRIBUTES, KEYWORDS}
+    files = {name: one for name, one in description.flat_files.items() if name in known}
     for name, known in files.items():
         verify_file(directory / name, known)
     return files
