@@ -208,11 +208,13 @@ def test_replaced_rows_are_forgotten_after_a_while() -> None:
     assert replaced.document(1) is None
 
 
-def test_a_log_of_an_older_version_does_not_name_the_rows_that_replace_others() -> None:
+def test_logs_of_older_versions_have_fewer_or_more_fields() -> None:
     upsert = Upsert(3, ["a"], [""], ["t"], [{}], bytes(4 * DIM), [1], [3])
     content = encode([upsert])
     assert decode(content, DIM) == [upsert]
-    old = content.replace(b"\x9a\xa1u", b"\x98\xa1u")[:-3]  # an array of two elements less
+    more = content.replace(b"\x99\xa1u", b"\x9a\xa1u") + b"\x80"  # and who introduced which attribute
+    assert decode(more, DIM) == [upsert]
+    old = content.replace(b"\x99\xa1u", b"\x98\xa1u")[:-2]  # without the rows that replace others
     (found,) = decode(old, DIM)
     assert isinstance(found, Upsert)
     assert (found.replaced, found.successors) == ([1], [])

@@ -69,7 +69,7 @@ def test_documents_are_stored_filtered_replaced_deleted_and_verified(tmp_path: P
     assert "1 document in 1 segment\n" in _trinity("index", "compact", docs)
     info = _trinity("index", "info", docs)
     assert "tombstones    0" in info
-    assert "attributes    tenant (string)\n" in info  # no document is left that has a year
+    assert "attributes    tenant (string), year (integer)\n" in info  # although no document is left that has a year
     assert "every checksum is correct" in _trinity("index", "verify", docs)
 
 
