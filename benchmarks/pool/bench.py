@@ -44,6 +44,7 @@ from benchmarks.pool.clients import Load, Outcome, Vectors
 from benchmarks.pool.processes import IDLE_PER_S, Bench
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.worker_metrics import PoolMetrics
+from runtime.node.worker_config import SEARCH_WIDTH
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 
@@ -263,7 +264,7 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--slots", type=int, default=0, help="instead of the default")
     parser.add_argument("--top-m", type=int, default=NodeConfig().pool.top_m)
-    parser.add_argument("--search-width", type=int, default=NodeConfig().pool.search_width)
+    parser.add_argument("--search-width", type=int, default=SEARCH_WIDTH)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     return parser

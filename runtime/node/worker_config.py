@@ -7,6 +7,10 @@ from msgspec import Meta
 from runtime.node.engine_config import ModelSection, Section, Stage
 
 MAX_WORKERS = 8
+MAX_TOP_M = 512
+"""Of a query: its candidate list. k is at most 128."""
+SEARCH_WIDTH = 4
+"""Parents that an extend of a query expands, if it does not set it."""
 Workers = Annotated[int, Meta(ge=0, le=MAX_WORKERS)]
 Threads = Annotated[int, Meta(ge=1, le=256)]
 
@@ -14,7 +18,7 @@ Threads = Annotated[int, Meta(ge=1, le=256)]
 class WorkerSection(Section, frozen=True):
     """Keys of every worker role:
 
-    - `workers`, `threads`: number of workers, and of threads of each.
+    - `workers`: number of workers.
     - `devices`: "cpu", "cuda:N" or a GPU's UUID; one entry per worker, or one for all.
     - `cores`: lists of core numbers, one per worker or one for all; without, the kernel places the worker, or, on a
       GPU, the layout does by NUMA node.
@@ -23,7 +27,6 @@ class WorkerSection(Section, frozen=True):
     workers: Workers = 1
     devices: tuple[str, ...] = ("cpu",)
     cores: tuple[tuple[Annotated[int, Meta(ge=0, le=4096)], ...], ...] = ()
-    threads: Threads = 1
 
 
 class KvWorkerSection(WorkerSection, frozen=True):
@@ -32,8 +35,10 @@ class KvWorkerSection(WorkerSection, frozen=True):
     - `kv_blocks`: KV blocks per worker; 0 allocates what `slots` sequences of full context need.
     - `spares`: number of standby workers: processes that have loaded the model and replace a worker that dies. Each
       needs as much memory as a worker.
+    - `threads`: number of threads of each worker.
     """
 
+    threads: Threads = 1
     slots: Annotated[int, Meta(ge=1, le=512)] = 8
     kv_blocks: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
     spares: Annotated[int, Meta(ge=0, le=8)] = 0
@@ -102,8 +107,7 @@ class PoolSection(WorkerSection, frozen=True):
 
     Search:
 
-    - `top_m`, `search_width`: defaults of queries that do not set them.
-    - `max_top_m`: maximum of `top_m`, which is at least k; k is at most 128.
+    - `top_m`: length of the candidate list of queries that do not set it. Others may set at most 512.
 
     Engine and client sessions:
 
@@ -117,6 +121,4 @@ class PoolSection(WorkerSection, frozen=True):
     slots: Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)] = "auto"
     form: Literal["auto", "launches"] = "auto"
     reserve: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3
-    max_top_m: Annotated[int, Meta(ge=1, le=4096)] = 512
-    top_m: Annotated[int, Meta(ge=1, le=4096)] = 160
-    search_width: Annotated[int, Meta(ge=1, le=32)] = 4
+    top_m: Annotated[int, Meta(ge=1, le=MAX_TOP_M)] = 160

@@ -15,6 +15,7 @@ from ipc.session.device_arena import DeviceArena, arena_bytes
 from runtime.errors import CollectionError, ConfigError, ResourceBusy, TrinityError
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.worker import Worker
+from runtime.node.worker_config import MAX_TOP_M, SEARCH_WIDTH
 from runtime.pool.collections.catalogue import PoolCatalogue
 from runtime.pool.collections.scopes import Scopes
 from runtime.pool.collections.served import ServedCollections, sample_index
@@ -31,7 +32,7 @@ from runtime.retrieval.stores.collection import ensure
 _ARENA_SLOTS = 4096  # query vectors that clients on GPUs may have in this GPU's memory: 64 for each of 64 clients
 _SPIN_NS = 200_000  # how long a pool with cores of its own spins on its rings before it sleeps
 _SWITCH_S = 0.0005  # how long the thread that resolves filters keeps the interpreter's lock when the loop wants it
-_MAX_SEARCH_WIDTH = 8  # of a query, or the configured default if that is wider
+_MAX_SEARCH_WIDTH = 8  # of a query
 AUTO_SLOTS = {"cpu": 32}
 AUTO_GPU_SLOTS = 512
 """Most active slots that `slots = "auto"` considers."""
@@ -106,7 +107,7 @@ class Pool:
             epoch=worker.epoch,
             ring_slots=worker.plan.ring_slots,
             max_k=worker.plan.max_k,
-            max_top_m=limits.max_top_m,
+            max_top_m=MAX_TOP_M,
             arena=self.arena,
             searches=self._searches,
         )
@@ -116,7 +117,7 @@ class Pool:
             backend,
             worker.table,
             max_dim=catalogue.offer.max_dim,
-            max_width=max(limits.search_width, _MAX_SEARCH_WIDTH),
+            max_width=_MAX_SEARCH_WIDTH,
             spin_ns=_SPIN_NS if worker.placement.spin else 0,
             scopes=self.scopes,
         )
@@ -147,7 +148,7 @@ class Pool:
         limits, number = self._worker.plan.config.pool, self._backend.number
         part_ns = BUDGET_NS // max(len(indexes), 1)
         return [
-            measure(self._backend, index.data, number(name), limits.top_m, limits.search_width, most, budget_ns=part_ns)
+            measure(self._backend, index.data, number(name), limits.top_m, SEARCH_WIDTH, most, budget_ns=part_ns)
             for name, index in indexes.items()
         ]
 
@@ -264,9 +265,9 @@ def _open_engine(worker: Worker, served: Sequence[Shard], slots: int) -> Engine:
             device,
             {**indexes, **samples},
             slots=slots,
-            max_top_m=limits.max_top_m,
+            max_top_m=MAX_TOP_M,
             max_k=worker.plan.max_k,
-            max_search_width=max(limits.search_width, _MAX_SEARCH_WIDTH),
+            max_search_width=_MAX_SEARCH_WIDTH,
             resident=worker.placement.exclusive_gpu and limits.form == "auto",
         )
     for name in samples:  # they were loaded for these sizes only

@@ -32,6 +32,7 @@ from runtime.errors import (
 )
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import RetrievingMetrics
+from runtime.node.worker_config import SEARCH_WIDTH
 from runtime.retrieval.collection_registry import CollectionRegistry, KeywordQuery
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.embedder import Vectors
@@ -153,9 +154,9 @@ class RetrievalSteps:
     def _retrieve(self, query: Query, build: str, on_embedded: Callable[[], None], on_read: OnRead) -> Steps:
         registry, collection, k, flow = self._registry, query.spec.collection, query.spec.k, query.spec.flow
         began_ns = self._clock()
-        spec, width = query.spec, self._client.dispatcher.settings.search_width
-        if spec.search_width != width:
-            spec = replace(spec, search_width=width)
+        spec = query.spec
+        if spec.search_width != SEARCH_WIDTH:
+            spec = replace(spec, search_width=SEARCH_WIDTH)
         registry.follow(collection, self._client.identities(collection))
         while (opening := registry.opening(collection)) is not None:
             yield Read(opening.join)

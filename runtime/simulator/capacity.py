@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ipc import Stage
 from runtime.node.placement.pool_placement import PAIRED_ROLES, first_pools, pool_stages
+from runtime.node.worker_config import SEARCH_WIDTH
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.pool import slots_of
 from runtime.simulator.traces import Arrival
@@ -33,7 +34,7 @@ def demands(setup: Setup, arrivals: Sequence[Arrival]) -> dict[str, float]:
     step = times.decode_s(slots, round(slots * (context + probes / 2 * work.probe_hit * found_tokens)))
     append = probes * work.probe_hit * times.prefill_s(round(context), found_tokens)  # delays the whole batch
     limits = config.pool
-    extends = -(-limits.top_m // limits.search_width) + 2
+    extends = -(-limits.top_m // SEARCH_WIDTH) + 2
     width = slots_of(limits, times)
     query = extends * (times.extend_time_s(width) + times.round_s) / width + times.query_s
     searches, probe_searches = (query, probes * query) if work.retrieval else (0.0, 0.0)

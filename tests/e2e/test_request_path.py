@@ -11,7 +11,7 @@ import pytest
 
 from launchers.http_client import get_json, stream
 from runtime import SearchClient
-from runtime.node.worker_config import PoolSection
+from runtime.node.worker_config import SEARCH_WIDTH, PoolSection
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.serving.model.model_info import ModelInfo
@@ -82,7 +82,7 @@ def test_an_answer_contains_the_passages_of_exact_search_and_stage_timings(node:
         assert opened.embedder is not None
         vector = load_embedder(opened.embedder).embed([CHAT["messages"][0]["content"]])  # type: ignore[index]
         limits = PoolSection()
-        ids, distances = opened.index.search(vector, 4, limits.top_m, limits.search_width)
+        ids, distances = opened.index.search(vector, 4, limits.top_m, SEARCH_WIDTH)
         expected = [document.id for document in opened.get(ids[0])]
     passages = answer["retrieval"]["passages"]
     assert [passage["id"] for passage in passages] == expected[: len(passages)]

@@ -38,7 +38,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"node": {"heartbeat_s": 0.999}},
         "node.heartbeat_s = 0.999: expected `float` >= 1",
     ),
-    "a search width that no engine has": ({"pool": {"search_width": 33}}, "pool.search_width = 33"),
+    "a list longer than any query's": ({"pool": {"top_m": 513}}, "pool.top_m = 513: expected `int` <= 512"),
     "a name that is a path": ({"node": {"name": "../x"}}, "node.name = '../x': expected `str` matching regex"),
     "a name that ends a line": ({"node": {"name": "x\n"}}, "node.name = 'x\\n'"),
     "a model without a name": ({"model": {}}, "model.name: required key is missing"),

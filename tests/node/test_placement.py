@@ -129,7 +129,6 @@ LIMITS: dict[str, dict[str, dict[str, Any]]] = {
         "handover": {"mode": "pool"},
         "kv": {"host_mib": 0},
     },
-    "pool.top_m = 200 exceeds pool.max_top_m = 150": {"pool": {"top_m": 200, "max_top_m": 150}},
 }
 
 

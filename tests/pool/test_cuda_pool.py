@@ -36,7 +36,7 @@ def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         assert not resident
         drivers.append(EmulatedDriver(emulator(), block_threads=64))
         form: LaunchForm | None = "resident" if request.param == "resident" else None
-        limits |= {"extends_per_launch": 1024 if form else request.param, "fault_poll_ns": LOOK_NS}
+        limits |= {"extends_per_launch": 1024 if form else request.param, "max_top_m": 128, "fault_poll_ns": LOOK_NS}
         engines.append(CudaEngine(drivers[-1], b"", collections, form=form, **limits))
         return engines[-1]
 
@@ -49,7 +49,7 @@ def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def test_a_pool_on_a_device_returns_the_index_s_answers(
     opened: list[CudaEngine], make_pool: MakePool, index: GraphIndex, queries: Vectors
 ) -> None:
-    pool = make_pool(slots=4, max_top_m=64, max_k=32, top_m=32)
+    pool = make_pool(slots=4, max_k=32, top_m=32)
     stages, vectors = ["prefill", "decode"], queries[:12]
     with pool.attach() as client:
         numbers = [ask(client, query, stages[n % 2], search_width=2) for n, query in enumerate(vectors)]
@@ -70,7 +70,7 @@ def test_a_pool_on_a_device_returns_the_index_s_answers(
 def test_a_device_failure_ends_the_pool_with_its_error(
     opened: list[CudaEngine], make_pool: MakePool, queries: Vectors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = make_pool(slots=4, max_top_m=64, max_k=32, top_m=32)
+    pool = make_pool(slots=4, max_k=32, top_m=32)
 
     def fail(self: EmulatedDriver, stream: int, graph: int) -> None:
         raise DeviceError("cuGraphLaunch failed: CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -91,12 +91,12 @@ def test_a_single_search_on_a_shared_gpu_takes_one_or_two_launches(
     driver = new_driver()
 
     def open_emulated(device: str, collections: Any, **options: Any) -> CudaEngine:
-        engines.append(CudaEngine(driver, b"", collections, fault_poll_ns=LOOK_NS, **options))
+        engines.append(CudaEngine(driver, b"", collections, fault_poll_ns=LOOK_NS, **(options | {"max_top_m": 64})))
         return engines[-1]
 
     monkeypatch.setattr("gpu.backends.check_device", lambda device: None)
     monkeypatch.setattr(CudaEngine, "open", open_emulated)
-    plan = plan_of(collection, devices=["cuda:0"], slots=4, max_top_m=64, max_k=32, top_m=64, search_width=1)
+    plan = plan_of(collection, devices=["cuda:0"], slots=4, max_k=32, top_m=64)
     pool = make_pool(plan, make_arena=lambda worker, dim: None)
     with pool.attach() as client:
         for query in queries[:3]:
@@ -106,7 +106,7 @@ def test_a_single_search_on_a_shared_gpu_takes_one_or_two_launches(
             assert engines[0].handle.host.launches - before <= 2
 
 
-LIVE: dict[str, Any] = {"devices": ["cuda:0"], "slots": 4, "max_top_m": 128, "max_k": 32, "top_m": 32}
+LIVE: dict[str, Any] = {"devices": ["cuda:0"], "slots": 4, "max_k": 32, "top_m": 32}
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def memories(
 
     def open_engine(device: str, collections: Any, *, resident: bool, **limits: Any) -> CudaEngine:
         form: LaunchForm | None = "resident" if request.param == "resident" else None
-        limits |= {"extends_per_launch": 1024 if form else request.param, "fault_poll_ns": LOOK_NS}
+        limits |= {"extends_per_launch": 1024 if form else request.param, "max_top_m": 64, "fault_poll_ns": LOOK_NS}
         return CudaEngine(driver, b"", collections, form=form, **limits)
 
     def arena_of(worker: Worker, dim: int) -> DeviceArena:
@@ -108,7 +108,7 @@ def memories(
 
 @pytest.fixture
 def pool(memories: list[EmulatedMemory], make_pool: MakePool) -> InProcessPool:
-    return make_pool(slots=4, max_top_m=64, max_k=32, top_m=32)
+    return make_pool(slots=4, max_k=32, top_m=32)
 
 
 def test_vectors_in_a_devices_memory_get_the_indexs_answers_and_never_come_to_the_host(

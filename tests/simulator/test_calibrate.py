@@ -32,7 +32,7 @@ def test_costs_are_not_negative(y: list[float]) -> None:
 def test_measured_extends_have_a_positive_cost() -> None:
     vectors = np.random.default_rng(0).standard_normal((500, 16), np.float32)
     index = GraphIndex.build(vectors, metric="l2", degree=8)
-    found = search_times(index, PoolSection(slots=8, top_m=32, search_width=2))
+    found = search_times(index, PoolSection(slots=8, top_m=32))
     assert [one.active for one in found] == [1, 2, 4, 8]
     assert min(one.seconds for one in found) > 0
 
@@ -60,7 +60,7 @@ def test_calibration_of_a_sharded_collection_measures_one_shard(
         return search_times(index, pool)
 
     monkeypatch.setattr("runtime.simulator.times.calibrate.search_times", noted)
-    pool = PoolSection(workers=3, slots=4, top_m=16, search_width=1)
+    pool = PoolSection(workers=3, slots=4, top_m=16)
     config = NodeConfig(collections=(CollectionSection("docs", str(tmp_path / "split"), shards=3),), pool=pool)
     times = calibrate(config, ServiceTimes())
     assert sizes == [101]

@@ -141,8 +141,8 @@ def _with_cores(workers: list[WorkerPlan], machine: Machine) -> list[WorkerPlan]
         if worker.role != "pool" or not worker.gpu or worker.cores:
             continue
         free = [core for core in _local_cores(worker, machine) if core not in used]
-        if len(free) > worker.threads:  # one is left for the other workers there
-            own = tuple(free[-worker.threads :])
+        if len(free) > 1:  # one is left for the other workers there
+            own = (free[-1],)
             used.update(own)
             placed[worker.name] = msgspec.structs.replace(worker, cores=own)
         else:

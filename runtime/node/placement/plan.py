@@ -17,7 +17,7 @@ from runtime.node.engine_config import OpenAiSection, ServedSection, Stage, Vllm
 from runtime.node.placement.pool_placement import check_device, paired_workers, worker_devices
 from runtime.node.placement.vllm import check_vllm
 from runtime.node.retrieval_config import TRIGGERS, installed_triggers
-from runtime.node.worker_config import WorkerSection
+from runtime.node.worker_config import KvWorkerSection, WorkerSection
 
 CPU = "cpu"
 ANSWERS = "@answers"
@@ -173,8 +173,7 @@ def plan_workers(config: NodeConfig) -> NodePlan:
     _check_limits(config)
     run_dir = config.node.run_dir or str(default_run_dir(config.node.name))
     _check_sockets(run_dir, workers)
-    plan = NodePlan(config, run_dir, secrets.token_hex(8), tuple(workers), plan_spares(config, workers))
-    return msgspec.structs.replace(plan, max_k=min(MAX_K, config.pool.max_top_m))
+    return NodePlan(config, run_dir, secrets.token_hex(8), tuple(workers), plan_spares(config, workers))
 
 
 def plan_spares(config: NodeConfig, workers: Sequence[WorkerPlan]) -> tuple[WorkerPlan, ...]:
@@ -201,7 +200,8 @@ def _place(role: Role, section: WorkerSection) -> list[WorkerPlan]:
     plans = []
     for index, (device, cores) in enumerate(worker_devices(role, section)):
         check_device(f"{role}.devices", device)
-        plans.append(WorkerPlan(role=role, index=index, device=device, cores=cores, threads=section.threads))
+        threads = section.threads if isinstance(section, KvWorkerSection) else 1
+        plans.append(WorkerPlan(role=role, index=index, device=device, cores=cores, threads=threads))
     return plans
 
 
@@ -311,7 +311,7 @@ def _check_cores(workers: list[WorkerPlan]) -> None:
 
 
 def _check_limits(config: NodeConfig) -> None:
-    pool, trigger = config.pool, config.probes.trigger
+    trigger = config.probes.trigger
     if trigger == "unsure" and isinstance(config.model, ServedSection):
         raise ConfigError(
             'probes.trigger = "unsure": only the node\'s own engine supports it; with '
@@ -324,8 +324,6 @@ def _check_limits(config: NodeConfig) -> None:
         raise ConfigError('handover.mode = "pool": only the node\'s own engine supports it; others move KV themselves')
     if config.handover.mode == "pool" and not (config.kv.host_mib or config.kv.disk_mib):
         raise ConfigError('handover.mode = "pool" needs a tier to write to: set kv.host_mib or kv.disk_mib')
-    if pool.top_m > pool.max_top_m:
-        raise ConfigError(f"pool.top_m = {pool.top_m} exceeds pool.max_top_m = {pool.max_top_m}")
     for role, section in (("prefill", config.prefill), ("decode", config.decode)):
         if config.own_model is not None and section.blocks(config.own_model) < config.own_model.row_blocks:
             raise ConfigError(

@@ -17,7 +17,7 @@ from ipc import Memo, SearchSpec, Stage
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import find_node
-from runtime.node.worker_config import PoolSection
+from runtime.node.worker_config import SEARCH_WIDTH, PoolSection
 from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
 from runtime.retrieval.search.batch_search import BatchSearch
 from runtime.retrieval.search.dispatcher import Dispatcher
@@ -44,7 +44,7 @@ _RECONNECT_MS = 5  # interval of connection checks while queries wait for a pool
 class SearchClient:
     """Submits queries to the pools at `endpoints` and polls results. Not thread-safe; only `search…` and `sleep` block.
 
-    `defaults`: top_m and search_width of queries that specify none. `find` returns the endpoints of
+    `defaults`: top_m of queries that specify none. `find` returns the endpoints of
     the pools, once all known ones are lost.
     """
 
@@ -117,7 +117,7 @@ class SearchClient:
         flow: int = 0,
     ) -> Query:
         """Check the arguments of a search and return it as a query, for the `dispatcher`. Raises as `submit`."""
-        width = self.dispatcher.settings.search_width if search_width is None else search_width
+        width = SEARCH_WIDTH if search_width is None else search_width
         parameters = (k, collection, stage, top_m, width, patience)
         try:
             spec = self._specs[*parameters, *map(type, parameters)]  # True is not 1 here
@@ -215,7 +215,7 @@ class SearchClient:
     ) -> BatchSearch:
         """Return a batch of which nothing is sent yet. Raises `InvalidRequest`, `Unavailable`."""
         self.dispatcher.check_open()
-        width = self.dispatcher.settings.search_width if search_width is None else search_width
+        width = SEARCH_WIDTH if search_width is None else search_width
         spec = make_spec(k, collection, stage, top_m, width, patience, deadline_after_ms(deadline_ms), filter)
         rows = as_vectors(vectors, "vectors")
         if rows.ndim != 2 and rows.shape != (0,):

@@ -8,7 +8,7 @@ import numpy as np
 from ipc import STAGES, Stage
 from ipc.native.records import Array, address_of, array_from, array_over, new_array
 from runtime.node.metrics.worker_metrics import PoolMetrics
-from runtime.node.worker_config import PoolSection
+from runtime.node.worker_config import SEARCH_WIDTH, PoolSection
 from runtime.pool.compiled import compiled
 from runtime.pool.estimates import learn_cost
 from runtime.pool.settings import Policy
@@ -130,8 +130,8 @@ class Pools:
             edge_count=len(_WAIT.buckets),
             edges=array_over(float, np.array(_WAIT.buckets)),
             ring_ns=self._ring_ns,
-            search_width=limits.search_width,
-            min_extends=-(-limits.top_m // limits.search_width),
+            search_width=SEARCH_WIDTH,
+            min_extends=-(-limits.top_m // SEARCH_WIDTH),
         )
         self._state.arriving.numbers, self._state.answers.numbers = new_array(int, capacity), new_array(int, capacity)
         self.handle = address_of(self._state)

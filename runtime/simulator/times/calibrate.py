@@ -20,7 +20,7 @@ from gpu.extend_times import ExtendTime, measure_extends
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig
 from runtime.node.engine_config import ModelSection
-from runtime.node.worker_config import PoolSection
+from runtime.node.worker_config import SEARCH_WIDTH, PoolSection
 from runtime.retrieval.collections.collection import Collection
 from runtime.simulator.times.service import ServiceTimes
 
@@ -110,10 +110,10 @@ def search_times(index: GraphIndex, pool: PoolSection) -> list[ExtendTime]:
         slots=pool.slots if isinstance(pool.slots, int) else _SLOTS[device == "cpu"],
         max_top_m=pool.top_m,
         max_k=1,
-        max_search_width=pool.search_width,
+        max_search_width=SEARCH_WIDTH,
     )
     try:
-        return measure_extends(engine, "docs", index, SearchParams(1, pool.top_m, pool.search_width))
+        return measure_extends(engine, "docs", index, SearchParams(1, pool.top_m, SEARCH_WIDTH))
     finally:
         engine.close()
 
