@@ -82,7 +82,7 @@ def diagnose(
         if isinstance(config.model, OpenAiSection):
             yield from _engine(config.model)
         if isinstance(config.model, VllmSection):
-            yield from vllm.findings(config.model, machine)
+            yield from vllm.findings(config.model)
         yield from _embedders(config)
         yield from permissions.findings(config)
         yield from _port(config)

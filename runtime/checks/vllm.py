@@ -1,6 +1,5 @@
-"""Checks of `engine = "vllm"`: whether vLLM is installed and supports the configuration, and its memory."""
+"""Checks of `engine = "vllm"`: whether vLLM is installed and supports the configuration; its need of memory."""
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ LESS_ON_CPU = f'reduce its memory: environment = {{ {_KV_ON_CPU} = "1" }}, GiB o
 LESS_ON_GPU = 'reduce its memory: extra_args = ["--gpu-memory-utilization", "0.8"]'
 
 
-def findings(section: VllmSection, machine: Machine) -> Iterator[Finding]:
+def findings(section: VllmSection) -> Iterator[Finding]:
     """Yield the findings of `trinity doctor`."""
     try:
         check_arguments(section)
@@ -36,9 +35,6 @@ def findings(section: VllmSection, machine: Machine) -> Iterator[Finding]:
     counts = " and ".join(f"{stage.instances} {name}".rstrip() for name, stage in section.stages.items())
     connector = f", KV by {select_connector(section, nixl=found.nixl)}" if section.prefill is not None else ""
     yield Finding("ok", "vLLM", f"{found.version}, {counts} × {section.loads}{connector}")
-    if section.on_cpu:
-        yield from _on_cpu(section)
-    yield from _on_gpus(section, machine)
 
 
 def host_bytes(section: VllmSection, stage: Stage) -> int:
@@ -69,27 +65,3 @@ def _weights(section: VllmSection, stage: Stage) -> int:
         return (4 if wide else 2) * (info.layer_weights + info.vocabulary * info.hidden)
     files = Path(section.loads).glob("*.safetensors") if Path(section.loads).is_dir() else ()
     return sum(file.stat().st_size for file in files)
-
-
-def _on_cpu(section: VllmSection) -> Iterator[Finding]:
-    needed = sum(stage.instances * host_bytes(section, name) for name, stage in section.stages.items())
-    free = psutil.virtual_memory().available
-    text = f"{free / _GIB:.1f} GiB free, vLLM needs about {needed / _GIB:.1f}"
-    yield Finding.of(needed <= free, "memory for vLLM", text, f"free it, or {LESS_ON_CPU}", "error")
-
-
-def _on_gpus(section: VllmSection, machine: Machine) -> Iterator[Finding]:
-    """Check that its GPUs have enough free memory."""
-    names = iter(section.gpus)
-    for stage, of_stage in section.stages.items():
-        share = gpu_memory_share(section, stage)
-        for name in itertools.chain.from_iterable(itertools.islice(names, of_stage.instances)):
-            try:
-                gpu = machine.find(name)
-            except ConfigError as error:
-                yield Finding("error", f"model.devices {name}", error.message, "nvidia-smi -L lists them")
-                continue
-            wanted = int(share * gpu.memory_bytes)
-            text = f"{gpu.free_bytes / _GIB:.0f} GiB free, vLLM needs {wanted / _GIB:.0f} ({share:g} of the GPU)"
-            advice = f"free it, or {LESS_ON_GPU}"
-            yield Finding.of(gpu.free_bytes >= wanted, f"GPU {gpu.index} for vLLM", text, advice, "error")

@@ -201,8 +201,8 @@ def test_the_doctor_reports_vllms_memory_and_connector(tmp_path: Path) -> None:
     made = config(python=str(fake_python(tmp_path)), environment=huge, **stages)
     found = {finding.subject: finding for finding in diagnose(made)}
     assert found["vLLM"].text == "0.32.0, 1 prefill and 2 decode × m, KV by TrinityKvFiles"
-    assert found["memory for vLLM"].level == "error"
-    assert "VLLM_CPU_KVCACHE_SPACE" in found["memory for vLLM"].advice
+    assert found["model, index and placement"].level == "error"
+    assert "VLLM_CPU_KVCACHE_SPACE" in found["model, index and placement"].text
 
 
 def test_a_node_whose_vllm_exceeds_free_memory_is_refused_with_a_remedy(
