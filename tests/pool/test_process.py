@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from gpu import GraphIndex
 from ipc import Result, RingClient, SearchSpec
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool import process
+from runtime.pool.settings import policy_of
 from runtime.testing.pool import InProcessPool
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import Vectors
@@ -63,8 +65,11 @@ def test_a_query_that_waits_past_its_deadline_is_reported_late(make_pool: MakePo
     assert pool.metric(PoolMetrics.QUERIES_REFUSED) == 2
 
 
-def test_queries_beyond_the_queue_are_rejected_and_the_rest_answered(make_pool: MakePool, queries: Vectors) -> None:
-    pool = make_pool(slots=1, queue=2)
+def test_queries_beyond_the_queue_are_rejected_and_the_rest_answered(
+    make_pool: MakePool, queries: Vectors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "policy_of", lambda *given: replace(policy_of(*given), queue=2))
+    pool = make_pool(slots=1)
     with pool.attach() as client:
         request_ids = [ask(client, query) for query in queries[:5]]
         found = collect(pool, client, 5)
