@@ -132,8 +132,8 @@ def _checked_files(directory: Path, description: Description) -> dict[str, FileC
         raise CollectionError(f"{directory} is damaged: its description does not list {', '.join(sorted(missing))}")
     known = indexes | {DOCUMENTS, ATTRIBUTES, KEYWORDS}
     files = {name: one for name, one in description.flat_files.items() if name in known}
-    for name, known in files.items():
-        verify_file(directory / name, known)
+    for name, checksum in files.items():
+        verify_file(directory / name, checksum)
     return files
 
 
