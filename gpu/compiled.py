@@ -11,21 +11,26 @@ from numba.core.sigutils import normalize_signature
 from ipc.native.compiled import NATIVE, stamp_of
 from ipc.native.dispatcher import Dispatcher
 from ipc.native.machine_code import machine_code
+from ipc.native.passes import ShortCompiler
 
 _STAMP = stamp_of(Path(__file__).parent, NATIVE)
 
 
+_OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False}
+"""Without counting references of arrays, which are views of memory that others own: see `compiler_for`."""
+
+
 def compiled(function: Any) -> Any:
-    """Compile a function at its first call, to run without the GIL, and cache the code on disk if possible."""
-    return Dispatcher(function, {"nogil": True, "error_model": "numpy"}, _STAMP)
+    """Compile a function at its first call, to run without the GIL, and cache the code on disk if possible.
 
-
-def inlined(function: Any) -> Any:
-    """As `compiled`, but compiled as a part of each compiled function that calls it.
-
-    For a function with one such caller and much below it: each layer of calls optimises all code below it once more.
+    It must not allocate or return arrays: see `counted`.
     """
-    return Dispatcher(function, {"nogil": True, "error_model": "numpy", "inline": "always"}, _STAMP)
+    return Dispatcher(function, _OPTIONS, _STAMP)
+
+
+def counted(function: Any) -> Any:
+    """As `compiled`, for a function that allocates or returns arrays."""
+    return Dispatcher(function, {**_OPTIONS, "_nrt": True}, _STAMP)
 
 
 class CFunction:
@@ -40,7 +45,8 @@ class CFunction:
         """The address of its machine code."""
         if self._made is None:
             signature = normalize_signature(self._signature)
-            made = CFunc(self._function, signature, locals={}, options={"error_model": "numpy"})
+            options = {"error_model": "numpy", "_nrt": False}
+            made = CFunc(self._function, signature, locals={}, options=options, pipeline_class=ShortCompiler)
             if (cache := machine_code(self._function, _STAMP, "c")) is not None:
                 made._cache = cache
             try:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from gpu.compiled import compiled
+from gpu.compiled import counted
 from gpu.index.rows import FloatArray
 
 Neighbors = npt.NDArray[np.uint32]
@@ -125,14 +125,14 @@ def _compare_cells(
         _insert_candidates(distances, norms, their_norms, some, members, keys)
 
 
-@compiled
+@counted
 def _add_rows(rows, owners, sums):  # type: ignore[no-untyped-def]
     for i in range(len(rows)):
         for j in range(rows.shape[1]):
             sums[owners[i], j] += rows[i, j]
 
 
-@compiled
+@counted
 def _smallest(values, out):  # type: ignore[no-untyped-def]
     """Write the indices of the smallest values of each row, in ascending order of value."""
     width = out.shape[1]
@@ -151,7 +151,7 @@ def _smallest(values, out):  # type: ignore[no-untyped-def]
                 out[i, place] = j
 
 
-@compiled
+@counted
 def _insert_candidates(dots, norms, member_norms, visitors, members, keys):  # type: ignore[no-untyped-def]
     """Insert members into the visitors' sorted lists. A key is the squared distance's bits, then the row number."""
     k = keys.shape[1]
@@ -183,7 +183,7 @@ def _insert_candidates(dots, norms, member_norms, visitors, members, keys):  # t
                 worst = bits[0]
 
 
-@compiled
+@counted
 def _fill(keys, count):  # type: ignore[no-untyped-def]
     """Fill short lists with the rows after the row itself (only if its cells have fewer rows than a list)."""
     k = keys.shape[1]

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from gpu.compiled import compiled
+from gpu.compiled import counted
 from gpu.cpu.rotation import rotate
 from gpu.cpu.simd import LANES, at, everywhere, l2_f32, loop, prefetch, shuffled
 from gpu.index.data import GROUP, ROUNDS, NeighborCodes, block_bytes, code_dims, make_signs
@@ -65,14 +65,14 @@ def make_codes(
     return NeighborCodes(blocks, entry, signs, bits, scan)
 
 
-@compiled
+@counted
 def rotate_all(vectors: Any, signs: Any) -> None:
     """Rotate float32 [n, D'] in place."""
     for i in range(len(vectors)):
         rotate(ROUNDS, vectors.shape[1], np.uint64(signs.ctypes.data), np.uint64(vectors[i].ctypes.data))
 
 
-@compiled
+@counted
 def _encode(rotated: Any, nodes: Any, neighbors: Any, dot: Any, bits: int, blocks: Any) -> None:
     """Encode the blocks of `nodes`, rows of float32 [n, D'], with neighbours uint32 [nodes, degree].
 

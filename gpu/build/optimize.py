@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from gpu.compiled import compiled
+from gpu.compiled import counted
 
 Graph = npt.NDArray[np.uint32]
 _PARTS_A_THREAD = 4
 
 
-@compiled
+@counted
 def count_detours(neighbors, begin, end, out):  # type: ignore[no-untyped-def]
     """For rows begin..end: out[a, j] = two-step detours to neighbour j through neighbours of a rank below j."""
     count, width = neighbors.shape
@@ -35,7 +35,7 @@ def count_detours(neighbors, begin, end, out):  # type: ignore[no-untyped-def]
             rank[neighbors[a, j]] = -1
 
 
-@compiled
+@counted
 def keep_fewest(neighbors, detours, kept):  # type: ignore[no-untyped-def]
     """Set kept[a] = the neighbours of `a` with the fewest detours, fewest first, ties by rank."""
     count, width = neighbors.shape
@@ -54,7 +54,7 @@ def keep_fewest(neighbors, detours, kept):  # type: ignore[no-untyped-def]
             starts[c] += 1
 
 
-@compiled
+@counted
 def find_sources(kept, reverse, filled):  # type: ignore[no-untyped-def]
     """Set reverse[a, :filled[a]] = sources that keep `a`, best rank first."""
     count, width = kept.shape
@@ -68,7 +68,7 @@ def find_sources(kept, reverse, filled):  # type: ignore[no-untyped-def]
                 filled[target] += 1
 
 
-@compiled
+@counted
 def add_reverse_edges(kept, reverse, filled, begin, end, graph):  # type: ignore[no-untyped-def]
     """For rows begin..end, set graph[a] = the first half of kept[a], then its sources, then the rest of kept[a]."""
     width, degree = kept.shape[1], graph.shape[1]
@@ -89,7 +89,7 @@ def add_reverse_edges(kept, reverse, filled, begin, end, graph):  # type: ignore
             graph[a, i] = a
 
 
-@compiled
+@counted
 def connect(neighbors, graph, root):  # type: ignore[no-untyped-def]
     """Make every node reachable from `root`, in place. Returns the number of replaced edges.
 

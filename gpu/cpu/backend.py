@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu import slot_changes
-from gpu.compiled import c_function, compiled
+from gpu.compiled import c_function, compiled, counted
 from gpu.cpu import running_batch
 from gpu.cpu.extend import filtered
 from gpu.cpu.state import visited_bits_of
@@ -35,7 +35,7 @@ def _batch(handle: int) -> Any:
     return batch_at(words_at(_arrays_at(handle).batch, (ARRAYS, 3)))
 
 
-@compiled
+@counted
 def _slot_words(handle: int, batch: Any) -> Any:
     return words_at(_arrays_at(handle).slot_words, STATES + len(batch.active))
 

@@ -5,7 +5,7 @@
 
 import numpy as np
 
-from gpu.compiled import compiled, inlined
+from gpu.compiled import compiled
 from gpu.cpu.extend.results import write_result
 from gpu.cpu.extend.stages import extend
 from gpu.cpu.queries import write_query
@@ -28,7 +28,7 @@ def reset_slot(batch, slot):  # type: ignore[no-untyped-def]
     batch.visited[slot, : 1 << search.visited_bits] = _EMPTY
 
 
-@inlined
+@compiled
 def admit_query(batch, slot, query, collection, k, top_m, width, patience, bits):  # type: ignore[no-untyped-def]
     """Prepare a query, float32 [d], in a slot. Returns whether it is valid."""
     if not write_query(query, batch.encodings[collection], batch.queries[slot]):
@@ -40,7 +40,7 @@ def admit_query(batch, slot, query, collection, k, top_m, width, patience, bits)
     return True
 
 
-@inlined
+@compiled
 def extend_active(handle, count):  # type: ignore[no-untyped-def]
     """Make one extend of the first `count` slots in `active`, and remove finished slots from it.
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from gpu.compiled import compiled
+from gpu.compiled import compiled, counted
 from gpu.cpu.extend.results import write_result
 from gpu.cpu.extend.stages import extend
 from gpu.cpu.queries import QueryEncoding, prepare, prepared_bytes
@@ -32,7 +32,7 @@ def begin(batch, slot, number, owner, prepared, starts, allowed, allowed_count, 
     search.allowed, search.allowed_count, search.min_allowed = allowed, allowed_count, min_allowed
 
 
-@compiled
+@counted
 def run_queries(handle, address, allowed, allowed_count, min_allowed, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
     """Run prepared queries, uint8 [q, …], to completion in the slots of the batch that `handle` describes.
 

@@ -192,16 +192,6 @@ def move(typing_context: Any, target: Any, source: Any, size: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def pointer(typing_context: Any, address: Any) -> Any:
-    """Convert an integer address to the pointer type that `numba.carray` takes."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def prefetch(typing_context: Any, address: Any) -> Any:
     """Prefetch the cache line at `address`; any address is safe."""
 

@@ -9,19 +9,18 @@ staged line in pinned memory, which `write_slots` copies to the device; results 
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from gpu import slot_changes
-from gpu.compiled import c_function, compiled
+from gpu.compiled import c_function, compiled, counted
 from gpu.cpu.extend.filtered import SIGMAS_COMPARE, filtered_top_m, found_too_few, scan_rows
 from gpu.cpu.extend.keys import may_be_result
 from gpu.cpu.queries import write_query
-from gpu.cpu.simd import pointer
 from gpu.cuda import filtered, layout
 from gpu.cuda.driver import NOT_READY
 from gpu.cuda.host import Host, host_at
 from gpu.engine import FAILED, INVALID, PAUSE, RELEASE, RESUME
 from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
+from ipc.native.arrays import float32_at, int32_at, uint8_at, uint32_at
 from ipc.native.arrays import int64_at as words_at
 from ipc.native.intrinsics import call_int, load_acquire_u32, monotonic_ns, store_release_u32
 
@@ -48,10 +47,10 @@ assert layout.RESULT.names[:3] == ("ticket", "extends", "invalid")
 assert [layout.COMMAND.fields[name][1] for name in ("slot", "status", "line")] == [0, 4, 8]  # type: ignore[index]
 
 
-@compiled
+@counted
 def _head(host: Host, slot: int) -> Any:
     """Return the SLOT of a staged line, uint32: the parameters of the slot's query."""
-    return carray(pointer(host.lines + slot * host.line_bytes), _HEAD_WORDS, np.uint32)
+    return uint32_at(host.lines + slot * host.line_bytes, _HEAD_WORDS)
 
 
 @compiled
@@ -59,17 +58,17 @@ def _result(host: Host, slot: int) -> Any:
     return host.results + slot * host.result_bytes
 
 
-@compiled
+@counted
 def _nodes(host: Host, slot: int) -> Any:
-    return carray(pointer(_result(host, slot) + _NODES_OFFSET), host.max_k, np.int32)
+    return int32_at(_result(host, slot) + _NODES_OFFSET, host.max_k)
 
 
-@compiled
+@counted
 def _raw(host: Host, slot: int) -> Any:
-    return carray(pointer(_result(host, slot) + _NODES_OFFSET + 4 * host.max_k), host.max_k, np.float32)
+    return float32_at(_result(host, slot) + _NODES_OFFSET + 4 * host.max_k, host.max_k)
 
 
-@compiled
+@counted
 def table_of(host: Host) -> Any:
     return words_at(host.table, STATES + host.slots)
 
@@ -79,9 +78,9 @@ def scans_of(host: Host) -> Any:
     return filtered.host_scans_of(host)
 
 
-@compiled
+@counted
 def active_of(host: Host) -> Any:
-    return carray(pointer(host.active), host.slots, np.int32)
+    return int32_at(host.active, host.slots)
 
 
 @compiled
@@ -195,8 +194,8 @@ def accept_query(host: Host, vector: int, collection: int, k: int, top_m: int, w
         return INVALID
     encoding = host.encodings[collection]
     slot = slot_changes.next_free(table_of(host))
-    query = carray(pointer(vector), encoding.dim, np.float32)
-    line = carray(pointer(host.lines + slot * host.line_bytes), host.line_bytes, np.uint8)
+    query = float32_at(vector, encoding.dim)
+    line = uint8_at(host.lines + slot * host.line_bytes, host.line_bytes)
     if not write_query(query, encoding, line[4 * _HEAD_WORDS :]):
         return INVALID
     _start_query(host, slot, collection, k, top_m, width, patience)
@@ -363,7 +362,7 @@ def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
         return INVALID
     collection, names, k = host.collections[search.collection], host.ids[search.collection], search.k
     nodes, raw = _nodes(host, slot), _raw(host, slot)
-    to_ids, to_distances = words_at(ids, k), carray(pointer(distances), k, np.float32)
+    to_ids, to_distances = words_at(ids, k), float32_at(distances, k)
     found = 0
     for i in range(k if search.scanning else np.int64(_head(host, slot)[layout.K])):
         node = np.int64(nodes[i])

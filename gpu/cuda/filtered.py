@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray
 
 from gpu.compiled import compiled
 from gpu.cpu.extend.keys import distance_of, may_be_result, node_of
-from gpu.cpu.simd import pointer
 from gpu.cpu.tables import Collection, Slot
 from gpu.cuda.host import Host
 from gpu.slots import MAX_COLLECTIONS
+from ipc.native.arrays import uint64_at
 from ipc.native.records import Array, new_array
 
 
@@ -42,7 +41,7 @@ def new_host_scans(lines: npt.NDArray[np.uint8], head_bytes: int, max_k: int) ->
 @compiled
 def host_scans_of(host: Host) -> Any:
     """Return the arrays of a host."""
-    lists = carray(pointer(host.keys), (host.slots, host.max_k), np.uint64)
+    lists = uint64_at(host.keys, (host.slots, host.max_k))
     return HostScans(host.collections, host.searches, lists, lists)
 
 

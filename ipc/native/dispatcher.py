@@ -9,10 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from numba import types
-from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
 
+from ipc.native.linked import LinkedCompiler
 from ipc.native.machine_code import machine_code
+from ipc.native.passes import ShortCompiler
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -22,8 +23,10 @@ _NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 class _Cached(CPUDispatcher):  # type: ignore[misc]
     """A dispatcher with a `MachineCode` cache, which is opened at the first compilation: most functions need none."""
 
+    compiler: type[ShortCompiler] = ShortCompiler
+
     def __init__(self, function: Any, options: dict[str, Any], stamp: str, kind: str) -> None:
-        super().__init__(function, targetoptions={**options, "nopython": True}, pipeline_class=Compiler)
+        super().__init__(function, targetoptions={**options, "nopython": True}, pipeline_class=self.compiler)
         self._stamp, self._kind = stamp, kind
 
     @cached_property
@@ -44,6 +47,16 @@ class _Cached(CPUDispatcher):  # type: ignore[misc]
                 cache.compiled()
 
 
+class _Linked(_Cached):
+    """What compiled code calls."""
+
+    compiler = LinkedCompiler
+
+    def add_overload(self, result: Any) -> None:
+        """See numba. Python calls none of it."""
+        self.overloads[tuple(result.signature.args)] = result
+
+
 class Dispatcher(_Cached, Generic[P, R]):
     """A function that is compiled at its first call, and cached on disk if possible until `stamp` changes.
 
@@ -52,7 +65,7 @@ class Dispatcher(_Cached, Generic[P, R]):
     """
 
     def __init__(self, function: Callable[P, R], options: dict[str, Any], stamp: str) -> None:
-        super().__init__(function, options, stamp, "outer")
+        super().__init__(function, {**options, "no_cfunc_wrapper": True}, stamp, "outer")
         self._options = options
 
     if TYPE_CHECKING:  # a call that bypasses numba's would take longer
@@ -60,8 +73,8 @@ class Dispatcher(_Cached, Generic[P, R]):
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
     @cached_property
-    def _inner(self) -> _Cached:
-        return _Cached(self.py_func, {**self._options, **_NO_WRAPPERS}, self._stamp, "inner")
+    def _inner(self) -> _Linked:
+        return _Linked(self.py_func, {**self._options, **_NO_WRAPPERS}, self._stamp, "inner")
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """numba's hook for typing a call from compiled code."""

@@ -22,9 +22,9 @@ from typing import Any
 from numba.core.caching import FunctionCache
 from numba.core.runtime import rtsys
 
+from ipc.native.linked import Files
 from ipc.native.private import is_private
 
-_Files: Any = FunctionCache._impl_class
 _LOCK_POLL_S = 0.01
 _LONGEST_S = 300.0  # a process that compiles for longer has been stopped: others compile, too
 
@@ -50,7 +50,7 @@ class _Beside:
         return str(self._line)
 
 
-class _FilesBeside(_Files):  # type: ignore[misc]
+class _FilesBeside(Files):
     _locator_classes = (_Beside,)
 
 
@@ -59,6 +59,8 @@ class MachineCode(FunctionCache):  # type: ignore[misc]
 
     Raises RuntimeError if there is no directory to write to, or others could write to it.
     """
+
+    _impl_class = Files
 
     def __init__(self, function: Any, stamp: str, kind: str) -> None:
         super().__init__(function)

@@ -52,6 +52,7 @@ SERVER_EVENT = layout.CANCEL + 1
 """Exit reason of `serve_loop` besides those of `run_loop`: the server's descriptor is readable, but not for a query."""
 
 _MS = 1_000_000
+_NO_WAIT = 0  # in place of a `Wait`'s address
 _EVENTS_NS = _MS  # how often a busy loop looks for session messages, dead clients and writes to collections
 
 
@@ -190,12 +191,13 @@ class PoolLoop:
         Raises the engine's error if the engine fails.
         """
         self.drop_gone_clients()
-        return self._handle_exit(run_loop(self._at, until_ns, spin_ns), until_ns, spin_ns)
+        return self._handle_exit(serve_loop(self._at, _NO_WAIT, until_ns, spin_ns), until_ns, spin_ns)
 
     def serve(self, until_ns: int) -> int:
         """As `run`, but sleep while there is nothing to do; see `serve_loop`. Return TIME_UP, IDLE or SERVER_EVENT."""
         self.drop_gone_clients()
-        return self._handle_exit(serve_loop(self._at, address_of(self._wait), until_ns), until_ns, self._spin.ns)
+        stopped = serve_loop(self._at, address_of(self._wait), until_ns, self._spin.ns)
+        return self._handle_exit(stopped, until_ns, self._spin.ns)
 
     def _handle_exit(self, stopped: int, until_ns: int, spin_ns: int) -> int:
         """Handle the loop's exits and resume it, until one is for the caller."""
@@ -216,7 +218,7 @@ class PoolLoop:
             else:
                 self._server.client_table.ring_bells()
                 return stopped
-            stopped = run_loop(self._at, until_ns, spin_ns)
+            stopped = serve_loop(self._at, _NO_WAIT, until_ns, spin_ns)
 
     def wake(self) -> None:
         """Make the loop return to `FilteredRequests`. Called by the resolver's thread."""
@@ -301,11 +303,14 @@ def _learn_cost(at: int, active: float, took_ns: float) -> None:
 
 
 @compiled
-def serve_loop(at: int, wait_at: int, until: int) -> int:
+def serve_loop(at: int, wait_at: int, until: int, spin: int) -> int:
     """Serve until `until`, or until an exit needs Python. Sleep at least once before returning IDLE.
 
-    A query that ends a sleep is answered before the return, within 1 ms.
+    A query that ends a sleep is answered before the return, within 1 ms. Without a `Wait` (_NO_WAIT) it is `run_loop`:
+    each function that Python calls is compiled with all of the loop.
     """
+    if wait_at == _NO_WAIT:
+        return run_loop(at, until, spin)
     loop, wait = loop_at(at), _wait_at(wait_at)
     clients = loop.clients[0]
     now, rounds_until, slept = intrinsics.monotonic_ns(), until, False
@@ -329,7 +334,7 @@ def serve_loop(at: int, wait_at: int, until: int) -> int:
             return SERVER_EVENT if now < until else layout.TIME_UP
 
 
-CALLED_OFTEN = ((run_loop, (int64, int64, int64)), (serve_loop, (int64, int64, int64)))
+CALLED_OFTEN = ((serve_loop, (int64, int64, int64, int64)),)
 CALLED_RARELY = (
     (drop_client, (int64, int64)),
     (_enqueue, (int64, float32[::1], int64)),

@@ -29,15 +29,25 @@ class Compilations(event.Listener):  # type: ignore[misc]
 
 def test_after_its_parts_the_loop_and_the_engine_compile_little_else() -> None:
     compile_parts(list(PARTS))
-    loop = Dispatcher(run_loop.py_func, {"nogil": True, "error_model": "numpy", "_nrt": False}, "another stamp")
+    options = {"nogil": True, "error_model": "numpy", "_nrt": False}
+    loop = Dispatcher(run_loop.py_func, options, "another stamp")
     handle = INNER["exact"][1][0]
-    engine = Dispatcher(extend_active.py_func, {"nogil": True, "error_model": "numpy"}, "another stamp")
+    engine = Dispatcher(extend_active.py_func, options, "another stamp")
     listener = Compilations()
     with event.install_listener("numba:compile", listener):
         loop.compile((int64, int64, int64))
         engine.compile((handle, int64))
     parts = {function.py_func.__name__ for function, _ in INNER.values()}
     assert parts & set(listener.names) == {"run_loop"}
+
+
+def test_one_function_that_python_calls_contains_the_loop() -> None:
+    listener = Compilations()
+    with event.install_listener("numba:compile", listener):
+        for called in CALLED.values():
+            for function, types in called:
+                Dispatcher(function.py_func, {"_nrt": False}, "another stamp").compile(types)
+    assert sum(name in ("run_loop", "serve_loop") for name in listener.names) == 1, "each is compiled with all of it"
 
 
 def test_searches_are_compiled_for_the_arrays_of_a_batch() -> None:

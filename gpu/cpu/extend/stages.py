@@ -12,7 +12,7 @@ was too far for top_m and still is, because the worst distance in top_m only dec
 
 import numpy as np
 
-from gpu.compiled import compiled, inlined
+from gpu.compiled import compiled
 from gpu.cpu.extend.code_scan import extend_code_scan
 from gpu.cpu.extend.filtered import COMPARE, WALK, count_parent, extend_scan, fall_back_to_scan, has_min_allowed
 from gpu.cpu.extend.keys import insert, key_of, node_of, row_distance
@@ -140,7 +140,7 @@ def merge_top_m(batch, active, finished):  # type: ignore[no-untyped-def]
     return done
 
 
-@inlined
+@compiled
 def extend(handle, active, finished):  # type: ignore[no-untyped-def]
     """Make one extend of every slot in `active` (int32) of the batch that `handle` describes.
 
