@@ -257,7 +257,7 @@ _COMPLETED = ("stop", "length")
 _GENERATION_SLOS: tuple[Slo, ...] = ("ttft", "tpot", "all")
 _STATUS_CLASSES: dict[int, StatusClass] = {2: "2xx", 4: "4xx", 5: "5xx"}
 _HEALTH_PATHS = ("/health", "/ready")
-_SEARCH_PATH = re.compile(r"/v1/retrieval|/v1/vector_stores/[^/]+/search")
+_SEARCH_PATH = re.compile(r"/v1/vector_stores/[^/]+/search")
 
 
 class RequestMetrics:
@@ -293,7 +293,7 @@ class RequestMetrics:
             return
         if status // 100 in _STATUS_CLASSES:
             self._table.add(FrontendMetrics.HTTP_RESPONSES[_STATUS_CLASSES[status // 100]])
-        if not _SEARCH_PATH.fullmatch(path):
+        if path != "/v1/retrieval" and not _SEARCH_PATH.fullmatch(path):
             return
         if status == 200:
             self._table.observe(FrontendMetrics.SEARCH_TIME, seconds)

@@ -70,9 +70,9 @@ class AuthMiddleware:
                     response = await route(http)
                 except TrinityError as error:
                     response = await self._on_error(http, error)
-                if isinstance(response, JsonResponse) and isinstance(send, ResponseSender):
-                    await send.respond(response)
-                else:
+                if not (
+                    isinstance(send, ResponseSender) and isinstance(response, JsonResponse) and send.responded(response)
+                ):
                     await response(scope, receive, send)
             else:
                 await self._app(scope, receive, send)

@@ -58,6 +58,7 @@ class HttpConfig(uvicorn.Config):
     ) -> None:
         super().__init__(
             app,
+            interface="asgi3",
             http=BoundedConnection,
             ws="none",
             lifespan="off",

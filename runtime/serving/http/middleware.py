@@ -183,6 +183,12 @@ def _none(limit: int) -> None:
 class Application(Starlette):
     """Without the framework's handling of unexpected errors, which `AuthMiddleware` handles, on every request's way."""
 
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:  # type: ignore[override]
+        if self.middleware_stack is None:
+            self.middleware_stack = self.build_middleware_stack()
+        scope["app"] = self
+        return self.middleware_stack(scope, receive, send)
+
     def build_middleware_stack(self) -> ASGIApp:
         app: ASGIApp = ExceptionMiddleware(self.router, handlers=self.exception_handlers)
         for factory, arguments, options in reversed(self.user_middleware):

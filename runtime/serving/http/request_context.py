@@ -84,17 +84,14 @@ class ResponseSender:
         self.status = 500
         self.begun_at: float | None = None
 
-    async def respond(self, response: JsonResponse) -> None:
-        """Send a response as a whole: at once if it is small and the client has read the ones before."""
+    def responded(self, response: JsonResponse) -> bool:
+        """Send a response as a whole if it is small and the client has read the ones before; return False if not."""
         respond = self._scope["state"].get("respond")
         if respond is None or self._unsent.held_bytes or len(response.body) > CONNECTION_BYTES:
-            await response(self._scope, self._receive, self)
-            return
-        self._unsent.started = True
+            return False
         headers = self._begin(response.status_code, response.raw_headers)
-        if not respond(response.status_code, headers, response.body):
-            await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})
-            await self._send({"type": "http.response.body", "body": response.body})
+        sent: bool = respond(response.status_code, headers, response.body)
+        return sent
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -139,7 +136,7 @@ class ResponseSender:
 
     def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """Record the beginning of the response; return its headers."""
-        self.status, self.begun_at = status, self._clock()
+        self.status, self.begun_at, self._unsent.started = status, self._clock(), True
         found = [header for header in headers if header[0] != _REQUEST_ID]
         found.append((_REQUEST_ID, self._request_id.encode()))
         if self._draining():
