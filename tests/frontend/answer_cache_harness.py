@@ -29,6 +29,7 @@ class LetterEmbedder:
     max_tokens = 1000
     max_concurrency = 1
     turn = COMPUTED
+    tokenizing = None
 
     def count_tokens(self, text: str) -> int:
         return len(text)

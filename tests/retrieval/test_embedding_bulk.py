@@ -22,7 +22,7 @@ SOON_S = 60.0
 class Embedder:
     """Embeds numbers, on a circle; the first calls wait until `threads` are embedding at the same time."""
 
-    name, dim, max_tokens, max_concurrency, turn = "hashing-16", 16, 1000, 1, COMPUTED
+    name, dim, max_tokens, max_concurrency, turn, tokenizing = "hashing-16", 16, 1000, 1, COMPUTED, None
 
     def __init__(self, threads: int = 1) -> None:
         self._together = threading.Barrier(threads)

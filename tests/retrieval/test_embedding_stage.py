@@ -34,6 +34,7 @@ class Embedder:
     """Embeds a text as its length while `gate` is open, which takes `COST_NS` each; some texts fail."""
 
     name, dim, max_tokens = "lengths", 1, 1000
+    tokenizing: "Words | None" = None
 
     def __init__(self, harness: "Harness", max_concurrency: int = 1, turn: Turn = COMPUTED) -> None:
         self.max_concurrency, self.turn, self._harness = max_concurrency, turn, harness
@@ -58,6 +59,24 @@ class Embedder:
         if "gone" in texts:
             raise EmbedderUnreachable("it does not answer")
         return np.array([[len(text)] for text in texts], np.float32)
+
+
+class Words:
+    """Tokens of the embedder: of each word its length. A forward pass has up to 12, and costs as much as two more."""
+
+    batch_tokens, pass_tokens = 12, 2
+
+    def __init__(self, embedder: Embedder) -> None:
+        self.embedder, self.tokenized = embedder, 0
+
+    def tokenize(self, texts: Sequence[str], kind: TextKind = "query") -> list[list[int]]:
+        if "bad" in texts:
+            raise InvalidRequest("a bad text")
+        self.tokenized += len(texts)
+        return [[len(word) for word in text.split()] for text in texts]
+
+    def embed_tokens(self, tokens: Sequence[list[int]]) -> Vectors:
+        return self.embedder.embed([" ".join("w" * length for length in each) for each in tokens])
 
 
 class Harness:
@@ -179,12 +198,39 @@ def test_queries_are_embedded_beside_those_of_similar_length(harness: Harness) -
     assert [sorted(set(map(len, batch))) for batch in harness.after(*asked)] == [[10], [40]]
 
 
+def test_texts_with_as_many_tokens_are_embedded_in_one_forward_pass_however_many_characters_they_have(
+    harness: Harness,
+) -> None:
+    words = harness.embedder.tokenizing = Words(harness.embedder)
+    texts = ["wwww wwww", "w w w w w w", "w w", "wwwwwwwwww www", "w w w w w wwwwww"]
+    asked = [harness.ask(text) for text in texts]
+    assert harness.after(*asked) == [[texts[0], texts[2], texts[3]], [texts[1], texts[4]]]
+    assert [value(one) for one in asked] == list(map(len, texts))
+    assert words.tokenized == len(texts)
+
+
+def test_a_forward_pass_has_a_bounded_number_of_tokens_and_little_padding(harness: Harness) -> None:
+    harness.embedder.tokenizing = Words(harness.embedder)
+    asked = [harness.ask("w " * words + f"{number:05}") for words in (1, 3, 9) for number in range(2)]
+    batches = harness.after(*asked)
+    assert [[len(text.split()) for text in batch] for batch in batches] == [[2, 2], [4, 4], [10], [10]]
+
+
+def test_a_text_without_tokens_fails_alone(harness: Harness) -> None:
+    harness.embedder.tokenizing = Words(harness.embedder)
+    asked = [harness.ask(text) for text in ("w", "bad", "ww")]
+    harness.after(*asked)
+    assert isinstance(asked[1].exception(SOON_S), InvalidRequest)
+    assert [value(asked[0]), value(asked[2])] == [1.0, 2.0]
+
+
 def test_a_text_that_is_due_is_overtaken_a_bounded_number_of_times() -> None:
     queue, embedder = TextQueue(), HashingEmbedder(16)
     for number, text in enumerate(["short", "of another length", *["short"] * 100]):
         queue.push(Texts(embedder, [text], "query", 0, "prefill", 0, number, [Future()]))
     first = queue.pop()
-    taken = [queue.pop(first, 10_000) for _ in range(80)]
+    assert first is not None
+    taken = [queue.pop([first], 10_000) for _ in range(80)]
     assert [one is not None and one.text for one in taken].index("of another length") == 64
 
 

@@ -26,7 +26,7 @@ SOON_S = 60.0
 class Embedder:
     """Embeds a text as its length once `gate` is open; "bad" and "broken" fail."""
 
-    name, dim, max_tokens = "lengths", 1, 1000
+    name, dim, max_tokens, tokenizing = "lengths", 1, 1000, None
 
     def __init__(self, max_concurrency: int = 1) -> None:
         self.max_concurrency, self.turn = max_concurrency, COMPUTED if max_concurrency == 1 else SENT

@@ -112,6 +112,10 @@ class Embedder(Protocol):
         """What a thread of the embedding stage takes at once. Except for `COMPUTED`, its threads are its own:
         `max_concurrency` of them."""
 
+    @property
+    def tokenizing(self) -> "Tokenizing | None":
+        """Both steps of `embed`, if it has tokens. May load the embedder."""
+
     def count_tokens(self, text: str) -> int:
         """Return the approximate number of tokens of a text, without special tokens and prefix."""
 
@@ -121,6 +125,25 @@ class Embedder(Protocol):
         (Not normalized if the model's own files do not ask for it.) Raises `InvalidRequest` for a text that is not
         valid Unicode (an unpaired surrogate); a server's embedder raises `EmbedderUnreachable` and `EmbedderFailed`.
         """
+
+
+class Tokenizing(Protocol):
+    """An embedder's two steps, so that texts can be batched by their tokens. Thread-safe.
+
+    `batch_tokens`: bound of a forward pass, padding included; `pass_tokens`: it costs as much as so many tokens more.
+    """
+
+    @property
+    def batch_tokens(self) -> int: ...
+
+    @property
+    def pass_tokens(self) -> int: ...
+
+    def tokenize(self, texts: Sequence[str], kind: TextKind = "query") -> list[list[int]]:
+        """Return the token ids of each text, at least one. Raises `InvalidRequest` as `Embedder.embed`."""
+
+    def embed_tokens(self, tokens: Sequence[list[int]]) -> Vectors:
+        """Return what `Embedder.embed` returns for texts of these tokens."""
 
 
 def embedding_text(title: str, text: str) -> str:
@@ -161,6 +184,7 @@ class HashingEmbedder:
     max_tokens = MAX_CHARACTERS
     max_concurrency = 1
     turn = COMPUTED
+    tokenizing = None
 
     def __init__(self, dim: int) -> None:
         self.name = f"hashing-{dim}"

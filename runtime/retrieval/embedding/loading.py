@@ -29,6 +29,7 @@ from runtime.retrieval.embedding.embedder import (
     HashingEmbedder,
     ServerSpec,
     TextKind,
+    Tokenizing,
     embedder_name,
     normalize,
 )
@@ -291,6 +292,10 @@ class LazyEmbedder:
     @property
     def max_tokens(self) -> int:
         return self._embedder().max_tokens
+
+    @property
+    def tokenizing(self) -> Tokenizing | None:
+        return self._embedder().tokenizing
 
     def count_tokens(self, text: str) -> int:
         return self._embedder().count_tokens(text)

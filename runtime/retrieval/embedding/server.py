@@ -67,6 +67,7 @@ class ServerEmbedder:
     max_tokens = MAX_TOKENS
     max_concurrency = SERVER_CONCURRENCY
     turn = SENT
+    tokenizing = None
 
     def __init__(
         self,

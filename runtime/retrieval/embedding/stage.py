@@ -1,9 +1,9 @@
 """The embedding stage of a process: texts of all its requests, embedded in batches of what has arrived.
 
 ```
-submit ──▶ cache ──▶ TextQueue ──▶ a free thread takes its share of what waits ──▶ `Embedder.embed` ──▶ futures
-            │ hit                  (at most a turn, so that keys alternate)                └──▶ cache
-            ▼
+submit ──▶ cache ──▶ TextQueue ──▶ a free thread finds the tokens of what is new, ──▶ embeds these ──▶ futures
+            │ hit                  and takes its share of what waits (at most a              └──▶ cache
+            ▼                      turn, so that keys alternate)
           future
 ```
 None waits for company: a text that arrives at an idle thread is embedded alone. Embedders that compute in this process
@@ -15,6 +15,8 @@ threads: the kernel interrupts a batch of theirs when a text of prefill arrives,
 does not use. While prefill uses all of it, its threads embed a text of theirs now and then.
 """
 
+import contextlib
+import itertools
 import os
 import threading
 import time
@@ -290,6 +292,9 @@ class _Lane:
                     self._changed.wait(_RECENT_NS / 1e9 if len(self.queue) else None)  # then it is its turn again
                 if self._closed:
                     return
+                new = self.queue.take_new(*self._turn)
+            _tokenize(new)
+            with self._changed:
                 if self._behind is not None and self._leaving >= _TURNS and len(self._behind.queue):
                     self._leaving, lane = 0, self._behind
                     taken, ended = lane.take(1)
@@ -312,11 +317,7 @@ class _Lane:
         ended: dict[Texts, TrinityError | None] = {}
         now = self._clock()
         size, share = 0, self._share(now)
-        while (
-            len(taken) < most
-            and size < share
-            and (one := self.queue.pop(taken[0] if taken else None, characters)) is not None
-        ):
+        while len(taken) < most and size < share and (one := self.queue.pop(taken, characters)) is not None:
             texts = one.texts
             if not texts.wanted:
                 ended[texts] = None
@@ -342,7 +343,7 @@ class _Lane:
         """Embed texts of one embedder and kind together; record the `Texts` that ended with an error."""
         embedder, kind = group[0].texts.embedder, group[0].texts.kind
         try:
-            vectors = embedder.embed([one.text for one in group], kind)
+            vectors = _embed(group, embedder, kind)
             for one, vector in zip(group, vectors, strict=True):
                 one.texts.vectors[one.number] = vector
         except Exception as raised:  # of a library we do not know: the next text may be fine
@@ -374,3 +375,24 @@ class _Lane:
                 self._changed.notify_all()  # it may be the turn of the other kind
         for texts, error in ended.items():
             self._on_end(texts, error, now_ns)
+
+
+def _tokenize(new: Sequence[Waiting]) -> None:
+    """Set the tokens of texts whose embedder has any. Errors are those of `embed`, which says whose text it is."""
+    for _, group in itertools.groupby(new, key=lambda one: (id(one.texts.embedder), one.texts.kind)):
+        texts = list(group)
+        with contextlib.suppress(Exception):
+            tokenizing = texts[0].texts.embedder.tokenizing
+            if tokenizing is not None:
+                found = tokenizing.tokenize([one.text for one in texts], texts[0].texts.kind)
+                for one, tokens in zip(texts, found, strict=True):
+                    one.set_tokens(tokens, tokenizing)
+
+
+def _embed(group: Sequence[Waiting], embedder: Embedder, kind: TextKind) -> Vectors:
+    """Embed texts by their tokens, if these are known."""
+    tokens = [one.tokens for one in group if one.tokens is not None]
+    tokenizing = group[0].tokenizing
+    if tokenizing is None or len(tokens) < len(group):
+        return embedder.embed([one.text for one in group], kind)
+    return tokenizing.embed_tokens(tokens)

@@ -47,6 +47,7 @@ class TextEmbedder:
 
     def __init__(self, name: str, encoder: Encoder, encoding: Encoding) -> None:
         self.name, self.dim, self.turn, self.max_tokens = name, encoder.dim, encoder.turn, encoding.max_tokens
+        self.batch_tokens, self.pass_tokens = encoder.batch_tokens, encoder.pass_tokens
         self._encoder, self._encoding = encoder, encoding
         self._tokenizer = encoder.tokenizer
         self._counter = type(self._tokenizer).from_str(self._tokenizer.to_str())
@@ -58,11 +59,23 @@ class TextEmbedder:
 
     def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Vectors:
         """See `Embedder.embed`."""
+        return self.embed_tokens(self.tokenize(texts, kind))
+
+    @property
+    def tokenizing(self) -> "TextEmbedder":
+        """See `Embedder.tokenizing`."""
+        return self
+
+    def tokenize(self, texts: Sequence[str], kind: TextKind = "query") -> list[list[int]]:
+        """See `Tokenizing.tokenize`."""
         prepared = [self._prepared(text, kind) for text in texts]
-        tokens = [encoding.ids or [0] for encoding in self._tokenizer.encode_batch_fast(prepared)]
+        return [encoding.ids or [0] for encoding in self._tokenizer.encode_batch_fast(prepared)]
+
+    def embed_tokens(self, tokens: Sequence[list[int]]) -> Vectors:
+        """See `Tokenizing.embed_tokens`."""
         vectors = np.empty((len(tokens), self.dim), np.float32)
         lengths = [len(ids) for ids in tokens]
-        for rows in batches_by_length(lengths, self._encoder.batch_tokens, self._encoder.pass_tokens):
+        for rows in batches_by_length(lengths, self.batch_tokens, self.pass_tokens):
             vectors[rows] = self._forward([tokens[row] for row in rows])
         return vectors
 

@@ -4,21 +4,23 @@ Keys take turns: the one goes first whose texts have used least time. Within a k
 a part's time counts by its weight, so prefill goes before decode and both before bulk (documents, `/v1/embeddings`),
 none of which starves. Within a part the texts that are due first go first: queries by deadline, texts of a long list by
 when they could have been embedded if their list were alone, so that a short list does not wait for the end of a long
-one. Beside the first text of a batch go those of similar length, which costs least padding: of the texts that are due
-first, so that each is overtaken a bounded number of times.
+one. Beside the first text of a batch go those of nearest length, which costs least padding: of the texts that are due
+first, so that each is overtaken a bounded number of times. Of those whose tokens are known, a batch is one forward
+pass: a text that would need another one, or padding that costs more than that, waits for a batch of its length.
 """
 
 import itertools
+import math
 from bisect import insort
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
+from runtime.retrieval.embedding.embedder import Embedder, TextKind, Tokenizing, Vectors
 from runtime.retrieval.fair_queue import FairQueue
 
 Part = Literal["prefill", "decode", "bulk"]
@@ -28,7 +30,7 @@ _TEXT_COST = 32  # of each text besides its characters: a forward pass costs as 
 _LONGEST = 2048  # characters that count of one text: models truncate longer ones
 _NEWEST = 0.1  # weight of the newest measurement
 _WINDOW = 64  # texts of a key and part among which one of similar length is chosen
-_SIMILAR = 4  # characters: a token
+_TOKEN = 4  # characters, of texts whose tokens are not known
 
 
 @dataclass(eq=False, slots=True)
@@ -67,12 +69,20 @@ class Texts:
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """One text of `texts`. `overtaken`: how many went before it that were due later."""
+    """One text of `texts`. `length`: tokens, estimated until `set_tokens`. `overtaken`: how many went before it that
+    were due later."""
 
     texts: Texts
     number: int
     size: int
+    length: float
     overtaken: int = 0
+    tokens: list[int] | None = None
+    tokenizing: Tokenizing | None = None
+
+    def set_tokens(self, tokens: list[int], tokenizing: Tokenizing) -> None:
+        """Record its tokens, and who embeds them."""
+        self.tokens, self.tokenizing, self.length = tokens, tokenizing, len(tokens)
 
     @property
     def text(self) -> str:
@@ -81,6 +91,14 @@ class Waiting:
     def goes_with(self, other: "Waiting") -> bool:
         """Whether both can be embedded in one call."""
         return self.texts.embedder is other.texts.embedder and self.texts.kind == other.texts.kind
+
+    def fits(self, taken: Sequence["Waiting"]) -> bool:
+        """Whether it can be embedded in one forward pass with others without much padding, as far as is known."""
+        if self.tokenizing is None:
+            return True
+        longest, rows = max(self.length, *(one.length for one in taken)), len(taken)
+        padding = abs(self.length - taken[0].length) * rows
+        return padding <= self.tokenizing.pass_tokens and longest * (rows + 1) <= self.tokenizing.batch_tokens
 
 
 class TextQueue:
@@ -91,6 +109,7 @@ class TextQueue:
         self._parts: dict[int, FairQueue[Part, None]] = {}
         self._due: dict[tuple[int, Part], list[tuple[int, int, Waiting]]] = {}  # sorted by when, then by arrival
         self._sizes: Counter[tuple[int, Part]] = Counter()
+        self._new: deque[Waiting] = deque()
         self._order = itertools.count()
         self.ns_per_size = 0.0
 
@@ -105,16 +124,27 @@ class TextQueue:
         sizes = [size_of(text) for text in texts.texts]
         for number in sorted(range(len(sizes)), key=sizes.__getitem__):
             size = sizes[number]
-            insort(line, (due, next(self._order), Waiting(texts, number, size)))
+            waiting = Waiting(texts, number, size, (size - _TEXT_COST) / _TOKEN)
+            self._new.append(waiting)
+            insort(line, (due, next(self._order), waiting))
             due += int(self.ns_of([size])) + 1
             self._sizes[flow, part] += size
             parts.push(part, None)
             self._keys.push(flow, None)
 
-    def pop(self, beside: Waiting | None = None, characters: int = 0) -> Waiting | None:
-        """Remove the text whose turn it is; beside another, one of similar length of the same key and part. Return None
-        if there is none, or if it cannot be embedded in one call with `beside`: it is of another embedder or kind, or
-        has more than `characters`."""
+    def take_new(self, most: int, characters: int) -> list[Waiting]:
+        """Return texts that were pushed and not returned here before, in order, of about so many characters: their
+        tokens are not known yet."""
+        new: list[Waiting] = []
+        while self._new and len(new) < most and characters > 0:
+            new.append(self._new.popleft())
+            characters -= len(new[-1].text)
+        return new
+
+    def pop(self, taken: Sequence[Waiting] = (), characters: int = 0) -> Waiting | None:
+        """Remove the text whose turn it is; beside others, one of the first one's length of the same key and part.
+        Return None if there is none, or if it cannot be embedded with them: it is of another embedder or kind, has more
+        than `characters`, or would need a forward pass of its own."""
         flow = self._keys.turn()
         if flow is None:
             return None
@@ -122,7 +152,7 @@ class TextQueue:
         part = parts.turn()
         assert part is not None, "each text is in both queues"
         line = self._due[flow, part]
-        place = 0 if beside is None else _similar(line, beside, characters)
+        place = _nearest(line, taken, characters) if taken else 0
         if place is None:
             return None
         waiting = line.pop(place)[2]
@@ -176,17 +206,17 @@ class TextQueue:
             self._parts[texts.flow].charge(texts.part, ns * WEIGHTS[texts.part])
 
 
-def _similar(line: list[tuple[int, int, Waiting]], beside: Waiting, characters: int) -> int | None:
-    """Return the place of the text that costs least padding beside another; None if none can be embedded with it."""
-    best, nearest = None, 1 << 30
+def _nearest(line: list[tuple[int, int, Waiting]], taken: Sequence[Waiting], characters: int) -> int | None:
+    """Return the place of the text that costs least padding beside others; None if it cannot be embedded with them."""
+    best, nearest, beside = None, math.inf, taken[0]
     for place in range(1 if line[0][2].overtaken >= _WINDOW else min(len(line), _WINDOW)):
         one = line[place][2]
-        difference = abs(one.size - beside.size)
+        difference = abs(one.length - beside.length)
         if difference < nearest and one.goes_with(beside) and len(one.text) <= characters:
             best, nearest = place, difference
-            if difference <= _SIMILAR:
+            if difference < 1:
                 break
-    return best
+    return best if best is not None and line[best][2].fits(taken) else None
 
 
 def size_of(text: str) -> int:
