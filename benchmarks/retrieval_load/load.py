@@ -18,11 +18,13 @@ _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)", re.IGNORECASE)
 @dataclass
 class Load:
     """Result of a run: seconds of each answered request from when it was due, statuses, and the run's length. `after`:
-    requests that were sent in it and answered after it."""
+    requests that were sent in it and answered after it. `late_s`: how long after it was due each one of an open loop
+    was ready to be sent, the generator's own part of `seconds`."""
 
     seconds: list[float] = field(default_factory=list)
     statuses: Counter[int] = field(default_factory=Counter)
     refused_s: list[float] = field(default_factory=list)
+    late_s: list[float] = field(default_factory=list)
     length_s: float = 0.0
     after: int = 0
 
@@ -111,14 +113,15 @@ class _Open(_Run):
 
     def __init__(self, requests: Iterator[bytes], seconds: float) -> None:
         super().__init__(requests, seconds)
-        self.free: list[_Connection] = []
+        self.free: deque[_Connection] = deque()  # in turn, since the node closes one that idles for seconds
         self.waiting: deque[float] = deque()
         self.outstanding, self.closing = 0, False
 
     def arrive(self, due_s: float) -> None:
         self.outstanding += 1
+        self.load.late_s.append(time.perf_counter() - due_s)
         if self.free:
-            self.free.pop().send(next(self.requests), due_s)
+            self.free.popleft().send(next(self.requests), due_s)
         else:
             self.waiting.append(due_s)
 
@@ -160,7 +163,7 @@ def open_loop(
 
     async def run() -> Load:
         loop = _Open(requests, seconds)
-        loop.free = [await loop.connect(port) for _ in range(connections)]
+        loop.free = deque([await loop.connect(port) for _ in range(connections)])
         opened, arrivals = list(loop.free), random.Random(seed)
         loop.begin = due = time.perf_counter()
         while (due := due + arrivals.expovariate(rate)) < loop.begin + seconds:
