@@ -21,6 +21,8 @@ def loop_of(role: Role) -> Callable[[Worker], None]:
             from runtime.engines.vllm.process import run
         case "frontend":
             from runtime.engines.frontend import run
+        case "http":
+            from runtime.serving.http.http_worker import run
     return run
 
 

@@ -30,6 +30,7 @@ _PROCESS: dict[Role, int] = {
     "decode": 260 * _MIB,
     "engine": 60 * _MIB,  # the supervisor of vLLM's server
     "frontend": 96 * _MIB,
+    "http": 96 * _MIB,
 }
 """Base size of a process of each role: interpreter, libraries and compiled code, mapped memory by its share.
 
@@ -108,8 +109,10 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
             process + (vllm.host_bytes(config.model, worker.stage) if isinstance(config.model, VllmSection) else 0), 0
         )
     process += sum(_embedders(plan).values()) + (_reranker(config.rerank) if worker.role != "decode" else 0)
-    if worker.role == "frontend" and worker.embedder != CPU:
+    if worker.role in ("frontend", "http") and worker.embedder != CPU:
         process += _TORCH
+    if worker.role == "http":
+        return _Parts(process, 0)
     if worker.role == "frontend" or config.own_model is None:
         answers = config.answer_cache
         return _Parts(process + (_EMBEDDERS.get(answers.embedder, 0) if answers.enabled else 0), 0)

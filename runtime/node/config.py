@@ -17,7 +17,7 @@ from runtime.node.retrieval_config import ProbesSection, PromptsSection, RerankS
 from runtime.node.stores_config import STORES, StoresSection
 from runtime.node.worker_config import DecodeSection, PoolSection, PrefillSection
 
-Role = Literal["pool", "prefill", "decode", "engine", "frontend"]
+Role = Literal["pool", "prefill", "decode", "engine", "frontend", "http"]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
 Verify = Literal["start", "background", "never"]
@@ -64,6 +64,8 @@ class HttpSection(Section, frozen=True):
 
     - `host`, `port`: address to listen on. Port 0 selects any free port. Without API keys, only loopback addresses are
       allowed, and a request's Host header must be a loopback name or `host`.
+    - `workers`: number of processes that accept connections on the port. One, the frontend, owns everything with state;
+      the others answer searches, embeddings and reranking themselves and pass it all other requests (docs/http.md).
     - `api_keys_file`: file with one API key per line. A key may be restricted to collections, and bound to an attribute
       value in them (`KEY notes/tenant=acme`). "": requests need no key.
     - `open_paths`: paths that need no key.
@@ -76,7 +78,8 @@ class HttpSection(Section, frozen=True):
     - `overlap_weight`: routing picks the worker, or model server, with the fewest requests. One that has the whole
       prompt cached (or recently received it, if that is unknown) counts `overlap_weight` requests fewer, one that has a
       prefix of it a share of that. 0: load only.
-    - `max_connections`: maximum number of open connections; one client address may have half of them. All connections
+    - `max_connections`: maximum number of open connections of each of the `workers`; one client address may have half
+      of them. All connections
       through a proxy have one address: behind a proxy, set it to twice the number of the proxy's.
     - `drain_notice_s`: a stopping node first fails /health and accepts requests for this time, so that load balancers
       notice before the port closes. Only if /health is polled (twice within 30 s). Counts towards `node.drain_s`, for
@@ -85,6 +88,7 @@ class HttpSection(Section, frozen=True):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65_535)] = 8080
+    workers: Annotated[int, Meta(ge=1, le=64)] = 1
     api_keys_file: str = ""
     max_in_flight: Annotated[int, Meta(ge=1, le=100_000)] = 256
     request_timeout_s: Seconds = 600.0

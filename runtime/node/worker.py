@@ -33,10 +33,11 @@ _BEAT_S = 0.1  # interval of a standby worker's heartbeats
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """Startup message of a worker: the plan, its name in the plan, its epoch, its table, and two file descriptors (or
+    """Startup message of a worker: the plan, its name in the plan, its epoch, its table, and file descriptors (or
     -1).
 
-    `listen_fd` is the HTTP listening socket, `stack_fd` the file for its threads' stacks on a fatal signal.
+    `listen_fd` is the HTTP listening socket, `private_fd` the frontend's for HTTP workers, `stack_fd` the file for its
+    threads' stacks on a fatal signal.
     `node_ready`: the node has been ready before, so other replicas may be serving. `last_exit`: exit code of the
     previous process.
     """
@@ -47,6 +48,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     table: MemoryReference
     supervisor_pid: int
     listen_fd: int = -1
+    private_fd: int = -1
     stack_fd: int = -1
     node_ready: bool = False
     last_exit: int = 0
@@ -60,7 +62,7 @@ class Worker:
         self.startup = StartupTimer(age_s=process_age_s())
         self.stopping = False
         self.awaits_release = False
-        self._listen_fd = spec.listen_fd
+        self._listen_fd, self._private_fd = spec.listen_fd, spec.private_fd
         self.stack_fd = spec.stack_fd if spec.stack_fd >= 0 else 2
         self._logs = contextlib.ExitStack()
         self._apply(spec)
@@ -147,6 +149,10 @@ class Worker:
     def listening_socket(self) -> socket.socket:
         """Return the HTTP socket, which the supervisor has bound: it survives the death of a frontend."""
         return socket.socket(fileno=self._listen_fd)
+
+    def private_socket(self) -> socket.socket:
+        """Return the socket on which the frontend answers HTTP workers, which survives it, too."""
+        return socket.socket(fileno=self._private_fd)
 
 
 def die_with_parent(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:

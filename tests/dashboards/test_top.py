@@ -83,7 +83,7 @@ def test_the_screen_is_computed_from_two_scrapes(source: Source) -> None:
         live.add(Snapshot.parse(at_s, source()))
     assert lines(live, "SLOs")["all"] == "90.0 %, burns 10.0×"
     assert lines(live, "SLOs")["search"] == "–"
-    assert lines(live, "Health")["workers ready"] == "4 of 5"
+    assert lines(live, "Health")["workers ready"] == "5 of 6"
     assert lines(live, "Health")["requests/s"] == "5.0"
     assert lines(live, "Queues")["Q_pre"] == "7 waiting, p95 –"
     assert lines(live, "Latency")["prefill"] == "250 ms"
@@ -154,7 +154,7 @@ def test_every_worker_and_every_metric_is_on_the_screen(source: Source, size: tu
     for figure in figures:
         place = next((line for line in shown if figure.name in line), None)
         assert place is not None, figure.name
-    for words in ("90.0 %, burns 10.0×", "7 waiting, p95 –", "4 of 5", "250 ms", "0.0 %, target 5.0 %"):
+    for words in ("90.0 %, burns 10.0×", "7 waiting, p95 –", "5 of 6", "250 ms", "0.0 %, target 5.0 %"):
         assert any(words in line for line in shown), words
 
 

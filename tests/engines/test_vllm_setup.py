@@ -45,7 +45,7 @@ def test_the_vllm_command_sets_model_socket_and_parallelism() -> None:
     pairs = dict(itertools.pairwise(command(section(**asked_for), plan, plan.of_role("engine")[0])))
     assert pairs["--model"] == "org/model"
     assert pairs["--served-model-name"] == "m"
-    assert pairs["--uds"] == plan.engine_socket("engine-0")
+    assert pairs["--uds"] == plan.http_socket("engine-0")
     assert pairs["--tensor-parallel-size"] == "2"
     assert pairs["--max-model-len"] == "4096"
     assert "--block-size" not in pairs, "vLLM knows its GPU"

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,8 +12,11 @@ import httpx
 import openai
 import uvicorn
 import uvloop
+from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from runtime.node.config import HttpSection
+from runtime.node.supervisor.listen import listen_private
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.search.query import Query
@@ -25,9 +29,12 @@ from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig, Timeouts
-from runtime.serving.http.middleware import id_source
+from runtime.serving.http.forwarding import Forwarder
+from runtime.serving.http.http_worker import answering_or_forwarding
+from runtime.serving.http.middleware import RequestContextMiddleware, id_source
 from runtime.serving.http.reranked_search import RerankedSearch
 from runtime.serving.http.routes.drain import Readiness
+from runtime.serving.http.search_parts import private_limits
 from runtime.serving.http.service import CollectionCatalogue, NoCollections, SearchSource, Service, Settings
 from runtime.serving.messages import Role
 from runtime.testing.waiting import until
@@ -103,7 +110,10 @@ class Cluster:
         timeouts: Timeouts = Timeouts(),  # noqa: B008
         readiness: Readiness | None = None,
         send_buffer: int = 0,
+        private: Path | None = None,
     ) -> None:
+        """private: of the frontend's private socket; clients then talk to an HTTP worker, in the same thread, which
+        passes everything on, as it may search nothing itself."""
         self._answers = answers
         self._catalogue, self._writes, self._stores = catalogue or NoCollections(), writes, stores
         self._responses, self._reranking = responses, reranking
@@ -122,6 +132,7 @@ class Cluster:
         self._stop: asyncio.Event
         self._failure: BaseException | None = None
         self.link: WorkerLink
+        self._private = None if private is None else str(private)
         self._socket = socket.create_server(("127.0.0.1", 0))
         if send_buffer:  # of the kernel, for each connection
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -211,23 +222,39 @@ class Cluster:
             stores=self._stores, reranking=self._reranking, responses=self._responses, readiness=self.readiness,
             drain=self._drain,
         )  # fmt: skip
-        app = create_app(service, self.settings, new_id)
+        app: ASGIApp = create_app(service, self.settings, new_id)
+        accepting, closing = [], [self.link.close]
+        if self._private is not None:
+            frontend = HttpConfig(app, private_limits(self.limits), new_id, drain_s=1, timeouts=self.timeouts)
+            accepting.append(_Server(frontend, self._stop).serve(sockets=[listen_private(self._private)]))
+            forward = Forwarder(self._private, "the frontend")
+            closing.append(forward.close)
+            app = self._http_worker(forward, new_id)
         self._http = HttpConfig(app, self.limits, new_id, drain_s=1, timeouts=self.timeouts)
         server = _Server(self._http, self._stop)
         self.protocols = server.server_state.connections
+        accepting.append(server.serve(sockets=[self._socket]))
         for role, name in self._worker_names():
             self.players[name] = ScriptedWorker(self, role, name)
             self._tasks[name] = asyncio.create_task(self.players[name].serve())
         link = asyncio.create_task(self.link.run())
-        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
         storing = [] if self._stores is None else [asyncio.create_task(self._stores.run())]
         self._ready.set()
-        await serving
+        await asyncio.gather(*accepting)
         others = [link, *storing, *self._tasks.values()]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        self.link.close()
+        for close in closing:
+            close()
+
+    def _http_worker(self, forward: Forwarder, new_id: Callable[[str], str]) -> ASGIApp:
+        full = Response("this HTTP worker has no room", 503)
+
+        def with_id(refusal: ASGIApp) -> ASGIApp:
+            return RequestContextMiddleware(refusal, new_id, lambda: False, lambda path, status, seconds: None)
+
+        return answering_or_forwarding(full, forward, with_id, lambda: None)
 
     async def _drain(self, wanted: bool) -> None:
         self.drain_requests.append(wanted)

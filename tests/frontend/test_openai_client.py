@@ -1,4 +1,4 @@
-"""The official client works against the frontend, unchanged."""
+"""The official client works against the frontend, unchanged, and against an HTTP worker before it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +9,10 @@ import pytest
 from tests.frontend.cluster import Cluster
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster() as cluster:
+@pytest.fixture(scope="module", params=["frontend", "HTTP worker"])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    through = tmp_path_factory.mktemp("private") / "sock" if request.param == "HTTP worker" else None
+    with Cluster(private=through) as cluster:
         yield cluster
 
 

@@ -113,7 +113,7 @@ def command(
     loads, stage = section.loads, section.stages[place.stage]
     if loads == smollm.NAME:
         loads = str(smollm.ensure_converted())
-    options = ["--model", loads, "--served-model-name", section.name, "--uds", plan.engine_socket(place.name)]
+    options = ["--model", loads, "--served-model-name", section.name, "--uds", plan.http_socket(place.name)]
     options += ["--tensor-parallel-size", str(stage.tensor_parallel_size)]
     if not place.gpu_numbers:
         options += ["--block-size", _CPU_BLOCK_TOKENS]

@@ -23,7 +23,7 @@ async def vllm_engine(
     instances = [
         Server(
             f"http://{place.name}/v1",
-            http=AioHttp(worker.plan.engine_socket(place.name)),
+            http=AioHttp(worker.plan.http_socket(place.name)),
             stage=place.stage,
             ranks=section.stages[place.stage].tensor_parallel_size,
             events=event_endpoints(worker.plan, place),

@@ -65,7 +65,7 @@ def run(worker: Worker) -> None:
     found = find_vllm(section)
     check_transfer(section, nixl=found.nixl)
     worker.log.info("vLLM %s", found.version)
-    socket, metrics = worker.plan.engine_socket(worker.name), worker.plan.engine_metrics(worker.name)
+    socket, metrics = worker.plan.http_socket(worker.name), worker.plan.engine_metrics(worker.name)
     for leftover in (socket, f"{socket}.old", metrics):  # of a killed predecessor
         Path(leftover).unlink(missing_ok=True)
     remove_files(worker.plan, worker.placement)

@@ -46,16 +46,18 @@ KNOBS: dict[Role, tuple[Knob, ...]] = {
     "decode": _RELOADS,
     "engine": (),
     "frontend": (*_RELOADS, "draining"),
+    "http": (*_RELOADS, "draining"),
 }
 """Values that the supervisor sets in a worker at run time, through its table."""
 
 
 class State(IntEnum):
-    """State that a worker reports."""
+    """State that a worker reports. CLOSED: one that drains, and accepts no connections any more."""
 
     STARTING = 0
     READY = 1
     DRAINING = 2
+    CLOSED = 3
 
 
 class WorkerTable:

@@ -300,6 +300,7 @@ class FrontendMetrics(RetrievingMetrics):
         "status",
         StatusClass,
     )
+    FORWARDED = Counter("trinity_http_forwarded_total", "Requests that an HTTP worker has passed to the frontend")
     SLO_REQUESTS = ByLabel[Slo, Counter](
         Counter,
         "trinity_slo_requests_total",
@@ -382,4 +383,5 @@ METRICS: dict[Role, tuple[Metric, ...]] = {
     "decode": _of(DecodeMetrics),
     "engine": _of(WorkerMetrics),  # vLLM exports its own
     "frontend": _of(FrontendMetrics),
+    "http": _of(FrontendMetrics),  # of what it answers itself
 }

@@ -121,8 +121,9 @@ class NodePlan(msgspec.Struct, frozen=True):
         """Return the abstract socket of a worker, of "frontend" or of "control"; it leaves no file behind."""
         return f"ipc://@trinity-{self.token}-{name}"
 
-    def engine_socket(self, worker: str) -> str:
-        """Return the path of an engine's HTTP socket, in the private run directory."""
+    def http_socket(self, worker: str) -> str:
+        """Return the path of the HTTP socket of an engine, or of a process that serves HTTP, in the private run
+        directory."""
         return f"{self.run_dir}/{worker}.sock"
 
     def engine_metrics(self, worker: str) -> Path:
@@ -165,6 +166,7 @@ def plan_workers(config: NodeConfig) -> NodePlan:
         *(_place("decode", config.decode) if config.own_model else ()),
         *(_place_engine(config.model) if isinstance(config.model, VllmSection) else ()),
         WorkerPlan(role="frontend", index=0, device="cpu", cores=(), threads=1),
+        *(WorkerPlan("http", index, "cpu", (), 1) for index in range(config.http.workers - 1)),
     ]
     workers = _embedding(config, workers)
     _check_counts(config)
@@ -227,7 +229,7 @@ def _place_engine(section: VllmSection) -> list[WorkerPlan]:
 
 def embeds_elsewhere(worker: WorkerPlan) -> bool:
     """Whether a worker embeds texts, if on a GPU then on one of `embedding.devices`: it has no GPU of its own."""
-    return worker.role in ("frontend", "prefill", "decode") and worker.device == CPU
+    return worker.role in ("frontend", "http", "prefill", "decode") and worker.device == CPU
 
 
 def _embedding(config: NodeConfig, workers: list[WorkerPlan]) -> list[WorkerPlan]:
@@ -257,9 +259,9 @@ def _embedding(config: NodeConfig, workers: list[WorkerPlan]) -> list[WorkerPlan
 def _check_sockets(run_dir: str, workers: Sequence[WorkerPlan]) -> None:
     for worker in workers:
         path = f"{run_dir}/{worker.name}{_DRAINING_SUFFIX}"
-        if worker.role == "engine" and (size := len(os.fsencode(path))) > _MAX_SOCKET_BYTES:
+        if worker.role in ("engine", "http") and (size := len(os.fsencode(path))) > _MAX_SOCKET_BYTES:
             raise ConfigError(
-                f"node.run_dir: an engine's socket, {path}, has {size} bytes, Linux allows {_MAX_SOCKET_BYTES}: give a "
+                f"node.run_dir: the socket {path} has {size} bytes, Linux allows {_MAX_SOCKET_BYTES}: give a "
                 "shorter node.run_dir"
             )
 
@@ -278,6 +280,10 @@ def _check_memory_kinds(workers: list[WorkerPlan]) -> None:
 def _check_counts(config: NodeConfig) -> None:
     if config.model is None and not config.searchable:
         raise ConfigError("nothing to serve: configure [model], [[collections]] or [stores]")
+    if config.http.workers > 1 and not config.searchable:
+        raise ConfigError(
+            f"http.workers = {config.http.workers}: more than one answers searches, and this node has no collections"
+        )
     needed = [("prefill", config.prefill.workers), ("decode", config.decode.workers)] if config.own_model else []
     if config.needs_pool:
         needed.append(("pool", config.pool.workers))

@@ -1,8 +1,11 @@
-"""The HTTP listening socket: bound once by the supervisor before anything starts, and inherited by every frontend."""
+"""Listening sockets of HTTP: bound once by the supervisor before anything starts, and inherited by every process that
+accepts on them; a connection waits in their backlog while such a process restarts."""
 
 import errno
 import ipaddress
+import os
 import socket
+from pathlib import Path
 from typing import Any
 
 from runtime.errors import ConfigError, ResourceBusy
@@ -38,4 +41,14 @@ def listen(http: HttpSection) -> socket.socket:
         listener.close()
         error_type = ResourceBusy if error.errno == errno.EADDRINUSE else ConfigError
         raise error_type(f"http.port = {http.port}: cannot listen on {http.host}: {error.strerror}") from error
+    return listener
+
+
+def listen_private(path: str) -> socket.socket:
+    """Open a listening unix socket to which only this user may connect, in place of one that a process left behind."""
+    Path(path).unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    os.fchmod(listener.fileno(), 0o600)  # the file that `bind` creates has this mode from the start
+    listener.bind(path)
+    listener.listen(2048)
     return listener

@@ -10,7 +10,7 @@ from runtime.node.config import Role
 from runtime.node.metrics.worker_metrics import PoolMetrics, RetrievingMetrics
 from runtime.node.supervisor.supervised_worker import Phase, SupervisedWorker
 
-_ROLES: tuple[Role, ...] = ("pool", "prefill", "decode", "frontend")
+_ROLES: tuple[Role, ...] = ("pool", "prefill", "decode", "http", "frontend")
 
 log = logging.getLogger("supervisor")
 

@@ -140,7 +140,7 @@ def spawn(command: Sequence[str], spec: WorkerSpec, placement: WorkerPlan) -> su
         list(command),
         stdin=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone
-        pass_fds=[fd for fd in (spec.listen_fd, spec.stack_fd) if fd >= 0],
+        pass_fds=[fd for fd in (spec.listen_fd, spec.private_fd, spec.stack_fd) if fd >= 0],
         env={
             **os.environ,
             "OMP_NUM_THREADS": threads,

@@ -4,6 +4,7 @@ Its loop: reap ended processes → advance restarts, scaling, reloads → reconc
 Workers are its child processes and die with it; no process of a node outlives its supervisor.
 """
 
+import contextlib
 import logging
 import os
 import random
@@ -29,12 +30,13 @@ from runtime.node.startup import StartupTimer, process_age_s
 from runtime.node.supervisor.admin import AdminServer, CollectionsStatus, NodeStatus
 from runtime.node.supervisor.backoff import Backoff
 from runtime.node.supervisor.lifecycle import Lifecycle
-from runtime.node.supervisor.listen import listen
+from runtime.node.supervisor.listen import listen, listen_private
 from runtime.node.supervisor.node_metrics import NodeMetricsSource, node_version, worker_status
 from runtime.node.supervisor.reload import RollingReload
 from runtime.node.supervisor.rolling_restart import RollingRestart
 from runtime.node.supervisor.scaling import FIXED_ROLES, Scaler
 from runtime.node.supervisor.standby import StandbyWorkers
+from runtime.node.supervisor.stopping import of_role, set_draining, stop_steps
 from runtime.node.supervisor.supervised_worker import (
     COMMAND,
     Desired,
@@ -46,7 +48,6 @@ from runtime.node.supervisor.supervised_worker import (
 )
 from runtime.node.worker import WorkerSpec
 
-_STOP_ORDER = ("frontend", "engine", "prefill", "decode", "pool")  # clients stop before their servers
 _POLL_S = 0.1
 _UNUSED_SIGNALS = (
     signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO, signal.SIGPWR,
@@ -92,6 +93,7 @@ class Supervisor:
             self.workers, plan, add=self._add_worker, remove=self.remove_worker, check_memory=self.check_memory
         )
         self._reload = RollingReload(self.workers, [collection.name for collection in plan.config.collections])
+        self._private: socket.socket | None = None  # on which the frontend answers HTTP workers
         self._stop_requests = 0
         self._was_ready = False
 
@@ -108,8 +110,11 @@ class Supervisor:
                 log_to_file(self.plan, "supervisor"),
                 listen(self.plan.config.http) as listener,
                 AdminServer(self.plan.endpoint("control")) as control,
+                contextlib.ExitStack() as stack,
             ):
                 self._info, self._listener = self._describe(listener), listener
+                if self.plan.of_role("http"):
+                    self._private = stack.enter_context(listen_private(self.plan.http_socket("frontend-0")))
                 run_dir.write(self._info)
                 return self._serve(control, on_ready)
         finally:
@@ -207,14 +212,14 @@ class Supervisor:
         )
 
     def _set_draining(self, draining: bool) -> None:
-        """Set whether the frontend reports the node as draining. The knob survives a restart of the frontend."""
+        """Set whether the node reports that it drains. The knob survives a restart of the processes."""
         log.info("draining, as requested by an operator" if draining else "no longer draining")
-        self._frontend.set_knob("draining", float(draining))
+        set_draining(self.workers, draining)
 
     @property
     def _frontend(self) -> WorkerTable:
         """The table of the node's only frontend."""
-        return next(worker.table for worker in self.workers if worker.placement.role == "frontend")
+        return of_role(self.workers, "frontend")[0].table
 
     def _restart(self, name: str) -> str:
         error = self._restarts.request(name)
@@ -240,7 +245,8 @@ class Supervisor:
             epoch=worker.epoch,
             table=worker.table.reference,
             supervisor_pid=os.getpid(),
-            listen_fd=self._listener.fileno() if worker.placement.role == "frontend" else -1,
+            listen_fd=self._listener.fileno() if worker.placement.role in ("frontend", "http") else -1,
+            private_fd=self._private.fileno() if self._private and worker.placement.role == "frontend" else -1,
             stack_fd=worker.stack_fd,
             node_ready=self._was_ready,
             last_exit=worker.last_exit,
@@ -305,16 +311,16 @@ class Supervisor:
     def _stop_all(self, control: AdminServer) -> None:
         """Drain role by role within `drain_s` in all; a second signal, or the deadline, kills the rest."""
         log.info("draining (a second signal stops at once)")
-        self._listener.close()  # once the frontend's copy is closed too, new connections are refused instead of queued
+        self._listener.close()  # once their copies are closed too, new connections are refused instead of queued
+        if self._private is not None:
+            self._private.close()
         deadline = self._clock() + self.plan.config.node.drain_s
         requests = max(1, self._stop_requests)
         for spare in self._standbys.spares:
             spare.desired = Desired.STOP
         self._lifecycle.reconcile(self._standbys.spares)
-        for role in _STOP_ORDER:
-            group = [worker for worker in self.workers if worker.placement.role == role]
-            self._lifecycle.stop(group, by=deadline)
-            while any(worker.process for worker in group):
+        for group, waits in stop_steps(self.workers, self._lifecycle, by=deadline):
+            while waits():
                 self._wait(control)
                 self._serve_admin(control)
                 self._lifecycle.reap(self._all)

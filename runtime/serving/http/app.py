@@ -81,6 +81,7 @@ from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 
 log = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
+TRACES = "/v1/traces/"
 
 
 def create_app(
@@ -128,7 +129,7 @@ def create_app(
     for path, route in (
         ("/v1/models", routes.models),
         ("/v1/models/{model:path}", routes.one_model),
-        ("/v1/traces/{traced:path}", routes.trace),
+        (f"{TRACES}{{traced:path}}", routes.trace),
         ("/health", routes.health),
         ("/ready", routes.health),
         ("/metrics", routes.metrics),

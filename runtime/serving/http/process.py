@@ -2,35 +2,29 @@
 asyncio's."""
 
 import asyncio
-import contextlib
 import logging
 import os
-import resource
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import uvicorn
 import uvloop
 
 from runtime.errors import Unavailable
 from runtime.node.api_keys import read_api_keys
-from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.metrics.worker_metrics import CacheEvent, FrontendMetrics
-from runtime.node.placement.plan import NodePlan
 from runtime.node.stores_config import STORES
 from runtime.node.supervisor.admin import admin_request
 from runtime.node.worker import Worker
 from runtime.retrieval.answer_store import AnswerStore
 from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.build_follower import BuildFollower
-from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections.writer import WriterState
 from runtime.retrieval.embedding.loading import EmbedderLocation, load_embedder
-from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.stores.catalogue import Catalogue
@@ -40,16 +34,15 @@ from runtime.retrieval.writer_service import WriterService
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.observability import RequestMetrics
-from runtime.serving.http.access import access_by_key
-from runtime.serving.http.app import create_app
+from runtime.serving.http.app import TRACES, create_app
 from runtime.serving.http.connections import HttpConfig
+from runtime.serving.http.forwarding import Forwarder, asking_others
 from runtime.serving.http.middleware import id_source
-from runtime.serving.http.ranking import Ranker
-from runtime.serving.http.reranked_search import RerankedSearch
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.routes.tokenize import Tokens
-from runtime.serving.http.service import NoCollections, SearchSource, Service, Settings, missing_roles
-from runtime.serving.model.model_info import ModelInfo, model_directory
+from runtime.serving.http.search_parts import SearchParts, Server, private_limits, raise_descriptor_limit
+from runtime.serving.http.service import SearchSource, Service, missing_roles
+from runtime.serving.model.model_info import model_directory
 from runtime.serving.stages import observe_search
 
 if TYPE_CHECKING:
@@ -65,17 +58,6 @@ _SWITCH_S = 0.0005  # how long a thread keeps the interpreter's lock when the ev
 _READY_POLL_S = 0.01
 _REPORT_S = 2.0  # interval of the collections' metrics
 _FINAL_ERRORS_S = 1.0  # before the drain timeout, to send errors to the remaining clients
-_LATE = 10  # times `slo.search_s`: a text that would wait longer for its embedding is refused
-_COMPUTING_THREADS = 8  # of one interpreter: a batch holds its lock for a tenth of its time
-_RESERVED_DESCRIPTORS = 256  # besides connections: sockets to workers, shared memory, files
-
-
-def computing_threads(plan: NodePlan) -> int:
-    """Return how many threads embed in the frontend, and how many rerank: as many as there are cores that no model
-    worker computes on."""
-    on_cpu = [worker for worker in plan.workers if not worker.gpu or worker.only_embeds_on_gpu]
-    models = sum(worker.threads for worker in on_cpu if worker.role in ("prefill", "decode"))
-    return min(max(len(os.sched_getaffinity(0)) - models, 1), _COMPUTING_THREADS)
 
 
 class SupervisorLink:
@@ -92,33 +74,6 @@ class SupervisorLink:
         await asyncio.to_thread(admin_request, self._endpoint, "draining on" if wanted else "draining off")
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the worker has its own, and `_heartbeat` ends the server."""
-
-    @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        yield
-
-
-class _Public(Mapping[str, int]):
-    """Collections by name, without the node's own."""
-
-    def __init__(self, collections: Mapping[str, int]) -> None:
-        self._collections = collections
-        self._names = tuple(name for name in collections if name != STORES)  # the mapping's keys never change
-
-    def __getitem__(self, name: str) -> int:
-        if name == STORES:
-            raise KeyError(name)
-        return self._collections[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 EngineFactory = Callable[[Worker, RequestMetrics, SearchSource], Awaitable[Engine]]
 
 
@@ -126,43 +81,17 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     plan = worker.plan
     config = plan.config
     metrics = RequestMetrics(worker.table, config.slo)
-    registry = CollectionRegistry(plan, in_background=True, device=worker.placement.embedder)
-    reranking = Reranking.of_plan(plan, Reranking.load(plan), worker.table, computing_threads(plan))
-    worker.startup.mark("embedder")
-    search = None
-    if config.searchable:
-        search = AsyncRetriever(
-            registry,
-            SearchClient.of_plan(plan, worker.name),
-            threads=computing_threads(plan),
-            max_wait_s=_LATE * plan.config.slo.search_s,
-        )
-    collections = search or NoCollections()
-    source = collections if reranking is None else RerankedSearch(collections, reranking)
-    engine = await make_engine(worker, metrics, source)
-    own, served = config.own_model, config.model
-    model = ModelInfo.read(own.name).name if own else served.name if served else ""
-    spans = exported_spans(config.node.name, model, os.environ)
-    engine.traces.spans = spans
+    parts = SearchParts.open(worker)
+    registry, search = parts.registry, parts.search
+    engine = await make_engine(worker, metrics, parts.source)
     keys = read_api_keys(config)
-    settings = Settings(
-        model=model,
-        context_tokens=served.context_tokens if served else 0,
-        collections=_Public(registry.dims),
-        host=config.http.host,
-        api_keys=tuple(one.key for one in keys),
-        access=access_by_key(keys),
-        open_paths=config.http.open_paths,
-        cors_origins=config.http.cors_origins,
-        max_k=plan.max_k,
-        probes=config.probes,
-        ranker=Ranker("" if reranking is None else reranking.name, config.rerank.timeout_s),
-        default_max_tokens=min(256, own.context_tokens // 4) if own else 256,
-        request_timeout_s=config.http.request_timeout_s,
-    )
+    settings = parts.settings(plan, keys)
+    spans = exported_spans(config.node.name, settings.model, os.environ)
+    engine.traces.spans = spans
     supervisor = SupervisorLink(plan.endpoint("control"))
     readiness = Readiness(min(config.http.drain_notice_s, config.node.drain_s / 2))
     new_id = id_source(worker.epoch)
+    own = config.own_model
     tokens = Tokens(partial(_tokenizer, own.name)) if own else None
     writes = None
     if search is not None:
@@ -183,18 +112,22 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))
         answers = _open_answer_cache(worker, client)
     service = Service(
-        engine, source, supervisor.metrics_text, answers, tokens, collections, reranking, writes, stores,
-        ResponseStore(catalogue), readiness, supervisor.drain, metrics.record_response,
+        engine, parts.source, supervisor.metrics_text, answers, tokens, parts.collections, parts.reranking, writes,
+        stores, ResponseStore(catalogue), readiness, supervisor.drain, metrics.record_response,
         partial(observe_search, worker.table),
     )  # fmt: skip
-    app = create_app(service, settings, new_id)
-    _raise_descriptor_limit(config.http.max_connections)
+    others = [Forwarder(plan.http_socket(one.name), one.name) for one in plan.of_role("http")]
+    app = asking_others(create_app(service, settings, new_id), others, TRACES)
+    raise_descriptor_limit(config.http.max_connections * config.http.workers)
 
     def on_refused(status: int) -> None:
         metrics.record_response("", status, 0.0)
 
     http = HttpConfig(app, config.http, new_id, config.node.drain_s, on_refused)
-    server = _Server(http)
+    servers = [Server(http, worker.listening_socket())]
+    if others:
+        http = HttpConfig(app, private_limits(config.http), new_id, config.node.drain_s, on_refused)
+        servers.append(Server(http, worker.private_socket()))
 
     async def serve() -> None:
         if answers is not None:
@@ -202,12 +135,12 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         if worker.epoch > 1:
             await _wait_for_workers(worker, lambda: missing_roles(service, settings))
         worker.ready()
-        await server.serve(sockets=[worker.listening_socket()])
+        await asyncio.gather(*(server.accept() for server in servers))
 
     serving = asyncio.create_task(serve())
     loops = [
         asyncio.create_task(engine.run()),
-        asyncio.create_task(_heartbeat(worker, engine, server, readiness, search, answers)),
+        asyncio.create_task(_heartbeat(worker, engine, servers, readiness, search, answers)),
     ]
     if writes is not None:
         loops.append(asyncio.create_task(_report_collections(worker.table, writes)))
@@ -228,10 +161,12 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         for task in loops:
             task.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
+        for other in others:
+            other.close()
         engine.close()
         catalogue.close()
-        if reranking is not None:
-            reranking.close()
+        if parts.reranking is not None:
+            parts.reranking.close()
         if writes is not None:
             writes.close()
         if answers is not None:
@@ -258,17 +193,6 @@ async def wait_until_ready(missing: Callable[[], list[str]], give_up: Callable[[
     while (still_missing := missing()) and not give_up():
         await asyncio.sleep(_READY_POLL_S)
     return still_missing
-
-
-def _raise_descriptor_limit(connections: int) -> None:
-    """Raise the limit of open files to what so many connections need, up to the process's hard limit."""
-    wanted = connections + _RESERVED_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        if soft < wanted:
-            log.warning("http.max_connections = %d, but only %d files may be open", connections, soft)
 
 
 def exported_spans(node: str, model: str, environment: Mapping[str, str]) -> "RequestSpans | None":
@@ -323,12 +247,15 @@ async def _report_collections(table: WorkerTable, writes: WriterService) -> None
 async def _heartbeat(
     worker: Worker,
     engine: Engine,
-    server: _Server,
+    servers: Sequence[Server],
     readiness: Readiness,
     search: AsyncRetriever | None,
     answers: AnswerCache | None,
 ) -> None:
-    """Write the heartbeat and metrics, follow new builds, and end the server when the worker stops."""
+    """Write the heartbeat and metrics, follow new builds, and end the servers when the worker stops.
+
+    The state DRAINING means, before it stops, that who watches /health has noticed the node's drain.
+    """
     drain_s = worker.plan.config.node.drain_s
     drain_s -= min(_FINAL_ERRORS_S, drain_s / 2)
     stopping_at: float | None = None
@@ -341,10 +268,13 @@ async def _heartbeat(
             follower.step(time.monotonic_ns())
         node_stops = worker.stopping and not worker.awaits_release  # otherwise a successor takes over
         readiness.drain(node_stops or worker.table.knob("draining") == 1)
+        if not worker.stopping and worker.table.state is not State.STARTING:
+            worker.table.state = State.DRAINING if readiness.notice_elapsed else State.READY
         if worker.stopping:
             if answers is not None:  # so that a successor may write
                 answers.close()
-            server.should_exit = server.should_exit or readiness.notice_elapsed or not node_stops
+            for server in servers:
+                server.should_exit = server.should_exit or readiness.notice_elapsed or not node_stops
             stopping_at = stopping_at or time.monotonic()
             if time.monotonic() > stopping_at + drain_s:  # the supervisor kills it soon: end the rest with an error
                 engine.end_all(Unavailable("the node stopped before the answer was complete"))

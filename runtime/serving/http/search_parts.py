@@ -1,0 +1,154 @@
+"""What every process that serves HTTP has: searches in the node's collections, the application's settings, servers."""
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import uvicorn
+from msgspec.structs import replace
+
+from runtime.node.api_keys import ApiKey
+from runtime.node.config import HttpSection
+from runtime.node.placement.plan import NodePlan
+from runtime.node.stores_config import STORES
+from runtime.node.worker import Worker
+from runtime.retrieval.async_retriever import AsyncRetriever
+from runtime.retrieval.collection_registry import CollectionRegistry
+from runtime.retrieval.reranking.reranking import Reranking
+from runtime.retrieval.search.client import SearchClient
+from runtime.serving.http.access import access_by_key
+from runtime.serving.http.connections import HttpConfig
+from runtime.serving.http.ranking import Ranker
+from runtime.serving.http.reranked_search import RerankedSearch
+from runtime.serving.http.service import NoCollections, SearchSource, Settings
+from runtime.serving.model.model_info import ModelInfo
+
+log = logging.getLogger(__name__)
+
+_LATE = 10  # times `slo.search_s`: a text that would wait longer for its embedding is refused
+_COMPUTING_THREADS = 8  # of one interpreter: a batch holds its lock for a tenth of its time
+_RESERVED_DESCRIPTORS = 256  # besides connections: sockets to workers, shared memory, files
+_PRIVATE_CONNECTIONS = 1_000_000  # no limit: each is of a connection that another process has counted
+
+
+def computing_threads(plan: NodePlan) -> int:
+    """Return how many threads embed in a process that serves HTTP, and how many rerank: its share of the cores that no
+    model worker computes on."""
+    on_cpu = [worker for worker in plan.workers if not worker.gpu or worker.only_embeds_on_gpu]
+    models = sum(worker.threads for worker in on_cpu if worker.role in ("prefill", "decode"))
+    free = len(os.sched_getaffinity(0)) - models
+    return min(max(free // plan.config.http.workers, 1), _COMPUTING_THREADS)
+
+
+class _Public(Mapping[str, int]):
+    """Collections by name, without the node's own."""
+
+    def __init__(self, collections: Mapping[str, int]) -> None:
+        self._collections = collections
+        self._names = tuple(name for name in collections if name != STORES)  # the mapping's keys never change
+
+    def __getitem__(self, name: str) -> int:
+        if name == STORES:
+            raise KeyError(name)
+        return self._collections[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@dataclass(frozen=True)
+class SearchParts:
+    """Searches of a process: `source` reranks, `search` is None on a node without collections."""
+
+    registry: CollectionRegistry
+    reranking: Reranking | None
+    search: AsyncRetriever | None
+    collections: AsyncRetriever | NoCollections
+    source: SearchSource
+
+    @classmethod
+    def open(cls, worker: Worker) -> "SearchParts":
+        """Open the collections, and load the embedders and the reranker. Raises `ModelError`."""
+        plan, threads = worker.plan, computing_threads(worker.plan)
+        registry = CollectionRegistry(plan, in_background=True, device=worker.placement.embedder)
+        reranking = Reranking.of_plan(plan, Reranking.load(plan), worker.table, threads)
+        worker.startup.mark("embedder")
+        search = None
+        if plan.config.searchable:
+            search = AsyncRetriever(
+                registry,
+                SearchClient.of_plan(plan, worker.name),
+                threads=threads,
+                max_wait_s=_LATE * plan.config.slo.search_s,
+            )
+        collections = search or NoCollections()
+        source = collections if reranking is None else RerankedSearch(collections, reranking)
+        return cls(registry, reranking, search, collections, source)
+
+    def settings(self, plan: NodePlan, keys: Sequence[ApiKey]) -> Settings:
+        """Return the application's settings."""
+        config, own, served = plan.config, plan.config.own_model, plan.config.model
+        return Settings(
+            model=ModelInfo.read(own.name).name if own else served.name if served else "",
+            context_tokens=served.context_tokens if served else 0,
+            collections=_Public(self.registry.dims),
+            host=config.http.host,
+            api_keys=tuple(one.key for one in keys),
+            access=access_by_key(keys),
+            open_paths=config.http.open_paths,
+            cors_origins=config.http.cors_origins,
+            max_k=plan.max_k,
+            probes=config.probes,
+            ranker=Ranker("" if self.reranking is None else self.reranking.name, config.rerank.timeout_s),
+            default_max_tokens=min(256, own.context_tokens // 4) if own else 256,
+            request_timeout_s=config.http.request_timeout_s,
+        )
+
+
+class Server(uvicorn.Server):
+    """uvicorn on one listening socket, without its signal handlers: the worker has its own, and its loop ends the
+    server.
+
+    `on_closed` is called when no new connections are accepted any more.
+    """
+
+    def __init__(
+        self, config: HttpConfig, listener: socket.socket, on_closed: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(config)
+        self._listener, self._on_closed = listener, on_closed
+
+    async def accept(self) -> None:
+        """Accept and answer connections until `should_exit` is set and they have ended."""
+        await self.serve(sockets=[self._listener])
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_closed()
+        await super().shutdown(sockets)
+
+
+def private_limits(limits: HttpSection) -> HttpSection:
+    """Return the limits of connections from other processes of the node, which these have counted already."""
+    return replace(limits, max_connections=_PRIVATE_CONNECTIONS)
+
+
+def raise_descriptor_limit(connections: int) -> None:
+    """Raise the limit of open files to what so many connections need, up to the process's hard limit."""
+    wanted = connections + _RESERVED_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < wanted:
+            log.warning("http.max_connections = %d, but only %d files may be open", connections, soft)
