@@ -31,8 +31,10 @@ from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig, Timeouts
 from runtime.serving.http.forwarding import Forwarder
 from runtime.serving.http.http_worker import answering_or_forwarding
-from runtime.serving.http.middleware import RequestContextMiddleware, id_source
+from runtime.serving.http.middleware import id_source
+from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.reranked_search import RerankedSearch
+from runtime.serving.http.response_memory import ResponseMemory
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.search_parts import private_limits
 from runtime.serving.http.service import CollectionCatalogue, NoCollections, SearchSource, Service, Settings
@@ -252,7 +254,7 @@ class Cluster:
         full = Response("this HTTP worker has no room", 503)
 
         def with_id(refusal: ASGIApp) -> ASGIApp:
-            return RequestContextMiddleware(refusal, new_id, lambda: False, lambda path, status, seconds: None)
+            return RequestContextMiddleware(refusal, new_id, lambda: False, lambda *response: None, ResponseMemory())
 
         return answering_or_forwarding(full, forward, with_id, lambda: None)
 

@@ -18,7 +18,9 @@ from runtime.node.supervisor.listen import listen_private
 from runtime.serving.http.connections import HttpConfig
 from runtime.serving.http.forwarding import Forwarder, asking_others
 from runtime.serving.http.http_worker import answering_or_forwarding
-from runtime.serving.http.middleware import RequestContextMiddleware, id_source
+from runtime.serving.http.middleware import id_source
+from runtime.serving.http.request_context import RequestContextMiddleware
+from runtime.serving.http.response_memory import ResponseMemory
 from runtime.serving.http.search_parts import Server, private_limits
 
 SEARCH = b"POST /v1/retrieval HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nhello"
@@ -40,7 +42,7 @@ class Front:
         self.frontend = Server(HttpConfig(app, private_limits(limits), new_id, 1.0), listen_private(self.path))
 
     def _with_id(self, refusal: ASGIApp) -> ASGIApp:
-        return RequestContextMiddleware(refusal, id_source(2), lambda: False, self._failed)
+        return RequestContextMiddleware(refusal, id_source(2), lambda: False, self._failed, ResponseMemory())
 
     def _count(self) -> None:
         self.forwarded += 1
@@ -161,6 +163,19 @@ async def test_a_search_is_answered_here_and_passed_on_with_its_body_when_there_
         writer.close()
         assert (await node.ask(GET))[1] == b"frontend "
         assert node.forwarded == 3
+
+
+@pytest.mark.parametrize("status", [200, 503])
+async def test_a_response_that_is_sent_as_a_whole_is_passed_on_only_if_it_is_a_refusal(
+    tmp_path: Path, status: int
+) -> None:
+    async def whole(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["state"]["respond"](status, [(b"content-length", b"3")], b"own")
+
+    async with front(tmp_path, PlainTextResponse("frontend"), whole) as node:
+        head, body = await node.ask(SEARCH)
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert body == (b"own" if status == 200 else b"frontend")
 
 
 async def test_a_clients_end_reaches_the_frontend(tmp_path: Path) -> None:

@@ -28,8 +28,10 @@ from runtime.serving.frontend.requests import Request
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig
 from runtime.serving.http.forwarding import Attempt, Forwarder
-from runtime.serving.http.middleware import RequestContextMiddleware, error_response, id_source
+from runtime.serving.http.middleware import error_response, id_source
 from runtime.serving.http.process import exported_spans
+from runtime.serving.http.request_context import RequestContextMiddleware
+from runtime.serving.http.response_memory import ResponseMemory
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.search_parts import SearchParts, Server, private_limits, raise_descriptor_limit
 from runtime.serving.http.service import Service
@@ -113,11 +115,14 @@ async def _serve(worker: Worker) -> None:
         on_response=on_own_response, on_searched=partial(observe_search, worker.table),
     )  # fmt: skip
     own = create_app(service, settings, new_id)
+    refusals = ResponseMemory()
     forward = Forwarder(plan.http_socket("frontend-0"), "the frontend")
     app = answering_or_forwarding(
         own,
         forward,
-        lambda refusal: RequestContextMiddleware(refusal, new_id, lambda: readiness.draining, metrics.record_response),
+        lambda refusal: RequestContextMiddleware(
+            refusal, new_id, lambda: readiness.draining, metrics.record_response, refusals
+        ),
         partial(worker.table.add, FrontendMetrics.FORWARDED),
     )
     raise_descriptor_limit(2 * config.http.max_connections)
