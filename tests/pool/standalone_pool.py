@@ -1,9 +1,10 @@
 """A vector pool on the virtual clock, with queries that arrive at given times."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
+from typing import Any
 
 from ipc import Stage
 from runtime.node.config import NodeConfig
@@ -40,12 +41,12 @@ class QueryOutcome:
     status: str = "ok"
 
 
-def run_pool(queries: Sequence[Query], times: ServiceTimes, config: NodeConfig) -> list[QueryOutcome]:
+def run_pool(queries: Sequence[Query], times: ServiceTimes, config: NodeConfig, **policy: Any) -> list[QueryOutcome]:
     """Run `queries` (sorted by time) through the simulated pool with production's policy; returns their outcomes in
-    order."""
+    order. `policy`: settings of it in place of the configuration's."""
     events, limits = Events(), config.pool
-    policy = policy_of(config, slots_of(limits, times), limits.devices[0])
-    pools = Pools(events, times, limits, [(policy, Gpu())], Random(0), capacity=len(queries) + 1)
+    rules = replace(policy_of(config, slots_of(limits, times), limits.devices[0]), **policy)
+    pools = Pools(events, times, limits, [(rules, Gpu())], Random(0), capacity=len(queries) + 1)
     group = pools.group([0])
     statuses: dict[int, str] = {}
     for number, query in enumerate(queries):

@@ -17,7 +17,6 @@ import pytest
 
 from ipc import Stage
 from runtime.node.config import NodeConfig
-from runtime.node.worker_config import PoolSection
 from runtime.simulator.times.service import ServiceTimes
 from tests.pool.standalone_pool import Query, run_pool
 
@@ -47,9 +46,9 @@ def arrivals(rate: float, seconds: float, stage: Stage, kinds: dict[int, float],
     return found
 
 
-def serve(queries: Sequence[Query], times: ServiceTimes, **pool: Any) -> list[Answer]:
+def serve(queries: Sequence[Query], times: ServiceTimes, **policy: Any) -> list[Answer]:
     """Return answers by time."""
-    fates = run_pool(queries, times, NodeConfig(pool=PoolSection(**pool)))
+    fates = run_pool(queries, times, NodeConfig(), **policy)
     return sorted(
         Answer(query.at_ns + fate.latency_ns, fate.latency_ns, query.stage, query.top_m)
         for query, fate in zip(queries, fates, strict=True)
