@@ -6,7 +6,7 @@ from types import TracebackType
 
 
 class TimeLimit:
-    """As `asyncio.timeout`, for tasks that all have the same limit: one timer of the loop serves them, for a fifth of
+    """As `asyncio.timeout`, for tasks that all have the same limit: one timer of the loop serves them, for a quarter of
     the time that a timer each takes."""
 
     def __init__(self, seconds: float) -> None:
