@@ -75,6 +75,9 @@ class Words:
         self.tokenized += len(texts)
         return [[len(word) for word in text.split()] for text in texts]
 
+    def count(self, text: str, tokens: Sequence[int], kind: TextKind) -> int:
+        return len(tokens)
+
     def embed_tokens(self, tokens: Sequence[list[int]]) -> Vectors:
         return self.embedder.embed([" ".join("w" * length for length in each) for each in tokens])
 
@@ -207,6 +210,17 @@ def test_texts_with_as_many_tokens_are_embedded_in_one_forward_pass_however_many
     assert harness.after(*asked) == [[texts[0], texts[2], texts[3]], [texts[1], texts[4]]]
     assert [value(one) for one in asked] == list(map(len, texts))
     assert words.tokenized == len(texts)
+
+
+def test_tokens_of_texts_that_were_embedded_by_them_are_counted_without_another_look(
+    make: Callable[..., Harness],
+) -> None:
+    harness = make(part="bulk")
+    words = harness.embedder.tokenizing = Words(harness.embedder)
+    found = harness.ask("wwww wwww", "w w w", count_tokens=True)
+    harness.open()
+    assert found.result(SOON_S).tokens == 5
+    assert words.tokenized == 2
 
 
 def test_a_forward_pass_has_a_bounded_number_of_tokens_and_little_padding(harness: Harness) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from runtime.errors import ConfigError, ModelError
-from runtime.retrieval.embedding.embedder import DirectorySpec, Embedder
+from runtime.retrieval.embedding.embedder import DirectorySpec, Embedder, TextKind
 from runtime.retrieval.embedding.loading import EmbedderLocation, check_embedder, choose_embedder, load_embedder
 from runtime.retrieval.embedding.model_directory import read_model_directory
 from runtime.retrieval.embedding.onnx_model import minilm_files
@@ -55,6 +55,18 @@ def test_a_long_text_is_truncated_at_the_models_limit(tmp_path: Path) -> None:
     longer, shorter = embedder.embed(["cat dog rates", "cat dog"])
     np.testing.assert_allclose(longer, shorter, atol=1e-6)
     assert embedder.count_tokens("cat dog rates") == 3
+
+
+@pytest.mark.parametrize("kind", ["query", "passage"])
+def test_tokens_counted_from_those_of_a_pass_are_the_text_s_own(tmp_path: Path, kind: TextKind) -> None:
+    prompts = {"query": "query: ", "document": "a passage: "}
+    _, embedder = chosen(write_tiny_model(tmp_path / "m", max_tokens=12, prompts=prompts))
+    tokenizing = embedder.tokenizing
+    assert tokenizing is not None
+    texts = ["cat dog rates", "dog", "cat " * 30]
+    tokens = tokenizing.tokenize(texts, kind)
+    assert [tokenizing.count(*each, kind) for each in zip(texts, tokens, strict=True)] == [3, 1, 30]
+    np.testing.assert_allclose(tokenizing.embed_tokens(tokens), embedder.embed(texts, kind), atol=1e-6)
 
 
 def test_prefixes_follow_the_models_files(tmp_path: Path) -> None:

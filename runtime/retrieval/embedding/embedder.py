@@ -142,6 +142,10 @@ class Tokenizing(Protocol):
     def tokenize(self, texts: Sequence[str], kind: TextKind = "query") -> list[list[int]]:
         """Return the token ids of each text, at least one. Raises `InvalidRequest` as `Embedder.embed`."""
 
+    def count(self, text: str, tokens: Sequence[int], kind: TextKind) -> int:
+        """Return what `Embedder.count_tokens` returns for a text of these tokens, without tokenizing it again unless
+        they were truncated."""
+
     def embed_tokens(self, tokens: Sequence[list[int]]) -> Vectors:
         """Return what `Embedder.embed` returns for texts of these tokens."""
 

@@ -357,7 +357,7 @@ class _Lane:
             ended.update(dict.fromkeys(callers, error or ModelError(f"the embedder {embedder.name} failed: {raised}")))
 
     def finish(self, taken: list[Waiting], ended: dict[Texts, TrinityError | None], begin_ns: int, now_ns: int) -> None:
-        counts = [one.texts.embedder.count_tokens(one.text) if one.texts.counted else 0 for one in taken]
+        counts = [_count(one) if one.texts.counted else 0 for one in taken]
         with self._changed:
             self._ends.pop(threading.get_ident())
             for one, tokens in zip(taken, counts, strict=True):
@@ -396,3 +396,10 @@ def _embed(group: Sequence[Waiting], embedder: Embedder, kind: TextKind) -> Vect
     if tokenizing is None or len(tokens) < len(group):
         return embedder.embed([one.text for one in group], kind)
     return tokenizing.embed_tokens(tokens)
+
+
+def _count(one: Waiting) -> int:
+    """Return the number of a text's own tokens."""
+    if one.tokenizing is None or one.tokens is None:
+        return one.texts.embedder.count_tokens(one.text)
+    return one.tokenizing.count(one.text, one.tokens, one.texts.kind)

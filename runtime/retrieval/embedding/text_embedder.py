@@ -52,6 +52,9 @@ class TextEmbedder:
         self._tokenizer = encoder.tokenizer
         self._counter = type(self._tokenizer).from_str(self._tokenizer.to_str())
         self._tokenizer.enable_truncation(encoding.max_tokens)
+        special = int(self._tokenizer.num_special_tokens_to_add(False))
+        kinds: tuple[TextKind, ...] = ("query", "passage")
+        self._added = {kind: special + self.count_tokens(self._prefix(kind)) for kind in kinds}
 
     def count_tokens(self, text: str) -> int:
         """See `Embedder.count_tokens`."""
@@ -71,6 +74,10 @@ class TextEmbedder:
         prepared = [self._prepared(text, kind) for text in texts]
         return [encoding.ids or [0] for encoding in self._tokenizer.encode_batch_fast(prepared)]
 
+    def count(self, text: str, tokens: Sequence[int], kind: TextKind) -> int:
+        """See `Tokenizing.count`."""
+        return self.count_tokens(text) if len(tokens) >= self.max_tokens else len(tokens) - self._added[kind]
+
     def embed_tokens(self, tokens: Sequence[list[int]]) -> Vectors:
         """See `Tokenizing.embed_tokens`."""
         vectors = np.empty((len(tokens), self.dim), np.float32)
@@ -80,9 +87,11 @@ class TextEmbedder:
         return vectors
 
     def _prepared(self, text: str, kind: TextKind) -> str:
-        prefix = self._encoding.query_prefix if kind == "query" else self._encoding.passage_prefix
-        text = prefix + truncate_text(text)
+        text = self._prefix(kind) + truncate_text(text)
         return text.lower() if self._encoding.lower_case else text
+
+    def _prefix(self, kind: TextKind) -> str:
+        return self._encoding.query_prefix if kind == "query" else self._encoding.passage_prefix
 
     def _forward(self, batch: list[list[int]]) -> Vectors:
         vectors = self._encoder.encode(batch)
