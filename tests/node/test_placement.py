@@ -26,6 +26,7 @@ from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding import loading
 from runtime.retrieval.embedding.loading import choose_embedder
+from runtime.serving.http.search_parts import computing_threads
 from tests.retrieval.tiny_model import write_tiny_model
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -88,6 +89,24 @@ def test_a_node_with_nothing_to_serve_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", ["pool", "prefill", "decode"])
 def test_a_required_role_has_at_least_one_worker(role: str, tmp_path: Path) -> None:
     assert refusal(tmp_path, **MODEL, **{role: {"workers": 0}}) == f"{role}.workers = 0: this node needs at least 1"
+
+
+def test_http_workers_are_planned_beside_the_frontend_and_share_the_cores_with_it(tmp_path: Path) -> None:
+    planned = plan(tmp_path, http={"workers": 3})
+    assert [worker.name for worker in planned.workers] == ["pool-0", "frontend-0", "http-0", "http-1"]
+    many = plan(tmp_path, http={"workers": len(CORES) + 1})
+    assert (computing_threads(many), computing_threads(plan(tmp_path))) == (1, min(len(CORES), 8))
+
+
+def test_http_workers_of_a_node_without_collections_are_refused() -> None:
+    model = {"engine": "openai", "name": "m", "url": "http://localhost:1/v1"}
+    with pytest.raises(ConfigError, match=r"http\.workers = 2: .*this node has no collections"):
+        lay_out(parse_config({"http": {"workers": 2}, "model": model}))
+
+
+def test_a_run_directory_whose_sockets_have_too_long_names_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the socket .*/http-0\.sock.* Linux allows 107"):
+        plan(tmp_path, http={"workers": 2}, node={"run_dir": f"/tmp/{'d' * 100}"})
 
 
 def test_one_entry_is_shared_and_one_entry_per_worker_is_distributed(tmp_path: Path) -> None:
