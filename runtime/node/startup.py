@@ -61,15 +61,18 @@ class StartupTimer:
 T = TypeVar("T")
 
 
-def run_now(work: Callable[[], T]) -> Callable[[], T]:
-    """Run `work`. The returned function returns its result, as that of `run_in_background`."""
-    result = work()
-    return lambda: result
-
-
 def run_in_background(work: Callable[[], T]) -> Callable[[], T]:
     """Run `work` in a new thread. The returned function waits for it and returns its result or raises its error."""
     threads = ThreadPoolExecutor(1, "start")
     future = threads.submit(work)
     threads.shutdown(wait=False)
     return future.result
+
+
+def run_early(work: Callable[[], T], *, captures: bool) -> Callable[[], T]:
+    """Run `work` in the background, or now if it `captures` graphs, while nothing else may use its GPU. The returned
+    function returns its result."""
+    if not captures:
+        return run_in_background(work)
+    result = work()
+    return lambda: result

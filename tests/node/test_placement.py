@@ -16,7 +16,6 @@ from launchers.status import show_placement
 from runtime.checks import preflight
 from runtime.checks.memory_estimate import embedding_only, estimate_added_bytes, estimate_device_bytes
 from runtime.errors import CollectionError, ConfigError, ModelError, ResourceBusy
-from runtime.node.api_keys import ApiKey, read_api_keys
 from runtime.node.config import KvSection, parse_config
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.layout import lay_out
@@ -161,54 +160,6 @@ def test_a_missing_collection_and_a_name_used_twice_are_refused(tmp_path: Path) 
     there, gone = ({"name": "x", "path": str(tmp_path / name)} for name in ("a", "b"))
     assert refusal(tmp_path, collections=[gone]) == f"collections: 'x': no such directory: {tmp_path / 'b'}"
     assert refusal(tmp_path, collections=[there, there]) == "collections: the name 'x' is used twice"
-
-
-def test_keys_are_read_one_a_line_without_comments(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("# mine\nfirst\n\n  second \n")
-    found = read_api_keys(plan(tmp_path, http={"api_keys_file": str(path)}).config)
-    assert found == (ApiKey("first"), ApiKey("second"))
-
-
-def test_a_key_is_bound_to_collections_and_attributes(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("all\none notes/tenant=acme\ntwo  notes/tenant='acme inc=/x' docs \n")
-    assert read_api_keys(plan(tmp_path, http={"api_keys_file": str(path)}, collections=_two(tmp_path)).config) == (
-        ApiKey("all"),
-        ApiKey("one", {"notes": ("tenant", "acme")}),
-        ApiKey("two", {"notes": ("tenant", "acme inc=/x"), "docs": None}),
-    )
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("secret notes/tenant", "line 2 of {}: grant 1 is neither COLLECTION nor COLLECTION/ATTRIBUTE=VALUE"),
-        ("secret docs other", "line 2 of {}: grant 2 names an unknown collection; known: docs, notes"),
-        ("secret docs docs/a=b", "line 2 of {}: collection 'docs' is listed twice"),
-        ("first docs", "line 2 of {} repeats a key with different grants"),
-        ("secret docs/a='b", "line 2 of {}: No closing quotation"),
-    ],
-)
-def test_key_bindings_are_validated_without_showing_keys(line: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text(f"first\n{line}\n")
-    told = refusal(tmp_path, http={"api_keys_file": str(path)}, collections=_two(tmp_path))
-    assert told == f"http.api_keys_file: {message.format(path)}"
-
-
-def _two(home: Path) -> list[dict[str, str]]:
-    for name in ("docs", "notes"):
-        (home / name).mkdir(exist_ok=True)
-    return [{"name": name, "path": str(home / name)} for name in ("docs", "notes")]
-
-
-@pytest.mark.parametrize("content", [None, b"", b"# none\n", b"\xff\n", b"good\nschl\xc3\xbcssel\n", b"a\tb\n"])
-def test_a_keys_file_without_usable_keys_is_refused(content: bytes | None, tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    if content is not None:
-        path.write_bytes(content)
-    assert refusal(tmp_path, http={"api_keys_file": str(path)}).startswith("http.api_keys_file: ")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "GPU-0a1b2c3d-0011-2233-4455-66778899aabb"])

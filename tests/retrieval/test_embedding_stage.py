@@ -1,139 +1,24 @@
 """The embedding stage: batches of what has arrived, turns between keys, deadlines, errors of one text, the cache."""
 
-import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 import pytest
 
 from runtime.errors import (
     DeadlineExceeded,
-    DeviceFailed,
     EmbedderUnreachable,
     InvalidRequest,
     ModelError,
     Overloaded,
     Unavailable,
 )
-from runtime.retrieval.embedding.embedder import COMPUTED, ON_GPU, SENT, HashingEmbedder, TextKind, Turn, Vectors
-from runtime.retrieval.embedding.stage import Embedded, EmbeddingStage
-from runtime.retrieval.embedding.text_queue import Part, TextQueue, Texts
+from runtime.retrieval.embedding.embedder import HashingEmbedder
+from runtime.retrieval.embedding.text_queue import TextQueue, Texts
 from runtime.retrieval.embedding.vector_cache import VectorCache
 from runtime.testing.waiting import until
-
-SOON_S = 60.0
-KINDS: tuple[TextKind, ...] = ("query", "passage")
-PARTS: tuple[Part, ...] = ("bulk", "decode", "prefill")
-COST_NS = 1_000_000  # of each text of a few characters
-
-
-class Embedder:
-    """Embeds a text as its length while `gate` is open, which takes `COST_NS` each; some texts fail."""
-
-    name, dim, max_tokens = "lengths", 1, 1000
-    tokenizing: "Words | None" = None
-
-    def __init__(self, harness: "Harness", max_concurrency: int = 1, turn: Turn = COMPUTED) -> None:
-        self.max_concurrency, self.turn, self._harness = max_concurrency, turn, harness
-        self.gate = threading.Event()
-        self.batches: list[list[str]] = []
-        self.niceness: list[int] = []  # of the threads
-
-    def count_tokens(self, text: str) -> int:
-        return len(text)
-
-    def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Vectors:
-        self.niceness.append(os.getpriority(os.PRIO_PROCESS, 0))
-        self.batches.append(list(texts))
-        assert self.gate.wait(SOON_S)
-        self._harness.now += sum(COST_NS * (1 + len(text) // 100) for text in texts)
-        if "bad" in texts:
-            raise InvalidRequest("a bad text")
-        if "broken" in texts:
-            raise RuntimeError("a broken library")
-        if "lost" in texts:
-            raise DeviceFailed("an illegal memory access")
-        if "gone" in texts:
-            raise EmbedderUnreachable("it does not answer")
-        return np.array([[len(text)] for text in texts], np.float32)
-
-
-class Words:
-    """Tokens of the embedder: of each word its length. A forward pass has up to 12, and costs as much as two more."""
-
-    batch_tokens, pass_tokens = 12, 2
-
-    def __init__(self, embedder: Embedder) -> None:
-        self.embedder, self.tokenized = embedder, 0
-
-    def tokenize(self, texts: Sequence[str], kind: TextKind = "query") -> list[list[int]]:
-        if "bad" in texts:
-            raise InvalidRequest("a bad text")
-        self.tokenized += len(texts)
-        return [[len(word) for word in text.split()] for text in texts]
-
-    def count(self, text: str, tokens: Sequence[int], kind: TextKind) -> int:
-        return len(tokens)
-
-    def embed_tokens(self, tokens: Sequence[list[int]]) -> Vectors:
-        return self.embedder.embed([" ".join("w" * length for length in each) for each in tokens])
-
-
-class Harness:
-    """A stage on a clock of its own. The first text holds the thread of texts of `part`, so that others of that part
-    wait together."""
-
-    def __init__(self, threads: int = 1, part: Part = "prefill", **options: Any) -> None:
-        self.now, self.part = 0, part
-        self.stage = EmbeddingStage(threads, clock=lambda: self.now, **options)
-        self.embedder = Embedder(self)
-        self.held = [self.hold(f"first {number}") for number in range(threads)]
-
-    def hold(self, text: str) -> Future[Embedded]:
-        begun = len(self.embedder.batches)
-        held = self.ask(text, flow=99)
-        until(lambda: len(self.embedder.batches) > begun)
-        return held
-
-    def ask(self, *texts: str, kind: TextKind = "query", part: Part | None = None, **options: Any) -> Future[Embedded]:
-        return self.stage.submit(self.embedder, texts, kind, part=part or self.part, **options)
-
-    def open(self) -> None:
-        self.embedder.gate.set()
-
-    def after(self, *asked: Future[Embedded]) -> list[list[str]]:
-        """Open the gate and wait; return the batches after those that held the threads."""
-        self.open()
-        for one in asked:
-            one.exception(SOON_S)
-        return self.embedder.batches[len(self.held) :]
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., Harness]]:
-    made: list[Harness] = []
-
-    def make(**options: Any) -> Harness:
-        made.append(Harness(**options))
-        return made[-1]
-
-    yield make
-    for harness in made:
-        harness.open()
-        assert harness.stage.close(SOON_S)
-
-
-@pytest.fixture
-def harness(make: Callable[..., Harness]) -> Harness:
-    return make()
-
-
-def value(asked: Future[Embedded]) -> float:
-    return float(asked.result(SOON_S).vectors[0, 0])
-
+from tests.retrieval.embedding_harness import COST_NS, KINDS, PARTS, SOON_S, Embedder, Harness, Words, value
 
 # ---- batches
 
@@ -288,51 +173,6 @@ def test_of_a_key_s_texts_in_a_queue_those_of_prefill_go_first_and_none_starve()
     assert order[:30].count("bulk") >= 2
 
 
-def test_a_text_of_prefill_does_not_wait_for_probes_and_documents(harness: Harness) -> None:
-    busy = Embedder(harness)
-    others = harness.stage.submit(busy, ["document"] * 8), harness.stage.submit(busy, ["probe"], part="decode")
-    until(lambda: bool(busy.batches))
-    harness.after(*harness.held)
-    assert value(harness.ask("prompt")) == 6.0
-    assert not any(other.done() for other in others)
-    busy.gate.set()
-    assert [value(other) for other in others] == [8.0, 5.0]
-
-
-def test_probes_and_documents_do_not_starve_while_texts_of_prefill_keep_all_threads_busy(harness: Harness) -> None:
-    busy = Embedder(harness)
-    harness.stage.submit(busy, ["occupies the others' thread"], part="bulk")
-    until(lambda: bool(busy.batches))
-    documents = harness.ask("document 1", "document 2", kind="passage", part="bulk")
-    order = harness.after(documents, *[harness.ask(f"prompt {n}") for n in range(700)])
-    assert [place for place, batch in enumerate(order) if batch[0].startswith("document")] == [8, 17]
-    busy.gate.set()
-
-
-def test_probes_and_documents_are_embedded_by_niced_threads_while_texts_of_prefill_come(harness: Harness) -> None:
-    harness.open()
-    parts: list[Part] = ["bulk", "decode", "prefill", "bulk", "decode", "bulk", "prefill", "bulk"]
-    for number, part in enumerate(parts):
-        harness.now += 1_500_000_000
-        value(harness.ask(f"text {number}", part=part))
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert harness.embedder.niceness[1:] == [19, own, own, 19, own, own, own, 19]
-
-
-def test_what_niced_threads_leave_is_embedded_by_the_others_when_texts_of_prefill_come_no_more(
-    make: Callable[..., Harness],
-) -> None:
-    harness = make(part="bulk")
-    harness.after(*harness.held, harness.ask("prompt", part="prefill"))
-    harness.embedder.gate.clear()
-    harness.hold("by a niced thread")
-    waiting = harness.ask("by another")
-    harness.now += 3_000_000_000
-    harness.after(waiting)
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert harness.embedder.niceness == [own, own, 19, own]
-
-
 def test_a_short_list_does_not_wait_for_the_end_of_a_long_one(make: Callable[..., Harness]) -> None:
     harness = make(part="bulk")
     harness.after(*[harness.ask(f"measured {n}") for n in range(4)])
@@ -438,33 +278,6 @@ def test_a_server_that_does_not_answer_is_asked_once_for_a_batch(harness: Harnes
     gone, other = harness.ask("gone"), harness.ask("other")
     assert len(harness.after(gone, other)) == 1
     assert isinstance(other.exception(), EmbedderUnreachable)
-
-
-def test_a_gpu_that_fails_fails_its_batch_and_ends_the_worker_that_reports_statistics(harness: Harness) -> None:
-    lost, other = harness.ask("lost"), harness.ask("other")
-    assert len(harness.after(lost, other)) == 1, "the next batch would fail too"
-    assert isinstance(other.exception(), DeviceFailed)
-    with pytest.raises(DeviceFailed, match="an illegal memory access"):
-        harness.stage.statistics()
-
-
-def test_an_embedder_on_a_gpu_takes_more_texts_at_once_and_has_its_own_thread(harness: Harness) -> None:
-    on_gpu = Embedder(harness, turn=ON_GPU)
-    first = harness.stage.submit(on_gpu, ["first"])
-    until(lambda: len(on_gpu.batches) == 1)
-    asked = [harness.stage.submit(on_gpu, [f"text {number}"]) for number in range(300)]
-    on_gpu.gate.set()
-    for one in (first, *asked):
-        one.result(SOON_S)
-    assert [len(batch) for batch in on_gpu.batches] == [1, 256, 44]
-    assert not harness.held[0].done()
-
-
-def test_an_embedder_that_waits_for_a_server_delays_no_other(harness: Harness) -> None:
-    server = Embedder(harness, max_concurrency=2, turn=SENT)
-    server.gate.set()
-    assert float(harness.stage.submit(server, ["text"]).result(SOON_S).vectors[0, 0]) == 4.0
-    assert not harness.held[0].done()
 
 
 # ---- the same text again

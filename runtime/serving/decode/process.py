@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from runtime.errors import InternalError, TrinityError
 from runtime.node.metrics.worker_metrics import DecodeMetrics
 from runtime.node.placement.plan import CPU
-from runtime.node.startup import run_in_background, run_now
+from runtime.node.startup import run_early
 from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
@@ -57,8 +57,7 @@ class DecodeWorker:
         blocks, block_tokens = config.decode.blocks(model), model.kv_block_tokens
         transport = transport or transport_for(worker.placement.device)
         device = worker.placement.embedder
-        begin = run_in_background if device == CPU else run_now  # graphs are captured while nothing else uses the GPU
-        loading = begin(lambda: CollectionRegistry.warm(worker.plan, device))
+        loading = run_early(lambda: CollectionRegistry.warm(worker.plan, device), captures=device != CPU)
         setup = ModelSetup.of(config, "decode", transport)
         self._model = setup.load(stamp=worker.startup.mark)
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)

@@ -14,7 +14,7 @@ from ipc import IpcError
 from runtime.errors import InternalError, TrinityError, WorkerLost
 from runtime.node.metrics.worker_metrics import OfferOutcome, PrefillMetrics
 from runtime.node.placement.plan import CPU
-from runtime.node.startup import run_in_background, run_now
+from runtime.node.startup import run_early
 from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
@@ -50,9 +50,10 @@ class PrefillWorker:
             config.handover.disaggregate, config.slo.tpot_s, config.decode.chunk_tokens
         )
         transport = transport or transport_for(worker.placement.device)
-        device = worker.placement.embedder
-        begin = run_in_background if device == CPU else run_now  # graphs are captured while nothing else uses the GPU
-        loading = begin(lambda: (CollectionRegistry.warm(worker.plan, device), Reranking.load(worker.plan)))
+        plan, device = worker.plan, worker.placement.embedder
+        loading = run_early(
+            lambda: (CollectionRegistry.warm(plan, device), Reranking.load(plan)), captures=device != CPU
+        )
         setup = ModelSetup.of(config, "prefill", transport)
         blocks, block_tokens, context_tokens = setup.blocks, setup.block_tokens, setup.context_tokens
         kind = kv_type(setup.weights, transport.kernels)
@@ -83,9 +84,7 @@ class PrefillWorker:
         self.retriever = Retriever(registry, client, threads=threads, reranking=reranking)
         self.retriever.warm_up()
         worker.startup.mark("first search")
-        self._follower = BuildFollower(
-            self.retriever.registry, self.retriever.client.identities, worker.table, self.retriever.report
-        )
+        self._follower = BuildFollower(registry, client.identities, worker.table, self.retriever.report)
         self._retrieving: dict[int, Job] = {}  # ticket → job that waits for its passages
         self._waiting: list[Job] = []  # prompts that wait for a lease and blocks
         self._running: list[Job] = []  # prompts that have blocks and are not computed completely
@@ -131,11 +130,10 @@ class PrefillWorker:
             match message:
                 case Prefill(generation=generation, resume=resume):
                     stamps = {stages.RECEIVED: generation.received_ns}
-                    stamps |= (
-                        {stages.FIRST_TOKEN: resume.first_token_ns}
-                        if resume
-                        else {stages.DEQUEUED: time.monotonic_ns()}
-                    )
+                    if resume:
+                        stamps[stages.FIRST_TOKEN] = resume.first_token_ns
+                    else:
+                        stamps[stages.DEQUEUED] = time.monotonic_ns()
                     arrived.append(Job(message, stamps))
                 case Cancel():
                     arrived = [job for job in arrived if job.id != message.request_id]
