@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.node.config import HttpSection
 from runtime.node.supervisor.listen import listen_private
 from runtime.serving.http.connections import HttpConfig
-from runtime.serving.http.forwarding import Forwarder, asking_others
+from runtime.serving.http.forwarding import Attempt, Forwarder, asking_others
 from runtime.serving.http.http_worker import answering_or_forwarding
 from runtime.serving.http.middleware import id_source
 from runtime.serving.http.request_context import RequestContextMiddleware
@@ -165,6 +165,27 @@ async def test_a_search_is_answered_here_and_passed_on_with_its_body_when_there_
         assert node.forwarded == 3
 
 
+async def test_of_a_request_that_is_answered_here_the_rest_of_the_body_is_not_kept() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 413, "headers": []})
+        while (await receive())["more_body"]:  # is discarded
+            pass
+
+    bodies = [{"type": "http.request", "body": b"x", "more_body": more} for more in (True, True, False)]
+    arriving = iter([*bodies, {"type": "http.disconnect"}])
+
+    async def receive() -> Message:
+        return next(arriving)
+
+    async def send(message: Message) -> None:
+        """The client reads it."""
+
+    attempt = Attempt({"state": {"arrived_body": lambda limit: None}}, receive, send, 503)
+    assert await attempt.succeeds(app)
+    assert await attempt.receive() == {"type": "http.disconnect"}
+
+
 @pytest.mark.parametrize("status", [200, 503])
 async def test_a_response_that_is_sent_as_a_whole_is_passed_on_only_if_it_is_a_refusal(
     tmp_path: Path, status: int
@@ -284,6 +305,23 @@ async def test_a_client_that_waits_to_send_its_body_is_told_when_the_frontend_wa
         assert first.startswith(b"HTTP/1.1 401 " if refused else b"HTTP/1.1 100 ")
         if not refused:
             writer.write(b"hi")
+            assert (await answer(reader))[1] == b"hi"
+        writer.close()
+
+
+async def test_a_client_that_expects_what_nobody_fulfils_sends_its_body_unasked(tmp_path: Path) -> None:
+    begun = asyncio.Event()
+
+    async def app(request: Request) -> Response:
+        begun.set()
+        return PlainTextResponse(await request.body())
+
+    async with front(tmp_path, route(app)) as node:
+        reader, writer = await node.connect()
+        writer.write(CHUNKED.replace(b"Host", b"Expect: more\r\nHost"))
+        await begun.wait()
+        writer.write(b"2\r\nhi\r\n0\r\n\r\n")
+        async with asyncio.timeout(30):
             assert (await answer(reader))[1] == b"hi"
         writer.close()
 

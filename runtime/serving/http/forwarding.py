@@ -119,7 +119,8 @@ class _Request:
             self.complete = True
         else:
             self._write(self._head())
-            if any(name == b"expect" for name, _ in self._scope["headers"]):
+            expected = {value.lower() for name, value in self._scope["headers"] if name == b"expect"}
+            if expected == {b"100-continue"}:  # nothing else is ever fulfilled
                 await continues.wait()
         with contextlib.suppress(OSError):  # it reads no more: its response, or its end, arrives
             while (message := await self._receive())["type"] != "http.disconnect":
@@ -218,7 +219,8 @@ Respond = Callable[[int, list[tuple[bytes, bytes]], bytes], bool]  # see `Exchan
 class Attempt:
     """Lets an application answer a request, unless it responds with `status`, which nobody sees then.
 
-    What it has received of the body can be received again with `receive`.
+    What it has received of the body can be received again with `receive`; of a request that it has answered, whose body
+    may be large, nothing is kept.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, status: int) -> None:
@@ -229,6 +231,7 @@ class Attempt:
         if self._respond_to is not None:
             scope["state"]["respond"] = self._respond
         self._received: list[Message] = []
+        self._answered = False
         self.response: list[Message] = []
 
     async def succeeds(self, app: ASGIApp) -> bool:
@@ -253,11 +256,15 @@ class Attempt:
         if self.response or message.get("status") == self._status:
             self.response.append(message)
         else:
+            self._answered = True
+            self._received.clear()
             await self._send(message)
 
     async def _keep(self) -> Message:
-        self._received.append(await self._receive())
-        return self._received[-1]
+        message = await self._receive()
+        if not self._answered:
+            self._received.append(message)
+        return message
 
     def _arrived_body(self, limit: int) -> bytes | None:
         body = self._arrived(limit)
