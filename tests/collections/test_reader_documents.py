@@ -247,6 +247,25 @@ def test_documents_that_were_read_are_known_until_a_write_is_to_be_applied(tmp_p
         reading.close()
 
 
+def test_of_two_versions_of_a_document_that_were_each_found_alone_the_newer_one_is_shown(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a") as writer:
+        writer.upsert(documents(range(4)))
+        older = writer.state.rows_of(["3"])["3"]
+        reading = CollectionDocuments(tmp_path / "a")
+        writer.upsert([document("3", 30)])
+        newer = writer.state.rows_of(["3"])["3"]
+        rows = [older, newer]
+        found = [reading.get([row])[0] for row in rows]
+        for row, one in zip(rows, found, strict=True):
+            known = reading.get_known([row])
+            assert known is not None
+            assert known[0] == [one]
+        known = reading.get_known(rows)
+        assert known is not None
+        assert known[0] == reading.get(rows) == [None, found[1]]
+        reading.close()
+
+
 def test_one_look_at_the_files_serves_the_searches_that_began_before_it(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
         writer.upsert(documents(range(4)))

@@ -122,8 +122,8 @@ class CollectionDocuments:
         if len(known) < len(rows):
             return None
         shown = _shown(state, rows, [known[row] for row in rows])
-        for row, document in zip(rows, shown, strict=True):
-            if document is not None and row in recent:
+        for row, newest, document in zip(rows, state.newest(rows), shown, strict=True):
+            if document is not None and newest == row and row in recent:
                 recent[row].shown_at = sequence
         return shown, sum(size_of(one.id, one.title, one.text, one.attributes) for one in shown if one is not None)
 
