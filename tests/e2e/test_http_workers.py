@@ -162,7 +162,7 @@ def test_one_page_of_metrics_has_the_requests_of_all_processes(node: Node, clien
     for client in clients.values():
         assert client.ask("GET", "/v1/models")[0] == 200
     passed = counts(str(FrontendMetrics.FORWARDED))
-    assert [passed[name] - forwarded[name] for name in PROCESSES[1:]] >= [1, 1]
+    assert min(passed[name] - forwarded[name] for name in PROCESSES[1:]) >= 1
     assert passed["frontend-0"] == 0
 
 

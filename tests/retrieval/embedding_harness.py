@@ -37,6 +37,8 @@ class Embedder:
         self.niceness: list[int] = []  # of the threads
 
     def count_tokens(self, text: str) -> int:
+        if text == "bad":
+            raise InvalidRequest("a bad text")
         return len(text)
 
     def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Vectors:

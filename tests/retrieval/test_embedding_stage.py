@@ -274,6 +274,14 @@ def test_a_text_that_fails_does_not_fail_those_beside_it(harness: Harness) -> No
     assert value(harness.ask("next")) == 4.0
 
 
+def test_a_text_that_fails_is_not_counted_and_its_thread_goes_on(make: Callable[..., Harness]) -> None:
+    harness = make(part="bulk")
+    harness.open()
+    failed = harness.ask("bad", count_tokens=True)
+    assert isinstance(failed.exception(SOON_S), InvalidRequest)
+    assert harness.ask("good", count_tokens=True).result(SOON_S).tokens == 4
+
+
 def test_a_server_that_does_not_answer_is_asked_once_for_a_batch(harness: Harness) -> None:
     gone, other = harness.ask("gone"), harness.ask("other")
     assert len(harness.after(gone, other)) == 1

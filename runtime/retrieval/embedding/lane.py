@@ -166,7 +166,7 @@ class Lane:
             ended.update(dict.fromkeys(callers, error or ModelError(f"the embedder {embedder.name} failed: {raised}")))
 
     def finish(self, taken: list[Waiting], ended: dict[Texts, TrinityError | None], begin_ns: int, now_ns: int) -> None:
-        counts = [_count(one) if one.texts.counted else 0 for one in taken]
+        counts = [_count(one) if one.texts.counted and one.texts not in ended else 0 for one in taken]
         with self._changed:
             self._ends.pop(threading.get_ident())
             for one, tokens in zip(taken, counts, strict=True):
