@@ -172,11 +172,11 @@ async def test_of_a_request_that_is_answered_here_the_rest_of_the_body_is_not_ke
         while (await receive())["more_body"]:  # is discarded
             pass
 
-    bodies = [{"type": "http.request", "body": b"x", "more_body": more} for more in (True, True, False)]
-    arriving = iter([*bodies, {"type": "http.disconnect"}])
+    arriving: list[Message] = [{"type": "http.request", "body": b"x", "more_body": n < 2} for n in range(3)]
+    arriving.append({"type": "http.disconnect"})
 
     async def receive() -> Message:
-        return next(arriving)
+        return arriving.pop(0)
 
     async def send(message: Message) -> None:
         """The client reads it."""
