@@ -30,7 +30,7 @@ PROCESS = {
     "integrations": ("test_mcp",),
     "ipc": (
         "test_device_arena", "test_doorbell", "test_endpoints", "test_faults", "test_handover", "test_leaks",
-        "test_machine_code", "test_memory", "test_ring", "test_session_arena", "test_session_hostile",
+        "test_linked", "test_machine_code", "test_memory", "test_ring", "test_session_arena", "test_session_hostile",
     ),
     "launchers": (
         "test_bootstrap", "test_entry", "test_examples", "test_precompile", "test_service", "test_vllm_environment",

@@ -279,6 +279,25 @@ async def test_connections_to_the_frontend_are_kept_and_replaced_when_they_have_
         assert seen[3] is not seen[0]
 
 
+@pytest.mark.parametrize(("request_", "status"), [(GET, 200), (GET.replace(b"GET", b"DELETE"), 503)])
+async def test_a_request_that_changes_nothing_is_sent_again_if_its_connection_ends(
+    tmp_path: Path, request_: bytes, status: int
+) -> None:
+    calls = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # a frontend that restarts may close while a request is on its way
+            scope["state"]["disconnect"]()
+            return
+        await PlainTextResponse("yes")(scope, receive, send)
+
+    async with front(tmp_path, app) as node:
+        assert (await node.ask(GET))[1] == b"yes"
+        assert (await node.ask(request_))[0].startswith(b"HTTP/1.1 %d " % status)
+
+
 async def test_a_response_that_closes_the_connection_closes_the_clients(tmp_path: Path) -> None:
     async def drains(request: Request) -> Response:
         return PlainTextResponse("late", headers={"Connection": "close"})

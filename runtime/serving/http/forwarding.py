@@ -5,8 +5,9 @@ reads slowly makes the other side wait.
 client ──▶ connection ──▶ Forwarder ──▶ private socket ──▶ connection ──▶ application    the head as sent, the body's
        ◀──            ◀── send      ◀──                ◀──            ◀──                parts as they come
 ```
-While the other process restarts, connections wait in its socket's backlog. A request on which one ends before the
-response is not sent again: nobody knows whether it has been processed.
+While the other process restarts, connections wait in its socket's backlog. A request whose connection ends before the
+response is not sent again, as nobody knows whether it has been processed. One that changes nothing is, once: a process
+that restarts closes connections while requests are on their way.
 
 The head is passed on as the client sent it, key, Host and request id included: the other process checks it like any
 client's, so nothing needs to be trusted that a client could forge.
@@ -26,6 +27,7 @@ _PART_BYTES = 64 << 10
 _KEPT = 64  # connections without a request
 _HOP_BY_HOP = (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
 _OF_BODY = (b"content-length", b"transfer-encoding", b"expect")
+_SAFE = ("GET", "HEAD", "OPTIONS")  # methods of requests that may be sent twice
 _OWN = (*_HOP_BY_HOP, b"date", b"server")
 """Headers of a response that the connection to the client sets itself."""
 
@@ -42,7 +44,19 @@ class Forwarder:
         self._kept: list[_Connection] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reader, writer = connection = await self._connect()
+        repeatable = scope["method"] in _SAFE and not any(name in _OF_BODY for name, _ in scope["headers"])
+        while True:
+            try:
+                await self._exchange(await self._connect(), scope, receive, send)
+                return
+            except WorkerLost:
+                if not repeatable:
+                    raise
+                repeatable = False
+                self.close()  # the others end as well
+
+    async def _exchange(self, connection: "_Connection", scope: Scope, receive: Receive, send: Send) -> None:
+        reader, writer = connection
         response, request = _Response(is_head=scope["method"] == "HEAD"), _Request(scope, receive, writer)
         sending = asyncio.create_task(request.send(response.continues))
         try:
