@@ -313,8 +313,9 @@ def test_an_old_directory_that_may_not_be_written_to_is_refused_with_what_to_do(
 ) -> None:
     directory = Path(shutil.copytree(golden / "built", tmp_path / "built"))
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(CollectionError, match="run `trinity index upgrade` as a user who may write to it"):
+    with pytest.raises(CollectionError, match="may not write to") as refusal:
         CollectionReader(directory)
+    assert f"run `trinity index upgrade {directory}` as a user who may write to it, or on a" in refusal.value.message
 
 
 @pytest.mark.parametrize("name", [DOCUMENTS, "attributes.msgpack", "index-1/meta.json"])

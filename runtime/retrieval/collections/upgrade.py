@@ -56,8 +56,8 @@ def upgrade_if_flat(directory: Path) -> None:
     while _is_flat(directory, read_description(directory)):
         if not os.access(directory, os.W_OK):
             raise CollectionError(
-                f"an earlier version made {directory}, and it must be converted: run `trinity index upgrade` as a user "
-                "who may write to it"
+                f"an earlier version made {directory}, which this process may not write to, and it must be converted: "
+                f"run `trinity index upgrade {directory}` as a user who may write to it, or on a writable copy"
             )
         try:
             with writing(directory):
