@@ -36,7 +36,7 @@ from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.reranked_search import RerankedSearch
 from runtime.serving.http.response_memory import ResponseMemory
 from runtime.serving.http.routes.drain import Readiness
-from runtime.serving.http.search_parts import private_limits
+from runtime.serving.http.server import private_limits
 from runtime.serving.http.service import CollectionCatalogue, NoCollections, SearchSource, Service, Settings
 from runtime.serving.messages import Role
 from runtime.testing.waiting import until

@@ -21,7 +21,7 @@ from runtime.serving.http.http_worker import answering_or_forwarding
 from runtime.serving.http.middleware import id_source
 from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.response_memory import ResponseMemory
-from runtime.serving.http.search_parts import Server, private_limits
+from runtime.serving.http.server import Server, private_limits
 
 SEARCH = b"POST /v1/retrieval HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = b"POST /upload HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -7,12 +7,10 @@ may, or no pool) it passes on, too, so that only the frontend refuses.
 
 import asyncio
 import os
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 
-import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.errors import TrinityError, Unavailable
@@ -33,14 +31,20 @@ from runtime.serving.http.process import exported_spans
 from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.response_memory import ResponseMemory
 from runtime.serving.http.routes.drain import Readiness
-from runtime.serving.http.search_parts import SearchParts, Server, private_limits, raise_descriptor_limit
+from runtime.serving.http.search_parts import SearchParts
+from runtime.serving.http.server import (
+    HEARTBEAT_S,
+    Server,
+    private_limits,
+    raise_descriptor_limit,
+    run_process,
+    serve_beside,
+)
 from runtime.serving.http.service import Service
 from runtime.serving.stages import observe_search
 
 OWN_PATHS = ("/v1/retrieval", "/v1/embeddings", "/v1/rerank")
 """Paths whose POST requests change nothing: any process with the collections open can answer them."""
-_HEARTBEAT_S = 0.1
-_SWITCH_S = 0.0005  # how long a thread keeps the interpreter's lock when the event loop wants it
 _REFUSED = 503
 
 
@@ -148,23 +152,15 @@ async def _serve(worker: Worker) -> None:
             readiness.drain(worker.stopping or worker.table.knob("draining") == 1)
             for server in servers:
                 server.should_exit = worker.stopping
-            await asyncio.sleep(_HEARTBEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
 
     async def serve() -> None:
         await asyncio.gather(*(server.accept() for server in servers))
 
     worker.ready()
-    serving = asyncio.create_task(serve())
-    loops = [asyncio.create_task(beat()), asyncio.create_task(search.run())]
     try:
-        # No loop ends by itself: if one does, it has failed, and the process must end.
-        done, _ = await asyncio.wait([serving, *loops], return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        await serve_beside(serve(), [beat(), search.run()])
     finally:
-        for task in loops:
-            task.cancel()
-        await asyncio.gather(*loops, return_exceptions=True)
         forward.close()
         if parts.reranking is not None:
             parts.reranking.close()
@@ -174,5 +170,4 @@ async def _serve(worker: Worker) -> None:
 
 def run(worker: Worker) -> None:
     """Serve until stopped, then finish the requests in flight."""
-    sys.setswitchinterval(_SWITCH_S)
-    uvloop.run(_serve(worker))
+    run_process(_serve(worker))

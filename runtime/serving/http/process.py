@@ -4,14 +4,11 @@ asyncio's."""
 import asyncio
 import logging
 import os
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import uvloop
 
 from runtime.errors import Unavailable
 from runtime.node.api_keys import read_api_keys
@@ -40,7 +37,15 @@ from runtime.serving.http.forwarding import Forwarder, asking_others
 from runtime.serving.http.middleware import id_source
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.routes.tokenize import Tokens
-from runtime.serving.http.search_parts import SearchParts, Server, private_limits, raise_descriptor_limit
+from runtime.serving.http.search_parts import SearchParts
+from runtime.serving.http.server import (
+    HEARTBEAT_S,
+    Server,
+    private_limits,
+    raise_descriptor_limit,
+    run_process,
+    serve_beside,
+)
 from runtime.serving.http.service import SearchSource, Service, missing_roles
 from runtime.serving.model.model_info import model_directory
 from runtime.serving.stages import observe_search
@@ -53,8 +58,6 @@ log = logging.getLogger(__name__)
 
 _EXPORTERS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 """OpenTelemetry's variables that name a collector."""
-_HEARTBEAT_S = 0.1
-_SWITCH_S = 0.0005  # how long a thread keeps the interpreter's lock when the event loop wants it
 _READY_POLL_S = 0.01
 _REPORT_S = 2.0  # interval of the collections' metrics
 _FINAL_ERRORS_S = 1.0  # before the drain timeout, to send errors to the remaining clients
@@ -137,30 +140,20 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         worker.ready()
         await asyncio.gather(*(server.accept() for server in servers))
 
-    serving = asyncio.create_task(serve())
-    loops = [
-        asyncio.create_task(engine.run()),
-        asyncio.create_task(_heartbeat(worker, engine, servers, readiness, search, answers)),
-    ]
+    loops = [engine.run(), _heartbeat(worker, engine, servers, readiness, search, answers)]
     if writes is not None:
-        loops.append(asyncio.create_task(_report_collections(worker.table, writes)))
+        loops.append(_report_collections(worker.table, writes))
     if stores is not None:
-        loops.append(asyncio.create_task(stores.run()))
+        loops.append(stores.run())
     if search is not None:
-        loops.append(asyncio.create_task(search.run()))
+        loops.append(search.run())
     elif answers is not None:
-        loops.append(asyncio.create_task(client.run()))
+        loops.append(client.run())
     if answers is not None:
-        loops.append(asyncio.create_task(answers.run()))
+        loops.append(answers.run())
     try:
-        # No loop ends by itself: if one does, it has failed, and the process must end.
-        done, _ = await asyncio.wait([serving, *loops], return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        await serve_beside(serve(), loops)
     finally:
-        for task in loops:
-            task.cancel()
-        await asyncio.gather(*loops, return_exceptions=True)
         for other in others:
             other.close()
         engine.close()
@@ -282,10 +275,9 @@ async def _heartbeat(
         worker.table.set(FrontendMetrics.IN_FLIGHT, statistics.in_flight)
         worker.table.total(FrontendMetrics.RESTARTED, statistics.restarts)
         worker.table.total(FrontendMetrics.MALFORMED, statistics.malformed)
-        await asyncio.sleep(_HEARTBEAT_S)
+        await asyncio.sleep(HEARTBEAT_S)
 
 
 def run(worker: Worker, make_engine: EngineFactory) -> None:
     """Serve until stopped, then finish the requests in flight, within the supervisor's drain timeout."""
-    sys.setswitchinterval(_SWITCH_S)
-    uvloop.run(_serve(worker, make_engine))
+    run_process(_serve(worker, make_engine))

@@ -1,19 +1,10 @@
-"""What every process that serves HTTP has: searches in the node's collections, the application's settings, servers."""
+"""What every process that serves HTTP answers with: searches in the node's collections, and the settings."""
 
-import contextlib
-import gc
-import logging
 import os
-import resource
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import uvicorn
-from msgspec.structs import replace
-
 from runtime.node.api_keys import ApiKey
-from runtime.node.config import HttpSection
 from runtime.node.placement.plan import NodePlan
 from runtime.node.stores_config import STORES
 from runtime.node.worker import Worker
@@ -22,19 +13,13 @@ from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving.http.access import access_by_key
-from runtime.serving.http.connections import HttpConfig
 from runtime.serving.http.ranking import Ranker
 from runtime.serving.http.reranked_search import RerankedSearch
 from runtime.serving.http.service import NoCollections, SearchSource, Settings
 from runtime.serving.model.model_info import ModelInfo
 
-log = logging.getLogger(__name__)
-
 _LATE = 10  # times `slo.search_s`: a text that would wait longer for its embedding is refused
 _COMPUTING_THREADS = 8  # of one interpreter: a batch holds its lock for a tenth of its time
-_COLLECTED = 10_000  # objects before garbage is collected: with Python's 700 that took a fifteenth of a search
-_RESERVED_DESCRIPTORS = 256  # besides connections: sockets to workers, shared memory, files
-_PRIVATE_CONNECTIONS = 1_000_000  # no limit: each is of a connection that another process has counted
 
 
 def computing_threads(plan: NodePlan) -> int:
@@ -112,46 +97,3 @@ class SearchParts:
             default_max_tokens=min(256, own.context_tokens // 4) if own else 256,
             request_timeout_s=config.http.request_timeout_s,
         )
-
-
-class Server(uvicorn.Server):
-    """uvicorn on one listening socket, without its signal handlers: the worker has its own, and its loop ends the
-    server.
-
-    `on_closed` is called when no new connections are accepted any more.
-    """
-
-    def __init__(
-        self, config: HttpConfig, listener: socket.socket, on_closed: Callable[[], None] = lambda: None
-    ) -> None:
-        super().__init__(config)
-        self._listener, self._on_closed = listener, on_closed
-
-    async def accept(self) -> None:
-        """Accept and answer connections until `should_exit` is set and they have ended."""
-        gc.set_threshold(_COLLECTED)
-        await self.serve(sockets=[self._listener])
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._on_closed()
-        await super().shutdown(sockets)
-
-
-def private_limits(limits: HttpSection) -> HttpSection:
-    """Return the limits of connections from other processes of the node, which these have counted already."""
-    return replace(limits, max_connections=_PRIVATE_CONNECTIONS)
-
-
-def raise_descriptor_limit(connections: int) -> None:
-    """Raise the limit of open files to what so many connections need, up to the process's hard limit."""
-    wanted = connections + _RESERVED_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        if soft < wanted:
-            log.warning("http.max_connections = %d, but only %d files may be open", connections, soft)

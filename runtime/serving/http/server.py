@@ -1,0 +1,88 @@
+"""Servers of a process that serves HTTP, its limits, and how it runs until one of its loops fails."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+import uvicorn
+import uvloop
+from msgspec.structs import replace
+
+from runtime.node.config import HttpSection
+from runtime.serving.http.connections import HttpConfig
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.1
+_SWITCH_S = 0.0005  # how long a thread keeps the interpreter's lock when the event loop wants it
+_COLLECTED = 10_000  # objects before garbage is collected: with Python's 700 that took a fifteenth of a search
+_RESERVED_DESCRIPTORS = 256  # besides connections: sockets to workers, shared memory, files
+_PRIVATE_CONNECTIONS = 1_000_000  # no limit: each is of a connection that another process has counted
+
+
+def run_process(serving: Coroutine[Any, Any, None]) -> None:
+    """Run the event loop of a process that serves HTTP."""
+    sys.setswitchinterval(_SWITCH_S)
+    gc.set_threshold(_COLLECTED)
+    uvloop.run(serving)
+
+
+async def serve_beside(serving: Coroutine[Any, Any, None], loops: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Serve until `serving` ends. No loop ends by itself: if one does, it has failed, and its error is raised."""
+    first, *others = (asyncio.create_task(one) for one in (serving, *loops))
+    try:
+        done, _ = await asyncio.wait([first, *others], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+class Server(uvicorn.Server):
+    """uvicorn on one listening socket, without its signal handlers: the worker has its own, and its loop ends the
+    server.
+
+    `on_closed` is called when no new connections are accepted any more.
+    """
+
+    def __init__(
+        self, config: HttpConfig, listener: socket.socket, on_closed: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(config)
+        self._listener, self._on_closed = listener, on_closed
+
+    async def accept(self) -> None:
+        """Accept and answer connections until `should_exit` is set and they have ended."""
+        await self.serve(sockets=[self._listener])
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_closed()
+        await super().shutdown(sockets)
+
+
+def private_limits(limits: HttpSection) -> HttpSection:
+    """Return the limits of connections from other processes of the node, which these have counted already."""
+    return replace(limits, max_connections=_PRIVATE_CONNECTIONS)
+
+
+def raise_descriptor_limit(connections: int) -> None:
+    """Raise the limit of open files to what so many connections need, up to the process's hard limit."""
+    wanted = connections + _RESERVED_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < wanted:
+            log.warning("http.max_connections = %d, but only %d files may be open", connections, soft)
