@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runtime.serving.http.process import exported_spans
+from runtime.serving.frontend.observability import exported_spans
 
 pytest.importorskip("opentelemetry.sdk.trace", reason="the extra [otel] is not installed")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra [otel] is not installed")

@@ -4,12 +4,13 @@ A trace contains times, counts and names of workers, and no text of prompts or a
 of ended requests kept and of probes per request.
 """
 
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
@@ -23,9 +24,16 @@ from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request
 from runtime.serving.messages import Generation, Probe, ProbeOutcome, Retrieval, Tokens
 from runtime.serving.stages import observe, stage_seconds
 
+if TYPE_CHECKING:
+    from runtime.serving.frontend.spans import RequestSpans
+
+log = logging.getLogger(__name__)
+
 CLIENT_ID = re.compile(r"[!-~]{1,128}")  # valid `x-request-id` of a client: visible ASCII
 MAX_PROBES = 256  # kept per request; further ones are only counted
 RUNNING = "running"
+_EXPORTERS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+"""OpenTelemetry's variables that name a collector."""
 
 
 class StageTime(msgspec.Struct, frozen=True):
@@ -322,3 +330,16 @@ class RequestMetrics:
         self._table.add(FrontendMetrics.SLO_REQUESTS[slo])
         if not met:
             self._table.add(FrontendMetrics.SLO_VIOLATIONS[slo])
+
+
+def exported_spans(node: str, model: str, environment: Mapping[str, str]) -> "RequestSpans | None":
+    """Return the exporter of spans if the environment names a collector; None also without the packages for it: the
+    variable may be meant for other programs."""
+    if not any(environment.get(name) for name in _EXPORTERS):  # to OpenTelemetry, empty means unset
+        return None
+    try:
+        from runtime.serving.frontend.spans import RequestSpans, otlp_provider  # an optional extra
+    except ImportError as error:
+        log.warning("no spans are exported: %s; install the extra [otel]", error)
+        return None
+    return RequestSpans(otlp_provider(node), model)

@@ -21,13 +21,12 @@ from runtime.node.supervisor.listen import listen_private
 from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.serving.frontend.engine import Engine, EngineStatistics
-from runtime.serving.frontend.observability import RequestMetrics
+from runtime.serving.frontend.observability import RequestMetrics, exported_spans
 from runtime.serving.frontend.requests import Request
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig
 from runtime.serving.http.forwarding import Attempt, Forwarder
 from runtime.serving.http.middleware import error_response, id_source
-from runtime.serving.http.process import exported_spans
 from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.response_memory import ResponseMemory
 from runtime.serving.http.routes.drain import Readiness

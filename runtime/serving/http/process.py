@@ -30,7 +30,7 @@ from runtime.retrieval.stores.service import Stores
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.engine import Engine
-from runtime.serving.frontend.observability import RequestMetrics
+from runtime.serving.frontend.observability import RequestMetrics, exported_spans
 from runtime.serving.http.app import TRACES, create_app
 from runtime.serving.http.connections import HttpConfig
 from runtime.serving.http.forwarding import Forwarder, asking_others
@@ -51,13 +51,10 @@ from runtime.serving.model.model_info import model_directory
 from runtime.serving.stages import observe_search
 
 if TYPE_CHECKING:
-    from runtime.serving.frontend.spans import RequestSpans
     from runtime.serving.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-_EXPORTERS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-"""OpenTelemetry's variables that name a collector."""
 _READY_POLL_S = 0.01
 _REPORT_S = 2.0  # interval of the collections' metrics
 _FINAL_ERRORS_S = 1.0  # before the drain timeout, to send errors to the remaining clients
@@ -186,19 +183,6 @@ async def wait_until_ready(missing: Callable[[], list[str]], give_up: Callable[[
     while (still_missing := missing()) and not give_up():
         await asyncio.sleep(_READY_POLL_S)
     return still_missing
-
-
-def exported_spans(node: str, model: str, environment: Mapping[str, str]) -> "RequestSpans | None":
-    """Return the exporter of spans if the environment names a collector; None also without the packages for it: the
-    variable may be meant for other programs."""
-    if not any(environment.get(name) for name in _EXPORTERS):  # to OpenTelemetry, empty means unset
-        return None
-    try:
-        from runtime.serving.frontend.spans import RequestSpans, otlp_provider  # an optional extra
-    except ImportError as error:
-        log.warning("no spans are exported: %s; install the extra [otel]", error)
-        return None
-    return RequestSpans(otlp_provider(node), model)
 
 
 def _tokenizer(model: str) -> "Tokenizer":
