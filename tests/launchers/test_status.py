@@ -60,15 +60,15 @@ def test_the_status_of_live_collections_is_the_frontends(tmp_path: Path) -> None
     table = WorkerTable.create("frontend", "frontend-0", SloSection())
     report_collections(table, asyncio.run(writes.states()))
     assert CollectionsStatus.read(table) is None
-    asyncio.run(writes.upsert("notes", [UpsertDocument(str(n), "t") for n in range(5)]))
+    asyncio.run(writes.upsert("notes", [UpsertDocument(str(n), "t") for n in range(12)]))
     asyncio.run(writes.flush("notes"))
-    asyncio.run(writes.delete("notes", ["1", "2"]))
+    asyncio.run(writes.delete("notes", ["1", "2"]))  # too few for the segment to be rewritten
     asyncio.run(writes.upsert("notes", [UpsertDocument("new", "t")]))
     report_collections(table, asyncio.run(writes.states()))
     found = CollectionsStatus.read(table)
     assert found is not None
     assert found.log_bytes > 0
-    assert found == CollectionsStatus(4, 1, 1, 2, found.log_bytes, 0)
+    assert found == CollectionsStatus(11, 1, 1, 2, found.log_bytes, 0)
     writes.close()
     table.close()
 
