@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
+from launchers.commands.embedding_device import EmbeddingDevice, load_for_documents
 from launchers.progress import BuildProgress
 from runtime.errors import CollectionError, ConfigError
 from runtime.files import read_regular
@@ -23,7 +24,7 @@ from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.description import is_collection, read_description
 from runtime.retrieval.collections.disk import Disk, storage_error
 from runtime.retrieval.collections.writer import CollectionWriter
-from runtime.retrieval.embedding.loading import load_embedder, read_key
+from runtime.retrieval.embedding.loading import read_key
 
 _FOLLOWED = "followed.json"
 _NEEDS = {"qdrant": ("qdrant_client", "qdrant-client"), "milvus": ("pymilvus", "pymilvus")}
@@ -77,6 +78,7 @@ def follow(
     once: Annotated[bool, typer.Option("--once", help="Run one pass.")] = False,
     batch: Annotated[int, typer.Option(help="Points read in a batch.", min=1, max=4096)] = BATCH,
     threads: Annotated[int, typer.Option(help="Threads that embed texts and build segments.", min=1)] = 1,
+    device: EmbeddingDevice = "cpu",
 ) -> None:
     """Replicate a collection of Qdrant or Milvus into a collection until Ctrl-C: changed points are stored,
     removed ones are deleted. A node may serve the collection at the same time."""
@@ -92,7 +94,7 @@ def follow(
             f"the vectors of {directory} have {description.dim} dimensions, those of {collection!r} {source.dim}: "
             "create it with the embedder of those vectors, or compute new ones with --embed"
         )
-    model = load_embedder(description.embedder, for_build=True) if embed else None  # type: ignore[arg-type]
+    model = load_for_documents(description.embedder, device) if embed else None  # type: ignore[arg-type]
     with (
         _stop_signals() as stop,
         CollectionWriter(directory, embedder=model, threads=threads) as writer,

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,9 +17,10 @@ import typer
 
 from gpu.params import MAX_SEARCH_WIDTH, MAX_TOP_M
 from launchers.commands import writes
+from launchers.commands.embedding_device import BuildDevice, load_for_documents, load_on
 from launchers.commands.follow import follow
 from launchers.progress import BuildProgress
-from runtime.errors import BuildRefused, CollectionError, ModelError, ResourceBusy, UsageError
+from runtime.errors import BuildRefused, CollectionError, UsageError
 from runtime.node.placement.plan import nodes_dir
 from runtime.node.run_dir import collection_paths, find_node, running_nodes
 from runtime.node.supervisor.admin import reload_collections
@@ -28,7 +28,7 @@ from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.sources import read_truth, read_vectors
 from runtime.retrieval.collections.writer import CollectionWriter
-from runtime.retrieval.embedding.embedder import DirectorySpec, Embedder, EmbedderSpec, embedder_name
+from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec, embedder_name
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, EmbedderLocation, choose_embedder
 from runtime.retrieval.ingestion.ingest import IngestReport, ingest
 from runtime.retrieval.ingestion.ingest import add as update
@@ -99,13 +99,7 @@ def build(
     shards: Annotated[int, typer.Option(help="Number of shards, one per pool worker, 1 to 8.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the graph's random choices, from 0.")] = 0,
     threads: Annotated[int, typer.Option(help="Cores to use, up to 1024; 0: all that this process may use.")] = 0,
-    device: Annotated[
-        Literal["cpu", "cuda"],
-        typer.Option(
-            help="Device that embeds texts and builds the graph; cuda: by torch, if the model has a form for it, and "
-            "by cuVS, of the extra \\[cuvs]."
-        ),
-    ] = "cpu",
+    device: BuildDevice = "cpu",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing collection.")] = False,
 ) -> None:
     """Build a collection. It appears at --out atomically, when it is complete. Documents can be added and deleted."""
@@ -136,15 +130,17 @@ def build(
         raise BuildRefused("documents have their own ids: give ids only with bare vectors")
     chosen = None
     if embedder is not None or not given:
-        choose = partial(
-            choose_embedder,
-            embedder or DEFAULT_EMBEDDER,
-            model=embedder_model,
-            key_file=embedder_key_file,
-            query_prefix=query_prefix,
-            passage_prefix=passage_prefix,
+        chosen = load_on(
+            "cpu" if given else device,
+            lambda at: choose_embedder(
+                embedder or DEFAULT_EMBEDDER,
+                model=embedder_model,
+                key_file=embedder_key_file,
+                query_prefix=query_prefix,
+                passage_prefix=passage_prefix,
+                device=at,
+            ),
         )
-        chosen = choose() if device == "cpu" or given else _on_gpu(choose)
     ingested = IngestReport()
     with BuildProgress(sys.stderr) as progress:
         if given or chosen is None:
@@ -166,14 +162,15 @@ def add(
     embedder_at: Annotated[str, typer.Option(help="The directory or URL of its embedder, if it has moved.")] = "",
     embedder_key_file: Annotated[str, typer.Option(help="File with the API key, if the embedder is a server.")] = "",
     threads: Annotated[int, typer.Option(help="Cores to use, up to 1024; 0: all that this process may use.")] = 0,
+    device: BuildDevice = "cpu",
 ) -> None:
     """Update a collection from files: only new and changed files are read and embedded; removed ones are deleted."""
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: removes the incomplete build
     with BuildProgress(sys.stderr) as progress:
-        location = EmbedderLocation(embedder_at, embedder_key_file)
+        load = partial(load_for_documents, device=device, location=EmbedderLocation(embedder_at, embedder_key_file))
         threads = threads or len(os.sched_getaffinity(0))
-        ingested = update(sources, out, location=location, threads=threads, progress=progress)
+        ingested = update(sources, out, load=load, threads=threads, device=device, progress=progress)
     print(
         f"{ingested.read:,} files new or changed, {ingested.gone:,} gone, {ingested.unchanged:,} unchanged; "
         f"{ingested.embedded:,} passages embedded"
@@ -183,16 +180,6 @@ def add(
     else:
         _print_skipped(ingested)
         print(f"{out}: nothing changed")
-
-
-def _on_gpu(choose: Callable[..., tuple[EmbedderSpec, Embedder]]) -> tuple[EmbedderSpec, Embedder]:
-    """Return the embedder on the GPU, or on the CPU with a line that says why: the graph is built on the GPU anyway."""
-    try:
-        return choose(device="cuda:0")
-    except (ModelError, ResourceBusy) as error:
-        chosen = choose()
-        print(f"texts are embedded on the CPU: {error.message}", file=sys.stderr)
-        return chosen
 
 
 def _build_empty(

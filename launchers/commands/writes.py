@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from launchers.commands.embedding_device import EmbeddingDevice, load_for_documents
 from launchers.progress import BuildProgress, counted
 from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, Overloaded, UsageError
 from runtime.node.logs.log import escape_control
@@ -52,11 +53,12 @@ def upsert(
     source: Annotated[Path, typer.Argument(help='JSON lines of id, text, title, attributes, vector; or "-".')],
     batch: Annotated[int, typer.Option(help="Documents stored in a batch.", min=1, max=4096)] = 256,
     threads: Annotated[int, typer.Option(help="Cores to use; 0: all that this process may use.", min=0)] = 0,
+    device: EmbeddingDevice = "cpu",
 ) -> None:
     """Store documents, and replace those with the same ids. Stored batches stay stored if a later one is refused."""
     begin, stored = time.monotonic(), 0
     spec = read_description(directory).embedder
-    embedder = None if spec is None else load_embedder(spec, for_build=True)
+    embedder = None if spec is None else load_for_documents(spec, device)
     with CollectionWriter(directory, embedder=embedder, threads=threads or len(os.sched_getaffinity(0))) as writer:
         if writer.repaired:
             print(writer.repaired, file=sys.stderr)

@@ -9,8 +9,9 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -27,7 +28,7 @@ from runtime.retrieval.collections.segment_build import code_bits
 from runtime.retrieval.collections.sources import Progress, no_progress, read_documents
 from runtime.retrieval.collections.upgrade import upgrade_if_flat
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedding_text
-from runtime.retrieval.embedding.loading import EmbedderLocation, load_embedder
+from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
 from runtime.retrieval.ingestion.passages import file_passages, passage_limit
 from runtime.retrieval.ingestion.readers import PLAIN, check_packages, read_file
@@ -43,6 +44,7 @@ from runtime.retrieval.ingestion.source_files import (
 from runtime.retrieval.passages import Attribute
 
 _ROWS_AT_ONCE = 256
+_load_for_documents = partial(load_embedder, for_build=True)
 
 
 @dataclass(slots=True)
@@ -92,22 +94,23 @@ def add(
     paths: Sequence[Path],
     out: Path,
     *,
-    location: EmbedderLocation | None = None,
+    load: Callable[[EmbedderSpec], Embedder] = _load_for_documents,
     threads: int = 1,
+    device: Literal["cpu", "cuda"] = "cpu",
     progress: Progress = no_progress,
-    load: Callable[..., Embedder] = load_embedder,
 ) -> IngestReport:
     """Update the collection at `out` from files and folders: new and changed files are read, changed passages embedded,
     files missing from the folders removed; everything else is kept.
 
-    The collection is rebuilt with its own settings and replaced atomically, unless nothing changed. Raises as `ingest`,
-    and `CollectionBusy` while another process writes to the collection.
+    The collection is rebuilt with its own settings and replaced atomically, unless nothing changed. `load` loads its
+    embedder; `device` builds the graph. Raises as `ingest`, and `CollectionBusy` while another process writes to the
+    collection.
     """
     upgrade_if_flat(out)  # before this process has the lock
     with writing(out), Collection.open(out) as old, IsolatedReader() as reader:
         if old.embedder is None or any(DOCUMENTS not in segment.files for segment in old.state.segments):
             raise BuildRefused(f"{out} was built from vectors: files cannot be added to it")
-        embedder = load(old.embedder, location=location or EmbedderLocation(), for_build=True)
+        embedder = load(old.embedder)
         before = sources_of(old.state.segments)
         root = Path(before.root) if before else common_root(paths)
         limit = before.passage_tokens if before else passage_limit(0, embedder)
@@ -137,6 +140,7 @@ def add(
             sources=job.sources,
             known_vectors=job.known,
             threads=threads,
+            device=device,
             force=True,
             locked=True,
             progress=progress,
