@@ -4,24 +4,21 @@ A document belongs to the file that its attribute `source` names, as `trinity in
 file of its own, with its id. Files come in the order of their names, then documents without one by row.
 """
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from heapq import merge
-from itertools import chain, groupby, islice
-from typing import NamedTuple, Self
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import InvalidRequest
-from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.part import Rows
 from runtime.retrieval.collections.state import State
 from runtime.retrieval.passages import Attributes
 
 SOURCE = "source"
-_READ_AT_ONCE = 32  # documents
-Rows = NDArray[np.int64]
 
 
 class CollectionFile(NamedTuple):
@@ -31,49 +28,15 @@ class CollectionFile(NamedTuple):
     attributes: Attributes
     is_document: bool
 
-    @classmethod
-    def of(cls, document: Document) -> Self:
-        """Return the file of a document."""
-        if isinstance(source := document.attributes.get(SOURCE), str):
-            return cls.of_name(source)
-        return cls(document.id, document.attributes, is_document=True)
 
-    @classmethod
-    def of_name(cls, name: str) -> Self:
-        return cls(name, {SOURCE: name}, is_document=False)
+def file_of(document: Document) -> CollectionFile:
+    """Return the file of a document."""
+    source = document.attributes.get(SOURCE)
+    return _named(source) if isinstance(source, str) else CollectionFile(document.id, document.attributes, True)
 
 
-_Place = str | int | None
-"""Between files: at one with this name, at the document of this row, or at an end."""
-
-
-class _Part(NamedTuple):
-    """Rows of a segment, or the growing ones. `names`: ascending; `named`: the number of each row's name, from 1 on, 0
-    for none."""
-
-    rows: Rows
-    alive: Bits
-    names: Sequence[str]
-    named: NDArray[np.int32]
-
-    def of_name(self, name: str) -> Rows:
-        at = bisect_left(self.names, name)
-        has = at < len(self.names) and self.names[at] == name
-        found: Rows = self.rows[self.alive & (self.named == at + 1)] if has else self.rows[:0]
-        return found
-
-    def unnamed(self) -> Rows:
-        found: Rows = self.rows[self.alive & (self.named == 0)]
-        return found
-
-    def occurring(self, low: _Place, high: _Place, *, descending: bool) -> Iterator[str]:
-        """Yield the names of rows that are not deleted, between two places."""
-        size = len(self.names)
-        begin = 0 if low is None else bisect_right(self.names, low) if isinstance(low, str) else size
-        end = bisect_left(self.names, high) if isinstance(high, str) else size
-        counts = np.bincount(self.named[self.alive], minlength=size + 1)[1:]
-        found = begin + np.flatnonzero(counts[begin:end])
-        return (self.names[at] for at in (found[::-1] if descending else found))
+def _named(name: str) -> CollectionFile:
+    return CollectionFile(name, {SOURCE: name}, is_document=False)
 
 
 class Files:
@@ -82,51 +45,56 @@ class Files:
     def __init__(self, state: State) -> None:
         """Raises `CollectionError` for damaged attributes."""
         self._state, found = state, state.snapshot()
-        self._parts = [
-            _Part(part.rows[: len(alive)], alive, *part.columns.strings(SOURCE, len(alive)))
-            for part, alive in zip(found.parts, found.alive, strict=True)
-        ]
+        self._parts: list[tuple[Rows, Sequence[str], NDArray[np.int32]]] = []
+        """The rows that are not deleted, names in order, and the number of each row's name, from 1 on; 0: none."""
+        for part, alive in zip(found.parts, found.alive, strict=True):
+            names, numbers = part.columns.strings(SOURCE, len(alive))
+            self._parts.append((part.rows[: len(alive)][alive], names, numbers[alive]))
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return sorted(
+            {names[number - 1] for _, names, numbers in self._parts for number in np.unique(numbers) if number}
+        )
+
+    @cached_property
+    def _unnamed(self) -> Rows:
+        return np.sort(np.concatenate([rows[numbers == 0] for rows, _, numbers in self._parts]))
 
     def rows_of(self, file: str) -> list[int]:
         """Return the rows of a file's documents, ascending; none if there is no such file."""
-        found: list[int] = np.sort(np.concatenate([part.of_name(file) for part in self._parts])).tolist()
-        if found:
-            return found
-        row = self._state.rows_of([file]).get(file, -1)
-        return [row] if any(row in part.unnamed() for part in self._parts) else []
+        found: list[int] = []
+        for rows, names, numbers in self._parts:
+            at = bisect_left(names, file)
+            if at < len(names) and names[at] == file:
+                found += rows[numbers == at + 1].tolist()
+        row = self._state.rows_of([file]).get(file)
+        return [row] if not found and row in self._unnamed else sorted(found)
 
     def page(self, limit: int, after: str, before: str, *, descending: bool) -> tuple[list[CollectionFile], bool]:
         """Return one page of the files, and whether more follow. after, before: files, "": none.
 
         Raises `InvalidRequest` for one that does not exist.
         """
-        begin, end = self._place(after, "after"), self._place(before, "before")
-        low, high = (end, begin) if descending else (begin, end)
-        backwards = bool(before) and not after
-        found = list(islice(self._between(low, high, descending=descending != backwards), limit + 1))
-        page = found[:limit]
-        return page[::-1] if backwards else page, len(found) > limit
+        begin, end = (before, after) if descending else (after, before)
+        low = self._place(begin, "before" if descending else "after") + 1 if begin else 0
+        high = self._place(end, "after" if descending else "before") if end else len(self._names) + len(self._unnamed)
+        between = range(low, max(low, high))
+        page = between[-limit:] if descending != (bool(before) and not after) else between[:limit]
+        return self._files(page[::-1] if descending else page), len(between) > limit
 
-    def _place(self, file: str, param: str) -> _Place:
-        if not file:
-            return None
-        if any(len(part.of_name(file)) for part in self._parts):
-            return file
-        if rows := self.rows_of(file):
-            return rows[0]
-        raise InvalidRequest(f"the collection has no file {file[:128]!r} to list others {param}", param)
+    def _place(self, file: str, param: str) -> int:
+        """Return the place of a file in the order of all."""
+        at = bisect_left(self._names, file)
+        if self._names[at : at + 1] == [file]:
+            return at
+        if not (rows := self.rows_of(file)):
+            raise InvalidRequest(f"the collection has no file {file[:128]!r} to list others {param}", param)
+        return len(self._names) + int(np.searchsorted(self._unnamed, rows[0]))
 
-    def _between(self, low: _Place, high: _Place, *, descending: bool) -> Iterator[CollectionFile]:
-        parts = [part.occurring(low, high, descending=descending) for part in self._parts]
-        names = (CollectionFile.of_name(name) for name, _ in groupby(merge(*parts, reverse=descending)))
-        unnamed = self._unnamed(low, high, descending=descending)
-        return chain(unnamed, names) if descending else chain(names, unnamed)
-
-    def _unnamed(self, low: _Place, high: _Place, *, descending: bool) -> Iterator[CollectionFile]:
-        rows = np.sort(np.concatenate([part.unnamed() for part in self._parts]))
-        begin = np.searchsorted(rows, low, "right") if isinstance(low, int) else 0
-        end = np.searchsorted(rows, high) if isinstance(high, int) else len(rows) if high is None else 0
-        found = rows[begin:end][::-1] if descending else rows[begin:end]
-        for at in range(0, len(found), _READ_AT_ONCE):
-            read = self._state.documents(found[at : at + _READ_AT_ONCE].tolist())
-            yield from (CollectionFile.of(one) for one in read if one is not None)
+    def _files(self, places: range) -> list[CollectionFile]:
+        count = len(self._names)
+        rows = [int(self._unnamed[at - count]) for at in places if at >= count]
+        documents = dict(zip(rows, self._state.documents(rows), strict=True))
+        found = (documents[int(self._unnamed[at - count])] if at >= count else self._names[at] for at in places)
+        return [_named(one) if isinstance(one, str) else file_of(one) for one in found if one is not None]

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from runtime.errors import CollectionError, Unavailable
 from runtime.retrieval.attributes.filters import Comparison
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.files import SOURCE, CollectionFile
+from runtime.retrieval.collections.files import SOURCE, CollectionFile, file_of
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.fair_gate import FairLimit
 from runtime.retrieval.passages import check_size
@@ -83,7 +83,7 @@ class CollectionFiles:
 
         def find(documents: CollectionDocuments) -> CollectionFile:
             (first,) = documents.get(_rows_of(documents, id)[:1])
-            return CollectionFile.of(_check(first, id))
+            return file_of(_check(first, id))
 
         return await self._run(http, name, find)
 
