@@ -10,8 +10,6 @@ from gpu.index.rows import Rows as Vectors
 from gpu.index.rows import aligned_empty, code_shape
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.columns import Bits, Columns
-from runtime.retrieval.attributes.evaluation import Work
-from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.operations import Upsert, decode_vectors
@@ -25,32 +23,17 @@ class GrowingSegment(Part):
     """Consecutive rows from `first` on, which are appended."""
 
     def __init__(self, first: int, dim: int, metric: str) -> None:
-        self.first, self._size = first, 0
+        super().__init__(0, _INITIAL_ROWS)
+        self.first = first
         self.documents: list[Document] = []
         self._dim, self._metric = dim, metric
         self._columns = Columns()
         self._matrix = self._allocate(_INITIAL_ROWS)
-        self._alive = np.ones(_INITIAL_ROWS, bool)
         self._by_id: dict[str, int] = {}
 
     @property
     def next_row(self) -> int:
-        return self.first + self._size
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def count(self) -> int:
-        return int(np.count_nonzero(self.alive))
-
-    @property
-    def alive(self) -> Bits:
-        return self._alive[: self._size]
-
-    def snapshot_alive(self) -> Bits:
-        return self.alive.copy()
+        return self.first + self.size
 
     @property
     def rows(self) -> Rows:
@@ -80,14 +63,14 @@ class GrowingSegment(Part):
         """Do the work of `append` in parts; the rows are not there before `append_prepared`."""
         if operation.first != self.next_row:
             raise CollectionError(f"the log has row {operation.first} instead of row {self.next_row}")
-        total = self._size + len(operation.ids)
+        total = self.size + len(operation.ids)
         if total > len(self._matrix):
             matrix = self._allocate(max(total, 2 * len(self._matrix)))
-            matrix[: self._size] = self._matrix[: self._size]
+            matrix[: self.size] = self._matrix[: self.size]
             alive = np.ones(len(matrix), bool)
-            alive[: self._size] = self._alive[: self._size]
+            alive[: self.size] = self._alive[: self.size]
             self._matrix, self._alive = matrix, alive  # running searches keep the old arrays
-        self._matrix[self._size : total, : self._dim] = decode_vectors(operation, self._dim)
+        self._matrix[self.size : total, : self._dim] = decode_vectors(operation, self._dim)
         parts = zip(operation.ids, operation.titles, operation.texts, operation.attributes, strict=True)
         documents = (Document(*one, row=row) for row, one in enumerate(parts, operation.first))
         while part := list(islice(documents, _PART)):
@@ -97,17 +80,15 @@ class GrowingSegment(Part):
 
     def append_prepared(self, operation: Upsert) -> None:
         """Append the rows of an upsert after all of `prepare`."""
-        total = self._size + len(operation.ids)
-        self._by_id.update(zip(operation.ids, range(self._size, total), strict=True))
-        self._size = total
+        total = self.size + len(operation.ids)
+        self._by_id.update(zip(operation.ids, range(self.size, total), strict=True))
+        self.count += total - self.size
+        self.size = total
 
     def document_lookup(self) -> Callable[[int], Document | None]:
         """Return a lookup of the documents by row that does not keep the vectors in memory."""
         first, documents = self.first, self.documents
         return lambda row: documents[row - first] if 0 <= row - first < len(documents) else None
-
-    def delete(self, rows: Rows) -> None:
-        self._alive[self.positions(rows)] = False
 
     def find(self, rows: Sequence[int], on_read: OnDocument = ignore) -> dict[int, Document]:
         first, documents = self.first, self.documents
@@ -123,19 +104,13 @@ class GrowingSegment(Part):
     def columns(self) -> Columns:
         return self._columns
 
-    def passing(self, filter: Filter, work: Work | None = None, count: int | None = None) -> Bits:
-        return self._columns.matching(filter, work, self._size if count is None else count)
-
-    def held_by(self, owner: AttributeBinding) -> Bits:
-        return self._columns.held_by(owner)
-
     def tail(self, first: int, schema: Schema) -> "GrowingSegment":
         """Return the segment that remains when the rows before `first` are sealed."""
         if first <= self.first:
             return self
         rest = GrowingSegment(first, self._dim, self._metric)
         begin = rest.first - self.first
-        if begin < self._size:
+        if begin < self.size:
             documents = self.documents[begin:]
             operation = Upsert(
                 rest.first,
@@ -143,11 +118,11 @@ class GrowingSegment(Part):
                 [document.title for document in documents],
                 [document.text for document in documents],
                 [dict(document.attributes) for document in documents],
-                np.ascontiguousarray(self._matrix[begin : self._size, : self._dim]).tobytes(),
+                np.ascontiguousarray(self._matrix[begin : self.size, : self._dim]).tobytes(),
                 [],
             )
             rest.append(operation, schema)
-            rest._alive[: rest.size] = self._alive[begin : self._size]
+            rest.delete(self.dead_rows())
         return rest
 
     def _allocate(self, count: int) -> NDArray[np.float32]:

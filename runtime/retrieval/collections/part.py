@@ -20,26 +20,39 @@ def ignore(document: Document) -> None:
 
 
 class Part(ABC):
-    """Rows at positions from 0 on, with their vectors, documents and attributes. Rows are deleted, never removed."""
+    """Rows at positions from 0 on, with their vectors, documents and attributes. Rows are deleted, never removed.
+
+    size, count: number of rows, and of those that are not deleted. deletions: how often rows were deleted, so that data
+    derived from `alive` can be invalidated.
+    """
+
+    def __init__(self, size: int, room: int) -> None:
+        self.size = self.count = size
+        self.deletions = 0
+        self._alive: Bits = np.ones(room, bool)
+        self._alive_is_shared = False
 
     @property
-    @abstractmethod
-    def size(self) -> int:
-        """Number of rows, deleted ones included."""
-
-    @property
-    @abstractmethod
-    def count(self) -> int:
-        """Number of rows that are not deleted."""
-
-    @property
-    @abstractmethod
     def alive(self) -> Bits:
         """Whether each row is not deleted, bool [size]. A view."""
+        return self._alive[: self.size]
 
-    @abstractmethod
     def snapshot_alive(self) -> Bits:
         """Return `alive` as of now; later deletions do not change it. Do not write into it."""
+        self._alive_is_shared = True  # copied by the next deletion
+        return self.alive
+
+    def delete(self, rows: Rows) -> Rows:
+        """Mark those of the rows that are in this part as deleted; return the positions of those that were not."""
+        positions = np.unique(self.positions(rows)) if len(rows) else rows
+        positions = positions[self._alive[positions]]
+        if len(positions):
+            if self._alive_is_shared:
+                self._alive, self._alive_is_shared = self._alive.copy(), False
+            self._alive[positions] = False
+            self.count -= len(positions)
+            self.deletions += 1
+        return positions
 
     @property
     @abstractmethod
@@ -49,10 +62,6 @@ class Part(ABC):
     @abstractmethod
     def locate(self, rows: Rows) -> tuple[Bits, Rows]:
         """Return which of some rows are in this part, and the positions of those."""
-
-    @abstractmethod
-    def delete(self, rows: Rows) -> None:
-        """Mark those of the rows that are in this part as deleted."""
 
     @abstractmethod
     def vectors(self, positions: Rows) -> NDArray[np.float32]:
@@ -74,15 +83,15 @@ class Part(ABC):
     def columns(self) -> Columns:
         """The attributes."""
 
-    @abstractmethod
     def passing(self, filter: Filter, work: Work | None = None, count: int | None = None) -> Bits:
         """Return whether each of the first `count` rows (default: all) passes a filter, bool [count]. On any thread."""
+        return self.columns.matching(filter, work, self.size if count is None else count)
 
-    @abstractmethod
     def held_by(self, owner: AttributeBinding) -> Bits:
         """Return whether each row belongs to an owner, bool [size]."""
+        return self.columns.held_by(owner)
 
-    # ---- of both kinds
+    # ---- rows
 
     def positions(self, rows: Rows) -> Rows:
         """Return the positions of those rows that are in this part."""

@@ -52,12 +52,8 @@ class Segment(Part):
         files: dict[str, FileChecksum],
     ) -> None:
         """Use `load`."""
+        super().__init__(index.size, index.size)
         self.info, self.path, self.index, self.files = info, path, index, files
-        self._alive: Bits = np.ones(index.size, bool)
-        self._alive_is_shared = False
-        self.deletions = 0
-        """Number of changes of `alive`, so that data derived from it can be invalidated."""
-        self._count = index.size
         self._bits: NDArray[np.uint64] | None = None  # `alive`, once it was asked for
         self.store = store
         self._columns: Columns | None = None
@@ -97,10 +93,6 @@ class Segment(Part):
                 raise storage_error(error, f"{path / ATTRIBUTES} cannot be read") from error
             raise
 
-    @property
-    def size(self) -> int:
-        return self.index.size
-
     def check(self) -> None:
         """Check that the edges of the graph lead to rows of it, as searches rely on, and read the attributes.
 
@@ -113,14 +105,6 @@ class Segment(Part):
         _ = self.columns
 
     # ---- rows
-
-    @property
-    def count(self) -> int:
-        return self._count
-
-    @property
-    def alive(self) -> Bits:
-        return self._alive
 
     @cached_property
     def rows(self) -> Rows:
@@ -142,21 +126,12 @@ class Segment(Part):
         here, places = locate_rows(self.rows[self._order], rows)
         return here, self._order[places]
 
-    def delete(self, rows: Rows) -> None:
-        positions = np.unique(self.positions(rows)) if len(rows) else rows
-        if len(positions):
-            self._count -= int(np.count_nonzero(self._alive[positions]))
-            if self._alive_is_shared:
-                self._alive, self._alive_is_shared = self._alive.copy(), False
-            self._alive[positions] = False
-            self.deletions += 1
-            if self._bits is not None:
-                places, bits = np.divmod(positions.astype(np.uint64), np.uint64(64))
-                np.bitwise_and.at(self._bits, places, ~(np.uint64(1) << bits))
-
-    def snapshot_alive(self) -> Bits:
-        self._alive_is_shared = True  # copied by the next deletion
-        return self._alive
+    def delete(self, rows: Rows) -> Rows:
+        positions = super().delete(rows)
+        if self._bits is not None:
+            places, bits = np.divmod(positions.astype(np.uint64), np.uint64(64))
+            np.bitwise_and.at(self._bits, places, ~(np.uint64(1) << bits))
+        return positions
 
     def alive_bits(self) -> NDArray[np.uint64]:
         """Return a copy of `alive` as a bitmap (`gpu.index.data.bitmap`): much cheaper than to pack it again."""
