@@ -69,7 +69,7 @@ class Files:
             if at < len(names) and names[at] == file:
                 found += rows[numbers == at + 1].tolist()
         row = self._state.rows_of([file]).get(file)
-        return [row] if not found and row in self._unnamed else sorted(found)
+        return [row] if not found and row is not None and row in self._unnamed else sorted(found)
 
     def page(self, limit: int, after: str, before: str, *, descending: bool) -> tuple[list[CollectionFile], bool]:
         """Return one page of the files, and whether more follow. after, before: files, "": none.
