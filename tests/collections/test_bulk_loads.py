@@ -285,7 +285,7 @@ def test_a_directory_of_an_earlier_version_is_converted_when_it_is_opened(
 def test_documents_without_a_keyword_index_get_one_when_they_are_converted(tmp_path: Path, golden: Path) -> None:
     directory = Path(shutil.copytree(golden / "built", tmp_path / "built"))
     found = read_description(directory)
-    files = {name: one for name, one in found.flat_files.items() if name != KEYWORDS}
+    files = {name: one for name, one in found.files.items() if name != KEYWORDS}
     (directory / DESCRIPTION).write_bytes(encode_with_checksum(structs.replace(found, files=files)))
     (directory / KEYWORDS).unlink()
     documents = CollectionDocuments(directory, lambda: 0.0)

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from runtime.errors import CollectionError
+from runtime.retrieval.collections.description import SegmentInfo
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.maintenance import MERGE_FAN_IN
-from runtime.retrieval.collections.manifest import SegmentInfo
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment_build import BuildJob, build
 from tests.collections.small_collections import contents, documents, maintain, new_writer, open_writer

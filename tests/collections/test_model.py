@@ -11,8 +11,8 @@ from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from runtime.retrieval.attributes.filters import Filter, parse_filter
+from runtime.retrieval.collections.description import SegmentInfo
 from runtime.retrieval.collections.maintenance import pick_merge
-from runtime.retrieval.collections.manifest import SegmentInfo
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.segment_build import BuildJob

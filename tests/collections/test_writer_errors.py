@@ -26,10 +26,9 @@ from runtime.retrieval.collections import segment_build, validation
 from runtime.retrieval.collections import writer as writer_module
 from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.description import read_description
+from runtime.retrieval.collections.description import SegmentInfo, read_description
 from runtime.retrieval.collections.disk import LOCK, Disk, acquire_lock
 from runtime.retrieval.collections.log import header_of, log_path
-from runtime.retrieval.collections.manifest import SegmentInfo
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.segment_build import BuildJob

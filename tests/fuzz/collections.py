@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from runtime.retrieval.collections import bulk_load, description, manifest
+from runtime.retrieval.collections import bulk_load, description
 from runtime.retrieval.collections.documents import Document
 
 Damage = Callable[[Path], None]
@@ -259,19 +259,22 @@ def reseal(collection: Path, *, whole: bool) -> None:
         return
     for contents in sorted(collection.glob("segments/*/segment.json")):
         _refresh(contents, contents.parent)
-    for name, kind in ((description.DESCRIPTION, description.Description), (manifest.MANIFEST, manifest.Manifest)):
+    for name, kind in (
+        (description.DESCRIPTION, description.Description),
+        (description.MANIFEST, description.Manifest),
+    ):
         path = collection / name
         try:
             found: Any = msgspec.json.decode(path.read_bytes(), type=kind)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             continue
-        if isinstance(found, manifest.Manifest):
+        if isinstance(found, description.Manifest):
             segments = [_resealed(collection, segment) for segment in found.segments]
             found = msgspec.structs.replace(found, segments=segments)
         path.write_bytes(description.encode_with_checksum(found))
 
 
-def _resealed(collection: Path, segment: manifest.SegmentInfo) -> manifest.SegmentInfo:
+def _resealed(collection: Path, segment: description.SegmentInfo) -> description.SegmentInfo:
     path = collection / "segments" / str(segment.number) / "segment.json"
     if not path.is_file():
         return segment

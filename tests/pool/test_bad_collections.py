@@ -20,8 +20,9 @@ from runtime.node.config import CollectionSection
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool.collections.shard import Shard, open_shard
 from runtime.pool.process import Timing
-from runtime.retrieval.collections.checksums import SegmentChecksums, Throttle, unthrottled
+from runtime.retrieval.collections.checksums import SegmentChecksums
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.description import Throttle, unthrottled
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.retrieval.collections.description import KEYWORDS, checksum_file, encode_with_checksum
-from runtime.retrieval.collections.manifest import MANIFEST, read_manifest
+from runtime.retrieval.collections.description import (
+    KEYWORDS,
+    MANIFEST,
+    checksum_file,
+    encode_with_checksum,
+    read_manifest,
+)
 from runtime.retrieval.collections.segment_files import CONTENTS, Contents, segment_path
 from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind, Vectors
 

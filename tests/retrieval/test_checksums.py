@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.checksums import verify_file
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.description import checksum_file
+from runtime.retrieval.collections.description import checksum_file, verify_file
 from runtime.retrieval.collections.segment import Segment
 from tests.pool.rebuilds import build
 

@@ -34,10 +34,9 @@ from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.attributes.schema import Schema
-from runtime.retrieval.collections.description import Description
+from runtime.retrieval.collections.description import Description, SegmentInfo
 from runtime.retrieval.collections.growing_segment import GrowingSegment
 from runtime.retrieval.collections.log_watch import LogWatch
-from runtime.retrieval.collections.manifest import SegmentInfo
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.reader_barrier import ReaderPosition
 from runtime.retrieval.collections.segment import Segment

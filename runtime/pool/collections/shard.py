@@ -50,11 +50,11 @@ def open_shard(section: CollectionSection, worker: int) -> Shard:
     reader = CollectionReader(directory, background=True, shard=shard)
     about = reader.description
     try:
-        if about.shard_count != section.shards:
-            raise CollectionError(f"{directory} was built with {about.shard_count} shards, not {section.shards}")
+        if about.shards != section.shards:
+            raise CollectionError(f"{directory} was built with {about.shards} shards, not {section.shards}")
         schema = {name: str(kind) for name, kind in reader.state.schema.items()}
     except CollectionError:
         reader.close()
         raise
-    served = Served(section.name, about.dim, shard, section.shards, about.identity, schema, about.demands or "")
+    served = Served(section.name, about.dim, shard, section.shards, about.identity, schema, about.demanded or "")
     return Shard(served, reader, reader.checksums)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,16 +18,20 @@ from runtime.retrieval.attributes.schema import AttributeType, Schema, extend_sc
 from runtime.retrieval.collections.description import (
     DESCRIPTION,
     DOCUMENTS,
+    FORMAT,
     INDEX,
+    MANIFEST,
     MAX_SHARDS,
+    VERSION,
     Description,
+    Manifest,
     encode_with_checksum,
+    make_folders,
 )
 from runtime.retrieval.collections.directory import atomic_directory
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.log import LogWriter, log_path
-from runtime.retrieval.collections.manifest import MANIFEST, Manifest, make_folders
 from runtime.retrieval.collections.segment_files import building_path, seal_segment, write_documents
 from runtime.retrieval.collections.sources import (
     DOCUMENT_SUFFIXES,
@@ -155,7 +158,19 @@ def build(
                 index.save(folder / INDEX)
             segments.append(seal_segment(disk, folder, index.size, shard))
         next_row = 1 + (len(matrix) - 1 if own_ids is None else int(own_ids.max()))
-        found = _describe(index.dim, metric, dtype, index.degree, embedder, demanded, declared, shards)
+        found = Description(
+            dim=index.dim,
+            metric=metric,
+            dtype=dtype,
+            degree=index.degree,
+            embedder=embedder,
+            shards=shards,
+            format=FORMAT,
+            version=VERSION,
+            sha256="",
+            demanded=demanded,
+            declared=declared,
+        )
         manifest = Manifest(0, segments, 0, next_row, shards, schema)
         begin_collection(disk, building, found.identified(segments), manifest)
 
@@ -182,7 +197,19 @@ def create(
     check_arguments(check_within, "dim", dim, 1, MAX_DIM)
     check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
     declared = _declared(demanded, schema)
-    found = _describe(dim, metric, dtype, degree, embedder, demanded, declared, shards)
+    found = Description(
+        dim=dim,
+        metric=metric,
+        dtype=dtype,
+        degree=degree,
+        embedder=embedder,
+        shards=shards,
+        format=FORMAT,
+        version=VERSION,
+        sha256="",
+        demanded=demanded,
+        declared=declared,
+    )
     with atomic_directory(directory, replace=False) as building:
         make_folders(building)
         begin_collection(disk or Disk(), building, found.identified([]), Manifest(0, [], 0, 0, 0, declared))
@@ -208,28 +235,6 @@ def begin_collection(disk: Disk, directory: Path, description: Description, mani
     LogWriter(disk, log_path(directory, 0), description.identity, 0).close()
     disk.write_file(directory / MANIFEST, encode_with_checksum(manifest))
     disk.write_file(directory / DESCRIPTION, encode_with_checksum(description))
-
-
-def _describe(
-    dim: int,
-    metric: str,
-    dtype: str,
-    degree: int,
-    embedder: EmbedderSpec | None,
-    demanded: str | None,
-    declared: dict[str, AttributeType],
-    shards: int,
-) -> Description:
-    return Description(
-        dim=dim,
-        metric=metric,
-        dtype=dtype,
-        degree=degree,
-        embedder=embedder,
-        shards=msgspec.UNSET if shards == 1 else shards,
-        demanded=demanded or msgspec.UNSET,
-        declared=declared or msgspec.UNSET,
-    )
 
 
 @contextlib.contextmanager

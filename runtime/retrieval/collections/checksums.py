@@ -1,39 +1,12 @@
 """Checksum verification of a collection's files, including those of segments that are added while it is open."""
 
-import hashlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from runtime.errors import CollectionError
-from runtime.files import open_regular
-from runtime.retrieval.collections.description import FileChecksum
-from runtime.retrieval.collections.manifest import read_manifest
+from runtime.retrieval.collections.description import FileChecksum, Throttle, read_manifest, unthrottled, verify_file
 from runtime.retrieval.collections.segment import Segment
-
-Throttle = Callable[[int], None]
-"""Called with the number of bytes that were just read; may sleep to limit the read rate."""
-
-_CHUNK_BYTES = 1 << 18  # takes 0.15 ms: the longest delay of a pool loop on the same core
-
-
-def unthrottled(read_bytes: int) -> None:
-    """A `Throttle` that never sleeps: for callers that wait for the result."""
-
-
-def verify_file(path: Path, known: FileChecksum, throttle: Throttle = unthrottled) -> None:
-    """Read a file. Raises `CollectionError` if it does not have this checksum."""
-    digest, size = hashlib.sha256(), 0
-    try:
-        with open(open_regular(path), "rb", buffering=0) as file:
-            while size <= known.bytes and (chunk := file.read(_CHUNK_BYTES)):
-                digest.update(chunk)
-                size += len(chunk)
-                throttle(len(chunk))
-    except OSError as error:
-        raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
-    if (size, digest.hexdigest()) != (known.bytes, known.sha256):
-        raise CollectionError(f"{path} is damaged: its checksum is not the one it was built with")
 
 
 class SegmentChecksums:

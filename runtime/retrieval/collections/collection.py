@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from gpu import GraphIndex
 from gpu.index.storage import CODE_FILES
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.description import DOCUMENTS, INDEX, KEYWORDS
+from runtime.retrieval.collections.description import DOCUMENTS, INDEX, KEYWORDS, read_manifest
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import read_manifest
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.state import State
 from runtime.retrieval.embedding.embedder import EmbedderSpec, Vectors
@@ -117,9 +116,9 @@ class Collection(CollectionReader):
                 metric=about.metric,
                 dtype=about.dtype,
                 degree=about.degree,
-                shards=about.shard_count,
+                shards=about.shards,
                 embedder=about.embedder,
-                demanded=about.demands,
+                demanded=about.demanded,
                 index_bytes=sum(size for _, size in sizes),
                 document_bytes=document_bytes(state),
                 keyword_bytes=_bytes_of(state, KEYWORDS),

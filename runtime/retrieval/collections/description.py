@@ -1,36 +1,63 @@
-"""Description of a collection, which never changes; checksums of files and of descriptions."""
+"""What a collection's directory contains: an immutable description, and the segments and the log that documents are in.
+
+collection.json     what never changes (`Description`), with a checksum of itself
+MANIFEST            the segments, and the log's position behind them (`Manifest`)
+log/                write-ahead log of upserts and deletes, which acknowledges them (`log`)
+segments/<number>/  sealed: an index with row numbers as ids, documents, attributes (`segment_files`)
+tombstones/         <generation>.npy: int64, the deleted rows of the manifest's segments
+served/             the log position of each process that serves the collection (`reader_barrier`)
+writer.lock         lock of the only writing process
+
+A document gets a row number when it is stored; row numbers are never reused. An upsert of an existing id stores the
+document under a new row and deletes the old one. A row number therefore denotes one text permanently, and a result
+cannot mix texts.
+
+Bulk loads of earlier versions have another layout, and are converted when they are opened: see `upgrade`.
+"""
 
 import errno
 import hashlib
+import io
 import os
 import secrets
 import stat
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from gpu.index.rows import DTYPES, MAX_DIM, METRICS
 from runtime.errors import CollectionError
 from runtime.files import open_regular, read_regular
-from runtime.retrieval.attributes.schema import AttributeType
+from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, AttributeType
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 
-DESCRIPTION, DOCUMENTS, INDEX = "collection.json", "documents.sqlite", "index"
+DESCRIPTION, MANIFEST, DOCUMENTS, INDEX = "collection.json", "MANIFEST", "documents.sqlite", "index"
 ATTRIBUTES, KEYWORDS = "attributes.msgpack", "keywords.sqlite"
 MAX_SHARDS = 8
 MAX_ROWS = 1 << 62
-SEGMENTS_FORMAT = "trinity-live-collection"  # of manifests
-_FORMAT, _VERSION = "trinity-collection", 1
+MAX_SEGMENTS = 512
+FORMAT, VERSION = "trinity-collection", 1
+_MANIFEST_FORMAT = "trinity-live-collection"  # also of the descriptions of collections that earlier versions made empty
 _MAX_BYTES = 1 << 20
 _Identity = Annotated[str, Meta(pattern="^([0-9a-f]{32}|[0-9a-f]{64})$")]
 _Dim = Annotated[int, Meta(ge=1, le=MAX_DIM)]
 _Degree = Annotated[int, Meta(ge=2, le=512)]
+_Number = Annotated[int, Meta(ge=0)]
 _Shards = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
+_CHUNK_BYTES = 1 << 18  # takes 0.15 ms: the longest delay of a pool loop on the same core
 _T = TypeVar("_T", bound=msgspec.Struct)
+Throttle = Callable[[int], None]
+"""Called with the number of bytes that were just read; may sleep to limit the read rate."""
+
+
+def unthrottled(read_bytes: int) -> None:
+    """A `Throttle` that never sleeps: for callers that wait for the result."""
 
 
 class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,34 +67,34 @@ class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """The content of `collection.json`: what never changes.
 
     embedder: null if queries and documents must be vectors. shards: number of shards, one a pool worker. nonce: the
     identity. demanded: an attribute that the filter of every search must bind (a tenant). declared: attributes whose
-    types were given at creation. size, files: rows and files of a flat bulk load. Fields that do not apply are
-    omitted, so that collections of earlier versions keep their checksums.
+    types were given at creation. size, files: rows and files of a flat bulk load. sha256: checksum of this struct,
+    encoded with this field empty.
     """
 
-    size: Annotated[int, Meta(ge=0, le=MAX_ROWS)] | msgspec.UnsetType = msgspec.UNSET
+    size: Annotated[int, Meta(ge=0, le=MAX_ROWS)] = 0
     dim: _Dim
     metric: str
     dtype: str
     degree: _Degree
     embedder: EmbedderSpec | None
-    files: dict[str, FileChecksum] | msgspec.UnsetType = msgspec.UNSET
-    shards: _Shards | msgspec.UnsetType = msgspec.UNSET
-    format: str = _FORMAT
-    version: int = _VERSION
-    sha256: str = ""  # checksum of this struct, encoded with this field empty
-    nonce: _Identity | msgspec.UnsetType = msgspec.UNSET
-    demanded: str | msgspec.UnsetType = msgspec.UNSET
-    declared: dict[str, AttributeType] | msgspec.UnsetType = msgspec.UNSET
+    files: dict[str, FileChecksum] = {}
+    shards: _Shards = 1
+    format: str
+    version: int
+    sha256: str
+    nonce: _Identity | None = None
+    demanded: str | None = None
+    declared: dict[str, AttributeType] = {}
 
     @property
     def identity(self) -> str:
         """Identifies the collection, whatever is written to it: see `identified`."""
-        return self.sha256 if self.nonce is msgspec.UNSET else self.nonce
+        return self.nonce or self.sha256
 
     def identified(self, segments: Sequence[msgspec.Struct]) -> "Description":
         """Return it with an identity: a checksum of the segments of a bulk load, or without any a random number.
@@ -80,33 +107,9 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             return msgspec.structs.replace(self, nonce=secrets.token_hex(16))
         return msgspec.structs.replace(self, nonce=hashlib.sha256(msgspec.json.encode((self, segments))).hexdigest())
 
-    @property
-    def flat_rows(self) -> int:
-        """Rows of a flat bulk load; 0: it is none."""
-        return 0 if self.size is msgspec.UNSET else self.size
-
-    @property
-    def flat_files(self) -> dict[str, FileChecksum]:
-        """The files of a flat bulk load."""
-        return {} if self.files is msgspec.UNSET else self.files
-
-    @property
-    def shard_count(self) -> int:
-        return 1 if self.shards is msgspec.UNSET else self.shards
-
-    @property
-    def schema(self) -> dict[str, AttributeType]:
-        """The attributes whose types were given at creation."""
-        return {} if self.declared is msgspec.UNSET else self.declared
-
-    @property
-    def demands(self) -> str | None:
-        """The attribute that the filter of every search must bind."""
-        return None if self.demanded is msgspec.UNSET else self.demanded
-
     def shard_of(self, name: str) -> int:
         """Return the shard of the document with this id, if it is not in the bulk load. It never changes."""
-        return zlib.crc32(name.encode()) % self.shard_count
+        return zlib.crc32(name.encode()) % self.shards
 
 
 class _OldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -121,23 +124,65 @@ class _OldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     demanded: str | None = None
     schema: dict[str, AttributeType] = {}
     kind: Literal["live"] = "live"
-    format: str = SEGMENTS_FORMAT
-    version: int = _VERSION
+    format: str = _MANIFEST_FORMAT
+    version: int = VERSION
     sha256: str = ""
     shards: _Shards | msgspec.UnsetType = msgspec.UNSET
+
+
+class SegmentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A sealed segment: the number of its directory, its rows, the checksum of its description, and its shard."""
+
+    number: _Number
+    size: _Number
+    sha256: str
+    shard: int = 0
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """State of a collection's segments.
+
+    sequence: the first log record that the segments do not contain, which begins a log file. next_row, next_segment:
+    the lowest numbers that were never used. introduced: of earlier versions, which counted the attributes of tenants.
+    """
+
+    generation: _Number
+    segments: Annotated[list[SegmentInfo], Meta(max_length=MAX_SEGMENTS)]
+    sequence: _Number
+    next_row: _Number
+    next_segment: _Number
+    schema: Annotated[dict[str, AttributeType], Meta(max_length=MAX_ATTRIBUTES)]
+    tombstones: FileChecksum | None = None
+    format: str = _MANIFEST_FORMAT
+    version: int = 1
+    sha256: str = ""
+    introduced: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+
+    def tombstones_path(self, directory: Path) -> Path:
+        return directory / "tombstones" / f"{self.generation}.npy"
 
 
 # ---- checksums
 
 
-def checksum_file(path: Path) -> FileChecksum:
+def checksum_file(path: Path, throttle: Throttle = unthrottled) -> FileChecksum:
     """Read a file and return its size and checksum. Raises `CollectionError`."""
+    digest, size = hashlib.sha256(), 0
     try:
-        with open(open_regular(path), "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return FileChecksum(file.tell(), digest)
+        with open(open_regular(path), "rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+                throttle(len(chunk))
     except OSError as error:
         raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
+    return FileChecksum(size, digest.hexdigest())
+
+
+def verify_file(path: Path, known: FileChecksum, throttle: Throttle = unthrottled) -> None:
+    """Read a file. Raises `CollectionError` if it does not have this checksum."""
+    if checksum_file(path, throttle) != known:
+        raise CollectionError(f"{path} is damaged: its checksum is not the one it was built with")
 
 
 def checksum_of(content: bytes) -> FileChecksum:
@@ -155,13 +200,30 @@ def _digest(content: msgspec.Struct) -> str:
     return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(content, sha256=""))).hexdigest()
 
 
+# ---- writing
+
+
+def make_folders(directory: Path) -> None:
+    """Make the folders of a collection. Raises `OSError`."""
+    for folder in ("log", "segments", "tombstones"):
+        (directory / folder).mkdir(mode=0o700, exist_ok=True)
+
+
+def tombstones_content(rows: NDArray[np.int64]) -> tuple[bytes, FileChecksum]:
+    """Encode a tombstones file; also return its checksum."""
+    file = io.BytesIO()
+    np.save(file, np.sort(rows), allow_pickle=False)
+    content = file.getvalue()
+    return content, checksum_of(content)
+
+
 # ---- reading
 
 
 def is_collection(directory: Path) -> bool:
     """Whether Trinity wrote this directory, intact or damaged."""
     try:
-        return _format_of(read_bytes(directory / DESCRIPTION)) in (_FORMAT, SEGMENTS_FORMAT)
+        return _format_of(read_bytes(directory / DESCRIPTION)) in (FORMAT, _MANIFEST_FORMAT)
     except CollectionError:
         return False
 
@@ -200,6 +262,32 @@ def read_description(directory: Path) -> Description:
     return found
 
 
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check the manifest. Raises `CollectionError`."""
+    path = directory / MANIFEST
+    found = decoded(path, read_bytes(path), Manifest)
+    if len({segment.number for segment in found.segments}) != len(found.segments):
+        raise CollectionError(f"{path} is damaged: segments have the same number")
+    return found
+
+
+def read_tombstones(directory: Path, manifest: Manifest) -> NDArray[np.int64]:
+    """Read the deleted rows of a manifest's segments. Raises `CollectionError`."""
+    if manifest.tombstones is None:
+        return np.empty(0, np.int64)
+    path = manifest.tombstones_path(directory)
+    try:
+        content = read_regular(path, manifest.tombstones.bytes)
+        if checksum_of(content) != manifest.tombstones:
+            raise CollectionError(f"{path} is damaged: its checksum differs from the manifest's")
+        rows = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise CollectionError(f"{path} is damaged: {error}") from error
+    if rows.ndim != 1 or rows.dtype != np.int64:
+        raise CollectionError(f"{path} is damaged: it contains {rows.dtype} of shape {list(rows.shape)}")
+    return np.asarray(rows)
+
+
 def check_sizes(directory: Path, files: Mapping[str, FileChecksum]) -> None:
     """Check that files exist and have the right sizes. Raises `CollectionError`."""
     for name, checksum in files.items():
@@ -217,9 +305,12 @@ def _converted(old: _OldDescription) -> Description:
         dtype=old.dtype,
         degree=old.degree,
         embedder=old.embedder,
-        shards=old.shards,
+        shards=1 if old.shards is msgspec.UNSET else old.shards,
+        format=FORMAT,
+        version=VERSION,
+        sha256="",
         nonce=old.identity,
-        demanded=old.demanded or msgspec.UNSET,
+        demanded=old.demanded,
         declared=old.schema,
     )
 
@@ -230,8 +321,8 @@ def decoded(path: Path, content: bytes, struct: type[_T]) -> _T:
         found: Any = msgspec.json.decode(content, type=struct)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CollectionError(f"{path} is damaged: {error}") from error
-    if found.version != _VERSION:
-        raise CollectionError(f"{path} has version {found.version}; this Trinity reads {_VERSION}: build it again")
+    if found.version != VERSION:
+        raise CollectionError(f"{path} has version {found.version}; this Trinity reads {VERSION}: build it again")
     if found.sha256 != _digest(found):
         raise CollectionError(f"{path} is damaged: its checksum does not match its content")
     return found  # type: ignore[no-any-return]

@@ -19,10 +19,15 @@ import msgspec
 
 from runtime.errors import CollectionError
 from runtime.retrieval.collections import segment_build
-from runtime.retrieval.collections.description import encode_with_checksum
+from runtime.retrieval.collections.description import (
+    MANIFEST,
+    Manifest,
+    SegmentInfo,
+    encode_with_checksum,
+    tombstones_content,
+)
 from runtime.retrieval.collections.disk import Disk, storage_error
 from runtime.retrieval.collections.group_commit import GroupCommit
-from runtime.retrieval.collections.manifest import MANIFEST, Manifest, SegmentInfo, tombstones_content
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.segment_build import BuildJob, BuildResult
 from runtime.retrieval.collections.segment_files import obsolete_files
@@ -54,7 +59,7 @@ class Maintenance:
         """Remove what earlier builds left."""
         self._disk, self._state, self._commits, self._manifest = disk, state, commits, manifest
         self._seal_rows, self._threads, self._closed = seal_rows, threads, False
-        self.seal_threshold = seal_rows * state.description.shard_count  # growing rows
+        self.seal_threshold = seal_rows * state.description.shards  # growing rows
         self._generation, self._next_segment = manifest.generation, manifest.next_segment
         self.building: set[int] = set()
         self.sealed = self.merged = 0
@@ -88,7 +93,7 @@ class Maintenance:
         build = partial(self.build_here, progress=progress)
         with self.merging, self.sealing:
             self._seal(build)
-            for shard in range(self._state.description.shard_count):
+            for shard in range(self._state.description.shards):
                 segments = [segment for segment in self._state.segments if segment.info.shard == shard]
                 if len(segments) > 1 or any(one.count < one.size or one.lacks_keywords for one in segments):
                     self._merge([segment.info.number for segment in segments], build)
@@ -132,7 +137,7 @@ class Maintenance:
             self._commits.check_directory()
             self._commits.rotate()
             until, next_row = self._state.sequence, self._state.growing.next_row
-            shards = range(self._state.description.shard_count)
+            shards = range(self._state.description.shards)
             jobs = [BuildJob(self._next_number(), until, next_row, [], self._threads, shard) for shard in shards]
         self._build_and_install(jobs, build)
         self.sealed += 1

@@ -13,11 +13,10 @@ from runtime.errors import CollectionError
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collections.checksums import SegmentChecksums
-from runtime.retrieval.collections.description import read_description, read_identity
+from runtime.retrieval.collections.description import MANIFEST, Manifest, read_description, read_identity, read_manifest
 from runtime.retrieval.collections.disk import storage_error
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.log import LogFollower, Record, log_files
-from runtime.retrieval.collections.manifest import MANIFEST, Manifest, read_manifest
 from runtime.retrieval.collections.operations import decode
 from runtime.retrieval.collections.replaced_rows import ReplacedRows
 from runtime.retrieval.collections.search import search

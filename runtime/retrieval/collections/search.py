@@ -36,7 +36,7 @@ def search(
     Padded with -1 and +inf if fewer rows pass the filter. Never returns a row that was deleted before the call.
     Raises `InvalidRequest`, `InvalidFilter`.
     """
-    demanded = state.description.demands
+    demanded = state.description.demanded
     if demanded is not None and not binds(filter, demanded):
         raise InvalidRequest(f"this collection demands a filter that binds {demanded!r} by eq or in", "filter")
     with state.lock:

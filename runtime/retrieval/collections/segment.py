@@ -24,12 +24,12 @@ from runtime.retrieval.collections.description import (
     KEYWORDS,
     Description,
     FileChecksum,
+    SegmentInfo,
     checksum_file,
     checksum_of,
 )
 from runtime.retrieval.collections.disk import storage_error
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
-from runtime.retrieval.collections.manifest import SegmentInfo
 from runtime.retrieval.collections.part import OnDocument, Part, Rows, ignore
 from runtime.retrieval.collections.segment_files import META, files_of, segment_path
 

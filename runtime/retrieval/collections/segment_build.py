@@ -15,10 +15,9 @@ from gpu import GraphIndex
 from runtime.errors import CollectionError, TrinityError
 from runtime.node.worker import die_with_parent
 from runtime.retrieval.collections.checksums import SegmentChecksums
-from runtime.retrieval.collections.description import INDEX
+from runtime.retrieval.collections.description import INDEX, SegmentInfo
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import SegmentInfo
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment import sources_of
 from runtime.retrieval.collections.segment_files import building_segment, seal_segment, write_documents

@@ -28,17 +28,19 @@ from runtime.retrieval.collections.description import (
     INDEX,
     KEYWORDS,
     FileChecksum,
+    Manifest,
+    SegmentInfo,
     check_sizes,
     checksum_file,
 )
 from runtime.retrieval.collections.disk import Disk, storage_error
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.log import log_files
-from runtime.retrieval.collections.manifest import FLAT_FILES, Manifest, SegmentInfo
 from runtime.retrieval.keywords.index import KeywordFile
 
 CONTENTS, META = "segment.json", f"{INDEX}/meta.json"
 _FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, META)
+_FLAT_FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, "words.sqlite")  # of a flat bulk load, beside its indexes
 _MAX_BYTES = 1 << 16
 
 
@@ -160,6 +162,6 @@ def obsolete_files(directory: Path, manifest: Manifest, building: Collection[int
         for folder in ("segments", "tombstones"):
             found += [path for path in (directory / folder).iterdir() if path not in kept]
         found += [path for first, path in log_files(directory) if first < manifest.sequence]
-        flat = [*directory.glob(f"{INDEX}*"), *(directory / name for name in FLAT_FILES)]  # before an upgrade
+        flat = [*directory.glob(f"{INDEX}*"), *(directory / name for name in _FLAT_FILES)]  # before an upgrade
         found += [path for path in flat if path.exists()]
     return found

@@ -17,10 +17,9 @@ from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import BoundedWork, Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check_filter
 from runtime.retrieval.attributes.schema import Schema, agrees, by_shape, extend_schema
-from runtime.retrieval.collections.description import Description
+from runtime.retrieval.collections.description import Description, Manifest, SegmentInfo, read_tombstones
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.growing_segment import GrowingSegment
-from runtime.retrieval.collections.manifest import Manifest, SegmentInfo, read_tombstones
 from runtime.retrieval.collections.operations import Delete, Operation, Upsert
 from runtime.retrieval.collections.part import Part, Rows
 from runtime.retrieval.collections.replaced_rows import ReplacedRows
@@ -57,7 +56,7 @@ class State:
         self.lock = threading.RLock()
         self.segments: tuple[Segment, ...] = ()
         self.growing = GrowingSegment(manifest.next_row, description.dim, description.metric)
-        self.schema: Schema = description.schema
+        self.schema: Schema = dict(description.declared)
         self.sequence = 0
         self.advance(manifest)
 
@@ -103,7 +102,7 @@ class State:
 
     def _hide_others(self, operation: Upsert) -> None:
         """Mark the new rows of other shards as deleted."""
-        if self.shard is not None and self.description.shard_count > 1:
+        if self.shard is not None and self.description.shards > 1:
             shards = np.array([self.description.shard_of(name) for name in operation.ids])
             self.growing.delete(operation.first + np.flatnonzero(shards != self.shard))
 

@@ -21,22 +21,24 @@ from gpu import GpuError, GraphIndex
 from runtime.errors import CollectionBusy, CollectionError
 from runtime.files import read_regular, set_modes
 from runtime.retrieval.attributes.columns import Columns
-from runtime.retrieval.collections.checksums import verify_file
 from runtime.retrieval.collections.description import (
     ATTRIBUTES,
     DOCUMENTS,
     INDEX,
     KEYWORDS,
+    MANIFEST,
     Description,
     FileChecksum,
+    Manifest,
     encode_with_checksum,
+    make_folders,
     read_description,
     status_of,
+    verify_file,
 )
 from runtime.retrieval.collections.disk import Disk, storage_error, writing
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.log import HEADER, LogWriter, log_path
-from runtime.retrieval.collections.manifest import MANIFEST, Manifest, make_folders
 from runtime.retrieval.collections.segment_files import (
     META,
     building_segment,
@@ -74,8 +76,8 @@ def upgrade(disk: Disk, directory: Path) -> None:
         return
     if _was_written(directory):
         raise CollectionError(f"{directory} is damaged: it has a log, but no file {MANIFEST}")
-    shards, files = description.shard_count, _checked_files(directory, description)
-    schema = dict(description.schema)
+    shards, files = description.shards, _checked_files(directory, description)
+    schema = dict(description.declared)
     if ATTRIBUTES in files:
         schema |= Columns.decode(read_regular(directory / ATTRIBUTES, files[ATTRIBUTES].bytes)).schema
     is_linked = DOCUMENTS not in files or (shards == 1 and KEYWORDS in files)
@@ -110,7 +112,7 @@ def upgrade(disk: Disk, directory: Path) -> None:
 
 
 def _is_flat(directory: Path, description: Description) -> bool:
-    return description.flat_rows > 0 and status_of(directory / MANIFEST) is None
+    return description.size > 0 and status_of(directory / MANIFEST) is None
 
 
 def _was_written(directory: Path) -> bool:
@@ -127,11 +129,11 @@ def _was_written(directory: Path) -> bool:
 def _checked_files(directory: Path, description: Description) -> dict[str, FileChecksum]:
     """Return the files that are converted, which have the right checksums: what is derived from damaged ones would get
     another. Raises `CollectionError`."""
-    indexes = {f"{folder}/meta.json" for folder in _index_folders(description.shard_count)}
-    if missing := indexes - description.flat_files.keys():
+    indexes = {f"{folder}/meta.json" for folder in _index_folders(description.shards)}
+    if missing := indexes - description.files.keys():
         raise CollectionError(f"{directory} is damaged: its description does not list {', '.join(sorted(missing))}")
     known = indexes | {DOCUMENTS, ATTRIBUTES, KEYWORDS}
-    files = {name: one for name, one in description.flat_files.items() if name in known}
+    files = {name: one for name, one in description.files.items() if name in known}
     for name, checksum in files.items():
         verify_file(directory / name, checksum)
     return files

@@ -130,7 +130,7 @@ def add(
             "code_bits": bits or 0,
             "shards": info.shards,
             "demanded": info.demanded,
-            "schema": old.description.schema,
+            "schema": old.description.declared,
         }
         bulk_load.build(
             job.documents(),
