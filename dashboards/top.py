@@ -1,103 +1,239 @@
-"""`trinity top`: a Textual app that shows a node's overview in the terminal, refreshed from /metrics."""
+"""`trinity top`: SLOs, health, queues, saturation and latency of a node, from its /metrics without Prometheus."""
 
+import contextlib
+import math
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable
-from typing import ClassVar
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 
+from prometheus_client.parser import text_string_to_metric_families
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
-from textual.app import App, ComposeResult
-from textual.binding import Binding, BindingType
-from textual.containers import Grid
-from textual.widgets import DataTable, Footer, Static
 
-from dashboards import terminal_overview
-from dashboards.terminal_overview import MetricWindow, Snapshot
 from runtime.errors import Unavailable
+from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PoolMetrics, PrefillMetrics
+from runtime.node.supervisor_metrics import ControlMetrics, GpuMetrics, NamedMetric, NodeMetrics, ProcessMetrics
+from runtime.serving.stages import TO_FIRST_TOKEN
 
-_COLOURS = {"good": "green", "warn": "yellow", "bad": "bold red", "plain": ""}
-_NAME_WIDTH = 17
-_COLUMNS = 3
-_TIMEOUT_S = 5.0
+NO_DATA = "–"
+_WINDOW_S = 30.0  # of rates and quantiles
+_COLUMN_WIDTH = 38
 
-
-def fetch_metrics(url: str, key: str = "") -> str:
-    """Fetch a node's /metrics, with an API key if given. Raises `Unavailable`."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        request = urllib.request.Request(f"{url.rstrip('/')}/metrics", headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            return str(answer.read().decode())
-    except (OSError, ValueError) as error:  # ValueError: invalid URL or UTF-8
-        raise Unavailable(f"no metrics from {url}: {error}") from error
+Labels = Mapping[str, str]
+Samples = Mapping[str, list[tuple[Labels, float]]]
 
 
-class TopApp(App[None]):
-    """Refreshes every `every_s` seconds; `fetch` returns the text of /metrics or raises `Unavailable`."""
-
-    CSS = """
-    #title { height: 1; text-style: bold; background: $panel; padding: 0 1; }
-    Grid { grid-size: 3; grid-rows: 7 8 9; grid-gutter: 0 1; height: auto; }
-    Grid Static { border-top: solid $primary; text-wrap: nowrap; text-overflow: ellipsis; }
-    DataTable { height: auto; }
-    """
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("q", "quit", "Quit"), Binding("r", "refresh_now", "Refresh")]
-    ENABLE_COMMAND_PALETTE = False
-
-    def __init__(
-        self, fetch: Callable[[], str], every_s: float = 2.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__()
-        self._fetch = fetch
-        self._every_s = every_s
-        self._clock = clock
-        self._window = MetricWindow()
-
-    def compose(self) -> ComposeResult:
-        yield Static(id="title")
-        yield Grid()
-        table: DataTable[str] = DataTable(id="workers", show_cursor=False)
-        table.add_columns(*terminal_overview.WORKER_COLUMNS)
-        yield table
-        yield Footer()
-
-    def on_mount(self) -> None:
-        self.set_interval(self._every_s, self.action_refresh_now)
-        self.action_refresh_now()
-
-    def action_refresh_now(self) -> None:
-        """Refresh in a thread, one at a time, so that the keyboard stays responsive."""
-        self.run_worker(self._refresh_metrics, thread=True, exclusive=True, group="refresh")
-
-    def _refresh_metrics(self) -> None:
-        try:
-            snapshot = Snapshot.parse(self._clock(), self._fetch())
-        except (Unavailable, ValueError) as error:
-            self.call_from_thread(self._show_error, str(error))
-            return
-        self.call_from_thread(self._show, snapshot)
-
-    def _show_error(self, message: str) -> None:
-        self.query_one("#title", Static).update(Text(message, "bold red"))
-
-    def _show(self, snapshot: Snapshot) -> None:
-        self._window.add(snapshot)
-        self.query_one("#title", Static).update(Text(terminal_overview.title(self._window)))
-        sections = terminal_overview.sections(self._window)
-        grid = self.query_one(Grid)
-        grid.mount_all(Static() for _ in range(len(grid.children), len(sections)))
-        width = self.size.width // _COLUMNS - 1
-        for box, section in zip(grid.query_children(Static), sections, strict=True):
-            box.border_title = section.title
-            box.update(Text("\n").join(_line(line, width) for line in section.lines))
-        table = self.query_one("#workers", DataTable)
-        table.clear()
-        for row in terminal_overview.worker_rows(self._window):
-            table.add_row(*row)
+def parse(text: str) -> Samples:
+    """Parse Prometheus's text format: name → labels and value of each sample. Raises `ValueError`."""
+    samples: dict[str, list[tuple[Labels, float]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return samples
 
 
-def _line(line: terminal_overview.Line, width: int) -> Text:
-    """Align values in a column; a long value moves left into the space of its name."""
-    column = min(_NAME_WIDTH, width - len(line.text) - 1)
-    return Text.assemble((f"{line.name:<{max(column, 0)}} ", "dim"), (line.text, _COLOURS[line.status]))
+class MetricWindow:
+    """The scrapes of the last half minute. Methods return None without data, or before a second scrape."""
+
+    def __init__(self) -> None:
+        self._scrapes: deque[tuple[float, Samples]] = deque()
+
+    def add(self, at_s: float, samples: Samples) -> None:
+        """Add a scrape at a time of a monotonic clock."""
+        self._scrapes.append((at_s, samples))
+        while len(self._scrapes) > 2 and self._scrapes[1][0] <= at_s - _WINDOW_S:
+            self._scrapes.popleft()
+
+    def select(self, name: str | NamedMetric, **labels: str) -> Iterator[tuple[Labels, float]]:
+        """Iterate over the latest samples of a metric with these labels."""
+        return _select(self._scrapes[-1][1], str(name), labels)
+
+    def total(self, name: str | NamedMetric, **labels: str) -> float | None:
+        """Return the sum of a metric's series."""
+        found = [value for _, value in self.select(name, **labels)]
+        return sum(found) if found else None
+
+    def highest(self, name: str | NamedMetric, **labels: str) -> float | None:
+        """Return the maximum of a metric's series."""
+        return max((value for _, value in self.select(name, **labels)), default=None)
+
+    def increase(self, name: str | NamedMetric, **labels: str) -> float | None:
+        """Return a counter's increase over the window; after a decrease, which is a reset, its value."""
+        now = self.total(name, **labels)
+        if len(self._scrapes) < 2 or now is None:
+            return None
+        before = sum(value for _, value in _select(self._scrapes[0][1], str(name), labels))
+        return now - before if now >= before else now
+
+    def rate(self, name: str | NamedMetric, **labels: str) -> float | None:
+        """Return a counter's increase per second."""
+        increase, elapsed_s = self.increase(name, **labels), self._scrapes[-1][0] - self._scrapes[0][0]
+        return None if increase is None or elapsed_s <= 0 else increase / elapsed_s
+
+    def ratio(self, part: str | NamedMetric, whole: str | NamedMetric, **labels: str) -> float | None:
+        """Return one counter's increase divided by another's. The mean of a histogram is that of its sum and count."""
+        numerator, denominator = self.increase(part, **labels), self.increase(whole, **labels)
+        return None if numerator is None or not denominator else numerator / denominator
+
+    def quantile(self, q: float, histogram: NamedMetric, **labels: str) -> float | None:
+        """Return a quantile as histogram_quantile does: linear within a bucket, the last finite edge beyond it."""
+        name = f"{histogram}_bucket"
+        edges = sorted({found["le"] for found, _ in self.select(name, **labels)}, key=float)
+        counts = [self.increase(name, le=edge, **labels) or 0.0 for edge in edges]
+        if not counts or not counts[-1]:
+            return None
+        rank, below, lower = q * counts[-1], 0.0, 0.0
+        for edge, count in zip(map(float, edges), counts, strict=True):
+            if count >= rank:
+                return lower if math.isinf(edge) else lower + (edge - lower) * (rank - below) / (count - below)
+            below, lower = count, edge
+        return lower
+
+
+def _select(samples: Samples, name: str, labels: Labels) -> Iterator[tuple[Labels, float]]:
+    return ((found, value) for found, value in samples.get(name, ()) if labels.items() <= found.items())
+
+
+# ---- sections: named values as text, coloured by their limits
+
+
+Section = dict[str, Text]
+
+
+def sections(window: MetricWindow) -> dict[str, Section]:
+    """Return the sections by title."""
+    return {
+        "SLOs": _slos(window),
+        "Health": _health(window),
+        "Queues": _queues(window),
+        "Saturation": _saturation(window),
+        "Latency": {
+            stage.name: Text(seconds(window.ratio(f"{stage.time}_sum", f"{stage.time}_count")))
+            for stage in TO_FIRST_TOKEN
+        },
+    }
+
+
+def _slos(window: MetricWindow) -> Section:
+    budget = 1 - (window.highest(NodeMetrics.SLO_OBJECTIVE) or 0.99)
+    found = {}
+    for slo in ("all", "ttft", "tpot", "search"):
+        violations = window.ratio(FrontendMetrics.SLO_VIOLATIONS, FrontendMetrics.SLO_REQUESTS, slo=slo)
+        burn = None if violations is None else violations / budget
+        shown = NO_DATA if violations is None else f"{percent(1 - violations)}, burns {burn:.1f}×"
+        found[slo] = _coloured(shown, burn, 6, 14.4)
+    ttft = window.quantile(0.95, DecodeMetrics.TTFT)
+    limit = window.highest(NodeMetrics.SLO_LIMIT, slo="ttft") or 1.0
+    found["TTFT p95"] = _coloured(seconds(ttft), ttft, limit, 2 * limit)
+    found["token p95"] = Text(seconds(window.quantile(0.95, DecodeMetrics.INTER_TOKEN)))
+    return found
+
+
+def _health(window: MetricWindow) -> Section:
+    ready = [value for _, value in window.select(ProcessMetrics.UP)]
+    oldest = window.highest(ProcessMetrics.HEARTBEAT_AGE)
+    bad = sum(window.increase(FrontendMetrics.REQUESTS, outcome=how) or 0.0 for how in ("failed", "refused"))
+    ended = window.increase(FrontendMetrics.REQUESTS)
+    errors = bad / ended if ended else None
+    return {
+        "workers ready": _coloured(f"{sum(ready):.0f} of {len(ready)}", float(not all(ready)), 1, 1),
+        "oldest heartbeat": _coloured(seconds(oldest), oldest, 5, 15),
+        "restarts": Text(number(window.total(ProcessMetrics.RESTARTS), 0)),
+        "requests/s": Text(number(window.rate(FrontendMetrics.REQUESTS))),
+        "errors": _coloured(percent(errors), errors, 0.001, 0.01),
+    }
+
+
+def _queues(window: MetricWindow) -> Section:
+    target = window.highest(ControlMetrics.WAIT_TARGET) or 0.01
+    found = {}
+    for stage, queue in (("prefill", "Q_pre"), ("decode", "Q_dec")):
+        wait = window.quantile(0.95, PoolMetrics.WAIT, stage=stage)
+        shown = f"{number(window.total(PoolMetrics.QUEUE_DEPTH, stage=stage), 0)} waiting, p95 {seconds(wait)}"
+        found[queue] = _coloured(shown, wait if stage == "prefill" else None, target, 2 * target)
+    for role, metrics in (("prefill", PrefillMetrics), ("decode", DecodeMetrics)):
+        waiting, running = (number(window.total(metric), 0) for metric in (metrics.WAITING, metrics.RUNNING))
+        found[role] = Text(f"{waiting} waiting, {running} running")
+    return found
+
+
+def _saturation(window: MetricWindow) -> Section:
+    slots, kv = window.ratio(PoolMetrics.SLOT_STEPS, PoolMetrics.EXTENDS), window.highest(DecodeMetrics.KV_USED)
+    stalled = window.ratio(DecodeMetrics.STALL_SECONDS, DecodeMetrics.ROW_SECONDS)
+    target = window.highest(ControlMetrics.STALL_TARGET) or 0.25
+    return {
+        "slots per step": Text(f"{number(slots)} of {number(window.total(PoolMetrics.SLOTS), 0)}"),
+        "reserve r": Text(percent(window.highest(ControlMetrics.RESERVE))),
+        "decode stalled": _coloured(percent(stalled), stalled, target, 1.5 * target),
+        "KV in use": _coloured(percent(kv), kv, 0.9, 0.98),
+        "KV link": Text(percent(window.rate(DecodeMetrics.LINK_BUSY_SECONDS))),
+        "GPU bandwidth": Text(percent(window.highest(GpuMetrics.MEMORY_BUSY))),
+    }
+
+
+def _coloured(shown: str, value: float | None, warn: float, bad: float) -> Text:
+    if value is None:
+        return Text(shown)
+    return Text(shown, "bold red" if value >= bad else "yellow" if value >= warn else "green")
+
+
+def seconds(value: float | None) -> str:
+    """Format seconds in s, ms or µs."""
+    if value is None:
+        return NO_DATA
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if value * factor >= 1:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value * 1e6:.0f} µs" if value else "0 s"
+
+
+def percent(value: float | None) -> str:
+    return NO_DATA if value is None else f"{100 * value:.1f} %"
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return NO_DATA if value is None else f"{value:.{digits}f}"
+
+
+# ---- the screen
+
+
+def screen(window: MetricWindow, error: str = "") -> RenderableType:
+    """Return the node's name, or the error, and the sections in two columns: they fit 80 × 24."""
+    head = next((labels.get("node", "") for labels, _ in window.select(NodeMetrics.INFO)), "")
+    boxes: list[RenderableType] = []
+    for title, section in sections(window).items():
+        table = Table.grid(padding=(0, 1))
+        for name, text in section.items():
+            table.add_row(Text(name, "dim"), text)
+        boxes.append(Panel(table, title=title, width=_COLUMN_WIDTH))
+    return Group(
+        Text(error, "bold red") if error else Text(f"node {head}", "bold"),
+        Columns([Group(*boxes[:3]), Group(*boxes[3:])]),
+    )
+
+
+def show(
+    fetch: Callable[[], str],
+    every_s: float,
+    wait: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+    console: Console | None = None,
+) -> None:
+    """Show the sections until Ctrl-C. `fetch` returns the text of /metrics or raises `Unavailable`: at first that is
+    the command's error, later it is shown above the last values."""
+    window, error = MetricWindow(), ""
+    window.add(clock(), parse(fetch()))
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(screen(window, error), refresh=True)
+            wait(every_s)
+            try:
+                window.add(clock(), parse(fetch()))
+                error = ""
+            except (Unavailable, ValueError) as failure:
+                error = str(failure)

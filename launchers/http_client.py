@@ -12,7 +12,7 @@ from runtime.errors import TrinityError, Unavailable, error_from_code
 Json = dict[str, Any]
 
 
-def get_json(url: str, path: str, key: str = "") -> bytes:
+def get(url: str, path: str, key: str = "") -> bytes:
     """GET a body, with an API key if given. Raises the `TrinityError` that the node returned."""
     with _response(url, "GET", path, None, 10.0, key) as response:
         return response.read()

@@ -118,12 +118,12 @@ def top(
     every: Annotated[float, typer.Option(help="Refresh interval in seconds.", min=0.2, max=60)] = 2.0,
     key: Annotated[str, typer.Option(envvar="TRINITY_API_KEY", help="API key, if /metrics requires one.")] = "",
 ) -> None:
-    """Monitor a node in the terminal: SLOs, health, queues, saturation, latency. Press q to quit."""
-    from dashboards.top import TopApp, fetch_metrics  # importing textual is slow
+    """Monitor a node in the terminal: SLOs, health, queues, saturation, latency. Ctrl-C ends it."""
+    from dashboards.top import show  # importing rich would delay a start
+    from launchers.http_client import get
 
     address = url or find_node(resolve_node(node, named)).url
-    fetch_metrics(address, key)  # fails here with a one-line error, before the screen opens
-    TopApp(lambda: fetch_metrics(address, key), every).run()
+    show(lambda: get(address, "/metrics", key).decode(), every)
 
 
 def restart(

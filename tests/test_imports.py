@@ -9,7 +9,7 @@ from tests.fork_server import ForkServer
 # Slow or large imports that only some processes need.
 HEAVY = {
     "aiohttp", "fastapi", "gguf", "httpx", "jinja2", "matplotlib", "numba", "onnxruntime", "prometheus_client",
-    "psutil", "pydantic", "rich", "safetensors", "scipy", "starlette", "sympy", "textual", "tokenizers", "torch",
+    "psutil", "pydantic", "rich", "safetensors", "scipy", "starlette", "sympy", "tokenizers", "torch",
     "transformers", "typer", "uvicorn", "zmq",
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launchers.http_client import get_json
+from launchers.http_client import get
 from launchers.node_option import NodeOption
 from runtime.node.run_dir import find_node
 from runtime.serving.frontend.observability import Trace
@@ -43,7 +43,7 @@ def trace(
     json: Annotated[bool, typer.Option("--json", help="Print the trace as JSON.")] = False,
 ) -> None:
     """Show the timeline of a request: start and duration of every stage and probe."""
-    body = get_json(url or find_node(node).url, f"/v1/traces/{quote(request, safe='')}", key)
+    body = get(url or find_node(node).url, f"/v1/traces/{quote(request, safe='')}", key)
     if json:
         print(body.decode())
     else:

@@ -9,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 
-from launchers.http_client import get_json, stream
+from launchers.http_client import get, stream
 from runtime import SearchClient
 from runtime.node.worker_config import SEARCH_WIDTH, PoolSection
 from runtime.retrieval.collections.collection import Collection
@@ -136,7 +136,7 @@ def test_a_prefetching_answer_stalls_only_for_embedding_its_probes(node: Node) -
     assert status == 200
     assert answer["usage"]["completion_tokens"] == 384
     assert any(passage["at_token"] > 0 for passage in answer["retrieval"]["passages"])
-    trace = json.loads(get_json(node.info.url, f"/v1/traces/{answer['id']}"))
+    trace = json.loads(get(node.info.url, f"/v1/traces/{answer['id']}"))
     assert trace["state"] == "length"
     stages = [stage["name"] for stage in trace["stages"]]
     handed_over = ["room", "pull"] if "room" in stages else []
@@ -168,7 +168,7 @@ def test_retrieval_of_texts_and_vectors_equals_a_search_of_the_index(node: Node,
         status, answer = node.post("/v1/retrieval", question | {"collection": "docs", "k": 5})
         assert status == 200
         assert [passage["id"] for passage in answer["passages"]] == expected
-        trace = json.loads(get_json(node.info.url, f"/v1/traces/{answer['id']}"))
+        trace = json.loads(get(node.info.url, f"/v1/traces/{answer['id']}"))
         assert (trace["kind"], trace["state"], trace["passages"]) == ("search", "found", 5)
         stages = [stage["name"] for stage in trace["stages"]]
         assert stages == ["batch"] * ("query" in question) + ["embed", "retrieval", "passages", "respond"]
