@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
 
 from launchers.progress import counted
@@ -20,7 +19,6 @@ from runtime.node.supervisor.admin import CollectionsStatus, NodeStatus, WorkerS
 _COLOURS = {"ready": "green", "standby": "green", "fatal": "red", "backoff": "yellow"}
 _COLUMNS = ("worker", "state", "pid", "device", "cores", "restarts", "heartbeat", "memory")
 _NUMBERS = ("pid", "restarts", "heartbeat", "memory")
-_HIDDEN_FIRST = ("cores", "memory", "heartbeat", "restarts", "pid", "device")  # on a narrow terminal, in this order
 _WIDTH = 160  # of output to a file or pipe
 
 
@@ -32,25 +30,24 @@ def show_status(info: NodeInfo, console: Console) -> int:
 
 
 def show_workers(status: NodeStatus, console: Console) -> None:
-    """Print the table, then the workers' notes.
-
-    Cells are never truncated: on a narrow terminal whole columns are hidden and listed at the end.
-    """
+    """Print the table, then the workers' notes."""
     if not console.is_terminal:
         console = Console(width=_WIDTH, file=console.file)
-    hidden = 0
-    table = _table(status, _COLUMNS)
-    while hidden < len(_HIDDEN_FIRST) and _width(table, console) > console.width:
-        hidden += 1
-        table = _table(status, [name for name in _COLUMNS if name not in _HIDDEN_FIRST[:hidden]])
+    info = status.info
+    title = f"node {info.name!r}, pid {info.pid}, {info.url}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in _COLUMNS:
+        table.add_column(
+            name, justify="right" if name in _NUMBERS else "left", overflow="fold", no_wrap=name in ("worker", "state")
+        )
+    for worker in (*status.workers, *status.spares):
+        table.add_row(*_cells(worker))
     console.print(table)
     for worker in (*status.workers, *status.spares):
         if worker.note:
             console.print(f"{worker.name}: {escape(worker.note)}", highlight=False)
     if status.written is not None:
         console.print(_live_line(status.written), highlight=False)
-    if hidden:
-        console.print(f"[dim]hidden columns: {', '.join(_HIDDEN_FIRST[:hidden])}[/dim]")
 
 
 def _live_line(written: CollectionsStatus) -> str:
@@ -62,35 +59,18 @@ def _live_line(written: CollectionsStatus) -> str:
     )
 
 
-def _table(status: NodeStatus, columns: tuple[str, ...] | list[str]) -> Table:
-    info = status.info
-    title = f"node {info.name!r}, pid {info.pid}, {info.url}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="right" if name in _NUMBERS else "left", overflow="fold")
-    for worker in (*status.workers, *status.spares):
-        cells = _cells(worker)
-        table.add_row(*(cells[name] for name in columns))
-    return table
-
-
-def _cells(worker: WorkerStatus) -> dict[str, str]:
+def _cells(worker: WorkerStatus) -> tuple[str, ...]:
     colour = _COLOURS.get(worker.phase, "default")
-    return {
-        "worker": worker.name,
-        "state": f"[{colour}]{worker.phase}[/{colour}]",
-        "pid": str(worker.pid or "–"),
-        "device": worker.device,
-        "cores": core_ranges(worker.cores) or "any",
-        "restarts": str(worker.restarts),
-        "heartbeat": f"{worker.heartbeat_age_s:.1f} s",
-        "memory": f"{worker.resident_bytes / 2**20:.0f} MiB",
-    }
-
-
-def _width(table: Table, console: Console) -> int:
-    """Return the table's width without a limit."""
-    return Measurement.get(console, console.options.update(width=10_000), table).maximum
+    return (
+        worker.name,
+        f"[{colour}]{worker.phase}[/{colour}]",
+        str(worker.pid or "–"),
+        worker.device,
+        core_ranges(worker.cores) or "any",
+        str(worker.restarts),
+        f"{worker.heartbeat_age_s:.1f} s",
+        f"{worker.resident_bytes / 2**20:.0f} MiB",
+    )
 
 
 # ---- `trinity serve --dry-run`: placement of every process, and whether it fits
