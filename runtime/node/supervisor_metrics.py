@@ -67,12 +67,7 @@ class ProcessMetrics:
         "worker",
     )
     RESTARTS = SupervisorMetric("trinity_worker_restarts_total", "Restarts of the worker", "worker")
-    CPU_SECONDS = SupervisorMetric(
-        "trinity_worker_cpu_seconds_total", "CPU time, including earlier processes of the worker", "worker"
-    )
     RESIDENT = SupervisorMetric("trinity_worker_resident_memory_bytes", "Resident memory", "worker")
-    THREADS = SupervisorMetric("trinity_worker_threads", "Threads", "worker")
-    OPEN_FDS = SupervisorMetric("trinity_worker_open_fds", "Open file descriptors", "worker")
 
 
 class ControlMetrics:
@@ -103,4 +98,3 @@ class GpuMetrics:
         "trinity_gpu_memory_busy_ratio", "Share of time in which memory was read or written", "gpu", "uuid"
     )
     POWER = SupervisorMetric("trinity_gpu_power_watts", "Power drawn", "gpu", "uuid")
-    TEMPERATURE = SupervisorMetric("trinity_gpu_temperature_celsius", "Temperature", "gpu", "uuid")

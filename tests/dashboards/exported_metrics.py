@@ -21,7 +21,7 @@ def exported_names() -> set[str]:
             names.add(metric.name)
     config = NodeConfig()
     families = [
-        *NodeMetricsSource(config, [], "").families([], supervisor_pid=1),
+        *NodeMetricsSource(config, [], "").families([]),
         *ControlLoop(config, {}).families(),
         *Gpus(FakeNvml([Card("GPU-0")]), Path(tempfile.gettempdir())).families(),
     ]

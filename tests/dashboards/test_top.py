@@ -91,7 +91,7 @@ def scrape() -> Iterator[Callable[[], str]]:
         tables["decode-0"].observe_many(DecodeMetrics.TTFT, [0.3] * 10)
         tables["prefill-0"].observe_many(PrefillMetrics.PREFILL_TIME, [0.25] * 10)
         tables["pool-0"].set(PoolMetrics.QUEUE_DEPTH["prefill"], 7)
-        more = (lambda: source.families(statuses, 1), control.families)
+        more = (lambda: source.families(statuses), control.families)
         return render(NodeCollector(tables, more, {"node": "n1", "model_name": "tiny"}))
 
     yield read

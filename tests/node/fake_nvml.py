@@ -34,7 +34,6 @@ class FakeNvml:
 
     NVMLError = NVMLError
     NVMLError_NotFound = NVMLErrorNotFound
-    NVML_TEMPERATURE_GPU = 0
     NVML_P2P_CAPS_INDEX_READ = 0
     NVML_P2P_STATUS_OK = 0
 
@@ -81,9 +80,6 @@ class FakeNvml:
         if card.power_mw is None:
             raise NVMLError("not supported")
         return card.power_mw
-
-    def nvmlDeviceGetTemperature(self, card: Card, sensor: int) -> int:  # noqa: N802
-        return 45
 
     def nvmlDeviceGetPciInfo(self, card: Card) -> Any:  # noqa: N802
         return SimpleNamespace(busId=card.bus)

@@ -107,7 +107,6 @@ class Gpus:
             (GpuMetrics.BUSY, lambda h: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100),
             (GpuMetrics.MEMORY_BUSY, lambda h: nvml.nvmlDeviceGetUtilizationRates(h).memory / 100),
             (GpuMetrics.POWER, lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1000),
-            (GpuMetrics.TEMPERATURE, lambda h: nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU)),
         )
 
     def _enumerate(self) -> Iterator[tuple[str, Any, Any]]:

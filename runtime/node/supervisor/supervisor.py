@@ -382,7 +382,7 @@ class Supervisor:
             tables,
             (
                 lambda: self.node_metrics.families(
-                    status.workers, os.getpid(), status.spares, draining=status.draining or status.stopping
+                    status.workers, status.spares, draining=status.draining or status.stopping
                 ),
                 self._control_loop.families,
                 self._gpus.families,
