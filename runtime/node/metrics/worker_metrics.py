@@ -185,7 +185,6 @@ class PrefillMetrics(KvMetrics):
     HANDOVERS = ByLabel[HandoverMode, Counter](
         Counter, "trinity_kv_handovers_total", "Prompts whose KV was handed over, by way", "mode", HandoverMode
     )
-    FAILED = Counter("trinity_prefill_failed_total", "Requests that ended with an error in prefill")
     PREFIX_QUERY_TOKENS = Counter(
         "trinity_prefill_prefix_query_tokens_total", "Prompt tokens looked up among the cached KV blocks"
     )
@@ -193,9 +192,6 @@ class PrefillMetrics(KvMetrics):
         "trinity_prefill_prefix_hit_tokens_total", "Those of them that were found and not recomputed"
     )
     KV_EVICTIONS = Counter("trinity_prefill_kv_evictions_total", "Cached KV blocks evicted for new ones")
-    KV_BLOCKS = Gauge("trinity_prefill_kv_blocks", "KV blocks")
-    KV_BLOCKS_HELD = Gauge("trinity_prefill_kv_blocks_held", "KV blocks held by prompts")
-    KV_BLOCKS_CACHED = Gauge("trinity_prefill_kv_blocks_cached", "KV blocks cached for later prompts")
     WAITING = Gauge("trinity_prefill_waiting", "Requests that wait for a prefill slot")
     RUNNING = Gauge("trinity_prefill_running", "Requests in prefill or waiting for their hand-over")
     QUEUE_TIME = Histogram(
@@ -221,9 +217,7 @@ class PrefillMetrics(KvMetrics):
 
 class DecodeMetrics(KvMetrics):
     GENERATION_TOKENS = Counter("trinity_generation_tokens_total", "Tokens generated")
-    FAILED = Counter("trinity_decode_failed_total", "Requests that ended with an error in decode")
     PROBES = Counter("trinity_decode_probes_total", "Probes sent")
-    CANCELLED = Counter("trinity_decode_cancelled_total", "Requests cancelled while decoding")
     HANDOVER_BYTES = Counter("trinity_kv_handover_bytes_total", "KV bytes pulled from prefill")
     LINK_BUSY_SECONDS = Counter("trinity_kv_link_busy_seconds_total", "Time in which KV was pulled")
     ROW_SECONDS = Counter("trinity_decode_row_seconds_total", "Time in the running batch, summed over rows")
@@ -239,9 +233,6 @@ class DecodeMetrics(KvMetrics):
     KV_EVICTIONS = Counter("trinity_decode_kv_evictions_total", "Cached KV blocks evicted for new ones")
     PREEMPTIONS = Counter("trinity_decode_preemptions_total", "Rows preempted to make room for others")
     SWAPPED = Counter("trinity_decode_swapped_total", "Those of them that were written to a tier, not recomputed")
-    KV_BLOCKS = Gauge("trinity_decode_kv_blocks", "KV blocks")
-    KV_BLOCKS_HELD = Gauge("trinity_decode_kv_blocks_held", "KV blocks held by rows and hand-overs")
-    KV_BLOCKS_CACHED = Gauge("trinity_decode_kv_blocks_cached", "KV blocks cached for later prompts")
     WAITING = Gauge(
         "trinity_num_requests_waiting", "Hand-overs and rows that wait for KV blocks or for the running batch"
     )

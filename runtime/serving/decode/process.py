@@ -331,7 +331,6 @@ class DecodeWorker:
         try:
             action(row)
         except TrinityError as error:
-            self._table.add(DecodeMetrics.FAILED)
             self._log.info("failed: %s: %s", error.code, error.message, extra={"request": row.id})
             self.link.send(Failed(row.id, error.code, error.message, error.param))
             self._remove(row)
@@ -340,7 +339,6 @@ class DecodeWorker:
         """Remove a cancelled request, whether it is a pending hand-over or a row."""
         self.handovers.cancel(request_id)
         for row in [row for row in self._batch.rows if row.id == request_id]:
-            self._table.add(DecodeMetrics.CANCELLED)
             self._remove(row)
 
     def _remove(self, row: Row) -> None:

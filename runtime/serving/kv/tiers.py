@@ -225,9 +225,6 @@ class Tiers:
     def publish(self, table: WorkerTable, metrics: type[PrefillMetrics] | type[DecodeMetrics]) -> None:
         """Write the state of the blocks and the tiers' counters to a worker's metrics table."""
         found = self._blocks.statistics()
-        table.set(metrics.KV_BLOCKS, found.total)
-        table.set(metrics.KV_BLOCKS_HELD, found.held)
-        table.set(metrics.KV_BLOCKS_CACHED, found.cached)
         table.total(metrics.PREFIX_QUERY_TOKENS, found.lookup_tokens)
         table.total(metrics.PREFIX_HIT_TOKENS, found.hit_tokens)
         table.total(metrics.KV_EVICTIONS, found.evictions)

@@ -343,7 +343,6 @@ class PrefillWorker:
             self._fail(job, error)
 
     def _fail(self, job: Job, error: TrinityError | IpcError) -> None:
-        self._table.add(PrefillMetrics.FAILED)
         known = error if isinstance(error, TrinityError) else WorkerLost(str(error))
         self._log.info("failed: %s: %s", known.code, known.message, extra={"request": job.id})
         self._link.send(Failed(job.id, known.code, known.message, known.param))
