@@ -8,6 +8,10 @@ from hypothesis import strategies as st
 from runtime.serving.messages import Sampling
 from runtime.serving.model.sampler import Sampler
 
+torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
+
+from runtime.serving.network.sampling import NO_TOKEN, sample  # noqa: E402  (needs torch)
+
 
 def logits_of(probabilities: list[float]) -> np.ndarray:
     return np.log(np.array(probabilities, np.float32))
@@ -15,11 +19,8 @@ def logits_of(probabilities: list[float]) -> np.ndarray:
 
 def draws(sampling: Sampling, logits: np.ndarray, count: int, drawn: int = 0) -> list[int]:
     sampler = Sampler(sampling, drawn)
-    tokens = []
-    for _ in range(count):
-        token = sampler.sample(logits)
-        assert token is not None
-        tokens.append(token)
+    rows = torch.from_numpy(logits).expand(count, -1)
+    tokens: list[int] = sample(rows, [sampler.next_spec() for _ in range(count)]).tolist()
     return tokens
 
 
@@ -41,7 +42,7 @@ def test_the_nucleus_of_a_large_vocabulary_equals_that_of_a_full_sort(
     weights = np.exp(logits.astype(np.float64) - float(logits.max()))
     order = np.argsort(-weights, kind="stable")
     smallest = int(np.searchsorted(np.cumsum(weights[order]), top_p * weights.sum())) + 1
-    token = Sampler(Sampling(8, temperature=1.0, top_p=top_p, seed=seed)).sample(logits)
+    (token,) = draws(Sampling(8, temperature=1.0, top_p=top_p, seed=seed), logits, 1)
     assert token in order[: smallest + 1]  # one more for differences in rounding
 
 
@@ -59,47 +60,36 @@ def test_a_worker_that_takes_over_samples_the_same_tokens(top_p: float) -> None:
     assert draws(sampling, logits, 13, drawn=7) == draws(sampling, logits, 20)[7:]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("logit", [float("nan"), float("-inf"), float("inf")])
-def test_a_non_finite_largest_logit_gives_no_token(logit: float, temperature: float) -> None:
-    row = np.array([0.0, logit, 0.0, 0.0], np.float32) if logit > 0 else np.full(4, logit, np.float32)
-    assert Sampler(Sampling(8, temperature=temperature)).sample(row) is None
-
-
 @given(
     seed=st.integers(0, 2**32),
-    size=st.integers(1, 900),
-    spread=st.sampled_from([0.0, 0.5, 8.0]),
     steps=st.sampled_from([0.0, 0.25]),
     wanted=st.lists(
         st.tuples(st.sampled_from([0.0, 0.7, 1.5]), st.sampled_from([0.1, 0.9, 1.0])), min_size=1, max_size=5
     ),
 )
-def test_sampling_on_a_device_equals_sampling_on_the_host(
-    seed: int, size: int, spread: float, steps: float, wanted: list[tuple[float, float]]
+def test_the_rows_of_a_batch_are_sampled_as_each_alone(
+    seed: int, steps: float, wanted: list[tuple[float, float]]
 ) -> None:
     """Logits with few distinct values tie; the first counts."""
-    torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
-    from runtime.serving.network.sampling import sample
-
-    logits = (np.random.default_rng(seed).standard_normal((len(wanted), size)) * spread).astype(np.float32)
+    logits = torch.from_numpy(np.random.default_rng(seed).standard_normal((len(wanted), 600)).astype(np.float32))
     if steps:
-        logits = np.round(logits / np.float32(steps)) * np.float32(steps)
-    rows = [Sampling(8, temperature=heat, top_p=top_p, seed=seed + i) for i, (heat, top_p) in enumerate(wanted)]
-    host, device = [Sampler(one) for one in rows], [Sampler(one) for one in rows]
-    for _ in range(3):
-        found = sample(torch.from_numpy(logits), [sampler.next_spec() for sampler in device]).tolist()
-        assert found == [sampler.sample(row) for sampler, row in zip(host, logits, strict=True)]
+        logits = (logits / steps).round() * steps
+    specs = [
+        Sampler(Sampling(8, temperature=heat, top_p=top_p, seed=seed + i)).next_spec()
+        for i, (heat, top_p) in enumerate(wanted)
+    ]
+    alone = [int(sample(row[None], [spec])) for row, spec in zip(logits, specs, strict=True)]
+    assert sample(logits, specs).tolist() == alone
 
 
-@pytest.mark.parametrize("logit", [float("nan"), float("inf"), float("-inf")])
-def test_a_non_finite_row_on_a_device_gives_no_token_and_does_not_affect_its_neighbour(logit: float) -> None:
-    torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
-    from runtime.serving.network.sampling import NO_TOKEN, sample
-
-    logits = torch.zeros(2, 300)
-    logits[0] = logit
-    rows = [Sampler(Sampling(8, temperature=1.0, top_p=0.9, seed=1)).next_spec() for _ in range(2)]
-    tokens = sample(logits, rows).tolist()
-    assert tokens[0] == NO_TOKEN
-    assert 0 <= tokens[1] < 300
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "row", [[float("-inf")] * 300, [float("nan")] * 300, [0.0] * 299 + [float("nan")], [0.0] * 299 + [float("inf")]]
+)
+def test_a_row_whose_largest_logit_is_not_finite_gives_no_token_and_does_not_affect_its_neighbour(
+    row: list[float], temperature: float
+) -> None:
+    specs = [Sampler(Sampling(8, temperature=temperature, top_p=0.9, seed=1)).next_spec() for _ in range(2)]
+    missing, token = sample(torch.tensor([row, [0.0] * 300]), specs).tolist()
+    assert missing == NO_TOKEN
+    assert 0 <= token < 300

@@ -224,12 +224,6 @@ class LanguageModel:
 
         Only the logits of chunks marked in `scored` are copied to the host. Raises as `forward`.
         """
-        if self._cache.kernels == "cpu":
-            rows = zip(samplers, self.forward(chunks), scored, strict=True)
-            return [
-                SampledToken(sampler.sample(row), row if with_scores else None) if sampler is not None else None
-                for sampler, row, with_scores in rows
-            ]
         import torch
 
         from runtime.serving.network.sampling import sample
