@@ -6,17 +6,18 @@ and `or`, not for each comparison.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from runtime.errors import DeadlineExceeded, InvalidFilter
 from runtime.retrieval.attributes.filters import AllOf, Comparison, Filter, Not
-from runtime.retrieval.attributes.ordered import Bits, Edges, OrderedValues, combine
+from runtime.retrieval.attributes.ordered import Bits, OrderedValues
 
 MAX_COMPARED = 1 << 29
 """Values that one filter may compare in one collection; more are refused."""
+_BITS = 8  # are combined in the time of one comparison
 
 
 class Work(Protocol):
@@ -55,7 +56,7 @@ class _Values(NamedTuple):
     """The rows with a value in a set; `negated` (of lists only): the other rows."""
 
     column: OrderedValues
-    edges: Edges
+    wanted: Bits
     negated: bool = False
 
 
@@ -69,55 +70,52 @@ class _Joint(NamedTuple):
 def evaluate(filter: Filter, column: Callable[[str], OrderedValues], size: int, work: Work) -> Bits:
     """Return whether each row passes, bool [size]. column: returns the values of an attribute.
 
-    Raises `InvalidFilter` before it begins if that is too much work.
+    Raises `InvalidFilter` before the first pass over the rows if that is too much work.
     """
-    reduced = _reduced(filter, column, False)
+    reduced = _reduced(filter, column, False, work)
     work.reserve(_cost(reduced, size))
     return _passing(reduced, work)
 
 
-def _reduced(filter: Filter, column: Callable[[str], OrderedValues], negated: bool) -> _Values | _Joint:
+def _reduced(filter: Filter, column: Callable[[str], OrderedValues], negated: bool, work: Work) -> _Values | _Joint:
     if isinstance(filter, Comparison):
         values = column(filter.key)
-        edges = values.edges(filter)
-        return (
-            _Values(values, values.complement(edges)) if negated and values.single else _Values(values, edges, negated)
-        )
+        work.reserve(values.universe // _BITS)
+        wanted = values.satisfying(filter)
+        return _Values(values, ~wanted) if negated and values.single else _Values(values, wanted, negated)
     if isinstance(filter, Not):
-        return _reduced(filter.filter, column, not negated)
+        return _reduced(filter.filter, column, not negated, work)
     every = isinstance(filter, AllOf) != negated
-    return _joined(every, [_reduced(part, column, negated) for part in filter.filters])
+    return _joined(every, (_reduced(part, column, negated, work) for part in filter.filters))
 
 
-def _joined(every: bool, parts: "Sequence[_Values | _Joint]") -> _Values | _Joint:
+def _joined(every: bool, parts: "Iterable[_Values | _Joint]") -> _Values | _Joint:
     """Join parts; combine the sets of each attribute where the result is a set again."""
-    flat: list[_Values | _Joint] = []
-    for part in parts:
-        flat += part.parts if isinstance(part, _Joint) and part.every == every else [part]
     joined: list[_Values | _Joint] = []
-    sets: dict[int, list[_Values]] = {}
-    for part in flat:
-        if isinstance(part, _Values) and (part.column.single or part.negated == every):
-            sets.setdefault(id(part.column), []).append(part)
-        else:
-            joined.append(part)
-    for same in sets.values():
-        values, edges = same[0], [part.edges for part in same]
-        needed = len(edges) if every and values.column.single else 1  # not a and not b: not (a or b)
-        joined.append(values._replace(edges=combine(edges, needed)))
+    sets: dict[int, Bits] = {}  # by the column's id
+    for part in parts:
+        for one in part.parts if isinstance(part, _Joint) and part.every == every else [part]:
+            if isinstance(one, _Values) and (one.column.single or one.negated == every):
+                both = one.column.single and every  # not a and not b: not (a or b)
+                known = sets.get(id(one.column))
+                if known is not None:
+                    (np.logical_and if both else np.logical_or)(known, one.wanted, out=known)
+                    continue
+                sets[id(one.column)] = one.wanted
+            joined.append(one)
     return joined[0] if len(joined) == 1 else _Joint(every, joined)
 
 
 def _cost(node: _Values | _Joint, size: int) -> int:
     if isinstance(node, _Values):
-        return node.column.cost(node.edges)
-    return sum(_cost(part, size) + size // 8 for part in node.parts)  # combining bits is fast
+        return node.column.cost(node.wanted)
+    return sum(_cost(part, size) + size // _BITS for part in node.parts)
 
 
 def _passing(node: _Values | _Joint, work: Work) -> Bits:
     if isinstance(node, _Values):
         work.check()
-        found = node.column.passing(node.edges)
+        found = node.column.passing(node.wanted)
         return np.logical_not(found, out=found) if node.negated else found
     join = np.logical_and if node.every else np.logical_or
     found = _passing(node.parts[0], work)
