@@ -35,6 +35,7 @@ from gpu.index.rows import DTYPES, MAX_DIM, METRICS
 from runtime.errors import CollectionError
 from runtime.files import open_regular, read_regular
 from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, AttributeType
+from runtime.retrieval.collections.disk import storage_errors
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 
 DESCRIPTION, MANIFEST, DOCUMENTS, INDEX = "collection.json", "MANIFEST", "documents.sqlite", "index"
@@ -168,14 +169,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def checksum_file(path: Path, throttle: Throttle = unthrottled) -> FileChecksum:
     """Read a file and return its size and checksum. Raises `CollectionError`."""
     digest, size = hashlib.sha256(), 0
-    try:
-        with open(open_regular(path), "rb", buffering=0) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                size += len(chunk)
-                throttle(len(chunk))
-    except OSError as error:
-        raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
+    with storage_errors(f"{path} cannot be read"), open(open_regular(path), "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+            throttle(len(chunk))
     return FileChecksum(size, digest.hexdigest())
 
 
@@ -340,12 +338,11 @@ def _format_of(content: bytes) -> str:
 
 def status_of(path: Path) -> os.stat_result | None:
     """Stat a path; None if it does not exist. Raises `CollectionError` on other errors, mostly permissions."""
-    try:
-        return path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
+    with storage_errors(f"{path} cannot be read"):
+        try:
+            return path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
 
 def read_bytes(path: Path) -> bytes:

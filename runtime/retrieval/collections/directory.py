@@ -11,10 +11,10 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from runtime.errors import CollectionBusy, CollectionError, NoRoom, OutputRefused
+from runtime.errors import CollectionBusy, CollectionError, OutputRefused
 from runtime.files import set_modes
 from runtime.retrieval.collections.description import is_collection
-from runtime.retrieval.collections.disk import NO_ROOM, writing
+from runtime.retrieval.collections.disk import storage_error, storage_errors, writing
 
 _OWN_FILES = re.compile(
     r"\.?(collection\.json|MANIFEST)(\.part)?|writer\.lock|log/\d+\.log|(tombstones|served|segments/\.merging)/[^/]+"
@@ -22,9 +22,6 @@ _OWN_FILES = re.compile(
     r"(segment\.json|(documents|keywords|words)\.sqlite|attributes\.msgpack"
     r"|(index(-\d+)?|\.index(-\d+)?\.[0-9a-f]{32})/(meta\.json|[^/]+\.npy))"  # see `gpu.index.storage.save`
 )
-# SQLite reports SQLITE_FULL for a full disk only; an exceeded quota or file size limit is a failed write.
-_SQLITE_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
-_NUMPY_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # has no errno
 
 
 @contextlib.contextmanager
@@ -40,33 +37,21 @@ def atomic_directory(out: Path, *, replace: bool, locked: bool = False) -> Itera
     out = out.absolute()
     _check_output(out, replace)
     building = out.with_name(f".{out.name}.building")
-    try:
+    with storage_errors(f"{building} cannot be made"):
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = _claim(building)
-    except OSError as error:
-        raise _error_class(error)(f"{error.filename} cannot be made: {error.strerror}") from error
     try:
         yield building
         _check_output(out, replace)  # again: `out` may have changed since
         with contextlib.nullcontext() if locked or not out.exists() else writing(out):
             _rename_into_place(building, out)
-    except (OSError, sqlite3.Error) as error:  # mostly a full disk
+    except (OSError, sqlite3.Error, MemoryError) as error:  # mostly a full disk
         free = shutil.disk_usage(out.parent).free
-        raise _error_class(error)(f"{out} cannot be built: {error} ({free >> 20:,} MiB are free there)") from error
-    except MemoryError as error:
-        raise NoRoom(f"{out} cannot be built: not enough memory") from error
+        raise storage_error(error, f"{out} cannot be built ({free >> 20:,} MiB are free there)") from error
     finally:
         if _is_at(building, lock):
             shutil.rmtree(building)
         os.close(lock)
-
-
-def _error_class(error: OSError | sqlite3.Error) -> type[CollectionError]:
-    if isinstance(error, sqlite3.Error):
-        full = getattr(error, "sqlite_errorcode", None) in _SQLITE_NO_ROOM
-    else:
-        full = error.errno in NO_ROOM or _NUMPY_NO_ROOM.fullmatch(str(error)) is not None
-    return NoRoom if full else CollectionError
 
 
 def _claim(building: Path) -> int:

@@ -4,7 +4,9 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +14,10 @@ from pathlib import Path
 from runtime.errors import CollectionBusy, CollectionError, NoRoom
 from runtime.files import open_regular
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# SQLite reports SQLITE_FULL for a full disk only; an exceeded quota or file size limit is a failed write.
+_SQLITE_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
+_NUMPY_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # has no errno
 
 
 class Disk:
@@ -74,10 +79,25 @@ class Disk:
                 path.unlink(missing_ok=True)
 
 
-def storage_error(error: OSError, message: str) -> CollectionError:
-    """Convert to `NoRoom` if the disk or quota is exhausted, else `CollectionError`."""
-    error_class = NoRoom if error.errno in NO_ROOM else CollectionError
-    return error_class(f"{message}: {error.strerror or error}")
+def storage_error(error: OSError | sqlite3.Error | MemoryError, message: str) -> CollectionError:
+    """Convert to `NoRoom` if the disk, a quota or memory is exhausted, else `CollectionError`."""
+    match error:
+        case OSError():
+            full = error.errno in _NO_ROOM or _NUMPY_NO_ROOM.fullmatch(str(error)) is not None
+            return (NoRoom if full else CollectionError)(f"{message}: {error.strerror or error}")
+        case sqlite3.Error():
+            full = getattr(error, "sqlite_errorcode", None) in _SQLITE_NO_ROOM
+            return (NoRoom if full else CollectionError)(f"{message}: {error}")
+    return NoRoom(f"{message}: not enough memory")
+
+
+@contextlib.contextmanager
+def storage_errors(message: str) -> Iterator[None]:
+    """Raise errors of the file system, of SQLite and of memory as `storage_error`."""
+    try:
+        yield
+    except (OSError, sqlite3.Error, MemoryError) as error:
+        raise storage_error(error, message) from error
 
 
 # ---- the writer's lock of a collection
@@ -95,26 +115,22 @@ def acquire_lock(directory: Path, sleep: Callable[[float], None] = time.sleep) -
     Raises `CollectionBusy` if another process holds it, after half a second.
     """
     path = directory / LOCK
-    try:
+    with storage_errors(f"{path} cannot be locked"):
         fd = open_regular(path, os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        raise storage_error(error, f"{path} cannot be opened") from error
-    tries = round(_WAIT_S / _RETRY_S)
-    try:
-        while not _try_lock(fd):
-            tries -= 1
-            if not tries:
-                owner = os.pread(fd, 64, 0).decode(errors="replace").strip()
-                raise CollectionBusy(f"{directory} has a writer already: {owner or 'another process'}")
-            sleep(_RETRY_S)
-        os.ftruncate(fd, 0)
-        with contextlib.suppress(OSError):
-            os.pwrite(fd, f"process {os.getpid()}\n".encode(), 0)
-    except BaseException as error:
-        os.close(fd)
-        if isinstance(error, OSError):
-            raise storage_error(error, f"{path} cannot be locked") from error
-        raise
+        tries = round(_WAIT_S / _RETRY_S)
+        try:
+            while not _try_lock(fd):
+                tries -= 1
+                if not tries:
+                    owner = os.pread(fd, 64, 0).decode(errors="replace").strip()
+                    raise CollectionBusy(f"{directory} has a writer already: {owner or 'another process'}")
+                sleep(_RETRY_S)
+            os.ftruncate(fd, 0)
+            with contextlib.suppress(OSError):
+                os.pwrite(fd, f"process {os.getpid()}\n".encode(), 0)
+        except BaseException:
+            os.close(fd)
+            raise
     return fd
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runtime.errors import CollectionError, InternalError, TrinityError
 from runtime.retrieval.attributes.schema import Schema
-from runtime.retrieval.collections.disk import Disk, lock_is_current, storage_error
+from runtime.retrieval.collections.disk import Disk, lock_is_current, storage_error, storage_errors
 from runtime.retrieval.collections.log import LogWriter, log_path
 from runtime.retrieval.collections.operations import Operation, encode
 from runtime.retrieval.collections.state import State
@@ -103,10 +103,8 @@ class GroupCommit:
 
     def _open(self, first: int, end: int) -> LogWriter:
         path = log_path(self._state.directory, first)
-        try:
+        with storage_errors(f"{path} cannot be written"):
             return LogWriter(self._disk, path, self._state.description.identity, first, end=end)
-        except OSError as error:
-            raise storage_error(error, f"{path} cannot be written") from error
 
     def _commit(self) -> None:
         """Write pending writes as one record."""

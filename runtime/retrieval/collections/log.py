@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 
 from runtime.errors import CollectionError
 from runtime.files import open_regular
-from runtime.retrieval.collections.disk import Disk, storage_error
+from runtime.retrieval.collections.disk import Disk, storage_errors
 
 MAGIC = b"TRNYLOG1"
 MAX_PAYLOAD = 256 << 20
@@ -44,10 +44,8 @@ def log_path(directory: Path, first: int) -> Path:
 
 def log_files(directory: Path) -> list[tuple[int, Path]]:
     """Return the log files with the sequence numbers of their first records, in order."""
-    try:
+    with storage_errors(f"{directory / 'log'} cannot be read"):
         names = [path for path in (directory / "log").iterdir() if path.suffix == ".log" and path.stem.isdigit()]
-    except OSError as error:
-        raise storage_error(error, f"{directory / 'log'} cannot be read") from error
     return sorted((int(path.stem), path) for path in names)
 
 
@@ -171,10 +169,8 @@ class LogFollower:
         self._torn = False  # bytes follow the last complete record: one is being written, or was torn by a crash
         path = log_path(directory, first)
         self._path = os.fspath(path)
-        try:
+        with storage_errors(f"the log of {directory} cannot be read at record {first}"):
             self._fd = _open(path)
-        except OSError as error:
-            raise storage_error(error, f"the log of {directory} cannot be read at record {first}") from error
         self._file = _file_of(self._fd)
 
     @property

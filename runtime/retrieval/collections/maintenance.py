@@ -26,7 +26,7 @@ from runtime.retrieval.collections.description import (
     encode_with_checksum,
     tombstones_content,
 )
-from runtime.retrieval.collections.disk import Disk, storage_error
+from runtime.retrieval.collections.disk import Disk, storage_errors
 from runtime.retrieval.collections.group_commit import GroupCommit
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.segment_build import BuildJob, BuildResult
@@ -183,15 +183,13 @@ class Maintenance:
                 next_segment=self._next_segment,
                 schema=dict(self._state.schema),
             )
-            try:
-                dead = self._state.dead_rows_in(manifest, fresh)
+            dead = self._state.dead_rows_in(manifest, fresh)
+            with storage_errors(f"{path} cannot be written"):
                 if len(dead):
                     content, tombstones = tombstones_content(dead)
                     self._disk.write_file(manifest.tombstones_path(path.parent), content)
                     manifest = msgspec.structs.replace(manifest, tombstones=tombstones)
                 self._disk.write_file(path, encode_with_checksum(manifest))
-            except OSError as error:
-                raise storage_error(error, f"{path} cannot be written") from error
             self._state.advance(manifest, fresh)
             self._manifest = manifest
 

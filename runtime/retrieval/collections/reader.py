@@ -13,7 +13,14 @@ from runtime.errors import CollectionError
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collections.checksums import SegmentChecksums
-from runtime.retrieval.collections.description import MANIFEST, Manifest, read_description, read_identity, read_manifest
+from runtime.retrieval.collections.description import (
+    MANIFEST,
+    Manifest,
+    SegmentInfo,
+    read_description,
+    read_identity,
+    read_manifest,
+)
 from runtime.retrieval.collections.disk import storage_error
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.log import LogFollower, Record, log_files
@@ -21,7 +28,7 @@ from runtime.retrieval.collections.operations import decode
 from runtime.retrieval.collections.replaced_rows import ReplacedRows
 from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.segment import Segment
-from runtime.retrieval.collections.state import Loaded, State
+from runtime.retrieval.collections.state import Loaded, State, close
 from runtime.retrieval.collections.upgrade import upgrade_if_flat
 from runtime.retrieval.neighbors import Neighbors
 
@@ -65,7 +72,8 @@ class CollectionReader:
         self.segments_ready: Callable[[Sequence[Segment]], bool] = lambda segments: True
         self._parts: Iterator[None] | None = None  # of the records that are applied
         self._loads_in_background, self._replaced, self._searched = background, replaced, searched
-        self._loading: tuple[int, BackgroundTask[Loaded]] | None = None
+        self._loading: tuple[list[SegmentInfo], BackgroundTask[Loaded]] | None = None
+        self._loaded: Loaded = {}  # and not installed
         self._open(shard)
         self.checksums = SegmentChecksums(directory, checksum_files)
         self.checksums.add(self.state.segments)
@@ -191,10 +199,13 @@ class CollectionReader:
 
     def _advance(self, manifest: Manifest) -> bool:
         """Install a newer manifest if its segments are open; return whether they are."""
-        in_background = self._loads_in_background and self.state.lacks(manifest)
-        fresh = self._load_in_background(manifest) if in_background else None
-        if in_background and fresh is None:
-            return False
+        missing = self.state.missing(manifest)
+        if self._loads_in_background and (missing or self._loaded):
+            if not self._load_in_background(missing):
+                return False
+            fresh, self._loaded = self._loaded, {}
+        else:
+            fresh = self.state.open_segments(missing)
         before = set(self.state.segments)
         with suppress(CollectionError):  # the log is sealed, and may be gone; else it tells which rows were replaced
             self._apply_records()
@@ -213,27 +224,21 @@ class CollectionReader:
         self.manifest = manifest
         return True
 
-    def _load_in_background(self, manifest: Manifest) -> Loaded | None:
-        """Return the manifest's new segments; None while they are being opened. Raises `CollectionError`."""
-        preloaded: Loaded = {}
+    def _load_in_background(self, missing: list[SegmentInfo]) -> bool:
+        """Open a manifest's new segments; return whether these are loaded. Raises `CollectionError`."""
         if self._loading is not None:
-            generation, task = self._loading
+            wanted, task = self._loading
             if not task.done:
-                return None
-            preloaded = task.result or {}
-            current = generation == manifest.generation
-            if current and not self.segments_ready(list(preloaded.values())):
-                return None
+                return False
             self._loading = None
-            if current:
-                if task.error_message:
-                    raise CollectionError(task.error_message)
-                return task.result
-        self._loading = (
-            manifest.generation,
-            BackgroundTask("segments", lambda _: self.state.load(manifest, preloaded)),
-        )
-        return None
+            if task.error_message and set(wanted) <= set(missing):  # else one may have been merged away
+                raise CollectionError(task.error_message)
+            self._loaded |= task.result or {}
+        close([self._loaded.pop(info) for info in self._loaded.keys() - set(missing)])
+        if rest := [info for info in missing if info not in self._loaded]:
+            self._loading = rest, BackgroundTask("segments", lambda _: self.state.open_segments(rest))
+            return False
+        return self.segments_ready(list(self._loaded.values()))
 
     def search(
         self,

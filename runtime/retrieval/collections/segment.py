@@ -25,10 +25,10 @@ from runtime.retrieval.collections.description import (
     Description,
     FileChecksum,
     SegmentInfo,
-    checksum_file,
     checksum_of,
+    verify_file,
 )
-from runtime.retrieval.collections.disk import storage_error
+from runtime.retrieval.collections.disk import storage_errors
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.part import OnDocument, Part, Rows, ignore
 from runtime.retrieval.collections.segment_files import META, files_of, segment_path
@@ -68,8 +68,7 @@ class Segment(Part):
         Its graph is not checked: see `check`. Raises `CollectionError`.
         """
         path, files = segment_path(directory, info), files_of(directory, info)
-        if checksum_file(path / META) != files[META]:
-            raise CollectionError(f"{path / META} is damaged: its checksum is not the one it was built with")
+        verify_file(path / META, files[META])
         try:
             index = GraphIndex.load(path / INDEX)
             arrays = {f"{INDEX}/{name}": FileChecksum(*checksum) for name, checksum in index.files().items()}
@@ -85,12 +84,11 @@ class Segment(Part):
         try:
             if store is not None and store.last_row != last:
                 raise CollectionError(f"{path / DOCUMENTS} is damaged: its last row is {store.last_row}, not {last}")
-            return cls(info, path, index, store, {**files, **arrays})
-        except (CollectionError, OSError) as error:
+            with storage_errors(f"{path / ATTRIBUTES} cannot be read"):
+                return cls(info, path, index, store, {**files, **arrays})
+        except CollectionError:
             if store is not None:
                 store.close()
-            if isinstance(error, OSError):
-                raise storage_error(error, f"{path / ATTRIBUTES} cannot be read") from error
             raise
 
     def check(self) -> None:

@@ -8,9 +8,7 @@ keywords.sqlite      see `keywords.index`; missing for bare vectors, and in segm
 """
 
 import contextlib
-import hashlib
 import os
-import sqlite3
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from gpu import GpuError
-from runtime.errors import CollectionError, NoRoom
+from runtime.errors import CollectionError
 from runtime.files import read_regular, set_modes
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.schema import Schema
@@ -32,8 +30,9 @@ from runtime.retrieval.collections.description import (
     SegmentInfo,
     check_sizes,
     checksum_file,
+    checksum_of,
 )
-from runtime.retrieval.collections.disk import Disk, storage_error
+from runtime.retrieval.collections.disk import Disk, storage_errors
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.log import log_files
 from runtime.retrieval.keywords.index import KeywordFile
@@ -73,13 +72,12 @@ def files_of(directory: Path, info: SegmentInfo) -> dict[str, FileChecksum]:
 
 
 def _read_contents(path: Path, info: SegmentInfo) -> Contents:
-    try:
+    with storage_errors(f"{path / CONTENTS} cannot be read"):
         text = read_regular(path / CONTENTS, _MAX_BYTES)
-        if hashlib.sha256(text).hexdigest() != info.sha256:
-            raise CollectionError(f"{path / CONTENTS} is damaged: its checksum differs from the manifest's")
+    if checksum_of(text).sha256 != info.sha256:
+        raise CollectionError(f"{path / CONTENTS} is damaged: its checksum differs from the manifest's")
+    try:
         contents = msgspec.json.decode(text, type=Contents)
-    except OSError as error:
-        raise storage_error(error, f"{error.filename} cannot be read") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CollectionError(f"{path / CONTENTS} is damaged: {error}") from error
     if contents.size != info.size or META not in contents.files or not set(contents.files) <= set(_FILES):
@@ -96,15 +94,12 @@ def building_segment(disk: Disk, directory: Path, number: int) -> Iterator[Path]
     building = building_path(directory, number)
     target = building.with_name(str(number))
     try:
-        disk.remove(building)
-        building.mkdir(mode=0o700)
-        yield building
+        with storage_errors(f"{target} cannot be written"):
+            disk.remove(building)
+            building.mkdir(mode=0o700)
+            yield building
     except BaseException as error:
         disk.remove(building)
-        if isinstance(error, OSError):
-            raise storage_error(error, f"{target} cannot be written") from error
-        if isinstance(error, sqlite3.Error | MemoryError):
-            raise NoRoom(f"{target} cannot be written: {error}") from error
         if isinstance(error, GpuError):
             raise CollectionError(f"{target} cannot be built: {error}") from error
         raise
@@ -141,7 +136,7 @@ def seal_segment(
     disk.remove(path)  # of a build that was not installed
     os.rename(building, path)
     disk.sync_directory(path.parent)
-    return SegmentInfo(number, size, hashlib.sha256(text).hexdigest(), shard)
+    return SegmentInfo(number, size, checksum_of(text).sha256, shard)
 
 
 def _present(building: Path) -> Iterator[str]:

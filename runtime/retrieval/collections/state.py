@@ -58,7 +58,7 @@ class State:
         self.growing = GrowingSegment(manifest.next_row, description.dim, description.metric)
         self.schema: Schema = dict(description.declared)
         self.sequence = 0
-        self.advance(manifest)
+        self.advance(manifest, self.open_segments(self.missing(manifest)))
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -106,30 +106,12 @@ class State:
             shards = np.array([self.description.shard_of(name) for name in operation.ids])
             self.growing.delete(operation.first + np.flatnonzero(shards != self.shard))
 
-    def _own_segments(self, manifest: Manifest) -> list[SegmentInfo]:
-        return [info for info in manifest.segments if self.shard in (None, info.shard)]
-
-    def lacks(self, manifest: Manifest) -> bool:
-        """Return whether a manifest has segments that are not open."""
+    def missing(self, manifest: Manifest) -> list[SegmentInfo]:
+        """Return the segments of a manifest that are not open."""
         known = {segment.info for segment in self.segments}
-        return any(info not in known for info in self._own_segments(manifest))
+        return [info for info in manifest.segments if self.shard in (None, info.shard) and info not in known]
 
-    def load(self, manifest: Manifest, preloaded: "Loaded | None" = None) -> "Loaded":
-        """Open the segments of a manifest that are not open yet, for `advance`. Raises `CollectionError`.
-
-        preloaded: segments that were opened for an earlier manifest but not installed; they are reused or closed.
-        """
-        known = {segment.info for segment in self.segments}
-        missing = [info for info in self._own_segments(manifest) if info not in known]
-        kept = {info: segment for info, segment in (preloaded or {}).items() if info in missing}
-        close([segment for info, segment in (preloaded or {}).items() if info not in kept])
-        try:
-            return kept | self.open_segments([info for info in missing if info not in kept])
-        except CollectionError:
-            close(list(kept.values()))
-            raise
-
-    def open_segments(self, infos: Sequence[SegmentInfo]) -> "Loaded":
+    def open_segments(self, infos: Sequence[SegmentInfo]) -> Loaded:
         """Open segments. Raises `CollectionError`, with none left open."""
         fresh: Loaded = {}
         try:
@@ -142,39 +124,35 @@ class State:
             raise
         return fresh
 
-    def advance(self, manifest: Manifest, fresh: "Loaded | None" = None) -> list[Segment]:
-        """Install a newer manifest; deletions are kept. Returns the segments that it no longer contains.
+    def advance(self, manifest: Manifest, fresh: Loaded) -> None:
+        """Install a newer manifest, whose `missing` segments are `fresh`; deletions are kept.
 
-        fresh: the manifest's new segments as `load` opened them; None: open them now. Raises `CollectionError`, with
-        nothing changed.
+        Raises `CollectionError`, with nothing changed.
         """
-        known = {segment.info: segment for segment in self.segments}
+        opened = {segment.info: segment for segment in self.segments} | fresh
+        segments = [opened.pop(info) for info in manifest.segments if info in opened]
         dead = np.concatenate([self.dead_rows(), read_tombstones(self.directory, manifest)])
-        opened = known | (self.load(manifest) if fresh is None else fresh)
-        segments = [opened[info] for info in self._own_segments(manifest)]
         with self.lock:
             dead = np.concatenate([dead, self.dead_rows()])
             for segment in segments:
                 segment.delete(dead)
-            gone = [segment for segment in known.values() if segment not in segments]
             before = self.growing
             self.schema = {**self.schema, **manifest.schema}
             self.growing = before.tail(manifest.next_row, self.schema)
             if self._replaced is not None:
-                for segment in gone:
+                for segment in opened.values():
                     self._replaced.retire(segment.document_lookup())
                 if before is not self.growing:
                     self._replaced.retire(before.document_lookup())
             self.segments = tuple(segments)
             self.sequence = max(self.sequence, manifest.sequence)
-        return gone
 
     def dead_rows(self) -> Rows:
         """Return the deleted rows, int64."""
         with self.lock:
             return np.concatenate([part.dead_rows() for part in self.parts])
 
-    def dead_rows_in(self, manifest: Manifest, fresh: "Loaded") -> Rows:
+    def dead_rows_in(self, manifest: Manifest, fresh: Loaded) -> Rows:
         """Return the deleted rows of a manifest's segments; `fresh` are those that are not installed yet."""
         known, dead = {segment.info: segment for segment in self.segments}, self.dead_rows()
         installed = [known[info].dead_rows() for info in manifest.segments if info in known]

@@ -36,7 +36,7 @@ from runtime.retrieval.collections.description import (
     status_of,
     verify_file,
 )
-from runtime.retrieval.collections.disk import Disk, storage_error, writing
+from runtime.retrieval.collections.disk import Disk, storage_errors, writing
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.log import HEADER, LogWriter, log_path
 from runtime.retrieval.collections.segment_files import (
@@ -82,7 +82,7 @@ def upgrade(disk: Disk, directory: Path) -> None:
         schema |= Columns.decode(read_regular(directory / ATTRIBUTES, files[ATTRIBUTES].bytes)).schema
     is_linked = DOCUMENTS not in files or (shards == 1 and KEYWORDS in files)
     segments, next_row = [], 0
-    try:
+    with storage_errors(f"{directory} cannot be converted"):
         make_folders(directory)
         disk.sync_directory(directory)
         for shard, folder in enumerate(_index_folders(shards)):
@@ -105,8 +105,6 @@ def upgrade(disk: Disk, directory: Path) -> None:
         LogWriter(disk, log_path(directory, 0), description.identity, 0).close()
         disk.write_file(directory / MANIFEST, encode_with_checksum(manifest))
         set_modes(directory, stat.S_IMODE(directory.stat().st_mode))
-    except OSError as error:
-        raise storage_error(error, f"{directory} cannot be converted") from error
     for path in obsolete_files(directory, manifest, ()):
         disk.remove(path)
 
