@@ -127,7 +127,7 @@ def test_a_lock_that_is_a_pipe_or_a_device_is_refused(tmp_path: Path) -> None:
     directory = live_collection(tmp_path / "live")
     for replace in (pipe, endless):
         replace(directory / "writer.lock")
-        with pytest.raises(TrinityError, match=r"writer\.lock cannot be opened: it is"):
+        with pytest.raises(TrinityError, match=r"writer\.lock cannot be locked: it is"):
             CollectionWriter(directory)
 
 
