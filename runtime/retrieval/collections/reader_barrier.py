@@ -2,21 +2,20 @@
 
 A delete waits for all of them; an upsert, which is stored in any case, only briefly. Each serving process has a file in
 `served/`, which it locks while it serves, with the sequence number of the first record that it has not applied: eight
-bytes, mapped by both sides. An unlocked file belongs to a killed process.
+bytes. An unlocked file belongs to a killed process.
 """
 
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from runtime.errors import Unavailable
-from runtime.retrieval.collections.disk import storage_error
+from runtime.errors import CollectionError, Unavailable
+from runtime.retrieval.collections.disk import storage_errors
 
 WAIT_S = 10.0
 """Timeout of a delete. The supervisor kills a pool that stalls for this long."""
@@ -35,42 +34,34 @@ class ReaderPosition:
 
     def __init__(self, directory: Path) -> None:
         """Register with no records applied: read the log afterwards, then `publish`. Raises `CollectionError`."""
-        self._map: mmap.mmap | None = None
+        self._fd, self._published = -1, -1
         folder, name = directory / "served", f"{os.getpid()}-{secrets.token_hex(8)}"
-        temporary = folder / f".{name}"
-        self._path = folder / name
+        self._path, temporary = folder / name, folder / f".{name}"
         try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            if error.errno in _READ_ONLY:
-                return
-            raise storage_error(error, f"{temporary} cannot be written") from error
-        self._fd = fd
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # locked before the rename: a writer never sees it unlocked
-            os.ftruncate(fd, _BYTES)
-            self._map = mmap.mmap(fd, _BYTES)
-            os.rename(temporary, self._path)
-        except OSError as error:
-            os.close(fd)
-            self._map = None
-            raise storage_error(error, f"{temporary} cannot be written") from error
+            with storage_errors(f"{temporary} cannot be written"):
+                folder.mkdir(mode=0o700, exist_ok=True)
+                self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                fcntl.flock(self._fd, fcntl.LOCK_EX)  # locked before the rename: a writer never sees it unlocked
+                self.publish(0)
+                os.rename(temporary, self._path)
+        except CollectionError as error:
+            self.close()
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _READ_ONLY:
+                raise
 
     def publish(self, sequence: int) -> None:
         """Report that every search from now on reflects the records before this one."""
-        if self._map is not None:
-            with memoryview(self._map).cast("q") as words:
-                words[0] = sequence
+        if self._fd >= 0 and sequence != self._published:
+            os.pwrite(self._fd, sequence.to_bytes(_BYTES, "little"), 0)
+            self._published = sequence
 
     def close(self) -> None:
         """Unregister this process. Idempotent."""
-        if self._map is not None:
+        if self._fd >= 0:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
-            self._map.close()
-            self._map = None
             os.close(self._fd)
+            self._fd = -1
 
 
 class ReaderBarrier:
@@ -128,7 +119,7 @@ class ReaderBarrier:
         except OSError:
             return None
         try:
-            position = int.from_bytes(os.pread(fd, _BYTES, 0), "little", signed=True)
+            position = int.from_bytes(os.pread(fd, _BYTES, 0), "little")
             if position >= sequence:
                 return None
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
