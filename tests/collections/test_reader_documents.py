@@ -12,7 +12,7 @@ from gpu.index.data import bitmap
 from runtime.errors import InvalidFilter
 from runtime.retrieval.attributes.filters import Comparison
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.operations import Upsert, decode, encode
+from runtime.retrieval.collections.log import Upsert, decode, encode
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.recent_documents import LIMIT_BYTES, OBJECTS_BYTES, RecentDocuments
 from runtime.retrieval.collections.replaced_rows import KEPT_S, ReplacedRows

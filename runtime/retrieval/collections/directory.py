@@ -47,7 +47,7 @@ def atomic_directory(out: Path, *, replace: bool, locked: bool = False) -> Itera
             _rename_into_place(building, out)
     except (OSError, sqlite3.Error, MemoryError) as error:  # mostly a full disk
         free = shutil.disk_usage(out.parent).free
-        raise storage_error(error, f"{out} cannot be built ({free >> 20:,} MiB are free there)") from error
+        raise storage_error(error, f"with {free >> 20:,} MiB free, {out} cannot be built") from error
     finally:
         if _is_at(building, lock):
             shutil.rmtree(building)

@@ -8,8 +8,7 @@ from pathlib import Path
 from runtime.errors import CollectionError, InternalError, TrinityError
 from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.collections.disk import Disk, lock_is_current, storage_error, storage_errors
-from runtime.retrieval.collections.log import LogWriter, log_path
-from runtime.retrieval.collections.operations import Operation, encode
+from runtime.retrieval.collections.log import LogWriter, Operation, encode, log_path
 from runtime.retrieval.collections.state import State
 
 MAX_BATCH_BYTES = 64 << 20  # of an encoded batch; a log record holds up to two, within `log.MAX_PAYLOAD`

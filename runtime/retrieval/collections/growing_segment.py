@@ -12,7 +12,7 @@ from runtime.errors import CollectionError
 from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.operations import Upsert, decode_vectors
+from runtime.retrieval.collections.log import Upsert, decode_vectors
 from runtime.retrieval.collections.part import OnDocument, Part, Rows, ignore
 
 _INITIAL_ROWS = 8192  # untouched pages take no memory

@@ -3,10 +3,10 @@
     header  8s magic, 16s identity of the collection, u64 sequence number of the first record, u32 checksum
     record  u32 mark, u32 payload bytes, u64 sequence number, u32 checksum, payload
 
-Little-endian. Checksums are CRC-32 and start with the identity, so that a record of another collection, or bytes of a
-document's text, are not mistaken for a record. A record is written and synced before the next one begins, so after a
-crash only the last record of the last file can be torn. It was never acknowledged, and is cut. Damage before complete
-records is an error.
+Little-endian. The payload is a list of operations in MessagePack, which are applied as one. Checksums are CRC-32 and
+start with the identity, so that a record of another collection, or bytes of a document's text, are not mistaken for a
+record. A record is written and synced before the next one begins, so after a crash only the last record of the last
+file can be torn. It was never acknowledged, and is cut. Damage before complete records is an error.
 """
 
 import contextlib
@@ -16,11 +16,16 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
 from runtime.files import open_regular
 from runtime.retrieval.collections.disk import Disk, storage_errors
+from runtime.retrieval.passages import Attributes
 
 MAGIC = b"TRNYLOG1"
 MAX_PAYLOAD = 256 << 20
@@ -32,9 +37,58 @@ _SCANNED_BYTES = 1 << 20
 _MARK_BYTES = struct.pack("<I", MARK)
 
 
-class Record(NamedTuple):
-    sequence: int
-    payload: bytes
+class Upsert(msgspec.Struct, frozen=True, array_like=True, tag="u"):
+    """Documents under consecutive rows from `first` on; `replaced` are the rows of the documents that they replace.
+
+    successors: the rows that replace these; empty in logs of older versions. vectors: float32 [documents, d] as bytes,
+    normalised for cosine.
+    """
+
+    first: int
+    ids: list[str]
+    titles: list[str]
+    texts: list[str]
+    attributes: list[Attributes]
+    vectors: bytes
+    replaced: list[int]
+    successors: list[int] = []
+
+
+class Delete(msgspec.Struct, frozen=True, array_like=True, tag="d"):
+    """Deleted rows."""
+
+    rows: list[int]
+
+
+Operation = Upsert | Delete
+
+
+def encode(operations: list[Operation]) -> bytes:
+    return msgspec.msgpack.encode(operations)
+
+
+def decode(payload: bytes, dim: int) -> list[Operation]:
+    """Decode a payload. Raises `CollectionError` if it is damaged or its vectors do not have this dimension."""
+    try:
+        operations: list[Any] = msgspec.msgpack.decode(payload, type=list[Upsert | Delete])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CollectionError(f"a record of the log cannot be read: {error}") from error
+    for operation in operations:
+        if isinstance(operation, Upsert):
+            count = len(operation.ids)
+            same = count == len(operation.titles) == len(operation.texts) == len(operation.attributes)
+            same &= len(operation.successors) in (0, len(operation.replaced))
+            if not same or len(operation.vectors) != count * dim * 4 or operation.first < 0:
+                raise CollectionError("a record of the log is damaged: its fields are inconsistent")
+    return operations
+
+
+def decode_vectors(operation: Upsert, dim: int) -> NDArray[np.float32]:
+    """Return the vectors, float32 [documents, d]."""
+    return np.frombuffer(operation.vectors, np.float32).reshape(-1, dim)
+
+
+# ---- files
 
 
 def log_path(directory: Path, first: int) -> Path:
@@ -63,28 +117,25 @@ def _checksum(identity: str, sequence: int, payload: bytes | memoryview) -> int:
     return zlib.crc32(payload, zlib.crc32(bytes.fromhex(identity) + sequence.to_bytes(8, "little")))
 
 
-def complete_records(file: BinaryIO, size: int, identity: str, sequence: int) -> Iterator[tuple[Record, int]]:
-    """Yield the complete records from the position of `file` on, numbered from `sequence`, and the end of each.
-
-    Only the first `size` bytes of the file count: a record may be appended meanwhile.
-    """
+def complete_records(file: BinaryIO, size: int, identity: str, sequence: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the payloads of the complete records from the position of `file` on, numbered from `sequence`, and the end
+    of each. Only the first `size` bytes of the file count: a record may be appended meanwhile."""
     end = file.tell()
-    while (record := _record_at(file, end, size, identity, sequence)) is not None:
-        end += RECORD.size + len(record.payload)
-        sequence += 1
-        yield record, end
+    while (payload := _payload_at(file, end, size, identity, sequence)) is not None:
+        end, sequence = end + RECORD.size + len(payload), sequence + 1
+        yield payload, end
 
 
-def _record_at(file: BinaryIO, begin: int, end: int, identity: str, sequence: int | None) -> Record | None:
+def _payload_at(file: BinaryIO, begin: int, end: int, identity: str, sequence: int | None) -> bytes | None:
     if end - begin < RECORD.size:
         return None
     file.seek(begin)
     mark, size, number, checksum = RECORD.unpack(file.read(RECORD.size).ljust(RECORD.size, b"\0"))
     begin += RECORD.size
-    if mark != MARK or size > min(MAX_PAYLOAD, end - begin) or (sequence is not None and number != sequence):
+    if mark != MARK or size > min(MAX_PAYLOAD, end - begin) or sequence not in (None, number):
         return None
     payload = file.read(size)
-    return Record(number, payload) if _checksum(identity, number, payload) == checksum else None
+    return payload if _checksum(identity, number, payload) == checksum else None
 
 
 def contains_record(file: BinaryIO, begin: int, end: int, identity: str) -> bool:
@@ -94,20 +145,10 @@ def contains_record(file: BinaryIO, begin: int, end: int, identity: str) -> bool
         if not (content := file.read(min(_SCANNED_BYTES, end - begin))):
             return False  # it was cut
         for found in re.finditer(_MARK_BYTES, content):
-            if _record_at(file, begin + found.start(), end, identity, None) is not None:
+            if _payload_at(file, begin + found.start(), end, identity, None) is not None:
                 return True
         begin += max(len(content) - len(_MARK_BYTES), 0) + 1  # a mark may begin in the last bytes
     return False
-
-
-def _open(path: Path) -> int:
-    return open_regular(path, max_bytes=MAX_LOG_BYTES)
-
-
-def _file_of(fd: int) -> tuple[int, int]:
-    """Return the device and inode of an open file."""
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino
 
 
 class LogWriter:
@@ -164,26 +205,30 @@ class LogFollower:
     def __init__(self, directory: Path, identity: str, first: int) -> None:
         """Open the file that begins at record `first`. Raises `CollectionError`."""
         self._directory, self._identity = directory, identity
-        self.sequence = first  # number of the next record
+        self._fd, self.sequence = -1, first  # number of the next record
+        with storage_errors(f"the log of {directory} cannot be read at record {first}"):
+            self._open(first)
+
+    def _open(self, first: int) -> None:
+        path = log_path(self._directory, first)
+        fd = open_regular(path, max_bytes=MAX_LOG_BYTES)
+        if self._fd >= 0:
+            self.close()
+        self._fd, self._file, self._path = fd, os.fstat(fd), os.fspath(path)
         self.first, self.end = first, 0  # first record of the file, and position of the next record
         self._torn = False  # bytes follow the last complete record: one is being written, or was torn by a crash
-        path = log_path(directory, first)
-        self._path = os.fspath(path)
-        with storage_errors(f"the log of {directory} cannot be read at record {first}"):
-            self._fd = _open(path)
-        self._file = _file_of(self._fd)
 
     @property
     def torn_bytes(self) -> int:
         """Bytes behind the last complete record, or of a torn header."""
         return os.fstat(self._fd).st_size - self.end
 
-    def poll(self) -> list[Record]:
-        """Return the records since the last call; two system calls if there are none.
+    def poll(self) -> list[bytes]:
+        """Return the payloads of the records since the last call; two system calls if there are none.
 
         Raises `CollectionError` for damage before complete records, at every call.
         """
-        found: list[Record] = []
+        found: list[bytes] = []
         while True:
             found += self._read()
             if self._torn and any(first > self.first for first, _ in log_files(self._directory)):
@@ -196,26 +241,18 @@ class LogFollower:
             found += self._read()  # records that were written before the next file was created
             if log_path(self._directory, self.sequence) == following:
                 try:
-                    fd = _open(following)
+                    self._open(self.sequence)
                 except FileNotFoundError:  # sealed in the meantime: the manifest has the next position
                     return found
-                os.close(self._fd)
-                self._fd, self.first, self.end = fd, self.sequence, 0
-                self._file = _file_of(fd)
-                self._path = os.fspath(following)
 
     @property
     def at_end(self) -> bool:
         """Whether the open file is the one at its path, and `poll` would read nothing: a system call."""
-        try:
+        with contextlib.suppress(OSError):
             there = os.stat(self._path)
-        except OSError:
-            return False
-        return (
-            there.st_size == self.end
-            and (there.st_dev, there.st_ino) == self._file
-            and (self.sequence == self.first or not log_path(self._directory, self.sequence).exists())
-        )
+            if there.st_size == self.end and os.path.samestat(there, self._file):
+                return self.sequence == self.first or not log_path(self._directory, self.sequence).exists()
+        return False
 
     @property
     def is_current(self) -> bool | None:
@@ -224,9 +261,9 @@ class LogFollower:
             there = os.stat(self._path)
         except OSError:
             return None
-        return os.path.samestat(os.fstat(self._fd), there) and there.st_size >= self.end
+        return os.path.samestat(self._file, there) and there.st_size >= self.end
 
-    def _read(self) -> list[Record]:
+    def _read(self) -> list[bytes]:
         size = os.fstat(self._fd).st_size
         if self.end == 0:
             if os.pread(self._fd, HEADER.size, 0) != header_of(self._identity, self.first):
@@ -240,8 +277,8 @@ class LogFollower:
         found, end = [], self.end
         with open(os.dup(self._fd), "rb") as file:
             file.seek(end)
-            for record, end in complete_records(file, size, self._identity, self.sequence):  # noqa: B007
-                found.append(record)
+            for payload, end in complete_records(file, size, self._identity, self.sequence):  # noqa: B007
+                found.append(payload)
             self._torn = end < size
             if self._torn and contains_record(file, end, size, self._identity):
                 raise self._damaged(end, ": complete records follow")

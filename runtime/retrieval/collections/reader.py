@@ -23,8 +23,7 @@ from runtime.retrieval.collections.description import (
 )
 from runtime.retrieval.collections.disk import storage_error
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.log import LogFollower, Record, log_files
-from runtime.retrieval.collections.operations import decode
+from runtime.retrieval.collections.log import LogFollower, decode, log_files
 from runtime.retrieval.collections.replaced_rows import ReplacedRows
 from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.segment import Segment
@@ -174,9 +173,9 @@ class CollectionReader:
             if not resumed:
                 return self.state.sequence != before
 
-    def _apply_in_parts(self, records: Sequence[Record]) -> Iterator[None]:
-        for record in records:
-            yield from self.state.apply_in_parts(decode(record.payload, self.description.dim))
+    def _apply_in_parts(self, records: Sequence[bytes]) -> Iterator[None]:
+        for payload in records:
+            yield from self.state.apply_in_parts(decode(payload, self.description.dim))
 
     def _log_was_replaced(self) -> bool:
         """Whether the open log file is no longer the collection's, although it was not sealed."""

@@ -20,7 +20,7 @@ from runtime.retrieval.attributes.schema import Schema, agrees, by_shape, extend
 from runtime.retrieval.collections.description import Description, Manifest, SegmentInfo, read_tombstones
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.growing_segment import GrowingSegment
-from runtime.retrieval.collections.operations import Delete, Operation, Upsert
+from runtime.retrieval.collections.log import Delete, Operation, Upsert
 from runtime.retrieval.collections.part import Part, Rows
 from runtime.retrieval.collections.replaced_rows import ReplacedRows
 from runtime.retrieval.collections.segment import Segment

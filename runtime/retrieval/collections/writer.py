@@ -14,9 +14,8 @@ from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections.description import MAX_ROWS, read_description
 from runtime.retrieval.collections.disk import Disk, acquire_lock
 from runtime.retrieval.collections.group_commit import MAX_BATCH_BYTES, GroupCommit, PendingWrite, WriteGroup
-from runtime.retrieval.collections.log import log_files
+from runtime.retrieval.collections.log import Delete, Upsert, encode, log_files
 from runtime.retrieval.collections.maintenance import Maintenance
-from runtime.retrieval.collections.operations import Delete, Upsert, encode
 from runtime.retrieval.collections.part import Rows
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.reader_barrier import ReaderBarrier
