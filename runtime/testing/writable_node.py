@@ -5,7 +5,7 @@ from typing import Self
 
 import psutil
 
-from runtime.retrieval.collections import segment_build
+from runtime.retrieval.collections import maintenance
 from runtime.retrieval.collections.bulk_load import create
 from runtime.testing.node import Node
 
@@ -59,7 +59,7 @@ class WritableNode:
         """Return the pids of the writer's build processes."""
         try:
             children = psutil.Process(self.node.pid("frontend-0")).children()
-            return [child.pid for child in children if segment_build.__name__ in child.cmdline()]
+            return [child.pid for child in children if maintenance.__name__ in child.cmdline()]
         except psutil.Error:
             return []
 

@@ -35,7 +35,7 @@ def sealed(tmp_path: Path) -> Path:
 def test_a_build_does_not_start_for_a_dead_writer(sealed: Path) -> None:
     there = sorted(sealed.rglob("*"))
     job = msgspec.json.encode(BuildJob(99, 0, 0, list(range(MERGE_FAN_IN)))).decode()
-    ended = subprocess.run([sys.executable, "-m", "runtime.retrieval.collections.segment_build", str(sealed), job, "1"])
+    ended = subprocess.run([sys.executable, "-m", "runtime.retrieval.collections.maintenance", str(sealed), job, "1"])
     assert ended.returncode == 1
     assert sorted(sealed.rglob("*")) == there
 

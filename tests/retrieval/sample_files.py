@@ -14,7 +14,7 @@ from runtime.retrieval.collections.description import (
     encode_with_checksum,
     read_manifest,
 )
-from runtime.retrieval.collections.segment_files import CONTENTS, Contents, segment_path
+from runtime.retrieval.collections.segment import CONTENTS, Contents, segment_path
 from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind, Vectors
 
 

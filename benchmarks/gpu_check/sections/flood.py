@@ -29,7 +29,7 @@ from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.bulk_load import begin_collection
 from runtime.retrieval.collections.description import FORMAT, INDEX, VERSION, Description, Manifest, make_folders
 from runtime.retrieval.collections.disk import Disk
-from runtime.retrieval.collections.segment_files import building_path, seal_segment
+from runtime.retrieval.collections.segment_build import building_path, seal_segment
 from runtime.testing.pool import InProcessPool
 
 FORMS = {"auto": "as planned", "launches": "launches"}

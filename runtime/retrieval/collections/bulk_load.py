@@ -32,7 +32,7 @@ from runtime.retrieval.collections.directory import atomic_directory
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.log import LogWriter, log_path
-from runtime.retrieval.collections.segment_files import building_path, seal_segment, write_documents
+from runtime.retrieval.collections.segment_build import building_path, seal_segment, write_documents
 from runtime.retrieval.collections.sources import (
     DOCUMENT_SUFFIXES,
     Progress,

@@ -3,7 +3,7 @@
 collection.json     what never changes (`Description`), with a checksum of itself
 MANIFEST            the segments, and the log's position behind them (`Manifest`)
 log/                write-ahead log of upserts and deletes, which acknowledges them (`log`)
-segments/<number>/  sealed: an index with row numbers as ids, documents, attributes (`segment_files`)
+segments/<number>/  sealed: an index with row numbers as ids, documents, attributes (`segment`)
 tombstones/         <generation>.npy: int64, the deleted rows of the manifest's segments
 served/             the log position of each process that serves the collection (`reader_barrier`)
 writer.lock         lock of the only writing process

@@ -3,10 +3,13 @@
 A merge takes `MERGE_FAN_IN` segments of similar size, so a document is rewritten only each time its segment grows by
 that factor. A segment with too many deleted rows is rewritten alone. The manifest names what was built in place of its
 sources, in one step.
+
+Also the process of a build: `python -m …maintenance DIRECTORY JOB WRITER_PID`.
 """
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.errors import CollectionError
+from runtime.errors import CollectionError, TrinityError
+from runtime.node.worker import die_with_parent
 from runtime.retrieval.collections import segment_build
 from runtime.retrieval.collections.description import (
     MANIFEST,
@@ -28,15 +32,16 @@ from runtime.retrieval.collections.description import (
 )
 from runtime.retrieval.collections.disk import Disk, storage_errors
 from runtime.retrieval.collections.group_commit import GroupCommit
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment import Segment
-from runtime.retrieval.collections.segment_build import BuildJob, BuildResult
-from runtime.retrieval.collections.segment_files import obsolete_files
+from runtime.retrieval.collections.segment_build import BuildJob, BuildResult, obsolete_files
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.collections.state import Loaded, State, close
 
 MERGE_FAN_IN = 4
 MAX_DELETED_SHARE = 0.25  # of a segment's rows, before it is rewritten
 RETRY_S = 10.0
+NICENESS = 10
 MAX_SEGMENTS_PER_SHARD = 32
 """More than arise while merges keep up. At this limit sealing waits for a merge, since search engines have room
 only for this many indexes of a shard."""
@@ -273,7 +278,7 @@ class BuildThread:
 
     def _build(self, directory: Path, job: BuildJob) -> SegmentInfo | None:
         arguments = (str(directory), msgspec.json.encode(job).decode(), str(os.getpid()))
-        command = [sys.executable, "-m", "runtime.retrieval.collections.segment_build", *arguments]
+        command = [sys.executable, "-m", "runtime.retrieval.collections.maintenance", *arguments]
         limited = {name: str(job.threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
         with self._lock:
             if self._ended.is_set():
@@ -288,3 +293,19 @@ class BuildThread:
         if result.error:
             raise CollectionError(result.error)
         return result.segment
+
+
+def main(directory: Path, job: BuildJob, writer_pid: int) -> None:
+    """Build, and write the result as JSON. Dies with the writer, since another one may open the collection then."""
+    die_with_parent(writer_pid, signal.SIGKILL)
+    os.nice(NICENESS)
+    try:
+        with CollectionReader(directory, searched=False) as reader:
+            result = BuildResult(segment_build.build(Disk(), reader.state, job))
+    except TrinityError as error:
+        result = BuildResult(error=error.message)
+    sys.stdout.buffer.write(msgspec.json.encode(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=BuildJob), int(sys.argv[3]))

@@ -1,4 +1,11 @@
-"""An open sealed segment: an index whose ids are row numbers, documents and attributes."""
+"""A sealed segment: an index whose ids are row numbers, documents and attributes, in an immutable directory.
+
+segment.json         its size, and the checksums of the other files (`Contents`)
+index/               an index whose ids are row numbers: see `gpu.index.storage`
+documents.sqlite     see `documents`; missing for bare vectors
+attributes.msgpack   see `Columns.encode`; missing if no document has one
+keywords.sqlite      see `keywords.index`; missing for bare vectors, and in segments that earlier versions sealed
+"""
 
 import os
 import threading
@@ -7,13 +14,14 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from weakref import finalize
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from gpu import GpuError, GraphIndex
 from gpu.index.data import bitmap
 from runtime.errors import CollectionError
-from runtime.files import open_regular
+from runtime.files import open_regular, read_regular
 from runtime.retrieval.attributes.columns import Bits, Columns, FilterCache
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
@@ -25,15 +33,55 @@ from runtime.retrieval.collections.description import (
     Description,
     FileChecksum,
     SegmentInfo,
+    check_sizes,
     checksum_of,
     verify_file,
 )
 from runtime.retrieval.collections.disk import storage_errors
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.part import OnDocument, Part, Rows, ignore
-from runtime.retrieval.collections.segment_files import META, files_of, segment_path
 
+CONTENTS, META = "segment.json", f"{INDEX}/meta.json"
+FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, META)
+_MAX_BYTES = 1 << 16
 _OWNERS_KEPT = 64
+
+
+class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of `segment.json`."""
+
+    size: int
+    files: dict[str, FileChecksum]
+
+
+def segment_path(directory: Path, info: SegmentInfo) -> Path:
+    """Return the folder of a segment's files."""
+    return directory / "segments" / str(info.number)
+
+
+def files_of(directory: Path, info: SegmentInfo) -> dict[str, FileChecksum]:
+    """Return the checksums of a segment's files, which exist and have the right sizes; one is its index's `meta.json`.
+
+    Raises `CollectionError`.
+    """
+    path = segment_path(directory, info)
+    files = _read_contents(path, info).files
+    check_sizes(path, files)
+    return files
+
+
+def _read_contents(path: Path, info: SegmentInfo) -> Contents:
+    with storage_errors(f"{path / CONTENTS} cannot be read"):
+        text = read_regular(path / CONTENTS, _MAX_BYTES)
+    if checksum_of(text).sha256 != info.sha256:
+        raise CollectionError(f"{path / CONTENTS} is damaged: its checksum differs from the manifest's")
+    try:
+        contents = msgspec.json.decode(text, type=Contents)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CollectionError(f"{path / CONTENTS} is damaged: {error}") from error
+    if contents.size != info.size or META not in contents.files or not set(contents.files) <= set(FILES):
+        raise CollectionError(f"{path / CONTENTS} is damaged: it has {contents.size} rows, not {info.size}")
+    return contents
 
 
 class Segment(Part):

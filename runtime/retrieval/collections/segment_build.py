@@ -1,30 +1,40 @@
-"""Segment builds from growing rows or by merging.
+"""Segment builds from growing rows or by merging, and the files of a new segment, which are written atomically."""
 
-Also a process: `python -m …segment_build DIRECTORY JOB WRITER_PID`.
-"""
-
+import contextlib
 import os
-import signal
-import sys
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from gpu import GraphIndex
-from runtime.errors import CollectionError, TrinityError
-from runtime.node.worker import die_with_parent
+from gpu import GpuError, GraphIndex
+from runtime.errors import CollectionError
+from runtime.files import set_modes
+from runtime.retrieval.attributes.columns import Columns
+from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.collections.checksums import SegmentChecksums
-from runtime.retrieval.collections.description import INDEX, SegmentInfo
-from runtime.retrieval.collections.disk import Disk
-from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.segment import sources_of
-from runtime.retrieval.collections.segment_files import building_segment, seal_segment, write_documents
+from runtime.retrieval.collections.description import (
+    ATTRIBUTES,
+    DOCUMENTS,
+    INDEX,
+    KEYWORDS,
+    FileChecksum,
+    Manifest,
+    SegmentInfo,
+    checksum_file,
+    checksum_of,
+)
+from runtime.retrieval.collections.disk import Disk, storage_errors
+from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
+from runtime.retrieval.collections.log import log_files
+from runtime.retrieval.collections.segment import CONTENTS, FILES, Contents, segment_path, sources_of
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.collections.state import State
+from runtime.retrieval.keywords.index import KeywordFile
 
-NICENESS = 10
+_FLAT_FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, "words.sqlite")  # of a flat bulk load, beside its indexes
 
 
 class BuildJob(msgspec.Struct, frozen=True):
@@ -115,17 +125,86 @@ def code_bits(state: State) -> int | None:
     return None if codes is None else codes.bits
 
 
-def main(directory: Path, job: BuildJob, writer_pid: int) -> None:
-    """Build, and write the result as JSON. Dies with the writer, since another one may open the collection then."""
-    die_with_parent(writer_pid, signal.SIGKILL)
-    os.nice(NICENESS)
+# ---- files
+
+
+def building_path(directory: Path, number: int) -> Path:
+    """Return the temporary path of a segment that is being written."""
+    return directory / "segments" / f".building-{number}"
+
+
+@contextlib.contextmanager
+def building_segment(disk: Disk, directory: Path, number: int) -> Iterator[Path]:
+    """Yield an empty folder for a segment's files, which `seal_segment` completes; removed if the block raises.
+
+    Raises `CollectionError`, `NoRoom`.
+    """
+    building = building_path(directory, number)
+    target = building.with_name(str(number))
     try:
-        with CollectionReader(directory, searched=False) as reader:
-            result = BuildResult(build(Disk(), reader.state, job))
-    except TrinityError as error:
-        result = BuildResult(error=error.message)
-    sys.stdout.buffer.write(msgspec.json.encode(result))
+        with storage_errors(f"{target} cannot be written"):
+            disk.remove(building)
+            building.mkdir(mode=0o700)
+            yield building
+    except BaseException as error:
+        disk.remove(building)
+        if isinstance(error, GpuError):
+            raise CollectionError(f"{target} cannot be built: {error}") from error
+        raise
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=BuildJob), int(sys.argv[3]))
+def write_documents(
+    building: Path, documents: Iterable[Document], schema: Schema, sources: Sources | None = None
+) -> None:
+    """Write the documents of a new segment, with their attributes as far as a schema has them and their keyword index.
+
+    documents, sources: see `DocumentStore.write`. schema: read when all documents were. Raises as that does, and
+    `OSError`.
+    """
+    DocumentStore.write(building / DOCUMENTS, documents, sources=sources)
+    with DocumentStore.open(building / DOCUMENTS) as store:
+        columns = Columns.from_documents((one.attributes for one in store.all()), schema)
+        if columns.schema:
+            (building / ATTRIBUTES).write_bytes(columns.encode())
+        KeywordFile.create(building / KEYWORDS, ((one.title, one.text) for one in store.all()))
+
+
+def seal_segment(
+    disk: Disk, building: Path, size: int, shard: int = 0, known: Mapping[str, FileChecksum] | None = None
+) -> SegmentInfo:
+    """Put the files of a new segment in place, durably. known: checksums that need not be computed. Raises `OSError`,
+    `CollectionError`."""
+    number = int(building.name.rpartition("-")[2])
+    path = building.with_name(str(number))
+    files = {name: (known or {}).get(name) or checksum_file(building / name) for name in _present(building)}
+    text = msgspec.json.encode(Contents(size, files))
+    (building / CONTENTS).write_bytes(text)
+    set_modes(building, stat.S_IMODE(building.parent.stat().st_mode))
+    disk.sync_tree(building)
+    disk.remove(path)  # of a build that was not installed
+    os.rename(building, path)
+    disk.sync_directory(path.parent)
+    return SegmentInfo(number, size, checksum_of(text).sha256, shard)
+
+
+def _present(building: Path) -> Iterator[str]:
+    return (name for name in FILES if (building / name).exists())
+
+
+def obsolete_files(directory: Path, manifest: Manifest, building: Collection[int]) -> list[Path]:
+    """Return the files that a manifest does not need: merged segments, sealed log files, leftovers of killed builds.
+
+    Excludes the segments that are being built, by number.
+    """
+    kept = {segment_path(directory, info) for info in manifest.segments}
+    for number in building:
+        kept |= {directory / "segments" / str(number), building_path(directory, number)}
+    kept.add(manifest.tombstones_path(directory))
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        for folder in ("segments", "tombstones"):
+            found += [path for path in (directory / folder).iterdir() if path not in kept]
+        found += [path for first, path in log_files(directory) if first < manifest.sequence]
+        flat = [*directory.glob(f"{INDEX}*"), *(directory / name for name in _FLAT_FILES)]  # before an upgrade
+        found += [path for path in flat if path.exists()]
+    return found

@@ -39,8 +39,8 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.disk import Disk, storage_errors, writing
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.log import HEADER, LogWriter, log_path
-from runtime.retrieval.collections.segment_files import (
-    META,
+from runtime.retrieval.collections.segment import META
+from runtime.retrieval.collections.segment_build import (
     building_segment,
     obsolete_files,
     seal_segment,
