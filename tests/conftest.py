@@ -1,6 +1,7 @@
 """Options of the test command, layers of tests, coroutines as tests, and the number of parallel test processes."""
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import os
@@ -13,15 +14,28 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]  # ships no types
 
 from tests.fuzz import budget
-from tests.layers import ORDER, layer_of
+from tests.layers import ORDER, file_of, layer_of, parallel_places
 
 _COROUTINE_S = 60.0
 # Threads of numpy (not imported by any conftest yet) and of torch spin while they wait for each other, on cores that
 # other tests use.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+_MEMORY = Path("/dev/shm")
+_ROOM_BYTES = 4 << 30
 # The time of an example depends on the machine more than on the code; pytest's own timeout ends hangs.
 settings.register_profile("any machine", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def _use_memory_for_files() -> None:
+    """Put temporary files into memory where there is room: thousands of tests wait for their files to be on disk."""
+    with contextlib.suppress(OSError):
+        found = os.statvfs(_MEMORY)
+        if found.f_bavail * found.f_frsize >= _ROOM_BYTES and not found.f_flag & os.ST_NOEXEC:
+            os.environ.setdefault("TMPDIR", str(_MEMORY))
+
+
+_use_memory_for_files()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -112,5 +126,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(600))  # whole nodes, in parallel, on a busy machine
         if budget.examples > budget.USUAL and "tests/fuzz/" in item.nodeid:
             item.add_marker(pytest.mark.timeout(0))  # long runs have no timeout
-    if hasattr(config, "workerinput"):  # in parallel: long tests start first, or the run ends with one of them alone
-        items.sort(key=lambda item: ORDER.index(layer_of(item.nodeid)))
+    if hasattr(config, "workerinput"):
+        places = parallel_places(item.nodeid for item in items)
+        items.sort(key=lambda item: places[file_of(item.nodeid)])

@@ -1,6 +1,7 @@
 """Layers of tests, as markers: `unit` tests start nothing, `process` tests start processes, `e2e` tests share a whole
 node, and `nodes` tests start, kill, replace and scale whole nodes of their own, which takes minutes."""
 
+from collections.abc import Iterable
 from pathlib import PurePosixPath
 
 ORDER = ("nodes", "e2e", "process", "unit")
@@ -50,10 +51,28 @@ PROCESS = {
 
 def layer_of(nodeid: str) -> str:
     """Return the layer of a test by its file."""
-    path = PurePosixPath(nodeid.split("::", 1)[0])
+    path = PurePosixPath(file_of(nodeid))
     folder = path.parent.name
     if folder == "e2e":
         return "e2e" if path.stem in E2E else "nodes"
     if path.stem in NODES.get(folder, ()):
         return "nodes"
     return "process" if path.stem in PROCESS.get(folder, ()) else "unit"
+
+
+def file_of(nodeid: str) -> str:
+    """Return a test's file."""
+    return nodeid.split("::", 1)[0]
+
+
+def parallel_places(nodeids: Iterable[str]) -> dict[str, float]:
+    """Return the place of each file in the order in which parallel processes take files.
+
+    Tests with processes wait, others compute: they alternate, so that no core is idle. Of those that wait, which take
+    longer, the slowest layers come first and the last one before the end, or the run ends with one of them alone.
+    """
+    files = sorted(dict.fromkeys(map(file_of, nodeids)), key=lambda file: ORDER.index(layer_of(file)))
+    waiting = [file for file in files if layer_of(file) != "unit"]
+    computing = files[len(waiting) :]
+    places = {file: 0.85 * number / len(waiting) for number, file in enumerate(waiting)}
+    return places | {file: number / len(computing) for number, file in enumerate(computing)}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layers import E2E, NODES, PROCESS, layer_of
+from tests.layers import E2E, NODES, PROCESS, layer_of, parallel_places
 
 TESTS = Path(__file__).parent
 
@@ -40,3 +40,12 @@ def test_no_unit_test_file_starts_processes() -> None:
     )
     assert len(units) > 50
     assert [file for file in units if file != Path(__file__) and starts.search(file.read_text())] == []
+
+
+def test_files_that_wait_and_files_that_compute_alternate_and_the_slowest_layers_come_first() -> None:
+    waiting = ["tests/e2e/test_logs.py", "tests/e2e/test_examples.py", "tests/pool/test_kills.py"]
+    computing = [f"tests/node/test_{number}.py" for number in range(6)]
+    places = parallel_places(f"{file}::test_one" for file in [*computing, *reversed(waiting)])
+    order = sorted(places, key=lambda file: places[file])
+    assert [file for file in order if file in waiting] == waiting
+    assert [file in waiting for file in order] == [True, False, False, True, False, False, True, False, False]
