@@ -73,6 +73,7 @@ def test_arguments_of_test_go_to_pytest_after_the_other_checks(monkeypatch: pyte
     run: list[tuple[str, ...]] = []
     monkeypatch.setattr(bootstrap, "PYTHON", Path("/bin/true"))  # what compiles beside the checks
     monkeypatch.setattr(bootstrap, "install", lambda: None)
+    monkeypatch.setenv("MYPY_CACHE_DIR", "its own")
     monkeypatch.setattr(bootstrap, "run", lambda *command: run.append(tuple(map(str, command[1:]))))
     bootstrap.main(["test", "tests/gpu", "-k", "recall"])
     assert run == [*(command for _, command in bootstrap.CHECKS), (*bootstrap.TESTS, "tests/gpu", "-k", "recall")]
