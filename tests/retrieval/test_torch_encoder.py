@@ -192,14 +192,14 @@ def test_a_capture_leaves_other_threads_free_to_use_the_gpu(monkeypatch: pytest.
 
 QUESTIONS = [
     f"{start} {subject} {end}?"
-    for start in ("How does", "Why would", "When may", "Where can")
+    for start in ("How does", "Why would")
     for subject in ("a python generator", "the French revolution", "a kidney", "an interest rate", "a glacier")
-    for end in ("work", "end early", "be measured", "change over time", "fail in cold weather")
+    for end in ("work", "be measured", "fail in cold weather")
 ]
 PASSAGES = [
     f"{subject} {verb} {what}."
     for subject in ("A generator function", "King Louis", "The kidney", "The central bank", "Ice in a valley")
-    for verb in ("stops at", "depends on", "was shaped by")
+    for verb in ("stops at", "depends on")
     for what in ("its next value", "debts of the state", "pressure and temperature", "filtered blood")
 ]
 
