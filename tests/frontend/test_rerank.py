@@ -83,7 +83,7 @@ def http(cluster: Cluster, model: Faulty, ended: list[tuple[str, int]]) -> Itera
 
 @pytest.fixture
 def client(cluster: Cluster, http: httpx.Client) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=KEYS[0], max_retries=0) as made:
+    with cluster.client(KEYS[0]) as made:
         yield made
 
 

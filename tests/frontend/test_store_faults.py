@@ -30,7 +30,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def post(cluster: Cluster, body: bytes, **headers: str) -> httpx.Response:
     head = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"} | headers
-    return httpx.post(f"{cluster.url}/v1/files", content=body, headers=head, timeout=WAIT, trust_env=False)
+    return httpx.post(
+        f"{cluster.url}/v1/files", content=body, headers=head, timeout=WAIT, trust_env=False, verify=False
+    )
 
 
 def form(*parts: tuple[str, bytes], end: bytes = b"--\r\n") -> bytes:
@@ -88,9 +90,13 @@ def test_a_file_of_any_cut_into_chunks_is_stored_as_it_was_sent(cluster: Cluster
     headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
     for size in (1, 2, 3, 7, 64):
         parts = (body[at : at + size] for at in range(0, len(body), size))
-        made = httpx.post(f"{cluster.url}/v1/files", content=parts, headers=headers, timeout=WAIT, trust_env=False)
+        made = httpx.post(
+            f"{cluster.url}/v1/files", content=parts, headers=headers, timeout=WAIT, trust_env=False, verify=False
+        )
         assert made.status_code == 200, made.text
-        got = httpx.get(f"{cluster.url}/v1/files/{made.json()['id']}/content", timeout=WAIT, trust_env=False).content
+        got = httpx.get(
+            f"{cluster.url}/v1/files/{made.json()['id']}/content", timeout=WAIT, trust_env=False, verify=False
+        ).content
         assert got == content
 
 
