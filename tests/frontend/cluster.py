@@ -1,6 +1,7 @@
 """A frontend over fake workers (`fake_workers.py`): link, routes and uvicorn on a loopback port, in its own thread."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -80,7 +81,8 @@ async def metrics() -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that stops at once when `stop` is set; its own loop polls ten times a second."""
+    """uvicorn that stops at once when `stop` is set and its connections have ended; its own loops poll ten times a
+    second."""
 
     def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
         super().__init__(config)
@@ -89,6 +91,21 @@ class _Server(uvicorn.Server):
     async def main_loop(self) -> None:
         await self.on_tick(0)
         await self._stop.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                while self.server_state.connections or self.server_state.tasks:
+                    await asyncio.sleep(0.001)
+        for task in self.server_state.tasks:
+            task.cancel()
+        await self.lifespan.shutdown()
 
 
 class Cluster:
