@@ -21,7 +21,6 @@ ROPE = {
     "default": {},
     "linear": {"factor": 4.0},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 256},
 }
 TOKENS = [3 + 7 * number % 250 for number in range(90)]
 

@@ -11,9 +11,9 @@ from runtime.errors import ModelError
 from runtime.files import read_regular
 from runtime.serving.model import smollm
 
-# RoPE variants whose angles depend on a token's position only. In the others (dynamic, longrope) they depend on the
-# length of the whole sequence, which would invalidate cached rotated keys.
-_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+# RoPE variants of Llama models whose angles depend on a token's position only. In some others (dynamic, longrope) they
+# depend on the length of the whole sequence, which would invalidate cached rotated keys.
+_STATIC_ROPE = {"default", "linear", "llama3"}
 _MAX_SIZE = 1 << 24  # larger than any real config field; keeps products of untrusted numbers from overflowing
 
 WeightsType = Literal["float32", "bfloat16", "float16"]

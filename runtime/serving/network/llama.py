@@ -77,9 +77,8 @@ class WeightFiles:
 
 
 # ---- rotary position embedding (RoFormer, arXiv 2104.09864)
-# Four variants, whose angles depend only on a token's position: "default", "linear" (positions divided by a factor),
-# "llama3" (only low frequencies divided, Llama 3.1) and "yarn" (arXiv 2309.00071). Keys as in transformers'
-# `config.json`.
+# Three variants, whose angles depend only on a token's position: "default", "linear" (positions divided by a factor)
+# and "llama3" (only low frequencies divided, Llama 3.1). Keys as in transformers' `config.json`.
 
 
 class Rope:
@@ -91,7 +90,7 @@ class Rope:
         parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
         parameters.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
         try:
-            frequencies, self._scale = _frequencies(parameters, head_dim)
+            frequencies = _frequencies(parameters, head_dim)
             if not frequencies.isfinite().all():
                 raise ValueError("a frequency is not finite")
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -102,23 +101,19 @@ class Rope:
         """Return the angles of positions int64 [tokens]."""
         half = positions[:, None].float() * self._frequencies
         both = torch.cat((half, half), dim=-1)
-        return both.cos() * self._scale, both.sin() * self._scale
+        return both.cos(), both.sin()
 
 
-def _frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
-    """Return radians per position, float32 [head_dim / 2], and the factor for cosines and sines."""
-    base = float(rope["rope_theta"])
-    periods = base ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
-    plain = 1.0 / periods
+def _frequencies(rope: dict[str, Any], head_dim: int) -> torch.Tensor:
+    """Return radians per position, float32 [head_dim / 2]."""
+    plain = 1.0 / float(rope["rope_theta"]) ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     match rope.get("rope_type", rope.get("type", "default")):
         case "default":
-            return plain, 1.0
+            return plain
         case "linear":
-            return plain / float(rope["factor"]), 1.0
+            return plain / float(rope["factor"])
         case "llama3":
-            return _llama3(plain, rope), 1.0
-        case "yarn":
-            return _yarn(periods, rope, head_dim, base)
+            return _llama3(plain, rope)
         case kind:
             raise ValueError(f"unknown type {kind!r}")
 
@@ -133,31 +128,6 @@ def _llama3(plain: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
     mixed = (1 - share) * slowed / factor + share * slowed
     between = (wavelength >= trained / high) & (wavelength <= trained / low)
     return torch.where(between, mixed, slowed)
-
-
-def _yarn(periods: torch.Tensor, rope: dict[str, Any], head_dim: int, base: float) -> tuple[torch.Tensor, float]:
-    """Keep high frequencies, divide low ones, with a ramp between; the scale sharpens attention slightly."""
-    factor, trained = float(rope["factor"]), float(rope["original_max_position_embeddings"])
-    scale = rope.get("attention_factor")
-    if scale is None:
-        above, below = rope.get("mscale"), rope.get("mscale_all_dim")
-        scale = _sharpened(factor, above) / _sharpened(factor, below) if above and below else _sharpened(factor, 1.0)
-
-    def dimension(rotations: float) -> float:
-        """Return the pair that makes this many rotations within the trained context."""
-        return head_dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-    begin, end = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
-        begin, end = math.floor(begin), math.ceil(end)
-    begin, end = max(begin, 0), min(end, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - begin) / (end - begin or 0.001)
-    kept = 1 - ramp.clamp(0, 1)
-    return (1 / (factor * periods)) * (1 - kept) + (1 / periods) * kept, float(scale)
-
-
-def _sharpened(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 # ---- the network
