@@ -9,12 +9,10 @@ import itertools
 import os
 import platform
 import resource
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from gpu import DeviceError
 from ipc.native.compiled import can_cache
@@ -27,9 +25,6 @@ from runtime.node.engine_config import OpenAiSection, VllmSection
 from runtime.node.placement.gpus import Gpu, Gpus
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
-from runtime.node.placement.plan import default_run_dir
-from runtime.node.run_dir import find_node
-from runtime.node.supervisor.listen import listen
 from runtime.node.worker_config import KvWorkerSection
 from runtime.packages import torch_cuda
 from runtime.retrieval.collections.collection import Collection
@@ -40,8 +35,6 @@ _NOFILE = 4096
 _MORE_FILES = f"ulimit -n {_NOFILE}, or LimitNOFILE= in the unit: every client session holds file descriptors"
 _MEMLOCK = 1 << 30  # order of magnitude of a node's pinned host buffers
 _MORE_LOCKED = "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit: the driver may refuse to pin memory"
-_SHM = 1 << 30
-_MORE_SHM = "mount -o remount,size=2G /dev/shm (docker: --shm-size=2g); Trinity itself does not use it"
 _PACKAGES = ("numpy", "numba", "pyzmq", "msgspec", "torch", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-ml-py")
 _NEEDED = _PACKAGES[:4]
 _PROBE_S = 60.0
@@ -72,7 +65,6 @@ def diagnose(
     needs_gpus = needs_gpus or (config is not None and isinstance(config.model, VllmSection) and any(config.model.gpus))
     embeds = config is not None and config.embedding.devices != ("cpu",)
     yield from _driver(gpus, machine, needs_gpus or embeds)
-    yield from _numa(machine)
     models = config is not None and any(device != "cpu" for role in _model_roles(config) for device in role.devices)
     yield from _pairs(gpus, machine, probe or cuda_ipc, models)
     if config is not None:
@@ -85,7 +77,6 @@ def diagnose(
             yield from vllm.findings(config.model)
         yield from _embedders(config)
         yield from permissions.findings(config)
-        yield from _port(config)
         yield _files(config, machine)
         with contextlib.suppress(TrinityError):  # `_files` has reported it
             yield from gpu_sharing.findings(lay_out(config, machine))
@@ -128,12 +119,6 @@ def _limits() -> Iterator[Finding]:
         soft, hard = resource.getrlimit(kind)
         enough = soft == resource.RLIM_INFINITY or soft >= minimum
         yield Finding.of(enough, subject, f"{_limit(soft)}{unit} (hard limit {_limit(hard)})", advice)
-    try:
-        free = shutil.disk_usage("/dev/shm").free
-    except OSError as error:
-        yield Finding("warning", "/dev/shm", f"missing: {error.strerror}", "mount a tmpfs: torch's workers may need it")
-        return
-    yield Finding.of(free >= _SHM, "/dev/shm", f"{free >> 20} MiB free", _MORE_SHM)
 
 
 def _driver(gpus: Gpus, machine: Machine, wanted: bool) -> Iterator[Finding]:
@@ -152,26 +137,6 @@ def _driver(gpus: Gpus, machine: Machine, wanted: bool) -> Iterator[Finding]:
             f"{gpu.name}, {gpu.uuid}, {gpu.free_bytes >> 20} of {gpu.memory_bytes >> 20} MiB free",
             "other processes use it: see nvidia-smi",
         )
-
-
-def _numa(machine: Machine) -> Iterator[Finding]:
-    for gpu in machine.gpus:
-        if gpu.is_mig:
-            continue
-        if gpu.numa_node is None:
-            advice = "not needed on a machine with one NUMA node; otherwise set pool.cores (nvidia-smi topo -m)"
-            yield Finding("warning", f"GPU {gpu.index} NUMA", f"unknown for {gpu.pci_bus}", advice)
-        elif gpu.numa_node not in machine.node_cores:
-            advice = "allow this process cores of that node (taskset, CPUAffinity=, cpuset)"
-            yield Finding(
-                "warning",
-                f"GPU {gpu.index} NUMA",
-                f"node {gpu.numa_node}: this process may use none of its cores",
-                advice,
-            )
-        else:
-            count = len(machine.node_cores[gpu.numa_node])
-            yield Finding("ok", f"GPU {gpu.index} NUMA", f"node {gpu.numa_node}, {count} cores")
 
 
 def _model_roles(config: NodeConfig) -> tuple[KvWorkerSection, ...]:
@@ -262,28 +227,6 @@ def _embedders(config: NodeConfig) -> Iterator[Finding]:
             )
         else:
             yield Finding("ok", subject, f"{embedder.name} at {location.override or embedder.url}")
-
-
-def _port(config: NodeConfig) -> Iterator[Finding]:
-    where = f"{config.http.host}:{config.http.port}"
-    try:
-        listen(config.http).close()
-    except TrinityError as error:
-        if (pid := _own_node(config)) is not None:
-            yield Finding("ok", f"port {where}", f"in use by this node, which runs (pid {pid})")
-            return
-        yield Finding("error", f"port {where}", error.message, "stop the process that listens there, or set http.port")
-    else:
-        yield Finding("ok", f"port {where}", "free")
-
-
-def _own_node(config: NodeConfig) -> int | None:
-    """Return the pid of the running node of this configuration, if it listens at the configured port."""
-    try:
-        info = find_node(Path(config.node.run_dir or default_run_dir(config.node.name)))
-    except TrinityError:
-        return None
-    return info.pid if urlsplit(info.url).port == config.http.port else None
 
 
 def _files(config: NodeConfig, machine: Machine) -> Finding:
