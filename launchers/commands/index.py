@@ -21,8 +21,7 @@ from launchers.commands.embedding_device import BuildDevice, load_for_documents,
 from launchers.commands.follow import follow
 from launchers.progress import BuildProgress
 from runtime.errors import BuildRefused, CollectionError, UsageError
-from runtime.node.placement.plan import nodes_dir
-from runtime.node.run_dir import collection_paths, find_node, running_nodes
+from runtime.node.run_dir import find_node
 from runtime.node.supervisor.admin import reload_collections
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
@@ -202,8 +201,6 @@ def _print_built(out: Path, ingested: IngestReport, begin: float) -> None:
     _print_skipped(ingested)
     built = Collection.info(out)
     print(f"{out}: {built.size:,} vectors of {built.dim} dimensions, built in {time.monotonic() - begin:.1f} s")
-    for line in _outdated_nodes(out):
-        print(line)
 
 
 def _print_skipped(ingested: IngestReport) -> None:
@@ -222,20 +219,6 @@ def _describe(embedder: EmbedderSpec | None) -> str:
     place = embedder.directory if isinstance(embedder, DirectorySpec) else embedder.url
     prefixes = f"prefixes {embedder.query_prefix!r} of queries, {embedder.passage_prefix!r} of passages"
     return f"{embedder_name(embedder)}, of {place}; {prefixes}"
-
-
-def _outdated_nodes(out: Path) -> list[str]:
-    """Return a line for every running node that still serves the previous collection at `out`."""
-    lines = []
-    for directory, node in running_nodes().items():
-        name = node.name if directory.parent == nodes_dir() else str(directory)
-        for collection, path in collection_paths(node).items():
-            if Path(path).resolve() == out.resolve():
-                lines.append(
-                    f"node {node.name!r} serves the previous build as {collection!r} until "
-                    f"`trinity index reload {name} {collection}`"
-                )
-    return lines
 
 
 @index_app.command()

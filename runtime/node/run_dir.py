@@ -1,13 +1,12 @@
 """Run directory of a node: `node.json` with its endpoints, and its logs. It is removed when the node stops.
 
 The directory is private to the user, and its parent does not allow other users to replace it. The supervisor holds a
-lock on it, which the kernel releases when the process ends, so that a stale directory never prevents a start. A run
-directory outside the user's default directory is registered there by a link, `@` and a hash of its path.
+lock on it, which the kernel releases when the process ends, so that a stale directory never prevents a start. A node
+in the user's directory of run directories is found by its name, another one by its path.
 """
 
 import contextlib
 import fcntl
-import hashlib
 import logging
 import os
 import shutil
@@ -32,8 +31,7 @@ log = logging.getLogger("supervisor")
 class NodeInfo(msgspec.Struct, frozen=True):
     """Endpoints and paths of a running node, for other processes of the user.
 
-    `pools`: endpoints of its vector-pool workers. `logs`: directory of its log files. `paths`: directories of its
-    `collections`, in the same order.
+    `pools`: endpoints of its vector-pool workers. `logs`: directory of its log files.
     """
 
     name: str
@@ -43,12 +41,6 @@ class NodeInfo(msgspec.Struct, frozen=True):
     pools: tuple[str, ...]
     collections: tuple[str, ...]
     logs: str = ""
-    paths: tuple[str, ...] = ()
-
-
-def collection_paths(info: NodeInfo) -> dict[str, str]:
-    """Return the directories of a node's collections by name."""
-    return dict(zip(info.collections, info.paths, strict=False))
 
 
 class RunDir:
@@ -96,28 +88,14 @@ class RunDir:
         raise ResourceBusy(f"node.run_dir: cannot use {path}: {missing.strerror if missing else 'it is in use'}")
 
     def write(self, info: NodeInfo) -> None:
-        """Write `node.json` atomically, and register the directory."""
+        """Write `node.json` atomically."""
         temporary = self.path / ".node.json"
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(msgspec.json.encode(info))
         temporary.rename(self.path / "node.json")
-        with contextlib.suppress(OSError):  # without a link it is found only by its path
-            self._register()
-
-    def _register(self) -> None:
-        directory = nodes_dir()
-        if self.path.parent == directory:
-            return
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for link in directory.glob("@*"):  # stale ones of killed nodes, and this node's old one
-            if _running(link.readlink()) is None or link == _link(self.path):
-                link.unlink(missing_ok=True)
-        _link(self.path).symlink_to(self.path.absolute())
 
     def release(self) -> None:
         """Remove the directory and release the lock."""
-        with contextlib.suppress(OSError):
-            _link(self.path).unlink(missing_ok=True)
         for file in (
             self.path / "node.json",
             self.path / ".node.json",
@@ -182,30 +160,26 @@ def find_node(node: str | Path = "") -> NodeInfo:
     if isinstance(node, Path) or "/" in node:
         return _read(Path(node))
     running = running_nodes()
-    found = {path: info for path, info in running.items() if node in ("", info.name)}
-    if len(found) > 1:
-        which = ", ".join(f"{info.name!r} in {path}" for path, info in found.items())
-        raise InvalidRequest(f"{len(found)} nodes run: {which}; select one by name or run directory", "node")
-    if found:
-        return next(iter(found.values()))
+    names = ", ".join(repr(info.name) for info in running)
     if not node:
-        raise Unavailable(f"no node runs: there is none in {nodes_dir()}, and no link to one")
-    names = ", ".join(sorted(repr(info.name) for info in running.values())) or "none"
+        if len(running) == 1:
+            return running[0]
+        if running:
+            raise InvalidRequest(f"{len(running)} nodes run: {names}; select one by name or run directory", "node")
+        raise Unavailable(f"no node runs in {nodes_dir()}; give the run directory of one elsewhere")
     try:
         return _read(default_run_dir(node))
     except Unavailable as error:
-        raise Unavailable(f"{error.message}, and no node elsewhere has that name (running nodes: {names})") from error
+        raise Unavailable(f"{error.message} (running nodes: {names or 'none'})") from error
 
 
-def running_nodes() -> dict[Path, NodeInfo]:
-    """Return this user's running nodes by run directory, sorted by name."""
+def running_nodes() -> list[NodeInfo]:
+    """Return the nodes that run in this user's directory of run directories, sorted by name."""
     try:
-        entries = sorted(nodes_dir().iterdir())
+        paths = sorted(nodes_dir().iterdir())
     except OSError:
-        return {}
-    paths = [entry.readlink() if entry.is_symlink() else entry for entry in entries]
-    found = {path: info for path in paths if (info := _running(path)) is not None}
-    return dict(sorted(found.items(), key=lambda item: (item[1].name, item[0])))
+        return []
+    return [info for path in paths if (info := _running(path)) is not None]
 
 
 def _running(path: Path) -> NodeInfo | None:
@@ -213,10 +187,6 @@ def _running(path: Path) -> NodeInfo | None:
         return _read(path)
     except (Unavailable, ConfigError):
         return None
-
-
-def _link(path: Path) -> Path:
-    return nodes_dir() / f"@{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]}"
 
 
 def _read(path: Path) -> NodeInfo:

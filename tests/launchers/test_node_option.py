@@ -25,7 +25,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def only(home: Path) -> Iterator[RunDir]:
-    held = RunDir.acquire(home / "elsewhere")
+    held = RunDir.acquire(home / "trinity" / "only")
     held.write(NodeInfo("only", 1, "http://127.0.0.1:1", NOWHERE, (), (), logs=str(home)))
     yield held
     held.release()
@@ -38,7 +38,7 @@ def test_with_several_nodes_the_error_lists_them(words: Sequence[str], only: Run
     refused = CliRunner().invoke(command_line(), list(words)).exception
     other.release()
     assert isinstance(refused, InvalidRequest)
-    assert "2 nodes run: 'only' in" in refused.message
+    assert "2 nodes run: 'only', 'other'" in refused.message
 
 
 @pytest.mark.parametrize("words", [["trace", "an-id"], ["top"]], ids=["trace", "top"])

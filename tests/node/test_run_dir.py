@@ -62,32 +62,23 @@ def running(path: Path, name: str) -> RunDir:
 def test_without_a_name_the_only_running_node_is_used_and_several_are_listed_in_the_error(home: Path) -> None:
     with pytest.raises(Unavailable, match="no node runs"):
         find_node()
-    first, second = running(default_run_dir("b"), "b"), running(home / "elsewhere", "a")
-    with pytest.raises(InvalidRequest, match=rf"2 nodes run: 'a' in {home}/elsewhere, 'b' in {home}/trinity/b"):
+    first, second = running(default_run_dir("b"), "b"), running(default_run_dir("a"), "a")
+    elsewhere = running(home / "elsewhere", "d")
+    with pytest.raises(InvalidRequest, match=r"2 nodes run: 'a', 'b'; select one by name or run directory"):
         find_node()
-    with pytest.raises(Unavailable, match=r"no node runs in .*/c, .*\(running nodes: 'a', 'b'\)"):
+    with pytest.raises(Unavailable, match=r"no node runs in .*/c \(running nodes: 'a', 'b'\)"):
         find_node("c")
     first.release()
     assert find_node().name == "a"
+    assert find_node(home / "elsewhere").name == "d"
     second.release()
+    elsewhere.release()
 
 
-def test_two_nodes_of_one_name_are_distinguished_by_directory(home: Path) -> None:
-    held = [running(home / number, "twin") for number in ("1", "2")]
-    with pytest.raises(InvalidRequest, match=rf"'twin' in {home}/1, 'twin' in {home}/2; select one"):
-        find_node("twin")
-    assert find_node(home / "2").name == "twin"
-    for each in held:
-        each.release()
-
-
-def test_the_link_of_a_killed_node_is_ignored_and_removed_at_the_next_start(home: Path) -> None:
-    killed = running(home / "killed", "killed")
+def test_a_killed_node_is_no_running_one(home: Path) -> None:
+    killed = running(default_run_dir("killed"), "killed")
     os.close(killed.fileno())  # as the kernel does when its process dies
-    assert running_nodes() == {}
-    again = running(home / "next", "next")
-    assert [entry.readlink().name for entry in nodes_dir().iterdir()] == ["next"]
-    again.release()
+    assert running_nodes() == []
 
 
 def test_a_second_node_in_the_same_directory_is_refused_and_the_first_is_not_disturbed(tmp_path: Path) -> None:

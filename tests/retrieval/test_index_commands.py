@@ -18,7 +18,6 @@ from gpu import GraphIndex
 from launchers.commands import index as index_commands
 from launchers.main import main
 from runtime.errors import EXIT_CONFIG, EXIT_USAGE, CollectionError
-from runtime.node.placement.plan import nodes_dir
 from runtime.node.run_dir import NodeInfo
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
@@ -84,21 +83,6 @@ def test_texts_are_built_shown_verified_and_detected_as_corrupt(trinity: Trinity
     code, printed, told = trinity("index", "verify", out)
     assert (code, printed) == (EXIT_CONFIG, "")
     assert str(codes) in told
-
-
-def test_replacing_a_served_collection_names_the_nodes_that_serve_the_old_one(
-    trinity: Trinity, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, other = tmp_path / "docs", tmp_path / "other"
-    node = NodeInfo("mine", 1, "http://x", "ipc://x", (), ("code", "texts"), paths=(str(other), f"{tmp_path}/./docs"))
-    monkeypatch.setattr(index_commands, "running_nodes", lambda: {nodes_dir() / "mine": node, tmp_path / "run": node})
-    build = ("index", "build", source, "--out", out, "--embedder", "hashing-64", "--threads", 1, "--force")
-    code, printed, _ = trinity(*build)
-    assert code == 0
-    assert printed.splitlines()[1:] == [
-        f"node 'mine' serves the previous build as 'texts' until `trinity index reload {name} texts`"
-        for name in ("mine", tmp_path / "run")
-    ]
 
 
 def test_a_reload_prints_each_nodes_outcome(trinity: Trinity, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -353,7 +353,6 @@ class Supervisor:
             control=self.plan.endpoint("control"),
             pools=tuple(self.plan.endpoint(pool.name) for pool in self.plan.of_role("pool")),
             collections=tuple(collection.name for collection in self.plan.config.collections),
-            paths=tuple(collection.path for collection in self.plan.config.collections),
             logs=str(log_directory(self.plan)),
         )
 
