@@ -1,10 +1,7 @@
 """`trinity logs`: the logs of all processes of a node, merged by time."""
 
 import os
-import select
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +14,7 @@ from runtime.node.config import NodeSection
 from runtime.node.logs.log import LEVELS, Level, LogLine, escape_control
 from runtime.node.logs.reader import read_logs
 from runtime.node.placement.plan import default_run_dir
-from runtime.node.run_dir import LOGS, NodeInfo, find_node
-
-_POLL_S = 0.2
+from runtime.node.run_dir import LOGS, find_node
 
 
 def logs(
@@ -30,26 +25,22 @@ def logs(
         ),
     ] = "",
     named: NodeOption = "",
-    follow: Annotated[bool, typer.Option(help="Follow the logs until the node exits.")] = False,
     worker: Annotated[str, typer.Option(help='Show only this process, such as "decode-0" or "supervisor".')] = "",
     request: Annotated[str, typer.Option(help="Show only this request (its x-request-id).")] = "",
     level: Annotated[Level, typer.Option(help="Minimum level.")] = "debug",
 ) -> None:
-    """Print the logs of a node's processes, merged by time."""
-    directory, info = _log_directory(resolve_node(node, named))
+    """Print the logs of a node's processes, merged by time. `trinity serve` writes the same lines as they come."""
+    directory = _log_directory(resolve_node(node, named))
     processes = sorted(path.name.removesuffix(".log") for path in directory.glob("*.log"))
     if worker and worker not in processes:
         raise InvalidRequest(f"--worker {worker}: {directory} has logs of {', '.join(processes) or 'no process'}")
-    if follow and info is None:
-        raise Unavailable(f"--follow: no running node in {directory}")
-    with _waiter(info if follow else None) as wait:
-        try:
-            for line in read_logs(directory, wait):
-                if _matches(line, worker, request, level):
-                    print(format_line(line), flush=follow)
-            sys.stdout.flush()
-        except BrokenPipeError:  # such as `trinity logs | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    try:
+        for line in read_logs(directory):
+            if _matches(line, worker, request, level):
+                print(format_line(line))
+        sys.stdout.flush()
+    except BrokenPipeError:  # such as `trinity logs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def format_line(line: LogLine) -> str:
@@ -63,31 +54,13 @@ def _matches(line: LogLine, worker: str, request: str, level: Level) -> bool:
     return of_request and line.process == (worker or line.process) and LEVELS.get(line.level, 99) >= LEVELS[level]
 
 
-def _log_directory(node: str) -> tuple[Path, NodeInfo | None]:
-    """Return the directory of the node's logs, and the node if it runs; logs of a dead node remain readable."""
+def _log_directory(node: str) -> Path:
+    """Return the directory of the node's logs; those of a dead node remain readable."""
     try:
-        info = find_node(node)
+        return Path(find_node(node).logs)
     except Unavailable:
         named = Path(node) if "/" in node else default_run_dir(node or NodeSection().name)
         for directory in (named, named / LOGS):
             if any(directory.glob("*.log")):
-                return directory, None
+                return directory
         raise
-    return Path(info.logs), info
-
-
-@contextmanager
-def _waiter(info: NodeInfo | None) -> Iterator[Callable[[], bool] | None]:
-    """Yield a function that waits for more lines and returns False once the node has exited; None without a node."""
-    if info is None:
-        yield None
-        return
-    try:
-        pidfd = os.pidfd_open(info.pid)
-    except ProcessLookupError:
-        yield None
-        return
-    try:
-        yield lambda: not select.select([pidfd], [], [], _POLL_S)[0]
-    finally:
-        os.close(pidfd)

@@ -1,6 +1,5 @@
-"""Merged reading of a node's logs: ordered, over rotations, and following."""
+"""Merged reading of a node's logs: ordered, and over rotations."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -59,43 +58,12 @@ def test_partial_and_invalid_lines_are_skipped(tmp_path: Path, pool: Writer) -> 
     assert seconds(list(read_logs(tmp_path))) == [1]
 
 
-def steps(*actions: Callable[[], None]) -> Callable[[], bool]:
-    """Return a wait function that runs the next step at each call; after the last one the node ends."""
-    left = list(actions)
-
-    def wait() -> bool:
-        left.pop(0)()
-        return bool(left)
-
-    return wait
-
-
-def test_following_yields_every_line_once_over_rotations_and_new_processes(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "pool-0", max_bytes=250, files=9)
-    writer.write(0)
-    path = tmp_path / "pool-0.log"
-    whole = msgspec.json.encode(line(6)) + b"\n"
-
-    def begin_a_line() -> None:
-        with path.open("ab") as file:
-            file.write(whole[:30])
-
-    def end_it() -> None:
-        with path.open("ab") as file:
-            file.write(whole[30:])
-
-    def write_over_several_rotations() -> None:
-        for second in (2, 3, 4, 5):
-            writer.write(second)
-
-    wait = steps(
-        lambda: writer.write(1),
-        write_over_several_rotations,
-        begin_a_line,
-        end_it,
-        lambda: Writer(tmp_path, "decode-0").write(7),
-    )
-    assert seconds(list(read_logs(tmp_path, wait))) == [0, 1, 2, 3, 4, 5, 6, 7]
+def test_a_rotated_file_is_read_before_the_current_one(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, "pool-0", max_bytes=250)
+    for second in range(3):
+        writer.write(second)
+    assert (tmp_path / "pool-0.log.1").exists()
+    assert seconds(list(read_logs(tmp_path))) == [0, 1, 2]
 
 
 # ---- the command
@@ -142,11 +110,6 @@ def test_an_unknown_process_is_refused_with_the_known_ones(node: str) -> None:
     with pytest.raises(InvalidRequest, match=r"--worker pool-9: .* has logs of decode-0, supervisor") as refused:
         trinity_logs(node, "--worker", "pool-9")
     assert refused.value.exit_code == EXIT_FAILED  # as of `restart --worker`
-
-
-def test_a_dead_node_cannot_be_followed(node: str) -> None:
-    with pytest.raises(Exception, match="--follow: no running node"):
-        trinity_logs(node, "--follow")
 
 
 def test_a_node_removes_the_logs_of_its_run_directory(tmp_path: Path) -> None:

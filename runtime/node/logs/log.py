@@ -106,7 +106,7 @@ def parse(line: bytes) -> LogLine | None:
 
 
 QUEUE_LINES = 2_000
-_FILE_BYTES, _FILES = 2 << 20, 2  # of each process; a run directory is often memory
+FILES, _FILE_BYTES = 2, 2 << 20  # of each process; a run directory is often memory
 
 Write = Callable[[bytes], None]
 
@@ -256,7 +256,7 @@ def log_to_stderr(section: LogSection, process: str) -> Iterator[None]:
 def log_to_file(plan: NodePlan, process: str, on_lost: Callable[[int], None] = lambda lines: None) -> Iterator[None]:
     """Log as JSON to the process's own file in the node's log directory."""
     section = plan.config.log
-    file = LogFile(log_directory(plan) / f"{process}.log", _FILE_BYTES, _FILES)
+    file = LogFile(log_directory(plan) / f"{process}.log", _FILE_BYTES, FILES)
     with (
         contextlib.closing(file),
         _logging_through(QueuedHandler(file.write, Formatter("json", process), on_lost), section),
