@@ -25,7 +25,6 @@ from runtime.simulator.events import Events, Timeouts, ns
 from runtime.simulator.kv.prompt_blocks import PromptBlocks, prompt_blocks
 from runtime.simulator.kv.routing import Knowledge
 from runtime.simulator.kv.rows import KvRows
-from runtime.simulator.kv.tiers import NodeTiers
 from runtime.simulator.result import Result, Sample
 from runtime.simulator.roles import Roles
 from runtime.simulator.setup import Setup
@@ -79,7 +78,6 @@ class Simulation:
             self._is_idle,
         )
         self._block_tokens = (config.own_model or ModelSection(name="")).kv_block_tokens
-        self.tiers = NodeTiers(config.kv, setup.times, self._block_tokens)
         self._build_workers()
         workers: list[SimPrefill | SimDecode] = [*self.prefills.values(), *self.decodes.values()]
         blocks = {worker.name: worker.prompts for worker in workers if worker.prompts is not None}
@@ -128,7 +126,7 @@ class Simulation:
         self.decodes: dict[str, SimDecode] = {}
         self.prefills: dict[str, SimPrefill] = {}
         for i in range(config.decode.workers):
-            kv = KvRows(config.decode.kv_blocks, self._block_tokens, self.tiers) if config.decode.kv_blocks else None
+            kv = KvRows(config.decode.kv_blocks, self._block_tokens) if config.decode.kv_blocks else None
             decode = SimDecode(
                 f"decode-{i}", self.events, setup.times, config.decode, batches,
                 self._report, partial(self._end_once, outcome=FINISHED), kv, self._prompts(config.decode),
@@ -175,7 +173,7 @@ class Simulation:
 
     def _prompts(self, limits: KvWorkerSection) -> PromptBlocks | None:
         """Return a worker's prompt blocks, if the trace contains shared blocks."""
-        return prompt_blocks(self._arrivals, limits.slots, limits.kv_blocks * self._block_tokens, self.tiers)
+        return prompt_blocks(self._arrivals, limits.slots, limits.kv_blocks * self._block_tokens)
 
     def _hello(self, role: Role, name: str, limits: KvWorkerSection, kv: KvRows | PromptBlocks | None = None) -> Hello:
         hello = Hello(role=role, worker=name, epoch=1, pid=0, slots=limits.slots, limit_tokens=_MAX_TOKENS)

@@ -4,7 +4,7 @@ from random import Random
 
 from msgspec.structs import replace
 
-from runtime.node.config import Disaggregate, HandoverSection, HttpSection, KvSection, NodeConfig
+from runtime.node.config import Disaggregate, HandoverSection, HttpSection, NodeConfig
 from runtime.node.worker_config import DecodeSection, PoolPlacement, PoolSection, PrefillSection
 from runtime.simulator.node import Simulation
 from runtime.simulator.policies import PolicyChoice
@@ -18,14 +18,13 @@ POLICIES = ("configured", "fixed:0.3", "paper")
 
 def config(
     *, prefill: int = 1, decode: int = 2, pools: int = 1, slots: int = 8, in_flight: int = 10_000,
-    disaggregate: Disaggregate = "always", placement: PoolPlacement = "own", host_mib: int = 0,
+    disaggregate: Disaggregate = "always", placement: PoolPlacement = "own",
 ) -> NodeConfig:  # fmt: skip
     return NodeConfig(
         http=HttpSection(max_in_flight=in_flight),
         prefill=PrefillSection(workers=prefill, slots=4, chunk_tokens=512),
         decode=DecodeSection(workers=decode, slots=slots),
         handover=HandoverSection(disaggregate=disaggregate),
-        kv=KvSection(host_mib=host_mib),
         pool=PoolSection(workers=pools, slots=4, placement=placement),
     )
 

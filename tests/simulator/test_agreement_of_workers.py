@@ -23,7 +23,7 @@ EXTEND_S = 10e-6  # 42 to 44 extends per query
 TIMES = replace(
     H100_8B,
     prefill_pass_s=2e-3, prefill_token_s=100e-6, prefill_behind_s=50e-6, prefill_pair_s=10e-9, decode_step_s=2e-3,
-    decode_row_s=200e-6, decode_context_s=200e-9, kv_token_bytes=0.0, link_s=0.0, tier_block_s=0.0, embed_s=1e-3,
+    decode_row_s=200e-6, decode_context_s=200e-9, kv_token_bytes=0.0, link_s=0.0, embed_s=1e-3,
     ring_s=5e-6, extend_s=EXTEND_S, extend_slot_s=0.0,
 )  # fmt: skip
 SECTIONS: dict[str, Any] = {
@@ -104,18 +104,13 @@ def conversations(count: int = 150) -> list[Arrival]:
 
 
 @pytest.mark.parametrize(
-    ("disaggregate", "worker", "kv_blocks", "host_mib"),
-    [
-        ("always", "prefill-0", 100, 64), ("always", "prefill-0", 512, 0),
-        ("never", "decode-0", 100, 0), ("never", "decode-0", 100, 64),
-    ],
-)  # fmt: skip
+    ("disaggregate", "worker", "kv_blocks"),
+    [("always", "prefill-0", 512), ("never", "decode-0", 100)],
+)
 def test_prefix_hits_agree_with_those_of_the_real_workers(
-    disaggregate: str, worker: str, kv_blocks: int, host_mib: int, model: Path, tmp_path: Path
+    disaggregate: str, worker: str, kv_blocks: int, model: Path
 ) -> None:
-    """In the cache and in KV tiers: tier reads and writes take no time on the virtual clock."""
     sections = SECTIONS | {"handover": {"disaggregate": disaggregate}}
-    sections |= {"kv": {"host_mib": host_mib}, "node": {"run_dir": str(tmp_path / "run")}}
     sections["prefill"] = SECTIONS["prefill"] | {"kv_blocks": kv_blocks}
     requests = conversations()
     real = run_workers(model, TIMES, requests, search_s=43 * EXTEND_S, every=0, passages=False, **sections)

@@ -24,7 +24,7 @@ TIMES = replace(
 
 
 def alone(*, disaggregate: Disaggregate = "always", kv_blocks: int = 0, slots: int = 4) -> Setup:
-    """Return a node with one worker per role, no retrieval and no KV tiers; `kv_blocks` of prefill."""
+    """Return a node with one worker per role and no retrieval; `kv_blocks` of prefill."""
     node = config(decode=1, disaggregate=disaggregate)
     node = replace(node, prefill=replace(node.prefill, kv_blocks=kv_blocks, slots=slots))
     return replace(without_retrieval(setup(node=node)), times=TIMES)

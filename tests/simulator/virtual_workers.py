@@ -226,8 +226,7 @@ class Loop:
 
 
 class Run(NamedTuple):
-    """Stages of every request, in the order of their ends; and by worker the prompt tokens that were in its cache or
-    loaded from KV tiers."""
+    """Stages of every request, in the order of their ends; and by worker the prompt tokens that were in its cache."""
 
     done: list[dict[str, int]]
     hit_tokens: dict[str, int]
@@ -245,8 +244,8 @@ def run_workers(
 ) -> Run:
     """`search_s`: latency of the pool; `passages`: whether probes find any."""
     clock = Clock()
-    no_tiers = {"kv": {"host_mib": 0}}  # isolates runs from each other
-    plan = lay_out(parse_config({"model": {"name": str(model), "context_tokens": 2048}, **no_tiers, **sections}))
+    no_tiers = {"kv": {"host_mib": 0}}  # not simulated, and shared by all runs
+    plan = lay_out(parse_config({"model": {"name": str(model), "context_tokens": 2048}, **sections, **no_tiers}))
     assert plan.config.own_model is not None
     handover = Handover(clock, 1 << 26, plan.config.prefill.slots)
     transport: Any = SimpleNamespace(
@@ -291,12 +290,8 @@ def run_workers(
     with _on(clock):
         while len(frontend.done) < len(arrivals):
             min(loops, key=lambda loop: loop.next_ns).run()
-    return Run(frontend.done, {worker._worker.name: _cached_tokens(worker) for worker in (prefill, decode)})
-
-
-def _cached_tokens(worker: Any) -> int:
-    loaded = sum(tier.counts["loaded"] for tier in worker._tiers._tiers)
-    return int(worker._blocks.statistics().hit_tokens + loaded * worker._blocks.block_tokens)
+    hit_tokens = {worker._worker.name: worker._blocks.statistics().hit_tokens for worker in (prefill, decode)}
+    return Run(frontend.done, hit_tokens)
 
 
 def _prompt(number: int, arrival: Arrival) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""KV of the simulated node: blocks of rows and prompts, prefix reuse, early pulls, and shared tiers."""
+"""KV of the simulated node: blocks of rows and prompts, prefix reuse and early pulls."""

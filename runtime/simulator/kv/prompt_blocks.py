@@ -1,14 +1,12 @@
 """Prefix reuse of simulated workers, for traces that contain the shared blocks of their prompts.
 
-A block is a block of the trace. Production's block manager allocates and caches it, and production's rules write it to
-KV tiers and load it. As in production, only full blocks are shared and a prompt's last token is always computed.
+A block is a block of the trace, which production's block manager allocates and caches. As in production, only full
+blocks are shared and a prompt's last token is always computed.
 """
 
 from collections.abc import Sequence
 
 from runtime.serving.kv.blocks import BlockManager, BlockTable
-from runtime.serving.kv.tiers import Load
-from runtime.simulator.kv.tiers import NodeTiers
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.traces import Arrival
 
@@ -18,12 +16,10 @@ _LAST = (0,)  # stands for the tokens after a prompt's last shareable block
 class PromptBlocks:
     """Prompt blocks of a worker: held by its prompts, then cached until eviction. Answers' tokens are not counted."""
 
-    def __init__(self, blocks: int, block_tokens: int, tiers: NodeTiers) -> None:
+    def __init__(self, blocks: int, block_tokens: int) -> None:
         self.block_tokens, self.blocks = block_tokens, blocks
         self.manager = BlockManager(blocks, 1, b"")  # one token of the manager is a block of the trace
-        self.tiers = tiers.of_worker(self.manager, block_tokens)
         self._tables: dict[SimRequest, BlockTable] = {}
-        self._loads: dict[SimRequest, Load] = {}
 
     @property
     def available(self) -> int:
@@ -35,8 +31,8 @@ class PromptBlocks:
         return key in self.manager.registered
 
     def cached_tokens(self, arrival: Arrival) -> int:
-        """Return how many leading tokens of a prompt are cached here or in tiers."""
-        return self.tiers.cached_tokens(self._lookup_keys(arrival)) * self.block_tokens
+        """Return how many leading tokens of a prompt are cached here."""
+        return self.manager.cached_tokens(self._lookup_keys(arrival)) * self.block_tokens
 
     def has_room(self, arrival: Arrival) -> bool:
         known = self._lookup_keys(arrival)
@@ -51,27 +47,6 @@ class PromptBlocks:
         self.manager.grow(table, -(-arrival.prompt_tokens // self.block_tokens))
         return table.reused_tokens * self.block_tokens
 
-    def begin_load(self, request: SimRequest) -> int:
-        """Start loading further blocks of a prompt from tiers. Return the time it takes in ns; 0 if there are none."""
-        table, known = self._tables[request], self._lookup_keys(request.arrival)
-        load = self.tiers.load(table, known)
-        if load is None:
-            return 0
-        self._loads[request] = load
-        blocks = self.tiers.cached_tokens(known) - table.reused_tokens
-        return max(blocks * self.tiers.files * self.tiers.costs.load_ns, 1)
-
-    def end_load(self, request: SimRequest) -> int:
-        """Finish loading; the caller accounts for its time. Return how many leading tokens are cached."""
-        load, table = self._loads.pop(request, None), self._tables.get(request)
-        if table is None:
-            return 0  # it was preempted or has ended
-        if load is not None:
-            before = self.tiers.clock.spent_ns
-            load.step()
-            self.tiers.clock.spent_ns = before
-        return table.reused_tokens * self.block_tokens
-
     def fill(self, request: SimRequest, tokens: int) -> None:
         """Register the KV of a prompt's first `tokens` tokens for reuse, unless it was preempted meanwhile."""
         table = self._tables.get(request)
@@ -81,30 +56,20 @@ class PromptBlocks:
 
     def release(self, request: SimRequest) -> None:
         """Release a prompt's blocks; full ones stay cached. Idempotent."""
-        self._loads.pop(request, None)
         table = self._tables.pop(request, None)
         if table is not None:
             self.manager.close(table)
-
-    def record_compute(self, tokens: int, took_ns: int) -> None:
-        """See `Tiers.record_compute`."""
-        self.tiers.record_compute(tokens / self.block_tokens, took_ns)
-
-    @property
-    def unsaved(self) -> bool:
-        """Whether there are blocks that no tier has stored yet."""
-        return bool(self.manager.unsaved)
 
     def _lookup_keys(self, arrival: Arrival) -> Sequence[int]:
         """Return the shareable blocks of a prompt, and a stand-in for the rest with its last token."""
         return (*arrival.prefix[: (arrival.prompt_tokens - 1) // self.block_tokens], *_LAST)
 
 
-def prompt_blocks(arrivals: Sequence[Arrival], slots: int, kv_tokens: int, tiers: NodeTiers) -> PromptBlocks | None:
+def prompt_blocks(arrivals: Sequence[Arrival], slots: int, kv_tokens: int) -> PromptBlocks | None:
     """Return the prompt blocks of a worker with room for `kv_tokens` tokens (0: for `slots` of the longest prompts).
     None if the trace contains no shared blocks."""
     block_tokens = arrivals[0].block_tokens if arrivals else 0
     if not block_tokens:
         return None
     longest = max(-(-arrival.prompt_tokens // block_tokens) for arrival in arrivals)
-    return PromptBlocks(-(-kv_tokens // block_tokens) or slots * longest, block_tokens, tiers)
+    return PromptBlocks(-(-kv_tokens // block_tokens) or slots * longest, block_tokens)

@@ -33,8 +33,7 @@ class Knowledge:
         if report.worker not in self._events:
             return report
         self._publish(report.worker)
-        saves = self._workers[report.worker].tiers.load_saves
-        return replace(report, cached_batch=self._events[report.worker].number, load_saves=saves)
+        return replace(report, cached_batch=self._events[report.worker].number)
 
     def computed(self, request: SimRequest) -> None:
         """Tell the router the keys of a prompt that has its first token, as its token ids do in production."""

@@ -1,11 +1,8 @@
 """KV blocks of the rows of a simulated decode worker, if they are counted."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
 
 from runtime.serving.kv.blocks import BlockManager, BlockTable, OutOfBlocks
-from runtime.serving.kv.tiers import SavedRow
-from runtime.simulator.kv.tiers import NodeTiers
 from runtime.simulator.stages.decode_batches import Batch
 from runtime.simulator.stages.request import SimRequest
 
@@ -13,19 +10,14 @@ from runtime.simulator.stages.request import SimRequest
 class KvRows:
     """KV blocks of a worker's rows, allocated by production's block manager, without prefix sharing.
 
-    Rows are in order of arrival. A preempted row has no blocks and keeps its position. By production's rule it is
-    written to a KV tier at that moment (a real worker may have written some blocks earlier, in idle time) and loaded
-    when it resumes, or recomputed.
+    Rows are in order of arrival. A preempted row has no blocks, keeps its position, and is recomputed when it resumes.
     """
 
-    def __init__(self, blocks: int, block_tokens: int, tiers: NodeTiers) -> None:
+    def __init__(self, blocks: int, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.most_tokens = blocks * block_tokens
         self._blocks = BlockManager(blocks, block_tokens, b"")
         self._tables: dict[SimRequest, BlockTable | None] = {}
-        self._names = count()
-        self.tiers = tiers.of_worker(self._blocks, block_tokens)
-        self._saved: dict[SimRequest, SavedRow] = {}  # preempted rows in a tier
 
     def __iter__(self) -> Iterator[SimRequest]:
         return iter(self._tables)
@@ -56,25 +48,13 @@ class KvRows:
         """Return the row that is preempted next."""
         return next(row for row in reversed(self._tables) if self._tables[row] is not None)
 
-    def preempt(self, row: SimRequest, tokens: int) -> None:
-        """Free the blocks of a row with `tokens` tokens, after writing them to a tier if that pays."""
-        table = self._held(row)
-        names = [next(self._names).to_bytes(16, "big") for _ in range(self._blocks.blocks_for(tokens))]
-        if self.tiers.swap_out(names, table.blocks[: len(names)]):
-            self._saved[row] = SavedRow(names, tokens)
-        self._blocks.close(table)
+    def preempt(self, row: SimRequest) -> None:
+        """Free the blocks of a row."""
+        self._blocks.close(self._held(row))
         self._tables[row] = None
-
-    def load(self, row: SimRequest) -> int:
-        """Load a resumed row from its tier. Return how many tokens were loaded."""
-        saved = self._saved.pop(row, None)
-        return self.tiers.load_row(saved) if saved is not None else 0
 
     def end(self, row: SimRequest) -> None:
         """Free the blocks of a row that has ended."""
-        saved = self._saved.pop(row, None)
-        if saved is not None:
-            self.tiers.release(saved)
         table = self._tables.pop(row)
         if table is not None:
             self._blocks.close(table)

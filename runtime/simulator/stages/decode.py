@@ -4,9 +4,9 @@ Its loop acts between two steps only, as the real one does: a hand-over, a probe
 during a step are processed after the step. On CPUs the loop itself copies KV in slices between steps; on GPUs copies
 run concurrently over a link of their own. One hand-over is pulled at a time and, unlike in production, not before its
 row has a slot. Finished passes of a prompt are pulled while prefill computes the rest. KV blocks are counted if
-`[decode] kv_blocks` is set: when they run out, the youngest row is preempted, and its KV is loaded from tiers later or
-recomputed. Prompt blocks are reused if the trace contains shared prefixes; rows are counted as if they shared none. A
-prompt without KV is computed in chunks during other rows' steps, except the part that tiers hold.
+`[decode] kv_blocks` is set: when they run out, the youngest row is preempted, and its KV is recomputed later. Prompt
+blocks are reused if the trace contains shared prefixes; rows are counted as if they shared none. A prompt without KV is
+computed in chunks during other rows' steps.
 """
 
 from collections import deque
@@ -21,7 +21,6 @@ from runtime.simulator.events import NEVER_NS, Events, ns
 from runtime.simulator.kv.early_pull import EarlyPull, EarlyPulls
 from runtime.simulator.kv.prompt_blocks import PromptBlocks
 from runtime.simulator.kv.rows import KvRows
-from runtime.simulator.kv.write_through import WriteThrough
 from runtime.simulator.stages.decode_batches import Batches
 from runtime.simulator.stages.pull import Link, Pull
 from runtime.simulator.stages.request import SimRequest
@@ -56,8 +55,6 @@ class SimDecode:
         self.slots = self.free = limits.slots
         self.kv, self.prompts = kv, prompts
         self.early = EarlyPulls(kv, prompts)
-        self._writes = WriteThrough(events, prompts, lambda: not self._link.batch_runs) if prompts is not None else None
-        self._steps = 0  # steps of the batch at the last write-through
         self.batch = batches.add(self._between_runs, kv.most_tokens if kv is not None else NEVER_NS)
         self.batch.call_between_runs(kv is not None)
         self._link = Link(events, self.batch, self._slice_ns)
@@ -104,7 +101,7 @@ class SimDecode:
             self.batch.interrupt()
         else:  # the loop sees it after the current step, and only has to start the copy
             self._admit()
-            if self._pulling and not self._pulling[0].min_slice_ns:
+            if self._pulling:
                 self._link.schedule_end(self._pulling[0], self.batch.boundary_ns())
             if self._computing or self._pulling:
                 self.batch.interrupt()
@@ -164,7 +161,8 @@ class SimDecode:
                 continue
             found = self._take_blocks(request)
             if request.by_decode:
-                self._start_prompt(request, pulled, found)
+                request.done_tokens = request.found_tokens = found
+                self._computing.append(Pull(request, pulled, 0))
             else:
                 took = ns(self._times.copy_s(request.arrival.prompt_tokens - found))
                 self.link_busy_ns += took
@@ -175,15 +173,6 @@ class SimDecode:
         if self.kv is not None:
             self.kv.take(request, request.arrival.prompt_tokens)
         return self.prompts.take(request) if self.prompts is not None else 0
-
-    def _start_prompt(self, request: SimRequest, pulled: Callable[[], None], found: int) -> None:
-        """Start an admitted prompt without KV: load from tiers first, then compute the rest."""
-        request.done_tokens = request.found_tokens = found
-        if self.prompts is not None and (load_ns := self.prompts.begin_load(request)):
-            min_slice_ns = self.prompts.tiers.costs.load_ns
-            self._pulling.append(Pull(request, pulled, load_ns, min_slice_ns=min_slice_ns))
-        else:
-            self._computing.append(Pull(request, pulled, 0))
 
     def _has_room(self, request: SimRequest) -> bool:
         """Return whether there are blocks for a prompt, after evicting early pulls if necessary."""
@@ -214,8 +203,6 @@ class SimDecode:
             seconds = self._times.prefill_s(request.done_tokens, tokens)
             request.done_tokens += tokens
             budget -= tokens
-            if self.prompts is not None:
-                self.prompts.record_compute(tokens, ns(seconds))
             if not self._link.batch_runs:
                 prompt.left_ns = ns(seconds) + self.batch.step_ns()
                 self._link.schedule_end(prompt, now)
@@ -225,14 +212,8 @@ class SimDecode:
                 self._computed.append(self._computing.popleft().request)
 
     def _finish_pull(self, pull: Pull) -> None:
-        request = pull.request
-        if pull.min_slice_ns:
-            assert self.prompts is not None, "only prompt blocks are loaded from tiers"
-            request.done_tokens = request.found_tokens = self.prompts.end_load(request)
-            self._computing.append(Pull(request, pull.pulled, 0))
-            return
         pull.pulled()
-        self._join(request)
+        self._join(pull.request)
 
     def _join(self, request: SimRequest) -> None:
         self._count_row_time()
@@ -264,21 +245,10 @@ class SimDecode:
             self._compute()
             if self.batch.preempted:  # a row that has just joined may have lost its blocks during the pull
                 self._restore_rows()
-        steps, self._steps = self.batch.steps - self._steps, self.batch.steps
-        if self.kv is not None:
-            self.kv.tiers.write(steps * self.batch.step_ns() // BUSY_SHARE)  # blocks of preempted rows
-        if self._writes is not None:
-            took_ns = self._writes.write_for(steps * self.batch.step_ns())
-            if self._link.batch_runs:
-                self.batch.delay_next_step(took_ns / 1e9)
-            else:
-                self._writes.write_when_idle()
         pending = bool(self.offers or self._pulling or self._computing or self._computed or self.early)
-        self.batch.call_between_runs(
-            pending or self.kv is not None or (self.prompts is not None and self.prompts.unsaved)
-        )
+        self.batch.call_between_runs(pending or self.kv is not None)
         most = self.kv.allocate(self.batch, self._preempt) if self.kv is not None else self.batch.most_steps
-        sliced = self._pulling and (self._slice_ns or self._pulling[0].min_slice_ns)
+        sliced = self._pulling and self._slice_ns
         early = self._slice_ns and self.early.first(self._events.now_ns)
         self.batch.resume(1 if self._computing or self._computed or sliced or early else most)
 
@@ -309,7 +279,7 @@ class SimDecode:
     # ---- KV blocks
 
     def _restore_rows(self) -> None:
-        """Allocate blocks for preempted rows, oldest first; the next step recomputes what tiers do not hold."""
+        """Allocate blocks for preempted rows, oldest first; the next step recomputes them."""
         assert self.kv is not None
         for row in [row for row in self.kv if self.batch.is_preempted(row.row)]:
             context = self.batch.context(row.row)
@@ -320,11 +290,7 @@ class SimDecode:
                 self._end(row)
                 continue
             self.kv.take(row, context)
-            loaded = self.kv.load(row)
-            computed_s = self._times.prefill_s(loaded, context - loaded)
-            self.kv.tiers.record_compute(context - loaded, ns(computed_s))
-            self.batch.delay_next_step(computed_s)
-            self.batch.delay_next_step(self.kv.tiers.take_time_ns() / 1e9)
+            self.batch.delay_next_step(self._times.prefill_s(0, context))
 
     def _preempt(self) -> None:
         """Evict an early pull, or preempt the youngest row."""
@@ -334,8 +300,7 @@ class SimDecode:
         row = self.kv.youngest()
         self.preemptions += 1
         joined = row.row >= 0  # else it is being pulled
-        self.kv.preempt(row, self.batch.context_after(row.row, 0) if joined else 0)
-        self.batch.delay_next_step(self.kv.tiers.take_time_ns() / 1e9)
+        self.kv.preempt(row)
         if self.prompts is not None:
             self.prompts.release(row)
         if joined:

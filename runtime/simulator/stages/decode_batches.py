@@ -244,11 +244,6 @@ class Batch:
         return self._worker.busy_ns
 
     @property
-    def steps(self) -> int:
-        """Steps of finished runs."""
-        return self._worker.taken
-
-    @property
     def tokens(self) -> int:
         return self._worker.tokens
 

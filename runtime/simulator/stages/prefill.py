@@ -1,8 +1,8 @@
 """Simulated prefill worker. Like `runtime.serving.prefill`: receive → retrieve → prefill → offer.
 
 Its loop acts between two passes only, as the real one does: a request, its query's vector or its passages that arrive
-during a pass are processed after the pass. KV in tiers is loaded between passes; finished passes of a prompt are
-offered to decode while the rest is computed.
+during a pass are processed after the pass. Finished passes of a prompt are offered to decode while the rest is
+computed.
 """
 
 from bisect import insort
@@ -10,12 +10,10 @@ from collections.abc import Callable
 from functools import partial
 
 from runtime.node.worker_config import PrefillSection
-from runtime.serving.kv.tiers import LOAD_NS
 from runtime.serving.messages import Report
 from runtime.serving.prefill.job import Disaggregation, virtual_deadline_ns
 from runtime.simulator.events import Events, ns
 from runtime.simulator.kv.prompt_blocks import PromptBlocks
-from runtime.simulator.kv.write_through import WriteThrough
 from runtime.simulator.stages.decode import SimDecode
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.request import SimRequest
@@ -49,7 +47,6 @@ class SimPrefill:
         self._disaggregation = disaggregation
         self.prompts = prompts
         self._decode_of = decode_of
-        self._writes = WriteThrough(events, prompts, lambda: not self._busy) if prompts is not None else None
         self._queued_tokens = 0  # tokens of prompts that wait or run
         self._embed_ns = ns(times.embed_s)  # per text
         self._embedded_ns = 0  # when the embedding thread, which processes one text at a time, is done
@@ -59,7 +56,6 @@ class SimPrefill:
         self.waiting: list[SimRequest] = []  # by descending virtual deadline
         self._running: list[SimRequest] = []
         self._chunk_tokens = limits.pass_tokens
-        self._overhead_ns = 0  # the loop's own work before the next pass
         self.slots = self.free = limits.slots
         self._busy = False
         self._pass_end_ns = 0
@@ -122,7 +118,7 @@ class SimPrefill:
         if self._disaggregation.route_to_decode(now_ns, place.decode, own, self._queued_tokens, place.decode_load):
             request.by_decode = True
             self.decode_prompt_tokens += own
-            self._events.after(self._overhead_ns, partial(self._offer, request, lambda: None))
+            self._events.after(0, partial(self._offer, request, lambda: None))
             return
         self._queued_tokens += tokens
         request.virtual_deadline_ns = virtual_deadline_ns(request.received_ns, own, self._disaggregation.token_s)
@@ -144,24 +140,9 @@ class SimPrefill:
             if self.prompts is not None:
                 request.done_tokens = request.found_tokens = self.prompts.take(request)
                 self._queued_tokens -= request.found_tokens
-                request.load_ns = self.prompts.begin_load(request)
-            request.begun_ns = self._events.now_ns + self._overhead_ns
+            request.begun_ns = self._events.now_ns
             self._running.append(request)
         return admitted
-
-    def _load(self) -> int:
-        """Load KV of running prompts from tiers. Return the time it takes."""
-        took_ns = 0
-        for request in self._running:
-            if request.load_ns and self.prompts is not None:
-                loaded_ns = min(request.load_ns, max(LOAD_NS, self.prompts.tiers.costs.load_ns))
-                request.load_ns -= loaded_ns
-                took_ns += loaded_ns
-                if not request.load_ns:
-                    before = request.done_tokens
-                    request.done_tokens = request.found_tokens = self.prompts.end_load(request)
-                    self._queued_tokens -= request.found_tokens - before
-        return took_ns
 
     def _start_pass(self) -> None:
         """Start a pass if there are prompts to compute."""
@@ -169,39 +150,28 @@ class SimPrefill:
         if admitted:
             self._running.sort(key=lambda one: one.virtual_deadline_ns)
         self._set_busy(bool(self._running))
-        if self._writes is not None:
-            self._writes.write_for()  # blocks written before an eviction
         if not self._running:
-            if self._writes is not None:
-                self._writes.write_when_idle()
             return
-        self._overhead_ns += self._load() + (self._writes.left_ns if self._writes is not None else 0)
         budget, seconds = self._chunk_tokens, 0.0
         chunks: list[tuple[SimRequest, int]] = []
         for request in self._running:
-            if request.load_ns:
-                continue
             tokens = min(request.arrival.prompt_tokens - request.done_tokens, budget)
             if budget == 0:
                 break
             chunks.append((request, tokens))
             seconds += self._times.prefill_s(request.done_tokens, tokens)
             budget -= tokens
-        seconds += self._times.prefill_pass_s * bool(chunks)
-        if chunks:
-            self._disaggregation.record_pass(self._chunk_tokens - budget, seconds)
-            if self.prompts is not None:
-                self.prompts.record_compute(self._chunk_tokens - budget, ns(seconds))
-        took = self._overhead_ns + ns(seconds) + self._gpu.take_debt_ns()
-        self._overhead_ns = 0
+        seconds += self._times.prefill_pass_s
+        self._disaggregation.record_pass(self._chunk_tokens - budget, seconds)
+        took = ns(seconds) + self._gpu.take_debt_ns()
         self.busy_ns += took
         self._pass_end_ns = self._events.now_ns + took
-        self._events.after(took, partial(self._finish_pass, chunks, ns(seconds)))
+        self._events.after(took, partial(self._finish_pass, chunks))
 
     def _set_busy(self, busy: bool) -> None:
         self._busy = self._gpu.model_busy = busy
 
-    def _finish_pass(self, chunks: list[tuple[SimRequest, int]], took_ns: int) -> None:
+    def _finish_pass(self, chunks: list[tuple[SimRequest, int]]) -> None:
         for request, tokens in chunks:
             request.done_tokens += tokens
             self.tokens += tokens
@@ -218,8 +188,6 @@ class SimPrefill:
                 self._offer(request, partial(self._pulled, request))
             else:
                 self._decode_of(request).record_progress(request)
-        if self._writes is not None:
-            self._writes.write_for(took_ns)
         self._run_loop()
         self._send_report()
 

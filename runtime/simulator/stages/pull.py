@@ -1,4 +1,4 @@
-"""Copies of KV into a simulated decode worker, from prefill or from tiers."""
+"""Copies of KV from prefill into a simulated decode worker."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,14 +12,12 @@ from runtime.simulator.stages.request import SimRequest
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """A pull: `left_ns` of copying remain, until `end_ns` once it runs uninterrupted. `min_slice_ns`: it is a load from
-    tiers by the loop itself, in slices of at least this time."""
+    """A pull: `left_ns` of copying remain, until `end_ns` once it runs uninterrupted."""
 
     request: SimRequest
     pulled: Callable[[], None]
     left_ns: int
     end_ns: int = 0
-    min_slice_ns: int = 0
 
 
 class Link:
@@ -38,9 +36,8 @@ class Link:
         now = self._events.now_ns
         if pull.end_ns:
             return pull.end_ns <= now
-        if (self._slice_ns or pull.min_slice_ns) and self.batch_runs:
-            slice_ns = max(min(SLICE_NS, self._batch.step_ns() // BUSY_SHARE), pull.min_slice_ns)
-            copied = min(pull.left_ns, slice_ns)
+        if self._slice_ns and self.batch_runs:
+            copied = min(pull.left_ns, SLICE_NS, self._batch.step_ns() // BUSY_SHARE)
             pull.left_ns -= copied
             self._batch.delay_next_step(copied / 1e9)
             return pull.left_ns == 0

@@ -29,7 +29,6 @@ class SimRequest:
     done_tokens: int = 0  # computed or cached prompt tokens
     found_tokens: int = 0  # cached ones
     virtual_deadline_ns: int = 0  # if prefill computes its prompt
-    load_ns: int = 0  # remaining time of loading from KV tiers
     row: int = -1  # in decode's batch; -1: none
     stalled_ns: int = 0
 

@@ -4,12 +4,9 @@ Run it on an idle machine. Fits use the fastest of several repetitions, because 
 ring and embedder times are taken from `base`, the times of the pool's loop from its benchmark.
 """
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -24,12 +21,8 @@ from runtime.node.worker_config import SEARCH_WIDTH, PoolSection
 from runtime.retrieval.collections.collection import Collection
 from runtime.simulator.times.service import ServiceTimes
 
-if TYPE_CHECKING:
-    from runtime.serving.kv.transport import KvArray
-
 _REPEAT = 3
 _SLOTS = {True: 32, False: 512}  # on a CPU and on a GPU, if the pool chooses its slots itself
-_TIER_BLOCKS = 16  # KV blocks written and loaded
 _LOOP = {"query_s": 2e-6, "round_s": 0.3e-6, "wake_s": 1e-4}  # docs/benchmarks.md, "Pool": a few µs beside milliseconds
 
 Progress = Callable[[str], None]
@@ -123,33 +116,6 @@ def _starts(far: int) -> list[int]:
     return sorted({max(1, far // part) for part in (8, 2, 1)}) if far > 0 else []
 
 
-def _tier_times(kv: "KvArray", times: ServiceTimes) -> ServiceTimes:
-    """Measure writing and loading the model's blocks with a host tier in the temporary directory."""
-    from runtime.serving.kv.blocks import BlockManager, BlockTable
-    from runtime.serving.kv.file_tier import FileTier
-    from runtime.serving.kv.tiers import Tiers
-
-    count, nbytes = min(_TIER_BLOCKS, kv.shape[2]), kv.nbytes // kv.shape[2]
-    blocks = BlockManager(kv.shape[2], 1, b"")
-    table = BlockTable()
-    blocks.grow(table, count)
-    with tempfile.TemporaryDirectory() as folder:
-        tiers = Tiers([FileTier("host", Path(folder) / "kv", 8 * count * nbytes, nbytes, 1)], blocks, kv)
-        blocks.fill(table, range(count), count)
-        keys, written, loaded = list(table.chain), [], []
-        for key in keys:
-            begin = time.perf_counter()
-            tiers.write()
-            middle = time.perf_counter()
-            loaded_ok = tiers.load_block(key, 0)
-            assert loaded_ok, "the block has just been written"
-            written.append(middle - begin)
-            loaded.append(time.perf_counter() - middle)
-        tiers.close()
-    write_s, load_s = median(written), median(loaded)
-    return replace(times, tier_block_s=0.0, tier_write_bytes_s=nbytes / write_s, tier_load_bytes_s=nbytes / load_s)
-
-
 def _model_times(section: ModelSection, config: NodeConfig, times: ServiceTimes) -> ServiceTimes:
     from runtime.serving.kv.transport import Transfer
     from runtime.serving.model.language_model import Chunk, LanguageModel
@@ -205,8 +171,6 @@ def _model_times(section: ModelSection, config: NodeConfig, times: ServiceTimes)
             copy.step()
         copied, copy_ns = copies[0].bytes, min(copy.busy_ns for copy in copies)
         times = replace(times, link_bytes_s=copied * 1e9 / max(copy_ns, 1), link_s=0.0)
-    if config.kv.host_mib or config.kv.disk_mib:
-        times = _tier_times(model.kv_array, times)
     return replace(
         times,
         prefill_pass_s=pass_s,

@@ -45,9 +45,6 @@ In both sets:
 | field | default | from |
 |---|---|---|
 | `link_s` | 50 µs | latency from prefill's offer to decode; an assumption |
-| `tier_block_s` | 50 µs | fixed cost of writing or loading a KV block: open, rename; measured by `calibrate` |
-| `tier_write_bytes_s` | 2e9 | write bandwidth with checksum and copies; measured on two CPU cores, not next to a GPU |
-| `tier_load_bytes_s` | 2e9 | the same for loading |
 | `ring_s` | 10 µs | latency through the ring; measured on two CPU cores (4–8 µs busy) |
 | `extend_s` | 29 µs | fixed part of an extend, H200: 51 and 117 µs for 1,024 and 4,096 slots of 96 float16 |
 | `extend_slot_s` | .064 µs | a slot's rows of 768 float16, H200: 95 µs for 1,024 slots |
@@ -87,9 +84,6 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_token_bytes: _Size = 32_768
     link_bytes_s: Annotated[float, Meta(gt=0)] = 3.96e10
     link_s: _Cost = 50e-6
-    tier_block_s: _Cost = 50e-6
-    tier_write_bytes_s: Annotated[float, Meta(gt=0)] = 2e9
-    tier_load_bytes_s: Annotated[float, Meta(gt=0)] = 2e9
     embed_s: _Cost = 4e-3
     ring_s: _Cost = 10e-6
     extend_s: _Cost = 29e-6
