@@ -140,7 +140,7 @@ class Simulation:
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
                 submit, self._offer, self._report, self._end_once,
                 Disaggregation(config.handover.disaggregate, setup.slos.tpot_s, config.decode.chunk_tokens),
-                prompts, self._decode_of,
+                prompts,
             )  # fmt: skip
             self.prefills[prefill.name] = prefill
             self.router.add(self._hello("prefill", prefill.name, config.prefill, prompts))

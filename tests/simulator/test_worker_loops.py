@@ -72,6 +72,14 @@ def test_kv_is_copied_at_once_if_no_row_runs() -> None:
     assert one.first_token_ns - one.prefilled_ns == 250_000
 
 
+def test_after_several_passes_only_the_last_ones_kv_remains_to_be_pulled() -> None:
+    times = replace(TIMES, kv_token_bytes=1e3, link_bytes_s=1e7)  # .1 ms per token
+    for device in ("cuda:0", "cpu"):
+        for tokens, last in ((100, 100), (350, 50)):
+            (one,) = ran(times, Arrival(0.0, tokens, 1), devices=(device,))
+            assert one.first_token_ns - one.prefilled_ns == last * MS / 10
+
+
 def test_during_a_running_batch_kv_is_pulled_in_slices_of_a_thirtieth_of_a_step() -> None:
     running, other = ran(COPIED, Arrival(0.0, 10, 40), Arrival(0.0305, 10, 1))
     step_ns, slice_ns = 3 * MS, 100_000

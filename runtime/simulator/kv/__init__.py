@@ -1,1 +1,1 @@
-"""KV of the simulated node: blocks of rows and prompts, prefix reuse and early pulls."""
+"""KV of the simulated node: blocks of rows and prompts, and prefix reuse."""

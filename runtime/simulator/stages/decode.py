@@ -3,10 +3,10 @@
 Its loop acts between two steps only, as the real one does: a hand-over, a probe's vector or its passages that arrive
 during a step are processed after the step. On CPUs the loop itself copies KV in slices between steps; on GPUs copies
 run concurrently over a link of their own. One hand-over is pulled at a time and, unlike in production, not before its
-row has a slot. Finished passes of a prompt are pulled while prefill computes the rest. KV blocks are counted if
-`[decode] kv_blocks` is set: when they run out, the youngest row is preempted, and its KV is recomputed later. Prompt
-blocks are reused if the trace contains shared prefixes; rows are counted as if they shared none. A prompt without KV is
-computed in chunks during other rows' steps.
+row has a slot. Of a prompt of several passes only the last one's KV is pulled then: the others' is assumed to have been
+pulled while the rest was computed. KV blocks are counted if `[decode] kv_blocks` is set: when they run out, the
+youngest row is preempted, and its KV is recomputed later. Prompt blocks are reused if the trace contains shared
+prefixes; rows are counted as if they shared none. A prompt without KV is computed in chunks during other rows' steps.
 """
 
 from collections import deque
@@ -15,16 +15,15 @@ from functools import partial
 
 from runtime.node.worker_config import DecodeSection
 from runtime.serving.decode.handover_queue import SLICE_NS
-from runtime.serving.kv.tiers import BUSY_SHARE
 from runtime.serving.messages import Report
 from runtime.simulator.events import NEVER_NS, Events, ns
-from runtime.simulator.kv.early_pull import EarlyPull, EarlyPulls
 from runtime.simulator.kv.prompt_blocks import PromptBlocks
 from runtime.simulator.kv.rows import KvRows
 from runtime.simulator.stages.decode_batches import Batches
 from runtime.simulator.stages.pull import Link, Pull
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
+from runtime.simulator.traces import Arrival
 
 
 class SimDecode:
@@ -54,7 +53,6 @@ class SimDecode:
         self._slice_ns = 0 if limits.devices[0] != "cpu" else SLICE_NS  # 0: copies run concurrently with steps
         self.slots = self.free = limits.slots
         self.kv, self.prompts = kv, prompts
-        self.early = EarlyPulls(kv, prompts)
         self.batch = batches.add(self._between_runs, kv.most_tokens if kv is not None else NEVER_NS)
         self.batch.call_between_runs(kv is not None)
         self._link = Link(events, self.batch, self._slice_ns)
@@ -73,27 +71,6 @@ class SimDecode:
         else:
             self._offered(request, pulled)
 
-    def record_progress(self, request: SimRequest) -> None:
-        """Process a finished pass of a prompt that prefill is computing."""
-        early = self.early.add(request, self._events.now_ns + self._link_ns)
-        if (
-            not early.held
-            and not self.offers
-            and self.early.take(early, len(self.batch), preempted=bool(self.batch.preempted))
-        ):
-            early.held = True
-        if not early.held:
-            return
-        early.available_ns = ns(self._times.copy_s(max(request.done_tokens - early.found_tokens, 0)))
-        if not self._slice_ns:  # concurrently with the steps
-            begin_ns = max(early.end_ns, early.ready_ns, self.batch.boundary_ns())
-            self.link_busy_ns += early.available_ns - early.copied_ns
-            early.end_ns = begin_ns + early.available_ns - early.copied_ns
-            early.copied_ns = early.available_ns
-        elif early.available_ns > early.copied_ns:
-            self.batch.call_between_runs(True)
-            self._events.at(early.ready_ns, self.batch.interrupt)
-
     def _offered(self, request: SimRequest, pulled: Callable[[], None]) -> None:
         self.offers.append((request, pulled))
         self.batch.call_between_runs(True)
@@ -107,14 +84,6 @@ class SimDecode:
                 self.batch.interrupt()
         self._send_report()
 
-    def _remaining_pull(self, early: EarlyPull, pulled: Callable[[], None]) -> Pull:
-        """Return the remaining pull of a complete prompt that was pulled early."""
-        request, now = early.request, self._events.now_ns
-        took = ns(self._times.copy_s(max(request.arrival.prompt_tokens - early.found_tokens, 0)))
-        left = max(took - early.copied_ns, 0)
-        self.link_busy_ns += left
-        return Pull(request, pulled, left + max(early.end_ns - now, 0))
-
     def _pull(self) -> None:
         """Admit offers and pull KV."""
         self._admit()
@@ -123,50 +92,26 @@ class SimDecode:
             self._admit()
             if self._slice_ns and self._link.batch_runs:
                 return  # one between two steps
-        if self._slice_ns and not self._pulling:
-            self._pull_early()
-
-    def _pull_early(self) -> None:
-        """Copy from the first early pull that has new KV."""
-        now = self._events.now_ns
-        early = self.early.first(now)
-        if early is None:
-            return
-        left = early.available_ns - early.copied_ns
-        if self._link.batch_runs:
-            left = min(left, self._slice_ns, self.batch.step_ns() // BUSY_SHARE)
-            self.batch.delay_next_step(left / 1e9)
-        else:
-            early.end_ns = now + left
-            self._events.at(early.end_ns, self.batch.interrupt)
-        early.copied_ns += left
-        self.link_busy_ns += left
 
     def _admit(self) -> None:
         while self.free and self.offers:
             request, pulled = self.offers[0]
-            early = self.early.get(request)
-            if not request.ended and not (early is not None and early.held) and not self._has_room(request):
+            if not request.ended and not self._has_room(request.arrival):
                 break
             self.offers.popleft()
-            if early is not None:
-                self.early.pop(request)
             if request.ended:
-                self.early.release(early)
                 self._events.after(0, pulled)
                 continue
             self.free -= 1
-            if early is not None and early.held:
-                self._pulling.append(self._remaining_pull(early, pulled))
-                continue
             found = self._take_blocks(request)
             if request.by_decode:
                 request.done_tokens = request.found_tokens = found
                 self._computing.append(Pull(request, pulled, 0))
             else:
-                took = ns(self._times.copy_s(request.arrival.prompt_tokens - found))
-                self.link_busy_ns += took
-                self._pulling.append(Pull(request, pulled, took))
+                copied = request.arrival.prompt_tokens - found
+                self.link_busy_ns += ns(self._times.copy_s(copied))
+                took_ns = ns(self._times.copy_s(min(copied, request.last_pass_tokens)))
+                self._pulling.append(Pull(request, pulled, took_ns))
 
     def _take_blocks(self, request: SimRequest) -> int:
         """Allocate blocks for a prompt. Return how many of its tokens are cached."""
@@ -174,12 +119,13 @@ class SimDecode:
             self.kv.take(request, request.arrival.prompt_tokens)
         return self.prompts.take(request) if self.prompts is not None else 0
 
-    def _has_room(self, request: SimRequest) -> bool:
-        """Return whether there are blocks for a prompt, after evicting early pulls if necessary."""
-        while self.batch.preempted or not self.early.has_room(request.arrival, len(self.batch)):
-            if self.batch.preempted or not self.early.evict():
-                return False  # preempted rows have priority
-        return True
+    def _has_room(self, arrival: Arrival) -> bool:
+        """Return whether there are blocks for a prompt plus one for each running row; preempted rows have priority."""
+        if self.kv is not None and (
+            self.batch.preempted or not self.kv.has_room(arrival.prompt_tokens, len(self.batch))
+        ):
+            return False
+        return self.prompts is None or self.prompts.has_room(arrival)
 
     def _compute(self) -> None:
         """Add a chunk of prompts that decode computes to the next step; a prompt that it completes has its first token
@@ -240,26 +186,21 @@ class SimDecode:
             self._end(self._requests[row])
         if self.batch.preempted:
             self._restore_rows()
-        if self.offers or self._pulling or self._computing or self._computed or self.early:
+        if self.offers or self._pulling or self._computing or self._computed:
             self._pull()
             self._compute()
             if self.batch.preempted:  # a row that has just joined may have lost its blocks during the pull
                 self._restore_rows()
-        pending = bool(self.offers or self._pulling or self._computing or self._computed or self.early)
+        pending = bool(self.offers or self._pulling or self._computing or self._computed)
         self.batch.call_between_runs(pending or self.kv is not None)
         most = self.kv.allocate(self.batch, self._preempt) if self.kv is not None else self.batch.most_steps
         sliced = self._pulling and self._slice_ns
-        early = self._slice_ns and self.early.first(self._events.now_ns)
-        self.batch.resume(1 if self._computing or self._computed or sliced or early else most)
+        self.batch.resume(1 if self._computing or self._computed or sliced else most)
 
     def expire(self, request: SimRequest) -> None:
         """End a request that is past its deadline."""
         if request.row >= 0:
             self.batch.expire(request.row)
-        elif (early := self.early.pop(request)) is not None:
-            self.early.release(early)
-            if self.offers:
-                self.batch.interrupt()
 
     def _end(self, request: SimRequest) -> None:
         self._count_row_time()
@@ -293,10 +234,8 @@ class SimDecode:
             self.batch.delay_next_step(self._times.prefill_s(0, context))
 
     def _preempt(self) -> None:
-        """Evict an early pull, or preempt the youngest row."""
+        """Preempt the youngest row."""
         assert self.kv is not None
-        if self.early.evict():
-            return
         row = self.kv.youngest()
         self.preemptions += 1
         joined = row.row >= 0  # else it is being pulled
@@ -311,7 +250,7 @@ class SimDecode:
     @property
     def idle(self) -> bool:
         """Whether it has no work."""
-        return not self.offers and not self.early and self.free == self.slots
+        return not self.offers and self.free == self.slots
 
     @property
     def row_ns(self) -> int:

@@ -1,8 +1,7 @@
 """Simulated prefill worker. Like `runtime.serving.prefill`: receive → retrieve → prefill → offer.
 
 Its loop acts between two passes only, as the real one does: a request, its query's vector or its passages that arrive
-during a pass are processed after the pass. Finished passes of a prompt are offered to decode while the rest is
-computed.
+during a pass are processed after the pass.
 """
 
 from bisect import insort
@@ -14,7 +13,6 @@ from runtime.serving.messages import Report
 from runtime.serving.prefill.job import Disaggregation, virtual_deadline_ns
 from runtime.simulator.events import Events, ns
 from runtime.simulator.kv.prompt_blocks import PromptBlocks
-from runtime.simulator.stages.decode import SimDecode
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
@@ -38,15 +36,12 @@ class SimPrefill:
         fail: Callable[[SimRequest, str], None],
         disaggregation: Disaggregation,
         prompts: PromptBlocks | None,
-        decode_of: Callable[[SimRequest], SimDecode],
     ) -> None:
-        """`decode_of`: returns the decode worker that gets finished passes."""
         self.name = name
         self._events, self._times, self._gpu = events, times, gpu
         self._submit, self._offer, self._report, self._fail = submit, offer, report, fail
         self._disaggregation = disaggregation
         self.prompts = prompts
-        self._decode_of = decode_of
         self._queued_tokens = 0  # tokens of prompts that wait or run
         self._embed_ns = ns(times.embed_s)  # per text
         self._embedded_ns = 0  # when the embedding thread, which processes one text at a time, is done
@@ -174,6 +169,7 @@ class SimPrefill:
     def _finish_pass(self, chunks: list[tuple[SimRequest, int]]) -> None:
         for request, tokens in chunks:
             request.done_tokens += tokens
+            request.last_pass_tokens = tokens
             self.tokens += tokens
             self._queued_tokens -= tokens
             if self.prompts is not None:
@@ -186,8 +182,6 @@ class SimPrefill:
                 self._running.remove(request)
                 request.prefilled_ns = self._events.now_ns
                 self._offer(request, partial(self._pulled, request))
-            else:
-                self._decode_of(request).record_progress(request)
         self._run_loop()
         self._send_report()
 

@@ -28,6 +28,7 @@ class SimRequest:
     by_decode: bool = False  # the decode worker computes its prompt
     done_tokens: int = 0  # computed or cached prompt tokens
     found_tokens: int = 0  # cached ones
+    last_pass_tokens: int = 0  # computed by prefill's last pass
     virtual_deadline_ns: int = 0  # if prefill computes its prompt
     row: int = -1  # in decode's batch; -1: none
     stalled_ns: int = 0
