@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex
-from gpu.extend_times import ExtendTime
 from runtime.errors import ConfigError
 from runtime.node.config import CollectionSection, NodeConfig, parse_config
 from runtime.node.worker_config import PoolSection
+from runtime.pool.sizing import ExtendCost
 from runtime.retrieval.collections import bulk_load
 from runtime.simulator.times.calibrate import Line, calibrate, search_times
 from runtime.simulator.times.service import ServiceTimes
@@ -33,8 +33,8 @@ def test_measured_extends_have_a_positive_cost() -> None:
     vectors = np.random.default_rng(0).standard_normal((500, 16), np.float32)
     index = GraphIndex.build(vectors, metric="l2", degree=8)
     found = search_times(index, PoolSection(slots=8, top_m=32))
-    assert [one.active for one in found] == [1, 2, 4, 8]
-    assert min(one.seconds for one in found) > 0
+    assert [one.active for one in found] == [1, 2, 3, 4, 6, 8]
+    assert min(one.extend_ns for one in found) > 0
 
 
 def test_service_times_of_a_version_with_curves_are_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_calibration_of_a_sharded_collection_measures_one_shard(
     bulk_load.build(vectors, tmp_path / "split", metric="l2", degree=8, shards=3)
     sizes: list[int] = []
 
-    def noted(index: GraphIndex, pool: PoolSection) -> list[ExtendTime]:
+    def noted(index: GraphIndex, pool: PoolSection) -> list[ExtendCost]:
         sizes.append(index.size)
         return search_times(index, pool)
 

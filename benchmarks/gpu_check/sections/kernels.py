@@ -9,7 +9,6 @@ import numpy as np
 from benchmarks.gpu_check.device_times import StageTimes, copy_bytes_s, time_stages
 from benchmarks.gpu_check.report import Outcome, micros
 from benchmarks.gpu_check.setup import Setup
-from gpu.extend_times import typical_queries
 
 _EXTENDS, _ROUNDS = 4, 5
 _FUSED_SLOTS = 128
@@ -52,7 +51,7 @@ def distance_bytes_s(found: Sequence[StageTimes], row_bytes: int) -> float:
 def _measure(setup: Setup, slots: int, fused: bool) -> list[StageTimes]:
     """Time extends that advance all slots; the first round is a warm-up."""
     with closing(setup.cuda_engine(slots)) as engine:
-        queries = typical_queries(setup.index, slots * (_ROUNDS + 1))
+        queries = np.resize(setup.data.queries, (slots * (_ROUNDS + 1), setup.index.dim))
         found: list[StageTimes] = []
         for number in range(_ROUNDS + 1):
             batch = queries[number * slots : (number + 1) * slots]

@@ -9,7 +9,7 @@ from benchmarks.gpu_check.device_times import copy_bytes_s
 from benchmarks.gpu_check.load_driver import LoadResult, run_load
 from benchmarks.gpu_check.report import Outcome, micros
 from benchmarks.gpu_check.setup import Setup
-from gpu.extend_times import measure_extends
+from runtime.pool.sizing import LOOP_NS, measure
 
 _LAUNCH = 16  # extends per launch, in forms with several
 
@@ -20,12 +20,14 @@ def check(setup: Setup, outcome: Outcome) -> None:
     outcome.add("copy, bytes read and written", f"{2 * copy / 1e9:,.0f} GB/s")
     queries = np.tile(setup.data.queries, (2, 1))[: 40 if setup.small else 4 * setup.slots]
     with closing(setup.engine()) as engine:
-        times = measure_extends(engine, "docs", setup.index, setup.params)
-        index = setup.index
-        slot_bytes = setup.params.search_width * index.degree * (4 + int(index.data.rows.codes.strides[0]))
+        index, params, backend = setup.index, setup.params, engine.backend()
+        number = backend.number("docs")
+        times = measure(backend, index.data, number, params.top_m, params.search_width, engine.free_slots)
+        slot_bytes = params.search_width * index.degree * (4 + int(index.data.rows.codes.strides[0]))
         for one in times:
-            used = one.active * slot_bytes / one.seconds / (2 * copy)
-            what = f"{micros(one.seconds)}, {used:.1%} of the copy if every edge's vector is read"
+            seconds = (one.extend_ns - LOOP_NS) / 1e9
+            used = one.active * slot_bytes / seconds / (2 * copy)
+            what = f"{micros(seconds)}, {used:.1%} of the copy if every edge's vector is read"
             outcome.add(f"extend of {one.active} slots", what)
         outcome.data |= {"extends": [one._asdict() for one in times], "forms": {}}
         shipped = run_load(engine, queries, setup.params)

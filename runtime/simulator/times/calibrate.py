@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from gpu import GraphIndex, SearchParams, open_engine
-from gpu.extend_times import ExtendTime, measure_extends
+from gpu import GraphIndex, open_engine
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig
 from runtime.node.engine_config import ModelSection
 from runtime.node.worker_config import SEARCH_WIDTH, PoolSection
+from runtime.pool.sizing import LOOP_NS, ExtendCost, measure
 from runtime.retrieval.collections.collection import Collection
 from runtime.simulator.times.service import ServiceTimes
 
@@ -84,7 +84,7 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
         with Collection.open(Path(collection.path)) as opened:
             index = opened.indexes[0]  # a pool worker has one shard, and this is the largest
             measured = search_times(index, config.pool)
-        line = Line.fit([one.active for one in measured], [one.seconds for one in measured])
+        line = Line.fit([one.active for one in measured], [(one.extend_ns - LOOP_NS) / 1e9 for one in measured])
         times = replace(times, extend_s=line.fixed, extend_slot_s=line.each, **_LOOP)
         parts.append(f"extends of {collection.name}")
     if config.own_model is not None:
@@ -94,8 +94,8 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
     return replace(times, source=f"measured on this machine: {', '.join(parts)}; the rest from: {base.source}")
 
 
-def search_times(index: GraphIndex, pool: PoolSection) -> list[ExtendTime]:
-    """Measure extends by active slots on the first pool worker's device."""
+def search_times(index: GraphIndex, pool: PoolSection) -> list[ExtendCost]:
+    """Measure extends by active slots on the first pool worker's device, as a pool does at its start."""
     device = pool.devices[0]
     engine = open_engine(
         device,
@@ -106,7 +106,8 @@ def search_times(index: GraphIndex, pool: PoolSection) -> list[ExtendTime]:
         max_search_width=SEARCH_WIDTH,
     )
     try:
-        return measure_extends(engine, "docs", index, SearchParams(1, pool.top_m, SEARCH_WIDTH))
+        backend, slots = engine.backend(), engine.free_slots
+        return measure(backend, index.data, backend.number("docs"), pool.top_m, SEARCH_WIDTH, slots)
     finally:
         engine.close()
 
