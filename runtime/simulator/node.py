@@ -24,7 +24,6 @@ from runtime.serving.prefill.job import Disaggregation
 from runtime.simulator.events import Events, Timeouts, ns
 from runtime.simulator.kv.prompt_blocks import PromptBlocks, prompt_blocks
 from runtime.simulator.kv.routing import Knowledge
-from runtime.simulator.kv.rows import KvRows
 from runtime.simulator.result import Result, Sample
 from runtime.simulator.roles import Roles
 from runtime.simulator.setup import Setup
@@ -126,13 +125,13 @@ class Simulation:
         self.decodes: dict[str, SimDecode] = {}
         self.prefills: dict[str, SimPrefill] = {}
         for i in range(config.decode.workers):
-            kv = KvRows(config.decode.kv_blocks, self._block_tokens) if config.decode.kv_blocks else None
             decode = SimDecode(
                 f"decode-{i}", self.events, setup.times, config.decode, batches,
-                self._report, partial(self._end_once, outcome=FINISHED), kv, self._prompts(config.decode),
+                self._report, partial(self._end_once, outcome=FINISHED), self._block_tokens,
+                self._prompts(config.decode),
             )  # fmt: skip
             self.decodes[decode.name] = decode
-            self.router.add(self._hello("decode", decode.name, config.decode, kv))
+            self.router.add(self._hello("decode", decode.name, config.decode, decode.blocks, self._block_tokens))
         for i, gpu in enumerate(gpus["prefill"]):
             prompts = self._prompts(config.prefill)
             submit = partial(self._pools.submit, groups["prefill"][i], "prefill") if setup.workload.retrieval else None
@@ -143,7 +142,8 @@ class Simulation:
                 prompts,
             )  # fmt: skip
             self.prefills[prefill.name] = prefill
-            self.router.add(self._hello("prefill", prefill.name, config.prefill, prompts))
+            blocks, block_tokens = (0, 0) if prompts is None else (prompts.available, prompts.block_tokens)
+            self.router.add(self._hello("prefill", prefill.name, config.prefill, blocks, block_tokens))
         if moves:
             prefills, decodes = list(self.prefills), list(self.decodes)
             inactive = [*prefills[initial.prefill.workers :], *decodes[initial.decode.workers :]]
@@ -175,12 +175,13 @@ class Simulation:
         """Return a worker's prompt blocks, if the trace contains shared blocks."""
         return prompt_blocks(self._arrivals, limits.slots, limits.kv_blocks * self._block_tokens)
 
-    def _hello(self, role: Role, name: str, limits: KvWorkerSection, kv: KvRows | PromptBlocks | None = None) -> Hello:
-        hello = Hello(role=role, worker=name, epoch=1, pid=0, slots=limits.slots, limit_tokens=_MAX_TOKENS)
-        if kv is None:
-            return hello
-        with_blocks = replace(hello, block_tokens=kv.block_tokens, blocks=kv.available)
-        return replace(with_blocks, limit_tokens=kv.available * kv.block_tokens) if limits.kv_blocks else with_blocks
+    def _hello(self, role: Role, name: str, limits: KvWorkerSection, blocks: int, block_tokens: int) -> Hello:
+        """`blocks`: of the worker; 0: not counted."""
+        limit = blocks * block_tokens if limits.kv_blocks and blocks else _MAX_TOKENS
+        return Hello(
+            role=role, worker=name, epoch=1, pid=0, slots=limits.slots, limit_tokens=limit, block_tokens=block_tokens,
+            blocks=blocks,
+        )  # fmt: skip
 
     # ---- requests
 
@@ -319,7 +320,6 @@ class Simulation:
             "prefix_hits": sum(request.found_tokens for request in self.requests)
             / max(sum(request.arrival.prompt_tokens for request in self.requests), 1),
             "by_decode": float(sum(request.by_decode for request in self.requests)),
-            "preemptions": float(sum(decode.preemptions for decode in decodes)),
             "stall": sum(decode.batch.stall_ns for decode in decodes) / max(row_ns, 1),
             "queries": float(sum(pool.served for pool in self.pools)),
             "probes": float(sum(decode.batch.probes for decode in decodes)),

@@ -79,14 +79,14 @@ def talks(count: int, rate: float, seed: int = 2) -> list[Arrival]:
     rate=st.floats(0.5, 60),
     timeout_s=st.sampled_from([0.3, 600.0]),
     kv_blocks=st.sampled_from([0, 64, 4000]),
-    rows_blocks=st.sampled_from([0, 64, 150]),
+    decode_blocks=st.sampled_from([0, 64, 150]),
 )
 def test_every_request_ends_once_and_all_blocks_are_freed(
-    disaggregate: Disaggregate, rate: float, timeout_s: float, kv_blocks: int, rows_blocks: int
+    disaggregate: Disaggregate, rate: float, timeout_s: float, kv_blocks: int, decode_blocks: int
 ) -> None:
     made = alone(disaggregate=disaggregate, kv_blocks=kv_blocks)
     http = replace(made.config.http, request_timeout_s=timeout_s)
-    decode = replace(made.config.decode, kv_blocks=rows_blocks)
+    decode = replace(made.config.decode, kv_blocks=decode_blocks)
     made = replace(made, config=replace(made.config, http=http, decode=decode))
     simulation = Simulation(made, talks(40, rate))
     result = simulation.run()

@@ -1,1 +1,1 @@
-"""KV of the simulated node: blocks of rows and prompts, and prefix reuse."""
+"""KV of the simulated node: prefix reuse, and what the router knows of it."""

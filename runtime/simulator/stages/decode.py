@@ -4,9 +4,10 @@ Its loop acts between two steps only, as the real one does: a hand-over, a probe
 during a step are processed after the step. On CPUs the loop itself copies KV in slices between steps; on GPUs copies
 run concurrently over a link of their own. One hand-over is pulled at a time and, unlike in production, not before its
 row has a slot. Of a prompt of several passes only the last one's KV is pulled then: the others' is assumed to have been
-pulled while the rest was computed. KV blocks are counted if `[decode] kv_blocks` is set: when they run out, the
-youngest row is preempted, and its KV is recomputed later. Prompt blocks are reused if the trace contains shared
-prefixes; rows are counted as if they shared none. A prompt without KV is computed in chunks during other rows' steps.
+pulled while the rest was computed. Where `[decode] kv_blocks` is set, a row holds blocks for its prompt and half of
+its answer, its mean length, and waits for them; production gives it more as it grows, and preempts when they run out.
+Prompt blocks are reused if the trace contains shared prefixes; rows are counted as if they shared none. A prompt
+without KV is computed in chunks during other rows' steps.
 """
 
 from collections import deque
@@ -16,9 +17,8 @@ from functools import partial
 from runtime.node.worker_config import DecodeSection
 from runtime.serving.decode.handover_queue import SLICE_NS
 from runtime.serving.messages import Report
-from runtime.simulator.events import NEVER_NS, Events, ns
+from runtime.simulator.events import Events, ns
 from runtime.simulator.kv.prompt_blocks import PromptBlocks
-from runtime.simulator.kv.rows import KvRows
 from runtime.simulator.stages.decode_batches import Batches
 from runtime.simulator.stages.pull import Link, Pull
 from runtime.simulator.stages.request import SimRequest
@@ -38,7 +38,7 @@ class SimDecode:
         batches: Batches,
         report: Callable[[Report], None],
         finish: Callable[[SimRequest], None],
-        kv: KvRows | None = None,
+        block_tokens: int,
         prompts: PromptBlocks | None = None,
     ) -> None:
         self.name = name
@@ -52,13 +52,13 @@ class SimDecode:
         self._link_ns = ns(times.link_s)
         self._slice_ns = 0 if limits.devices[0] != "cpu" else SLICE_NS  # 0: copies run concurrently with steps
         self.slots = self.free = limits.slots
-        self.kv, self.prompts = kv, prompts
-        self.batch = batches.add(self._between_runs, kv.most_tokens if kv is not None else NEVER_NS)
-        self.batch.call_between_runs(kv is not None)
+        self.blocks = self.free_blocks = limits.kv_blocks  # for rows; 0: not counted
+        self._block_tokens = block_tokens
+        self.prompts = prompts
+        self.batch = batches.add(self._between_runs)
         self._link = Link(events, self.batch, self._slice_ns)
         self._requests: dict[int, SimRequest] = {}  # by row
         self.rows = 0
-        self.preemptions = 0
         self._counted_ns = 0
         self.link_busy_ns = 0
         self._row_ns = 0
@@ -74,7 +74,7 @@ class SimDecode:
     def _offered(self, request: SimRequest, pulled: Callable[[], None]) -> None:
         self.offers.append((request, pulled))
         self.batch.call_between_runs(True)
-        if self._slice_ns or self._pulling or self.kv is not None:
+        if self._slice_ns or self._pulling:
             self.batch.interrupt()
         else:  # the loop sees it after the current step, and only has to start the copy
             self._admit()
@@ -103,7 +103,8 @@ class SimDecode:
                 self._events.after(0, pulled)
                 continue
             self.free -= 1
-            found = self._take_blocks(request)
+            self.free_blocks -= self._row_blocks(request.arrival)
+            found = self.prompts.take(request) if self.prompts is not None else 0
             if request.by_decode:
                 request.done_tokens = request.found_tokens = found
                 self._computing.append(Pull(request, pulled, 0))
@@ -113,17 +114,13 @@ class SimDecode:
                 took_ns = ns(self._times.copy_s(min(copied, request.last_pass_tokens)))
                 self._pulling.append(Pull(request, pulled, took_ns))
 
-    def _take_blocks(self, request: SimRequest) -> int:
-        """Allocate blocks for a prompt. Return how many of its tokens are cached."""
-        if self.kv is not None:
-            self.kv.take(request, request.arrival.prompt_tokens)
-        return self.prompts.take(request) if self.prompts is not None else 0
+    def _row_blocks(self, arrival: Arrival) -> int:
+        """Return the blocks of a row of mean length; 0 if they are not counted."""
+        return -(-(arrival.prompt_tokens + arrival.output_tokens // 2) // self._block_tokens) if self.blocks else 0
 
     def _has_room(self, arrival: Arrival) -> bool:
-        """Return whether there are blocks for a prompt plus one for each running row; preempted rows have priority."""
-        if self.kv is not None and (
-            self.batch.preempted or not self.kv.has_room(arrival.prompt_tokens, len(self.batch))
-        ):
+        """Return whether there are blocks for a row."""
+        if self._row_blocks(arrival) > self.free_blocks:
             return False
         return self.prompts is None or self.prompts.has_room(arrival)
 
@@ -167,12 +164,8 @@ class SimDecode:
             self.prompts.fill(request, request.done_tokens)
         self.rows += 1
         request.first_token_ns = self._events.now_ns
-        request.row = self.batch.add_row(
-            request.arrival.prompt_tokens,
-            request.arrival.output_tokens,
-            expired=request.ended,
-            holds=self.kv is None or self.kv.holds(request),
-        )
+        arrival = request.arrival
+        request.row = self.batch.add_row(arrival.prompt_tokens, arrival.output_tokens, expired=request.ended)
         if request.row < 0:
             self._end(request)
         else:
@@ -184,18 +177,13 @@ class SimDecode:
         """Process Python's part between two runs of steps; `over`: rows that have ended."""
         for row in over:
             self._end(self._requests[row])
-        if self.batch.preempted:
-            self._restore_rows()
         if self.offers or self._pulling or self._computing or self._computed:
             self._pull()
             self._compute()
-            if self.batch.preempted:  # a row that has just joined may have lost its blocks during the pull
-                self._restore_rows()
         pending = bool(self.offers or self._pulling or self._computing or self._computed)
-        self.batch.call_between_runs(pending or self.kv is not None)
-        most = self.kv.allocate(self.batch, self._preempt) if self.kv is not None else self.batch.most_steps
+        self.batch.call_between_runs(pending)
         sliced = self._pulling and self._slice_ns
-        self.batch.resume(1 if self._computing or self._computed or sliced else most)
+        self.batch.resume(1 if self._computing or self._computed or sliced else self.batch.most_steps)
 
     def expire(self, request: SimRequest) -> None:
         """End a request that is past its deadline."""
@@ -204,8 +192,6 @@ class SimDecode:
 
     def _end(self, request: SimRequest) -> None:
         self._count_row_time()
-        if self.kv is not None:
-            self.kv.end(request)
         if self.prompts is not None:
             self.prompts.release(request)
         if request.row >= 0:
@@ -214,36 +200,9 @@ class SimDecode:
             request.row = -1
         self.rows -= 1
         self.free += 1
+        self.free_blocks += self._row_blocks(request.arrival)
         self._finish(request)
         self._send_report()
-
-    # ---- KV blocks
-
-    def _restore_rows(self) -> None:
-        """Allocate blocks for preempted rows, oldest first; the next step recomputes them."""
-        assert self.kv is not None
-        for row in [row for row in self.kv if self.batch.is_preempted(row.row)]:
-            context = self.batch.context(row.row)
-            if not row.ended and not self.kv.has_room(context, len(self.batch) + self.batch.joining):
-                break
-            self.batch.restore(row.row, over=row.ended)
-            if row.ended:
-                self._end(row)
-                continue
-            self.kv.take(row, context)
-            self.batch.delay_next_step(self._times.prefill_s(0, context))
-
-    def _preempt(self) -> None:
-        """Preempt the youngest row."""
-        assert self.kv is not None
-        row = self.kv.youngest()
-        self.preemptions += 1
-        joined = row.row >= 0  # else it is being pulled
-        self.kv.preempt(row)
-        if self.prompts is not None:
-            self.prompts.release(row)
-        if joined:
-            self.batch.preempt(row.row)
 
     # ---- reports
 
@@ -264,11 +223,15 @@ class SimDecode:
         self._counted_ns = now
 
     def _send_report(self) -> None:
-        free_blocks = self.kv.available if self.kv is not None else 0
         rows = self.rows + len(self._computing) + len(self._computed)
-        self._report(
-            Report(
-                self.name, 1, 1, len(self.offers), rows, self.free, free_blocks=free_blocks,
-                step_ns=self.batch.step_ns(),
-            )
-        )  # fmt: skip
+        report = Report(
+            self.name,
+            1,
+            1,
+            len(self.offers),
+            rows,
+            self.free,
+            free_blocks=self.free_blocks,
+            step_ns=self.batch.step_ns(),
+        )
+        self._report(report)

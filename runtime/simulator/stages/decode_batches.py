@@ -96,12 +96,11 @@ class Batches:
         self._ensure_capacity()
         events.source = self
 
-    def add(self, between: Callable[[list[int]], None], most_tokens: int) -> "Batch":
+    def add(self, between: Callable[[list[int]], None]) -> "Batch":
         """Create the batch of the next worker. `between` is called between two runs with the rows that have ended, when
-        necessary (see `Batch.call_between_runs`), and calls `resume` at its end. A row has at most `most_tokens`."""
+        necessary (see `Batch.call_between_runs`), and calls `resume` at its end."""
         number = len(self._callbacks)
         self._callbacks.append(between)
-        self._state.workers[number].most_tokens = most_tokens
         return Batch(self._events, self._pools, self.handle, self._state, number, self._most_steps)
 
     def run(self, until_ns: int, planned: int) -> bool:
@@ -154,9 +153,9 @@ class Batch:
         """Set whether `between` is called between every two runs, not only when rows have ended."""
         self._worker.callback = always
 
-    def add_row(self, prompt: int, output: int, *, expired: bool, holds: bool) -> int:
-        """Add a row with its KV and first token. Return the row, or -1 if it has ended. `holds`: it has KV blocks."""
-        return core.add_row(self._handle, self._number, prompt, output, expired, holds, self._events.now_ns)
+    def add_row(self, prompt: int, output: int, *, expired: bool) -> int:
+        """Add a row with its KV and first token. Return the row, or -1 if it has ended."""
+        return core.add_row(self._handle, self._number, prompt, output, expired, self._events.now_ns)
 
     def expire(self, row: int) -> None:
         """Mark a row as expired: it ends at its next step."""
@@ -174,10 +173,6 @@ class Batch:
     def resume(self, most: int) -> None:
         """Start the next run of at most `most` steps. Only between runs."""
         core.resume(self._handle, self._pools.handle, self._number, self._events.now_ns, most)
-
-    def join_pending(self) -> None:
-        """Let pending rows join the batch, before `resume`."""
-        core.join_pending(self._handle, self._number)
 
     def boundary_ns(self) -> int:
         """Return the end of the step in progress; now without one."""
@@ -203,39 +198,6 @@ class Batch:
     def joining(self) -> int:
         """Number of pending rows."""
         return self._worker.joining.count
-
-    # ---- a row's KV blocks
-
-    def contains(self, row: int) -> bool:
-        """Return whether a row (-1: none) is in the batch."""
-        return row >= 0 and self._rows[row].ends >= 0
-
-    def context(self, row: int) -> int:
-        """Return the tokens of a row; for one in the batch, as of when it joined."""
-        return self._rows[row].context
-
-    def context_after(self, row: int, steps: int) -> int:
-        """Return the tokens that a row of the batch will have after `steps` more steps."""
-        held = self._rows[row]
-        left = held.ends - self._worker.taken
-        return held.context + held.steps - left + min(steps, left)
-
-    def preempt(self, row: int) -> None:
-        """Remove a row's KV blocks; it leaves the batch until it has blocks again."""
-        core.preempt(self._handle, row)
-
-    def is_preempted(self, row: int) -> bool:
-        """Return whether a row (-1: none) is preempted."""
-        return row >= 0 and self._rows[row].preempted
-
-    @property
-    def preempted(self) -> int:
-        """Number of preempted rows."""
-        return self._worker.preempted_rows
-
-    def restore(self, row: int, *, over: bool) -> None:
-        """Return blocks to a preempted row; it joins the batch unless it has ended (`over`)."""
-        core.restore(self._handle, row, over)
 
     # ---- counters
 

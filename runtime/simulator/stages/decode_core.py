@@ -2,7 +2,7 @@
 
 Between its first and last token a row interacts only with the pools, whose events are processed here too (`pool_core`),
 so this needs no Python. `run` returns when Python is needed: for the answer to a prefill query, and between two runs of
-a worker's steps if rows have ended, KV is being handed over, or KV blocks are counted (`decode`).
+a worker's steps if rows have ended or KV is being handed over (`decode`).
 """
 
 from runtime.pool.tables import NEVER_NS
@@ -117,17 +117,7 @@ def _advance_row(s: State, worker: Worker, number: int, now: int) -> None:
     elif s.probes_enabled and every and row.generated % every == 0:
         _probe(s, worker, number, now)
     else:
-        _join(s, worker, number)
-
-
-@compiled
-def _join(s: State, worker: Worker, number: int) -> None:
-    """Let a row join with the next step."""
-    if s.rows[number].has_blocks:
         at.append(worker.joining, number)
-    else:  # it was preempted while it waited for its probe
-        s.rows[number].preempted = True
-        worker.preempted_rows += 1
 
 
 @compiled
@@ -267,7 +257,7 @@ def _process_answers(s: State, worker: Worker, now: int) -> None:
         if row.expired:
             at.append(worker.finished, number)
         else:
-            _join(s, worker, number)
+            at.append(worker.joining, number)
     worker.answered.count = 0
 
 
@@ -275,8 +265,6 @@ def _process_answers(s: State, worker: Worker, now: int) -> None:
 def _append_passages(s: State, worker: Worker, row: Row) -> None:
     """Append new passages: a chunk computed with the row's next step (`ServiceTimes.prefill_s`)."""
     tokens, costs = s.probe_tokens, s.costs
-    if row.context + tokens + row.output - row.generated > worker.most_tokens:
-        return
     each = costs.chunk_token_s + costs.chunk_pair_s * (row.context + tokens / 2)
     worker.extra_s += tokens * (each + costs.chunk_behind_s if row.context else each)
     row.context += tokens
@@ -287,7 +275,7 @@ def _append_passages(s: State, worker: Worker, row: Row) -> None:
 
 
 @compiled
-def add_row(address: int, d: int, prompt: int, output: int, expired: bool, holds: bool, now: int) -> int:
+def add_row(address: int, d: int, prompt: int, output: int, expired: bool, now: int) -> int:
     """Add a row for a prompt that has its KV and first token. Return the row, or -1 if it has ended already."""
     s = state_at(address)
     worker = s.workers[d]
@@ -297,9 +285,9 @@ def add_row(address: int, d: int, prompt: int, output: int, expired: bool, holds
     s.free_count -= 1
     number = s.free[s.free_count]
     row = s.rows[number]
-    row.worker, row.ends, row.query, row.has_blocks = d, -1, -1, holds
+    row.worker, row.ends, row.query = d, -1, -1
     row.generated, row.output, row.context = 1, output, prompt
-    row.stall_ns, row.expired, row.preempted, row.probe = 0, False, False, 0
+    row.stall_ns, row.expired, row.probe = 0, False, 0
     _advance_row(s, worker, number, now)
     return number
 
@@ -318,38 +306,6 @@ def resume(address: int, pools: int, d: int, now: int, most: int) -> None:
     s = state_at(address)
     _join_pending(s, s.workers[d])
     _begin_run(s, pools, s.workers[d], now, most)
-
-
-@compiled
-def join_pending(address: int, d: int) -> None:
-    """Let pending rows join the batch."""
-    s = state_at(address)
-    _join_pending(s, s.workers[d])
-
-
-@compiled
-def preempt(address: int, number: int) -> None:
-    """Remove a row's KV blocks; it leaves the batch until it has blocks again."""
-    s = state_at(address)
-    row = s.rows[number]
-    worker = s.workers[row.worker]
-    row.has_blocks = False
-    if row.ends >= 0:
-        _record_steps(worker, row, batch.remove(s, worker, number))
-        row.preempted = True
-        worker.preempted_rows += 1
-
-
-@compiled
-def restore(address: int, number: int, over: bool) -> None:
-    """Return blocks to a preempted row; it joins the batch unless it has ended."""
-    s = state_at(address)
-    row = s.rows[number]
-    worker = s.workers[row.worker]
-    row.preempted, row.has_blocks = False, True
-    worker.preempted_rows -= 1
-    if not over:
-        at.append(worker.joining, number)
 
 
 @compiled

@@ -27,8 +27,6 @@ class Row(Record):
     context: int  # tokens; in the batch, as of when it joined
     stall_ns: int  # stalled by probes, in all
     expired: bool
-    has_blocks: bool
-    preempted: bool  # it has no KV blocks and cannot join
     probe: int  # number of its probe, 0 for none
     deadline_ns: int  # of the probe
     query: int  # the pool's, or -1
@@ -64,8 +62,6 @@ class Worker(Record):
     due_last: int
     timeout_planned: bool
     callback: bool  # Python is called between every two runs (`decode`)
-    most_tokens: int  # of a row
-    preempted_rows: int
     share: Array[Share]  # with the pool on the same GPU, if any
     group: int  # of pools
     drawn: Array[float]  # random numbers for probe hits

@@ -20,20 +20,6 @@ def join(s: State, worker: Worker, number: int, steps: int) -> None:
 
 
 @compiled
-def remove(s: State, worker: Worker, number: int) -> int:
-    """Remove a row before its steps are done. Return how many it has taken. Only between runs."""
-    row, members = s.rows[number], worker.members
-    taken = row.steps - row.ends + worker.taken
-    place = 0
-    while members.rows[place] != number:
-        place += 1
-    members.count -= 1
-    members.rows[place] = members.rows[members.count]
-    row.ends = -1
-    return taken
-
-
-@compiled
 def boundary_ns(worker: Worker, now: int) -> int:
     """Return the end of the step in progress; now without one."""
     if worker.steps == 0:
