@@ -5,15 +5,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from runtime.errors import (
-    CollectionError,
-)
-from runtime.node.config import Verify
+from runtime.errors import CollectionError
 from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.open_build import OpenBuild, documents_stamp, open_build
 
 _KEPT = 4  # builds that no pool serves any more, kept open for results that are still in flight
 _RETRY_NS = 1_000_000_000  # interval between attempts to open a build that was missing
+_UNREADABLE_NS = 5_000_000_000  # the same of one whose documents could not be read
 
 log = logging.getLogger(__name__)
 
@@ -21,16 +19,13 @@ log = logging.getLogger(__name__)
 class CollectionBuilds:
     """The open builds of one collection, least recently served first.
 
-    Document checksums are verified in the background, as the pools verify the index; after an error they are verified
-    before the documents are used again.
+    The pools verify the checksums of all files.
 
     opening: a build that is being opened on a thread; None: none, or always if builds are not opened `in_background`.
     """
 
-    def __init__(
-        self, name: str, directory: Path, verify: Verify, clock: Callable[[], int], in_background: bool = False
-    ) -> None:
-        self._name, self.directory, self._verify, self._clock = name, directory, verify, clock
+    def __init__(self, name: str, directory: Path, clock: Callable[[], int], in_background: bool = False) -> None:
+        self._name, self.directory, self._clock = name, directory, clock
         self._in_background = in_background
         self.opening: BackgroundTask[OpenBuild] | None = None
         self.by_identity: dict[str, OpenBuild] = {}
@@ -38,13 +33,11 @@ class CollectionBuilds:
         self.error = ""
         self._served: frozenset[str] = frozenset()
         self._followed: Sequence[str] = ()  # the builds served last, if all were usable
-        self._damaged: tuple[int, ...] = ()  # stamp of the documents whose checksum was wrong: not opened again
         self._missing = ("", 0)  # the identity that was missing last, and the time of the next attempt (ns)
 
     def has(self, identity: str) -> bool:
         """Return whether this build's documents are usable; opens them if they are what the directory contains now."""
-        found = self.by_identity.get(identity) if self.opening is None else None
-        if found is not None and (found.check is None or found.check.settled):  # as for nearly every search
+        if identity in self.by_identity and self.opening is None:  # as for nearly every search
             return True
         self._finish_opening()
         if identity not in self.by_identity and self.opening is None:
@@ -52,13 +45,11 @@ class CollectionBuilds:
             if identity == missing and now < retry_ns:
                 return False
             self._missing = identity, now + _RETRY_NS
-            if self._damaged and documents_stamp(self.directory) == self._damaged:
-                return False
-            self.opening = BackgroundTask("documents", lambda _: self._read())
+            self.opening = BackgroundTask("documents", lambda _: open_build(self.directory))
             if not self._in_background:
                 self.opening.join()
                 self._finish_opening()
-        return identity in self.by_identity and self._usable(self.by_identity[identity])
+        return identity in self.by_identity
 
     def _finish_opening(self) -> None:
         """Keep the build that was opened on the thread."""
@@ -73,29 +64,14 @@ class CollectionBuilds:
                 "`trinity index reload` makes the pools load it"
             )
 
-    def _usable(self, build: OpenBuild) -> bool:
-        check = build.check
-        if check is None or not check.done:
-            return not build.verify_first
-        if check.error_message:
-            self._damaged = build.stamp
-            self.discard(build, check.error_message)
-            return False
-        return True
-
     @property
     def reason(self) -> str:
         """Why no build can be used now."""
-        if any(build.verify_first and not self._verified(build) for build in self.by_identity.values()):
-            return "its documents are being verified; try again later"
         return self.error or "the documents of the build that the pools serve are not open yet"
 
-    @staticmethod
-    def _verified(build: OpenBuild) -> bool:
-        return build.check is None or build.check.done
-
     def discard(self, build: OpenBuild, error: str) -> None:
-        """Close a build whose documents cannot be used; they are verified before they are used again."""
+        """Close a build whose documents cannot be read; it is opened again later, or when the pools serve it anew."""
+        self._missing = build.identity, self._clock() + _UNREADABLE_NS
         self.by_identity.pop(build.identity, None)
         build.close()
         if self.current is build:
@@ -104,24 +80,12 @@ class CollectionBuilds:
 
     def open(self) -> OpenBuild:
         """Open the build that the directory contains now. Raises `CollectionError`."""
-        return self._keep(self._read())
-
-    def _read(self) -> OpenBuild:
-        return open_build(self.directory, self._verify, self._verify == "start" or bool(self.error))
+        return self._keep(open_build(self.directory))
 
     def _keep(self, found: OpenBuild) -> OpenBuild:
         if found.identity in self.by_identity:
             found.close()
         return self.by_identity.setdefault(found.identity, found)
-
-    def open_verified(self) -> OpenBuild:
-        """Open the build; wait for the checksums if they are verified at start. Raises `CollectionError`."""
-        found = self.open()
-        if found.verify_first and found.check is not None:
-            found.check.join()
-            if not self._usable(found):
-                raise CollectionError(self.error)
-        return found
 
     def follow(self, served: Sequence[str]) -> bool:
         """Make the builds that the pools serve available, and close those that have not been served for long.
@@ -133,6 +97,7 @@ class CollectionBuilds:
         self._followed = ()
         self._finish_opening()
         for identity in set(served) - self._served:
+            self._missing = self._missing[0], 0  # tried at once
             self._reopen_if_replaced(identity)
         self._served = frozenset(served)
         usable = [identity for identity in served if self.has(identity)]
@@ -161,7 +126,7 @@ class CollectionBuilds:
             if build.documents.was_written():
                 return
         try:
-            found = open_build(self.directory, self._verify, verify_first=True)
+            found = open_build(self.directory)
         except CollectionError:  # the open file is the only copy
             return
         if found.identity != identity:

@@ -119,8 +119,7 @@ class CollectionRegistry:
         for a missing embedder."""
         self._max_k = plan.max_k
         self._builds = {
-            c.name: CollectionBuilds(c.name, Path(c.path), c.verify, clock, in_background)
-            for c in plan.config.searchable
+            c.name: CollectionBuilds(c.name, Path(c.path), clock, in_background) for c in plan.config.searchable
         }
         self._locations = {c.name: embedder_location(c, device) for c in plan.config.searchable}
         self._embedders: dict[tuple[EmbedderSpec, EmbedderLocation], Embedder] = {}
@@ -139,7 +138,7 @@ class CollectionRegistry:
         """Open what the directories contain now; a collection may have been rebuilt. Raises `ModelError`."""
         for name, builds in self._builds.items():
             try:
-                builds.current = builds.open_verified()
+                builds.current = builds.open()
             except CollectionError as error:
                 builds.set_error(error.message)
                 continue

@@ -8,10 +8,7 @@ from pathlib import Path
 from msgspec import structs
 
 from runtime.errors import CollectionError
-from runtime.node.config import Verify
-from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collection_summary import CollectionSummary
-from runtime.retrieval.collections.checksums import SegmentChecksums
 from runtime.retrieval.collections.collection import document_bytes
 from runtime.retrieval.collections.description import DESCRIPTION, DOCUMENTS
 from runtime.retrieval.collections.served_documents import CollectionDocuments
@@ -25,15 +22,12 @@ class OpenBuild:
     """One build of a collection: its open documents, and when the directory was made.
 
     It is one build for its lifetime, however it is written to: a row stands for one text. `stamp`: `documents_stamp` at
-    the time of opening. `check` verifies the documents' checksums; None: not verified. `verify_first`: the documents
-    must not be used before the check has ended.
+    the time of opening.
     """
 
     documents: CollectionDocuments
     created_at: int
     stamp: tuple[int, ...]
-    check: "SegmentVerification | None"
-    verify_first: bool
 
     @property
     def identity(self) -> str:
@@ -72,9 +66,7 @@ class OpenBuild:
         return structs.replace(result, ids=ids, distances=distances)
 
     def close(self) -> None:
-        """Stop the check and close the files."""
-        if self.check is not None:
-            self.check.cancel()
+        """Close the files."""
         self.documents.close()
 
 
@@ -96,60 +88,15 @@ def _built_at(directory: Path) -> int:
         return 0
 
 
-def open_build(directory: Path, verify: Verify, verify_first: bool) -> OpenBuild:
+def open_build(directory: Path) -> OpenBuild:
     """Open the build that a directory contains now. Raises `CollectionError`."""
-    stamp, documents = documents_stamp(directory), CollectionDocuments(directory)
-    check = None if verify == "never" else SegmentVerification(documents.checksums, verify_first=verify_first)
-    return OpenBuild(documents, _built_at(directory), stamp, check, verify_first and check is not None)
+    stamp = documents_stamp(directory)
+    return OpenBuild(CollectionDocuments(directory), _built_at(directory), stamp)
 
 
 def check_documents(directory: Path, identity: str) -> None:
     """Open the documents of a build once. Raises `CollectionError` if they are damaged or of another build."""
-    found = open_build(directory, "never", verify_first=False)
+    found = open_build(directory)
     found.close()
     if found.identity != identity:
         raise CollectionError(f"{directory} was replaced by another collection while it was opened")
-
-
-class SegmentVerification:
-    """Background verification of a collection's documents, segment by segment, including segments added later.
-
-    `done`: the segments that existed at first have been verified.
-    """
-
-    def __init__(self, checksums: SegmentChecksums, *, verify_first: bool) -> None:
-        self._checksums = checksums
-        self._work = BackgroundTask(
-            "documents", lambda work: checksums.verify(work.check_cancelled if verify_first else work.throttle)
-        )
-        self._first_done = self._ended = False  # the first of the works, and the present one
-
-    @property
-    def done(self) -> bool:
-        """Also starts verification of the segments added since."""
-        self._ended = self._ended or self._work.done
-        if not self._ended:
-            return self._first_done
-        self._first_done = True
-        if self._checksums.pending and not self._work.error_message:
-            self._work = BackgroundTask("documents", lambda work: self._checksums.verify(work.throttle))
-            self._ended = False
-        return True
-
-    @property
-    def settled(self) -> bool:
-        """Whether all segments have been verified, without an error."""
-        return self._ended and self._work.error is None and not self._checksums.pending
-
-    @property
-    def error_message(self) -> str:
-        """What is damaged; "" as long as nothing was found."""
-        return self._work.error_message if self._ended or self._work.done else ""
-
-    def cancel(self) -> None:
-        """Request an early end of the verification."""
-        self._work.cancel()
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the running verification."""
-        self._work.join(timeout_s)

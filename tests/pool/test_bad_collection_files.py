@@ -16,7 +16,6 @@ from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
-from tests.clock import Clock
 from tests.collections.small_collections import DIM, documents, new_writer, open_writer
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakeClient, MakePool
@@ -91,30 +90,6 @@ def test_a_newly_sealed_segment_is_verified_and_served_again_once_repaired(
     pool.table.set_knob("reload", 1.0)
     until(lambda: not client.unavailable, lambda: client.poll())
     assert len(client.search(QUERY, 50, collection="notes").ids) == 50
-
-
-def test_altered_documents_are_not_returned(writer: CollectionWriter, make_plan: Any) -> None:
-    clock = Clock()
-    identity = writer.state.description.identity
-    registry = CollectionRegistry(make_plan(), clock=clock)
-
-    def usable() -> bool:
-        clock.advance(1.0)
-        registry.follow("notes", [identity])
-        return not registry.unavailable
-
-    until(usable)
-    writer.upsert(documents(range(40, 80)))
-    writer.flush()
-    whole = altered(writer.directory, "documents.sqlite")
-    documents_of = registry.builds_of("notes").by_identity[identity].documents
-    assert documents_of is not None
-    until(lambda: documents_of.get([79]) and not usable())
-    assert "documents.sqlite is damaged: its checksum" in registry.unavailable["notes"]
-    assert not registry.accept("notes")(identity)
-    newest = max((writer.directory / "segments").iterdir(), key=lambda one: int(one.name))
-    (newest / "documents.sqlite").write_bytes(whole)
-    until(lambda: usable() and registry.accept("notes")(identity))
 
 
 def test_a_restored_earlier_state_replaces_the_served_one(

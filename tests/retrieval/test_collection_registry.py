@@ -5,7 +5,7 @@ import shutil
 import threading
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,6 @@ from runtime.node.placement.layout import lay_out
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.checksums import SegmentChecksums
 from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.open_build import OpenBuild, open_build
@@ -43,9 +42,6 @@ def test_reopening_the_registry_shows_rebuilt_collections(tmp_path: Path) -> Non
     assert [passage.text for passage in registry.passages("docs", result)] == ["new 7"]
 
 
-Verify = Literal["start", "background", "never"]
-
-
 class Docs:
     """A collection of one node, a whole copy of it, and a library that the pools' offers are told to."""
 
@@ -56,22 +52,14 @@ class Docs:
         shutil.copytree(self.path, self.kept)
         self.identity = read_description(self.path).identity
 
-    def registry(self, verify: Verify = "background", *, in_background: bool = False) -> CollectionRegistry:
-        section = {"name": "docs", "path": str(self.path), "verify": verify}
+    def registry(self, *, in_background: bool = False) -> CollectionRegistry:
+        section = {"name": "docs", "path": str(self.path)}
         plan = lay_out(parse_config({"collections": [section]}))
         return CollectionRegistry(plan, clock=self._clock, in_background=in_background)
 
     def _clock(self) -> int:
         self.now_ns += 10**9
         return self.now_ns
-
-    def alter(self, old: bytes = b"text 7 ", new: bytes = b"text 8 ") -> None:
-        """Modify the file in place, like a failing disk: its size does not change."""
-        file = self.path / "segments/0/documents.sqlite"
-        content = file.read_bytes()
-        assert old in content
-        with file.open("r+b") as opened:
-            opened.write(content.replace(old, new))
 
     def tear(self) -> None:
         """Destroy pages of the file."""
@@ -96,23 +84,8 @@ def docs(tmp_path: Path) -> Docs:
     return Docs(tmp_path)
 
 
-@pytest.mark.parametrize("verify", ["start", "background"])
-def test_modified_documents_are_detected_and_unused_until_restored(docs: Docs, verify: Verify) -> None:
-    docs.alter()
-    registry = docs.registry(verify)
-    until(lambda: docs.text(registry) == "", lambda: registry.follow("docs", [docs.identity]))
-    assert "documents.sqlite is damaged" in registry.unavailable["docs"]
-    with pytest.raises(Unavailable, match=r"documents.sqlite is damaged"):
-        registry.embedder("docs")
-    docs.put_back()
-    until(lambda: docs.text(registry) == "text 7", lambda: registry.follow("docs", [docs.identity]))
-    registry.follow("docs", [docs.identity])
-    assert registry.unavailable == {}
-    assert registry.embedder("docs").name == "hashing-64"
-
-
 def test_a_new_build_is_opened_on_a_thread_for_an_event_loop(docs: Docs, monkeypatch: pytest.MonkeyPatch) -> None:
-    registry, released = docs.registry("never", in_background=True), threading.Event()
+    registry, released = docs.registry(in_background=True), threading.Event()
     bulk_load.build([Document(str(n), "", f"new {n}") for n in range(40)], docs.path, embedder="hashing-64", force=True)
     docs.identity = read_description(docs.path).identity
 
@@ -133,30 +106,6 @@ def test_a_new_build_is_opened_on_a_thread_for_an_event_loop(docs: Docs, monkeyp
     assert registry.opening("docs") is None
     assert docs.text(registry) == "new 7"
     assert registry.is_current("docs", [docs.identity])
-
-
-def test_a_collection_that_was_missing_is_said_to_be_verified_while_it_is(
-    docs: Docs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.rmtree(docs.path)
-    docs.path.mkdir()
-    registry, released, verify = docs.registry(), threading.Event(), SegmentChecksums.verify
-    with pytest.raises(Unavailable, match="is not a collection"):
-        registry.embedder("docs")
-    docs.put_back()
-
-    def held(self: SegmentChecksums, throttle: Any) -> None:
-        assert released.wait(60)
-        verify(self, throttle)
-
-    monkeypatch.setattr(SegmentChecksums, "verify", held)
-    registry.follow("docs", [docs.identity])
-    with pytest.raises(Unavailable, match="its documents are being verified; try again later"):
-        registry.embedder("docs")
-    released.set()
-    until(lambda: docs.text(registry) == "text 7", lambda: registry.follow("docs", [docs.identity]))
-    registry.follow("docs", [docs.identity])
-    assert registry.embedder("docs").name == "hashing-64"
 
 
 def test_documents_that_cannot_be_read_any_more_are_told_and_used_again_when_they_are_put_back(docs: Docs) -> None:

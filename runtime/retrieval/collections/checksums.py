@@ -1,7 +1,7 @@
 """Checksum verification of a collection's files, including those of segments that are added while it is open."""
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from runtime.errors import CollectionError
@@ -12,11 +12,11 @@ from runtime.retrieval.collections.segment import Segment
 class SegmentChecksums:
     """Verification of the open segments of the collection at `directory`. One thread adds, another verifies.
 
-    names: the files to verify, as in `Segment.files`; None: all. `total_bytes` in all, `read_bytes` verified so far.
+    `total_bytes` in all, `read_bytes` verified so far.
     """
 
-    def __init__(self, directory: Path, names: Collection[str] | None = None) -> None:
-        self._directory, self._names = directory, names
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._pending: deque[Segment] = deque()
         self._closed = False
         self.total_bytes = self.read_bytes = 0
@@ -55,14 +55,12 @@ class SegmentChecksums:
             self.read_bytes += read_bytes
             throttle(read_bytes)
 
-        for name, known in self._files(segment).items():
+        for name, known in segment.files.items():
             verify_file(segment.path / name, known, counted)
 
-    def _files(self, segment: Segment) -> dict[str, FileChecksum]:
-        return {name: info for name, info in segment.files.items() if self._names is None or name in self._names}
-
-    def _bytes(self, segment: Segment) -> int:
-        return sum(info.bytes for info in self._files(segment).values())
+    @staticmethod
+    def _bytes(segment: Segment) -> int:
+        return sum(info.bytes for info in segment.files.values())
 
     def close(self) -> None:
         """Drop the pending segments. Idempotent."""

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -55,7 +55,6 @@ class CollectionReader:
         directory: Path,
         *,
         background: bool = False,
-        checksum_files: Collection[str] | None = None,
         shard: int | None = None,
         replaced: ReplacedRows | None = None,
         searched: bool = True,
@@ -63,8 +62,7 @@ class CollectionReader:
         """Open the collection. Raises `CollectionError`.
 
         background: open new segments on a thread, and install them in a later `poll`, so that `poll` never blocks.
-        checksum_files: the files of a segment that `checksums` verifies; None: all. shard: read only this shard.
-        replaced, searched: see `State`.
+        shard: read only this shard. replaced, searched: see `State`.
         """
         self.directory, self.replaced, self.outdated = directory, False, ""
         self._manifest_path = os.fspath(directory / MANIFEST)  # joining paths takes longer than a system call
@@ -74,7 +72,7 @@ class CollectionReader:
         self._loading: tuple[list[SegmentInfo], BackgroundTask[Loaded]] | None = None
         self._loaded: Loaded = {}  # and not installed
         self._open(shard)
-        self.checksums = SegmentChecksums(directory, checksum_files)
+        self.checksums = SegmentChecksums(directory)
         self.checksums.add(self.state.segments)
 
     def _open(self, shard: int | None) -> None:

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.filters import Filter, check_filter
-from runtime.retrieval.collections.checksums import SegmentChecksums
-from runtime.retrieval.collections.description import DOCUMENTS, KEYWORDS, Description
+from runtime.retrieval.collections.description import Description
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.files import Files
 from runtime.retrieval.collections.keyword_search import KeywordSearch
@@ -34,19 +33,13 @@ class CollectionDocuments:
         """Open the collection; `clock` of keyword searches, which wait for new documents. Raises `CollectionError`."""
         self.path, self._lock, self._recent = directory, threading.Lock(), RecentDocuments()
         self._current_ns = 0  # when the files were looked at last, and had nothing new
-        self._reader = CollectionReader(
-            directory, background=True, checksum_files=(DOCUMENTS, KEYWORDS), replaced=ReplacedRows(), searched=False
-        )
+        self._reader = CollectionReader(directory, background=True, replaced=ReplacedRows(), searched=False)
+        self._reader.checksums.close()  # the pools verify all files
         try:
             self._keywords = KeywordSearch(self._reader.state, clock)
         except CollectionError:
             self._reader.close()
             raise
-
-    @property
-    def checksums(self) -> SegmentChecksums:
-        """Of the document files only."""
-        return self._reader.checksums
 
     @property
     def description(self) -> Description:
