@@ -2,14 +2,12 @@
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 from numba.core import event
 
 import ipc
@@ -61,12 +59,6 @@ def tail(a):
 compiled_tail = compiler_for(Path(__file__).parent)(tail, returns_array=True)
 print(int(compiled_tail(np.arange(3))[0]), sum(compiled_tail.stats.cache_hits.values()))
 """
-_PROGRAM = """
-from ipc.native.records import numba_type
-from ipc.ring import exchange
-arguments = (numba_type(exchange.ClientTable),)
-print(sum(exchange.any_request.stats.cache_hits.values()) if exchange.any_request.compile(arguments) else 0)
-"""
 
 
 class Compilations(event.Listener):  # type: ignore[misc]
@@ -105,31 +97,6 @@ def test_a_function_is_compiled_once_for_all_literals_of_compiled_code(tmp_path:
 
     calling = dispatcher(caller, str(tmp_path))
     assert compilations_of(lambda: calling(1)) == ["caller", "add"]
-
-
-def run(directory: Path, **variables: str) -> int:
-    """The number of functions that a process with a copy of the sources has found in the cache: 0 or 1."""
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], cwd=directory, env=os.environ | variables, capture_output=True, text=True,
-        timeout=200, check=True,
-    )  # fmt: skip
-    return int(done.stdout)
-
-
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources, with their code beside them."""
-    directory = tmp_path_factory.mktemp("copy")
-    shutil.copytree(Path(ipc.__file__).parent, directory / "ipc", ignore=shutil.ignore_patterns("__pycache__"))
-    run(directory)
-    return directory
-
-
-def test_code_beside_the_sources_is_found_where_it_cannot_be_written(copy: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "cache"
-    elsewhere.mkdir(mode=0o700)
-    assert run(copy, NUMBA_CACHE_DIR=str(elsewhere)) == 1
-    assert not list(elsewhere.rglob("*any_request*.nbc"))
 
 
 def test_code_is_not_loaded_from_a_directory_that_others_can_write(tmp_path: Path) -> None:
@@ -176,15 +143,26 @@ def test_processes_that_start_together_on_an_empty_cache_compile_each_function_o
     assert not list(tmp_path.rglob("*.lock"))
 
 
-def test_code_that_counts_references_is_loaded_by_a_process_that_has_compiled_nothing(tmp_path: Path) -> None:
-    program = tmp_path / "counted.py"
+def hits(program: Path, **more: str) -> int:
+    """How many functions a process that runs `_COUNTED` has found in the cache: 0 or 1."""
+    variables = os.environ | {"PYTHONPATH": str(Path(ipc.__file__).parents[1])} | more
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    result, found = done.stdout.split()
+    assert result == "2"
+    return int(found)
+
+
+def test_code_that_counts_references_is_loaded_by_a_process_that_has_compiled_nothing_also_from_beside_its_source(
+    tmp_path: Path,
+) -> None:
+    program, elsewhere = tmp_path / "counted.py", tmp_path / "cache"
     program.write_text(_COUNTED)
-    variables = os.environ | {"PYTHONPATH": str(Path(ipc.__file__).parents[1])}
-    for hits in (0, 1):
-        done = subprocess.run(
-            [sys.executable, str(program)], env=variables, capture_output=True, text=True, timeout=200, check=False
-        )
-        assert (done.returncode, done.stdout) == (0, f"2 {hits}\n"), done.stderr
+    elsewhere.mkdir(mode=0o700)
+    assert [hits(program), hits(program)] == [0, 1]
+    assert hits(program, NUMBA_CACHE_DIR=str(elsewhere)) == 1, "where it cannot be written, as in an image"
+    assert not list(elsewhere.rglob("*.nbc"))
 
 
 def test_a_lock_is_waited_for_until_it_is_released(tmp_path: Path) -> None:

@@ -21,9 +21,13 @@ from tests.pool.conftest import MakePool
 Run = Callable[[Callable[[AsyncSearchClient], Awaitable[None]]], None]
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
+@pytest.fixture
 def loop_factory(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
-    return asyncio.new_event_loop if request.param == "asyncio" else uvloop.new_event_loop
+    """uvloop, the frontend's, or asyncio's own if a test asks for it."""
+    return asyncio.new_event_loop if getattr(request, "param", "uvloop") == "asyncio" else uvloop.new_event_loop
+
+
+BOTH_LOOPS = pytest.mark.parametrize("loop_factory", ["asyncio", "uvloop"], indirect=True)
 
 
 @pytest.fixture
@@ -53,6 +57,7 @@ def run(pools: list[InProcessPool], tmp_path: Path, loop_factory: Callable[[], a
     return run
 
 
+@BOTH_LOOPS
 def test_each_of_many_concurrent_tasks_gets_its_own_answer(run: Run, queries: Vectors, index: GraphIndex) -> None:
     expected = index.search(queries, 4, top_m=32, search_width=2)[0].tolist()
 
@@ -87,6 +92,7 @@ async def cancelled(*tasks: "asyncio.Future[Any]") -> None:
     assert all(isinstance(end, asyncio.CancelledError) for end in ends)
 
 
+@BOTH_LOOPS
 def test_a_cancelled_task_cancels_its_query(run: Run, pools: list[InProcessPool], queries: Vectors) -> None:
     async def body(client: AsyncSearchClient) -> None:
         with pools[0].held(), pools[1].held():

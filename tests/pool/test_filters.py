@@ -1,6 +1,5 @@
 """Tests of filters in the pool: each query returns only rows that pass its own filter."""
 
-import ctypes
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -220,7 +219,3 @@ def test_parts_that_no_query_uses_any_more_are_freed_while_a_collection_keeps_ch
         parts.append(weakref.ref(made.scopes.parts_of(scope)))
         made.scopes.invalidate(0)
     assert sum(one() is not None for one in parts) < 100
-
-
-def words(address: int, count: int) -> list[int]:
-    return list((ctypes.c_int64 * count).from_address(address))

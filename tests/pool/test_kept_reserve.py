@@ -10,7 +10,6 @@ from runtime.node.config import parse_config
 from runtime.simulator.policies import PolicyChoice
 from tests.pool.scheduler import Entry, Scheduler
 from tests.pool.scheduler_factories import LONG, entry, filled, measured, names, scheduler
-from tests.pool.standalone_pool import Query, QueryOutcome
 
 
 def kept(slots: int, reserve: float, **policy: Any) -> Scheduler[int]:
@@ -74,13 +73,3 @@ def test_only_a_pool_on_a_gpu_keeps_the_reserve_free() -> None:
 
     assert not keeps()
     assert keeps(devices=["cuda:0"])
-
-
-# ---- a flood, with what an H200 was measured to take
-
-
-def served(queries: list[Query], outcomes: list[QueryOutcome], until_ns: float) -> int:
-    return sum(
-        (one.stage, one.status) == ("decode", "ok") and query.at_ns + one.latency_ns < until_ns
-        for query, one in zip(queries, outcomes, strict=True)
-    )

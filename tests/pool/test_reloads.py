@@ -152,7 +152,7 @@ def test_no_answer_mixes_builds_under_rebuilds_reloads_and_kills(
     pools = [make_pool(plan, f"pool-{number}").start() for number in range(workers)]
     epochs, reloads = [1] * workers, 0
     with reading(plan) as readers:
-        for _ in range(18):
+        for _ in range(12):
             match chance.choice(("build", "reload", "reload", "kill", "read")):
                 case "build":
                     generation += 1

@@ -135,17 +135,17 @@ def test_an_index_whose_vectors_are_all_refused_is_not_measured() -> None:
     assert measured_over(Refusing(1, 1), 8) == []
 
 
-@pytest.mark.parametrize(("form", "limit"), [("resident", 1024), (None, 64)])
+@pytest.mark.parametrize(("form", "limit", "most"), [("resident", 1024, 512), (None, 64, 128)])
 def test_hundreds_of_slots_are_measured_on_a_device_in_the_time_given(
-    new_driver: Any, form: LaunchForm | None, limit: int
+    new_driver: Any, form: LaunchForm | None, limit: int, most: int
 ) -> None:
     engine = CudaEngine(
         new_driver(), b"", {"docs": INDEX}, slots=1024, max_top_m=64, extends_per_launch=limit, form=form,
         fault_poll_ns=LOOK_NS,
     )  # fmt: skip
     begin = time.monotonic()
-    costs = measure(engine.backend(), INDEX.data, 0, 32, 2, 512)
+    costs = measure(engine.backend(), INDEX.data, 0, 32, 2, most)
     assert time.monotonic() - begin < 30.0  # a second on a device; here every wait is Python's
     assert engine.free_slots == 1024
-    assert 1 <= slots_of("auto", [costs]) <= 512
+    assert 1 <= slots_of("auto", [costs]) <= most
     engine.close()

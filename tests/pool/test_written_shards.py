@@ -6,11 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.errors import BuildRefused, CollectionError
-from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.gpu.datasets import clustered
-from tests.pool.conftest import MakePool, MakeServed
+from tests.pool.conftest import MakeServed
 from tests.pool.written_collection import DIM, SEALED, WrittenCollection, tenant_filter
 
 
@@ -54,10 +52,3 @@ def test_an_acknowledged_delete_holds_in_all_shards_and_replicas(split: WrittenC
             assert not set(gone) & set(served.find(query, 10))
         if change == 2:
             split.writer.flush()
-
-
-def test_a_collection_with_another_number_of_shards_is_rejected(split: WrittenCollection, make_pool: MakePool) -> None:
-    with pytest.raises(CollectionError, match="built with 2 shards, not 1"):
-        make_pool(plan_of(split.path))
-    with pytest.raises(BuildRefused, match=r"shards is 9, outside 1\.\.8"):
-        WrittenCollection(split.path.parent / "more", shards=9)
