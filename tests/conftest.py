@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]  # ships no types
 
 from tests.fuzz import budget
-from tests.layers import ORDER, file_of, layer_of, parallel_places
+from tests.layers import ORDER, layer_of, parallel_places, share_of
 
 _COROUTINE_S = 60.0
 # Threads of numpy (not imported by any conftest yet) and of torch spin while they wait for each other, on cores that
@@ -63,10 +63,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 class _ByFile(LoadFileScheduling):  # type: ignore[misc]
-    """The tests of a file run in one process, with its fixtures; so do all that share a node."""
+    """The tests of a file run in one process, with its fixtures; so do all that share a node or transformers."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "e2e" if layer_of(nodeid) == "e2e" else str(super()._split_scope(nodeid))
+        return share_of(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -128,4 +128,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(0))  # long runs have no timeout
     if hasattr(config, "workerinput"):
         places = parallel_places(item.nodeid for item in items)
-        items.sort(key=lambda item: places[file_of(item.nodeid)])
+        items.sort(key=lambda item: places[share_of(item.nodeid)])

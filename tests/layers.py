@@ -49,6 +49,16 @@ PROCESS = {
 }  # fmt: skip
 
 
+TRANSFORMERS = {
+    "retrieval": ("test_torch_encoder",),
+    "serving": (
+        "test_compiled_layers", "test_disaggregation", "test_llama", "test_model", "test_pool_handover", "test_smollm",
+        "test_swap", "test_tiers", "test_workers",
+    ),
+}  # fmt: skip
+"""Files whose tests compare with transformers, which takes 4 s of a core to import: they share a process."""
+
+
 def layer_of(nodeid: str) -> str:
     """Return the layer of a test by its file."""
     path = PurePosixPath(file_of(nodeid))
@@ -65,14 +75,26 @@ def file_of(nodeid: str) -> str:
     return nodeid.split("::", 1)[0]
 
 
-def parallel_places(nodeids: Iterable[str]) -> dict[str, float]:
-    """Return the place of each file in the order in which parallel processes take files.
+def share_of(nodeid: str) -> str:
+    """Return what shares a process with a test: its file, or the files that share a node or transformers."""
+    path = PurePosixPath(file_of(nodeid))
+    if layer_of(nodeid) == "e2e":
+        return "e2e"
+    return "transformers" if path.stem in TRANSFORMERS.get(path.parent.name, ()) else str(path)
 
-    Tests with processes wait, others compute: they alternate, so that no core is idle. Of those that wait, which take
-    longer, the slowest layers come first and the last one before the end, or the run ends with one of them alone.
+
+def parallel_places(nodeids: Iterable[str]) -> dict[str, float]:
+    """Return the place of each share in the order in which parallel processes take them.
+
+    Tests with processes wait, others compute: they alternate, so that no core is idle. What takes longest comes first,
+    and the last of those that wait before the end, or the run ends with one of them alone.
     """
-    files = sorted(dict.fromkeys(map(file_of, nodeids)), key=lambda file: ORDER.index(layer_of(file)))
-    waiting = [file for file in files if layer_of(file) != "unit"]
-    computing = files[len(waiting) :]
-    places = {file: 0.85 * number / len(waiting) for number, file in enumerate(waiting)}
-    return places | {file: number / len(computing) for number, file in enumerate(computing)}
+    layers: dict[str, int] = {}
+    for nodeid in nodeids:
+        share, layer = share_of(nodeid), ORDER.index(layer_of(nodeid))
+        layers[share] = min(layer, layers.get(share, layer))
+    shares = sorted(layers, key=lambda share: (share != "transformers", layers[share]))
+    waiting = [share for share in shares if ORDER[layers[share]] != "unit"]
+    computing = [share for share in shares if share not in waiting]
+    places = {share: 0.85 * number / len(waiting) for number, share in enumerate(waiting)}
+    return places | {share: number / len(computing) for number, share in enumerate(computing)}

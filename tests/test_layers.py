@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layers import E2E, NODES, PROCESS, layer_of, parallel_places
+from tests.layers import E2E, NODES, PROCESS, TRANSFORMERS, layer_of, parallel_places, share_of
 
 TESTS = Path(__file__).parent
 
@@ -27,7 +27,7 @@ def test_a_test_has_the_layer_of_its_file(test: str, layer: str) -> None:
 def test_every_listed_file_exists() -> None:
     files = [
         (TESTS if folder == "tests" else TESTS / folder) / f"{name}.py"
-        for folder, names in [*PROCESS.items(), *NODES.items(), ("e2e", E2E)]
+        for folder, names in [*PROCESS.items(), *NODES.items(), *TRANSFORMERS.items(), ("e2e", E2E)]
         for name in names
     ]
     assert [file for file in files if not file.exists()] == []
@@ -42,10 +42,20 @@ def test_no_unit_test_file_starts_processes() -> None:
     assert [file for file in units if file != Path(__file__) and starts.search(file.read_text())] == []
 
 
-def test_files_that_wait_and_files_that_compute_alternate_and_the_slowest_layers_come_first() -> None:
+def test_what_waits_and_what_computes_alternate_and_what_takes_longest_comes_first() -> None:
     waiting = ["tests/e2e/test_logs.py", "tests/e2e/test_examples.py", "tests/pool/test_kills.py"]
     computing = [f"tests/node/test_{number}.py" for number in range(6)]
     places = parallel_places(f"{file}::test_one" for file in [*computing, *reversed(waiting)])
-    order = sorted(places, key=lambda file: places[file])
-    assert [file for file in order if file in waiting] == waiting
-    assert [file in waiting for file in order] == [True, False, False, True, False, False, True, False, False]
+    order = sorted(places, key=lambda share: places[share])
+    assert [share for share in order if share not in computing] == [waiting[0], "e2e", waiting[2]]
+    assert [share in computing for share in order] == [False, True, True, False, True, True, False, True, True]
+
+
+def test_files_that_share_a_node_or_transformers_share_a_process() -> None:
+    shares = {
+        "tests/e2e/test_examples.py": "e2e",
+        "tests/serving/test_model.py": "transformers",
+        "tests/serving/test_blocks.py": "tests/serving/test_blocks.py",
+        "tests/e2e/test_logs.py": "tests/e2e/test_logs.py",
+    }
+    assert {file: share_of(f"{file}::test_one[1]") for file in shares} == shares
