@@ -1,4 +1,4 @@
-"""User errors on the command line: a one-line message and a non-zero exit code, never a traceback."""
+"""Commands as processes of their own: with a node, and with its parent."""
 
 import subprocess
 import sys
@@ -26,17 +26,6 @@ def trinity(*arguments: str | Path, timeout: float = 90) -> subprocess.Completed
     )
 
 
-def refused(run: subprocess.CompletedProcess[str], *words: str) -> None:
-    """Assert a non-zero exit code and one line that contains the words."""
-    assert run.returncode != 0
-    assert "Traceback" not in run.stdout + run.stderr
-    lines = run.stderr.strip().splitlines()
-    assert len(lines) == 1, run.stderr
-    assert lines[0].startswith("trinity: error: ")
-    for word in words:
-        assert word in lines[0], lines[0]
-
-
 @pytest.fixture
 def config(tmp_path: Path, model: Path, collection: Path) -> Path:
     path = tmp_path / "node.toml"
@@ -52,20 +41,6 @@ def without_model(config: Path) -> Path:
     text = config.read_text()
     config.write_text(text.partition("[model]")[0] + "[[collections]]" + text.partition("[[collections]]")[2])
     return config
-
-
-def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
-    refused(trinity("serve", "--config", tmp_path / "none.toml"), "none.toml", "No such file")
-
-
-def test_a_missing_model_is_named(config: Path, model: Path) -> None:
-    config.write_text(config.read_text().replace(str(model), "/no/such/model"))
-    refused(trinity("serve", "--config", config), "/no/such/model")
-
-
-def test_status_and_stop_of_a_stopped_node_are_errors(tmp_path: Path) -> None:
-    refused(trinity("status", tmp_path / "nothing"), "no node runs in")
-    refused(trinity("stop", tmp_path / "nothing"), "no node runs in")
 
 
 def test_status_shows_every_worker(node: Node) -> None:

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,7 @@ def test_the_unit_restarts_on_every_error_but_a_configuration_error(
     "words",
     [
         ("serve", "--config", "none.toml"),
+        ("serve", "--config", "no-model.toml"),
         ("doctor", "--config", "none.toml"),
         ("simulate", "--config", "none.toml", "--trace", "none.jsonl"),
         ("simulate", "--config", "node.toml", "--trace", "none.jsonl"),
@@ -92,9 +94,18 @@ def test_a_missing_file_exits_with_78_for_every_command(
     tmp_path: Path, fork_server: ForkServer, words: tuple[str, ...]
 ) -> None:
     (tmp_path / "node.toml").write_text('[model]\nname = "smollm2-135m-instruct"\n')
+    (tmp_path / "no-model.toml").write_text('[model]\nname = "./none"\n')
     run = fork_server.run("-c", "from launchers.main import main; main()", *words, cwd=tmp_path)
-    assert run.returncode == EXIT_CONFIG, run.stderr
+    assert (run.returncode, run.stderr.count("\n")) == (EXIT_CONFIG, 1), run.stderr
     assert run.stderr.startswith("trinity: error: ")
+    assert "none" in run.stderr
+
+
+@pytest.mark.parametrize("command", ["status", "stop"])
+def test_a_stopped_node_is_named_in_one_line(tmp_path: Path, fork_server: ForkServer, command: str) -> None:
+    run = fork_server.run("-c", "from launchers.main import main; main()", command, str(tmp_path / "nothing"))
+    assert (run.returncode, run.stderr.count("\n")) == (EXIT_FAILED, 1), run.stderr
+    assert run.stderr.startswith(f"trinity: error: no node runs in {tmp_path / 'nothing'}")
 
 
 @pytest.mark.parametrize(
@@ -110,8 +121,8 @@ def test_a_missing_file_exits_with_78_for_every_command(
     ],
 )
 def test_a_usage_error_exits_with_2_and_one_line(fork_server: ForkServer, words: tuple[str, ...]) -> None:
-    if words[0] == "mcp":
-        pytest.importorskip("mcp", reason="mcp is not installed: [mcp]")
+    if words[0] == "mcp" and find_spec("mcp") is None:
+        pytest.skip("mcp is not installed: [mcp]")
     run = fork_server.run("-c", "from launchers.main import main; main()", *words)
     assert (run.returncode, run.stderr.count("\n")) == (EXIT_USAGE, 1), run.stderr
     assert run.stderr.startswith("trinity: error: ")
