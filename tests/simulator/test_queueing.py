@@ -44,22 +44,9 @@ def first_come_first_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("first_come_first_served")
-@pytest.mark.parametrize("load", [0.3, 0.6])
-def test_waits_with_exponential_arrivals_and_services_follow_the_m_m_1_formula(load: float) -> None:
-    random, at, mean_tokens = Random(7), 0.0, 1000.0
-    service_s = mean_tokens * TOKEN_S
-    arrivals = []
-    for _ in range(15_000):
-        at += random.expovariate(load / service_s)
-        arrivals.append(Arrival(at, max(1, round(random.expovariate(1 / mean_tokens))), 1))
-    simulation = single_server(arrivals)
-    mean_s = sum(request.ttft_s for request in simulation.requests) / len(arrivals)
-    assert mean_s == pytest.approx(service_s / (1 - load), rel=0.06)
-
-
-@pytest.mark.usefixtures("first_come_first_served")
 def test_each_wait_follows_lindleys_recursion() -> None:
-    """One server, first come, first served: a wait is the previous wait plus service minus the gap, or 0."""
+    """One server, first come, first served: a wait is the previous wait plus service minus the gap, or 0. Queueing
+    theory's formulas for their mean follow from it."""
     random, at = Random(5), 0.0
     arrivals = []
     for _ in range(3000):
@@ -70,18 +57,6 @@ def test_each_wait_follows_lindleys_recursion() -> None:
     for request in simulation.requests:
         free_s = max(free_s, request.arrival.at_s) + request.arrival.prompt_tokens * TOKEN_S
         assert request.ttft_s == pytest.approx(free_s - request.arrival.at_s, abs=1e-5)
-
-
-def test_waits_with_equal_services_are_half_of_those_with_exponential_ones() -> None:
-    """M/D/1: the wait is ρ / (2 μ (1 - ρ))."""
-    random, at, load, service_s = Random(3), 0.0, 0.7, 1000 * TOKEN_S
-    arrivals = []
-    for _ in range(12_000):
-        at += random.expovariate(load / service_s)
-        arrivals.append(Arrival(at, 1000, 1))
-    simulation = single_server(arrivals)
-    mean_wait_s = sum(request.ttft_s for request in simulation.requests) / len(arrivals) - service_s
-    assert mean_wait_s == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.06)
 
 
 def test_littles_law_holds_for_the_rows_of_decode_and_the_requests_of_the_node() -> None:
