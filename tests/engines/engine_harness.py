@@ -201,6 +201,12 @@ async def read_answer(request: Request) -> Answer:
             return Answer(pieces)
 
 
+async def run_checks(balancer: LoadBalancer) -> None:
+    """Run the checks of servers that are due, after those that the engine has begun."""
+    await until(lambda: not any(backend.checking for backend in balancer.backends))
+    await asyncio.gather(*balancer.checks_due())
+
+
 async def until(condition: Callable[[], object]) -> None:
     """Run the loop until the condition holds (bounded by the test's timeout)."""
     while not condition():

@@ -16,7 +16,7 @@ from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Role, Sampling, Tokens
 from tests.clock import Clock
-from tests.engines.engine_harness import EngineHarness, read_answer, running_engine, until
+from tests.engines.engine_harness import EngineHarness, read_answer, run_checks, running_engine, until
 from tests.engines.fake_openai import Behaviour
 from tests.frontend.fake_workers import ScriptedWorker, unique_endpoint
 
@@ -132,7 +132,7 @@ class OpenAiFixture:
         self._at.fake.behaviour.down = False
         self._at.fake.behaviour.hangs_after = None
         self.clock.advance(30)
-        await self._at.engine.balancer.run_checks()
+        await run_checks(self._at.engine.balancer)
 
 
 @asynccontextmanager

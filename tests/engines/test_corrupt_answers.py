@@ -13,7 +13,7 @@ from runtime.node.engine_config import Stage
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.messages import Retrieval
-from tests.engines.engine_harness import EngineHarness, read_answer, running_engine
+from tests.engines.engine_harness import EngineHarness, read_answer, run_checks, running_engine
 from tests.engines.fake_openai import Behaviour
 from tests.frontend.fake_workers import run
 
@@ -73,7 +73,7 @@ async def ends_once(harness: EngineHarness, retrieval: Retrieval | None, **body:
 async def all_answer(harness: EngineHarness) -> None:
     """Check failed servers again."""
     harness.clock.advance(60)
-    await harness.engine.balancer.run_checks()
+    await run_checks(harness.engine.balancer)
     for backend in harness.engine.balancer.backends:
         assert backend.capabilities is not None
         backend.consecutive_failures = 0

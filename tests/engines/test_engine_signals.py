@@ -14,7 +14,7 @@ from runtime.node.engine_config import OpenAiSection, Stage
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import FrontendMetrics, PoolMetrics
 from runtime.retrieval.passages import Passage
-from tests.engines.engine_harness import PROBES, EngineHarness, read_answer, running_engine, until
+from tests.engines.engine_harness import PROBES, EngineHarness, read_answer, run_checks, running_engine, until
 from tests.engines.fake_openai import MODEL, Behaviour
 
 CONFIG = NodeConfig(model=OpenAiSection(name=MODEL, url="http://fake/v1"))
@@ -63,7 +63,7 @@ class Gateway:
                 self.tables["pool-0"].observe(PREFILL_WAIT, wait_s)
             if link_use is not None:
                 self.harness.fakes[-1].behaviour.metrics = page(1.0 + link_use * clock() / 1e9)
-            await asyncio.gather(*self.harness.engine.balancer.load_checks_due())
+            await run_checks(self.harness.engine.balancer)
             self.harness.engine.tick()
             self.loop.step(clock() / 1e9)
 

@@ -13,7 +13,7 @@ from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.errors import InvalidRequest
 from runtime.node.engine_config import Stage
 from runtime.serving.messages import Retrieval
-from tests.engines.engine_harness import EngineHarness, read_answer, running_engine, sequence, until
+from tests.engines.engine_harness import EngineHarness, read_answer, run_checks, running_engine, sequence, until
 from tests.engines.fake_openai import Behaviour, FakeServer, completion, rendered
 
 PREFILL, DECODE = Behaviour(kv_role="kv_producer"), Behaviour(kv_role="kv_consumer")
@@ -176,7 +176,7 @@ def metrics(running: int = 0, waiting: int = 0, kv: float = 0.0) -> str:
 
 async def told(servers: LoadBalancer, running: list[int]) -> None:
     """Report the number of running requests of each server."""
-    await asyncio.gather(*servers.load_checks_due())
+    await run_checks(servers)
     await until(lambda: [backend.reported and backend.reported.running for backend in servers.backends] == running)
 
 
@@ -219,5 +219,5 @@ async def test_a_draining_server_finishes_its_requests_and_gets_no_new_ones() ->
         assert harness.engine.statistics().restarts == 0
         harness.fakes[0].behaviour.leaves = False  # another process is there
         harness.clock.advance(60.0)
-        await harness.engine.balancer.run_checks()
+        await run_checks(harness.engine.balancer)
         assert len(harness.engine.balancer.up) == 2

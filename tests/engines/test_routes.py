@@ -16,7 +16,7 @@ from runtime.serving.http.app import create_app
 from runtime.serving.http.responses import ChatResponse
 from runtime.serving.http.service import NoCollections, Service, Settings
 from runtime.testing.waiting import until
-from tests.engines.engine_harness import EngineHarness, running_engine
+from tests.engines.engine_harness import EngineHarness, run_checks, running_engine
 from tests.engines.fake_openai import MODEL, Behaviour
 from tests.frontend import answer_cache_harness
 from tests.frontend.cluster import metrics
@@ -152,7 +152,7 @@ async def test_errors_are_http_errors_before_the_first_token_and_events_afterwar
         assert (health.status_code, health.json()["missing"]) == (503, ["engine"])
         harness.fake.behaviour.breaks_after = None
         harness.clock.advance(60)
-        await harness.engine.balancer.run_checks()
+        await run_checks(harness.engine.balancer)
         assert (await http.get("/health")).status_code == 200
 
 

@@ -113,13 +113,13 @@ class OpenAiEngine(Engine):
             await self.balancer.close()
 
     def tick(self) -> None:
-        """Fail requests past their deadline; start the checks of servers that are due; write the signals."""
+        """Fail requests past their deadline; start the due checks of servers; write the signals."""
         self._signals.write()
         for request in self.requests.expired(self._clock()):
             self._fail(
                 request, DeadlineExceeded(f"the request's deadline passed after {request.delivered.count} tokens")
             )
-        for check in (*self.balancer.checks_due(), *self.balancer.load_checks_due(), *self.balancer.idle_checks_due()):
+        for check in self.balancer.checks_due():
             self._start(check)
 
     def _start(self, coroutine: Coroutine[None, None, None]) -> None:

@@ -31,17 +31,17 @@ Reject = Callable[[Capabilities], InvalidRequest | None]
 
 _MAX_FAILURES = 3
 _KV_NEARLY_FULL = 0.9  # share of its KV
-_LOAD_INTERVAL_NS = 1_000_000_000
+_INTERVAL_NS = 1_000_000_000  # between looks at a server that is up
 _PREFIX_BLOCKS = 65_536  # remembered for each server
 _MAX_BACKOFF_S = 10.0
-_CHECK_TIMEOUT_NS = 5_000_000_000  # of the first check of a server that is down; doubles with each timeout
-_IDLE_NS = 5_000_000_000
+_TIMEOUT_S = 5.0  # of a check
+_IDLE_NS = 4_000_000_000  # without a request, after which a look asks whether it is there: within five seconds
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Backend(Candidate):
-    """A server and its state. `capabilities` None: it is down until a check succeeds, next at `next_check_ns`;
-    `reported`: its last load, None without metrics."""
+    """A server and its state. `capabilities` None: it is down until a check succeeds; the next one, or the next look at
+    one that is up, is at `next_check_ns`. `reported`: its last load, None without metrics."""
 
     server: Server
     backoff: Backoff
@@ -52,12 +52,10 @@ class Backend(Candidate):
     up_ns: int = 0
     last_used_ns: int = 0  # of the last request or check
     checking: bool = False
-    check_timeout_ns: int = _CHECK_TIMEOUT_NS
-    check_deadline_ns: int = 0  # of the check in progress, which `check_timeout` cancels
-    check_timeout: asyncio.Timeout | None = None
+    check_timeout_s: float = _TIMEOUT_S  # while it is down; doubles with each timeout
     consecutive_failures: int = 0  # of requests
     reported: Load | None = None
-    next_load_check_ns: int | None = 0  # None: no metrics
+    has_metrics: bool = True
     link_busy_s: float = 0.0  # growth of the reported one since the balancer's start
 
     @property
@@ -234,52 +232,51 @@ class LoadBalancer:
             raise errors[0]
 
     def checks_due(self) -> list[Coroutine[None, None, None]]:
-        """Return the due checks of servers that are down, to be run concurrently: a slow server delays no other.
-
-        Also cancels the checks that have reached their deadline.
-        """
+        """Return the due checks, to be run concurrently: a slow server delays no other."""
+        now = self._clock()
         for backend in self.backends:
-            if backend.check_timeout is not None and backend.check_deadline_ns <= self._clock():
-                backend.check_timeout.reschedule(0.0)
-                backend.check_timeout = None
             if backend.capabilities is not None and not backend.server.accepting:
                 self.mark_down(backend, EngineUnreachable("it is shutting down"))
-        found = [
-            b for b in self.backends if b.capabilities is None and not b.checking and b.next_check_ns <= self._clock()
-        ]
-        for backend in found:
-            backend.checking = True
-        return [self._check_again(backend) for backend in found]
-
-    def load_checks_due(self) -> list[Coroutine[None, None, None]]:
-        """Return the due reads of servers' loads, to be run; none with fewer than two servers up."""
-        now = self._clock()
-        up = self.up
-        found = [b for b in up if b.next_load_check_ns is not None and b.next_load_check_ns <= now and len(up) > 1]
-        for backend in found:
-            backend.next_load_check_ns = now + _LOAD_INTERVAL_NS
-        return [self._read_load(backend) for backend in found]
-
-    def idle_checks_due(self) -> list[Coroutine[None, None, None]]:
-        """Return checks, to be run, of servers that had no request for five seconds."""
-        now = self._clock()
-        found = [b for b in self.up if not b.assigned and now - max(b.last_used_ns, b.up_ns) >= _IDLE_NS]
-        for backend in found:
-            backend.last_used_ns = now
-        return [self._check_idle(backend) for backend in found]
-
-    async def run_checks(self) -> None:
-        """Run all due checks of servers that are down."""
-        await asyncio.gather(*self.checks_due())
+        due = [backend for backend in self.backends if not backend.checking and backend.next_check_ns <= now]
+        for backend in due:
+            backend.checking, backend.next_check_ns = True, now + _INTERVAL_NS
+        return [self._run_check(backend) for backend in due]
 
     async def close(self) -> None:
         """Close all connections."""
         await asyncio.gather(*(backend.server.close() for backend in self.backends))
 
+    async def _run_check(self, backend: Backend) -> None:
+        """Check a server that is down again; of one that is up, whether it is still there if it has no requests, and
+        its load if there is a choice."""
+        idle_ns = self._clock() - max(backend.last_used_ns, backend.up_ns)
+        try:
+            if backend.capabilities is None:
+                await self._check_again(backend)
+            elif not backend.assigned and idle_ns >= _IDLE_NS:
+                await self._check_idle(backend)
+            if len(self.up) > 1 and backend in self.up and backend.has_metrics:
+                await self._read_load(backend)
+        finally:
+            backend.checking = False
+
+    async def _check_again(self, backend: Backend) -> None:
+        """Check with a time limit: a server that has just started may never answer its first request."""
+        try:
+            async with asyncio.timeout(backend.check_timeout_s):
+                await self._check(backend)
+        except ConfigError as error:  # it was restarted with another model, say; the node goes on without it
+            self.mark_down(backend, error)
+        except TimeoutError:
+            limit_s = backend.check_timeout_s
+            self.mark_down(backend, EngineUnreachable(f"{backend.name} does not answer within {limit_s:g} s"))
+            backend.check_timeout_s *= 2
+
     async def _check_idle(self, backend: Backend) -> None:
         """Mark a server down that refuses connections; a slow answer or an error may come from load."""
+        backend.last_used_ns = self._clock()
         try:
-            async with asyncio.timeout(_IDLE_NS / 1e9):
+            async with asyncio.timeout(_TIMEOUT_S):
                 await backend.server.get("/models")
         except EngineUnreachable as error:
             if backend.capabilities is not None:
@@ -291,7 +288,7 @@ class LoadBalancer:
         """Read a server's load; one without metrics is not asked again until it was down."""
         before = backend.reported
         try:
-            async with asyncio.timeout(_LOAD_INTERVAL_NS * 5 / 1e9):
+            async with asyncio.timeout(_TIMEOUT_S):
                 backend.reported = found = parse_load(await backend.server.metrics())
             if before is not None and found is not None:
                 backend.link_busy_s += max(found.link_busy_s - before.link_busy_s, 0.0)  # less: it was restarted
@@ -299,8 +296,7 @@ class LoadBalancer:
             backend.reported = None
             if isinstance(error, EngineUnreachable | TimeoutError):
                 return  # the next request there finds out
-        if backend.reported is None:
-            backend.next_load_check_ns = None
+        backend.has_metrics = backend.reported is not None
 
     async def _first_check(self, backend: Backend) -> ConfigError | None:
         try:
@@ -309,24 +305,7 @@ class LoadBalancer:
             return error
         return None
 
-    async def _check_again(self, backend: Backend) -> None:
-        """Check a server that is down, with a timeout by `clock` (see `checks_due`): a server that has just started may
-        never answer its first request."""
-        backend.check_deadline_ns = self._clock() + backend.check_timeout_ns
-        try:
-            async with asyncio.timeout(None) as backend.check_timeout:
-                await self._check(backend)
-        except ConfigError as error:  # it was restarted with another model, say; the node goes on without it
-            self.mark_down(backend, error)
-        except TimeoutError:
-            timeout_s = backend.check_timeout_ns / 1e9
-            self.mark_down(backend, EngineUnreachable(f"{backend.name} does not answer within {timeout_s:g} s"))
-            backend.check_timeout_ns *= 2
-        finally:
-            backend.check_timeout = None
-
     async def _check(self, backend: Backend) -> None:
-        backend.checking = True
         try:
             found = await self._detect(backend.server)
         except ConfigError:
@@ -337,12 +316,9 @@ class LoadBalancer:
             if is_new:
                 log.warning("%s: it is not used until it answers%s", error.message, self._advice)
             return
-        finally:
-            backend.checking = False
         backend.capabilities, backend.up_ns = found, self._clock()
         backend.last_error, backend.consecutive_failures = "", 0
-        backend.check_timeout_ns = _CHECK_TIMEOUT_NS
-        backend.reported, backend.next_load_check_ns = None, 0
+        backend.check_timeout_s, backend.reported, backend.has_metrics = _TIMEOUT_S, None, True
         backend.prefixes = PrefixHistory()  # it may be another process
         log.info("%s answers: %s", backend.name, found)
         for limitation in found.limitations():
