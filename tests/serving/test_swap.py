@@ -20,7 +20,7 @@ from runtime.serving.kv.tiers import SavedRow, Tiers
 from runtime.serving.messages import Decode, Sampling
 from runtime.serving.model.model_info import ModelInfo
 from runtime.testing.reference import Reference
-from tests.serving.test_tiers import TimedTier
+from tests.serving.test_tiers import KV, TimedTier
 from tests.serving.workers import Start
 
 SIZE, BLOCKS = 8, 16
@@ -134,7 +134,7 @@ class Rows:
 
     def __init__(self, compute_ms: int, blocks: int = 4) -> None:
         self.tier, self.blocks = TimedTier(), BlockManager(blocks, SIZE, b"a model")
-        self.tiers = Tiers((self.tier,), self.blocks, None, self.tier.clock)
+        self.tiers = Tiers((self.tier,), self.blocks, KV, self.tier.clock)
         self.tiers.record_compute(SIZE, compute_ms * 1_000_000)
         self.batch = Batch(4, self.blocks, self.tiers, cast("HandoverQueue", NoHandovers()))
         self.order: list[str] = []

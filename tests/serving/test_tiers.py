@@ -4,7 +4,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -216,13 +216,14 @@ def test_a_used_block_of_the_disk_tier_is_promoted_to_the_host_tier(tmp_path: Pa
         tier.close()
 
 
-class TimedTier:
+KV = np.zeros((1, 2, 8, 1, 4, 1), np.float32)
+
+
+class TimedTier(FileTier):
     """A tier that stores only blocks' names; a write takes 5 ms, a read 4 ms."""
 
-    name: Literal["host"] = "host"
-    used_bytes = held_bytes = 0
-
     def __init__(self) -> None:
+        self.name, self.used_bytes, self.held_bytes = "host", 0, 0
         self.now_ns, self.kept, self.held = 0, set[bytes](), set[bytes]()
         self.counts: dict[str, int] = {}
 
@@ -276,7 +277,7 @@ def test_blocks_that_are_computed_faster_are_not_loaded_except_for_occasional_pr
 ) -> None:
     """A load takes 4 ms; the estimate decays by a fiftieth with each prompt that is computed instead."""
     tier, blocks = FullTier(), BlockManager(8, 4, b"a model")
-    tiers = Tiers((tier,), blocks, None, tier.clock)
+    tiers = Tiers((tier,), blocks, KV, tier.clock)
     found = []
     for number in range(40):
         prompt = [number] * 33

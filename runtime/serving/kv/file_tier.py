@@ -16,7 +16,6 @@ import time
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from runtime.errors import ConfigError
 from runtime.node.metrics.worker_metrics import Tier as TierName
@@ -31,83 +30,6 @@ HOLD_S = 600.0
 log = logging.getLogger("kv")
 
 
-class Budget:
-    """Size limit of a tier that several writers share without communication.
-
-    Each of the `writers` scans the tier before it adds more than its share of `limit_bytes`, and then trims it to
-    `keep` bytes. The simulator's tiers use it too.
-    """
-
-    def __init__(self, limit_bytes: int, file_bytes: int, writers: int) -> None:
-        self._share = max(limit_bytes // _SHARE // writers, file_bytes)
-        self.keep = limit_bytes - writers * self._share
-        self.too_small = self.keep < file_bytes
-        self._added = self._share  # unknown: scan before the first write
-
-    def has_room(self, more_bytes: int) -> bool:
-        """Return whether this writer may add `more_bytes` without a scan."""
-        return self._added + more_bytes <= self._share
-
-    def may_hold(self, held_bytes: int) -> bool:
-        """Return whether `held_bytes` are few enough to be kept from eviction."""
-        return not self.too_small and held_bytes <= self.keep // _HELD_SHARE
-
-    def add(self, more_bytes: int) -> None:
-        self._added += more_bytes
-
-    def reset(self) -> None:
-        """Start a new interval after a scan."""
-        self._added = 0
-
-
-class Tier(Protocol):
-    """Storage for KV blocks outside the workers' memory. `counts`: this process's operations, by metric."""
-
-    @property
-    def name(self) -> TierName: ...
-
-    @property
-    def counts(self) -> dict[str, int]: ...
-
-    @property
-    def used_bytes(self) -> int: ...
-
-    @property
-    def held_bytes(self) -> int: ...
-
-    def has(self, key: bytes) -> bool:
-        """Return whether the tier has that block."""
-        ...
-
-    def load(self, key: bytes, into: memoryview) -> bool:
-        """Read a block and mark it as used. Return False if it is missing or damaged."""
-        ...
-
-    def store(self, key: bytes, block: memoryview, *, hold: bool = False) -> bool:
-        """Store a block, unless the tier has it. Return whether the tier has it now."""
-        ...
-
-    def may_hold(self, blocks: int) -> bool:
-        """Return whether so many more blocks can be held."""
-        ...
-
-    def hold(self, key: bytes) -> bool:
-        """Keep a block from eviction until it is released. Return False if the tier does not have it."""
-        ...
-
-    def release(self, key: bytes) -> None:
-        """Let a held block be evicted like others."""
-        ...
-
-    def drop(self, key: bytes) -> None:
-        """Remove a held block."""
-        ...
-
-    def close(self) -> None:
-        """Close the tier; its blocks stay."""
-        ...
-
-
 def has_block(directory: Path, key: bytes) -> bool:
     """Return whether a tier's directory has a file of that block."""
     return (directory / key.hex()).exists()
@@ -118,8 +40,8 @@ class FileTier:
     `writers` processes.
 
     The least recently used blocks are evicted first. Processes share it without communication: names are content
-    hashes, and each process scans the directory before it exceeds its share of the limit (`Budget`). `counts`: this
-    process's operations, by metric.
+    hashes, and each process scans the directory before it adds more than its share of the limit, and trims it then.
+    `counts`: this process's operations, by metric.
     """
 
     def __init__(
@@ -137,8 +59,10 @@ class FileTier:
         self.used_bytes = self.held_bytes = 0  # as of the last scan, plus those of this process since
         self._hold_ns = round(hold_s * 1e9)
         self._file_bytes = _HEADER.size + block_bytes
-        self._budget = Budget(limit_bytes, self._file_bytes, writers)
-        if self._budget.too_small:
+        self._share = max(limit_bytes // _SHARE // writers, self._file_bytes)
+        self._keep = limit_bytes - writers * self._share  # bytes that a scan leaves
+        self._added = self._share  # since the last scan; unknown: scan before the first write
+        if self._too_small:
             log.warning(
                 "the %s KV tier is disabled: %d bytes are too few for blocks of %d", name, limit_bytes, block_bytes
             )
@@ -154,6 +78,14 @@ class FileTier:
                 f"{directory}, for the {name} KV tier, has mode {stat.S_IMODE(status.st_mode):o} and belongs to uid "
                 f"{status.st_uid}: it must belong to uid {os.getuid()} and have mode 700"
             )
+
+    @property
+    def _too_small(self) -> bool:
+        return self._keep < self._file_bytes
+
+    def _has_room(self, more_bytes: int) -> bool:
+        """Return whether this process may add so many bytes without a scan."""
+        return self._added + more_bytes <= self._share
 
     def has(self, key: bytes) -> bool:
         """Return whether the block has a file."""
@@ -187,12 +119,12 @@ class FileTier:
 
     def store(self, key: bytes, block: memoryview, *, hold: bool = False) -> bool:
         """Write a block, unless it exists. Return whether it exists. On a full disk the tier shrinks by 1/8."""
-        if self._budget.too_small:
+        if self._too_small:
             return False
         if self.has(key):
             return not hold or self.hold(key)
-        if not self._budget.has_room(self._file_bytes):
-            self._trim(self._budget.keep)
+        if not self._has_room(self._file_bytes):
+            self._trim(self._keep)
         temporary = f".{key.hex()}.{os.getpid()}"
         try:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _FLAGS, 0o600, dir_fd=self._fd)
@@ -211,23 +143,23 @@ class FileTier:
                 self._trim(self.used_bytes * 7 // 8)
             return False
         self.counts["stored"] += 1
-        self._budget.add(self._file_bytes)
+        self._added += self._file_bytes
         self.used_bytes += self._file_bytes
         return not hold or self.hold(key)
 
     def may_hold(self, blocks: int) -> bool:
         """Return whether so many more blocks can be held: those of all workers are at most half of the tier."""
         more_bytes = blocks * self._file_bytes
-        if not self._budget.has_room(more_bytes):
-            self._trim(self._budget.keep)
-        return self._budget.may_hold(self.held_bytes + more_bytes)
+        if not self._has_room(more_bytes):
+            self._trim(self._keep)
+        return not self._too_small and self.held_bytes + more_bytes <= self._keep // _HELD_SHARE
 
     def hold(self, key: bytes) -> bool:
         """Evict a block last, until it is released or the hold's time is over. Return False if it has no file."""
         was_held = self._touch(key, 0o400)
         if was_held is False:
             self.held_bytes += self._file_bytes
-            self._budget.add(self._file_bytes)  # other writers count it with their next scan
+            self._added += self._file_bytes  # other writers count it with their next scan
         return was_held is not None
 
     def release(self, key: bytes) -> None:
@@ -277,7 +209,7 @@ class FileTier:
                 self.counts["evicted"] += 1
             used -= size
         self.used_bytes, self.held_bytes = used, min(used, sum(size for held, _, size, _ in files if held))
-        self._budget.reset()
+        self._added = 0
 
     def _remove(self, name: str) -> bool:
         try:

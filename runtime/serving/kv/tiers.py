@@ -22,7 +22,7 @@ from runtime.node.metrics.worker_metrics import DecodeMetrics, KvMetrics, Prefil
 from runtime.node.metrics.worker_metrics import Tier as TierName
 from runtime.node.placement.plan import NodePlan
 from runtime.serving.kv.blocks import BlockManager, BlockTable
-from runtime.serving.kv.file_tier import FileTier, Tier
+from runtime.serving.kv.file_tier import FileTier
 from runtime.serving.kv.transport import KvArray
 
 WRITERS = 16  # most prefill and decode workers of a node, including those added later
@@ -50,17 +50,14 @@ class Tiers:
 
     def __init__(
         self,
-        tiers: Sequence[Tier],
+        tiers: Sequence[FileTier],
         blocks: BlockManager,
-        kv: KvArray | None,
+        kv: KvArray,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`kv`: the tensor that holds the blocks; None if there is nothing to copy (simulator)."""
+        """`kv`: the tensor that holds the blocks."""
         self._tiers, self._blocks, self._kv, self._clock = tuple(tiers), blocks, kv, clock
-        self._block: KvArray | None = None
-        self._bytes = memoryview(b"")
-        if kv is not None:
-            self._block, self._bytes = _one_block(kv)
+        self._block, self._bytes = _one_block(kv)
         self._credit_ns = 0
         self._write_ns = self._load_ns = self._compute_ns = 0.0  # moving averages per block; 0: not measured
         if self._tiers:
@@ -179,8 +176,7 @@ class Tiers:
         begin_ns = self._clock()
         for number, tier in enumerate(self._tiers):
             if tier.load(key, self._bytes):
-                if self._kv is not None and self._block is not None:
-                    self._kv[:, :, block : block + 1] = self._block
+                self._kv[:, :, block : block + 1] = self._block
                 self._load_ns = _moving_average(self._load_ns, self._clock() - begin_ns)
                 for faster in self._tiers[:number]:
                     faster.store(key, self._bytes)
@@ -219,8 +215,7 @@ class Tiers:
             tier.store(key, self._bytes)
 
     def _copy_out(self, block: int) -> None:
-        if self._kv is not None and self._block is not None:
-            self._block[:] = self._kv[:, :, block : block + 1]
+        self._block[:] = self._kv[:, :, block : block + 1]
 
     def publish(self, table: WorkerTable, metrics: type[PrefillMetrics] | type[DecodeMetrics]) -> None:
         """Write the state of the blocks and the tiers' counters to a worker's metrics table."""
