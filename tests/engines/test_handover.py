@@ -54,7 +54,7 @@ async def test_without_prefill_decode_computes_the_prompt_and_no_request_is_lost
         told = await read_answer(harness.chat(LONG, max_tokens=9))
         assert told.text == expected(LONG, 9)
         assert decode.pulled == 0
-        assert harness.engine.statistics().restarts == 0
+        assert harness.engine.restarts == 0
 
 
 async def test_a_prompt_whose_prefill_server_dies_is_retried_on_another() -> None:
@@ -216,7 +216,7 @@ async def test_a_draining_server_finishes_its_requests_and_gets_no_new_ones() ->
             await read_answer(harness.chat(f"{number}", max_tokens=2))
         assert (await read_answer(first)).text == expected("one", 30)
         assert [len(fake.generations()) for fake in harness.fakes] == [1, 3]
-        assert harness.engine.statistics().restarts == 0
+        assert harness.engine.restarts == 0
         harness.fakes[0].behaviour.leaves = False  # another process is there
         harness.clock.advance(60.0)
         await run_checks(harness.engine.balancer)

@@ -87,7 +87,7 @@ async def test_an_answer_whose_server_is_lost_resumes_elsewhere_without_duplicat
         told = [await read_answer(first), await read_answer(second)]
         assert [one.text for one in told] == [expected.text] * 2
         assert all(isinstance(one.last, Relayed) and one.last.completion_tokens == 20 for one in told)
-        assert harness.engine.statistics().restarts == 1
+        assert harness.engine.restarts == 1
         assert [ended.code for ended in harness.ended] == ["length"] * 2
 
 

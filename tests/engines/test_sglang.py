@@ -170,7 +170,7 @@ async def test_a_prefill_server_that_fails_ends_the_decode_request_and_another_p
         prefills[0].behaviour.refuses = (503, {"error": "full"})
         for topic in "abcd":
             assert len((await read_answer(harness.chat(topic * 99, max_tokens=4))).text) == 4
-        assert harness.engine.statistics().restarts > 0
+        assert harness.engine.restarts > 0
         prefills[1].behaviour.refuses = (500, {"error": "out of memory"})
         with pytest.raises(EngineFailed, match=r"full|out of memory"):
             await read_answer(harness.chat("x" * 99, max_tokens=4))

@@ -129,7 +129,7 @@ async def test_a_new_request_waits_for_the_first_worker_of_a_role_that_has_none(
         harness.link.tick()
         told = await prefill.receive_prefill()
         assert (told.request_id, told.decode_worker) == ("r1", "d0")
-        assert harness.link.statistics().restarts == 0
+        assert harness.link.restarts == 0
         await decode.send(Tokens("r1", "a", (10,), "stop", 3, prompt_token_ids=(1,)))
         await request.next()
         assert harness.codes == ["client_closed_request", "stop"]

@@ -42,7 +42,7 @@ def test_a_prefix_of_another_sequence_is_shared_in_whole_blocks() -> None:
     assert second.reused_tokens == 8
     third = made.open([1, 2, 3, 4, 5, 6, 7, 99])
     assert third.blocks == first.blocks[:1]
-    assert made.statistics().hit_tokens == 12
+    assert made.hit_tokens == 12
 
 
 def test_a_prefix_is_reused_after_its_sequence_has_ended() -> None:
@@ -77,7 +77,7 @@ def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
     made.close(made.open(old, compute=0))  # used again: now the other one is the least recently used
     table = made.open([])
     made.grow(table, 3 * B)
-    assert made.statistics().evictions == 1
+    assert made.evictions == 1
     assert made.cached_tokens(old, compute=0) == 8
     assert made.cached_tokens(young, compute=0) == 4
 
@@ -168,12 +168,10 @@ class BlockMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_books_balance(self) -> None:
-        found = self.manager.statistics()
         held = {block for table in self.live for block in table.blocks}
-        assert found.held == len(held), "blocks are neither leaked nor freed twice"
-        assert found.free + found.cached + found.held == found.total == self.BLOCKS
-        assert min(found.free, found.cached, found.held, found.hit_tokens, found.evictions) >= 0
-        assert found.hit_tokens <= found.lookup_tokens
+        assert self.manager.held == len(held), "blocks are neither leaked nor freed twice"
+        assert self.manager.available == self.BLOCKS - len(held)
+        assert 0 <= self.manager.hit_tokens <= self.manager.lookup_tokens
 
     def teardown(self) -> None:
         for table in list(self.live):

@@ -290,7 +290,7 @@ def run_workers(
     with _on(clock):
         while len(frontend.done) < len(arrivals):
             min(loops, key=lambda loop: loop.next_ns).run()
-    hit_tokens = {worker._worker.name: worker._blocks.statistics().hit_tokens for worker in (prefill, decode)}
+    hit_tokens = {worker._worker.name: worker._blocks.hit_tokens for worker in (prefill, decode)}
     return Run(frontend.done, hit_tokens)
 
 

@@ -28,7 +28,7 @@ from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import read_engine_key
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.node.worker import Worker
-from runtime.serving.frontend.engine import KEPT_TRACES, Engine, EngineStatistics, RestartLimits
+from runtime.serving.frontend.engine import KEPT_TRACES, Engine, RestartLimits
 from runtime.serving.frontend.observability import RequestMetrics
 from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request, RequestOutcome
 from runtime.serving.http.passthrough import single_request_field
@@ -77,7 +77,6 @@ class OpenAiEngine(Engine):
         self._max_in_flight = max_in_flight
         self._tasks: dict[Request, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._ended_retries = 0
 
     # ---- interface of the routes
 
@@ -89,10 +88,9 @@ class OpenAiEngine(Engine):
         writer = AnswerWriter(request, sent, self._deps, partial(self._emit, request))
         self._tasks[request] = asyncio.create_task(self._run(request, writer))
 
-    def statistics(self) -> EngineStatistics:
-        """A snapshot of the engine's counters."""
-        restarts = self._ended_retries + sum(one.resends for one in self.requests.all())
-        return EngineStatistics(in_flight=len(self.requests), restarts=restarts)
+    @property
+    def restarts(self) -> int:
+        return self._signals.retries
 
     # ---- the loop
 
@@ -190,10 +188,6 @@ class OpenAiEngine(Engine):
         task = self._tasks.get(request)
         if task is not None:
             task.cancel()
-
-    def _ended(self, outcome: RequestOutcome, request: Request) -> None:
-        self._ended_retries += request.resends
-        super()._ended(outcome, request)
 
 
 # ---- construction from the configuration

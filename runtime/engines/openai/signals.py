@@ -23,7 +23,7 @@ class EngineSignals:
         self._rows = self._stalled = 0
         self._row_ns = self._stall_ns = 0
         self._counted_to_ns = clock()
-        self.tokens = 0
+        self.tokens = self.retries = 0
 
     def change(self, rows: int = 0, stalled: int = 0) -> None:
         """Count the time so far; from now on there are so many rows, and stalled ones, more."""

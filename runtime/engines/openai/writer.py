@@ -218,6 +218,7 @@ class AnswerWriter:
         if last or not can_continue or request.resends >= limits.times:
             raise self._failure(error) from error
         request.resends += 1
+        self._deps.signals.retries += 1
         log.info("retried after %d tokens: %s", self._relay.sent_tokens, error.message, extra={"request": request.id})
 
     def _failure(self, error: TrinityError) -> TrinityError:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from runtime.errors import TrinityError
 from runtime.serving.frontend.observability import Traces
 from runtime.serving.frontend.requests import ClientDisconnected, Request, RequestOutcome, RequestTable
-from runtime.serving.messages import Generation, Role
+from runtime.serving.messages import Generation
 
 log = logging.getLogger(__name__)
 
@@ -30,25 +30,6 @@ class RestartLimits:
 
     times: int = 3
     wait_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStatistics:
-    """Counters. `restarts`: requests restarted after the loss of a worker; `malformed`: invalid messages of workers."""
-
-    in_flight: int
-    restarts: int
-    malformed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkStatistics(EngineStatistics):
-    """Of the link to the node's own workers. `workers`: the connected ones by role; `stale`: dropped messages of ended
-    requests or unknown workers."""
-
-    workers: dict[Role, int]
-    lost_workers: int
-    stale: int
 
 
 class Engine(ABC):
@@ -119,9 +100,15 @@ class Engine(ABC):
     def missing(self) -> Sequence[str]:
         """Return the names of missing roles or servers; empty when the engine is ready."""
 
+    @property
     @abstractmethod
-    def statistics(self) -> EngineStatistics:
-        """Return a snapshot of the counters."""
+    def restarts(self) -> int:
+        """Number of restarts of requests after the loss of a worker, so far."""
+
+    @property
+    def malformed(self) -> int:
+        """Number of invalid messages of workers, so far."""
+        return 0
 
     @abstractmethod
     async def run(self) -> None:

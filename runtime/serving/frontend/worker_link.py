@@ -35,7 +35,7 @@ from runtime.errors import (
     WorkerLost,
     error_from_code,
 )
-from runtime.serving.frontend.engine import KEPT_TRACES, Engine, LinkStatistics, RestartLimits
+from runtime.serving.frontend.engine import KEPT_TRACES, Engine, RestartLimits
 from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Router
 from runtime.serving.malformed import MalformedMessages
@@ -104,7 +104,7 @@ class WorkerLink(Engine):
         self._waiting: dict[Request, tuple[int, TrinityError]] = {}  # for a worker: until when, and why
         self._peers: dict[str, Peer] = {}
         self._names: dict[bytes, str] = {}
-        self._restarts = self._lost_workers = self._stale = 0
+        self._restarts = 0
         self._malformed = MalformedMessages(log, clock)
         self._zmq_socket = bind(zmq.ROUTER, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, queue=QUEUE)
         self._zmq_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to an absent worker is an error
@@ -115,14 +115,13 @@ class WorkerLink(Engine):
         """Return the roles without a worker that accepts requests; empty when the node is ready."""
         return self.router.missing()
 
-    def statistics(self) -> LinkStatistics:
-        """Return a snapshot of the counters."""
-        connected = [worker.hello.role for worker in self.router.workers()]
-        workers: dict[Role, int] = {"prefill": connected.count("prefill"), "decode": connected.count("decode")}
-        return LinkStatistics(
-            workers=workers, in_flight=len(self.requests), lost_workers=self._lost_workers,
-            restarts=self._restarts, stale=self._stale, malformed=self._malformed.count,
-        )  # fmt: skip
+    @property
+    def restarts(self) -> int:
+        return self._restarts
+
+    @property
+    def malformed(self) -> int:
+        return self._malformed.count
 
     def worker_lost(self, name: str, reason: str) -> None:
         """Remove a worker and restart its requests. A supervisor that detects the loss earlier may call it, too."""
@@ -132,7 +131,6 @@ class WorkerLink(Engine):
         level = logging.INFO if peer.released else logging.WARNING
         log.log(level, "%s worker %s is %s: %s", peer.hello.role, name, "gone" if peer.released else "lost", reason)
         peer.lost = True
-        self._lost_workers += 1
         self.router.remove(name)
         for request in self.requests.of_worker(name):
             if request.runs_on(name):  # and was not moved meanwhile
@@ -349,7 +347,6 @@ class WorkerLink(Engine):
         peer.heard_ns = self._clock()
         request = self.requests.get(message.request_id)
         if request is None or not request.placed or name not in (request.placement.prefill, request.placement.decode):
-            self._stale += 1
             if not isinstance(message, Failed) and not (isinstance(message, Tokens) and message.finish_reason):
                 self._send(name, Cancel(message.request_id))  # it still works on an ended request
         elif isinstance(message, Failed):
@@ -382,7 +379,6 @@ class WorkerLink(Engine):
 
     def _welcome_unknown(self, identity: bytes) -> None:
         """Welcome a worker of an earlier frontend, which then sends its Hello to this one."""
-        self._stale += 1
         self._send_to(identity, Welcome(self.epoch))
 
     # ---- messages to workers

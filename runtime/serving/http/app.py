@@ -142,7 +142,7 @@ def create_app(
         service.tokens, read, context_tokens=settings.context_tokens, max_bytes=settings.max_prompt_bytes
     ).add_to(app)
     if service.drain is not None:
-        DrainRoute(service.readiness, service.drain, lambda: service.engine.statistics().in_flight).add_to(app)
+        DrainRoute(service.readiness, service.drain, lambda: len(service.engine.requests)).add_to(app)
     return app
 
 

@@ -20,7 +20,7 @@ from runtime.node.metrics.worker_metrics import FrontendMetrics
 from runtime.node.supervisor.listen import listen_private
 from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
-from runtime.serving.frontend.engine import Engine, EngineStatistics
+from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.observability import RequestMetrics, exported_spans
 from runtime.serving.frontend.requests import Request
 from runtime.serving.http.app import create_app
@@ -53,8 +53,9 @@ class NoEngine(Engine):
     def missing(self) -> list[str]:
         return []
 
-    def statistics(self) -> EngineStatistics:
-        return EngineStatistics(in_flight=0, restarts=0)
+    @property
+    def restarts(self) -> int:
+        return 0
 
     async def run(self) -> None:
         """Nothing runs."""

@@ -255,10 +255,9 @@ async def _heartbeat(
             stopping_at = stopping_at or time.monotonic()
             if time.monotonic() > stopping_at + drain_s:  # the supervisor kills it soon: end the rest with an error
                 engine.end_all(Unavailable("the node stopped before the answer was complete"))
-        statistics = engine.statistics()
-        worker.table.set(FrontendMetrics.IN_FLIGHT, statistics.in_flight)
-        worker.table.total(FrontendMetrics.RESTARTED, statistics.restarts)
-        worker.table.total(FrontendMetrics.MALFORMED, statistics.malformed)
+        worker.table.set(FrontendMetrics.IN_FLIGHT, len(engine.requests))
+        worker.table.total(FrontendMetrics.RESTARTED, engine.restarts)
+        worker.table.total(FrontendMetrics.MALFORMED, engine.malformed)
         await asyncio.sleep(HEARTBEAT_S)
 
 

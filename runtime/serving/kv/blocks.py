@@ -64,26 +64,14 @@ class BlockTable:
     root: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStatistics:
-    """Number of blocks by state, and counters: tokens looked up in `open`, tokens found, and evicted blocks."""
-
-    total: int
-    free: int
-    cached: int
-    held: int
-    lookup_tokens: int
-    hit_tokens: int
-    evictions: int
-
-
 class BlockManager:
     """Manages `blocks` blocks of `block_tokens` tokens. Hashes depend on the model's `identity` and on a sequence's
     `salt`: sequences that differ in either share no block.
 
     If `before_eviction` is set, `unsaved` maps the hashes of registered blocks that no tier has stored yet to the
     blocks, oldest first, and `before_eviction` is called before one of them is evicted. `on_change` is called with the
-    hash of a block that is registered (True) or evicted.
+    hash of a block that is registered (True) or evicted. Counters: tokens looked up in `open`, tokens found, and
+    evicted blocks.
     """
 
     def __init__(self, blocks: int, block_tokens: int, identity: bytes) -> None:
@@ -100,7 +88,7 @@ class BlockManager:
         self.unsaved: OrderedDict[bytes, int] = OrderedDict()
         self.before_eviction: Callable[[bytes, int], None] | None = None
         self.on_change: Callable[[bytes, bool], None] | None = None
-        self._lookup_tokens = self._hit_tokens = self._evictions = 0
+        self.lookup_tokens = self.hit_tokens = self.evictions = 0
 
     @property
     def available(self) -> int:
@@ -144,8 +132,8 @@ class BlockManager:
             self._references[block] += 1
             table.blocks.append(block)
             table.chain.append(hash_)
-        self._lookup_tokens += len(tokens)
-        self._hit_tokens += table.reused_tokens
+        self.lookup_tokens += len(tokens)
+        self.hit_tokens += table.reused_tokens
         return table
 
     def grow(self, table: BlockTable, tokens: int) -> None:
@@ -191,18 +179,6 @@ class BlockManager:
                         self.unsaved.pop(hash_, None)
         table.blocks, table.chain = [], []
 
-    def statistics(self) -> BlockStatistics:
-        """Return block counts and counters; cheap."""
-        return BlockStatistics(
-            total=self.total,
-            free=len(self._free),
-            cached=len(self._cached),
-            held=self.held,
-            lookup_tokens=self._lookup_tokens,
-            hit_tokens=self._hit_tokens,
-            evictions=self._evictions,
-        )
-
     def keys(self, tokens: Sequence[int], compute: int = 1, *, salt: bytes = b"", root: bytes = b"") -> Iterator[bytes]:
         """Iterate over the hashes of the full blocks of `tokens` without the last `compute` ones. `root`: that of a
         table."""
@@ -236,6 +212,6 @@ class BlockManager:
         del self._registered[hash_]
         self._hashes[block] = None
         self._free.append(block)
-        self._evictions += 1
+        self.evictions += 1
         if self.on_change is not None:
             self.on_change(hash_, False)

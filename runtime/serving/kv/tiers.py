@@ -219,10 +219,9 @@ class Tiers:
 
     def publish(self, table: WorkerTable, metrics: type[PrefillMetrics] | type[DecodeMetrics]) -> None:
         """Write the state of the blocks and the tiers' counters to a worker's metrics table."""
-        found = self._blocks.statistics()
-        table.total(metrics.PREFIX_QUERY_TOKENS, found.lookup_tokens)
-        table.total(metrics.PREFIX_HIT_TOKENS, found.hit_tokens)
-        table.total(metrics.KV_EVICTIONS, found.evictions)
+        table.total(metrics.PREFIX_QUERY_TOKENS, self._blocks.lookup_tokens)
+        table.total(metrics.PREFIX_HIT_TOKENS, self._blocks.hit_tokens)
+        table.total(metrics.KV_EVICTIONS, self._blocks.evictions)
         for tier in self._tiers:
             for metric, counters in KvMetrics.TIER_BLOCKS.items():
                 table.total(counters[tier.name], tier.counts[metric])
