@@ -1,10 +1,8 @@
 """Decode's end of the KV hand-over: receives offers, maps their arenas read-only, and answers each offer once."""
 
 import contextlib
-import ctypes
 import os
 import select
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -36,47 +34,6 @@ from ipc.memory.device import CudaReference, DeviceMemory
 from ipc.memory.shared import MemoryReference, SharedMemory
 from ipc.native import atomics
 
-# ---- prefaulting
-# The first access to a mapped page is a fault, and a copy of a few MiB out of another process's memory spends half its
-# time on faults. A thread of low priority populates all page tables once the memory is mapped; other pages still work
-# by faults.
-
-
-_MADV_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14; older kernels refuse it
-_CHUNK_BYTES = 4 << 20  # of one call, during which the process can map nothing else
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-class Prefault:
-    """Populates the page tables of `size` bytes from the page at `address` on. `close` it before they are unmapped."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self._closing = threading.Event()
-        self._filled = False
-        self._thread = threading.Thread(target=self._run, args=(address, size), name="prefault", daemon=True)
-        self._thread.start()
-
-    def _run(self, address: int, size: int) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        for begin in range(0, size, _CHUNK_BYTES):
-            length = min(_CHUNK_BYTES, size - begin)
-            if self._closing.is_set() or _libc.madvise(address + begin, length, _MADV_POPULATE_READ) != 0:
-                return
-        self._filled = True
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for up to `timeout_s`. Return whether all are populated; False also on kernels without support."""
-        self._thread.join(timeout_s)
-        return self._filled
-
-    def close(self) -> None:
-        """Stop after the current system call. Idempotent."""
-        self._closing.set()
-        self._thread.join()
-
-
 # ---- mapped arenas
 
 OpenDevice = Callable[[CudaReference], DeviceMemory]
@@ -84,10 +41,7 @@ OpenDevice = Callable[[CudaReference], DeviceMemory]
 
 
 class MappedArena:
-    """A source's arena, mapped by a sink: validated header, read-only `payload` or `device` memory.
-
-    Mapped memory is prefaulted.
-    """
+    """A source's arena, mapped by a sink: validated header, read-only `payload` or `device` memory."""
 
     def __init__(
         self,
@@ -130,7 +84,6 @@ class MappedArena:
             self.epoch = epoch
             self.payload = self.memory.view[offset : offset + length] if offset else self.memory.view[:0]
             self.pidfd = os.pidfd_open(reference.pid)
-            self.prefault = Prefault(self.memory.address, self.memory.size)
         except OSError as error:
             self.memory.close()
             raise MemoryRefused(f"the arena's owner (process {reference.pid}) is gone: {error.strerror}") from error
@@ -148,7 +101,6 @@ class MappedArena:
         return atomics.load_acquire(self.memory.address + HEADER_BYTES + 8 * (self.slots + slot))
 
     def close(self) -> None:
-        self.prefault.close()
         os.close(self.pidfd)
         if self.device is not None:
             self.device.close()
