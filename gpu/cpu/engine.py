@@ -2,15 +2,10 @@
 
 from collections.abc import Callable, Mapping
 
-import numpy as np
-import numpy.typing as npt
-
 from gpu.cpu import backend
 from gpu.cpu.state import BatchState
 from gpu.engine import Backend, Engine
-from gpu.index.data import check_bitmap
 from gpu.index.graph_index import GraphIndex
-from gpu.params import SearchParams
 from gpu.slots import Limits, SlotTable
 
 
@@ -33,7 +28,6 @@ class CpuEngine(Engine):
     ) -> None:
         super().__init__(collections, Limits.of(slots, max_top_m, max_k, max_search_width))
         self._state = self._new_state()
-        self._allowed: list[npt.NDArray[np.uint64] | None] = [None] * slots  # kept alive for compiled code
         self._handle = backend.Handle()
         # In the order in which they are compiled: meanwhile other processes compile what the last ones call.
         order = (backend.read_result, backend.change_state, backend.set_filter, backend.admit, backend.extend)
@@ -81,23 +75,6 @@ class CpuEngine(Engine):
         old, self._state = self._state, self._new_state()
         self._state.migrate_from(old, self._slots.taken, self._slots.active_count)
         self._point_handle()
-
-    def admit(
-        self,
-        query: npt.ArrayLike,
-        params: SearchParams,
-        collection: str,
-        allowed: npt.NDArray[np.uint64] | None = None,
-    ) -> int:
-        """See `Engine.admit`. allowed: bitmap (`gpu.index.data.bitmap`) of the nodes that may be results."""
-        if allowed is not None:
-            number = self._collections.number(collection)
-            check_bitmap(allowed, len(self._collections.at(number).graph))
-        slot = super().admit(query, params, collection)
-        if allowed is not None:
-            self._state.batch.slots[slot].allowed = allowed.ctypes.data
-        self._allowed[slot] = allowed
-        return slot
 
     def interrupt_when(self, arrived: Callable[[], bool]) -> None:
         """See `Engine.interrupt_when`. No effect: a call of `extend` makes one extend."""

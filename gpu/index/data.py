@@ -147,10 +147,3 @@ def bitmap(allowed: npt.NDArray[np.bool_], size: int) -> npt.NDArray[np.uint64]:
     packed = np.zeros(-(-size // _WORD) * _WORD // 8, np.uint8)
     packed[: -(-size // 8)] = np.packbits(allowed, bitorder="little")
     return packed.view(np.uint64)
-
-
-def check_bitmap(bits: npt.NDArray[np.uint64], size: int) -> None:
-    """Raise InvalidParams unless `bits` is a bitmap of `size` nodes: compiled code does not check bounds."""
-    words = -(-size // _WORD)
-    if bits.shape != (words,) or bits.dtype != np.uint64 or not bits.flags.c_contiguous:
-        raise InvalidParams(f"allowed has dtype {bits.dtype} and shape {bits.shape}; uint64 [{words}] is needed")

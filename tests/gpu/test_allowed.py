@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu import CpuEngine, GraphIndex, InvalidParams, SearchParams
+from gpu import GraphIndex, InvalidParams, SearchParams
 from gpu.cpu.search import search
 from gpu.index.data import bitmap
 from gpu.index.rows import Dtype, Metric
@@ -28,19 +28,6 @@ def test_engine_and_reference_find_the_same_allowed_rows(
     assert nodes[0].tolist() == expected.tolist()
     assert distances[0].tolist() == expected_distances.tolist()
     assert allowed[nodes[nodes >= 0]].all()
-
-    engine = CpuEngine({"a": GraphIndex(data)}, slots=3, max_top_m=64)
-    others = [engine.admit(query[0], wanted, "a"), engine.admit(query[0], wanted, "a", bitmap(allowed, len(allowed)))]
-    while engine.active_slots:
-        engine.extend()
-    assert engine.result(others[1])[0].tolist() == expected.tolist()
-    assert engine.result(others[0])[0].tolist() == search_reference(data, query[0], wanted)[0].tolist()
-    for slot in others:
-        engine.release(slot)
-    slot = engine.admit(query[0], wanted, "a")  # the slot drops the restriction of its previous query
-    while engine.active_slots:
-        engine.extend()
-    assert engine.result(slot)[0].tolist() == search_reference(data, query[0], wanted)[0].tolist()
 
 
 def test_engine_and_reference_agree_on_estimated_candidates() -> None:
@@ -88,8 +75,6 @@ def test_rows_and_bitmaps_of_the_wrong_size_are_rejected() -> None:
     for allowed in (np.ones(3, bool), np.ones(4, np.uint8)):
         with pytest.raises(InvalidParams, match=r"bool \[4\]"):
             index.search(query, 1, allowed=allowed)  # type: ignore[arg-type]
-    with pytest.raises(InvalidParams, match=r"uint64 \[1\]"):
-        CpuEngine({"a": index}).admit(query[0], SearchParams(1, 4), "a", np.zeros(2, np.uint64))
     for rows in ([4], [-1]):
         with pytest.raises(InvalidParams, match=r"0\.\.3"):
             index.exact(query, 1, np.array(rows))
