@@ -54,7 +54,7 @@ def serve(
         bool,
         typer.Option(
             "--dry-run",
-            help="Check the configuration and show the placement of all processes; exit with 1 if it does not fit.",
+            help="Check the configuration and show the placement of all processes.",
         ),
     ] = False,
     simulate_gpus: Annotated[int, typer.Option(help="Run the layout of this many GPUs on the CPU.", min=0)] = 0,
@@ -82,7 +82,9 @@ def serve(
             preflight.check_without_start(plan)
             for line in preflight.unverified_collections(settings):
                 print(line)
-            raise typer.Exit(0 if show_placement(plan, machine, estimate_device_bytes(plan, machine)) else 1)
+            show_placement(plan, machine, estimate_device_bytes(plan, machine))
+            preflight.check_memory(plan, machine)
+            return
         preflight.check(plan, _logged_once(log), machine)
         for found in gpu_sharing.findings(plan):
             if found.level != "ok":

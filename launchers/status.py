@@ -73,46 +73,35 @@ def _cells(worker: WorkerStatus) -> tuple[str, ...]:
     )
 
 
-# ---- `trinity serve --dry-run`: placement of every process, and whether it fits
+# ---- `trinity serve --dry-run`: placement of every process
 
 
 _PLAN_COLUMNS = ("worker", "GPU", "UUID", "PCI bus", "NUMA", "cores", "spins", "needs", "free")
 
 
-def show_placement(plan: NodePlan, machine: Machine, needed: Mapping[str, int], console: Console | None = None) -> bool:
-    """Print the table; return whether all processes fit into free memory."""
+def show_placement(plan: NodePlan, machine: Machine, needed: Mapping[str, int], console: Console | None = None) -> None:
+    """Print the table: each process, its place, and the memory that it needs and that is free there."""
     console = console or Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH, file=console.file)
     table = Table(title=f"node {plan.config.node.name!r}" + (" (simulated GPUs)" if machine.simulated else ""))
     for column in _PLAN_COLUMNS:
         table.add_column(column, justify="right" if column in ("needs", "free") else "left", no_wrap=True)
-    # Free bytes by GPU; "" is host memory, which simulated GPUs use too.
-    left = {gpu.uuid: gpu.free_bytes for gpu in machine.gpus} | {"": machine.free_bytes}
-    embedding = list(embedding_only(plan))
-    for worker, size in embedding:
-        left[worker.gpu] -= size
-    fits = all(size >= 0 for size in left.values())
+    free = {gpu.uuid: gpu.free_bytes for gpu in machine.gpus}
     for worker in plan.processes:
         place = "" if machine.simulated or worker.only_embeds_on_gpu else worker.gpu
-        needs, free = needed.get(worker.name, 0), left[place]
-        left[place] = free - needs
-        fits = fits and needs <= free
-        colour = "red" if needs > free else "default"
-        table.add_row(*_where(worker, machine), f"[{colour}]{_mib(needs)}[/{colour}]", _mib(max(0, free)))
+        sizes = needed.get(worker.name, 0), free.get(place, machine.free_bytes)
+        table.add_row(*_where(worker, machine), *map(_mib, sizes))
     console.print(table)
     model = plan.config.model
     for url, role in model.described.items() if isinstance(model, OpenAiSection) else ():
         console.print(f"server {url}: {role}", highlight=False)
-    for worker, size in embedding:
+    for worker, size in embedding_only(plan):
         console.print(f"{worker.name} embeds on GPU {worker.gpu_index}, in {_mib(size)} of its memory", highlight=False)
     for line in shared_gpus(plan):
         console.print(
             f"{line}: without MPS they take turns of about 2 ms there, and a search or embedding waits for one or more"
         )
-    if not fits:
-        console.print("[red]processes that need more than is free cannot run (free: after the rows above)[/red]")
-    return fits
 
 
 def _where(worker: WorkerPlan, machine: Machine) -> tuple[str, ...]:

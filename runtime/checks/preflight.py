@@ -42,6 +42,11 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Mach
         check_files(own_model.name, model_directory(own_model.name, progress))
     if isinstance(plan.config.model, VllmSection) and plan.config.model.loads == smollm.NAME:
         smollm.ensure_converted(progress)
+    check_memory(plan, machine)
+
+
+def check_memory(plan: NodePlan, machine: Machine | None = None) -> None:
+    """Raise `ResourceBusy` unless the host and each GPU have the estimated memory free. `machine`: as of `check`."""
     _check_host_memory(plan)
     if any(worker.device != CPU or worker.only_embeds_on_gpu for worker in plan.workers):
         _check_gpu_memory(plan, machine or Machine.read())

@@ -1,5 +1,6 @@
 """Layout of workers on GPUs: selection by index, UUID or MIG id, NUMA-local cores, one visible GPU per worker."""
 
+import io
 import re
 import sys
 from pathlib import Path
@@ -117,8 +118,7 @@ def test_the_eight_gpu_layout_gives_each_process_one_visible_gpu(tmp_path: Path)
     assert {worker.device for worker in placed} == {"cuda:0"}
     with open("/dev/null", "w") as null:
         wide = Console(width=160, record=True, file=null, force_terminal=True, color_system=None)
-        assert show_placement(plan, machine(), {"prefill-0": 3 * GIB, "decode-0": 69 * GIB}, wide)
-        assert not show_placement(plan, machine(), {"decode-2": 71 * GIB}, wide)
+        show_placement(plan, machine(), {"prefill-0": 3 * GIB, "decode-0": 69 * GIB}, wide)
     text = wide.export_text()
     assert "3,072 MiB" in text
     assert "70,656 MiB" in text
@@ -191,14 +191,6 @@ def test_on_a_cpu_a_coupled_pool_shares_its_workers_cores_and_does_not_spin(tmp_
     on_cpu = {"prefill": {"cores": [[core]]}, "decode": {"workers": 2, "cores": [[core]]}}
     plan = lay_out(near(tmp_path, "coupled", **on_cpu), Machine.read())
     assert [(pool.cores, pool.spin) for pool in pools(plan)] == [((core,), False)] * 3
-
-
-def test_a_pool_and_its_coupled_model_must_fit_in_gpu_memory(tmp_path: Path) -> None:
-    plan = lay_out(near(tmp_path, "with-prefill"), machine())
-    with open("/dev/null", "w") as null:
-        console = Console(width=160, file=null, force_terminal=True)
-        assert not show_placement(plan, machine(), {"pool-0": 40 * GIB, "prefill-0": 40 * GIB}, console)
-        assert show_placement(plan, machine(), {"pool-0": 40 * GIB, "decode-0": 40 * GIB}, console)
 
 
 @pytest.mark.parametrize(
@@ -297,28 +289,13 @@ def test_more_gpus_than_a_node_has_cannot_be_simulated(count: int) -> None:
         Machine.with_simulated_gpus(count)
 
 
-def test_the_layout_table_shows_placement_and_what_does_not_fit(config: NodeConfig) -> None:
+def test_the_layout_table_shows_placement_and_memory(config: NodeConfig) -> None:
     plan, here = lay_out(config, machine()), machine()
-    console = Console(record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    wide = Console(width=160, record=True, file=console.file, force_terminal=True, color_system=None)
-    assert show_placement(plan, here, {"pool-0": GIB, "pool-1": GIB}, wide)
+    wide = Console(width=160, record=True, file=io.StringIO(), force_terminal=True, color_system=None)
+    show_placement(plan, here, {"pool-0": GIB, "pool-1": GIB}, wide)
     text = wide.export_text()
     for words in ("pool-0", gpu(6).uuid, "0000:06:00.0", "1,024 MiB", "71,680 MiB"):
         assert words in text, text
-    assert not show_placement(plan, here, {"pool-0": 71 * GIB, "pool-1": GIB}, wide)
-    console.file.close()
-
-
-def test_two_workers_on_one_gpu_must_fit_in_its_memory(tmp_path: Path) -> None:
-    raw = {
-        "pool": {"workers": 2, "devices": ["cuda:0"]},
-        "collections": [{"name": "docs", "path": str(tmp_path)}],
-    }
-    plan = lay_out(parse_config(raw), machine(gpus=1))
-    with open("/dev/null", "w") as null:
-        console = Console(width=160, file=null, force_terminal=True)
-        assert show_placement(plan, machine(gpus=1), {"pool-0": 40 * GIB}, console)
-        assert not show_placement(plan, machine(gpus=1), {"pool-0": 40 * GIB, "pool-1": 40 * GIB}, console)
 
 
 # ---- embedding on GPUs
