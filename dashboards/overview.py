@@ -358,6 +358,7 @@ def _workers_and_gpus() -> Row:
         column(ProcessMetrics.RESTARTS, "restarts"),
         column(ProcessMetrics.HEARTBEAT_AGE, "heartbeat", "s"),
         column(ProcessMetrics.RESIDENT, "memory", "bytes"),
+        column(ProcessMetrics.OPEN_FDS, "fds"),
     ]
     gpus = [
         Query(_gpu(GpuMetrics.BUSY), "busy", "percentunit"),
@@ -372,7 +373,7 @@ def _workers_and_gpus() -> Row:
             Panel(
                 "table",
                 "Workers by role",
-                "State, restarts, heartbeat and memory of each worker",
+                "State, restarts, heartbeat, memory and file descriptors of each worker",
                 workers,
                 width=12,
                 height=9,

@@ -67,7 +67,9 @@ class ProcessMetrics:
         "worker",
     )
     RESTARTS = SupervisorMetric("trinity_worker_restarts_total", "Restarts of the worker", "worker")
+    CPU_SECONDS = SupervisorMetric("trinity_worker_cpu_seconds_total", "CPU time of the worker's process", "worker")
     RESIDENT = SupervisorMetric("trinity_worker_resident_memory_bytes", "Resident memory", "worker")
+    OPEN_FDS = SupervisorMetric("trinity_worker_open_fds", "Open file descriptors", "worker")
 
 
 class ControlMetrics:

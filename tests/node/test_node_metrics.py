@@ -10,7 +10,7 @@ from prometheus_client import Metric as Family
 from runtime.node.config import NodeConfig, SloSection
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.admin import WorkerStatus
-from runtime.node.supervisor.node_metrics import NodeMetricsSource, resident_bytes
+from runtime.node.supervisor.node_metrics import NodeMetricsSource, Usage, usage_of
 
 POOL = WorkerPlan(role="pool", index=0, device="cpu", cores=(), threads=1)
 
@@ -18,7 +18,7 @@ POOL = WorkerPlan(role="pool", index=0, device="cpu", cores=(), threads=1)
 def status(pid: int, phase: str = "ready", heartbeat_age_s: float = 0.5) -> WorkerStatus:
     return WorkerStatus(
         name="pool-0", phase=phase, pid=pid, epoch=1, restarts=2, heartbeat_age_s=heartbeat_age_s,
-        resident_bytes=4096, device="cpu", cores=(),
+        resident_bytes=4096, device="cpu", cores=(), cpu_s=3.0, fds=6,
     )  # fmt: skip
 
 
@@ -39,6 +39,8 @@ def test_a_workers_state_age_restarts_and_process_are_exported() -> None:
     assert value(found, "trinity_worker_heartbeat_age_seconds", worker="pool-0") == 0.5
     assert value(found, "trinity_worker_restarts", worker="pool-0") == 2
     assert value(found, "trinity_worker_resident_memory_bytes", worker="pool-0") == 4096
+    assert value(found, "trinity_worker_cpu_seconds", worker="pool-0") == 3.0
+    assert value(found, "trinity_worker_open_fds", worker="pool-0") == 6
     assert value(found, "trinity_worker_resident_memory_bytes", worker="supervisor") > 1 << 20
     assert value(found, "trinity_worker_info", worker="pool-0", role="pool", device="cpu") == 1
 
@@ -62,10 +64,11 @@ def test_slos_are_exported_with_their_limits() -> None:
     assert value(found, "trinity_slo_objective_ratio") == 0.95
 
 
-def test_an_engines_memory_includes_what_it_has_started_and_an_ended_process_has_none() -> None:
+def test_an_engines_usage_includes_what_it_has_started_and_an_ended_process_has_none() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        alone = resident_bytes(os.getpid())
-        assert resident_bytes(os.getpid(), descendants=True) > alone
+        alone, together = usage_of(os.getpid()), usage_of(os.getpid(), descendants=True)
+        assert together.resident_bytes > alone.resident_bytes
+        assert together.fds > alone.fds
         child.communicate()
-        assert resident_bytes(child.pid) == 0
-    assert resident_bytes(0) == 0
+        assert usage_of(child.pid) == Usage()
+    assert usage_of(0) == Usage()

@@ -47,6 +47,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     cores: tuple[int, ...]
     note: str = ""
     failed_starts: int = 0
+    cpu_s: float = 0.0
+    fds: int = 0
 
 
 class CollectionsStatus(msgspec.Struct, frozen=True):

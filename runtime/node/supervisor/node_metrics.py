@@ -4,7 +4,7 @@ import importlib.metadata
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -29,19 +29,33 @@ def node_version() -> str:
         return ""
 
 
-def resident_bytes(pid: int, *, descendants: bool = False) -> int:
-    """Return the resident memory of a process, or of all that it has started too; 0 if it has ended or `pid` is 0."""
+class Usage(NamedTuple):
+    """CPU time, resident memory and open file descriptors."""
+
+    cpu_s: float = 0.0
+    resident_bytes: int = 0
+    fds: int = 0
+
+
+def usage_of(pid: int, *, descendants: bool = False) -> Usage:
+    """Return the usage of a process, or of all that it has started too; 0 if it has ended or `pid` is 0."""
     try:
         process = psutil.Process(pid) if pid else None
         found = [] if process is None else [process, *(process.children(recursive=True) if descendants else ())]
-        return sum(int(one.memory_info().rss) for one in found)
+        times = [one.cpu_times() for one in found]
+        return Usage(
+            sum(time.user + time.system for time in times),
+            sum(int(one.memory_info().rss) for one in found),
+            sum(one.num_fds() for one in found),
+        )
     except psutil.Error:
-        return 0
+        return Usage()
 
 
 def worker_status(worker: SupervisedWorker, now_s: float) -> WorkerStatus:
     """Return what `trinity status` shows of a worker."""
     pid = worker.process.pid if worker.process else 0
+    usage = usage_of(pid, descendants=worker.placement.role == "engine")  # vLLM runs in its own
     return WorkerStatus(
         name=worker.name,
         phase=worker.phase.value,
@@ -49,7 +63,9 @@ def worker_status(worker: SupervisedWorker, now_s: float) -> WorkerStatus:
         epoch=worker.epoch,
         restarts=worker.restarts,
         heartbeat_age_s=worker.heartbeat_age_s,
-        resident_bytes=resident_bytes(pid, descendants=worker.placement.role == "engine"),  # vLLM runs in its own
+        resident_bytes=usage.resident_bytes,
+        cpu_s=usage.cpu_s,
+        fds=usage.fds,
         device=worker.placement.shown_device,
         cores=worker.placement.cores,
         note=worker.note(now_s),
@@ -73,8 +89,11 @@ class NodeMetricsSource:
     ) -> "Iterator[Family]":
         """Yield all families with their current values. `spares`: the standby workers."""
         yield from _states(statuses)
-        memory = {status.name: status.resident_bytes for status in (*statuses, *spares)}
-        yield ProcessMetrics.RESIDENT.of(memory | {"supervisor": resident_bytes(os.getpid())})
+        usages = {s.name: Usage(s.cpu_s, s.resident_bytes, s.fds) for s in (*statuses, *spares)}
+        usages["supervisor"] = usage_of(os.getpid())
+        yield ProcessMetrics.CPU_SECONDS.of({name: usage.cpu_s for name, usage in usages.items()})
+        yield ProcessMetrics.RESIDENT.of({name: usage.resident_bytes for name, usage in usages.items()})
+        yield ProcessMetrics.OPEN_FDS.of({name: usage.fds for name, usage in usages.items()})
         yield ProcessMetrics.STANDBY_UP.of({s.name: s.phase == "standby" for s in spares})
         yield from self._targets()
         yield NodeMetrics.INFO.of({self.version: 1.0})
