@@ -1,4 +1,4 @@
-"""`trinity top`: SLOs, health, queues, saturation and latency of a node, from its /metrics without Prometheus."""
+"""`trinity top`: SLOs, health, queues, saturation, latency and workers of a node, from its /metrics."""
 
 import contextlib
 import math
@@ -7,21 +7,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
-from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from runtime.errors import Unavailable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PoolMetrics, PrefillMetrics
 from runtime.node.supervisor_metrics import ControlMetrics, GpuMetrics, NamedMetric, NodeMetrics, ProcessMetrics
-from runtime.serving.stages import TO_FIRST_TOKEN
+from runtime.serving.stages import BATCHED, RERANKED, SEARCHED, TO_FIRST_TOKEN
 
 NO_DATA = "–"
 _WINDOW_S = 30.0  # of rates and quantiles
-_COLUMN_WIDTH = 38
+_COLUMN_WIDTH = 39
+_RARE = (BATCHED, SEARCHED, RERANKED)  # ends of stages that are short, or of few nodes
 
 Labels = Mapping[str, str]
 Samples = Mapping[str, list[tuple[Labels, float]]]
@@ -114,6 +113,7 @@ def sections(window: MetricWindow) -> dict[str, Section]:
         "Latency": {
             stage.name: Text(seconds(window.ratio(f"{stage.time}_sum", f"{stage.time}_count")))
             for stage in TO_FIRST_TOKEN
+            if stage.end not in _RARE
         },
     }
 
@@ -202,19 +202,42 @@ def number(value: float | None, digits: int = 1) -> str:
 # ---- the screen
 
 
+def workers(window: MetricWindow) -> Table:
+    """Return the table of workers, by role."""
+    table = Table("worker", "device", "state", "restarts", "heartbeat", "CPU", "memory", box=None, padding=(0, 2, 0, 0))
+    for labels, _ in window.select(ProcessMetrics.STATE):
+        name, state = labels["worker"], labels["state"]
+        device = next((found["device"] for found, _ in window.select(ProcessMetrics.INFO, worker=name)), NO_DATA)
+        memory = window.total(ProcessMetrics.RESIDENT, worker=name) or 0.0
+        table.add_row(
+            name,
+            device,
+            Text(state, "green" if state == "ready" else "bold red"),
+            number(window.total(ProcessMetrics.RESTARTS, worker=name), 0),
+            seconds(window.highest(ProcessMetrics.HEARTBEAT_AGE, worker=name)),
+            percent(window.rate(ProcessMetrics.CPU_SECONDS, worker=name)),
+            f"{memory / 2**20:,.0f} MiB",
+        )
+    return table
+
+
 def screen(window: MetricWindow, error: str = "") -> RenderableType:
-    """Return the node's name, or the error, and the sections in two columns: they fit 80 × 24."""
+    """Return the node's name, or the error; the sections in two columns; the workers. With four workers it fits
+    80 × 24."""
     head = next((labels.get("node", "") for labels, _ in window.select(NodeMetrics.INFO)), "")
-    boxes: list[RenderableType] = []
-    for title, section in sections(window).items():
-        table = Table.grid(padding=(0, 1))
-        for name, text in section.items():
-            table.add_row(Text(name, "dim"), text)
-        boxes.append(Panel(table, title=title, width=_COLUMN_WIDTH))
-    return Group(
-        Text(error, "bold red") if error else Text(f"node {head}", "bold"),
-        Columns([Group(*boxes[:3]), Group(*boxes[3:])]),
-    )
+    columns = Table.grid()
+    for _ in range(2):
+        columns.add_column(width=_COLUMN_WIDTH)
+    boxes = [_box(title, section) for title, section in sections(window).items()]
+    columns.add_row(Group(*boxes[:3]), Group(*boxes[3:]))
+    return Group(Text(error, "bold red") if error else Text(f"node {head}", "bold"), columns, workers(window))
+
+
+def _box(title: str, section: Section) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 1, 0, 0))
+    for name, text in section.items():
+        table.add_row(Text(name, "dim"), text)
+    return table
 
 
 def show(
@@ -224,7 +247,7 @@ def show(
     clock: Callable[[], float] = time.monotonic,
     console: Console | None = None,
 ) -> None:
-    """Show the sections until Ctrl-C. `fetch` returns the text of /metrics or raises `Unavailable`: at first that is
+    """Show the screen until Ctrl-C. `fetch` returns the text of /metrics or raises `Unavailable`: at first that is
     the command's error, later it is shown above the last values."""
     window, error = MetricWindow(), ""
     window.add(clock(), parse(fetch()))

@@ -120,7 +120,7 @@ def top(
     every: Annotated[float, typer.Option(help="Refresh interval in seconds.", min=0.2, max=60)] = 2.0,
     key: Annotated[str, typer.Option(envvar="TRINITY_API_KEY", help="API key, if /metrics requires one.")] = "",
 ) -> None:
-    """Monitor a node in the terminal: SLOs, health, queues, saturation, latency. Ctrl-C ends it."""
+    """Monitor a node in the terminal: SLOs, health, queues, saturation, latency, workers. Ctrl-C ends it."""
     from dashboards.top import show  # importing rich would delay a start
     from launchers.http_client import get
 

@@ -15,6 +15,7 @@ from runtime.node.metrics.exporter import NodeCollector, render
 from runtime.node.metrics.kinds import Histogram
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import METRICS, DecodeMetrics, FrontendMetrics, PoolMetrics, PrefillMetrics
+from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.admin import WorkerStatus
 from runtime.node.supervisor.node_metrics import NodeMetricsSource
 
@@ -79,9 +80,11 @@ def scrape() -> Iterator[Callable[[], str]]:
     """A node's /metrics: each scrape has ten more generations, one of them late."""
     tables = {f"{role}-0": WorkerTable.create(role, f"{role}-0", SloSection()) for role in METRICS}
     config = NodeConfig()
-    source, control = NodeMetricsSource(config, [], "1.0"), ControlLoop(config, {})
+    plans = [WorkerPlan(table.role, 0, "cpu", (), 1) for table in tables.values()]
+    source, control = NodeMetricsSource(config, plans, "1.0"), ControlLoop(config, {})
     statuses = [
-        WorkerStatus(name, "ready" if name != "decode-0" else "backoff", 0, 1, 2, 0.05, 0, "cpu", ()) for name in tables
+        WorkerStatus(name, "ready" if name != "decode-0" else "backoff", 0, 1, 2, 0.05, 100 << 20, "cpu", ())
+        for name in tables
     ]
 
     def read() -> str:
@@ -99,13 +102,18 @@ def scrape() -> Iterator[Callable[[], str]]:
         table.close()
 
 
-def test_every_value_is_on_a_screen_of_80_by_24(scrape: Callable[[], str]) -> None:
+def test_every_value_and_four_workers_are_on_a_screen_of_80_by_24(scrape: Callable[[], str]) -> None:
     window = live(scrape(), scrape())
     console = Console(file=io.StringIO(), width=80)
     with console.capture() as captured:
         console.print(screen(window))
     shown = captured.get()
-    assert len(shown.splitlines()) < 24
+    lines = [line.rstrip() for line in shown.splitlines()]
+    assert max(map(len, lines)) <= 80
+    decode = next(number for number, line in enumerate(lines) if line.startswith("decode-0"))
+    assert lines[decode].split() == ["decode-0", "cpu", "backoff", "2", "0", "s", "0.0", "%", "100", "MiB"]
+    assert [line.split()[0] for line in lines[-6:]] == [f"{role}-0" for role in METRICS]
+    assert len(lines) - 6 + 4 <= 24
     for name, text in (pair for section in sections(window).values() for pair in section.items()):
         assert name in shown
         assert text.plain in shown
