@@ -77,6 +77,8 @@ REMOVED = {
     "model.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
     "model.prefill.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
     "model.decode.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
+    "model.prefill.devices": "set the GPUs of all instances in model.devices, prefill's first",
+    "model.decode.devices": "set the GPUs of all instances in model.devices, prefill's first",
     "pool.queue": "4,096 queries may wait",
     "pool.max_top_m": "a query's top_m is at most 512",
     "pool.search_width": "it is 4, and a query may set another one",

@@ -170,7 +170,6 @@ class VllmStage(Section, frozen=True):
 
     instances: Annotated[int, Meta(ge=1, le=16)] = 1
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    devices: tuple[str, ...] = ()
     extra_args: tuple[str, ...] = ()
 
 
@@ -184,7 +183,8 @@ class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", 
     - `devices`: GPUs of the instances, in order. Empty: the first GPUs of the machine. ["cpu"]: no GPU.
     - `extra_args`, `environment`: further arguments and environment variables of vLLM's processes.
 
-    With `[model.prefill]` and `[model.decode]` (both) each stage has its own instances:
+    With `[model.prefill]` and `[model.decode]` (both) each stage has its own instances, prefill's on the first of
+    `devices`:
 
     - `kv_connector`: how KV is transferred between them: a connector of vLLM by name, or `module:Class` in vLLM's
       environment. "auto": NixlConnector if vLLM's environment has NIXL, else TrinityKvFiles, which is part of Trinity
@@ -218,7 +218,7 @@ class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", 
 
     @property
     def on_cpu(self) -> bool:
-        return self.devices == ("cpu",) or any(stage.devices == ("cpu",) for stage in self.stages.values())
+        return self.devices == ("cpu",)
 
     @property
     def gpus(self) -> tuple[tuple[str, ...], ...]:
@@ -226,6 +226,5 @@ class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", 
         each = [stage.tensor_parallel_size for stage in self.stages.values() for _ in range(stage.instances)]
         if self.on_cpu:
             return ((),) * len(each)
-        given = self.devices or tuple(name for stage in self.stages.values() for name in stage.devices)
-        names = iter(given or tuple(f"cuda:{number}" for number in range(sum(each))))
+        names = iter(self.devices or tuple(f"cuda:{number}" for number in range(sum(each))))
         return tuple(tuple(itertools.islice(names, size)) for size in each)
