@@ -86,6 +86,7 @@ REMOVED = {
     "prompts.passages": "passages are inserted before the last question",
     "remote": "search the nodes over HTTP and merge their passages by distance",
     "tracing": "spans are exported if OTEL_EXPORTER_OTLP_ENDPOINT is set",
+    "stores.max_file_mib": "a file has at most 512 MiB",
     "stores.max_files": "the limit is 100,000 files",
     "stores.max_responses": "the latest 10,000 responses are kept",
     "stores.max_stores": "the limit is 10,000 stores",

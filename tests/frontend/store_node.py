@@ -18,7 +18,7 @@ from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import Query
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.collection import ensure
-from runtime.retrieval.stores.service import Stores
+from runtime.retrieval.stores.service import MAX_FILE_BYTES, Stores
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.service import NoCollections, Settings
 from tests.frontend.cluster import Cluster
@@ -67,6 +67,7 @@ def store_node(
     settings: Settings | None = None,
     clock: Callable[[], float] = time.time,
     search: StoreSearch | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
     **limits: Any,
 ) -> Iterator[Cluster]:
     """Run a frontend whose stores are in a directory."""
@@ -75,7 +76,7 @@ def store_node(
     search = search or StoreSearch(home / "collection")
     catalogue = Catalogue(home / "catalogue.sqlite")
     writes = WriterService({STORES: home / "collection"}, search.embed, lambda _: HASHING)
-    stores = Stores(section, catalogue, writes, lambda: HASHING, clock)
+    stores = Stores(section, catalogue, writes, lambda: HASHING, clock, max_file_bytes)
     try:
         settings = settings or Settings("tiny", {})
         with Cluster(settings=settings, search=search, catalogue=search, writes=writes, stores=stores) as cluster:

@@ -24,7 +24,7 @@ BOUNDARY = "b0"
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with store_node(tmp_path, max_file_mib=1) as cluster:
+    with store_node(tmp_path, max_file_bytes=1 << 20) as cluster:
         yield cluster
 
 
@@ -191,7 +191,7 @@ def test_what_follows_the_end_of_a_form_is_bounded(cluster: Cluster) -> None:
 
 def test_a_client_that_sends_its_upload_in_drops_is_ended_before_its_size_allows(tmp_path: Path) -> None:
     settings = Settings("tiny", {}, body_timeout_s=0.3)
-    with store_node(tmp_path, settings, max_file_mib=512) as cluster:
+    with store_node(tmp_path, settings) as cluster:
         host, port = cluster.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(

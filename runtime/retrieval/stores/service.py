@@ -41,6 +41,7 @@ from runtime.retrieval.stores.records import (
 from runtime.retrieval.writer_service import WriterService
 
 MAX_STORES, MAX_FILES = 10_000, 100_000
+MAX_FILE_BYTES = 512 << 20  # as with OpenAI
 MAX_UPLOADS = 16
 MAX_SEARCHED_STORES = 16
 _MAINTAIN_S = 60.0
@@ -74,13 +75,14 @@ class Stores:
         writes: WriterService,
         embedder: Callable[[], Embedder],
         clock: Callable[[], float] = time.time,
+        max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
         self.settings, self._catalogue, self._clock = settings, catalogue, clock
         self._files = FileFolder(Path(settings.path) / "files")
         self._indexer = Indexer(catalogue, self._files, writes, embedder)
         self._uploads = FairLimit(MAX_UPLOADS, "uploads")
         self._receiving: Counter[str] = Counter()  # bytes by tenant
-        self.max_file_bytes = settings.max_file_mib << 20
+        self.max_file_bytes = max_file_bytes
         self._bytes = Quota(settings.max_mib << 20, "bytes of files and vector stores")
 
     async def run(self) -> None:
