@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.description import FileChecksum, Throttle, read_manifest, unthrottled, verify_file
+from runtime.retrieval.collections.description import Throttle, read_manifest, unthrottled, verify_file
 from runtime.retrieval.collections.segment import Segment
 
 
