@@ -64,15 +64,21 @@ class FairLimit:
         self._count: Counter[int] = Counter()
         self._total = 0  # of the counts
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self.arrived = 0
+        """How many have arrived, whether they are in progress, wait or have not entered yet."""
+
+    @property
+    def full(self) -> bool:
+        """Whether one that arrives now would be refused, whatever its flow."""
+        return max(self._total, self.arrived - len(self._waiting)) >= self._limit
+
+    def refusal(self) -> Overloaded:
+        """Return the error of one that is refused."""
+        return Overloaded(f"{self._limit} {self._noun} are in progress; the limit is {self._limit}")
 
     def counted(self, flow: int) -> "_Counted":
         """Return a context that counts one for as long as it lasts. Entering it raises `Overloaded`."""
         return _Counted(self, flow)
-
-    def check(self) -> None:
-        """Raise `Overloaded` if no more can be in progress now, whatever its flow."""
-        if self._total >= self._limit:
-            raise Overloaded(f"{self._total} {self._noun} are in progress; the limit is {self._limit}")
 
     def _has_room(self, flow: int) -> bool:
         left = self._limit - self._total
@@ -85,7 +91,8 @@ class FairLimit:
 
     def entered(self, flow: int) -> bool:
         """Count one at once; return False if it has to wait, by `enter`. Raises `Overloaded`."""
-        self.check()
+        if self._total >= self._limit:
+            raise self.refusal()
         if not self._has_room(flow):
             return False
         self._count[flow] += 1

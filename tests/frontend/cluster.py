@@ -28,10 +28,11 @@ from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.requests import RequestOutcome
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
+from runtime.serving.http.admission import Admission
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig, Timeouts
 from runtime.serving.http.forwarding import Forwarder
-from runtime.serving.http.http_worker import answering_or_forwarding
+from runtime.serving.http.http_worker import Overflow, answering_or_forwarding
 from runtime.serving.http.middleware import id_source
 from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.reranked_search import RerankedSearch
@@ -244,15 +245,17 @@ class Cluster:
             stores=self._stores, reranking=self._reranking, responses=self._responses, readiness=self.readiness,
             drain=self._drain,
         )  # fmt: skip
-        app: ASGIApp = create_app(service, self.settings, new_id)
+        app: ASGIApp = (own := create_app(service, self.settings, new_id))
+        admission = Admission(own.limits, lambda: self.readiness.draining)
         accepting, closing = [], [self.link.close]
         if self._private is not None:
-            frontend = HttpConfig(app, private_limits(self.limits), new_id, drain_s=1, timeouts=self.timeouts)
+            limits = private_limits(self.limits)
+            frontend = HttpConfig(app, limits, new_id, drain_s=1, admission=admission, timeouts=self.timeouts)
             accepting.append(_Server(frontend, self._stop).serve(sockets=[listen_private(self._private)]))
             forward = Forwarder(self._private, "the frontend")
             closing.append(forward.close)
-            app = self._http_worker(forward, new_id)
-        self._http = HttpConfig(app, self.limits, new_id, drain_s=1, timeouts=self.timeouts)
+            app, admission = self._http_worker(forward, new_id), Admission({})
+        self._http = HttpConfig(app, self.limits, new_id, drain_s=1, admission=admission, timeouts=self.timeouts)
         server = _Server(self._http, self._stop)
         self.protocols = server.server_state.connections
         accepting.append(server.serve(sockets=[self._socket]))
@@ -276,7 +279,7 @@ class Cluster:
         def with_id(refusal: ASGIApp) -> ASGIApp:
             return RequestContextMiddleware(refusal, new_id, lambda: False, lambda *response: None, ResponseMemory())
 
-        return answering_or_forwarding(full, forward, with_id, lambda: None)
+        return answering_or_forwarding(full, forward, Overflow(1), with_id, lambda: None)
 
     async def _drain(self, wanted: bool) -> None:
         self.drain_requests.append(wanted)

@@ -167,9 +167,13 @@ def test_searches_are_bounded_in_number(cluster: Cluster, http: httpx.Client) ->
         cluster.wait(lambda: len(cluster.search.calls) == before + 2)
         refused = [search() for _ in range(3)]
         unread = http.post("/v1/retrieval", content=b"no JSON" * 100_000)
+        others = [http.get(path).status_code for path in ("/health", "/metrics", "/v1/models")]
+        generated = http.post("/v1/chat/completions", json=body("say=1", stream=False)).status_code
         cluster.search.hangs = False
         assert refused == [503, 503, 503]
         assert (unread.status_code, unread.headers["retry-after"]) == (503, "1")  # not 400: it was not parsed
+        assert unread.headers["x-request-id"].startswith("ret-")
+        assert [*others, generated] == [200] * 4
         assert [answer.result(WAIT) for answer in held] == [200, 200]
     assert search() == 200
     assert http.post("/v1/retrieval", content=b"no JSON").status_code == 400

@@ -15,9 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.node.config import HttpSection
 from runtime.node.supervisor.listen import listen_private
+from runtime.retrieval.fair_gate import FairLimit
+from runtime.serving.http.admission import Admission
 from runtime.serving.http.connections import HttpConfig
 from runtime.serving.http.forwarding import Attempt, Forwarder, asking_others
-from runtime.serving.http.http_worker import answering_or_forwarding
+from runtime.serving.http.http_worker import Overflow, answering_or_forwarding
 from runtime.serving.http.middleware import id_source
 from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.response_memory import ResponseMemory
@@ -29,13 +31,18 @@ GET = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
 class Front:
-    """An HTTP worker, whose own application is `own`, and behind it the frontend's `app`."""
+    """An HTTP worker, whose own application is `own`, and behind it the frontend's `app`. now_s: of the worker's clock;
+    limit: of its searches, and of those that it passes on."""
 
     def __init__(self, home: Path, app: ASGIApp, own: ASGIApp) -> None:
+        self.now_s, self.limit = 0.0, FairLimit(2, "searches")
+        overflow = Overflow(2, lambda: self.now_s)
+        admission = Admission({"/v1/retrieval": self.limit}, overflow=overflow)
         self.path, self.forwarded, self.failures = str(home / "frontend.sock"), 0, 0
         limits, new_id = HttpSection(), id_source(1)
         self.forward = Forwarder(self.path, "the frontend")
-        config = HttpConfig(answering_or_forwarding(own, self.forward, self._with_id, self._count), limits, new_id, 1.0)
+        worker = answering_or_forwarding(own, self.forward, overflow, self._with_id, self._count)
+        config = HttpConfig(worker, limits, new_id, 1.0, admission=admission)
         listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = listener.getsockname()[1]
         self.worker = Server(config, listener)
@@ -163,6 +170,48 @@ async def test_a_search_is_answered_here_and_passed_on_with_its_body_when_there_
         writer.close()
         assert (await node.ask(GET))[1] == b"frontend "
         assert node.forwarded == 3
+
+
+async def test_of_searches_that_have_no_room_here_or_at_the_frontend_the_worker_refuses_more(tmp_path: Path) -> None:
+    release, begun = asyncio.Event(), asyncio.Queue[str]()
+    frontend_full = False
+
+    def holding(name: str) -> ASGIApp:
+        async def hold(request: Request) -> Response:
+            await request.body()
+            begun.put_nowait(name)
+            if name == "frontend" and frontend_full:
+                return Response("full", 503)
+            await release.wait()
+            return PlainTextResponse(name)
+
+        return route(hold)
+
+    async def refused() -> bool:
+        return (await node.ask(SEARCH))[0].startswith(b"HTTP/1.1 503 ")
+
+    async with front(tmp_path, holding("frontend"), holding("worker")) as node:
+        asked = [asyncio.create_task(node.ask(SEARCH)) for _ in range(4)]
+        assert sorted([await begun.get() for _ in asked]) == ["frontend", "frontend", "worker", "worker"]
+        assert await refused()  # as many are passed on as have room there
+        assert begun.empty()
+        release.set()
+        assert sorted([body for _, body in await asyncio.gather(*asked)]) == [b"frontend"] * 2 + [b"worker"] * 2
+
+        release.clear()
+        asked = [asyncio.create_task(node.ask(SEARCH)) for _ in range(2)]
+        assert [await begun.get() for _ in asked] == ["worker", "worker"]
+        frontend_full = True
+        assert await refused()
+        assert await begun.get() == "frontend"
+        node.now_s = 0.9
+        assert await refused()
+        assert begun.empty()  # the frontend has asked for a second
+        node.now_s, frontend_full = 1.0, False
+        asked.append(asyncio.create_task(node.ask(SEARCH)))
+        assert await begun.get() == "frontend"
+        release.set()
+        await asyncio.gather(*asked)
 
 
 async def test_of_a_request_that_is_answered_here_the_rest_of_the_body_is_not_kept() -> None:

@@ -2,66 +2,18 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.server import ServerState
+from starlette.types import Message, Receive, Scope, Send
 
-from runtime.node.config import HttpSection
-from runtime.serving.http.connections import BoundedConnection, HttpConfig, Timeouts
+from runtime.serving.http.connections import Timeouts
 from runtime.serving.http.exchange import head_of
 from tests.frontend.fake_workers import WAIT
+from tests.frontend.socketless import Client
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
 EXPECT = b"Expect: 100-continue\r\n\r\n"
-
-
-class Client(asyncio.Transport):
-    """A connection to a server without sockets. Its client reads nothing of what is sent before it closes."""
-
-    def __init__(self, app: ASGIApp, timeouts: Timeouts = Timeouts()) -> None:  # noqa: B008
-        super().__init__()
-        self.received, self.reads, self.closing = b"", True, False
-        self.closed, self.aborted = asyncio.Event(), asyncio.Event()
-        config = HttpConfig(app, HttpSection(), lambda path: "req-1", drain_s=1, timeouts=timeouts)
-        config.load()
-        self.connection = BoundedConnection(config, ServerState(), {})
-        self.connection.connection_made(self)
-
-    async def sends(self, data: bytes) -> None:
-        self.connection.data_received(data)
-        await self.idle()
-
-    async def idle(self) -> None:
-        """Let the server do all it can."""
-        for _ in range(20):
-            await asyncio.sleep(0)
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return ("127.0.0.1", 1) if name in ("peername", "sockname") else default
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.received += data
-
-    def pause_reading(self) -> None:
-        self.reads = False
-
-    def resume_reading(self) -> None:
-        self.reads = True
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def close(self) -> None:
-        self.closing = True
-        self.closed.set()
-
-    def abort(self) -> None:
-        self.close()
-        self.aborted.set()
-        self.connection.connection_lost(None)
 
 
 def in_loop(test: Callable[[], Awaitable[None]]) -> None:

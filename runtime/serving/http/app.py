@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 from pydantic import BaseModel
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -88,7 +87,7 @@ def create_app(
     service: Service,
     settings: Settings,
     new_id: Callable[[str], str] | None = None,
-) -> Starlette:
+) -> Application:
     """Return the application. `new_id` generates request ids (the server around it shares it)."""
     app = Application()
     app.router.redirect_slashes = False
@@ -275,7 +274,6 @@ class _Routes:
     # ---- retrieval
 
     async def retrieve(self, http: Request) -> Response:
-        self._searches.check()
         query = query_of(parse_retrieval(await self.read_bytes(http)), access_of(http), self._settings)
         collection = query.spec.collection
 
@@ -290,8 +288,9 @@ class _Routes:
             query, request_id(http), client_id_of(http), respond=respond, reserve=unsent_response(http).reserve
         )
 
-    def add_collection_routes(self, app: Starlette) -> None:
+    def add_collection_routes(self, app: Application) -> None:
         """Add the routes of collections, documents and embedders."""
+        app.limits["/v1/retrieval"] = self._searches.limit
         settings, catalogue = self._settings, self._service.catalogue
         StoreRoutes(
             catalogue, self._searches, self.read_bytes, settings.collections, self._service.stores,

@@ -22,9 +22,11 @@ from uvicorn.server import ServerState
 
 from runtime.errors import InvalidRequest, Overloaded, TrinityError
 from runtime.node.config import HttpSection
+from runtime.serving.http.admission import Admission
 from runtime.serving.http.exchange import Exchange, head_of
 from runtime.serving.http.middleware import REQUEST_ID_HEADER, RequestTooSlow
-from runtime.serving.http.request_parser import Head, Requests
+from runtime.serving.http.request_context import client_id_in
+from runtime.serving.http.request_parser import Body, Discarded, Head, Requests
 from runtime.serving.http.responses import error_json, to_json
 
 log = logging.getLogger(__name__)
@@ -44,8 +46,8 @@ class Timeouts:
 
 
 class HttpConfig(uvicorn.Config):
-    """uvicorn's configuration with our `limits`. `new_id` generates ids for malformed requests, with the path "";
-    `on_refused` is called with the status of their response."""
+    """uvicorn's configuration with our `limits`. `new_id` generates ids for requests that are refused here, by their
+    path, "" for malformed ones; `on_refused` is called with the path and the status of the response."""
 
     def __init__(
         self,
@@ -53,7 +55,8 @@ class HttpConfig(uvicorn.Config):
         limits: HttpSection,
         new_id: Callable[[str], str],
         drain_s: float,
-        on_refused: Callable[[int], None] = lambda status: None,
+        on_refused: Callable[[str, int], None] = lambda path, status: None,
+        admission: Admission | None = None,
         timeouts: Timeouts = Timeouts(),
     ) -> None:
         super().__init__(
@@ -73,6 +76,7 @@ class HttpConfig(uvicorn.Config):
         self.timeouts = timeouts
         self.new_id = new_id
         self.on_refused = on_refused
+        self.admission = admission or Admission({})
         self.peers: Counter[str] = Counter()  # open connections by peer
 
 
@@ -176,20 +180,28 @@ class BoundedConnection(asyncio.Protocol):
         else:
             self._head_timer.start()  # unless it runs: received bytes do not restart it
 
-    def _begin(self, head: Head) -> Exchange:
-        """Answer a request, or let it wait; return where its body goes."""
+    def _begin(self, head: Head) -> Body:
+        """Answer a request, refuse it, or let it wait; return where its body goes."""
         raw_path, _, query = head.target.partition(b"?")
+        path = unquote(path) if "%" in (path := raw_path.decode()) else path
+        limit = None
+        if self._answering is None and not self._flow.write_paused:
+            try:
+                limit = self._config.admission.admit(head, path)
+            except Overloaded as refusal:
+                self._send_error(refusal, path, client_id_in(head.headers))
+                self._server.total_requests += 1
+                return Discarded()
         scope: Scope = {
             "type": "http", "asgi": _ASGI, "http_version": head.version, "method": head.method, "root_path": "",
-            "path": unquote(path) if "%" in (path := raw_path.decode()) else path, "raw_path": raw_path,
-            "query_string": query, "headers": head.headers, **self._addresses,
+            "path": path, "raw_path": raw_path, "query_string": query, "headers": head.headers, **self._addresses,
         }  # fmt: skip
         exchange = Exchange(
             scope, self.transport, self._flow, self._server.default_headers, self._answered, self._close,
-            keep_alive=head.keep_alive, expects_continue=head.expects_continue,
+            limit, keep_alive=head.keep_alive, expects_continue=head.expects_continue,
         )  # fmt: skip
         scope["state"] = {
-            **self._state, "arrived_body": exchange.arrived_body, "respond": exchange.respond,
+            **self._state, "arrived_body": exchange.arrived_body, "respond": exchange.respond, "limit": limit,
         }  # fmt: skip
         if self._answering is None:
             self._answer(exchange)
@@ -265,20 +277,24 @@ class BoundedConnection(asyncio.Protocol):
     def _refuse(self, error: TrinityError) -> None:
         """Send an error response unless a response has begun, and close the connection."""
         if self._answering is None or not self._answering.started:
-            request_id, body = self._config.new_id(""), to_json(error_json(error))
-            log.debug("refused: %s", error.message, extra={"request": request_id})
-            headers = [
-                *self._server.default_headers,
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                (b"connection", b"close"),
-                (REQUEST_ID_HEADER.encode(), request_id.encode()),
-                *([(b"retry-after", b"1")] if error.status == 503 else []),
-            ]
-            self._config.on_refused(error.status)
-            self.transport.write(head_of(error.status, headers) + body)
+            self._send_error(error, "", "", (b"connection", b"close"))
         self._end_request()
         self._close()
+
+    def _send_error(self, error: TrinityError, path: str, client_id: str, *headers: tuple[bytes, bytes]) -> None:
+        """Send an error response without the application."""
+        request_id, body = client_id or self._config.new_id(path), to_json(error_json(error))
+        log.debug("refused: %s", error.message, extra={"request": request_id})
+        found = [
+            *self._server.default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (REQUEST_ID_HEADER.encode(), request_id.encode()),
+            *headers,
+            *([(b"retry-after", b"1")] if error.status == 503 else []),
+        ]
+        self._config.on_refused(path, error.status)
+        self.transport.write(head_of(error.status, found) + body)
 
     def _close(self) -> None:
         """Close the connection as soon as its client has read what was sent, or reads too slowly."""

@@ -9,6 +9,8 @@ from typing import TypeAlias
 from starlette.types import ASGIApp, Message, Scope
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 
+from runtime.retrieval.fair_gate import FairLimit
+
 log = logging.getLogger(__name__)
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]  # names in lower case
@@ -28,14 +30,16 @@ class Exchange:
         default_headers: Headers,
         on_end: Callable[[], None],
         close: Callable[[], None],
+        limit: FairLimit | None,
         *,
         keep_alive: bool,
         expects_continue: bool,
     ) -> None:
-        """default_headers: of every response; close: closes the connection."""
+        """default_headers: of every response; close: closes the connection; limit: has arrived in it from when all of
+        its body has until the application begins to respond."""
         self._scope, self._transport, self._flow = scope, transport, flow
         self._default_headers, self._on_end, self._close = default_headers, on_end, close
-        self.keep_alive = keep_alive
+        self._limit, self.keep_alive = limit, keep_alive
         self._expects_continue = expects_continue
         self._body, self.arrived, self._received = bytearray(), False, False
         self._waiting: asyncio.Future[None] | None = None  # of `receive`
@@ -59,6 +63,8 @@ class Exchange:
     def end_body(self) -> None:
         """The request's body is complete."""
         self.arrived = True
+        if self._limit is not None:
+            self._limit.arrived += 1
         if self._waiting is not None:
             self._wake()
 
@@ -76,8 +82,15 @@ class Exchange:
         except Exception:
             log.exception("%s %s failed", self._scope["method"], self._scope["path"])
         finally:
+            self._leave()
             if not self.ended:
                 self._close()
+
+    def _leave(self) -> None:
+        """The application has done its work, whether or not its response is read."""
+        if self._limit is not None and self.arrived:
+            self._limit.arrived -= 1
+        self._limit = None
 
     def _wake(self) -> None:
         """Let `receive` go on."""
@@ -111,6 +124,7 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         """Send a part of the response; waits while the client does not read."""
+        self._leave()
         if self._flow.write_paused and not self.disconnected:
             await self._flow.drain()
         if self.disconnected:
@@ -124,6 +138,7 @@ class Exchange:
 
     def respond(self, status: int, headers: Headers, body: bytes) -> bool:
         """Send a complete response, in place of two calls of `send`; return False if the client has to read first."""
+        self._leave()
         if self._flow.write_paused:
             return False
         if not self.disconnected:

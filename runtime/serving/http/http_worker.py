@@ -2,16 +2,17 @@
 
 It answers searches and embeddings itself, as a client of the pools with the collections open for reading, and passes
 everything else to the frontend, which owns what has state. What it cannot answer now (it has as many searches as it
-may, or no pool) it passes on, too, so that only the frontend refuses.
+may, or no pool) it passes on, too, and refuses only what the frontend would refuse as well.
 """
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Callable
 from functools import partial
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import TrinityError, Unavailable
 from runtime.node.api_keys import read_api_keys
@@ -20,9 +21,11 @@ from runtime.node.metrics.worker_metrics import FrontendMetrics
 from runtime.node.supervisor.listen import listen_private
 from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
+from runtime.retrieval.fair_gate import FairLimit
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.observability import RequestMetrics, exported_spans
 from runtime.serving.frontend.requests import Request
+from runtime.serving.http.admission import Admission
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig
 from runtime.serving.http.forwarding import Attempt, Forwarder
@@ -45,6 +48,7 @@ from runtime.serving.stages import observe_search
 OWN_PATHS = ("/v1/retrieval", "/v1/embeddings", "/v1/rerank")
 """Paths whose POST requests change nothing: any process with the collections open can answer them."""
 _REFUSED = 503
+_RETRY_S = 1.0  # of a refusal's Retry-After
 
 
 class NoEngine(Engine):
@@ -70,8 +74,35 @@ class NoEngine(Engine):
         """None was accepted."""
 
 
+class Overflow(FairLimit):
+    """The limit of requests that the frontend is asked for because they have no room here: as many as it would accept
+    from all, and none for a second after it has refused one, as it asks for with that."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(limit, "requests for the frontend")
+        self._clock, self._until_s = clock, -math.inf
+
+    @property
+    def full(self) -> bool:
+        return super().full or self._clock() < self._until_s
+
+    def watching(self, send: Send) -> Send:
+        """Return `send` of a request for the frontend, whose response says whether there is room."""
+
+        async def watch(message: Message) -> None:
+            if message.get("status") == _REFUSED:
+                self._until_s = self._clock() + _RETRY_S
+            await send(message)
+
+        return watch
+
+
 def answering_or_forwarding(
-    app: ASGIApp, forward: ASGIApp, refuse: Callable[[ASGIApp], ASGIApp], on_forwarded: Callable[[], None]
+    app: ASGIApp,
+    forward: ASGIApp,
+    overflow: Overflow,
+    refuse: Callable[[ASGIApp], ASGIApp],
+    on_forwarded: Callable[[], None],
 ) -> ASGIApp:
     """Return the application of an HTTP worker: `app` answers what it can, `forward` lets the frontend answer the rest.
 
@@ -80,10 +111,12 @@ def answering_or_forwarding(
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "POST" and scope["path"] in OWN_PATHS:
-            attempt = Attempt(scope, receive, send, _REFUSED)
-            if await attempt.succeeds(app):
-                return
-            receive = attempt.receive
+            if scope["state"]["limit"] is not overflow:
+                attempt = Attempt(scope, receive, send, _REFUSED)
+                if await attempt.succeeds(app):
+                    return
+                receive = attempt.receive
+            send = overflow.watching(send)
         on_forwarded()
         try:
             await forward(scope, receive, send)
@@ -119,11 +152,12 @@ async def _serve(worker: Worker) -> None:
         on_response=on_own_response, on_searched=partial(observe_search, worker.table),
     )  # fmt: skip
     own = create_app(service, settings, new_id)
-    refusals = ResponseMemory()
+    refusals, overflow = ResponseMemory(), Overflow(settings.max_searches)
     forward = Forwarder(plan.http_socket("frontend-0"), "the frontend")
     app = answering_or_forwarding(
         own,
         forward,
+        overflow,
         lambda refusal: RequestContextMiddleware(
             refusal, new_id, lambda: readiness.draining, metrics.record_response, refusals
         ),
@@ -134,10 +168,12 @@ async def _serve(worker: Worker) -> None:
     def on_closed() -> None:
         worker.table.state = State.CLOSED
 
-    def on_refused(status: int) -> None:
-        metrics.record_response("", status, 0.0)
+    def on_refused(path: str, status: int) -> None:
+        metrics.record_response(path, status, 0.0)
 
-    public = HttpConfig(app, config.http, new_id, config.node.drain_s, on_refused)
+    limits = {path: own.limits[path] for path in OWN_PATHS}
+    admission = Admission(limits, lambda: readiness.draining, overflow)
+    public = HttpConfig(app, config.http, new_id, config.node.drain_s, on_refused, admission)
     private = HttpConfig(own, private_limits(config.http), new_id, config.node.drain_s)
     servers = [
         Server(public, worker.listening_socket(), on_closed),

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.errors import InvalidRequest, TrinityError
+from runtime.retrieval.fair_gate import FairLimit
 from runtime.serving.http.responses import error_json, to_json
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -181,7 +182,14 @@ def _none(limit: int) -> None:
 
 
 class Application(Starlette):
-    """Without the framework's handling of unexpected errors, which `AuthMiddleware` handles, on every request's way."""
+    """Without the framework's handling of unexpected errors, which `AuthMiddleware` handles, on every request's way.
+
+    limits: of POST requests in progress, by path.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits: dict[str, FairLimit] = {}
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:  # type: ignore[override]
         if self.middleware_stack is None:

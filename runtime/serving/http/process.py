@@ -31,6 +31,7 @@ from runtime.retrieval.writer_service import WriterService
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.observability import RequestMetrics, exported_spans
+from runtime.serving.http.admission import Admission
 from runtime.serving.http.app import TRACES, create_app
 from runtime.serving.http.connections import HttpConfig
 from runtime.serving.http.forwarding import Forwarder, asking_others
@@ -117,16 +118,18 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         partial(observe_search, worker.table),
     )  # fmt: skip
     others = [Forwarder(plan.http_socket(one.name), one.name) for one in plan.of_role("http")]
-    app = asking_others(create_app(service, settings, new_id), others, TRACES)
+    own_app = create_app(service, settings, new_id)
+    app = asking_others(own_app, others, TRACES)
     raise_descriptor_limit(config.http.max_connections * config.http.workers)
 
-    def on_refused(status: int) -> None:
-        metrics.record_response("", status, 0.0)
+    def on_refused(path: str, status: int) -> None:
+        metrics.record_response(path, status, 0.0)
 
-    http = HttpConfig(app, config.http, new_id, config.node.drain_s, on_refused)
+    admission = Admission(own_app.limits, lambda: readiness.draining)
+    http = HttpConfig(app, config.http, new_id, config.node.drain_s, on_refused, admission)
     servers = [Server(http, worker.listening_socket())]
     if others:
-        http = HttpConfig(app, private_limits(config.http), new_id, config.node.drain_s, on_refused)
+        http = HttpConfig(app, private_limits(config.http), new_id, config.node.drain_s, on_refused, admission)
         servers.append(Server(http, worker.private_socket()))
 
     async def serve() -> None:

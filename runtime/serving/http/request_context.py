@@ -40,13 +40,8 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send)
             return
         begin, path = self._clock(), scope["path"]
-        own_id, client_ids, traced = self._new_id(path), [], False
-        for name, value in scope["headers"]:
-            if name == _REQUEST_ID:
-                client_ids.append(value)
-            elif name == b"traceparent":
-                traced = True
-        client_id = _client_id(client_ids) if client_ids else ""
+        own_id, client_id = self._new_id(path), client_id_in(scope["headers"])
+        traced = any(name == b"traceparent" for name, _ in scope["headers"])
         state = scope.setdefault("state", {})
         unsent = self._memory.begin(state.get("disconnect", _no_connection))
         state.update(request_id=own_id, client_id=client_id, unsent=unsent)
@@ -149,7 +144,8 @@ def _no_connection() -> None:
     """Disconnect nothing: the application runs without a server."""
 
 
-def _client_id(values: Sequence[bytes]) -> str:
-    """Return the client's id from its headers; "" for several, or an invalid one."""
+def client_id_in(headers: Sequence[tuple[bytes, bytes]]) -> str:
+    """Return the client's own id of a request; "" for none, several, or an invalid one."""
+    values = [value for name, value in headers if name == _REQUEST_ID]
     value = values[0].decode("latin-1") if len(values) == 1 else ""
     return value if CLIENT_ID.fullmatch(value) else ""

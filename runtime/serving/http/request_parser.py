@@ -67,6 +67,18 @@ class Body(Protocol):
     def end_body(self) -> None: ...
 
 
+class Discarded:
+    """The body of a request that is answered already."""
+
+    ended = True
+
+    def add_body(self, part: bytes) -> None:
+        """Keep nothing."""
+
+    def end_body(self) -> None:
+        """Nothing waits for it."""
+
+
 class Requests:
     """The requests of a connection. `on_head` is called with each head, and returns where its body goes."""
 

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.1
 _SWITCH_S = 0.0005  # how long a thread keeps the interpreter's lock when the event loop wants it
 _COLLECTED = 10_000  # objects before garbage is collected: with Python's 700 that took a fifteenth of a search
+_ACCEPTED = 16  # connections in a turn of the loop, which libuv accepts one of for each listening descriptor
 _RESERVED_DESCRIPTORS = 256  # besides connections: sockets to workers, shared memory, files
 _PRIVATE_CONNECTIONS = 1_000_000  # no limit: each is of a connection that another process has counted
 
@@ -61,7 +62,7 @@ class Server(uvicorn.Server):
 
     async def accept(self) -> None:
         """Accept and answer connections until `should_exit` is set and they have ended."""
-        await self.serve(sockets=[self._listener])
+        await self.serve(sockets=[self._listener, *(self._listener.dup() for _ in range(_ACCEPTED - 1))])
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -104,14 +104,9 @@ class Searches:
     ) -> None:
         self._source = source
         self._traces = traces
-        self._limit = FairLimit(limit, "searches")
+        self.limit = FairLimit(limit, "searches")
         self._time = TimeLimit(timeout_s)
         self._on_ended = on_ended
-
-    def check(self) -> None:
-        """Raise `Overloaded` if a search would be refused now: before its request is parsed, which takes most of a
-        refusal's time."""
-        self._limit.check()
 
     async def run(
         self,
@@ -128,7 +123,7 @@ class Searches:
         `reserve`: see `UnsentResponse.reserve`. Raises Overloaded (before the search starts), DeadlineExceeded, or
         errors of the source and of `reserve`.
         """
-        flow, limit = query.spec.flow, self._limit
+        flow, limit = query.spec.flow, self.limit
         if not limit.entered(flow):
             await limit.enter(flow)
         try:

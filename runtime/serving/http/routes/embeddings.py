@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,7 +14,7 @@ from runtime.retrieval.fair_gate import FairLimit
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.access import access_of
 from runtime.serving.http.api_types import MAX_TOKENS, StrictModel
-from runtime.serving.http.middleware import ReadBody
+from runtime.serving.http.middleware import Application, ReadBody
 from runtime.serving.http.parsing import field_error, parse
 from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import Json, json_response
@@ -54,9 +53,10 @@ class EmbeddingsRoute:
         self._source, self._read = source, read
         self._limit, self._timeout_s = FairLimit(limit, "embedding requests"), timeout_s
 
-    def add_to(self, app: Starlette) -> None:
+    def add_to(self, app: Application) -> None:
         """Register the route."""
         app.add_route("/v1/embeddings", self.embed, methods=["POST"])
+        app.limits["/v1/embeddings"] = self._limit
 
     async def embed(self, http: Request) -> Response:
         body = parse(EmbeddingsBody, await self._read(http))

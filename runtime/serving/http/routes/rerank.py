@@ -4,7 +4,6 @@ import time
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,7 +15,7 @@ from runtime.retrieval.retrieval_steps import Until
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.access import access_of
 from runtime.serving.http.api_types import MAX_TOKENS, StrictModel
-from runtime.serving.http.middleware import ReadBody, request_id
+from runtime.serving.http.middleware import Application, ReadBody, request_id
 from runtime.serving.http.parsing import check_bytes, field_error, json_name, parse_object, validate
 from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import Json, json_response
@@ -81,10 +80,11 @@ class RerankRoute:
         self._limit, self._timeout_s = FairLimit(limit, "rerank requests"), timeout_s
         self._max_query_bytes = max_query_bytes
 
-    def add_to(self, app: Starlette) -> None:
+    def add_to(self, app: Application) -> None:
         """Register the route."""
         for path in PATHS:
             app.add_route(path, self.rerank, methods=["POST"])
+            app.limits[path] = self._limit
 
     async def rerank(self, http: Request) -> Response:
         sent = parse_object(await self._read(http))
