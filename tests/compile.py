@@ -1,9 +1,14 @@
 """Compile the functions that tests need once, before several processes would each do it: `python -m tests.compile`.
 
 Machine code is cached on disk next to its sources (`gpu.compiled`, `ipc.native.compiled`): a second run takes seconds.
+So is Python's byte code of the tests, in which pytest rewrites assertions: seconds in each process that finds none.
 """
 
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +25,26 @@ from tests.simulator.nodes import poisson, setup
 
 __all__ = ["runtime"]
 
+TESTS = Path(__file__).parent
+COLLECT = ("-m", "pytest", "-qq", "--collect-only", "-m", "not nodes")
+
+
+@contextmanager
+def byte_code() -> Iterator[None]:
+    """Collect the tests beside the block, if there is no byte code of them."""
+    if any(TESTS.rglob("*-pytest-*.pyc")):
+        yield
+        return
+    with subprocess.Popen([sys.executable, *COLLECT], cwd=TESTS.parent, stdout=subprocess.DEVNULL):
+        yield
+
 
 def main() -> None:
+    with byte_code():
+        compile_functions()
+
+
+def compile_functions() -> None:
     compile_c_functions(backend, resident)
     vectors = np.random.default_rng(0).normal(size=(400, 16)).astype(np.float32)
     for metric in METRICS:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]  # ships no types
 
+from runtime.serving.model.cache import private_cache
 from tests.fuzz import budget
 from tests.layers import ORDER, layer_of, parallel_places, share_of
 
@@ -33,6 +34,8 @@ def _use_memory_for_files() -> None:
         found = os.statvfs(_MEMORY)
         if found.f_bavail * found.f_frsize >= _ROOM_BYTES and not found.f_flag & os.ST_NOEXEC:
             os.environ.setdefault("TMPDIR", str(_MEMORY))
+            # Torch's programs would be there, too; they are kept, as those of a node.
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_cache("torch", "compiler cache")))
 
 
 _use_memory_for_files()

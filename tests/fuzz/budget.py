@@ -2,7 +2,7 @@
 
 from hypothesis import HealthCheck, settings
 
-USUAL = 60
+USUAL = 30
 examples = USUAL
 """Set by the option before the tests are imported."""
 
