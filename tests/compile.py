@@ -18,6 +18,7 @@ from gpu import GraphIndex
 from gpu.compiled import compile_c_functions
 from gpu.cuda import backend, resident
 from gpu.index.rows import DTYPES, METRICS
+from runtime.pool.loop_parts import compiled_in_background
 from runtime.retrieval.collections import bulk_load
 from runtime.simulator.node import Simulation
 from runtime.testing.pool import InProcessPool, plan_of
@@ -45,15 +46,16 @@ def main() -> None:
 
 
 def compile_functions() -> None:
-    compile_c_functions(backend, resident)
     vectors = np.random.default_rng(0).normal(size=(400, 16)).astype(np.float32)
-    for metric in METRICS:
-        for dtype in DTYPES:
-            index = GraphIndex.build(vectors, metric=metric, dtype=dtype, degree=16, neighbor_codes=False)  # type: ignore[arg-type]
-            index.search(vectors[:3], 5)
+    with compiled_in_background():  # the pool's loop
+        compile_c_functions(backend, resident)
+        for metric in METRICS:
+            for dtype in DTYPES:
+                index = GraphIndex.build(vectors, metric=metric, dtype=dtype, degree=16, neighbor_codes=False)  # type: ignore[arg-type]
+                index.search(vectors[:3], 5)
     with tempfile.TemporaryDirectory() as folder:
         bulk_load.build(vectors, Path(folder) / "docs", metric="l2", degree=16)
-        pool = InProcessPool(plan_of(Path(folder) / "docs"))  # the pool's loop
+        pool = InProcessPool(plan_of(Path(folder) / "docs"))
         pool.close()
         pool.worker.table.close()
         pool.table.close()

@@ -140,7 +140,8 @@ def test_a_missing_truncated_or_altered_file_is_named(saved: Path) -> None:
         with pytest.raises(IndexFormatError, match=name):
             GraphIndex.load(saved)
         if name != "meta.json":
-            for byte in (*range(128), len(content) - 1):  # the header, every byte of it, and the last of the contents
+            # Every byte of a header, some of the others', which are read alike, and the last of the contents.
+            for byte in (*range(0, 128, 1 if name == "ids.npy" else 16), len(content) - 1):
                 path.write_bytes(content[:byte] + bytes([content[byte] ^ 0x10]) + content[byte + 1 :])
                 with pytest.raises(IndexFormatError, match=name):
                     GraphIndex.load(saved).verify()

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import pytest
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
-transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from tests.retrieval.tiny_model import write_tiny_model  # noqa: E402
@@ -21,6 +20,8 @@ _CLASSES = {"bert": "Bert", "xlm-roberta": "XLMRoberta"}
 
 def write_tiny_bert(directory: Path, kind: str = "bert", **settings: Any) -> Path:
     """Write `config.json` and `model.safetensors` to a directory, with a tokenizer and another model in ONNX form."""
+    import transformers  # takes seconds
+
     write_tiny_model(directory, pooling=settings.pop("pooling", None), max_tokens=settings.pop("max_tokens", 80))
     sizes = {"vocab_size": WORDS, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = getattr(transformers, f"{_CLASSES[kind]}Config")(
@@ -38,6 +39,8 @@ def write_tiny_bert(directory: Path, kind: str = "bert", **settings: Any) -> Pat
 
 def expected_states(directory: Path, ids: Sequence[int]) -> npt.NDArray[np.float32]:
     """Return the last hidden states [tokens, hidden] of one text, alone."""
+    import transformers
+
     model = transformers.AutoModel.from_pretrained(directory, attn_implementation="eager").eval().float()
     with torch.inference_mode():
         found: npt.NDArray[np.float32] = model(torch.tensor([list(ids)])).last_hidden_state[0].numpy()

@@ -21,7 +21,6 @@ from runtime.testing.reference import Reference
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from torch.nn.attention import bias  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 
 from runtime.serving.network.sampling import sample  # noqa: E402
@@ -209,6 +208,8 @@ def test_a_gpu_pass_never_synchronises_and_uploads_its_inputs_in_one_copy(
     tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A value read by Python, or a result whose size depends on values, would wait for the device's queue."""
+    from torch.nn.attention import bias  # imports torch's compiler, for seconds
+
     causal = bias.causal_lower_right
 
     def made_unseen(*sizes: int) -> Any:  # torch cannot create one under a dispatch mode; it is not an operation

@@ -53,11 +53,8 @@ def arrivals(load: float, count: int = 120) -> list[Arrival]:
 
 @pytest.mark.parametrize(
     ("load", "passages", "disaggregate"),
-    [
-        (0.4, False, "always"), (0.4, True, "auto"), (0.4, False, "never"),
-        (0.8, True, "always"), (0.8, False, "auto"), (0.8, True, "never"),
-    ],
-)  # fmt: skip
+    [(0.4, False, "always"), (0.4, True, "auto"), (0.8, False, "never"), (0.8, True, "always")],
+)
 def test_first_and_later_tokens_agree_with_the_real_workers_loops(
     load: float, passages: bool, disaggregate: str, model: Path
 ) -> None:

@@ -18,7 +18,7 @@ from runtime.simulator.times.service import H100_8B
 from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Slos, Workload
 
-GPUS, SHARE, PHASE_S = 8, 0.9, 400.0
+SHARE, PHASE_S, STEADY_S = 0.9, 400.0, 200.0
 
 
 class Request(NamedTuple):
@@ -26,13 +26,13 @@ class Request(NamedTuple):
     by_night: bool
 
 
-def node(prefill: int, planner: str = "off") -> Setup:
-    """A node of eight GPUs, the rest of them for decode."""
+def node(prefill: int, planner: str = "off", gpus: int = 8) -> Setup:
+    """A node whose other GPUs are for decode."""
     slos = Slos(ttft_s=2.0, tpot_s=0.015)
     config = NodeConfig(
         http=HttpSection(max_in_flight=100_000),
         prefill=PrefillSection(workers=prefill, slots=16),
-        decode=DecodeSection(workers=GPUS - prefill, slots=256, devices=("cuda:0",)),
+        decode=DecodeSection(workers=gpus - prefill, slots=256, devices=("cuda:0",)),
     )
     control, slo = replace(config.control, planner=planner), replace(config.slo, objective=SHARE)
     node = replace(config, control=control, slo=slo)
@@ -97,9 +97,9 @@ STEADY = {  # prefill workers of eight; TPOT; mean prompt, answer and log-normal
 
 
 def moves_of(setup: Setup, shape: tuple[int, int, float], rate: float, seed: int) -> list[Stage]:
-    """The roles that gave a worker away, in 400 s of Poisson arrivals."""
+    """The roles that gave a worker away under Poisson arrivals."""
     kind, random, at_s, sent = cycle(lengths(*shape)), Random(seed), 0.0, list[Arrival]()
-    while at_s < 400.0:
+    while at_s < STEADY_S:
         at_s += random.expovariate(rate)
         sent.append(Arrival(at_s, *next(kind)))
     moved = list[Stage]()
@@ -129,7 +129,7 @@ def test_steady_load_moves_workers_one_way_and_none_once_they_are_there_however_
 
 
 def test_under_constant_load_the_planner_converges() -> None:
-    chats = [Arrival(number / 50, 400, 600) for number in range(8_000)]
-    short, long = (simulate(node(4, "act"), chats[:count]) for count in (4_000, 8_000))
+    chats = [Arrival(number / 25, 400, 600) for number in range(4_000)]
+    short, long = (simulate(node(2, "act", gpus=4), chats[:count]) for count in (2_000, 4_000))
     assert 0 < short.use["moves"] == long.use["moves"]
     assert long.attainment > 0.95
