@@ -17,7 +17,7 @@ PROCESS = {
         "test_concurrent_blocks", "test_compiled_functions", "test_compiler", "test_kernels", "test_launches",
         "test_launch_bindings", "test_fault_injection", "test_in_place", "test_resident", "test_stage_times",
     ),
-    "dashboards": ("test_fleet", "test_metric_window", "test_rules", "test_top"),
+    "dashboards": ("test_fleet", "test_rules", "test_top"),
     "engines": ("test_real_vllm", "test_vllm_setup"),
     "frontend": (
         "test_responses", "test_store_faults", "test_store_reader", "test_store_tenants", "test_stores",
@@ -39,7 +39,7 @@ PROCESS = {
     ),
     "collections": ("test_background", "test_bulk_loads", "test_kill", "test_killed_builds", "test_reader_barrier"),
     "node": (
-        "test_control", "test_diagnosis", "test_lifecycle", "test_placement", "test_run_dir", "test_scaling",
+        "test_control", "test_diagnosis", "test_lifecycle", "test_node_metrics", "test_placement", "test_run_dir", "test_scaling",
         "test_standby", "test_supervisor", "test_worker_start",
     ),
     "pool": ("test_cuda_pool", "test_kills", "test_loop_parts", "test_vectors_in_place"),
