@@ -77,37 +77,6 @@ async def test_file_search_has_results_on_request_and_cites_sentences(include: b
         assert (await client.responses.retrieve(made.id)).output == made.output
 
 
-@pytest.mark.parametrize("tools", [SEARCH, []])
-async def test_a_stream_has_openais_events_in_order(tools: Any) -> None:
-    async with node() as (client, harness):
-        say(harness, CITING)
-        stream = await client.responses.create(model=MODEL, input=QUESTION, tools=tools, stream=True)
-        events = [event async for event in stream]
-        assert [event.sequence_number for event in events] == list(range(len(events)))
-        kinds = [event.type for event in events]
-        searching = [
-            "response.output_item.added",
-            "response.file_search_call.in_progress",
-            "response.file_search_call.searching",
-            "response.file_search_call.completed",
-            "response.output_item.done",
-        ]
-        begin = ["response.created", "response.in_progress", *(searching if tools else [])]
-        begin += ["response.output_item.added", "response.content_part.added", "response.output_text.delta"]
-        assert kinds[: len(begin)] == begin
-        assert kinds[-4:] == [
-            "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed"
-        ]  # fmt: skip
-        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-        last = events[-1]
-        assert last.type == "response.completed"
-        assert "".join(deltas) == last.response.output_text == CITING
-        assert kinds.count("response.output_text.annotation.added") == (2 if tools else 0)
-        if tools:
-            assert kinds.index("response.output_text.annotation.added") < len(kinds) - 6, "behind its sentence"
-        assert (await client.responses.retrieve(last.response.id)).output == last.response.output
-
-
 @pytest.mark.parametrize("kind", SERVER_KINDS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_conversation_continues_with_the_passages_where_they_stood(kind: str, stream: bool) -> None:

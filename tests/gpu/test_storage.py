@@ -176,15 +176,6 @@ def test_an_invalid_description_is_rejected(saved: Path, values: dict[str, objec
         GraphIndex.load(saved)
 
 
-def test_pickled_arrays_are_rejected(saved: Path) -> None:
-    np.save(saved / "ids.npy", np.array([object()] * 4200), allow_pickle=True)
-    files = json.loads((saved / "meta.json").read_text())["files"]
-    files["ids.npy"]["bytes"] = (saved / "ids.npy").stat().st_size
-    change(saved, files=files)
-    with pytest.raises(IndexFormatError, match=r"ids.npy"):
-        GraphIndex.load(saved)
-
-
 def reseal(directory: Path) -> None:
     """Rewrite the description with the files' current sizes."""
     files = json.loads((directory / "meta.json").read_text())["files"]
