@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from runtime.engines.openai.assembly import Fitted, fit, inserted_text
 from runtime.engines.openai.capabilities import tokenize
@@ -30,13 +30,14 @@ class Probing:
         search: SearchSource,
         retrieval: Retrieval,
         max_tokens: int,
+        seen: Set[str],
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._search, self._retrieval, self._clock = search, retrieval, clock
+        """`seen`: ids of the passages that the answer has."""
+        self._search, self._retrieval, self._seen, self._clock = search, retrieval, seen, clock
         self.max_tokens = min(max_tokens, retrieval.probe_tokens or max_tokens)
         self._search_task: asyncio.Task[list[Passage]] | None = None
         self._begin_token = self._begin_ns = 0
-        self.seen: set[str] = set()
         self._trigger = trigger_of(retrieval)
         self.due = retrieval.every_tokens
         """Number of answer tokens at which the next probe is due."""
@@ -59,7 +60,7 @@ class Probing:
             self._search_task = asyncio.create_task(self._run(text[-_WINDOW_CHARS:]))
 
     async def result(self) -> tuple[list[Passage], Probe]:
-        """Wait for the running probe; return the passages that the answer does not have (not `seen`), nearest first."""
+        """Wait for the running probe; return the passages that the answer does not have, nearest first."""
         assert self._search_task is not None, "a probe is running"
         outcome: ProbeOutcome = "answered"
         found: list[Passage] = []
@@ -70,9 +71,9 @@ class Probing:
         except TrinityError:
             outcome = "failed"
         self._search_task = None
-        if outcome == "answered" and self._trigger is not None and not self._trigger.accepts(found, self.seen):
+        if outcome == "answered" and self._trigger is not None and not self._trigger.accepts(found, self._seen):
             outcome, found = "near", []
-        new = [passage for passage in found if passage.id not in self.seen]
+        new = [passage for passage in found if passage.id not in self._seen]
         return new, Probe(self._begin_token, self._begin_ns, self._clock(), 0, 0, outcome)
 
     def cancel(self) -> Probe | None:

@@ -58,6 +58,16 @@ class Dependencies:
     clock: Callable[[], int]  # monotonic ns
 
 
+@dataclass(slots=True)
+class Added:
+    """What a request adds, until its server accepts it: passages, which are `reported` then, with the transcript's
+    characters and tokens `before` those of a probe; and the `probe` that the answer waits for."""
+
+    reported: Retrieved | None = None
+    before: tuple[int, int] | None = None
+    probe: Probe | None = None
+
+
 class AnswerWriter:
     """Writes one request's answer. `emit` gets its pieces; `run` returns after the last one, or raises."""
 
@@ -66,21 +76,17 @@ class AnswerWriter:
         self._original = self._body = body  # without and with passages
         self._generation = generation = request.generation
         retrieval = generation.retrieval
-        self._probing = None
+        self._probing, self._seen = None, set[str]()  # ids of the passages in the answer's context
         if retrieval is not None and retrieval.every_tokens:
-            self._probing = Probing(deps.search, retrieval, deps.probes.passage_tokens, deps.clock)
+            self._probing = Probing(deps.search, retrieval, deps.probes.passage_tokens, self._seen, deps.clock)
         self._chat = "messages" in body
         self._max_tokens: int | None = body.get("max_completion_tokens", body.get("max_tokens"))
         if self._probing is not None and not self._chat:
             self._max_tokens = generation.sampling.max_tokens  # OpenAI's 16 if the client does not say
         self._method: Continuation = ""
-        self._backend: Backend | None = None
-        self._stalled_since_ns = 0  # 0: the answer does not wait for a probe
-        self._stalling_probe: Probe | None = None  # which the answer waits for
         self._found, self._passages = FoundPassages(), list[Passage]()
         self._passage_tokens = 0
-        self._unreported: Retrieved | None = None  # passages in the next request, reported once a server accepts it
-        self._rollback: tuple[str, list[int]] | None = None  # the transcript without a probe's passages
+        self._added: Added | None = None
         self._row = Row(deps.signals)
         self._relay = Relay(
             request.id,
@@ -137,10 +143,10 @@ class AnswerWriter:
         self._body = with_passages(self._original, fitted)
         stamps = dict(self._relay.stamps)
         texts = fitted.texts if retrieval and retrieval.quote else ()
-        self._unreported = Retrieved(
-            self._request.id, without_text(fitted.used), stages=stamps, texts=texts,
-            ranking=self._found.ranking,
-        )  # fmt: skip
+        passages = without_text(fitted.used)
+        self._added = Added(
+            Retrieved(self._request.id, passages, stages=stamps, texts=texts, ranking=self._found.ranking)
+        )
 
     def _context(self) -> int:
         """The context in tokens: as configured, else the least that a server reports; 0 if none does."""
@@ -227,7 +233,7 @@ class AnswerWriter:
 
     async def _write(self, backend: Backend) -> None:
         assert backend.capabilities is not None, "a chosen server is up"
-        self._backend, relay = backend, self._relay
+        relay = self._relay
         prefix = self._prefix()
         overlap, unlearned = backend.overlap(prefix), not relay.sent_tokens
         self._deps.balancer.remember(backend, prefix)
@@ -242,8 +248,7 @@ class AnswerWriter:
             async for chunk in chunks:
                 await self._request.wait_for_reader()
                 handover.arrived()
-                if self._unreported is not None or self._stalled_since_ns:
-                    self._report_accepted()
+                self._report_accepted()
                 relay.feed(chunk)
                 if unlearned and relay.transcript.prompt_ids is not None:
                     length, unlearned = prompt_length(self._body), False
@@ -254,11 +259,11 @@ class AnswerWriter:
                 if relay.cut:
                     log.info("%s exceeds max_tokens: answer cut", backend.name, extra={"request": self._request.id})
                     break
-                if self._probing is not None and not self._probing.blocks and await self._prefetch():
+                if self._probing is not None and not self._probing.blocks and await self._prefetch(backend):
                     return
         if relay.finish_reason == "length" and self._stopped_for_probe(body.get("max_tokens", 0)):
             relay.pause(body["max_tokens"])
-            await self._probe()
+            await self._probe(backend)
         elif relay.finish_reason is None:
             raise StreamBroken(f"{backend.name}: its stream ended without a finish_reason")
         else:
@@ -316,73 +321,67 @@ class AnswerWriter:
         continues = self._max_tokens is None or self._relay.sent_tokens_before + made < self._max_tokens
         return self._probing is not None and self._probing.blocks and continues
 
-    async def _probe(self) -> None:
+    async def _probe(self, backend: Backend) -> None:
         """Run a probe while the answer waits; append its new passages."""
         assert self._probing is not None, "only answers with probes stop for one"
-        self._stalled_since_ns = self._deps.clock()
         self._probing.start(self._relay.sent_tokens, self._query())
-        await self._insert(*await self._row.stall(self._probing.result()))
+        await self._insert(backend, *await self._row.stall(self._probing.result()))
 
-    async def _prefetch(self) -> bool:
+    async def _prefetch(self, backend: Backend) -> bool:
         """Start a due probe, collect a finished one; True if its passages require another request."""
         probing, relay = self._probing, self._relay
         assert probing is not None, "only answers with probes prefetch"
         if probing.ready and relay.finish_reason is None:
             new, probe = await probing.result()
             if new:
-                self._stalled_since_ns = self._deps.clock()
-                await self._insert(new, probe)
+                await self._insert(backend, new, probe)
                 return True
             relay.probes.append(probe)
         if relay.sent_tokens >= probing.due:
             probing.start(relay.sent_tokens, self._query())
         return False
 
-    async def _insert(self, new: list[Passage], probe: Probe) -> None:
+    async def _insert(self, backend: Backend, new: list[Passage], probe: Probe) -> None:
         """Append the new passages that fit to the transcript."""
         assert self._probing is not None, "only answers with probes get passages"
         limit = min(self._probing.max_tokens, self._room())
         fitted, ids = fit(new, limit), list[int]()
         if self._method == "tokens":  # counted exactly
-            assert self._backend is not None, "a request has run"
-            fitted, ids = await fit_tokens(self._backend.server, self._deps.section.name, new, limit)
-        self._stalling_probe = replace(probe, passages=len(fitted.used))
+            fitted, ids = await fit_tokens(backend.server, self._deps.section.name, new, limit)
+        self._added = Added(probe=replace(probe, passages=len(fitted.used)))
         if fitted.used:
             transcript = self._relay.transcript
-            if self._backend is not None and self._method == "tokens":
-                self._deps.balancer.remember(self._backend, self._prefix())  # the next request is routed by it
-            self._rollback = (transcript.text, list(transcript.ids))
+            if self._method == "tokens":
+                self._deps.balancer.remember(backend, self._prefix())  # the next request is routed by it
+            self._added.before = len(transcript.text), len(transcript.ids)
             transcript.add(inserted_text(fitted), ids)
-            self._unreported = Retrieved(
+            self._added.reported = Retrieved(
                 self._request.id, without_text(fitted.used), self._relay.sent_tokens, tuple(ids)
             )
 
     def _report_accepted(self) -> None:
         """Report the passages and the stall, once the first chunk shows that the server has accepted the request."""
-        if self._unreported is not None:
-            if self._probing is not None:
-                self._probing.seen.update(passage.id for passage in self._unreported.passages)
-            self._emit(self._unreported)
-            self._unreported = self._rollback = None
-        if self._stalled_since_ns:
-            stalled = self._deps.clock() - self._stalled_since_ns
-            self._relay.stalled_ns += stalled
-            self._stalled_since_ns = 0
-            if self._stalling_probe is not None:
-                self._relay.probes.append(replace(self._stalling_probe, stalled_ns=stalled))
-                self._stalling_probe = None
+        if (added := self._added) is None:
+            return
+        self._added = None
+        if added.reported is not None:
+            self._seen.update(passage.id for passage in added.reported.passages)
+            self._emit(added.reported)
+        if added.probe is not None and self._probing is not None:
+            since_ns = added.probe.begin_ns if self._probing.blocks else added.probe.end_ns
+            probe = replace(added.probe, stalled_ns=self._deps.clock() - since_ns)
+            self._relay.stalled_ns += probe.stalled_ns
+            self._relay.probes.append(probe)
 
     def _drop_passages(self) -> bool:
         """Remove passages from a request that exceeds the context; False if it has none."""
-        if self._unreported is None:
+        if (added := self._added) is None or added.reported is None or not added.reported.passages:
             return False
-        if self._rollback is not None:
-            transcript = self._relay.transcript
-            transcript.text, transcript.ids = self._rollback
-            self._unreported = self._rollback = None
+        if added.before is not None:
+            (characters, tokens), transcript = added.before, self._relay.transcript
+            transcript.text, transcript.ids = transcript.text[:characters], transcript.ids[:tokens]
+            added.reported = added.before = None
             return True
-        if not self._unreported.passages:
-            return False
         self._assemble(self._passage_tokens // 2)
         return True
 
