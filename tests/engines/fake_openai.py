@@ -7,7 +7,7 @@ right exactly if that request had the right sequence. `Behaviour` selects the ki
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +18,6 @@ Json = dict[str, Any]
 
 URL = "http://fake/v1"
 MODEL = "fake-model"
-ENDLESS = 2000  # tokens of a server that ignores limits
 END = 0  # the token that ends an answer
 
 
@@ -30,7 +29,7 @@ class Behaviour:
 
     `refuses`: status and body of every POST; `breaks_after`: each stream's connection is lost after so many chunks;
     `hangs_after`: or it stops responding; `down`: nothing listens; `leaves`: it accepts nothing
-    new; `ends`: the model ends its answer after so many tokens; `endless`: it ignores limits.
+    new; `ends`: the model ends its answer after so many tokens.
     """
 
     token_ids: bool = True
@@ -56,7 +55,6 @@ class Behaviour:
     kv_role: str = ""
     metrics: str | None = None
     leaves: bool = False
-    endless: bool = False
 
 
 @dataclass
@@ -73,7 +71,6 @@ class FakeServer:
     closed: bool = False
     says: list[Json] = field(default_factory=list)  # the chunks of every answer, instead of the model's
     whole: Any = None  # the body of an answer that is not streamed, instead
-    on_chunk: Callable[[int], None] = lambda count: None
 
     def generations(self) -> list[Json]:
         """Return the bodies of all generation requests."""
@@ -128,8 +125,6 @@ class FakeServer:
         if len(prompt) + limit > how.context:
             return _json(400, _error(f"maximum context length is {how.context} tokens", "context_length_exceeded"))
         count = body.get("n", 1) if how.choices else 1
-        if how.endless:
-            limit = ENDLESS
         answers = [self._answer(prompt, limit, index, body.get("stop") or []) for index in range(count)]
         ids = bool(body.get("return_token_ids")) and how.token_ids
         if wrong := self._wrong_transfer(body, prompt):
@@ -252,7 +247,6 @@ class _Stream:
 
     async def iter_bytes(self) -> AsyncIterator[bytes]:
         for count, chunk in enumerate(self._chunks):
-            self._server.on_chunk(count)
             if count == self._server.behaviour.breaks_after:
                 raise Disconnected("connection reset")
             if count == self._server.behaviour.hangs_after:

@@ -1,7 +1,6 @@
 """An OpenAI server as the engine: its requests, and the pieces delivered from its answers."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from runtime.retrieval.search.query import Rerank
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Relayed, Request
 from runtime.serving.messages import Retrieval
-from tests.engines.engine_harness import DOCS, PROBES, SERVER_KINDS, error_of, read_answer, running_engine
+from tests.engines.engine_harness import DOCS, PROBES, error_of, read_answer, running_engine
 from tests.engines.fake_openai import MODEL, Behaviour, completion, rendered
 from tests.frontend.fake_workers import run
 
@@ -96,35 +95,6 @@ def test_every_choice_of_n_is_delivered_and_ends() -> None:
             assert all(len(text) == 5 for text in texts.values())
             assert len(set(texts.values())) == 3
             assert reasons == {0: "length", 1: "length", 2: "length"}
-
-    run(test())
-
-
-@pytest.mark.parametrize("kind", SERVER_KINDS)
-@pytest.mark.parametrize("retrieval", [None, PROBES], ids=["plain", "probes"])
-def test_an_answer_beyond_max_tokens_is_truncated_and_its_stream_closed(kind: str, retrieval: Retrieval | None) -> None:
-    async def test() -> None:
-        async with (
-            running_engine(replace(SERVER_KINDS[kind], endless=True)) as harness,
-            running_engine(SERVER_KINDS[kind]) as heeding,
-        ):
-            chunks: list[int] = []
-            harness.fake.on_chunk = chunks.append
-            expected = await read_answer(heeding.chat(retrieval=retrieval, max_tokens=20))
-            told = await read_answer(harness.chat(retrieval=retrieval, max_tokens=20))
-            assert (told.text, told.ids) == (expected.text, expected.ids)
-            assert told.last.finish_reason == "length"
-            assert harness.fake.open == 0
-            assert max(chunks) < 30, "its stream was read to the end"
-            assert [(ended.code, ended.completion_tokens) for ended in harness.ended] == [("length", 20)]
-
-    run(test())
-
-
-def test_an_answer_without_max_tokens_is_truncated_at_the_context() -> None:
-    async def test() -> None:
-        async with running_engine(Behaviour(endless=True, context=300)) as harness:
-            assert len((await read_answer(harness.chat())).ids) == 300
 
     run(test())
 

@@ -72,14 +72,6 @@ def continuation_request(method: Continuation, body: Json, transcript: Transcrip
     return "/completions", base | {"prompt": f"{before}{transcript.text}"}
 
 
-def budget(body: Json, context: int) -> int | None:
-    """Return the most tokens that each choice may have; None if unknown. `context`: the model's, 0 if unknown."""
-    if body.get("echo"):
-        return None  # the answer includes the prompt
-    limit: int | None = body.get("max_tokens", body.get("max_completion_tokens"))
-    return limit or context or None
-
-
 def unsupported(capabilities: Capabilities, body: Json, *, probes: bool) -> InvalidRequest | None:
     """Return the error for a request that a server cannot run; None if it can."""
     chat = "messages" in body

@@ -56,22 +56,12 @@ class Relay:
         self.requests = 0
         self._held: list[tuple[Json, str, list[int]]] = []
         self._finished: dict[int, Json] = {}
-        self._budget: int | None = None
-        self._made: dict[int, int] = {}
-        self._cut: set[int] = set()
         self.ended = False
 
     # ---- one request
 
-    def begin(self, budget: int | None = None) -> None:
-        """Start another request. Text that was held back is dropped: the request continues from before it.
-
-        budget: most tokens of each choice; a choice that exceeds it is cut there. If the server returns no token ids,
-        each piece of text counts as one token.
-        """
-        self._budget = budget
-        self._made.clear()
-        self._cut.clear()
+    def begin(self) -> None:
+        """Start another request. Text that was held back is dropped: the request continues from before it."""
         if self.requests == 1 and self.usage:
             self._prompt_tokens = int(self.usage.get("prompt_tokens", 0))
             self._prompt_details = {name: self.usage[name] for name in ("prompt_tokens_details",) if name in self.usage}
@@ -86,11 +76,6 @@ class Relay:
         """The first choice's finish reason; None before its end."""
         choice = self._finished.get(0)
         return None if choice is None else str(choice["finish_reason"])
-
-    @property
-    def cut(self) -> bool:
-        """Whether all choices have ended, some of them cut here at their budget."""
-        return bool(self._cut) and len(self._finished) == self._choices
 
     @property
     def stopped(self) -> bool:
@@ -135,12 +120,6 @@ class Relay:
         text = (choice.get("text") if delta is None else delta.get("content")) or ""
         if not isinstance(text, str):
             raise TypeError(f"its text is {type(text).__name__}")
-        if self._over_budget(index, len(ids) or int(bool(text or _reasoning(delta)))):
-            if index in self._cut:
-                return None
-            self._cut.add(index)
-            choice, text, ids = {"index": index, "logprobs": None, "finish_reason": "length"}, "", []
-            choice["delta" if self._chat else "text"] = delta = {} if self._chat else ""
         has_content = bool(text or ids) or (
             delta is not None and any(delta[name] for name in delta if name not in _NOT_EXTRA)
         )
@@ -156,11 +135,6 @@ class Relay:
         elif not has_content and index == 0:
             return None  # the role alone: the answer's opening has it
         return (choice, text, ids) if index == 0 else (choice, "", [])
-
-    def _over_budget(self, index: int, tokens: int) -> bool:
-        """Count tokens of a choice; return whether it now exceeds the budget."""
-        self._made[index] = self._made.get(index, 0) + tokens
-        return self._budget is not None and self._made[index] > self._budget
 
     def _forward(self, parts: list[tuple[Json, str, list[int]]]) -> None:
         if self.whole_characters:
@@ -325,10 +299,6 @@ def _ids(value: Any) -> list[int]:
     if not isinstance(found, list) or not all(type(one) is int and 0 <= one <= _MAX_INT for one in found):
         raise TypeError("its token_ids are not a list of token ids")
     return found
-
-
-def _reasoning(delta: Json | None) -> object:
-    return delta is not None and (delta.get("reasoning_content") or delta.get("reasoning"))
 
 
 def _set_text(choice: Json, text: str) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from runtime.engines.openai.assembly import fit, inserted_text, room_for_passages, with_passages
 from runtime.engines.openai.capabilities import Capabilities, Continuation
-from runtime.engines.openai.continuation import budget, continuation_method, continuation_request, unsupported
+from runtime.engines.openai.continuation import continuation_method, continuation_request, unsupported
 from runtime.engines.openai.handover import Handovers, prompt_length, prompt_text
 from runtime.engines.openai.load_balancer import Backend, LoadBalancer
 from runtime.engines.openai.probing import Probing, fit_tokens
@@ -244,7 +244,7 @@ class AnswerWriter:
             handovers.hand_over(backend, body, path, prefix, overlap, name) as handover,
             backend.server.stream(path, body | handover.fields, name) as chunks,
         ):
-            relay.begin(budget(body, self._context()))
+            relay.begin()
             async for chunk in chunks:
                 await self._request.wait_for_reader()
                 handover.arrived()
@@ -256,9 +256,6 @@ class AnswerWriter:
                 if relay.stopped:
                     relay.end("stop")
                     return
-                if relay.cut:
-                    log.info("%s exceeds max_tokens: answer cut", backend.name, extra={"request": self._request.id})
-                    break
                 if self._probing is not None and not self._probing.blocks and await self._prefetch(backend):
                     return
         if relay.finish_reason == "length" and self._stopped_for_probe(body.get("max_tokens", 0)):
