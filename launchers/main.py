@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from gpu import GpuError
 from ipc import IpcError
 from launchers.commands import LAZY_COMMANDS
-from launchers.node_option import NodeArgument, NodeOption, resolve_node
+from launchers.node_option import NodeArgument
 from runtime.checks import gpu_sharing, preflight
 from runtime.checks.memory_estimate import estimate_added_bytes, estimate_device_bytes
 from runtime.errors import EXIT_FAILED, TrinityError
@@ -104,18 +104,17 @@ def _logged_once(log: logging.Logger) -> Callable[[str, float], None]:
     return progress
 
 
-def status(node: NodeArgument = "", named: NodeOption = "") -> None:
+def status(node: NodeArgument = "") -> None:
     """Show the workers of a running node. Exits with 1 if any is not ready."""
     from rich.console import Console
 
     from launchers.status import show_status
 
-    raise typer.Exit(show_status(find_node(resolve_node(node, named)), Console()))
+    raise typer.Exit(show_status(find_node(node), Console()))
 
 
 def top(
     node: NodeArgument = "",
-    named: NodeOption = "",
     url: Annotated[str, typer.Option(help="URL of the node, such as http://host:8080.")] = "",
     every: Annotated[float, typer.Option(help="Refresh interval in seconds.", min=0.2, max=60)] = 2.0,
     key: Annotated[str, typer.Option(envvar="TRINITY_API_KEY", help="API key, if /metrics requires one.")] = "",
@@ -124,28 +123,26 @@ def top(
     from dashboards.top import show  # importing rich would delay a start
     from launchers.http_client import get
 
-    address = url or find_node(resolve_node(node, named)).url
+    address = url or find_node(node).url
     show(lambda: get(address, "/metrics", key).decode(), every)
 
 
 def restart(
     node: NodeArgument = "",
-    named: NodeOption = "",
     worker: Annotated[str, typer.Option(help="Restart only this worker, such as prefill-0.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait until all workers are ready again.")] = 1800.0,
 ) -> None:
     """Restart a node's workers one at a time, each after draining it; return when all are ready."""
-    restart_node(find_node(resolve_node(node, named)), worker, timeout)
+    restart_node(find_node(node), worker, timeout)
     print(f"{worker or 'all workers'} restarted")
 
 
 def stop(
     node: NodeArgument = "",
-    named: NodeOption = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the node to exit.")] = 60.0,
 ) -> None:
     """Drain a running node and stop it; return when it has exited."""
-    info = find_node(resolve_node(node, named))
+    info = find_node(node)
     stop_node(info, timeout)
     print(f"node {info.name!r} stopped")
 

@@ -8,7 +8,6 @@ from typing import Annotated
 import msgspec
 import typer
 
-from launchers.node_option import NodeOption, resolve_node
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import NodeSection
 from runtime.node.logs.log import LEVELS, Level, LogLine, escape_control
@@ -24,13 +23,12 @@ def logs(
             help="Name or run directory of the node, or a directory of logs.", show_default="the only running node"
         ),
     ] = "",
-    named: NodeOption = "",
     worker: Annotated[str, typer.Option(help='Show only this process, such as "decode-0" or "supervisor".')] = "",
     request: Annotated[str, typer.Option(help="Show only this request (its x-request-id).")] = "",
     level: Annotated[Level, typer.Option(help="Minimum level.")] = "debug",
 ) -> None:
     """Print the logs of a node's processes, merged by time. `trinity serve` writes the same lines as they come."""
-    directory = _log_directory(resolve_node(node, named))
+    directory = _log_directory(node)
     processes = sorted(path.name.removesuffix(".log") for path in directory.glob("*.log"))
     if worker and worker not in processes:
         raise InvalidRequest(f"--worker {worker}: {directory} has logs of {', '.join(processes) or 'no process'}")

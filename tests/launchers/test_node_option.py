@@ -47,17 +47,11 @@ def test_the_only_node_is_the_default_whatever_its_name(words: Sequence[str], on
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words))
-def test_every_command_has_the_same_node_option(words: Sequence[str]) -> None:
-    refused = CliRunner().invoke(command_line(), [*words, "--node", "there-is-none"]).exception
+def test_a_command_about_a_node_takes_it_as_argument_and_others_by_option(words: Sequence[str]) -> None:
+    named = [*words, "there-is-none"] if len(words) == 1 else [*words, "--node", "there-is-none"]
+    refused = CliRunner().invoke(command_line(), named).exception
     assert isinstance(refused, Unavailable)
     assert "there-is-none" in refused.message
-
-
-@pytest.mark.parametrize("command", ["status", "top", "restart", "stop", "logs"])
-def test_two_nodes_at_once_are_refused(command: str) -> None:
-    refused = CliRunner().invoke(command_line(), [command, "one", "--node", "another"]).exception
-    assert isinstance(refused, InvalidRequest)
-    assert refused.message == "conflicting nodes: 'one' and --node 'another'; give one"
 
 
 def test_the_logs_of_the_only_node_are_read(only: RunDir, home: Path) -> None:

@@ -113,7 +113,6 @@ def test_a_stopped_node_is_named_in_one_line(tmp_path: Path, fork_server: ForkSe
     [
         ("index", "delete", "none"),
         ("workers", "drain", "--gpu", "three"),
-        ("status", "a", "--node", "b"),
         ("mcp", "notes", "--url", "n"),
         ("search", "none", "--queries", "none.npy", "--k", "0"),
         ("search", "none", "--queries", "none.npy", "--k", "5000"),
