@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,14 +16,14 @@ from rich.table import Table
 from launchers.http_client import stream
 from launchers.progress import BuildProgress
 from runtime.errors import CollectionError, Unavailable
-from runtime.node.run_dir import NodeInfo, find_node
-from runtime.node.supervisor.admin import node_status, stop_node
+from runtime.node.run_dir import NodeInfo
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.sources import Progress
 from runtime.retrieval.ingestion.python_docs import python_documents
 from runtime.serving import stages
 from runtime.serving.model import smollm
+from runtime.testing.node import Node
 
 NAME = "demo"
 _QUESTIONS = (
@@ -33,7 +32,6 @@ _QUESTIONS = (
     "When does a finally clause run?",
     "What does the yield expression do in a generator?",
 )
-_START_S = 600.0
 
 _CONFIG = """\
 # The node of `trinity demo`: one worker of each role, on the CPU.
@@ -91,10 +89,10 @@ def demo(
     console.print(f"index: {docs.size} passages of Python's reference, {docs.dim} dimensions; model: {smollm.NAME}\n")
     config = home / "node.toml"
     config.write_text(node_file(NAME, port, collection))
-    node = start_node(config, home / "node.log", console, outlive=keep)
+    node = start_node(config, console, outlive=keep)
     try:
         timings = [
-            _ask(node, question, max_tokens, every_tokens, console)
+            _ask(node.info, question, max_tokens, every_tokens, console)
             for question in [*(ask or ()), *_QUESTIONS[:questions]]
         ]
         if timings:
@@ -104,10 +102,10 @@ def demo(
         raise
     finally:
         if not keep:
-            stop_node(node, timeout_s=60)
+            node.stop()
             console.print("the node has stopped")
     if keep:
-        _print_examples(node, config)
+        _print_examples(node.info, config)
 
 
 def prepare_collection(home: Path, progress: Progress) -> Path:
@@ -122,50 +120,17 @@ def prepare_collection(home: Path, progress: Progress) -> Path:
     return path
 
 
-def start_node(config: Path, log: Path, console: Console, *, outlive: bool) -> NodeInfo:
-    """Start `trinity serve` in the background and wait until all workers are ready; `outlive`: detach it."""
-    _refuse_second_node()
-    lifetime = () if outlive else ("--with-parent", str(os.getpid()))
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), *lifetime],
-            stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-    try:
-        return _wait_until_ready(process, log, console)
-    except BaseException:
-        process.terminate()
-        process.wait(timeout=60)
-        raise
-
-
-def _wait_until_ready(process: "subprocess.Popen[bytes]", log: Path, console: Console) -> NodeInfo:
+def start_node(config: Path, console: Console, *, outlive: bool) -> Node:
+    """Start a node and wait until all workers are ready; unless `outlive`, it ends with this process."""
     begin = time.monotonic()
-    with console.status("starting the node") as spinner:
-        while (waited := time.monotonic() - begin) < _START_S:
-            if process.poll() is not None:
-                raise Unavailable(f"the node did not start; the end of {log}:\n{log.read_text()[-2000:].rstrip()}")
-            try:
-                status = node_status(find_node(NAME))
-            except Unavailable:
-                time.sleep(0.1)
-                continue
-            spinner.update("starting the node: " + ", ".join(f"{w.name} {w.phase}" for w in status.workers))
-            if status.ready:
-                console.print(f"the node is up after {waited:.1f} s at {status.info.url} (log: {log})\n")
-                return status.info
-            time.sleep(0.1)
-    raise Unavailable(f"the node is not ready after {_START_S:.0f} s; see {log}")
-
-
-def _refuse_second_node() -> None:
-    try:
-        info = find_node(NAME)
-    except Unavailable:
-        return
-    raise Unavailable(
-        f"a demo node is already running at {info.url} (pid {info.pid}): stop it with `trinity stop {NAME}`"
-    )
+    with console.status("starting the node"):
+        try:
+            node = Node(config, *(() if outlive else ("--with-parent", str(os.getpid()))))
+        except (RuntimeError, TimeoutError) as error:  # with the end of its log
+            raise Unavailable(str(error)) from error
+    waited = time.monotonic() - begin
+    console.print(f"the node is up after {waited:.1f} s at {node.info.url} (log: {node.log})\n")
+    return node
 
 
 def _ask(
@@ -218,20 +183,7 @@ def _print_examples(info: NodeInfo, config: Path) -> None:
     }
     print(f"""The node is running at {info.url}. Its configuration is {config}.
 
-With curl:
-
   curl -N {info.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'
-
-With the OpenAI client (python -m pip install openai):
-
-  from openai import OpenAI
-  client = OpenAI(base_url="{info.url}/v1", api_key="none")
-  answer = client.chat.completions.create(
-      model="{smollm.NAME}", max_tokens=64, temperature=0,
-      messages=[{{"role": "user", "content": "{_QUESTIONS[0]}"}}],
-      extra_body={{"retrieval": {{"collection": "docs", "k": 4}}}},
-  )
-  print(answer.choices[0].message.content, answer.model_extra["retrieval"])
 
   trinity status {NAME}     shows its workers
   trinity stop {NAME}       stops it""")
