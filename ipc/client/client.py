@@ -122,37 +122,6 @@ class RingClient(ClientSession):
         if self.arena is not None:
             self.arena.end(ids)
 
-    def submit_many(self, vectors: npt.ArrayLike, spec: SearchSpec) -> range:
-        """Submit as many of `vectors` [n, dim] as fit, from the first on, in one publication. Return their request ids.
-
-        Raises as `submit` does; `RingFull` only if the first does not fit.
-        """
-        words, dim = packed = self._packed[replace(spec, deadline_ns=0)]
-        rows = as_float32(vectors)
-        if rows.ndim != 2 or rows.shape[1] != dim:
-            raise InvalidArgument(f"vectors of {spec.collection!r} have shape (n, {dim}), got {rows.shape}")
-        check_deadline(spec.deadline_ns)
-        if self._lost is not None:
-            raise PeerLost(self._lost)
-        if len(rows):
-            self._wait_for_room(0.0)
-        ring = self.attachment.requests
-        count = min(len(rows), self.slots - len(self.pending), ring.free())
-        if spec.filter and count:
-            words = packed.with_filter(self._filter_slot(spec.filter, count))
-        first, now = self.pending.next_id, time.monotonic_ns()
-        ids = range(first, first + count)
-        self.pending.next_id = first + count
-        self.pending.update(dict.fromkeys(ids, now))
-        try:
-            sent = ring.send_rows(rows[:count], first, spec.deadline_ns, now, *words)
-        except BaseException:
-            self._withdraw(ids)
-            raise
-        if sent:
-            self._check_sent(sent, ids)
-        return ids
-
     def _filter_slot(self, encoded: bytes, count: int) -> int:
         """Return the slot of a filter for the next `count` requests. Raises `InvalidArgument`, `RingFull`."""
         ring = self.attachment.requests

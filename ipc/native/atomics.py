@@ -192,20 +192,6 @@ def send_row(end: int, row: Any, a: int, b: int, c: int, d: int, e: int, f: int)
     return publish_slots(own, 1)
 
 
-@entry_point(f"int64(int64, float32[:, ::1], {'int64, ' * 5}int64)")
-def send_rows(end: int, rows: Any, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
-    """Send each of `rows`, published together; word a rises by one from slot to slot. Return as `send_row`."""
-    own = _end_at(end)
-    count, row_bytes = rows.shape[0], 4 * rows.shape[1]
-    error = send_error(own, count, row_bytes)
-    if error < 0:
-        return error
-    for i in range(count):
-        slot = own.slot + ((own.position + i) % own.slots) * own.stride
-        _fill(slot, a + i, b, c, d, e, f, rows.ctypes.data + i * row_bytes, row_bytes)
-    return publish_slots(own, count)
-
-
 @entry_point("void(int64, int64, int64, int64, int64[::1], float32[::1])")
 def take_pairs(base: int, stride: int, most: int, slot: int, ids: Any, values: Any) -> None:
     """Copy the ids and, from byte 8·most of its payload on, the values out of `slot`.

@@ -149,9 +149,6 @@ class RingProducer(_End):
         self.send_row: Callable[..., int] = partial(atomics.send_row, end)
         """send_row(row, a, b, c, d, e, f): fill the next slot, the first 48 header bytes with six integers and the
         payload with a C-contiguous float32 array, and send it. 1: see `send`; below 0: see `send_error`."""
-        self.send_rows: Callable[..., int] = partial(atomics.send_rows, end)
-        """send_rows(rows, a, …, f): `send_row` for each of `rows` [n, d], sent together or not at all; a rises by one
-        from slot to slot."""
 
     def ring_with(self, eventfd: int) -> None:
         """Ring the consumer with this eventfd from now on; -1: the caller rings its doorbell."""
@@ -191,7 +188,7 @@ class RingProducer(_End):
         return self._publish(count) != 0
 
     def send_error(self, code: int) -> IpcError:
-        """Return the error for a negative result of `send_row` or `send_rows`. Nothing was sent."""
+        """Return the error for a negative result of `send_row`. Nothing was sent."""
         match code:
             case atomics.FULL:
                 return RingFull(f"all {self._slots} slots of the ring are taken")

@@ -202,59 +202,27 @@ def test_receive_respects_its_limit_and_serves_clients_round_robin(server: RingS
         assert all(len(set(turn)) == 2 for turn in taken[:3])  # one of each, although the first has three waiting
 
 
-def test_submit_many_accepts_as_many_as_fit(server: RingServer, client: RingClient) -> None:
-    rows = np.stack([vector(seed) for seed in range(SLOTS + 3)])
-    ids = client.submit_many(rows, SearchSpec("docs", 2, "decode"))
-    assert ids == range(1, SLOTS + 1)
-    requests = server.receive()
-    assert [request.request_id for request in requests] == list(ids)
-    for request, row in zip(requests, rows, strict=False):
-        assert np.array_equal(request.vector, row)
-        server.publish(request.client, request.request_id, "ok", [1], [1.0])
-    with pytest.raises(RingFull):
-        client.submit_many(rows[SLOTS:], SearchSpec("docs", 2, "decode"))
-    assert [result.request_id for result in client.poll()] == list(ids)
-    assert client.submit_many(rows[SLOTS:], SearchSpec("docs", 2, "decode")) == range(SLOTS + 1, SLOTS + 4)
-    assert client.submit_many(rows[:0], SearchSpec("docs", 2, "decode")) == range(SLOTS + 4, SLOTS + 4)
-
-
-@pytest.mark.parametrize("shape", [(DIM,), (2, DIM + 1), (1, 2, DIM)])
-def test_submit_many_rejects_a_wrong_shape_and_accepts_nothing(client: RingClient, shape: tuple[int, ...]) -> None:
-    with pytest.raises(InvalidArgument, match="vectors of 'docs' have shape"):
-        client.submit_many(np.zeros(shape, np.float32), SearchSpec("docs", 2, "decode"))
-    assert client.outstanding == 0
-
-
 def test_a_draining_pool_rejects_requests_and_accepts_cancellations(server: RingServer, client: RingClient) -> None:
     request_id = ask(client)
     server.drain()
     with pytest.raises(Draining):
-        client.submit_many(np.zeros((2, DIM), np.float32), SearchSpec("docs", 2, "decode"))
+        ask(client)
     assert client.outstanding == 1
     assert client.cancel(request_id)
     (request,) = server.receive()
     assert server.cancellations() == [Cancel(request.client, request_id)]
 
 
-@pytest.mark.parametrize("send", ["send_row", "send_rows"])
-def test_a_failed_submit_leaves_nothing_outstanding(
-    server: RingServer, monkeypatch: pytest.MonkeyPatch, send: str
-) -> None:
+def test_a_failed_submit_leaves_nothing_outstanding(server: RingServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> int:
         raise MemoryError("no memory")
 
-    def submit(client: RingClient) -> None:
-        if send == "send_row":
-            ask(client)
-        else:
-            client.submit_many([vector(0), vector(1)], SearchSpec("docs", 2, "prefill"))
-
     with attach(server) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(client.attachment.requests, send, broken)
+            patch.setattr(client.attachment.requests, "send_row", broken)
             for _ in range(SLOTS + 1):
                 with pytest.raises(MemoryError):
-                    submit(client)
+                    ask(client)
         assert client.outstanding == 0
         assert [ask(client, seed=seed) for seed in range(SLOTS)] == list(range(1, SLOTS + 1))
         assert answer(server) == SLOTS

@@ -93,7 +93,8 @@ def test_a_pool_without_answers_is_slow_before_its_first_answer() -> None:
 
 def test_a_crowded_pool_is_skipped_until_the_others_have_as_many_queries() -> None:
     replicas = Replicas(2, ReplicaPolicy(crowded=4))
-    replicas.sent(0, 0, 20)
+    for _ in range(20):
+        replicas.sent(0, 0)
     order = []
     for _ in range(20):
         pool = replicas.choose([0, 1], 1)[0]

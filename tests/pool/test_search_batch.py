@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from gpu import GraphIndex
-from ipc import SearchSpec
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.retrieval.search.batch_search import BatchSearch
-from runtime.retrieval.search.query import Query
 from runtime.testing.pool import plan_of
 from tests.pool.client_helpers import Vectors, attached, collect
 from tests.pool.conftest import PATIENT, MakeClient, MakePool
@@ -124,31 +121,3 @@ def test_a_batch_without_a_deadline_ends_when_answers_stop(
     errors = batch.result().errors
     assert len(errors) == len(queries) - 4
     assert all(isinstance(error, Unavailable) and "had room" in str(error) for error in errors.values())
-
-
-class Parts(list[Any]):
-    """Counts the elements copied from it by slices."""
-
-    copied = 0
-
-    def __getitem__(self, where: Any) -> Any:
-        found = super().__getitem__(where)
-        if isinstance(where, slice):
-            self.copied += len(found)
-        return found
-
-
-def test_sending_a_batch_copies_each_query_only_a_few_times(
-    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
-) -> None:
-    plan = plan_of(collection)
-    make_pool(plan).start()
-    client = attached(make_client(plan))
-    many = np.tile(queries, (4, 1))
-    parts = Parts(Query(SearchSpec("docs", 3), row, ticket=ticket) for ticket, row in enumerate(many, 1))
-    batch = BatchSearch(client.dispatcher, parts, many, 3)
-    batch.send()
-    assert len(many) <= parts.copied <= 2 * len(many)
-    for result in collect(client, len(many)).values():
-        batch.add(result)
-    assert not batch.result().errors

@@ -1,16 +1,15 @@
 """A batch of queries: sent as far as there is room, the rest as results arrive."""
 
-from runtime.errors import TrinityError
-from runtime.retrieval.search.dispatcher import BATCH_QUERIES, Dispatcher
+from runtime.errors import Overloaded, TrinityError
+from runtime.retrieval.search.dispatcher import Dispatcher
 from runtime.retrieval.search.query import Query, SearchBatch, SearchResult, failed_result
-from runtime.retrieval.search.vectors import Vectors
 
 
 class BatchSearch:
     """Alternate `send` and `add` until `done`, then read `result`. Ends even if no pool ever appears."""
 
-    def __init__(self, dispatcher: Dispatcher, queries: list[Query], rows: Vectors, k: int) -> None:
-        self._dispatcher, self._queries, self._rows, self._k = dispatcher, queries, rows, k
+    def __init__(self, dispatcher: Dispatcher, queries: list[Query], k: int) -> None:
+        self._dispatcher, self._queries, self._k = dispatcher, queries, k
         self._since_ns = dispatcher.clock()
         self._sent = 0  # queries that were accepted, or failed before
         self._row_of = {query.ticket: row for row, query in enumerate(queries)}
@@ -24,23 +23,22 @@ class BatchSearch:
 
     def send(self) -> None:
         """Send as many queries as there is room for. Raises `InvalidRequest` for the first; nothing was sent then."""
+        if self._sent == len(self._queries):
+            return
+        error = self._dispatcher.wait_error(self._queries[self._sent], self._since_ns, self._dispatcher.clock())
+        if error is not None:
+            self._fail_unsent(error)
         while self._sent < len(self._queries):
-            chunk = slice(self._sent, self._sent + BATCH_QUERIES)
-            queries = self._queries[chunk]
-            error = self._dispatcher.wait_error(queries[0], self._since_ns, self._dispatcher.clock())
-            if error is not None:
-                self._fail_unsent(error)
-                return
+            query = self._queries[self._sent]
             try:
-                count = self._dispatcher.submit_many(queries, self._rows[chunk])
+                self._dispatcher.submit(query)
+            except Overloaded:
+                return
             except TrinityError as refusal:
                 if self._sent == 0:
                     raise
-                self._fail(queries[0], refusal)
-                count = 1
-            if count == 0:
-                return
-            self._sent += count
+                self._fail(query, refusal)
+            self._sent += 1
 
     def _fail_unsent(self, error: TrinityError) -> None:
         for query in self._queries[self._sent :]:

@@ -223,7 +223,7 @@ class SearchClient:
         if len(rows) and not spec.collection:
             spec = replace(spec, collection=self._only_collection())
         tickets = self.dispatcher.tickets
-        return BatchSearch(self.dispatcher, [Query(spec, row, ticket=next(tickets)) for row in rows], rows, spec.k)
+        return BatchSearch(self.dispatcher, [Query(spec, row, ticket=next(tickets)) for row in rows], spec.k)
 
     def cancel(self, ticket: int) -> None:
         """Cancel a query: it ends with an error, or is not returned by `poll`."""

@@ -30,13 +30,11 @@ from runtime.retrieval.search.query import (
     failed_result,
     status_error,
 )
-from runtime.retrieval.search.vectors import Vectors
 
 _MAX_ATTEMPTS = 3
 _RETRYABLE = ("lost", "stale_epoch")  # the pool failed, not the query
 _IGNORED_WHILE_HEDGED = (*_RETRYABLE, "overloaded")  # while another pool has the query too
 _HEDGE_EVERY_NS = 50_000_000  # interval of checks for stalled pools
-BATCH_QUERIES = 32  # consecutive queries of a batch that are sent to one pool
 
 
 class Dispatcher:
@@ -119,40 +117,6 @@ class Dispatcher:
     def _park(self, query: Query) -> None:
         query.parked_ns = query.parked_ns or self.clock()
         self._parked.append(query)
-
-    def submit_many(self, queries: list[Query], rows: Vectors) -> int:
-        """Send as many queries as there is room for now, from the first on; return how many.
-
-        They differ in their vectors alone, `rows`, and there are at most `BATCH_QUERIES`. Raises `InvalidRequest`,
-        `Unavailable` (closed).
-        """
-        self.check_open()
-        collection = queries[0].spec.collection
-        self.pools.routes.check_filter(collection, queries[0].spec.filter)
-        if self.pools.routes.shards(collection) != 1:
-            return self._submit_each(queries)
-        now, sent = self.clock(), 0
-        route = self.pools.routes.choose(collection, queries[0].accept)
-        for number in self.pools.replicas.choose(route, now, queries[0].spec.stage):
-            try:
-                sent = self.pools.sessions[number].submit_many(rows, queries)
-            except (RingFull, PeerLost, Draining):
-                continue
-            except InvalidArgument as error:
-                raise InvalidRequest(str(error)) from error
-            self.pools.replicas.sent(number, now, sent)
-            break
-        return sent
-
-    def _submit_each(self, queries: list[Query]) -> int:
-        for number, query in enumerate(queries):
-            try:
-                self.submit(query)
-            except TrinityError as error:
-                if number == 0 and not isinstance(error, Overloaded):
-                    raise
-                return number  # it is retried with the next ones
-        return len(queries)
 
     def _split(self, query: Query) -> list[Query]:
         """Return the query itself, or a part per shard once some build has all of its shards up."""

@@ -14,21 +14,18 @@ import numpy as np
 
 from ipc import (
     Catalogue,
-    Draining,
     IpcError,
     MemoryRefused,
     PeerLost,
     ProtocolViolation,
     Result,
     RingClient,
-    RingFull,
     SearchSpec,
     StaleEpoch,
 )
-from runtime.errors import TrinityError
 from runtime.node.worker_config import PoolSection
 from runtime.retrieval.search.query import PoolState, PoolStatistics, Query
-from runtime.retrieval.search.vectors import DeviceVectors, Vectors, on_host
+from runtime.retrieval.search.vectors import DeviceVectors
 
 _CONNECT_MS = (
     400.0,
@@ -155,31 +152,6 @@ class PoolSession:
             with suppress(MemoryRefused):  # the arena is out of reach, or all of its slots are in use
                 return client.submit(vector.span, spec)
         return client.submit(vector.on_host(), spec)
-
-    def submit_many(self, rows: Vectors, queries: list[Query]) -> int:
-        """Send as many queries as there is room for; return how many. They differ in their vectors alone, `rows`."""
-        session = self._session
-        if session is None:
-            raise PeerLost(f"no session with {self.endpoint}")
-        if isinstance(rows, DeviceVectors) and session.client.takes_in_place(queries[0].spec):
-            return self._submit_each(queries)
-        ids = session.client.submit_many(on_host(rows), queries[0].spec)
-        for request_id, query in zip(ids, queries, strict=False):
-            query.attempts += 1
-            query.in_flight += 1
-            session.outstanding[request_id] = query
-        self.sent += len(ids)
-        return len(ids)
-
-    def _submit_each(self, queries: list[Query]) -> int:
-        for number, query in enumerate(queries):
-            try:
-                self.submit(query)
-            except (RingFull, PeerLost, Draining, TrinityError):
-                if number == 0:
-                    raise
-                return number
-        return len(queries)
 
     def poll(self, now_ns: int) -> list[tuple[Query, Result]]:
         """Return what has ended since the last call. A protocol violation of the pool ends the session."""
@@ -337,12 +309,12 @@ class Replicas:
                 replica.slow = not replica.slow
                 replica.probed_ns = now_ns
 
-    def sent(self, pool: int, now_ns: int, count: int = 1) -> None:
-        """Record that `count` queries were sent to a pool; the others are tried before it next time."""
+    def sent(self, pool: int, now_ns: int) -> None:
+        """Record that a query was sent to a pool; the others are tried before it next time."""
         replica = self._replicas[pool]
         if replica.outstanding == 0:
             replica.waiting_ns = now_ns
-        replica.outstanding += count
+        replica.outstanding += 1
         replica.probed_ns = now_ns
         self._sends += 1
         replica.last_sent = self._sends

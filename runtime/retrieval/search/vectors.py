@@ -5,6 +5,7 @@ can read it. It is copied to the host only when needed; a vector of another dtyp
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,17 +42,14 @@ class DeviceVectors:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, rows: slice) -> "DeviceVectors":
-        """Return a contiguous range of rows of [n, d]."""
-        begin, end, _ = rows.indices(len(self))
-        return self._part(begin, (max(end - begin, 0), *self.shape[1:]))
-
     def __iter__(self) -> Iterator["DeviceVectors"]:
-        """Iterate over the rows of [n, d], each as [d]."""
-        return (self._part(row, self.shape[1:]) for row in range(len(self)))
+        """Iterate over the rows of [n, d], each as [d]; one copy to the host is for all of them."""
+        for row in range(len(self)):
+            address, copy_out = self._address + 4 * self.shape[1] * row, partial(self._copy_row, row)
+            yield DeviceVectors(self, address, self.shape[1:], self._device, copy_out)
 
-    def _part(self, row: int, shape: tuple[int, ...]) -> "DeviceVectors":
-        return DeviceVectors(self._owner, self._address + 4 * self.shape[1] * row, shape, self._device, self._copy_out)
+    def _copy_row(self, row: int, target: Floats, _: int) -> None:
+        target[:] = self.on_host()[row]
 
     @property
     def span(self) -> DeviceSpan:
