@@ -1,11 +1,24 @@
-"""Entry of a worker's process: the supervisor starts every worker as `python -m runtime.worker_process`."""
+"""Entry of a worker's process, and of the template from which the supervisor forks workers.
 
+`python -m runtime.worker_process` runs the worker that its standard input describes, with the descriptor of a socket
+the template (`runtime.node.forking`).
+"""
+
+import contextlib
+import importlib
 import os
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from runtime.node.config import Role
-from runtime.node.worker import Worker, main
+from runtime.node.forking import serve
+from runtime.node.worker import Worker, die_with_parent, main
+
+_SHARED = ("runtime.retrieval.search.client",)
+"""What workers of every role import, with numba and its compiled functions of rings."""
+_MODEL = ("runtime.serving.network.llama",)
 
 
 def loop_of(role: Role) -> Callable[[Worker], None]:
@@ -26,8 +39,22 @@ def loop_of(role: Role) -> Callable[[Worker], None]:
     return run
 
 
+def load(roles: Sequence[Role]) -> None:
+    """Import what workers of these roles do, as far as it is installed: a worker reports what is missing."""
+    for name in (*_SHARED, *(_MODEL if {"prefill", "decode"}.intersection(roles) else ())):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for role in roles:
+        with contextlib.suppress(ImportError):
+            loop_of(role)
+
+
 if __name__ == "__main__":
-    code = main(loop_of)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # all is closed; the interpreter would take a second or more to unload torch and numba
+    if sys.argv[1:]:
+        die_with_parent(os.getppid())
+        serve(socket.socket(fileno=int(sys.argv[1])), load, partial(main, loop_of))
+    else:
+        code = main(loop_of)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # all is closed; the interpreter would take a second or more to unload torch and numba

@@ -1,6 +1,6 @@
 """A worker process: reads its `WorkerSpec` from standard input and runs the loop of its role until it is stopped.
 
-The supervisor starts it as `python -m runtime.worker_process`. It is killed when the supervisor dies.
+It is forked from a process with its imports (`runtime.node.forking`), and killed when the supervisor dies.
 """
 
 import contextlib
@@ -13,10 +13,11 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 
 import msgspec
+from msgspec.structs import replace
 
 from ipc import MemoryReference
 from runtime.errors import TrinityError
@@ -39,7 +40,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     `listen_fd` is the HTTP listening socket, `private_fd` the frontend's for HTTP workers, `stack_fd` the file for its
     threads' stacks on a fatal signal.
     `node_ready`: the node has been ready before, so other replicas may be serving. `last_exit`: exit code of the
-    previous process.
+    previous process. `waited_s`: how long the worker waited for the imports of the process that it is forked from.
     """
 
     plan: NodePlan
@@ -52,6 +53,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     stack_fd: int = -1
     node_ready: bool = False
     last_exit: int = 0
+    waited_s: float = 0.0
 
 
 class Worker:
@@ -59,7 +61,7 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.pid = os.getpid()
-        self.startup = StartupTimer(age_s=process_age_s())
+        self.startup = StartupTimer(age_s=process_age_s() + spec.waited_s)
         self.stopping = False
         self.awaits_release = False
         self._listen_fd, self._private_fd = spec.listen_fd, spec.private_fd
@@ -163,14 +165,14 @@ def die_with_parent(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> No
         os._exit(1)
 
 
-def main(loop_of: Callable[[Role], Callable[[Worker], None]]) -> int:
+def main(loop_of: Callable[[Role], Callable[[Worker], None]], descriptors: Mapping[str, int] = {}) -> int:
     """Run the worker that the first line of the standard input describes; return the exit code.
 
-    loop_of: imports and returns the loop of a role.
+    loop_of: imports and returns the loop of a role. descriptors: those of the spec that have other numbers here.
     """
     gc.disable()  # until `Worker.ready`: during imports it frees nothing and takes a fifth of the time
     try:
-        spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
+        spec = replace(msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec), **descriptors)
         die_with_parent(spec.supervisor_pid)
         worker = Worker(spec)
     except (msgspec.MsgspecError, ValueError) as error:  # the installed version was changed under a running node

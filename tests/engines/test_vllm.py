@@ -17,7 +17,7 @@ import pytest
 from runtime.errors import EXIT_CONFIG, Unavailable
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status, stop_node
-from runtime.node.supervisor.supervised_worker import COMMAND
+from runtime.node.supervisor.forks import COMMAND
 from runtime.testing.waiting import eventually
 from tests.engines.fake_openai import completion, rendered
 from tests.node.tiny_node import serve

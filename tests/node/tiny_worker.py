@@ -1,9 +1,9 @@
 """A scripted worker process without a role: it writes heartbeats and follows the test's orders.
 
-A supervisor runs this file instead of `python -m runtime.worker_process`. The orders are a JSON file named by the
-environment variable TINY_ORDERS: for each worker the behaviours of its processes, of which the last one repeats. It
-writes its table by the layout of `runtime.node.metrics.table` and imports nothing of Trinity, so that it starts fast; a
-behaviour "real …" runs the real `main` with the scripted loop.
+A supervisor forks its workers from this file instead of `runtime.worker_process`. The orders are a JSON file named by
+the environment variable TINY_ORDERS: for each worker the behaviours of its processes, of which the last one repeats. It
+writes its table by the layout of `runtime.node.metrics.table` and imports of Trinity only what forks it, so that it
+starts fast; a behaviour "real …" runs the real `main` with the scripted loop.
 """
 
 import ctypes
@@ -12,12 +12,15 @@ import mmap
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from runtime.node.forking import serve
 
 STATE, BEAT, EPOCH = 2, 3, 4  # words of the table
 READY = 1
@@ -90,7 +93,7 @@ def life_of(spec: dict[str, Any]) -> str:
     return lives[min(int(spec["epoch"]), len(lives)) - 1]
 
 
-def real(life: str, line: bytes) -> int:
+def real(life: str, line: bytes, descriptors: Mapping[str, int]) -> int:
     """Run the same behaviour inside the real worker."""
     from runtime.errors import ConfigError
     from runtime.node import worker as module
@@ -102,7 +105,7 @@ def real(life: str, line: bytes) -> int:
         live(life, worker.name, worker.ready, lambda: worker.table.beat(), lambda: worker.stopping)
 
     sys.stdin = Unread(line)
-    return module.main(lambda role: run)
+    return module.main(lambda role: run, descriptors)
 
 
 class Unread:
@@ -118,15 +121,15 @@ class Unread:
         return self._input.fileno()
 
 
-def main() -> int:
+def main(descriptors: Mapping[str, int]) -> int:
     line = sys.stdin.buffer.readline()
     spec = json.loads(line)
     life = life_of(spec)
     if life.startswith("real "):
-        return real(life.removeprefix("real "), line)
+        return real(life.removeprefix("real "), line, descriptors)
     tiny(life, spec)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    serve(socket.socket(fileno=int(sys.argv[1])), lambda roles: None, main)

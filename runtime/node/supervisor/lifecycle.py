@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from runtime.errors import EXIT_CONFIG
 from runtime.node.config import NodeConfig
+from runtime.node.supervisor.forks import describe_exit
 from runtime.node.supervisor.supervised_worker import (
     MAX_FAILED_STARTS,
     Desired,
     Phase,
     SupervisedWorker,
     close_input,
-    describe_exit,
     kill_group,
 )
 from runtime.node.worker import DRAIN_SIGNAL
@@ -40,13 +40,18 @@ class Lifecycle:
     """Reconciler of one node's worker processes.
 
     `spawn` starts a worker's process; its second argument permits the use of a standby worker's process. It raises
-    `OSError` if the system has no memory or process left.
+    `OSError` if the system has no memory or process left. `can_spawn`: whether it would return at once; until then the
+    worker is not started.
     """
 
     def __init__(
-        self, config: NodeConfig, spawn: Callable[[SupervisedWorker, bool], None], clock: Callable[[], float]
+        self,
+        config: NodeConfig,
+        spawn: Callable[[SupervisedWorker, bool], None],
+        clock: Callable[[], float],
+        can_spawn: Callable[[SupervisedWorker], bool] = lambda worker: True,
     ) -> None:
-        self._config, self._spawn, self._clock = config, spawn, clock
+        self._config, self._spawn, self._clock, self._can_spawn = config, spawn, clock, can_spawn
         self._stops_by: float | None = None  # deadline of the node's stop
 
     def reap(self, workers: Iterable[SupervisedWorker]) -> None:
@@ -74,7 +79,7 @@ class Lifecycle:
                 self._advance(worker)
             elif worker.desired is Desired.STOP:
                 worker.phase = Phase.STOPPED
-            elif worker.phase is Phase.BACKOFF and self._clock() >= worker.due:
+            elif worker.phase is Phase.BACKOFF and self._clock() >= worker.due and self._can_spawn(worker):
                 self._start(worker)
 
     def stop(self, workers: Sequence[SupervisedWorker], by: float) -> None:

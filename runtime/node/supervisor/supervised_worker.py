@@ -3,24 +3,23 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
 
+from runtime.node.forking import LISTEN, PRIVATE, STACK
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.backoff import Backoff
+from runtime.node.supervisor.forks import Process, Template
 from runtime.node.worker import WorkerSpec
 
 MAX_FAILED_STARTS = 3  # consecutive failed starts after which a worker is reported as unable to run
 _MISSED_HEARTBEAT_S = 3.0  # `trinity status` shows a note from this age on; a loop writes several heartbeats a second
 _MAX_STACKS_BYTES = 32 << 10
-COMMAND = (sys.executable, "-m", "runtime.worker_process")
 
 
 class Desired(Enum):
@@ -58,7 +57,7 @@ class SupervisedWorker:
     needed: bool = True
     desired: Desired = Desired.RUN
     phase: Phase = Phase.BACKOFF
-    process: subprocess.Popen[bytes] | None = None
+    process: Process | None = None
     epoch: int = 0
     restarts: int = 0
     started: float = 0.0
@@ -130,30 +129,26 @@ class SupervisedWorker:
             kill_group(self.process.pid)
 
 
-def spawn(command: Sequence[str], spec: WorkerSpec, placement: WorkerPlan) -> subprocess.Popen[bytes]:
-    """Start a worker's process and send it its `WorkerSpec` on standard input. Raises `OSError`.
+def spawn(template: Template, spec: WorkerSpec, placement: WorkerPlan) -> Process:
+    """Fork a worker's process and send it its `WorkerSpec` on standard input. Raises `OSError`.
 
     The standard input of a standby worker stays open: its second `WorkerSpec` follows when it replaces a worker.
     """
     visible, threads = placement.visible_devices, str(placement.threads)
-    process = subprocess.Popen(
-        list(command),
-        stdin=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone
-        pass_fds=[fd for fd in (spec.listen_fd, spec.private_fd, spec.stack_fd) if fd >= 0],
-        env={
-            **os.environ,
+    process = template.fork(
+        {
             "OMP_NUM_THREADS": threads,
             "NUMBA_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
             **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}),
         },
+        {name: fd for name in (LISTEN, PRIVATE, STACK) if (fd := getattr(spec, name)) >= 0},
     )
     send_spec(process, spec, last=placement.spare is None)
     return process
 
 
-def send_spec(process: subprocess.Popen[bytes], spec: WorkerSpec, *, last: bool = True) -> None:
+def send_spec(process: Process, spec: WorkerSpec, *, last: bool = True) -> None:
     """Write a `WorkerSpec` to a process's standard input, and close it after the `last` one."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # the process has ended; `Lifecycle.reap` handles it
@@ -163,7 +158,7 @@ def send_spec(process: subprocess.Popen[bytes], spec: WorkerSpec, *, last: bool 
         close_input(process)
 
 
-def close_input(process: subprocess.Popen[bytes]) -> None:
+def close_input(process: Process) -> None:
     """Close a process's standard input."""
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
@@ -174,8 +169,3 @@ def kill_group(leader: int) -> None:
     """Kill a process group; ignored if no process of it is left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: only zombies are left
         os.killpg(leader, signal.SIGKILL)
-
-
-def describe_exit(code: int) -> str:
-    """Return an exit code as text: "exit code 1", "signal SIGKILL"."""
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -29,6 +29,7 @@ from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.node.startup import StartupTimer, process_age_s
 from runtime.node.supervisor.admin import AdminServer, CollectionsStatus, NodeStatus
 from runtime.node.supervisor.backoff import Backoff
+from runtime.node.supervisor.forks import COMMAND, Template
 from runtime.node.supervisor.lifecycle import Lifecycle
 from runtime.node.supervisor.listen import listen, listen_private
 from runtime.node.supervisor.node_metrics import NodeMetricsSource, node_version, worker_status
@@ -38,7 +39,6 @@ from runtime.node.supervisor.scaling import FIXED_ROLES, Scaler
 from runtime.node.supervisor.standby import StandbyWorkers
 from runtime.node.supervisor.stopping import of_role, set_draining, stop_steps
 from runtime.node.supervisor.supervised_worker import (
-    COMMAND,
     Desired,
     Phase,
     SupervisedWorker,
@@ -61,7 +61,8 @@ log = logging.getLogger("supervisor")
 class Supervisor:
     """Supervisor of one node. `run` returns the exit code once the node has stopped.
 
-    `command` starts a worker, which reads its `WorkerSpec` from standard input as one line of JSON.
+    `command` starts the template, from which workers are forked; each reads its `WorkerSpec` from standard input as one
+    line of JSON.
     """
 
     def __init__(
@@ -76,14 +77,15 @@ class Supervisor:
         self.plan = plan
         self._device_bytes = {worker.role: (device_bytes or {}).get(worker.name, 0) for worker in plan.workers}
         self._startup = StartupTimer(age_s=process_age_s())
-        self._command = list(command)
+        self._template = Template(command)
+        self._waiting: dict[str, float] = {}  # since when workers wait for the template's imports
         self._clock = clock
         self._random = random.Random(seed)
         self._epochs: dict[str, int] = {}  # last epoch of each removed worker
         self.workers = [self._make_worker(placement) for placement in plan.workers]
         spares = [self._make_worker(placement, needed=False) for placement in plan.spares]
         self._standbys = StandbyWorkers(spares, self.workers)
-        self._lifecycle = Lifecycle(plan.config, self._spawn, clock)
+        self._lifecycle = Lifecycle(plan.config, self._spawn, clock, self._can_spawn)
         tables = {worker.name: worker.table for worker in self.workers}
         self._control_loop = ControlLoop(plan.config, tables)
         self.node_metrics = NodeMetricsSource(plan.config, plan.workers, version=node_version())
@@ -144,13 +146,18 @@ class Supervisor:
             if self._scaler.step():
                 self._control_loop.pause_planner(self._clock())
             self._reload.step()
+            self._template.receive()
             spares = self._standbys.step(may_start=self._was_ready)
             self._lifecycle.reconcile((*self.workers, *spares))
+            self._template.import_wanted()
             self._control_loop.step(self._clock())
             self._flip_by_plan()
             if not self._was_ready and all(worker.phase is Phase.READY for worker in self.workers):
                 self._was_ready = True
                 on_ready(self._info)
+                self._template.load(
+                    worker.placement.role for worker in self.workers
+                )  # their next processes start sooner
             self._wait(control)
             self._serve_admin(control)
 
@@ -186,7 +193,7 @@ class Supervisor:
             processes = [worker.process for worker in self._all if worker.process]
             pidfds = [os.pidfd_open(process.pid) for process in processes if process.poll() is None]
             try:
-                for fd in pidfds:
+                for fd in (*pidfds, *([number] if (number := self._template.fileno()) >= 0 else ())):
                     selector.register(fd, selectors.EVENT_READ)
                 selector.select(0.0 if control.pending() else _POLL_S)
             finally:
@@ -227,6 +234,13 @@ class Supervisor:
             self._standbys.restart_all()
         return error
 
+    def _can_spawn(self, worker: SupervisedWorker) -> bool:
+        """Whether `_spawn` would not wait for the template's imports."""
+        if self._template.can_fork(worker.placement.role):
+            return True
+        self._waiting.setdefault(worker.name, self._clock())
+        return False
+
     def _spawn(self, worker: SupervisedWorker, use_standby: bool) -> None:
         """Give a worker a process: a standby worker's if there is one and it is permitted, else a new one. Raises
         `OSError`."""
@@ -236,9 +250,10 @@ class Supervisor:
             send_spec(worker.process, self._spec(worker))
             return
         worker.stack_fd = os.memfd_create(f"trinity-stacks-{worker.name}")
-        worker.process = spawn(self._command, self._spec(worker), worker.placement)
+        worker.process = spawn(self._template, self._spec(worker), worker.placement)
 
     def _spec(self, worker: SupervisedWorker) -> WorkerSpec:
+        now = self._clock()
         return WorkerSpec(
             plan=self.plan,
             worker=worker.name,
@@ -250,6 +265,7 @@ class Supervisor:
             stack_fd=worker.stack_fd,
             node_ready=self._was_ready,
             last_exit=worker.last_exit,
+            waited_s=now - self._waiting.pop(worker.name, now),
         )
 
     def _make_worker(self, placement: WorkerPlan, needed: bool = True) -> SupervisedWorker:
@@ -333,6 +349,7 @@ class Supervisor:
                 self._lifecycle.reconcile(group)
 
     def _kill_all(self) -> None:
+        self._template.close()
         for worker in self._all:
             worker.kill_group()
         for worker in self._all:

@@ -1,0 +1,199 @@
+"""The supervisor's side of the template from which it forks workers, see `runtime.node.forking`."""
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any, Protocol
+
+from runtime.node.config import Role
+from runtime.node.forking import MESSAGE_BYTES, READY, STDIN
+
+COMMAND = (sys.executable, "-m", "runtime.worker_process")
+"""Starts a template, with the descriptor of its socket as a further argument."""
+_HEAVY: Collection[Role] = ("prefill", "decode")  # they import torch: the template does before it forks them
+_REPLY_S = 30.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Process(Protocol):
+    """A worker's process, with the methods of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+
+class Forked:
+    """A process that this one did not start, but is the parent of."""
+
+    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
+        self.pid, self.stdin = pid, stdin
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return its exit code, negative for a signal; None while it runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return its exit code. Raises `subprocess.TimeoutExpired`."""
+        if self.poll() is None:
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                select.select([pidfd], [], [], timeout)
+            finally:
+                os.close(pidfd)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal; ignored if it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+
+class Template:
+    """The template: started with the first worker, and anew with the next one if it has ended."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._imports = False
+        self._wanted: set[Role] = set()
+        self._loaded: set[Role] = set()
+        self._failure = ""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `receive` has something to do; -1 if there is none."""
+        return self._socket.fileno() if self._socket else -1
+
+    def start(self) -> None:
+        """Start it unless it runs. Raises `OSError`."""
+        if self._socket:
+            return
+        own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own.settimeout(_REPLY_S)
+        with contextlib.ExitStack() as on_error, its:
+            on_error.callback(own.close)
+            self._process = subprocess.Popen(
+                [*self._command, str(its.fileno())],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone
+                pass_fds=[its.fileno()],
+                env={**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")},  # it has no threads
+            )
+            on_error.pop_all()
+        self._socket, self._imports, self._loaded = own, True, set()
+
+    def receive(self) -> None:
+        """Notice that it has imported what it was to, or has ended."""
+        while self._socket and select.select([self._socket], [], [], 0)[0]:
+            self._receive()
+
+    def import_wanted(self) -> None:
+        """Have it import what the roles use that have been asked for, once all workers are forked that can be."""
+        if missing := sorted(self._wanted - self._loaded if self._socket and not self._imports else ()):
+            self._imports = True
+            self._loaded.update(missing)
+            self._send({"roles": missing})
+
+    def load(self, roles: Iterable[Role]) -> None:
+        """Have it import what workers of these roles use, when it has time."""
+        self._wanted.update(roles)
+
+    def can_fork(self, role: Role) -> bool:
+        """Whether `fork` returns at once. If not, ask again after `receive`."""
+        if role in _HEAVY:
+            self._wanted.add(role)
+        if not self._socket and not self._failure:
+            with contextlib.suppress(OSError):  # `fork` raises it
+                self.start()
+        if not self._socket:
+            return True
+        return not self._imports and (role in self._loaded or role not in _HEAVY)
+
+    def fork(self, environment: Mapping[str, str], descriptors: Mapping[str, int]) -> Forked:
+        """Return a new worker's process, with these environment variables, and descriptors by their names.
+
+        Raises `OSError` if there is no memory or process left, or the template has ended while it imported.
+        """
+        if self._failure:
+            failure, self._failure = self._failure, ""
+            raise ChildProcessError(failure)
+        self.start()
+        assert self._socket
+        read, write = os.pipe()
+        with contextlib.ExitStack() as on_error, os.fdopen(read):
+            stdin = on_error.enter_context(os.fdopen(write, "wb"))
+            with _parent_of_orphans():
+                names, numbers = (STDIN, *descriptors), (read, *descriptors.values())
+                self._send({"environment": dict(environment), "names": names}, numbers)
+                while (answer := self._receive()) == READY:
+                    pass
+            if not answer:
+                raise ChildProcessError("the process from which workers are forked has ended")
+            on_error.pop_all()
+        return Forked(int(answer), stdin)
+
+    def _send(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        assert self._socket
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: the next `recv` says so
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+
+    def _receive(self) -> bytes:
+        """Return what it says; nothing if it has ended, or is silent for too long."""
+        assert self._socket
+        try:
+            message = self._socket.recv(MESSAGE_BYTES)
+        except (TimeoutError, ConnectionResetError):
+            message = b""
+        if message == READY:
+            self._imports = False
+        elif not message:
+            self.close()
+        return message
+
+    def close(self) -> None:
+        """End it. Its workers live on."""
+        if self._socket and self._process:
+            self._socket.close()
+            self._process.kill()
+            code = self._process.wait()
+            if self._imports:
+                self._failure = f"the process from which workers are forked ended with {describe_exit(code)}"
+        self._socket = self._process = None
+
+
+@contextlib.contextmanager
+def _parent_of_orphans() -> Iterator[None]:
+    """Be the parent of processes below this one whose parent ends meanwhile."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code as text: "exit code 1", "signal SIGKILL"."""
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

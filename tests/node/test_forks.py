@@ -1,0 +1,131 @@
+"""Workers are forked from a process with their imports, as children of the supervisor."""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.node.supervisor.forks import Template
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 60
+PR_GET_CHILD_SUBREAPER = 37
+CODE = """
+import os, signal, socket, sys
+from runtime.node.forking import serve
+def load(roles):
+    if "prefill" in roles and os.environ.get("BREAKS"):
+        os._exit(7)
+def run(descriptors):
+    line = sys.stdin.readline().strip()
+    if line == "wait":
+        signal.pause()
+    told = f"{os.getppid()} {os.getsid(0) == os.getpid()} {os.environ['THREADS']} {line}"
+    os.write(descriptors["stack_fd"], told.encode())
+    return 5
+serve(socket.socket(fileno=int(sys.argv[1])), load, run)
+"""
+ENVIRONMENT: dict[str, str] = {"THREADS": "1"}
+DESCRIPTORS: dict[str, int] = {}
+
+
+@pytest.fixture
+def template(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Template]]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with contextlib.ExitStack() as stack:
+
+        def start() -> Template:
+            made = Template((sys.executable, "-c", CODE))
+            stack.callback(made.close)
+            assert not made.can_fork("pool")  # it imports
+            heard(made)
+            return made
+
+        yield start
+
+
+def heard(template: Template) -> None:
+    """Wait until a template says something."""
+    assert select.select([template], [], [], WAIT_S)[0], "it says nothing"
+    template.receive()
+
+
+def test_a_worker_is_a_child_with_its_environment_and_descriptors(template: Callable[[], Template]) -> None:
+    made = template()
+    with os.fdopen(os.memfd_create("told"), "rb+") as told:
+        worker = made.fork({"THREADS": "3"}, {"stack_fd": told.fileno()})
+        with worker.stdin:
+            worker.stdin.write(b"hello\n")
+        assert worker.wait(WAIT_S) == worker.poll() == 5
+        told.seek(0)
+        assert told.read().decode() == f"{os.getpid()} True 3 hello"
+    orphans_parent = ctypes.c_int(1)
+    ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(orphans_parent), 0, 0, 0)
+    assert not orphans_parent.value  # later orphans are another's
+
+
+def test_a_worker_outlives_the_process_that_it_is_forked_from(template: Callable[[], Template]) -> None:
+    made = template()
+    with (worker := made.fork(ENVIRONMENT, DESCRIPTORS)).stdin as stdin:
+        made.close()
+        assert worker.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(0.0)
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(WAIT_S) == -signal.SIGTERM
+        worker.send_signal(signal.SIGTERM)  # it has ended
+        stdin.close()
+
+
+def test_model_workers_are_forked_once_what_they_use_is_imported(template: Callable[[], Template]) -> None:
+    made = template()
+    assert made.can_fork("pool")
+    assert not made.can_fork("prefill")
+    made.import_wanted()
+    assert not made.can_fork("pool")  # it would wait
+    heard(made)
+    assert made.can_fork("prefill")
+    assert made.can_fork("pool")
+    assert not made.can_fork("decode")
+
+
+def test_imports_that_end_their_process_fail_one_start(
+    template: Callable[[], Template], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BREAKS", "1")
+    made = template()
+    assert not made.can_fork("prefill")
+    made.import_wanted()
+    heard(made)
+    assert made.can_fork("prefill")
+    with pytest.raises(OSError, match="the process from which workers are forked ended with exit code 7"):
+        made.fork(ENVIRONMENT, DESCRIPTORS)
+    assert not made.can_fork("prefill")  # the next one imports
+    heard(made)
+    assert made.can_fork("pool")
+
+
+def test_a_process_that_was_killed_is_replaced(template: Callable[[], Template]) -> None:
+    made = template()
+    worker = made.fork(ENVIRONMENT, DESCRIPTORS)
+    made.close()
+    assert not made.can_fork("pool")
+    heard(made)
+    with made.fork(ENVIRONMENT, DESCRIPTORS).stdin, worker.stdin:
+        pass
+
+
+def test_what_is_imported_before_a_fork_starts_no_thread_and_opens_no_gpu() -> None:
+    code = (
+        "import os; from runtime.worker_process import load; load(()); load(('prefill', 'decode', 'pool', 'frontend'))"
+    )
+    code += "; import torch; print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "1 False\n", done.stderr
