@@ -123,7 +123,7 @@ class CollectionBuilds:
         if build is None or build.stamp == documents_stamp(self.directory):
             return
         with suppress(CollectionError):  # an earlier state was restored
-            if build.documents.was_written():
+            if build.documents.was_written:
                 return
         try:
             found = open_build(self.directory)

@@ -261,7 +261,7 @@ class CollectionRegistry:
         Raises `InvalidFilter` if it lacks one, or has it with another type.
         """
         build = self.builds_of(collection).current
-        if not filter or build is None or not build.documents.was_written():
+        if not filter or build is None or not build.documents.was_written:
             return False
         try:
             build.documents.check_filter(decode_filter(filter))

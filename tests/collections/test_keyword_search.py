@@ -85,14 +85,14 @@ def test_a_segment_of_an_older_version_without_an_index_is_refused_until_it_is_m
     harness.upsert("a", "b")
     harness.writer.flush()
     harness.writer.close()
-    without_words(harness.documents.path)
+    without_words(harness.documents.directory)
     harness.documents.close()
-    harness.documents = CollectionDocuments(harness.documents.path, standing)
-    harness.writer = open_writer(harness.documents.path, seal_rows=1 << 20)
+    harness.documents = CollectionDocuments(harness.documents.directory, standing)
+    harness.writer = open_writer(harness.documents.directory, seal_rows=1 << 20)
     with pytest.raises(Unavailable, match="`trinity index compact` makes one"):
         harness.find("entry")
     harness.writer.compact()
-    until(lambda: harness.documents.was_written() and not harness.documents.state.segments[0].lacks_keywords)
+    until(lambda: harness.documents.was_written and not harness.documents.state.segments[0].lacks_keywords)
     assert sorted(harness.find("entry")) == ["a", "b"]
 
 
@@ -106,7 +106,7 @@ Find = Callable[..., list[str]]
 @contextmanager
 def searching(harness: KeywordHarness, clock: Callable[[], float]) -> Iterator[Find]:
     """Yield a search for the ids of documents with words of a text, by an index with this clock."""
-    with CollectionReader(harness.documents.path, replaced=ReplacedRows()) as reader:
+    with CollectionReader(harness.documents.directory, replaced=ReplacedRows()) as reader:
         search = KeywordSearch(reader.state, clock)
 
         def find(text: str, wanted: dict[str, Any] | None = None) -> list[str]:
@@ -140,15 +140,15 @@ def test_a_search_goes_on_if_another_thread_finds_its_segments_merged_away(harne
     def merging() -> float:  # between a search's snapshot and its first use of a segment's file
         for merge in during:
             merge()
-            until(lambda: documents.was_written() and len(documents.state.segments) == 1)
+            until(lambda: documents.was_written and len(documents.state.segments) == 1)
         return 0.0
 
     harness.documents.close()
-    harness.documents = documents = CollectionDocuments(harness.documents.path, merging)
+    harness.documents = documents = CollectionDocuments(harness.documents.directory, merging)
     for name in "ab":
         harness.upsert(name)
         harness.writer.flush()
-    until(lambda: documents.was_written() and len(documents.state.segments) == 2)
+    until(lambda: documents.was_written and len(documents.state.segments) == 2)
     assert harness.find("entry") == ["a", "b"]
     assert not list(during)
 
@@ -221,7 +221,7 @@ def test_the_order_does_not_depend_on_segments_or_on_others(harness: KeywordHarn
     until(lambda: found_by(harness, "acme", "entry") == ["a0", "a1", "a2", "a3"])
     harness.writer.compact()
     harness.documents.close()
-    harness.documents = CollectionDocuments(harness.documents.path, standing)
+    harness.documents = CollectionDocuments(harness.documents.directory, standing)
     assert found_by(harness, "acme", "entry") == ["a0", "a1", "a2", "a3"]
 
 

@@ -14,9 +14,13 @@ from runtime.retrieval.attributes.filters import Comparison
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.log import Upsert, decode, encode
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.recent_documents import LIMIT_BYTES, OBJECTS_BYTES, RecentDocuments
 from runtime.retrieval.collections.replaced_rows import KEPT_S, ReplacedRows
-from runtime.retrieval.collections.served_documents import CollectionDocuments
+from runtime.retrieval.collections.served_documents import (
+    LIMIT_BYTES,
+    OBJECTS_BYTES,
+    CollectionDocuments,
+    RecentDocuments,
+)
 from runtime.retrieval.collections.writer import CollectionWriter
 from tests.collections.small_collections import DIM, contents, document, documents, new_writer
 

@@ -2,27 +2,66 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.filters import Filter, check_filter
-from runtime.retrieval.collections.description import Description
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.files import Files
 from runtime.retrieval.collections.keyword_search import KeywordSearch
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.recent_documents import RecentDocuments
 from runtime.retrieval.collections.replaced_rows import ReplacedRows
 from runtime.retrieval.collections.state import State
 from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.passages import size_of
 
+LIMIT_BYTES = 16 << 20
+OBJECTS_BYTES = 600  # of a document besides its texts; those of bare vectors have nearly none
 
-class CollectionDocuments:
+
+class Recent(msgspec.Struct, eq=False):
+    """A document in memory and the bytes of its texts. `shown_at`: the collection's sequence at which it was known to
+    be neither deleted nor replaced."""
+
+    document: Document
+    size: int
+    shown_at: int = -1
+
+
+class RecentDocuments:
+    """Documents that were read lately, by row, in at most `limit_bytes`: one found again, as by probes of an answer,
+    needs no file. The ones added first are forgotten first. Not thread-safe.
+
+    A row denotes one document for ever, so none is ever outdated.
+    """
+
+    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._limit_bytes, self._bytes = limit_bytes, 0
+        self._documents: dict[int, Recent] = {}  # in the order of addition
+
+    def find(self, rows: Sequence[int]) -> dict[int, Recent]:
+        """Return those that are here."""
+        known = self._documents
+        return {row: known[row] for row in rows if row in known}
+
+    def add(self, documents: Iterable[tuple[int, Document]]) -> None:
+        """Add documents with their rows."""
+        for row, document in documents:
+            if row not in self._documents:
+                size = size_of(document.id, document.title, document.text, document.attributes)
+                self._documents[row] = Recent(document, size)
+                self._bytes += OBJECTS_BYTES + size
+        while self._bytes > self._limit_bytes:
+            oldest = self._documents.pop(next(iter(self._documents)))
+            self._bytes -= OBJECTS_BYTES + oldest.size
+
+
+class CollectionDocuments(CollectionReader):
     """Documents by row, of the present state: a row that a pool just found may be deleted.
 
     Of a document that was replaced a moment ago, a pool finds the old row or the new one, and either has a text here.
@@ -31,40 +70,28 @@ class CollectionDocuments:
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Open the collection; `clock` of keyword searches, which wait for new documents. Raises `CollectionError`."""
-        self.path, self._lock, self._recent = directory, threading.Lock(), RecentDocuments()
+        super().__init__(directory, background=True, replaced=ReplacedRows(), searched=False)
+        self.checksums.close()  # the pools verify all files
+        self._lock, self._recent = threading.Lock(), RecentDocuments()
         self._current_ns = 0  # when the files were looked at last, and had nothing new
-        self._reader = CollectionReader(directory, background=True, replaced=ReplacedRows(), searched=False)
-        self._reader.checksums.close()  # the pools verify all files
         try:
-            self._keywords = KeywordSearch(self._reader.state, clock)
+            self._keywords = KeywordSearch(self.state, clock)
         except CollectionError:
-            self._reader.close()
+            super().close()
             raise
 
     @property
-    def description(self) -> Description:
-        return self._reader.description
-
-    @property
-    def state(self) -> State:
-        return self._reader.state
-
     def was_written(self) -> bool:
-        """Return whether the collection was ever written to. Raises `CollectionError`."""
+        """Whether the collection was ever written to, as of now. Raises `CollectionError`."""
         with self._lock:
-            self._reader.poll()
-            return self._reader.was_written
-
-    @property
-    def size(self) -> int:
-        """Number of documents."""
-        return self._reader.state.count
+            self.poll()
+            return super().was_written
 
     def check_filter(self, filter: Filter) -> None:
         """Check a filter against the current schema. Raises `InvalidFilter`, `CollectionError`."""
         with self._lock:
-            self._reader.poll()
-            check_filter(filter, self._reader.state.schema)
+            self.poll()
+            check_filter(filter, self.state.schema)
 
     def get(
         self, rows: Sequence[int], on_read: Callable[[Document], None] = lambda document: None
@@ -74,10 +101,10 @@ class CollectionDocuments:
         `on_read` is called with each that is read, before the next. Raises `CollectionError`.
         """
         with self._lock:
-            self._reader.poll()
-            state = self._reader.state
+            self.poll()
+            state = self.state
             if max(rows, default=-1) >= state.growing.next_row:  # in a segment that is not open in this process yet
-                self._reader.catch_up()
+                self.catch_up()
             found = state.documents(rows, on_read)
             self._recent.add((row, one) for row, one in zip(rows, found, strict=True) if one is not None)
             return _shown(state, rows, found)
@@ -94,7 +121,7 @@ class CollectionDocuments:
             return None
         try:
             if self._current_ns < since_ns:
-                if not self._reader.current:
+                if not self.current:
                     return None
                 self._current_ns = now_ns
             return self._known(rows)
@@ -102,7 +129,7 @@ class CollectionDocuments:
             self._lock.release()
 
     def _known(self, rows: Sequence[int]) -> tuple[Sequence[Document | None], int] | None:
-        state, recent = self._reader.state, self._recent.find(rows)
+        state, recent = self.state, self._recent.find(rows)
         sequence, size = state.sequence, 0
         for one in recent.values():
             if one.shown_at != sequence:
@@ -123,16 +150,16 @@ class CollectionDocuments:
     def files(self) -> Files:
         """Return the files of the documents, of the present state. Raises `CollectionError`."""
         with self._lock:
-            self._reader.poll()
-        return Files(self._reader.state)  # which looks at all rows, while passages are read
+            self.poll()
+        return Files(self.state)  # which looks at all rows, while passages are read
 
     def align(self, one: Neighbors, other: Neighbors) -> tuple[Neighbors, Neighbors]:
         """Return two results of the same query, in which a document has the same row: where they found two versions of
         it, the newer one of these. Raises `CollectionError`."""
         rows = [row for row in {*one[0].tolist(), *other[0].tolist()} if row >= 0]
         with self._lock:
-            self._reader.poll()
-            newest = dict(zip(rows, self._reader.state.newest(rows), strict=True))
+            self.poll()
+            newest = dict(zip(rows, self.state.newest(rows), strict=True))
         found = {document: row for row, document in sorted(newest.items())}
         first, second = (
             np.array([found[newest[row]] if row >= 0 else row for row in ids.tolist()], np.int64)
@@ -145,21 +172,21 @@ class CollectionDocuments:
     ) -> Neighbors:
         """Poll, then search: see `KeywordSearch.search_keywords`."""
         with self._lock:
-            self._reader.poll()
-            segments = self._reader.state.segments
+            self.poll()
+            segments = self.state.segments
         try:
             return self._keywords.search_keywords(text, vector, depth, filter, deadline_ns)
         except CollectionError:
             with self._lock:
-                self._reader.catch_up()
-                if self._reader.state.segments == segments:
+                self.catch_up()
+                if self.state.segments == segments:
                     raise
             # Segments whose files were not opened yet were merged away, as another thread may have found before.
             return self._keywords.search_keywords(text, vector, depth, filter, deadline_ns)
 
     def close(self) -> None:
         self._keywords.close()
-        self._reader.close()
+        super().close()
 
 
 def _shown(state: State, rows: Sequence[int], found: Sequence[Document | None]) -> list[Document | None]:
