@@ -32,6 +32,7 @@ from runtime.retrieval.collections.directory import atomic_directory
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.log import LogWriter, log_path
+from runtime.retrieval.collections.segment import index_errors
 from runtime.retrieval.collections.segment_build import building_path, seal_segment, write_documents
 from runtime.retrieval.collections.sources import (
     DOCUMENT_SUFFIXES,
@@ -345,12 +346,3 @@ def _check_embedder(embedder: EmbedderSpec | None, vectors: NDArray[Any]) -> Non
 
 def _declared(demanded: str | None, schema: Schema | None) -> dict[str, AttributeType]:
     return ({} if demanded is None else {demanded: AttributeType.STRING}) | dict(schema or {})
-
-
-@contextlib.contextmanager
-def index_errors() -> Iterator[None]:
-    """Raise `GpuError` as `CollectionError`."""
-    try:
-        yield
-    except GpuError as error:
-        raise CollectionError(str(error)) from error

@@ -7,6 +7,7 @@ attributes.msgpack   see `Columns.encode`; missing if no document has one
 keywords.sqlite      see `keywords.index`; missing for bare vectors, and in segments that earlier versions sealed
 """
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,15 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     size: int
     files: dict[str, FileChecksum]
+
+
+@contextlib.contextmanager
+def index_errors() -> Iterator[None]:
+    """Raise `GpuError` as `CollectionError`."""
+    try:
+        yield
+    except GpuError as error:
+        raise CollectionError(str(error)) from error
 
 
 def segment_path(directory: Path, info: SegmentInfo) -> Path:
@@ -117,11 +127,9 @@ class Segment(Part):
         """
         path, files = segment_path(directory, info), files_of(directory, info)
         verify_file(path / META, files[META])
-        try:
+        with index_errors():
             index = GraphIndex.load(path / INDEX)
             arrays = {f"{INDEX}/{name}": FileChecksum(*checksum) for name, checksum in index.files().items()}
-        except GpuError as error:
-            raise CollectionError(str(error)) from error
         ids = index.data.ids
         if index.size != info.size or (ids is not None and int(ids.min()) < 0):
             raise CollectionError(f"{path / INDEX} is damaged: its ids are not the rows of {info.size} documents")
@@ -144,10 +152,8 @@ class Segment(Part):
 
         Raises `CollectionError`.
         """
-        try:
+        with index_errors():
             self.index.check_graph()
-        except GpuError as error:
-            raise CollectionError(str(error)) from error
         _ = self.columns
 
     # ---- rows

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from gpu import GpuError, GraphIndex
+from gpu import GraphIndex
 from runtime.errors import CollectionError
 from runtime.files import set_modes
 from runtime.retrieval.attributes.columns import Columns
@@ -29,7 +29,7 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.disk import Disk, storage_errors
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.log import log_files
-from runtime.retrieval.collections.segment import CONTENTS, FILES, Contents, segment_path, sources_of
+from runtime.retrieval.collections.segment import CONTENTS, FILES, Contents, index_errors, segment_path, sources_of
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.collections.state import State
 from runtime.retrieval.keywords.index import KeywordFile
@@ -142,14 +142,12 @@ def building_segment(disk: Disk, directory: Path, number: int) -> Iterator[Path]
     building = building_path(directory, number)
     target = building.with_name(str(number))
     try:
-        with storage_errors(f"{target} cannot be written"):
+        with storage_errors(f"{target} cannot be written"), index_errors():
             disk.remove(building)
             building.mkdir(mode=0o700)
             yield building
-    except BaseException as error:
+    except BaseException:
         disk.remove(building)
-        if isinstance(error, GpuError):
-            raise CollectionError(f"{target} cannot be built: {error}") from error
         raise
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpu import GpuError, GraphIndex
+from gpu import GraphIndex
 from runtime.errors import CollectionBusy, CollectionError
 from runtime.files import read_regular, set_modes
 from runtime.retrieval.attributes.columns import Columns
@@ -38,8 +38,8 @@ from runtime.retrieval.collections.description import (
 )
 from runtime.retrieval.collections.disk import Disk, storage_errors, writing
 from runtime.retrieval.collections.documents import DocumentStore
-from runtime.retrieval.collections.log import HEADER, LogWriter, log_path
-from runtime.retrieval.collections.segment import META
+from runtime.retrieval.collections.log import HEADER, LogWriter, log_files, log_path
+from runtime.retrieval.collections.segment import META, index_errors
 from runtime.retrieval.collections.segment_build import (
     building_segment,
     obsolete_files,
@@ -86,7 +86,8 @@ def upgrade(disk: Disk, directory: Path) -> None:
         make_folders(directory)
         disk.sync_directory(directory)
         for shard, folder in enumerate(_index_folders(shards)):
-            index = _open_index(directory / folder)
+            with index_errors():
+                index = GraphIndex.load(directory / folder)
             ids = index.data.ids
             next_row = max(next_row, index.size if ids is None else 1 + int(np.max(ids)))
             with building_segment(disk, directory, shard) as building:
@@ -115,13 +116,8 @@ def _is_flat(directory: Path, description: Description) -> bool:
 
 def _was_written(directory: Path) -> bool:
     """Return whether there is more of a log than an upgrade begins with: the header of its first file."""
-    try:
-        found = [(path.name, path.stat().st_size) for path in (directory / "log").iterdir()]
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise CollectionError(f"{directory / 'log'} cannot be read: {error.strerror}") from error
-    return any(size > HEADER.size or name != log_path(directory, 0).name for name, size in found)
+    found = log_files(directory) if status_of(directory / "log") else []
+    return any(first > 0 or path.stat().st_size > HEADER.size for first, path in found)
 
 
 def _checked_files(directory: Path, description: Description) -> dict[str, FileChecksum]:
@@ -139,13 +135,6 @@ def _checked_files(directory: Path, description: Description) -> dict[str, FileC
 
 def _index_folders(shards: int) -> tuple[str, ...]:
     return (INDEX,) if shards == 1 else tuple(f"{INDEX}-{shard}" for shard in range(shards))
-
-
-def _open_index(folder: Path) -> GraphIndex:
-    try:
-        return GraphIndex.load(folder)
-    except GpuError as error:
-        raise CollectionError(str(error)) from error
 
 
 def _link(source: str | Path, target: str | Path) -> None:
