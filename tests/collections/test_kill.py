@@ -1,10 +1,7 @@
 """A writer killed at random times loses no acknowledged write. `--kills` sets the number of kills, and the seed."""
 
-import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,10 @@ from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.reader import CollectionReader
 from tests.collections.small_collections import DIM, contents, document, open_writer
+from tests.collections.writer_process import SEAL_ROWS, run
+from tests.process_context import FORKSERVER
+
+BACKGROUND_SHARE = 0.1  # of lives whose builds are processes, as a node's: these take seconds to start
 
 
 @pytest.fixture
@@ -29,12 +30,12 @@ def test_a_killed_writer_loses_no_acknowledged_write_and_revives_no_deleted_docu
     expected: dict[str, str] = {}
     sealed = acknowledged = 0
     for _ in range(kills):
-        writes = [5, 20, 50, 100, 150, 600] if kills > 4 else [5, 10, 20, 25]  # the longest start processes that seal
-        lines = _run_and_kill(directory, chance.getrandbits(32), writes=chance.choice(writes), chance=chance)
+        writes = [5, 20, 50, 100, 150, 600] if kills > 4 else [5, 10, 20, 25]
+        lines = _run_and_kill(directory, chance.choice(writes), chance)
         held: dict[str, str] = {}
         possible = _after(expected, lines)
         acknowledged += lines.count("done\n")
-        with open_writer(directory, seal_rows=16) as writer:
+        with open_writer(directory, seal_rows=SEAL_ROWS) as writer:
             held = contents(writer)
             sealed += len(writer.state.segments)
         assert held in possible
@@ -47,25 +48,24 @@ def test_a_killed_writer_loses_no_acknowledged_write_and_revives_no_deleted_docu
     assert sealed, "no segment was ever sealed: the test is ineffective"
 
 
-def _run_and_kill(directory: Path, seed: int, writes: int, chance: random.Random) -> list[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.collections.writer_process", str(directory), str(seed)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    output = process.stdout
-    assert output is not None
+def _run_and_kill(directory: Path, writes: int, chance: random.Random) -> list[str]:
+    reader, writer = FORKSERVER.Pipe(duplex=False)
+    background = chance.random() < BACKGROUND_SHARE
+    process = FORKSERVER.Process(target=run, args=(directory, chance.getrandbits(32), background, writer))
+    process.start()
+    writer.close()
     lines: list[str] = []
-    with output:
+    with reader, open(reader.fileno(), closefd=False) as output:
         for line in output:
             lines.append(line)
             if line.startswith("done") and (writes := writes - 1) <= 0:
                 break
         # Somewhere in the next write, or behind it.
         lines += [output.readline() for _ in range(chance.randint(0, 3))]
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         lines += output.readlines()
-    process.wait(60)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
     return lines
 
 

@@ -1,25 +1,36 @@
-"""A writer process to be killed: prints each write before and after it is made.
+"""A writer to be killed, in a process of its own: tells each write before and after it is made."""
 
-python -m tests.collections.writer_process DIR SEED
-"""
-
+import os
 import random
-import sys
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from runtime.errors import Overloaded
+from runtime.errors import CollectionError, Overloaded
 from runtime.retrieval.collections.writer import CollectionWriter
-from tests.collections.small_collections import document
+from tests.collections.small_collections import document, maintain
+
+SEAL_ROWS = 16
 
 
-def main(directory: Path, seed: int) -> None:
+def run(directory: Path, seed: int, background: bool, output: Connection) -> None:
+    """Write until killed. background: build segments in processes, as a node does; else on a thread, which takes
+    milliseconds instead of the start of a process."""
+
+    def tell(*words: object) -> None:
+        os.write(output.fileno(), (" ".join(map(str, words)) + "\n").encode())
+
     chance = random.Random(seed)
-    with CollectionWriter(directory, seal_rows=16) as writer:
-        print("open", flush=True)
+    with CollectionWriter(directory, seal_rows=SEAL_ROWS, background=background) as writer:
+        tell("open")
+        due = threading.Event()
+        if not background:
+            threading.Thread(target=_maintain, args=(writer, due), daemon=True).start()
         for step in range(1_000_000):
             names = [str(number) for number in chance.sample(range(60), chance.randint(1, 8))]
             deletes = chance.random() < 0.3
-            print("begin", "delete" if deletes else "upsert", 1000 * step, *names, flush=True)
+            tell("begin", "delete" if deletes else "upsert", 1000 * step, *names)
             if deletes:
                 writer.delete(names)
             else:
@@ -29,10 +40,15 @@ def main(directory: Path, seed: int) -> None:
                 except Overloaded:
                     writer.flush()
                     writer.upsert(documents)
-            print("done", flush=True)
-            if step == 4 or chance.random() < 0.02:  # seldom: it waits for builds in the background
+            tell("done")
+            due.set()
+            if (step == 4 and not background) or chance.random() < 0.02:  # it waits for builds of processes
                 writer.compact()
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+def _maintain(writer: CollectionWriter, due: threading.Event) -> None:
+    while due.wait():
+        due.clear()
+        with suppress(CollectionError):  # the writer is closed
+            while maintain(writer, writer.maintenance.build_here):
+                pass
