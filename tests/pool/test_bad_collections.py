@@ -23,6 +23,7 @@ from runtime.pool.process import Timing
 from runtime.retrieval.collections.checksums import SegmentChecksums
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.description import Throttle, unthrottled
+from runtime.retrieval.collections.state import State
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached
@@ -125,8 +126,8 @@ def pool_of(plan: Any, **options: Any) -> InProcessPool:
 class HeldChecksums(SegmentChecksums):
     """Checksums whose comparison blocks until `end` is set and then reports altered files."""
 
-    def __init__(self) -> None:
-        super().__init__(Path())
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
         self.begun, self.end = threading.Event(), threading.Event()
 
     @property
@@ -173,21 +174,21 @@ def test_background_verification_removes_an_altered_collection_without_losing_qu
 
 
 def test_a_query_in_flight_on_a_removed_collection_is_answered(both: tuple[Path, Path], make_pool: MakePool) -> None:
-    held = HeldChecksums()
+    opened: list[HeldChecksums] = []
 
     def opener(section: CollectionSection, worker: int) -> Shard:
         shard = open_shard(section, worker)
         if section.name == "code":
-            shard.checksums.close()
-            shard = replace(shard, checksums=held)
+            opened.append(HeldChecksums(shard.reader.state))
+            shard = replace(shard, checksums=opened[0])
         return shard
 
     pool = make_pool(plan_with(both), opener=opener)
     with pool.attach() as client:
-        until(held.begun.is_set, pool.step)
+        until(opened[0].begun.is_set, pool.step)
         request_id = client.submit(QUERY, SearchSpec("code", 3, "decode"))
         pool.step()
-        held.end.set()
+        opened[0].end.set()
         until(lambda: all(thread.name != "checksums" for thread in threading.enumerate()))
         assert pool.pool.busy
         pool.step()

@@ -1,68 +1,58 @@
-"""Checksum verification of a collection's files, including those of segments that are added while it is open."""
-
-from collections import deque
-from collections.abc import Iterable
-from pathlib import Path
+"""Checksum verification of a collection's open segments, including those that are added while it is open."""
 
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.description import Throttle, read_manifest, unthrottled, verify_file
+from runtime.retrieval.collections.description import SegmentInfo, Throttle, read_manifest, unthrottled
 from runtime.retrieval.collections.segment import Segment
+from runtime.retrieval.collections.state import State
 
 
 class SegmentChecksums:
-    """Verification of the open segments of the collection at `directory`. One thread adds, another verifies.
+    """Verification of the segments of a state, on any thread; each is verified once. `read_bytes`: so far."""
 
-    `total_bytes` in all, `read_bytes` verified so far.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._pending: deque[Segment] = deque()
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._begun: set[SegmentInfo] = set()
         self._closed = False
-        self.total_bytes = self.read_bytes = 0
+        self.read_bytes = self._begun_bytes = 0
+
+    @property
+    def _pending(self) -> list[Segment]:
+        return [] if self._closed else [one for one in self._state.segments if one.info not in self._begun]
 
     @property
     def pending(self) -> bool:
         """Whether segments remain to be verified."""
         return bool(self._pending)
 
-    def add(self, segments: Iterable[Segment]) -> None:
-        """Add segments that were opened."""
-        for segment in segments:
-            if not self._closed:
-                self.total_bytes += self._bytes(segment)
-                self._pending.append(segment)
+    @property
+    def total_bytes(self) -> int:
+        """Bytes to verify in all."""
+        return self._begun_bytes + sum(segment.file_bytes() for segment in self._pending)
 
     def verify(self, throttle: Throttle = unthrottled) -> None:
         """Verify the pending segments. Raises `CollectionError` that names the first damaged file."""
-        while self._pending:
-            segment, before = self._pending.popleft(), self.read_bytes
-            try:
-                self._verify_segment(segment, throttle)
-            except CollectionError:
-                if self._contains(segment):  # else it was merged away, or the directory was moved
-                    raise
-            self.read_bytes = before + self._bytes(segment)
 
-    def _contains(self, segment: Segment) -> bool:
-        try:
-            return segment.info in read_manifest(self._directory).segments
-        except CollectionError:  # the reader reports it
-            return False
-
-    def _verify_segment(self, segment: Segment, throttle: Throttle) -> None:
         def counted(read_bytes: int) -> None:
             self.read_bytes += read_bytes
             throttle(read_bytes)
 
-        for name, known in segment.files.items():
-            verify_file(segment.path / name, known, counted)
+        while pending := self._pending:
+            segment = pending[0]
+            self._begun.add(segment.info)
+            self._begun_bytes += segment.file_bytes()
+            try:
+                segment.verify(counted)
+            except CollectionError:
+                if self._is_current(segment.info):  # else it was merged away, or the directory was moved
+                    raise
+                self.read_bytes = self._begun_bytes
 
-    @staticmethod
-    def _bytes(segment: Segment) -> int:
-        return sum(info.bytes for info in segment.files.values())
+    def _is_current(self, info: SegmentInfo) -> bool:
+        try:
+            return info in read_manifest(self._state.directory).segments
+        except CollectionError:  # the reader reports it
+            return False
 
     def close(self) -> None:
-        """Drop the pending segments. Idempotent."""
+        """Verify no more segments. Idempotent."""
         self._closed = True
-        self._pending.clear()

@@ -121,7 +121,7 @@ class Collection(CollectionReader):
                 demanded=about.demanded,
                 index_bytes=sum(size for _, size in sizes),
                 document_bytes=document_bytes(state),
-                keyword_bytes=_bytes_of(state, KEYWORDS),
+                keyword_bytes=sum(segment.file_bytes(KEYWORDS) for segment in state.segments),
                 code_bytes=sum(size for name, size in sizes if name in CODE_FILES),
                 segments=[(s.info.number, s.size, s.size - s.count) for s in state.segments],
                 growing=state.growing.size,
@@ -154,9 +154,4 @@ class Collection(CollectionReader):
 
 def document_bytes(state: State) -> int:
     """Return the size on disk of the documents of the segments."""
-    return _bytes_of(state, DOCUMENTS)
-
-
-def _bytes_of(state: State, name: str) -> int:
-    """Return the size of a file of all segments."""
-    return sum(segment.files[name].bytes for segment in state.segments if name in segment.files)
+    return sum(segment.file_bytes(DOCUMENTS) for segment in state.segments)

@@ -72,8 +72,7 @@ class CollectionReader:
         self._loading: tuple[list[SegmentInfo], BackgroundTask[Loaded]] | None = None
         self._loaded: Loaded = {}  # and not installed
         self._open(shard)
-        self.checksums = SegmentChecksums(directory)
-        self.checksums.add(self.state.segments)
+        self.checksums = SegmentChecksums(self.state)
 
     def _open(self, shard: int | None) -> None:
         """Open the description, the segments of the current manifest, and its log, and apply this.
@@ -203,7 +202,6 @@ class CollectionReader:
             fresh, self._loaded = self._loaded, {}
         else:
             fresh = self.state.open_segments(missing)
-        before = set(self.state.segments)
         with suppress(CollectionError):  # the log is sealed, and may be gone; else it tells which rows were replaced
             self._apply_records()
         behind = self.log.sequence < manifest.sequence
@@ -217,7 +215,6 @@ class CollectionReader:
         if behind:
             self.log.close()
             self.log = follower
-        self.checksums.add(segment for segment in self.state.segments if segment not in before)
         self.manifest = manifest
         return True
 

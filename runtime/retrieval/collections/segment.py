@@ -34,8 +34,10 @@ from runtime.retrieval.collections.description import (
     Description,
     FileChecksum,
     SegmentInfo,
+    Throttle,
     check_sizes,
     checksum_of,
+    unthrottled,
     verify_file,
 )
 from runtime.retrieval.collections.disk import storage_errors
@@ -155,6 +157,15 @@ class Segment(Part):
         with index_errors():
             self.index.check_graph()
         _ = self.columns
+
+    def file_bytes(self, name: str = "") -> int:
+        """Return the size of a file, 0 without it; "": of all."""
+        return sum(known.bytes for one, known in self.files.items() if name in ("", one))
+
+    def verify(self, throttle: Throttle = unthrottled) -> None:
+        """Compare the checksums of all files. Raises `CollectionError`."""
+        for name, known in self.files.items():
+            verify_file(self.path / name, known, throttle)
 
     # ---- rows
 

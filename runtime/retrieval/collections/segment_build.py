@@ -14,7 +14,6 @@ from runtime.errors import CollectionError
 from runtime.files import set_modes
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.schema import Schema
-from runtime.retrieval.collections.checksums import SegmentChecksums
 from runtime.retrieval.collections.description import (
     ATTRIBUTES,
     DOCUMENTS,
@@ -66,10 +65,8 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
     merged = [segment for segment in state.segments if segment.info.number in job.merged]
     progress("rows", 0.0)
     if job.merged:
-        checksums = SegmentChecksums(state.directory)
-        checksums.add(merged)
-        checksums.verify()  # a damaged segment must not be sealed again under a new checksum
         for number, segment in enumerate(merged, 1):
+            segment.verify()  # a damaged one must not be sealed again under a new checksum
             positions = np.flatnonzero(segment.snapshot_alive())
             positions = positions[np.argsort(segment.rows[positions])]  # by row, as its documents are
             kept = set(segment.rows[positions].tolist())

@@ -71,7 +71,6 @@ class CollectionDocuments(CollectionReader):
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Open the collection; `clock` of keyword searches, which wait for new documents. Raises `CollectionError`."""
         super().__init__(directory, background=True, replaced=ReplacedRows(), searched=False)
-        self.checksums.close()  # the pools verify all files
         self._lock, self._recent = threading.Lock(), RecentDocuments()
         self._current_ns = 0  # when the files were looked at last, and had nothing new
         try:
