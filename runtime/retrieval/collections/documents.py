@@ -142,16 +142,9 @@ class DocumentStore:
             raise
         return store
 
-    def find(self, row: int) -> Document | None:
-        """Return the document of a row; None if it is not here."""
-        found = self._select("WHERE row = ?", int(row))
-        return found[0] if found else None
-
-    def get(self, rows: Rows, on_read: Callable[[Document], None] = lambda document: None) -> list[Document]:
-        """Return the documents of rows, in order; `on_read` is called with each before the next is read, in any order.
-
-        Raises `CollectionError` for a row that is not here.
-        """
+    def find(self, rows: Rows, on_read: Callable[[Document], None] = lambda document: None) -> dict[int, Document]:
+        """Return the documents of those rows that are here; `on_read` is called with each before the next is read, in
+        any order."""
         found: dict[int, Document] = {}
         wanted = [int(row) for row in rows]
         for begin in range(0, len(wanted), _MAX_IDS):
@@ -164,17 +157,22 @@ class DocumentStore:
                     on_read(one)
 
             self._read(read)
-        missing = next((row for row in wanted if row not in found), None)
+        return found
+
+    def get(self, rows: Rows, on_read: Callable[[Document], None] = lambda document: None) -> list[Document]:
+        """Return the documents of rows, in order. Raises `CollectionError` for a row that is not here."""
+        found = self.find(rows, on_read)
+        missing = next((row for row in rows if row not in found), None)
         if missing is not None:
             raise CollectionError(f"{self.path} has no row {missing}: its last one is {self.last_row}")
-        return [found[row] for row in wanted]
+        return [found[int(row)] for row in rows]
 
     def all(self) -> Iterator[Document]:
         """Yield the documents, by row."""
-        first = 0
-        while part := self._select("WHERE row >= ? ORDER BY row LIMIT ?", first, _BATCH_ROWS):
-            yield from part
-            first = part[-1].row + 1
+        first, sql = 0, f"SELECT {_COLUMNS[self._version]} WHERE row >= ? ORDER BY row LIMIT ?"
+        while part := self._query(sql, first, _BATCH_ROWS):
+            yield from (self._document(*columns) for columns in part)
+            first = part[-1][0] + 1
 
     def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
         """Return the rows of those ids that exist."""
@@ -223,10 +221,6 @@ class DocumentStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _select(self, condition: str, *values: object) -> list[Document]:
-        rows = self._query(f"SELECT {_COLUMNS[self._version]} {condition}", *values)
-        return [self._document(*columns) for columns in rows]
 
     def _document(self, row: int, *columns: Any) -> Document:
         name, title, text, attributes, file = columns

@@ -221,7 +221,8 @@ class Segment(Part):
 
     def document_lookup(self) -> Callable[[int], Document | None]:
         """Return a lookup of the documents by row that does not keep the index in memory, if it can."""
-        return (lambda row: self.find([row]).get(row)) if self.store is None else self.store.find
+        find = self.find if self.store is None else self.store.find
+        return lambda row: find([row]).get(row)
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents, by row, deleted ones included. Raises `CollectionError`."""
