@@ -27,7 +27,8 @@ class WriteGroup:
 
 @dataclass
 class PendingWrite:
-    """A write that waits for its record. `prepare` adds its operations to a group and returns its result."""
+    """A write that waits for its record. `prepare` adds its operations to a group, once nothing can fail any more, and
+    returns its result."""
 
     prepare: Callable[[WriteGroup], int]
     exclusive: bool  # it depends on stored state, so no other write may precede it in its record
@@ -115,14 +116,11 @@ class GroupCommit:
             if committed and (pending.exclusive or group.size > MAX_BATCH_BYTES):
                 break
             committed.append(pending)
-            saved = (group.next_row, group.schema, len(group.operations))
             try:
                 if self._closed or self._failure:
                     raise CollectionError(self._failure or f"{self._state.directory} was closed")
                 pending.result = pending.prepare(group)
             except Exception as failure:  # an internal error must not leave its write in the queue either
-                group.next_row, group.schema = saved[:2]
-                del group.operations[saved[2] :]
                 pending.error = (
                     failure if isinstance(failure, TrinityError) else InternalError(f"a write failed: {failure!r}")
                 )
