@@ -2,9 +2,6 @@
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -110,28 +107,6 @@ def test_a_bulk_load_that_is_only_read_does_not_change(tmp_path: Path) -> None:
         reader.poll()
         assert len(nearest(reader, 3, k=5)) == 5
     assert sorted(path for path in directory.rglob("*")) == before
-
-
-_WRITER = """
-import os, signal, sys
-from pathlib import Path
-from runtime.retrieval.collections.writer import CollectionWriter
-from tests.collections.test_bulk_loads import given
-writer = CollectionWriter(Path(sys.argv[1]))
-writer.upsert([given("new", 100)])
-print("acknowledged", flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_an_acknowledged_document_in_a_bulk_load_survives_kill_9(tmp_path: Path) -> None:
-    directory = bulk(tmp_path / "docs")
-    ran = subprocess.run([sys.executable, "-c", _WRITER, directory], stdout=subprocess.PIPE, text=True, timeout=120)
-    assert (ran.stdout, ran.returncode) == ("acknowledged\n", -signal.SIGKILL)
-    with CollectionReader(directory) as reader:
-        assert nearest(reader, 100) == ["new"]
-    with open_writer(directory) as writer:
-        assert len(contents(writer)) == ROWS + 1
 
 
 class _Stop(Exception):

@@ -158,21 +158,6 @@ def test_checksums_are_verified_before_the_start_or_never_as_configured(
         assert "codes.npy is damaged: its checksum" in pool.table.note
 
 
-def test_background_verification_removes_an_altered_collection_without_losing_queries(
-    both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
-) -> None:
-    spoil_a_vector(both[1])
-    plan = plan_with(both)
-    pool = make_pool(plan)
-    until(lambda: pool.metric(PoolMetrics.UNAVAILABLE) == 1, pool.step)
-    pool.start()
-    client = attached(make_client(plan))
-    until(lambda: list(client.unavailable) == ["code"], lambda: client.poll())
-    with pytest.raises(Unavailable, match=r"codes\.npy is damaged: its checksum is not the one it was built with"):
-        client.search(QUERY, 3, collection="code")
-    assert len(client.search(QUERY, 3, collection="docs").ids) == 3
-
-
 def test_a_query_in_flight_on_a_removed_collection_is_answered(both: tuple[Path, Path], make_pool: MakePool) -> None:
     opened: list[HeldChecksums] = []
 

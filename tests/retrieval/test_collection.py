@@ -156,15 +156,6 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(user)
 
 
-def test_a_manifest_that_is_not_a_regular_file_is_refused(copy: Path) -> None:
-    (copy / "collection.json").unlink()
-    with pytest.raises(CollectionError, match=r"docs is not a collection: .*collection\.json is missing$"):
-        Collection.open(copy)
-    os.mkfifo(copy / "collection.json")
-    with pytest.raises(CollectionError, match=r"docs is not a collection: .*json: it is a pipe"):
-        Collection.open(copy)
-
-
 def test_readers_keep_the_replaced_collection_open(copy: Path) -> None:
     with Collection.open(copy) as old:
         bulk_load.build(DOCUMENTS[3:], copy, embedder="hashing-64", degree=4, force=True)
