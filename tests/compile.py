@@ -11,21 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
-import runtime.serving.network.llama  # compiles when imported
-from gpu import GraphIndex
-from gpu.compiled import compile_c_functions
-from gpu.cuda import backend, resident
-from gpu.index.rows import DTYPES, METRICS
-from runtime.pool.loop_parts import compiled_in_background
-from runtime.retrieval.collections import bulk_load
-from runtime.simulator.node import Simulation
-from runtime.testing.pool import InProcessPool, plan_of
-from tests.simulator.nodes import poisson, setup
-
-__all__ = ["runtime"]
-
 TESTS = Path(__file__).parent
 COLLECT = ("-m", "pytest", "-qq", "--collect-only", "-m", "not nodes")
 
@@ -40,19 +25,30 @@ def byte_code() -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    with byte_code():
-        compile_functions()
-
-
 def compile_functions() -> None:
+    """Modules are imported here, since some compile functions when they are imported, as collecting the tests does."""
+    import numpy as np
+
+    from runtime.pool.loop_parts import compiled_in_background
+
     vectors = np.random.default_rng(0).normal(size=(400, 16)).astype(np.float32)
     with compiled_in_background():  # the pool's loop
+        import runtime.serving.network.llama  # noqa: F401
+        from gpu import GraphIndex
+        from gpu.compiled import compile_c_functions
+        from gpu.cuda import backend, resident
+        from gpu.index.rows import DTYPES, METRICS
+
         compile_c_functions(backend, resident)
         for metric in METRICS:
             for dtype in DTYPES:
                 index = GraphIndex.build(vectors, metric=metric, dtype=dtype, degree=16, neighbor_codes=False)  # type: ignore[arg-type]
                 index.search(vectors[:3], 5)
+    from runtime.retrieval.collections import bulk_load
+    from runtime.simulator.node import Simulation
+    from runtime.testing.pool import InProcessPool, plan_of
+    from tests.simulator.nodes import poisson, setup
+
     with tempfile.TemporaryDirectory() as folder:
         bulk_load.build(vectors, Path(folder) / "docs", metric="l2", degree=16)
         pool = InProcessPool(plan_of(Path(folder) / "docs"))
@@ -63,4 +59,5 @@ def compile_functions() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with byte_code():
+        compile_functions()
