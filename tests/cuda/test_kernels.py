@@ -3,18 +3,17 @@ exact, in any order of threads and blocks."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 import pytest
 
-from gpu import GraphIndex, SearchParams
+from gpu import SearchParams
 from gpu.cuda import layout
 from gpu.index.data import IndexData
 from gpu.index.rows import checked_vectors, encode
 from tests.cuda.conftest import NewDriver
 from tests.cuda.workbench import Limits, Workbench
-from tests.gpu.datasets import DTYPES, METRICS, clustered, exact_vectors, random_index
+from tests.gpu.datasets import DTYPES, METRICS, exact_vectors, random_index
 from tests.gpu.reference import ReferenceSearch, fitted_query, search_reference
 
 Extend = Callable[[Workbench], None]
@@ -254,20 +253,3 @@ def test_pausing_a_finished_query_leaves_it_finished(new_driver: NewDriver) -> N
     assert bench.extends(0) == extends
     bench.command(0, layout.FREE)
     assert int(bench.slot(0)["status"]) == layout.FREE
-
-
-@pytest.mark.parametrize(("dtype", "dim"), [("float16", 48), ("float32", 128)])
-def test_results_on_clustered_data_equal_the_reference_s(
-    dtype: Literal["float16", "float32"], dim: int, new_driver: NewDriver
-) -> None:
-    random = np.random.default_rng(10)
-    vectors = clustered(random, 1000, dim)
-    data = GraphIndex.build(vectors, metric="cosine", degree=16, dtype=dtype, neighbor_codes=False).data
-    wanted = SearchParams(k=10, top_m=48, search_width=4)
-    bench = Workbench(new_driver(), [data], Limits(slots=4))
-    queries = clustered(random, 4, dim)
-    for slot, query in enumerate(queries):
-        bench.admit(slot, query, wanted)
-    run_to_the_end(bench, [0, 1, 2, 3], WAYS["staged"])
-    for slot, query in enumerate(queries):
-        assert bench.result(slot, 10)[0] == search_reference(bench.indexes[0], query, wanted)[0].tolist()

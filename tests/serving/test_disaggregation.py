@@ -80,7 +80,7 @@ def test_prefill_computes_a_long_prompt_unless_its_queue_is_longer_than_decodes_
 # ---- the workers
 
 
-@pytest.mark.parametrize(("disaggregate", "host_mib"), [("auto", 0), ("auto", 64), ("never", 64), ("never", 0)])
+@pytest.mark.parametrize(("disaggregate", "host_mib"), [("auto", 0), ("never", 64)])
 def test_answers_equal_generate_wherever_prompts_are_computed_and_under_preemption(
     start: Start, reference: Reference, disaggregate: str, host_mib: int, tmp_path: Path
 ) -> None:
