@@ -59,6 +59,10 @@ TRANSFORMERS = {
 """Files whose tests compare with transformers, which takes 4 s of a core to import: they share a process."""
 
 
+FIRST = ("transformers", "tests/simulator/test_planner.py")
+"""What takes longest in one process: 60 and 20 s of a core."""
+
+
 def layer_of(nodeid: str) -> str:
     """Return the layer of a test by its file."""
     path = PurePosixPath(file_of(nodeid))
@@ -93,7 +97,7 @@ def parallel_places(nodeids: Iterable[str]) -> dict[str, float]:
     for nodeid in nodeids:
         share, layer = share_of(nodeid), ORDER.index(layer_of(nodeid))
         layers[share] = min(layer, layers.get(share, layer))
-    shares = sorted(layers, key=lambda share: (share != "transformers", layers[share]))
+    shares = sorted(layers, key=lambda share: (share not in FIRST, layers[share]))
     waiting = [share for share in shares if ORDER[layers[share]] != "unit"]
     computing = [share for share in shares if share not in waiting]
     places = {share: 0.85 * number / len(waiting) for number, share in enumerate(waiting)}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layers import E2E, NODES, PROCESS, TRANSFORMERS, layer_of, parallel_places, share_of
+from tests.layers import E2E, FIRST, NODES, PROCESS, TRANSFORMERS, layer_of, parallel_places, share_of
 
 TESTS = Path(__file__).parent
 
@@ -30,6 +30,7 @@ def test_every_listed_file_exists() -> None:
         for folder, names in [*PROCESS.items(), *NODES.items(), *TRANSFORMERS.items(), ("e2e", E2E)]
         for name in names
     ]
+    files += [TESTS.parent / share for share in FIRST if "/" in share]
     assert [file for file in files if not file.exists()] == []
 
 
