@@ -96,7 +96,7 @@ def test_a_segment_of_an_older_version_without_an_index_is_refused_until_it_is_m
     assert sorted(harness.find("entry")) == ["a", "b"]
 
 
-MANY = [f"a{n}" for n in range(100)]
+MANY = [f"a{n}" for n in range(40)]
 """Documents that take many searches to be added, if each adds one."""
 
 

@@ -41,8 +41,8 @@ def test_a_file_over_the_time_limit_is_unreadable_and_the_next_is_read() -> None
 
 @needs_docx
 def test_a_file_over_the_memory_limit_is_unreadable_and_the_next_is_read() -> None:
-    with IsolatedReader(memory=384 << 20) as reader:
-        with pytest.raises(UnreadableFile, match=r"exceeds the limit of 402,653,184 bytes of memory"):
+    with IsolatedReader(memory=256 << 20) as reader:
+        with pytest.raises(UnreadableFile, match=r"exceeds the limit of 268,435,456 bytes of memory"):
             reader.read("wide.docx", sample_files.docx_of(WIDE))
         assert reader.read(*GOOD) == READ
 
