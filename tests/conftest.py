@@ -5,6 +5,7 @@ import contextlib
 import gc
 import inspect
 import os
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def _use_memory_for_files() -> None:
     with contextlib.suppress(OSError, ModelError):  # there is none, or no home directory
         found = os.statvfs(_MEMORY)
         if found.f_bavail * found.f_frsize >= _ROOM_BYTES and not found.f_flag & os.ST_NOEXEC:
-            os.environ.setdefault("TMPDIR", str(_MEMORY))
+            tempfile.tempdir = os.environ.setdefault("TMPDIR", str(_MEMORY))  # which pytest has asked for already
             # Torch's programs would be there, too; they are kept, as those of a node.
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_cache("torch", "compiler cache")))
 
