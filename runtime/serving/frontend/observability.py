@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -21,7 +21,7 @@ from runtime.node.metrics.worker_metrics import FrontendMetrics, Slo, StatusClas
 from runtime.retrieval.passages import SearchTimes
 from runtime.serving import stages
 from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request, RequestOutcome
-from runtime.serving.messages import Generation, Probe, ProbeOutcome, Retrieval, Tokens
+from runtime.serving.messages import Probe, ProbeOutcome, Retrieval, Tokens
 from runtime.serving.stages import observe, stage_seconds
 
 if TYPE_CHECKING:
@@ -80,15 +80,6 @@ class Trace(msgspec.Struct, frozen=True):
     client_id: str = ""
 
 
-class SpanRecorder(Protocol):
-    """Exporter of requests as spans."""
-
-    def start(
-        self, received_ns: int, generation: Generation | None, retrieval: Retrieval | None
-    ) -> Callable[[Trace], None]:
-        """Start the span of a request or search (without `generation`); return a callback for the trace at its end."""
-
-
 @dataclass(slots=True)
 class _RunningTrace:
     id: str
@@ -113,7 +104,7 @@ class Traces:
         self._running: dict[str, _RunningTrace] = {}
         self._ended: OrderedDict[str, Trace | _RunningTrace] = OrderedDict()  # of searches: traced when asked for
         self.client_names: dict[str, str] = {}  # client id → request id, for the traces above
-        self.spans: SpanRecorder | None = None
+        self.spans: RequestSpans | None = None
 
     def start(self, request: Request, client_id: str = "") -> None:
         """Start the trace of an accepted request."""

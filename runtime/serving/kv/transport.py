@@ -262,49 +262,34 @@ class KvSink(HandoverSink):
         return Transfer(kv_array(self.memory(offer), kv.shape), source_blocks, kv, target_blocks)
 
 
-class Transport(Protocol):
-    """KV transport of a worker: the device and kernels of its model, and the factories of both ends."""
+class Transport:
+    """KV transport of a worker: the device and kernels of its model, and the factories of both ends. This one is
+    through shared host memory, which sinks map read-only and copy slice by slice."""
 
-    @property
-    def device(self) -> str:
-        """torch device name of the model and its KV."""
-
-    @property
-    def kernels(self) -> Kernels:
-        """See `LanguageModel.load`."""
+    device = "cpu"
+    """torch device name of the model and its KV."""
+    kernels: Kernels = "cpu"
+    """See `LanguageModel.load`."""
 
     def source(
         self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float = LEASE_MS
     ) -> HandoverSource:
         """Create prefill's end, for `leases` prompts at once and `kv_bytes` of memory. Raises ConfigError if allocation
         fails."""
-
-    def sink(self, endpoint: str) -> KvSink:
-        """Create decode's end."""
-
-
-def transport_for(device: str) -> Transport:
-    """Return the transport for a worker on "cpu" or "cuda:N". Raises ConfigError."""
-    return HostTransport() if device == "cpu" else CudaTransport(device)
-
-
-class HostTransport:
-    """Transport through shared host memory: sinks map it read-only and copy slice by slice."""
-
-    device = "cpu"
-    kernels: Kernels = "cpu"
-
-    def source(
-        self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float = LEASE_MS
-    ) -> HandoverSource:
         arena = KvArena.create(leases + 1, kv_bytes, epoch)
         return HandoverSource(name, arena, lease_ms=lease_ms)
 
     def sink(self, endpoint: str) -> KvSink:
+        """Create decode's end."""
         return KvSink(endpoint)
 
 
-class CudaTransport:
+def transport_for(device: str) -> Transport:
+    """Return the transport for a worker on "cpu" or "cuda:N". Raises ConfigError."""
+    return Transport() if device == "cpu" else CudaTransport(device)
+
+
+class CudaTransport(Transport):
     """Transport through CUDA IPC: sources export memory of their GPU, sinks open it and copy device to device.
 
     The memory is allocated from the driver, because memory of torch's allocator cannot always be exported. It is not

@@ -10,7 +10,6 @@ graph keeps (a pass is complete before the next one writes to it).
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,18 +17,13 @@ from numpy.typing import NDArray
 
 from runtime.cuda_graphs import Capture, Captured, CudaCapture
 from runtime.serving.network.decode_attention import GatheredAttention, PagedAttention, power_of_two
+from runtime.serving.network.llama import Llama
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span
 
 log = logging.getLogger("model")
 
 _MIN_TOKENS = 256  # smallest bucket of tokens per row
 _MIN_ROWS = 2  # smallest bucket of rows: programs are compiled for 2 or more tokens
-
-
-class Network(Protocol):
-    """A model that runs a batch: `runtime.serving.network.llama.Llama`."""
-
-    def logits(self, batch: PagedBatch) -> torch.Tensor: ...
 
 
 @dataclass
@@ -64,7 +58,7 @@ class _Graph:
 class DecodeGraphs:
     """The graphs of one network over one cache, by bucket."""
 
-    def __init__(self, network: Network, cache: PagedCache, capture: Capture | None = None) -> None:
+    def __init__(self, network: Llama, cache: PagedCache, capture: Capture | None = None) -> None:
         """`capture`: CUDA graph capture by default."""
         self._network, self._cache = network, cache
         self._capture = capture or CudaCapture()
@@ -72,7 +66,7 @@ class DecodeGraphs:
         self._min_blocks = -(-_MIN_TOKENS // cache.block_tokens)
 
     def logits(self, spans: Sequence[Span], tokens: Sequence[int]) -> torch.Tensor:
-        """Return `Network.logits` of spans of one token each: float32 [rows, vocabulary], valid until the next call.
+        """Return `Llama.logits` of spans of one token each: float32 [rows, vocabulary], valid until the next call.
 
         Raises torch's error if a pass cannot be captured.
         """
