@@ -67,17 +67,14 @@ class StageTimes:
     rows: int
 
 
-def time_stages(engine: "CudaEngine", fused: bool) -> StageTimes:
-    """Make one extend of all slots that are active on the device, with two kernels or a fused one. Synchronises.
+def time_stages(engine: "CudaEngine") -> StageTimes:
+    """Make one extend of all slots that are active on the device. Synchronises.
 
     Not with the resident form, and no slot may have been admitted, paused or released since the last extend.
     """
     kernels, memory, stream = engine._kernels, engine.batch_memory(), engine._stream
     before = memory.device_heads()
-    bucket = len(before)
-    if fused:
-        kernels.load_fused(1)
-    stages = (kernels.fused_stage(bucket),) if fused else kernels.stages(bucket)
+    stages = kernels.stages(len(before))
     took = _seconds(stream, [functools.partial(kernels.launch, stream, stage) for stage in stages])
     after = memory.device_heads()
     engine.handle.host.launches = int(memory.progress[0])

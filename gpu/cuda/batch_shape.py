@@ -15,7 +15,6 @@ from gpu.cuda.layout import (
     COUNTERS,
     DISTANCE_PLACES,
     DISTANCE_THREADS,
-    FUSED_THREADS,
     MERGE_KEYS,
     PROGRESS,
     QUEUE,
@@ -101,19 +100,15 @@ class BatchShape:
         """Shared memory for a top_m, padded for merging, and the new keys, in bytes."""
         return SCRATCH_BYTES + 8 * (max(_power_of_two(self.keys_stride), MERGE_KEYS) + MERGE_KEYS)
 
-    def fused_shared_bytes(self, places: int, threads: int = FUSED_THREADS) -> int:
+    def block_shared_bytes(self, places: int, threads: int = RESIDENT_THREADS) -> int:
         """Return merge_shared_bytes plus in-flight rows, which overlap the new keys, and tasks with distances."""
         in_flight = max(places * CHUNK_BYTES * threads - 8 * MERGE_KEYS, 0)
         return self.merge_shared_bytes + in_flight + 8 * self.slot_tasks
 
-    def fused_near_shared_bytes(self, places: int) -> int:
-        """Return fused_shared_bytes plus a visited table."""
-        return self.fused_shared_bytes(places) + 4 * self.visited_stride
-
     def resident_shared_bytes(self, places: int, threads: int = RESIDENT_THREADS) -> int:
-        """Return fused_shared_bytes plus a visited table of the resident form's size."""
+        """Return block_shared_bytes plus a visited table of the resident form's size."""
         visited = 4 * min(self.visited_stride, 1 << RESIDENT_VISITED_BITS)
-        return self.fused_shared_bytes(places, threads) + visited
+        return self.block_shared_bytes(places, threads) + visited
 
     def record(self, addresses: dict[str, int]) -> npt.NDArray[Any]:
         """Return the BATCH, [1], of arrays at these addresses (by their names in BATCH)."""

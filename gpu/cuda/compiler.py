@@ -22,7 +22,7 @@ from gpu.errors import DeviceError, DeviceUnavailable
 from ipc.native.private import is_private
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
-UNITS = ("staged.cu", "fused.cu", "resident.cu")
+UNITS = ("staged.cu", "resident.cu")
 _STRUCTS = ("Collection", "Slot", "Counters", "Result", "Progress", "Record", "Queue", "Command", "Batch")
 _CONSTANTS = (
     "FREE",
@@ -37,7 +37,6 @@ _CONSTANTS = (
     "DISTANCE_THREADS",
     "DISTANCE_PLACES",
     "TEAM",
-    "FUSED_THREADS",
     "RESIDENT_THREADS",
     "RESIDENT_VISITED_BITS",
     "SLOT_BITS",

@@ -4,13 +4,10 @@ A launch covers the slots 0 … bucket - 1; inactive slots among them do nothing
 
     plain     one extend, by two kernels
     loop      up to `limit` extends: the two kernels in a conditional WHILE node
-    fused     up to `limit` extends in one kernel, a block per slot; for buckets whose blocks all run at once, one per
-              multiprocessor: otherwise later blocks would wait for the first ones to finish
     resident  a persistent kernel for all slots, whose blocks take slots from rings (`gpu.cuda.resident`)
 
-Loop and fused launches end early when a slot has finished or the doorbell rings. Where processes share a GPU, every
-launch waits for its turn, so launches of many extends are needed for any number of slots: fused ones up to as many as
-the device has multiprocessors, loops above. Plain launches are for tools that cannot follow a loop.
+A loop ends early when a slot has finished or the doorbell rings. Where processes share a GPU, every launch waits for
+its turn, so launches of many extends are needed. Plain launches are for tools that cannot follow a loop.
 """
 
 import ctypes
@@ -26,7 +23,7 @@ from gpu.cuda.batch_shape import BatchShape, distance_blocks, distance_shared_by
 from gpu.cuda.driver import Argument, Dim, Driver
 from gpu.errors import DeviceError, InvalidParams
 
-LaunchForm = Literal["plain", "loop", "fused", "resident"]
+LaunchForm = Literal["plain", "loop", "resident"]
 BUCKETS = (1, 8, 32, 128, 512, 2048)
 LIFETIME_US = 1_000_000
 """Duration of a resident launch; the next launch continues the remaining queries."""
@@ -61,28 +58,6 @@ class Kernels:
         self._compute = driver.kernel(module, layout.COMPUTE_DISTANCES.name, distance_shared_bytes(shape.slots))
         self._merge = driver.kernel(module, layout.MERGE_AND_GATHER.name, shape.merge_shared_bytes)
         self._module = module
-        self._fused: tuple[int, int, int] | None = None  # kernel, shared memory, row places per thread
-
-    def load_fused(self, limit: int) -> None:
-        """Load the fused kernel for launches of up to `limit` extends.
-
-        With a limit above 1, visited tables are in shared memory if they fit, else in the batch's memory. The number of
-        row places is the largest that fits.
-
-        Raises DeviceError if a block cannot have the required shared memory. Idempotent.
-        """
-        if self._fused is not None:
-            return
-        shape = self._shape
-        near, far = layout.EXTEND_FUSED_NEAR, layout.EXTEND_FUSED
-        choices = [(near, shape.fused_near_shared_bytes(places), places) for places in layout.RING_PLACES if limit > 1]
-        *choices, last = choices + [(far, shape.fused_shared_bytes(places), places) for places in layout.RING_PLACES]
-        for kernel, shared_bytes, places in choices:
-            with suppress(DeviceError):
-                self._fused = (self._load(kernel, shared_bytes), shared_bytes, places)
-                return
-        kernel, shared_bytes, places = last
-        self._fused = (self._load(kernel, shared_bytes), shared_bytes, places)
 
     def _load(self, kernel: layout.KernelSpec, shared_bytes: int) -> int:
         return self._driver.kernel(self._module, kernel.name, shared_bytes)
@@ -97,13 +72,6 @@ class Kernels:
             Stage(compute.name, self._compute, blocks, compute.threads, first, distance_shared_bytes(bucket)),
             Stage(merge.name, self._merge, bucket, merge.threads, last, shape.merge_shared_bytes),
         )
-
-    def fused_stage(self, bucket: int, limit: int = 1) -> Stage:
-        """Return the kernel that makes up to `limit` extends."""
-        assert self._fused is not None, "call load_fused first"
-        kernel, shared_bytes, places = self._fused
-        arguments = (self._batch, *layout.EXTEND_FUSED.argument_values(limit=limit, places=places))
-        return Stage(layout.EXTEND_FUSED.name, kernel, bucket, layout.FUSED_THREADS, arguments, shared_bytes)
 
     def resident_stage(self, life_us: int) -> Stage:
         """Return the launch of the resident kernel: one block per slot, up to 7/8 of the device's capacity.
@@ -145,9 +113,8 @@ class Kernels:
 class LaunchGraphs:
     """CUDA graphs of all buckets, captured in the constructor. `forms`: the launch form of each bucket.
 
-    form: of every bucket; None: `fused` for up to as many slots as the device has multiprocessors, above that `loop`,
-    or `plain` if `limit` is 1. A bucket whose form cannot be captured falls back to `plain`; `resident` has a single
-    bucket, and falls back to None if the device cannot run it.
+    form: of every bucket; None: `loop`, or `plain` if `limit` is 1. A bucket whose loop cannot be captured falls back
+    to `plain`; `resident` has a single bucket, and falls back to None if the device cannot run it.
     """
 
     def __init__(
@@ -170,10 +137,11 @@ class LaunchGraphs:
         if form == "resident" and self._make_resident(life_us):
             self.limit = limit
             return
-        form = None if form == "resident" else form
+        if form is None or form == "resident":
+            form = "plain" if limit == 1 else "loop"
         try:
             for bucket in self.buckets:
-                self._make(bucket, form or self._best(bucket, limit), limit)
+                self._make(bucket, form, limit)
         except DeviceError:
             self.close()
             raise
@@ -195,15 +163,8 @@ class LaunchGraphs:
     def resident(self) -> bool:
         return set(self.forms.values()) == {"resident"}
 
-    def _best(self, bucket: int, limit: int) -> LaunchForm:
-        if bucket <= self._driver.multiprocessors:
-            return "fused"
-        return "plain" if limit == 1 else "loop"
-
     def _make(self, bucket: int, form: LaunchForm, limit: int) -> None:
         try:
-            if form == "fused":
-                self._kernels.load_fused(limit)
             self._graphs[bucket] = self._capture(bucket, form, limit)
         except DeviceError as error:
             if form == "plain":
@@ -222,8 +183,6 @@ class LaunchGraphs:
         def launches() -> None:
             if form == "plain":
                 self._kernels.launch(stream, *self._kernels.stages(bucket))
-            elif form == "fused":
-                self._kernels.launch(stream, self._kernels.fused_stage(bucket, limit))
             else:
                 loop = driver.begin_while(stream)
                 self._kernels.launch(loop.stream, *self._kernels.stages(bucket, limit, loop.handle))

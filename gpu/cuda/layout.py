@@ -22,10 +22,10 @@ new query, then new neighbours of the parents selected by the merge. One extend 
                         expand_neighbors, mark_visited; results of
                         finished slots; the last block ends the extend
 
-`extend_fused` makes several extends of each slot in one block instead. `write_slots` admits, pauses, resumes and
-releases. Slots that are not ACTIVE are skipped. `extend_resident` is a persistent kernel, whose blocks take slots from
-`rings`; rings, goals, records and queue are used by that kernel only (gpu/kernels/resident.cu). All forms leave the
-same state, bit for bit, and are interchangeable between launches.
+`write_slots` admits, pauses, resumes and releases. Slots that are not ACTIVE are skipped. `extend_resident` is a
+persistent kernel, whose blocks take slots from `rings` and make all extends of one; rings, goals, records and queue are
+used by that kernel only (gpu/kernels/resident.cu). All forms leave the same state, bit for bit, and are interchangeable
+between launches.
 
 Before the first launch, all arrays but `nodes`, `distances`, `keys` and `visited` are zeroed. A new query clears its
 keys and its visited table.
@@ -53,7 +53,6 @@ CHUNK_BYTES = 16  # one load of a thread; rows, queries and slot lines are whole
 # Threads per block.
 MERGE_THREADS = 32  # of merge_and_gather: one warp, which needs no block barriers
 DISTANCE_THREADS = 256  # of compute_distances
-FUSED_THREADS = 512  # of extend_fused
 RESIDENT_THREADS = 256  # of extend_resident, at most; with fewer, more blocks are resident
 WRITE_THREADS = 256  # of write_slots: fetches a line of 4 KiB over the bus in one round trip
 PREPARE_BYTES = 8 * 32  # shared memory to prepare a query: a float64 for each of at most 32 warps
@@ -125,7 +124,7 @@ VECTOR = 12
 
 COUNTERS = np.dtype(
     [
-        ("left", np.uint32),  # blocks that have finished this extend, or this fused launch
+        ("left", np.uint32),  # blocks that have finished this extend
         ("stop", np.uint32),  # reasons to end the launch: finished slots, a doorbell
         ("extends", np.uint32),  # since the launch began
         ("total_extends", np.uint32),
@@ -150,7 +149,7 @@ The first k are written, nearest first, padded with -1 and +inf.
 PROGRESS = np.dtype(
     [
         ("launches", np.uint32),  # SYNC POINT: number of ended launches, stored last, with release
-        ("extends", np.uint32),  # total of extends; a fused launch counts the maximum over its slots
+        ("extends", np.uint32),  # total of extends
         ("taken", np.uint32),  # at the end of a resident launch: entries taken from both rings,
         ("recorded", np.uint32),  # and records written
         ("unused", np.uint32, 12),
@@ -243,24 +242,15 @@ progress.launches is incremented; else the loop continues. `condition`: the hand
 the two kernels, set to 0 at the end of the launch; 0 without a loop: plain replay with limit 1.
 """
 
-EXTEND_FUSED = KernelSpec("extend_fused", FUSED_THREADS, (("limit", np.uint32), ("places", np.uint32)))
-"""Grid: bucket. Shared: `BatchShape.fused_shared_bytes`; the form is unavailable if the device's limit is lower. Up to
-`limit` extends of every active slot; a slot stops early when any slot has finished or the doorbell rings. Counts as one
-launch. `places`: in-flight row chunks per thread, from RING_PLACES."""
-
-EXTEND_FUSED_NEAR = KernelSpec("extend_fused_near", FUSED_THREADS, EXTEND_FUSED.arguments)
-"""The same for launches of several extends, with each slot's visited table in shared memory, copied there and back once
-per launch. Shared: `BatchShape.fused_near_shared_bytes`."""
-
 EXTEND_RESIDENT = KernelSpec(
     "extend_resident", RESIDENT_THREADS, (("entries", np.uint32), ("life_us", np.uint32), ("places", np.uint32))
 )
 """Grid: any; a block searches one slot at a time. Shared: `BatchShape.resident_shared_bytes`. `entries`: of a ring, and
-of the records. `places`: as in EXTEND_FUSED. Blocks exit, and the launch ends, `life_us` after their start or when the
-doorbell rings; slots in progress are recorded in their current state."""
+of the records. `places`: in-flight row chunks per thread, from RING_PLACES. Blocks exit, and the launch ends, `life_us`
+after their start or when the doorbell rings; slots in progress are recorded in their current state."""
 
 KERNELS = (
-    WRITE_SLOTS, COMPUTE_DISTANCES, MERGE_AND_GATHER, EXTEND_FUSED, EXTEND_FUSED_NEAR, EXTEND_RESIDENT,
+    WRITE_SLOTS, COMPUTE_DISTANCES, MERGE_AND_GATHER, EXTEND_RESIDENT,
 )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-// Extends of one slot by one block: keys, nodes and distances stay in shared memory between extends, and so does the visited
-// table if it is NEAR; all are loaded from and stored to the batch's memory once.
+// Extends of one slot by one block: keys, nodes, distances and the visited table stay in shared memory between extends; all are
+// loaded from and stored to the batch's memory once.
 //
 // Memory traffic: that of the stages, minus, except in the first and last extend, the tasks (12 bytes each) and the keys.
 #pragma once
@@ -16,10 +16,10 @@ struct SlotRun {
 
 // Extend a slot, whose head is `head`, until its query has finished, `limit` extends were made, or there is another reason
 // to stop: one thread calls stop.load() early in each extend, to hide the latency of its loads, and stop.reasons(the query's
-// extends) at its end. NEAR: the visited table is in shared memory, `table_words` long. `begins`: the query is new, only
-// its line is set. `places`: of a thread in the ring of rows, which overlaps the new keys, since these follow distances.
-// Returns the same to every thread.
-template <bool NEAR, class Stop>
+// extends) at its end. `table_words`: length of the visited table. `begins`: the query is new, only its line is set.
+// `places`: of a thread in the ring of rows, which overlaps the new keys, since these follow distances. Returns the same to
+// every thread.
+template <class Stop>
 __device__ inline SlotRun extend_slot(const Batch& batch, uint32 slot_number, Slot head, bool begins, uint32 table_words,
                                    uint32 places, uint32 limit, Stop stop, unsigned char* shared) {
     BlockScratch* scratch = reinterpret_cast<BlockScratch*>(shared);
@@ -31,16 +31,15 @@ __device__ inline SlotRun extend_slot(const Batch& batch, uint32 slot_number, Sl
     const Collection& collection = collection_at(batch, head.collection);
     const uint32 top_m = head.top_m, room = max(power_of_two(top_m), MERGE_KEYS);
     uint32* table = reinterpret_cast<uint32*>(keys + room);
-    uint32* nodes = NEAR ? table + table_words : table;
+    uint32* nodes = table + table_words;
     float* distances = reinterpret_cast<float*>(nodes + batch.slot_tasks);
-    uint32* visited = NEAR ? table : visited_at(batch, slot_number);
     fill_keys(keys, top_m, room);
     if (begins) {
-        head.task_count = begin_query(slot, head, collection, keys, visited, nodes, &gathering->node_count);
+        head.task_count = begin_query(slot, head, collection, keys, table, nodes, &gathering->node_count);
     } else {
         const uint64* stored = keys_at(batch, slot_number);
         const uint32* gathered = nodes_at(batch, slot_number);
-        if (NEAR) copy_visited(table, visited_at(batch, slot_number), head.visited_bits);
+        copy_visited(table, visited_at(batch, slot_number), head.visited_bits);
         for (uint32 i = threadIdx.x; i < top_m; i += blockDim.x) keys[i] = stored[i];
         for (uint32 i = threadIdx.x; i < head.task_count; i += blockDim.x) nodes[i] = gathered[i];
         __syncthreads();
@@ -59,7 +58,7 @@ __device__ inline SlotRun extend_slot(const Batch& batch, uint32 slot_number, Sl
         if (done)
             publish(batch, slot_number, slot, keys);
         else
-            head.task_count = gather_neighbors<1, false>(slot, head, collection, merged.parent_count, visited, nodes,
+            head.task_count = gather_neighbors<1, false>(slot, head, collection, merged.parent_count, table, nodes,
                                                          gathering);
         head.extends += 1;
         head.unchanged = merged.changed ? 0 : head.unchanged + 1;
@@ -74,7 +73,7 @@ __device__ inline SlotRun extend_slot(const Batch& batch, uint32 slot_number, Sl
         uint32* gathered = nodes_at(batch, number);
         for (uint32 i = threadIdx.x; i < top_m; i += blockDim.x) stored[i] = keys[i];
         for (uint32 i = threadIdx.x; i < head.task_count; i += blockDim.x) gathered[i] = nodes[i];
-        if (NEAR) copy_visited(visited_at(batch, number), table, head.visited_bits);
+        copy_visited(visited_at(batch, number), table, head.visited_bits);
     }
     if (threadIdx.x == 0) keep_tasks(batch, slot_number, slot, head.collection, head.task_count);
     return run;

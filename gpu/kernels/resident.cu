@@ -135,7 +135,7 @@ __device__ inline void serve(const Batch& batch, Queue* queue, uint32 entry, uin
     const uint32 limit = goal > head.extends ? ~0u : 0;
     __syncthreads();
     const SlotRun run =
-        extend_slot<true>(batch, slot_number, head, (entry & IS_NEW) != 0, table_words, places, limit, stop, shared);
+        extend_slot(batch, slot_number, head, (entry & IS_NEW) != 0, table_words, places, limit, stop, shared);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) record_slot(batch, queue, slot_number, head.extends + run.extends, run.reasons >= QUERY_DONE, entries);

@@ -30,6 +30,7 @@ from gpu.cuda.layout import EXTEND_RESIDENT, KERNELS
 from gpu.errors import DeviceError
 from tests.cuda.build_cache import build_once
 from tests.cuda.entry_points import DriverCallbacks
+from tests.cuda.workbench import IN_BLOCKS
 
 HERE = Path(__file__).parent
 _PROGRAM = "emulator"
@@ -54,7 +55,8 @@ _HEAD = struct.Struct("<IIQQQ")
 _PAUSE_S = 100e-6
 LOOK_NS = 20_000
 """For the engine's `fault_poll_ns`: a host that asks the emulated device soon leaves it the core while it waits."""
-_NAMES = [kernel.name for kernel in KERNELS]
+_KERNELS = (*KERNELS, IN_BLOCKS)
+_NAMES = [kernel.name for kernel in _KERNELS]
 _C_NAMES: dict[type, str] = {np.uint32: "uint32", np.uint64: "uint64"}
 
 
@@ -100,13 +102,14 @@ def emulator(sanitizers: tuple[str, ...] = SANITIZERS, source: str | None = None
 
 
 def _unit(source: str) -> str:
-    return "\n".join(('#include "fibers.h"', source, _dispatch(), '#include "emulator.cpp"'))
+    blocks = (HERE / "blocks.cu").read_text()
+    return "\n".join(('#include "fibers.h"', source, blocks, _dispatch(), '#include "emulator.cpp"'))
 
 
 def _dispatch() -> str:
-    """Return C that calls a kernel by its number in KERNELS."""
+    """Return C that calls a kernel by its number in _KERNELS."""
     cases = []
-    for number, kernel in enumerate(KERNELS):
+    for number, kernel in enumerate(_KERNELS):
         types = ["Batch", *(_C_NAMES[kind] for _, kind in kernel.arguments)]
         values = ", ".join(f"*static_cast<const {kind}*>(arguments[{i}])" for i, kind in enumerate(types))
         cases.append(f"case {number}: return {kernel.name}({values});")

@@ -30,9 +30,6 @@ class ScriptedDevice:
             limit, condition = int(launch.arguments[1].value), int(launch.arguments[2].value)
             assert condition == launch.handle
             self._extend(batch, launch.grid.x, limit, condition)
-        elif launch.kernel in ("extend_fused", "extend_fused_near"):
-            while not self._extend(batch, launch.grid.x, int(launch.arguments[1].value), 0):
-                pass
 
     def slots(self, batch: Any) -> Any:
         """Return SLOT [slots]: the heads in device memory."""

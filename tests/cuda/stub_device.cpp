@@ -11,7 +11,7 @@
 namespace {
 
 Batch batch;
-uintptr_t write_slots, merge, fused[2];
+uintptr_t write_slots, merge;
 unsigned limit = 1;  // extends of a launch
 unsigned turn_us = std::getenv("STUB_CUDA_TURN_US") ? std::atoi(std::getenv("STUB_CUDA_TURN_US")) : 0;
 unsigned slots;  // slots ever written to
@@ -43,14 +43,11 @@ extern "C" {
 void stub_kernel(uintptr_t function, const char* name) {
     if (!std::strcmp(name, "write_slots")) write_slots = function;
     if (!std::strcmp(name, "merge_and_gather")) merge = function;
-    if (!std::strcmp(name, "extend_fused")) fused[0] = function;
-    if (!std::strcmp(name, "extend_fused_near")) fused[1] = function;
 }
 
 void stub_launched(uintptr_t function, unsigned grid, void** arguments) {
     batch = *static_cast<const Batch*>(arguments[0]);  // the first argument of every kernel
-    if (function == merge || function == fused[0] || function == fused[1])
-        limit = *static_cast<const unsigned*>(arguments[1]);
+    if (function == merge) limit = *static_cast<const unsigned*>(arguments[1]);
     if (function != write_slots) return;
     const Command* command = at<const Command>(*static_cast<const uint64*>(arguments[1]));
     for (unsigned i = 0; i < grid; i++, command++) {

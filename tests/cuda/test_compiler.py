@@ -21,14 +21,12 @@ from tests.cuda.emulation import require_compiler
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 # Register limits of the kernels on sm_80 and sm_90; none may spill. A multiprocessor has 65,536 registers:
-# with 96 it runs 20 warps of merge_and_gather, one slot each; extend_fused has one block of 512 threads, which 128
-# registers each fill, extend_resident two blocks of 256 threads, or four of 128.
+# with 96 it runs 20 warps of merge_and_gather, one slot each; extend_resident has two blocks of 256 threads, or four
+# of 128, which 128 registers each fill.
 REGISTERS = {
     "write_slots": 40,
     "compute_distances": 64,
     "merge_and_gather": 96,
-    "extend_fused": 128,
-    "extend_fused_near": 128,
     "extend_resident": 128,
 }
 REGISTERS_LATER = dict.fromkeys(REGISTERS, 128)  # on sm_100 and sm_120: not tuned

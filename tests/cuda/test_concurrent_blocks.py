@@ -31,10 +31,6 @@ FAULTS = {
     "shares of tasks overlap": (
         "/ WARP * share, total);", "/ WARP * share / ({selected} ? 2 : 1), total);",
     ),
-    "reasons to stop are read by a plain load": (
-        "others = load_system(&at<Counters>(batch.counters)->stop);",
-        "others = {selected} ? at<Counters>(batch.counters)->stop : load_system(&at<Counters>(batch.counters)->stop);",
-    ),
 }  # fmt: skip
 
 # Faults of the resident kernel.
@@ -64,7 +60,7 @@ def thread_sanitizer(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def search(driver: EmulatedDriver, seed: int) -> None:
-    """Check searches of several slots, by staged and fused launches alternately, against the reference."""
+    """Check searches of several slots, by stages and in blocks alternately, against the reference."""
     random = np.random.default_rng(seed)
     data = random_index(random, 200, "l2", "float32", 8, 12)
     bench = Workbench(driver, [data], Limits(slots=SLOTS))
@@ -75,7 +71,7 @@ def search(driver: EmulatedDriver, seed: int) -> None:
     number = 0
     while not all(bench.done(slot) for slot in range(SLOTS)):
         if number % 2:
-            bench.extend_fused(LIMIT, near=number % 4 == 1)
+            bench.extend_in_blocks(LIMIT)
         else:
             bench.stages(SLOTS, 3, LIMIT, 0)
         number += 1

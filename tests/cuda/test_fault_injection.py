@@ -36,7 +36,7 @@ BARRIERS = {
 
 
 def run(driver: EmulatedDriver, seed: int) -> bool:
-    """Return whether a small batch, by staged and fused launches alternately, matches the reference.
+    """Return whether a small batch, by stages and in blocks alternately, matches the reference.
 
     A warp merges the top_m of one slot, the block that of the other.
     """
@@ -48,7 +48,7 @@ def run(driver: EmulatedDriver, seed: int) -> bool:
     for slot, query in enumerate(queries):
         bench.admit(slot, query, wanted[slot], slot)
     for number in range(60):
-        (bench.extend if number % 2 else bench.extend_fused)()
+        (bench.extend if number % 2 else bench.extend_in_blocks)()
         for slot, query in enumerate(queries):
             if bench.done(slot):
                 ids, distances, extends = search_reference(data[slot], query, wanted[slot])
@@ -60,7 +60,7 @@ def run(driver: EmulatedDriver, seed: int) -> bool:
 
 
 def run_long_rows(driver: EmulatedDriver, seed: int, places: int) -> bool:
-    """Like `run` for one fused query over rows of several pieces, with `places` for copies in flight."""
+    """Like `run` for one query in a block over rows of several pieces, with `places` for copies in flight."""
     random = np.random.default_rng(seed)
     vectors = checked_vectors(exact_vectors(random, 201, 200), "l2")
     edges = random.integers(200, size=(200, 8), dtype=np.uint32)
@@ -68,7 +68,7 @@ def run_long_rows(driver: EmulatedDriver, seed: int, places: int) -> bool:
     bench, wanted = Workbench(driver, [data], Limits(slots=1)), SearchParams(k=12, top_m=40, search_width=8)
     bench.admit(0, vectors[200], wanted)
     for _ in range(60):
-        bench.extend_fused(places=places)
+        bench.extend_in_blocks(places=places)
         if bench.done(0):
             ids, distances, _ = search_reference(data, vectors[200], wanted)
             return bench.result(0, 12) == (ids.tolist(), distances.tolist())

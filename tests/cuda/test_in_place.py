@@ -21,7 +21,7 @@ from tests.gpu.reference import search_reference
 DIM, PARAMS = 16, SearchParams(k=10, top_m=32, search_width=1)
 INDEX = GraphIndex.build(clustered(np.random.default_rng(1), 900, DIM), metric="l2", degree=8, neighbor_codes=False)
 BARE = GraphIndex(replace(INDEX.data, graph=INDEX.data.graph[:, :0], codes=None))  # rows that are scanned
-FORMS = ["plain", "loop", "fused", "resident"]
+FORMS = ["plain", "loop", "resident"]
 
 
 def queries(count: int, seed: int = 5) -> FloatArray:
@@ -108,7 +108,7 @@ def test_vectors_in_place_and_on_the_host_get_the_same_answers_side_by_side(form
 
 @pytest.mark.parametrize(
     ("form", "wrong"),
-    [("plain", np.nan), ("loop", np.nan), ("fused", np.inf), ("resident", 1e30), ("resident", np.nan)],
+    [("plain", np.nan), ("loop", np.inf), ("resident", 1e30), ("resident", np.nan)],
 )
 def test_an_invalid_vector_ends_its_query_alone_with_the_hosts_error(
     form: str, wrong: float, new_driver: NewDriver
@@ -133,7 +133,7 @@ def test_an_invalid_vector_ends_its_query_alone_with_the_hosts_error(
     setup.engine.close()
 
 
-@pytest.mark.parametrize("form", ["fused", "resident"])
+@pytest.mark.parametrize("form", ["loop", "resident"])
 def test_a_paused_query_resumes_though_its_vector_has_changed_since(form: str, new_driver: NewDriver) -> None:
     setup = InPlace(new_driver(), form, slots=2)
     setup.engine.interrupt_when(lambda: True)

@@ -20,9 +20,8 @@ Extend = Callable[[Workbench], None]
 WAYS: dict[str, Extend] = {
     "staged": lambda bench: bench.extend(),
     "staged, by one block": lambda bench: bench.extend(blocks=1),
-    "fused": lambda bench: bench.extend_fused(),
-    "fused, with few places for rows": lambda bench: bench.extend_fused(places=layout.RING_PLACES[-1]),
-    "fused, with a visited table in shared memory": lambda bench: bench.extend_fused(near=True),
+    "in blocks": lambda bench: bench.extend_in_blocks(),
+    "in blocks, with few places for rows": lambda bench: bench.extend_in_blocks(places=layout.RING_PLACES[-1]),
 }
 
 
@@ -134,7 +133,7 @@ def test_sums_are_folded_in_the_documented_order(dtype: str, chunk: int, dim: in
     )  # numpy's order of summation rounds differently
 
 
-@pytest.mark.parametrize("way", ["staged", "fused"])
+@pytest.mark.parametrize("way", ["staged", "in blocks"])
 def test_overflow_of_a_one_sector_visited_table_does_not_change_results(way: str, new_driver: NewDriver) -> None:
     random = np.random.default_rng(5)
     data = random_index(random, 300, "l2", "float32", 12, 10)
@@ -170,7 +169,7 @@ def test_a_missing_neighbour_is_skipped(new_driver: NewDriver) -> None:
     query = exact_vectors(random, 1)[0]
     bench = Workbench(new_driver(), [data], Limits(slots=1))
     bench.admit(0, query, SearchParams())
-    run_to_the_end(bench, [0], WAYS["fused"])
+    run_to_the_end(bench, [0], WAYS["in blocks"])
     assert bench.result(0, 10)[0] == search_reference(data, query, SearchParams())[0].tolist()
 
 
@@ -236,7 +235,7 @@ def test_inactive_slots_and_slots_outside_the_bucket_are_untouched(new_driver: N
     bench.extend(bucket=3)
     assert [int(bench.slot(slot)["extends"]) for slot in range(4)] == [1, 0, 0, 0]
     bench.command(1, layout.ACTIVE)
-    bench.extend_fused()
+    bench.extend_in_blocks()
     assert [int(bench.slot(slot)["extends"]) for slot in range(4)] == [2, 1, 0, 1]
 
 

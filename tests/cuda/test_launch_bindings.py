@@ -98,7 +98,7 @@ def test_memory_is_allocated_filled_copied_and_freed(stub: Stub) -> None:
 
 def test_a_launch_passes_grid_block_shared_memory_and_arguments(stub: Stub) -> None:
     script = OPEN + (
-        "kernel = driver.kernel(driver.load_module(b'image'), 'extend_fused', 60000)\n"
+        "kernel = driver.kernel(driver.load_module(b'image'), 'extend_resident', 60000)\n"
         "arguments = (ctypes.c_uint64(5), ctypes.c_uint32(6))\n"
         "driver.launch(stream, kernel, Dim(3), Dim(128), arguments, 60000)\n"
         "print(kernel, stream, driver.idle(stream))\n"
@@ -108,7 +108,7 @@ def test_a_launch_passes_grid_block_shared_memory_and_arguments(stub: Stub) -> N
     assert idle == "True"
     assert calls[-5:-1] == [
         "cuModuleLoadData image",
-        f"cuModuleGetFunction {kernel} extend_fused",
+        f"cuModuleGetFunction {kernel} extend_resident",
         f"cuFuncLoad {kernel} 0 0 0",
         f"cuFuncSetAttribute {kernel} 8 60000 0",
     ]

@@ -111,9 +111,8 @@ def test_tickets_wrap_around_without_becoming_zero() -> None:
     assert setup.engine.handle.host.next_ticket == 3
 
 
-@pytest.mark.parametrize("form", ["loop", "fused"])
-def test_a_launch_of_several_extends_ends_at_its_limit_or_when_a_slot_is_done(form: Any) -> None:
-    setup = Setup(length=10, extends_per_launch=4, form=form)
+def test_a_launch_of_several_extends_ends_at_its_limit_or_when_a_slot_is_done() -> None:
+    setup = Setup(length=10, extends_per_launch=4)
     (slot,) = setup.admit()
     finished, counts = [], []
     for _ in range(3):

@@ -68,26 +68,9 @@ def test_a_conditional_loop_is_captured_around_the_two_kernels(index: GraphIndex
         assert graph[1].arguments[1].value == 16
 
 
-@pytest.mark.parametrize(
-    ("limit", "shared_bytes", "kernel"),
-    [(4, 227 * 1024, "extend_fused_near"), (4, 40_000, "extend_fused"), (1, 227 * 1024, "extend_fused")],
-)
-def test_a_fused_launch_is_one_kernel_and_long_launches_keep_visited_tables_in_shared_memory(
-    limit: int, shared_bytes: int, kernel: str, index: GraphIndex
-) -> None:
-    driver = RecordingDriver(max_shared_bytes=shared_bytes)
-    engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=limit, form="fused")
-    assert engine.forms == {1: "fused", 8: "fused"}
-    assert not engine.fallback_reason
-    for bucket, (fused,) in zip((1, 8), graphs(driver), strict=True):
-        assert (fused.kernel, fused.grid.x, fused.block.x) == (kernel, bucket, layout.FUSED_THREADS)
-        assert fused.arguments[1].value == limit
-        assert fused.shared_bytes <= shared_bytes
-
-
-@pytest.mark.parametrize("form", ["loop", "fused", None])
+@pytest.mark.parametrize("form", ["loop", None])
 def test_plain_replay_is_the_fallback_on_a_limited_device(index: GraphIndex, form: Any) -> None:
-    driver = RecordingDriver(can_loop=False, max_shared_bytes=35_000)
+    driver = RecordingDriver(can_loop=False)
     engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=4, form=form)
     assert (engine.forms, engine.extends_per_launch) == ({1: "plain", 8: "plain"}, 1)
     assert [len(graph) for graph in graphs(driver)] == [2, 2]

@@ -19,6 +19,9 @@ from gpu.index.rows import aligned_empty, padded
 from gpu.params import SearchParams
 from tests.gpu.reference import true_distances
 
+IN_BLOCKS = KernelSpec("extend_in_blocks", layout.RESIDENT_THREADS, (("limit", np.uint32), ("places", np.uint32)))
+"""A kernel of the emulated device only (blocks.cu)."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -136,10 +139,11 @@ class Workbench:
             partial(self.launch, merge, bucket, self.shape.merge_shared_bytes, *ends),
         ]
 
-    def extend_fused(self, limit: int = 1, near: bool = False, places: int = layout.RING_PLACES[0]) -> None:
-        kernel = layout.EXTEND_FUSED_NEAR if near else layout.EXTEND_FUSED
-        shared_bytes = (self.shape.fused_near_shared_bytes if near else self.shape.fused_shared_bytes)(places)
-        self.launch(kernel, self.shape.slots, shared_bytes, *kernel.argument_values(limit=limit, places=places))
+    def extend_in_blocks(self, limit: int = 1, places: int = layout.RING_PLACES[0]) -> None:
+        """Make up to `limit` extends of each slot, in a block."""
+        shared_bytes = self.shape.block_shared_bytes(places) + 4 * self.shape.visited_stride
+        numbers = IN_BLOCKS.argument_values(limit=limit, places=places)
+        self.launch(IN_BLOCKS, self.shape.slots, shared_bytes, *numbers)
         self.driver.synchronise(self.stream)
 
     def stay(self, blocks: int, life_us: int, places: int = layout.RING_PLACES[0]) -> None:

@@ -13,7 +13,7 @@ from gpu.cuda.graphs import LaunchForm
 from gpu.errors import DeviceUnavailable
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
 
-FORMS: tuple[LaunchForm, ...] = ("plain", "loop", "fused", "resident")
+FORMS: tuple[LaunchForm, ...] = ("plain", "loop", "resident")
 
 
 @dataclass(frozen=True)

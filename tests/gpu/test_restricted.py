@@ -112,7 +112,7 @@ KINDS = [
     for part in (0.5, 0.1, 0.02, 0.002)
     if (backend.device == "cpu" and (part in (0.5, 0.002) or metric == "l2"))
     or (metric == "ip" and part in (0.5, 0.002))
-    or (backend.form, part) == ("fused", 0.5)
+    or (backend.form, part) == ("loop", 0.5)
 ]
 
 

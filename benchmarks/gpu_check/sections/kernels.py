@@ -11,23 +11,23 @@ from benchmarks.gpu_check.report import Outcome, micros
 from benchmarks.gpu_check.setup import Setup
 
 _EXTENDS, _ROUNDS = 4, 5
-_FUSED_SLOTS = 128
+_FEWER_SLOTS = (128, 1)
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """Measure full batches with two kernels, and smaller ones with the fused kernel."""
-    cases = ((setup.slots, False), (_FUSED_SLOTS, True), (1, True))
+    """Measure both kernels over full batches and smaller ones."""
+    cases = (setup.slots, *_FEWER_SLOTS)
     if not setup.on_gpu:
-        for slots, fused in cases:
-            outcome.add(f"{slots} slots, {'one kernel' if fused else 'each kernel'}", "skipped: no GPU")
+        for slots in cases:
+            outcome.add(f"{slots} slots, each kernel", "skipped: no GPU")
         return
     copy = copy_bytes_s(setup.device)
     row_bytes = int(setup.index.data.rows.codes.strides[0])
     outcome.data |= {"copy_bytes_s": 2 * copy, "row_bytes": row_bytes, "stages": {}}
-    for slots, fused in cases:
-        found = _measure(setup, slots, fused)
-        outcome.data["stages"][f"{slots}, {'fused' if fused else 'plain'}"] = add_times(outcome, slots, found)
-        if not fused:
+    for slots in cases:
+        found = _measure(setup, slots)
+        outcome.data["stages"][str(slots)] = add_times(outcome, slots, found)
+        if slots == setup.slots:
             bytes_s = distance_bytes_s(found, row_bytes)
             outcome.add("… rows read", f"{bytes_s / 1e9:,.0f} GB/s, {bytes_s / (2 * copy):.1%} of the copy")
             outcome.data["distance_bytes_s"] = bytes_s
@@ -48,7 +48,7 @@ def distance_bytes_s(found: Sequence[StageTimes], row_bytes: int) -> float:
     return sum(one.rows for one in found) * row_bytes / seconds
 
 
-def _measure(setup: Setup, slots: int, fused: bool) -> list[StageTimes]:
+def _measure(setup: Setup, slots: int) -> list[StageTimes]:
     """Time extends that advance all slots; the first round is a warm-up."""
     with closing(setup.cuda_engine(slots)) as engine:
         queries = np.resize(setup.data.queries, (slots * (_ROUNDS + 1), setup.index.dim))
@@ -57,7 +57,7 @@ def _measure(setup: Setup, slots: int, fused: bool) -> list[StageTimes]:
             batch = queries[number * slots : (number + 1) * slots]
             held = [engine.admit(query, setup.params, "docs") for query in batch]
             engine.extend()  # untimed: the first one scores the seeds
-            times = [time_stages(engine, fused) for _ in range(_EXTENDS)]
+            times = [time_stages(engine) for _ in range(_EXTENDS)]
             found += [one for one in times if number and one.slots == slots]
             for slot in held:
                 engine.release(slot)

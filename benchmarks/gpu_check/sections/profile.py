@@ -14,7 +14,7 @@ from benchmarks.gpu_check.setup import Setup
 from benchmarks.gpu_check.time_limit import Skipped
 
 _TOOLKIT = "/usr/local/cuda/bin"
-_KERNELS = "compute_distances|merge_and_gather|extend_fused"
+_KERNELS = "compute_distances|merge_and_gather"
 _METRICS = {
     "gpu__time_duration.sum": "time",
     "dram__bytes_read.sum": "read from memory",
@@ -27,7 +27,7 @@ _SECONDS = 60.0
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """Run the small run under ncu in both forms; report medians over its launches. Raises Skipped without ncu."""
+    """Run the small run under ncu; report medians over its launches. Raises Skipped without ncu."""
     small = [sys.executable, "-m", "benchmarks.gpu_check.sections.small_run", setup.device]
     if not setup.on_gpu:
         outcome.add("ncu", "skipped: no GPU")
@@ -35,19 +35,18 @@ def check(setup: Setup, outcome: Outcome) -> None:
     ncu = shutil.which("ncu") or shutil.which("ncu", path=_TOOLKIT)
     if ncu is None:
         raise Skipped(f"no ncu on the PATH or in {_TOOLKIT}")
-    for form in ("plain", "fused"):
-        command = [ncu, "--csv", "--graph-profiling", "node", "--kernel-name", f"regex:{_KERNELS}"]
-        command += ["--launch-count", str(_LAUNCHES), "--metrics", ",".join(_METRICS), *small, form]
-        done = subprocess.run(
-            command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
-        if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
-            raise Skipped("ncu is not allowed to read the GPU's counters (ERR_NVGPUCTRPERM)")
-        assert done.returncode == 0, f"ncu ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}"
-        counted = medians(done.stdout)
-        outcome.data[form] = counted
-        for kernel, values in counted.items():
-            outcome.add(f"{kernel}, {form}", "; ".join(f"{what} {value}" for what, value in values.items()))
+    command = [ncu, "--csv", "--graph-profiling", "node", "--kernel-name", f"regex:{_KERNELS}"]
+    command += ["--launch-count", str(_LAUNCHES), "--metrics", ",".join(_METRICS), *small, "plain"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=_SECONDS, check=False
+    )
+    if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
+        raise Skipped("ncu is not allowed to read the GPU's counters (ERR_NVGPUCTRPERM)")
+    assert done.returncode == 0, f"ncu ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}"
+    counted = medians(done.stdout)
+    outcome.data["plain"] = counted
+    for kernel, values in counted.items():
+        outcome.add(kernel, "; ".join(f"{what} {value}" for what, value in values.items()))
 
 
 def medians(text: str) -> dict[str, dict[str, str]]:

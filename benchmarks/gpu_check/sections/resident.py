@@ -1,4 +1,4 @@
-"""The resident kernel against staged and fused launches: a single query, all at once, and Poisson arrivals.
+"""The resident kernel against launches of its stages: a single query, all at once, and Poisson arrivals.
 
 Queries arrive at 60% of cuVS's full-batch rate if it was measured, else at 60% of the staged form's.
 """
@@ -17,7 +17,6 @@ from gpu import Engine
 SHARE = 0.6
 _FORMS: dict[str, dict[str, Any]] = {
     "staged": {"form": "plain"},
-    "fused": {"form": "fused", "extends_per_launch": 16},
     "resident": {"form": "resident", "extends_per_launch": 1024},
 }
 _LIMIT_S = 4.0

@@ -11,7 +11,7 @@ from benchmarks.gpu_check.setup import Setup
 from benchmarks.gpu_check.time_limit import Skipped
 
 _TOOLS = ("memcheck", "racecheck", "synccheck")
-_FORMS = ("plain", "fused", "resident")
+_FORMS = ("plain", "resident")
 _SECONDS = 15
 """Time limit of a run; all tools run at once, and most of a run's time is its imports."""
 _TOOLKIT = "/usr/local/cuda/bin"

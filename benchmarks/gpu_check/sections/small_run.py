@@ -1,6 +1,6 @@
 """A few queries over a small index, run under compute-sanitizer and ncu.
 
-python -m benchmarks.gpu_check.sections.small_run DEVICE plain|fused|resident
+python -m benchmarks.gpu_check.sections.small_run DEVICE plain|resident
 """
 
 import signal
@@ -31,18 +31,18 @@ def main(device: str, form: str) -> None:
 
 
 def engine_of(device: str, form: str, collections: dict[str, GraphIndex]) -> Engine:
-    """Open an engine with this launch form; by default so few slots are fused."""
+    """Open an engine with this launch form."""
     if device == CPU:
         return open_engine(device, collections, slots=8, max_top_m=64)
     from gpu.cuda.engine import CudaEngine
 
-    per_launch = {"plain": 1, "fused": 4, "resident": 1024}[form]
+    per_launch = {"plain": 1, "resident": 1024}[form]
     return CudaEngine.open(device, collections, slots=8, max_top_m=64, extends_per_launch=per_launch, form=form)
 
 
 if __name__ == "__main__":
     signal.alarm(30)  # a tool that is stopped leaves it running
     device, form = sys.argv[1:]
-    if form not in ("plain", "fused", "resident"):
+    if form not in ("plain", "resident"):
         sys.exit(__doc__)
     main(device, form)

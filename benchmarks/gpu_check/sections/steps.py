@@ -35,7 +35,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
     for what, seconds in (("host time a step, all slots in use", step_s), ("… a query", query_s)):
         outcome.add(what, micros(seconds) if setup.on_gpu else "skipped: no GPU")
     outcome.data["forms"]["shipped"] = _form(shipped)
-    for form, limit in (("plain", 1), ("loop", _LAUNCH), ("fused", _LAUNCH)):
+    for form, limit in (("plain", 1), ("loop", _LAUNCH)):
         what = f"{limit} extends a launch, {form}"
         if not setup.on_gpu:
             outcome.add(what, "skipped: no GPU")
