@@ -42,15 +42,6 @@ def export(directory: Path) -> list[Path]:
     return [directory / name for name in _render_files()]
 
 
-def stale(directory: Path = GENERATED) -> list[str]:
-    """Return the names of files that are missing in `directory` or differ from the code."""
-    return [
-        name
-        for name, text in _render_files().items()
-        if not (path := directory / name).is_file() or path.read_text(encoding="utf-8") != text
-    ]
-
-
 def _render_files() -> dict[str, str]:
     boards = {
         f"{uid}.json": json.dumps(board, indent=1, ensure_ascii=False) + "\n" for uid, board in all_dashboards().items()

@@ -22,32 +22,18 @@ def export(
 
 
 @dashboards_app.command()
-def check(
-    directory: Annotated[Path, typer.Option("--dir", help="Directory of the exported files.")] = provisioning.GENERATED,
-) -> None:
-    """Check that exported files match this version. Exits with 1 if any is missing or differs."""
-    stale = provisioning.stale(directory)
-    for name in stale:
-        print(f"{directory / name}: missing or out of date")
-    raise typer.Exit(1 if stale else 0)
-
-
-@dashboards_app.command()
 def push(
     url: Annotated[str, typer.Option(envvar="GRAFANA_URL", help="URL of Grafana.")],
     folder: Annotated[str, typer.Option(help="Title of the folder.")] = "Trinity",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes without writing them.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if there are changes; write nothing.")] = False,
 ) -> None:
     """Push the dashboards to Grafana; unchanged ones are skipped.
 
     Credentials: environment variables GRAFANA_TOKEN, or GRAFANA_USER and GRAFANA_PASSWORD.
     """
     pusher = Pusher(url, _credential(), folder)
-    changes = pusher.changes() if dry_run or check else pusher.push()
-    for change in changes:
+    for change in pusher.changes() if dry_run else pusher.push():
         print(f"{change.action:11} {change.item}")
-    raise typer.Exit(1 if check and any(change.needed for change in changes) else 0)
 
 
 def _credential() -> Credential:

@@ -85,12 +85,11 @@ def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch: pytest.
         Pusher("http://x", TOKEN)
 
 
-def test_check_and_dry_run_do_not_write(grafana: GrafanaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_does_not_write(grafana: GrafanaServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAFANA_TOKEN", TOKEN)
-    push = ["dashboards", "push", "--url", grafana.url]
-    rehearsed = CliRunner().invoke(command_line(), [*push, "--dry-run"])
+    command = ["dashboards", "push", "--url", grafana.url]
+    rehearsed = CliRunner().invoke(command_line(), [*command, "--dry-run"])
     assert (rehearsed.exit_code, rehearsed.output.count("create")) == (0, 3)
-    assert CliRunner().invoke(command_line(), [*push, "--check"]).exit_code == 1
     assert grafana.writes == []
-    assert CliRunner().invoke(command_line(), push).exit_code == 0
-    assert CliRunner().invoke(command_line(), [*push, "--check"]).exit_code == 0
+    assert CliRunner().invoke(command_line(), command).exit_code == 0
+    assert grafana.writes == EVERYTHING
