@@ -12,7 +12,7 @@ from typing import Literal
 
 from dashboards import queries as q
 from runtime.node.metrics.worker_metrics import DecodeMetrics, KvMetrics, PoolMetrics, RetrievingMetrics
-from runtime.node.supervisor_metrics import ControlMetrics, GpuMetrics, NodeMetrics, ProcessMetrics
+from runtime.node.supervisor_metrics import ControlMetrics, NodeMetrics, ProcessMetrics
 
 RUNBOOK = "docs/runbook.md"
 
@@ -32,17 +32,13 @@ class Condition:
 
 @dataclass(frozen=True)
 class Alert:
-    """Fires if all `conditions` hold for `for_s` seconds. "page" is urgent, "ticket" is not.
-
-    `needs_gpu`: has no data without an NVIDIA driver.
-    """
+    """Fires if all `conditions` hold for `for_s` seconds. "page" is urgent, "ticket" is not."""
 
     name: str
     conditions: Sequence[Condition]
     for_s: float
     severity: Literal["page", "ticket"]
     summary: str
-    needs_gpu: bool = False
 
     @property
     def expr(self) -> str:
@@ -199,14 +195,6 @@ def alerts(scale: float = 1.0) -> list[Alert]:
             300 * scale,
             "page",
             "{{ $labels.node }} has less than 5 % of its memory left",
-        ),
-        Alert(
-            "TrinityGPUMemoryFull",
-            [Condition(f"{GpuMetrics.MEMORY_USED} / {GpuMetrics.MEMORY}", ">", 0.97)],
-            300 * scale,
-            "ticket",
-            "GPU {{ $labels.gpu }} of {{ $labels.node }} has less than 3 % of its memory left",
-            needs_gpu=True,
         ),
     ]
 

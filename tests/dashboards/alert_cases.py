@@ -153,10 +153,4 @@ CASES: dict[str, Case] = {
         quiet={f"trinity_node_memory_available_bytes{{{NODE}}}": constant(6)},
         common={f"trinity_node_memory_bytes{{{NODE}}}": constant(100)},
     ),
-    "TrinityGPUMemoryFull": Case(
-        fires={f'trinity_gpu_memory_used_bytes{{{NODE},gpu="0"}}': constant(98)},
-        quiet={f'trinity_gpu_memory_used_bytes{{{NODE},gpu="0"}}': constant(96)},
-        labels={"node": "n", "gpu": "0"},
-        common={f'trinity_gpu_memory_bytes{{{NODE},gpu="0"}}': constant(100)},
-    ),
 }
