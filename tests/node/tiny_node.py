@@ -3,7 +3,6 @@
 The supervisor runs in a process that is forked from one with all imports done; its workers run `tiny_worker.py`.
 """
 
-import itertools
 import json
 import logging
 import multiprocessing
@@ -160,10 +159,3 @@ serve_where_sigint_is_ignored = partial(
     serve, handlers={signal.SIGINT: signal.SIG_IGN}
 )  # as in a script's background job
 serve_in_a_terminal = partial(serve, handlers={signal.SIGHUP: signal.SIG_DFL})  # however the tests were started
-
-
-def serve_with_a_wall_clock_that_jumps(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
-    """Variant of `serve` in which `time.time` jumps a day forwards or backwards with every call."""
-    wall, days = time.time, itertools.cycle((86_400.0, -86_400.0, 0.0))
-    time.time = lambda: wall() + next(days)
-    serve(config, orders, log, command)
