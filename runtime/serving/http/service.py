@@ -38,7 +38,6 @@ from runtime.serving.http.ranking import Ranker
 from runtime.serving.http.response_memory import MAX_UNSENT_BYTES
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.routes.tokenize import Tokens
-from runtime.serving.http.time_limit import TimeLimit
 from runtime.serving.messages import Retrieval
 
 log = logging.getLogger(__name__)
@@ -105,7 +104,7 @@ class Searches:
         self._source = source
         self._traces = traces
         self.limit = FairLimit(limit, "searches")
-        self._time = TimeLimit(timeout_s)
+        self._timeout_s = timeout_s
         self._on_ended = on_ended
 
     async def run(
@@ -156,16 +155,16 @@ class Searches:
 
     async def _search(self, query: Query, request_id: str, reserve: Callable[[int], None]) -> FoundPassages:
         try:
-            with self._time.limit():
+            async with asyncio.timeout(self._timeout_s):
                 found = await self._source.search(
                     query,
                     on_embedded=partial(self._traces.stamp, request_id, stages.EMBEDDED),
                     on_read=lambda size: reserve(2 * size),  # the passages, and the response with them
-                    timeout_s=self._time.seconds,
+                    timeout_s=self._timeout_s,
                 )
                 return FoundPassages.of(found)
         except TimeoutError:
-            raise DeadlineExceeded(f"the search took longer than its limit of {self._time.seconds:g} s") from None
+            raise DeadlineExceeded(f"the search took longer than its limit of {self._timeout_s:g} s") from None
 
 
 class CollectionCatalogue(Protocol):
