@@ -16,7 +16,7 @@ from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.description import KEYWORDS, read_description
+from runtime.retrieval.collections.description import KEYWORDS
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.passages import Passage, ignore_size
 from runtime.retrieval.retrieval_steps import RetrievalResult
@@ -121,7 +121,7 @@ def test_keyword_results_are_of_the_build_that_answers(tmp_path: Path, make_pool
         until(lambda: ask(asker, "n78", hybrid=1.0)[0].id == "g2-78")
 
 
-def test_an_altered_keyword_index_is_detected(tmp_path: Path) -> None:
+def test_an_altered_keyword_index_is_detected(tmp_path: Path, make_pool: MakePool) -> None:
     build(tmp_path / "docs")
     Collection.verify(tmp_path / "docs")
     path = tmp_path / "docs" / "segments/0" / KEYWORDS
@@ -130,9 +130,10 @@ def test_an_altered_keyword_index_is_detected(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(CollectionError, match=r"keywords\.sqlite is damaged"):
         Collection.verify(tmp_path / "docs")
-    registry, identity = CollectionRegistry(plan_of(tmp_path / "docs")), read_description(tmp_path / "docs").identity
-    until(lambda: bool(registry.unavailable), lambda: registry.follow("docs", (identity,)))
-    assert "keywords.sqlite is damaged" in registry.unavailable["docs"]
+    plan = plan_of(tmp_path / "docs")
+    make_pool(plan).start()
+    with retriever(plan) as asker:
+        until(lambda: "keywords.sqlite is damaged" in asker.client.unavailable.get("docs", ""), asker.poll)
 
 
 def test_asyncio_searches_return_the_same_results(plan: NodePlan, make_pool: MakePool) -> None:
