@@ -39,10 +39,9 @@ def search(
     demanded = state.description.demanded
     if demanded is not None and not binds(filter, demanded):
         raise InvalidRequest(f"this collection demands a filter that binds {demanded!r} by eq or in", "filter")
-    with state.lock:
-        if filter is not None:
-            check_filter(filter, state.schema)
-        found = state.snapshot()
+    if filter is not None:
+        check_filter(filter, state.schema)  # which only grows
+    found = state.snapshot()
     *allowed, growing = found.passing(filter, BoundedWork())
     try:
         parts = []

@@ -188,8 +188,9 @@ class State:
     def snapshot(self) -> "Snapshot":
         """Return one state of all rows. Evaluate filters over it, not under the lock, which others need."""
         with self.lock:
-            alive = [part.snapshot_alive() for part in self.parts]
-            return Snapshot(self.segments, self.growing, alive, [part.count == part.size for part in self.parts])
+            parts = self.parts
+            alive = [part.snapshot_alive() for part in parts]
+            return Snapshot(self.segments, self.growing, alive, [part.count == part.size for part in parts])
 
     def rows_passing(self, filter: Filter, work: Work | None = None) -> Rows:
         """Return the rows that are not deleted and pass a filter, int64. Raises `InvalidFilter`."""
