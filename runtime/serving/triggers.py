@@ -19,9 +19,11 @@ import numpy.typing as npt
 from runtime.errors import InvalidRequest
 from runtime.node.retrieval_config import TRIGGERS, installed_triggers
 from runtime.retrieval.passages import Passage
-from runtime.serving.messages import Retrieval
+from runtime.serving.messages import ProbeOutcome, Retrieval
 
 _log = logging.getLogger("trinity.triggers")
+
+PROBE_TIMEOUT_S = 2.0  # of a probe, after which its answer continues without passages
 
 
 class Trigger(Protocol):
@@ -187,6 +189,15 @@ def trigger_of(retrieval: Retrieval | None) -> Trigger | None:
         return None
     make = make_trigger if retrieval.trigger in _BUILT_IN else InstalledTrigger
     return make(retrieval.trigger, retrieval.every_tokens, retrieval.threshold)
+
+
+def new_passages(
+    trigger: Trigger, found: Sequence[Passage], used: Container[str]
+) -> tuple[ProbeOutcome, list[Passage]]:
+    """Return a probe's outcome, and the passages found that the context lacks, if the trigger accepts them."""
+    if not trigger.accepts(found, used):
+        return "near", []
+    return "answered", [passage for passage in found if passage.id not in used]
 
 
 def entropy(scores: npt.ArrayLike) -> float:

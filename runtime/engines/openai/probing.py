@@ -11,9 +11,8 @@ from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.retrieval.passages import Passage, ignore_size
 from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieval
-from runtime.serving.triggers import trigger_of
+from runtime.serving.triggers import PROBE_TIMEOUT_S, new_passages, trigger_of
 
-_TIMEOUT_S = 2.0  # after which an answer continues without the passages
 _MAX_FIT_ROUNDS = 4  # of tokenizing a probe's passages until they fit
 _WINDOW_CHARS = 200  # of the end of an answer: the query
 
@@ -38,7 +37,9 @@ class Probing:
         self.max_tokens = min(max_tokens, retrieval.probe_tokens or max_tokens)
         self._search_task: asyncio.Task[list[Passage]] | None = None
         self._begin_token = self._begin_ns = 0
-        self._trigger = trigger_of(retrieval)
+        trigger = trigger_of(retrieval)
+        assert trigger is not None, "only answers with probes have one"
+        self._trigger = trigger
         self.due = retrieval.every_tokens
         """Number of answer tokens at which the next probe is due."""
 
@@ -71,9 +72,9 @@ class Probing:
         except TrinityError:
             outcome = "failed"
         self._search_task = None
-        if outcome == "answered" and self._trigger is not None and not self._trigger.accepts(found, self._seen):
-            outcome, found = "near", []
-        new = [passage for passage in found if passage.id not in self._seen]
+        new: list[Passage] = []
+        if outcome == "answered":
+            outcome, new = new_passages(self._trigger, found, self._seen)
         return new, Probe(self._begin_token, self._begin_ns, self._clock(), 0, 0, outcome)
 
     def cancel(self) -> Probe | None:
@@ -86,15 +87,15 @@ class Probing:
 
     async def _run(self, text: str) -> list[Passage]:
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
                 return await self._search.search(
                     self._retrieval.query(text, "decode"),
                     on_embedded=_ignore,
                     on_read=ignore_size,
-                    timeout_s=_TIMEOUT_S,
+                    timeout_s=PROBE_TIMEOUT_S,
                 )
         except TimeoutError:
-            raise DeadlineExceeded(f"the probe took longer than its limit of {_TIMEOUT_S:g} s") from None
+            raise DeadlineExceeded(f"the probe took longer than its limit of {PROBE_TIMEOUT_S:g} s") from None
 
 
 async def fit_tokens(server: Server, model: str, passages: Sequence[Passage], limit: int) -> tuple[Fitted, list[int]]:

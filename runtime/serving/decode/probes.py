@@ -15,9 +15,10 @@ from runtime.serving.decode.batch import Row
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieved
 from runtime.serving.model.text import passages_chunk
 from runtime.serving.model.tokenizer import Tokenizer
+from runtime.serving.triggers import PROBE_TIMEOUT_S, new_passages
 
 _WINDOW_TOKENS = 48  # of the text that is the query: a row's latest
-_TIMEOUT_NS = 2_000_000_000  # a row waits at most this long for passages, then continues without them
+_TIMEOUT_NS = int(PROBE_TIMEOUT_S * 1e9)
 
 
 class Probes:
@@ -60,7 +61,7 @@ class Probes:
         for ticket, row in in_flight.items():
             if ticket not in answered and now - row.probe_sent_ns > _TIMEOUT_NS:
                 self.retriever.cancel(ticket)
-                error = DeadlineExceeded(f"the probe took longer than its limit of {_TIMEOUT_NS / 1e9:g} s")
+                error = DeadlineExceeded(f"the probe took longer than its limit of {PROBE_TIMEOUT_S:g} s")
                 ended.append((row, RetrievalResult(ticket, error=error)))
         return [retrieved for row, result in ended if (retrieved := self._apply(row, result)) is not None]
 
@@ -78,12 +79,11 @@ class Probes:
         retrieval, trigger = row.request.retrieval, row.trigger
         assert retrieval is not None, "only rows with retrieval probe"
         assert trigger is not None, "only rows with a trigger probe"
-        near = not trigger.accepts(result.passages, row.seen)
-        new = () if near else tuple(passage for passage in result.passages if passage.id not in row.seen)
+        outcome, new = new_passages(trigger, result.passages, row.seen)
         remaining = row.request.sampling.max_tokens - row.generated
         allowed = min(self._passage_tokens, retrieval.probe_tokens or self._passage_tokens)
         chunk = passages_chunk(self._tokenizer, new, min(allowed, self._context_tokens - len(row.context) - remaining))
-        self._finish(row, "near" if near else "answered", len(chunk.used))
+        self._finish(row, outcome, len(chunk.used))
         if not chunk.tokens:
             return None
         row.context[-1:-1] = chunk.tokens
