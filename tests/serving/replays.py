@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from runtime.cuda_graphs import Captured  # noqa: E402
-from runtime.serving.model.compilation import ModelSetup  # noqa: E402
+from runtime.serving.model.compilation import CompilerProcess, ModelSetup  # noqa: E402
 
 
 class Replays:
@@ -40,10 +40,8 @@ def _tensors(value: Any) -> list[Any]:
     return [tensor for part in value for tensor in _tensors(part)]
 
 
-class EndsWhenTold:
+class EndsWhenTold(CompilerProcess):
     """A process that compiles (`Compilation`), and ends when the test says so."""
-
-    reason = "no compiler here"
 
     def __init__(self) -> None:
         self.code: int | None = None
@@ -52,6 +50,10 @@ class EndsWhenTold:
     def __call__(self, setup: ModelSetup) -> "EndsWhenTold":
         self.started = True
         return self
+
+    @property
+    def reason(self) -> str:
+        return "no compiler here"
 
     def poll(self) -> int | None:
         return self.code

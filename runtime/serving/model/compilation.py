@@ -18,7 +18,7 @@ from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -109,23 +109,6 @@ class ModelSetup(msgspec.Struct, frozen=True):
         return compiler.cache_directory() / "compiled" / sha256(key.encode()).hexdigest()
 
 
-class Process(Protocol):
-    """The process that compiles."""
-
-    def poll(self) -> int | None:
-        """Return its exit code (see `main`), None while it runs."""
-
-    def wait(self) -> object:
-        """Wait for its end."""
-
-    @property
-    def reason(self) -> str:
-        """The last line that it has written to its standard error."""
-
-    def close(self) -> None:
-        """End it."""
-
-
 class Compilation:
     """The way of a worker's model from eager to compiled programs: `advance` between two steps."""
 
@@ -134,13 +117,13 @@ class Compilation:
         model: LanguageModel,
         setup: ModelSetup,
         blocks: BlockManager,
-        start: "Callable[[ModelSetup], Process] | None" = None,
+        start: "Callable[[ModelSetup], CompilerProcess] | None" = None,
         capture: "Capture | None" = None,
     ) -> None:
         """`start`: starts the process, by default one that runs `compile_programs`. `capture`: see
         `LanguageModel.compile`. Tests pass both; without, a model on a CPU is left as it is."""
         self._model, self._setup, self._blocks, self._capture = model, setup, blocks, capture
-        self._process: Process | None = None
+        self._process: CompilerProcess | None = None
         self._pieces: Iterator[None] | None = None
         self._wanted = setup.device != "cpu" or start is not None
         if not self._wanted:
@@ -209,6 +192,7 @@ class CompilerProcess:
             sent.write(msgspec.json.encode(setup))
 
     def poll(self) -> int | None:
+        """Return its exit code (see `main`), None while it runs."""
         return self._process.poll()
 
     def wait(self) -> None:
@@ -216,6 +200,7 @@ class CompilerProcess:
 
     @property
     def reason(self) -> str:
+        """The last line that it has written to its standard error."""
         begin = max(0, os.fstat(self._errors).st_size - _REASON_BYTES)
         lines = os.pread(self._errors, _REASON_BYTES, begin).decode(errors="replace").split("\n")
         return next((line for line in reversed(lines) if line.strip()), f"exit code {self._process.poll()}")
