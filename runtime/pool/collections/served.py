@@ -342,13 +342,9 @@ class ServedCollections:
             return
         begin_ns = time.monotonic_ns()
         for key, live in self._served.items():
-            had_log = live.reader.log is not None
             try:
                 live.step(in_use, invalidate)
                 error = ""
-                if live.reader.log is not None and not had_log:
-                    self.watch.add(live.reader.directory)  # its log, which an upgrade has created
-                    live.step(in_use, invalidate)
             except (CollectionError, GpuError) as raised:
                 error = str(raised)
             if error and error != self._errors.get(key, ""):
