@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-import msgspec
 import zmq
 
 from ipc.endpoints import bind, connect, receive_all, send_now
@@ -114,22 +113,11 @@ class MappedArena:
 RENEW_NS = 5_000_000_000  # interval of `Held` messages: a sixth of the default lease
 
 
-class SinkStatistics(msgspec.Struct, frozen=True):
-    """Counters of a sink: offers received, by answer, and messages that were malformed or refused."""
-
-    received: int
-    accepted: int
-    rejected: int
-    refused: int
-    malformed: int
-    arenas: int
-
-
 class HandoverSink:
     """Receives offers at `endpoint` and answers each once, with `acknowledge` or `reject`. One thread; never blocks.
 
     `socket` (ZeroMQ, bound) is readable when offers have arrived. `open_device` opens payloads in a GPU's memory;
-    without it offers of such arenas are rejected.
+    without it offers of such arenas are rejected. `malformed` messages and the offers `refused` here are counted.
     """
 
     def __init__(
@@ -140,14 +128,14 @@ class HandoverSink:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.endpoint, self._clock = endpoint, clock
+        self.malformed = self.refused = 0
         self._renewed_ns = clock()
         self.socket = bind(zmq.PULL, endpoint, max_message_bytes=MAX_PAYLOAD_BYTES + 4096)
         self._open_device = open_device
         self._replies: dict[str, zmq.Socket[bytes]] = {}
-        self._arenas: dict[MemoryReference, MappedArena] = {}
+        self.arenas: dict[MemoryReference, MappedArena] = {}
         self._deaths = select.epoll()
         self._open: dict[tuple[str, int], Offer] = {}
-        self._counts = dict.fromkeys(SinkStatistics.__struct_fields__, 0)
 
     def receive(self) -> list[Offer]:
         """Return the offers since the last call, without withdrawn ones. Never blocks.
@@ -163,7 +151,7 @@ class HandoverSink:
                 try:
                     message = decode_at_sink(frames[0])
                 except MALFORMED:
-                    self._counts["malformed"] += 1
+                    self.malformed += 1
                     continue
                 if isinstance(message, Withdrawn):
                     self._open.pop((message.reply, message.offer_id), None)
@@ -187,7 +175,7 @@ class HandoverSink:
         try:
             reply = self._reply(offer.reply)
         except InvalidArgument:
-            self._counts["malformed"] += 1
+            self.malformed += 1
             return False
         if not offer.watched:
             send_now(reply, encode(Seen(offer.offer_id, os.getpid())))
@@ -199,19 +187,18 @@ class HandoverSink:
             if arena.generation(offer.slot) != offer.generation:
                 raise StaleEpoch(f"slot {offer.slot} was rewritten after the offer")
         except IpcError as error:
-            self._counts["refused"] += 1
+            self.refused += 1
             self.reject(offer, str(error))
             return False
-        self._counts["received"] += 1
         return True
 
     def _arena(self, offer: Offer) -> MappedArena:
-        arena = self._arenas.get(offer.arena)
+        arena = self.arenas.get(offer.arena)
         if arena is None:
-            if len(self._arenas) >= MAX_PEERS:
+            if len(self.arenas) >= MAX_PEERS:
                 raise MemoryRefused(f"{MAX_PEERS} arenas are already mapped")
             arena = MappedArena(offer.arena, offer.epoch, offer.device, self._open_device)
-            self._arenas[offer.arena] = arena
+            self.arenas[offer.arena] = arena
             self._deaths.register(arena.pidfd, select.EPOLLIN)
         elif arena.epoch != offer.epoch:
             raise StaleEpoch(f"the offer is of epoch {offer.epoch}, the arena of epoch {arena.epoch}")
@@ -243,7 +230,7 @@ class HandoverSink:
         return arena.device
 
     def _arena_of(self, offer: Offer) -> MappedArena:
-        arena = self._arenas.get(offer.arena)
+        arena = self.arenas.get(offer.arena)
         if arena is None:
             raise PeerLost(f"the owner of the arena (process {offer.arena.pid}) is gone")
         return arena
@@ -253,14 +240,14 @@ class HandoverSink:
 
         A copy out of a GPU's memory is also invalid if its owner has died: CUDA leaves the content undefined then.
         """
-        arena = self._arenas.get(offer.arena)
+        arena = self.arenas.get(offer.arena)
         if arena is None or not self._is_open(offer) or arena.generation(offer.slot) != offer.generation:
             return False
         return arena.device is None or arena.pidfd not in self._dead()
 
     def written(self, offer: Offer) -> int:
         """Return the written amount of an offer's slot; 0 if its owner is gone."""
-        arena = self._arenas.get(offer.arena)
+        arena = self.arenas.get(offer.arena)
         return arena.written(offer.slot) if arena is not None else 0
 
     def acknowledge(self, offer: Offer) -> bool:
@@ -275,7 +262,6 @@ class HandoverSink:
         if not self._is_open(offer):
             return False
         del self._open[(offer.reply, offer.offer_id)]
-        self._counts["accepted" if accepted else "rejected"] += 1
         # If the source does not receive this, the lease ends the offer.
         send_now(self._reply(offer.reply), encode(Ended(offer.offer_id, accepted, reason)))
         return True
@@ -294,10 +280,10 @@ class HandoverSink:
         if not dead:
             return
         used = {offer.arena for offer in self._open.values()}
-        for reference, arena in list(self._arenas.items()):
+        for reference, arena in list(self.arenas.items()):
             if arena.pidfd in dead and reference not in used:
                 self._deaths.unregister(arena.pidfd)
-                del self._arenas[reference]
+                del self.arenas[reference]
                 arena.close()
 
     def _dead(self) -> set[int]:
@@ -310,9 +296,9 @@ class HandoverSink:
         self.socket.close()
         for socket in self._replies.values():
             socket.close()
-        for arena in self._arenas.values():
+        for arena in self.arenas.values():
             arena.close()
-        self._arenas.clear()
+        self.arenas.clear()
         self._deaths.close()
 
     def __enter__(self) -> "HandoverSink":
@@ -320,7 +306,3 @@ class HandoverSink:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def statistics(self) -> SinkStatistics:
-        """Return counters; cheap."""
-        return SinkStatistics(**{**self._counts, "arenas": len(self._arenas)})

@@ -315,7 +315,7 @@ class DecodeWorker:
             (DecodeMetrics.LINK_BUSY_SECONDS, self.handovers.busy_ns / 1e9),
             (DecodeMetrics.PREEMPTIONS, batch.preemptions),
             (DecodeMetrics.SWAPPED, batch.swapped),
-            (DecodeMetrics.MALFORMED, self.link.malformed.count + self._sink.statistics().malformed),
+            (DecodeMetrics.MALFORMED, self.link.malformed.count + self._sink.malformed),
         ):
             table.total(counter, value)
         free_slots = self._limits.slots - min(len(batch.rows), self._limits.slots)
