@@ -185,8 +185,8 @@ class ServerStatistics(msgspec.Struct, frozen=True):
     """Counters of a server since its creation.
 
     `clients` now; `attached`, `refused`, `lost` (closed or died) and `evicted` (broke the protocol) clients so far;
-    requests `received` and `outstanding`; results `published` and `dropped` (their client was gone); requests refused
-    as `invalid` or `stale`; doorbells `rung`; session messages that were `malformed`.
+    requests `received` and `outstanding`; results `published`; requests refused as `invalid` or `stale`; doorbells
+    `rung`; session messages that were `malformed`.
     """
 
     clients: int
@@ -197,7 +197,6 @@ class ServerStatistics(msgspec.Struct, frozen=True):
     received: int
     outstanding: int
     published: int
-    dropped: int
     invalid: int
     stale: int
     rung: int

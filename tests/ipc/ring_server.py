@@ -279,13 +279,12 @@ class RingServer(SessionServer):
         """End a request: `status` of `STATUSES`, `ids` and `distances` [at most max_k] are copied into its client's
         ring.
 
-        Returns False if the client is gone; the result is dropped and counted. Raises `UnknownRequest` if the request
+        Returns False if the client is gone; the result is dropped. Raises `UnknownRequest` if the request
         is not outstanding (every request ends once), `InvalidArgument` for results that do not fit.
         """
         if client not in self._clients:
             if not 0 < client < self._next_handle:
                 raise UnknownRequest(f"unknown client {client}")
-            self._counts["dropped"] += 1
             return False
         session = self._sessions.get(client)
         receive_ns = None if session is None else session.receive_ns.get(request_id)
