@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +10,11 @@ import pytest
 
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import NodeConfig, SloSection
+from runtime.node.control.law import SignalMeter
 from runtime.node.control.loop import ControlLoop
 from runtime.node.engine_config import ModelSection, Stage, VllmSection, VllmStage
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.metrics.worker_metrics import DecodeMetrics, PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.supervisor.admin import NodeStatus, admin_request, restart_node, scale_workers
 from runtime.node.supervisor.scaling import Scaler
@@ -302,31 +302,17 @@ def test_the_number_of_workers_of_a_role_is_limited(start: StartTiny) -> None:
         change(node, "add", "prefill")
 
 
-def test_counters_survive_a_removed_worker() -> None:
-    tables = {name: WorkerTable.create("decode", name, SloSection()) for name in ("decode-0", "decode-1")}
-    loop = ControlLoop(NodeConfig(), tables)
-    for table in tables.values():
-        table.add(DecodeMetrics.ROW_SECONDS, 5.0)
-    before = loop.readings()
-    loop.remove_worker(tables.pop("decode-1"))
-    assert replace(loop.readings(), links=before.links) == before
-    table = WorkerTable.create("decode", "decode-1", SloSection())
-    loop.add_worker(table)
-    table.add(DecodeMetrics.ROW_SECONDS, 2.0)
-    assert loop.readings().row_s == before.row_s + 2.0
-
-
-def test_a_returning_pool_gets_the_current_knobs_and_its_counters_survive() -> None:
+def test_a_removed_worker_counts_as_no_work_and_a_returning_pool_gets_the_current_knobs() -> None:
     tables = {name: WorkerTable.create("pool", name, SloSection()) for name in ("pool-0", "pool-1")}
-    loop = ControlLoop(NodeConfig(pool=PoolSection(reserve=0.4)), tables)
-    for table in tables.values():
-        table.observe(PoolMetrics.WAIT["prefill"], 0.01)
-    before = loop.readings()
-    assert sum(before.wait_counts) == 2
+    loop, meter = ControlLoop(NodeConfig(pool=PoolSection(reserve=0.4)), tables), SignalMeter()
+    for number, table in enumerate(tables.values()):
+        for _ in range(1 + 9 * number):
+            table.observe(PoolMetrics.WAIT["prefill"], 10.0)
+    meter.update(0.0, loop.readings())
     loop.remove_worker(tables.pop("pool-1"))
-    assert loop.readings() == before
+    assert meter.update(1.0, loop.readings()).prefill_wait_p95_s == 0.0
+    tables["pool-0"].observe(PoolMetrics.WAIT["prefill"], 10.0)
+    assert meter.update(2.0, loop.readings()).prefill_wait_p95_s > 5.0
     table = WorkerTable.create("pool", "pool-1", SloSection())
     loop.add_worker(table)
     assert table.knob("reserve") == 0.4
-    table.observe(PoolMetrics.WAIT["prefill"], 0.01)
-    assert sum(loop.readings().wait_counts) == 3

@@ -176,8 +176,8 @@ class ControlLaw:
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """Counters of a node at one moment; all but `links`, the number of KV links whose use is known, only grow.
-    `wait_counts`: waits of prefill queries by bucket, over all pools."""
+    """Counters of a node at one moment, which fall when a worker is removed, and `links`, the number of KV links whose
+    use is known. `wait_counts`: waits of prefill queries by bucket, over all pools."""
 
     links: float
     link_busy_s: float
@@ -202,11 +202,11 @@ class SignalMeter:
         passed = now_s - last_s
         keep = 0.5 ** (passed / _HALF_LIFE_S)
         self._elapsed_s = self._elapsed_s * keep + passed
-        self._link_busy_s = self._link_busy_s * keep + readings.link_busy_s - last.link_busy_s
-        self._row_s = self._row_s * keep + readings.row_s - last.row_s
-        self._stall_s = self._stall_s * keep + readings.stall_s - last.stall_s
-        self._tokens = self._tokens * keep + readings.tokens - last.tokens
-        deltas = (new - old for new, old in zip(readings.wait_counts, last.wait_counts, strict=True))
+        self._link_busy_s = self._link_busy_s * keep + _growth(readings.link_busy_s, last.link_busy_s)
+        self._row_s = self._row_s * keep + _growth(readings.row_s, last.row_s)
+        self._stall_s = self._stall_s * keep + _growth(readings.stall_s, last.stall_s)
+        self._tokens = self._tokens * keep + _growth(readings.tokens, last.tokens)
+        deltas = map(_growth, readings.wait_counts, last.wait_counts)
         self._waits = [old * keep + delta for old, delta in zip(self._waits, deltas, strict=True)]
         return Signals(
             link_use=_share(self._link_busy_s, self._elapsed_s * readings.links) if readings.links else None,
@@ -214,6 +214,11 @@ class SignalMeter:
             decode_stall=_share(self._stall_s, max(self._row_s, _LEAST_ROWS * self._elapsed_s)),
             step_s=max(self._row_s - self._stall_s, 0.0) / self._tokens if self._tokens > 0 else 0.0,
         )
+
+
+def _growth(now: float, before: float) -> float:
+    """Return a counter's increase; 0 after the removal of a worker, which says nothing about the others'."""
+    return max(now - before, 0.0)
 
 
 def _share(part: float, whole: float) -> float:

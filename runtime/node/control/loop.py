@@ -25,19 +25,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("control")
 
 _WAIT = PoolMetrics.WAIT["prefill"]
-_COUNTERS: tuple[Counter, ...] = (
-    PrefillMetrics.PASS_SECONDS,
-    PrefillMetrics.PROMPT_TOKENS,
-    PrefillMetrics.PREFIX_HIT_TOKENS,
-    *PrefillMetrics.NEW_TOKENS.values(),
-    *PrefillMetrics.PROMPTS.values(),
-    DecodeMetrics.LINK_BUSY_SECONDS,
-    DecodeMetrics.ROW_SECONDS,
-    DecodeMetrics.STALL_SECONDS,
-    DecodeMetrics.GENERATION_TOKENS,
-    FrontendMetrics.SLO_REQUESTS["all"],
-    FrontendMetrics.SLO_VIOLATIONS["all"],
-)
 _PAUSE_S = 600.0  # of the planner, after a move that could not be made
 
 
@@ -59,9 +46,6 @@ class ControlLoop:
         self._paused_until_s = 0.0
         self._observed: Stage | None = None
         self._moves: dict[Stage, int] = dict.fromkeys(get_args(Stage), 0)
-        # Counters of removed workers.
-        self._removed = dict.fromkeys(_COUNTERS, 0.0)
-        self._removed_waits = [0.0] * (len(_WAIT.buckets) + 1)
         self._due_s = 0.0
         for table in self._tables["pool"]:
             self._set_knobs(table)
@@ -78,13 +62,8 @@ class ControlLoop:
             self._set_knobs(table)
 
     def remove_worker(self, table: WorkerTable) -> None:
-        """Exclude a worker that was removed; its counters stay included."""
+        """Exclude a worker that was removed."""
         self._tables[table.role].remove(table)
-        for counter in (counter for counter in _COUNTERS if counter in table):
-            self._removed[counter] += table.value(counter)
-        if table.role == "pool":
-            counts = table.read(_WAIT)[:-1]
-            self._removed_waits = [sum(pair) for pair in zip(self._removed_waits, counts, strict=True)]
 
     def step(self, now_s: float) -> None:
         """Update the law, and set the pools' knobs if it changed one; each change is logged with its cause."""
@@ -115,20 +94,20 @@ class ControlLoop:
         self._paused_until_s = now_s + _PAUSE_S
 
     def _work(self) -> Work:
-        decode_prompt_tokens = self._sum(PrefillMetrics.NEW_TOKENS["decode"])
-        not_passed = decode_prompt_tokens + self._sum(PrefillMetrics.PREFIX_HIT_TOKENS)
-        passed = self._sum(PrefillMetrics.PROMPT_TOKENS) - not_passed
+        decode_prompt_tokens = self._now(PrefillMetrics.NEW_TOKENS["decode"])
+        not_passed = decode_prompt_tokens + self._now(PrefillMetrics.PREFIX_HIT_TOKENS)
+        passed = self._now(PrefillMetrics.PROMPT_TOKENS) - not_passed
         return Work(
-            pass_s=self._sum(PrefillMetrics.PASS_SECONDS),
+            pass_s=self._now(PrefillMetrics.PASS_SECONDS),
             # Another engine's prompts are counted when they are computed, including their cached tokens at the end.
-            passed_tokens=self._sum(PrefillMetrics.NEW_TOKENS["prefill"]) if self._served else passed,
-            arrived_tokens=sum(map(self._sum, PrefillMetrics.NEW_TOKENS.values())),
+            passed_tokens=self._now(PrefillMetrics.NEW_TOKENS["prefill"]) if self._served else passed,
+            arrived_tokens=sum(map(self._now, PrefillMetrics.NEW_TOKENS.values())),
             decode_prompt_tokens=decode_prompt_tokens,
-            prompts=sum(map(self._sum, PrefillMetrics.PROMPTS.values())),
-            row_s=self._sum(DecodeMetrics.ROW_SECONDS) - self._sum(DecodeMetrics.STALL_SECONDS),
-            tokens=self._sum(DecodeMetrics.GENERATION_TOKENS),
-            slo_requests=self._sum(FrontendMetrics.SLO_REQUESTS["all"]),
-            slo_violations=self._sum(FrontendMetrics.SLO_VIOLATIONS["all"]),
+            prompts=sum(map(self._now, PrefillMetrics.PROMPTS.values())),
+            row_s=self._now(DecodeMetrics.ROW_SECONDS) - self._now(DecodeMetrics.STALL_SECONDS),
+            tokens=self._now(DecodeMetrics.GENERATION_TOKENS),
+            slo_requests=self._now(FrontendMetrics.SLO_REQUESTS["all"]),
+            slo_violations=self._now(FrontendMetrics.SLO_VIOLATIONS["all"]),
             prefill_waiting=self._now(PrefillMetrics.WAITING) + self._now(FrontendMetrics.SERVERS_WAITING["prefill"]),
             decode_waiting=self._now(DecodeMetrics.WAITING) + self._now(FrontendMetrics.SERVERS_WAITING["decode"]),
             workers={
@@ -145,18 +124,15 @@ class ControlLoop:
         yield ControlMetrics.MOVES.of(self._moves)
 
     def readings(self) -> Readings:
-        counts = [self._removed_waits, *(table.read(_WAIT)[:-1] for table in self._tables["pool"])]
+        counts = [[0.0] * (len(_WAIT.buckets) + 1), *(table.read(_WAIT)[:-1] for table in self._tables["pool"])]
         return Readings(
             links=len(self._tables["decode"]) + self._now(FrontendMetrics.KV_LINKS),
-            link_busy_s=self._sum(DecodeMetrics.LINK_BUSY_SECONDS),
-            row_s=self._sum(DecodeMetrics.ROW_SECONDS),
-            stall_s=self._sum(DecodeMetrics.STALL_SECONDS),
-            tokens=self._sum(DecodeMetrics.GENERATION_TOKENS),
+            link_busy_s=self._now(DecodeMetrics.LINK_BUSY_SECONDS),
+            row_s=self._now(DecodeMetrics.ROW_SECONDS),
+            stall_s=self._now(DecodeMetrics.STALL_SECONDS),
+            tokens=self._now(DecodeMetrics.GENERATION_TOKENS),
             wait_counts=[sum(bucket) for bucket in zip(*counts, strict=True)],
         )
-
-    def _sum(self, counter: Counter) -> float:
-        return self._removed[counter] + self._now(counter)
 
     def _now(self, metric: Counter | Gauge) -> float:
         """Return the sum over all workers that have the metric."""

@@ -72,7 +72,7 @@ class Work:
 
     def since(self, before: "Work") -> "Work":
         """Return the same with counters relative to `before`."""
-        passed: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _COUNTERS}
+        passed: dict[str, Any] = {name: max(getattr(self, name) - getattr(before, name), 0.0) for name in _COUNTERS}
         return replace(self, **passed)
 
 
