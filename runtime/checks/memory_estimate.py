@@ -21,7 +21,7 @@ from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec
 from runtime.retrieval.embedding.loading import embedder_location, gpu_files, model_bytes
 from runtime.retrieval.embedding.model_directory import read_model_directory
 from runtime.retrieval.embedding.onnx_model import MINILM
-from runtime.serving.model.model_info import ITEM_BYTES, ModelInfo, WeightsType, kernels_on, kv_type, weights_type
+from runtime.serving.model.model_info import ModelInfo, WeightsType, kernels_on, kv_type, weights_type
 
 _MIB = 1 << 20
 _PROCESS: dict[Role, int] = {
@@ -119,6 +119,8 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
     section = config.prefill if worker.role == "prefill" else config.decode
     info, size = ModelInfo.read(config.own_model.name), config.own_model.kv_block_tokens
     weights = weights_type(config.own_model.weights, worker.device)
+    if weights == "int8" and worker.role == "prefill":
+        weights = "bfloat16"  # prefill only has passes of many tokens
     kv = info.kv_bytes(section.blocks(config.own_model), size, kv_type(weights, kernels_on(worker.device)))
     data = _weights_bytes(info, weights, on_host=worker.device == CPU) + kv
     on_gpu = worker.device != CPU and worker.embedder != CPU
@@ -170,6 +172,6 @@ def _info(collection: CollectionSection) -> CollectionInfo | None:
 def _weights_bytes(info: ModelInfo, weights: WeightsType, *, on_host: bool) -> int:
     """Return the bytes of weights of this type, and of the embedding as float32. On a host the embedding stays in its
     file, of which only the used rows are read."""
-    each, table = ITEM_BYTES[weights], info.vocabulary * info.hidden
+    each, table = {"float32": 4, "int8": 1 + 2}.get(weights, 2), info.vocabulary * info.hidden
     shared = info.tied and weights == "float32"
     return each * (info.layer_weights + table) + (0 if on_host or shared else 4 * table)

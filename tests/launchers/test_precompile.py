@@ -103,9 +103,8 @@ def test_the_model_is_compiled_as_the_roles_workers_run_it(
     assert compile_model(tmp_path / "node.toml", role, "cuda:0") == 0
     assert compile_model(tmp_path / "node.toml", role, "cuda:0") == 1, "torch cannot"
     setup, _ = compiled
-    assert (setup.rows, setup.tokens) == (rows, tokens)
-    kernels = "paged" if role == "decode" else "gathered"
-    assert (setup.device, setup.kernels, setup.weights) == ("cuda:0", kernels, "bfloat16")
+    assert (setup.rows, setup.tokens, setup.prompts_only) == (rows, tokens, role == "prefill")
+    assert (setup.device, setup.kernels, setup.weights) == ("cuda:0", "paged", "bfloat16")
 
 
 def test_a_device_that_torch_lacks_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

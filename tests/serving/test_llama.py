@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runtime.errors import ModelError
+from runtime.errors import ConfigError, ModelError
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import weights_type
 from runtime.testing.reference import Reference
@@ -147,6 +147,10 @@ def test_bfloat16_logits_are_close_to_those_of_transformers(
     [
         ("auto", "cpu", "fpu avx512f avx512_bf16", "bfloat16"),
         ("auto", "cpu", "fpu avx2 amx_bf16 amx_tile", "bfloat16"),
+        ("auto", "cpu", "fpu avx2 amx_bf16 amx_tile amx_int8", "int8"),
+        ("auto", "cpu", "fpu avx512f avx512_vnni avx512_bf16", "bfloat16"),
+        ("bfloat16", "cpu", "fpu amx_bf16 amx_tile amx_int8", "bfloat16"),
+        ("int8", "cpu", "fpu avx2", "int8"),
         ("auto", "cpu", "fp asimd bf16 i8mm", "bfloat16"),
         ("auto", "cpu", "fpu avx2 avx512f avx512_fp16", "float32"),
         ("auto", "cuda:0", "fpu avx2", "bfloat16"),
@@ -161,3 +165,8 @@ def test_the_type_of_weights_depends_on_the_device(
     cpuinfo.write_text(f"processor : 0\nflags : {flags}\n")
     assert weights_type(weights, device, cpuinfo) == expected
     assert weights_type("auto", "cpu", tmp_path / "none") == "float32"
+
+
+def test_int8_weights_are_rejected_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="'int8' is supported on CPUs only, not on 'cuda:0'"):
+        weights_type("int8", "cuda:0")

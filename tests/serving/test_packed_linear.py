@@ -7,9 +7,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.network.linear import (  # noqa: E402  (it imports torch)
+from runtime.serving.network import linear  # noqa: E402  (it imports torch)
+from runtime.serving.network.linear import (  # noqa: E402
+    Int8Linear,
     PackedLinear,
     PlainLinear,
+    int8_works,
     linear_layer,
     packing_works,
 )
@@ -20,9 +23,11 @@ SIZE = 512  # a square layer of this size is large enough to be packed
 @pytest.fixture(autouse=True)
 def _reset_support_check() -> Iterator[None]:
     """Support for packing is detected once per process; here once per test."""
-    packing_works.cache_clear()
+    for known in (linear.packing_works, linear.int8_works):
+        known.cache_clear()
     yield
-    packing_works.cache_clear()
+    for known in (linear.packing_works, linear.int8_works):
+        known.cache_clear()
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -57,7 +62,59 @@ def test_a_bfloat16_layer_accepts_both_types_and_multiplies_rounded_values(
     assert not torch.allclose(y.float(), torch.nn.functional.linear(x, weight, offset), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+needs_int8 = pytest.mark.skipif(not int8_works(), reason="the processor's products of int8 are not exact")
+
+
+@needs_int8
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_an_int8_layers_error_is_that_of_its_weights_despite_outliers_in_x(rows: int, bias: bool) -> None:
+    weight, offset = torch.randn(SIZE, SIZE) / SIZE**0.5, torch.randn(SIZE) if bias else None
+    layer, x = linear_layer(weight, offset, "int8"), torch.randn(rows, SIZE)
+    assert isinstance(layer, Int8Linear)
+    x[:, 5] = 90.0  # with x of 8 bits, all others would be -1, 0 and 1 steps
+    steps = weight.abs().amax(1, keepdim=True) / 127
+    rounded = (weight / steps).round() * steps
+    with torch.inference_mode():
+        y = layer(x)
+        expected = torch.nn.functional.linear(x, rounded, offset)
+        each = torch.cat([layer(row[None]) for row in x])
+    assert (y - expected).norm() < 1e-3 * expected.norm()
+    assert torch.equal(each, y), "a row's products do not depend on its neighbours"
+
+
+@needs_int8
+def test_large_batches_of_an_int8_layer_are_multiplied_in_bfloat16() -> None:
+    weight, x = torch.randn(SIZE, SIZE), torch.randn(17, SIZE)
+    with torch.inference_mode():
+        assert torch.equal(linear_layer(weight, None, "int8")(x), linear_layer(weight, None, "bfloat16")(x))
+
+
+@needs_int8
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_a_non_finite_row_does_not_affect_other_rows(odd: float) -> None:
+    weight, x = torch.randn(SIZE, SIZE), torch.randn(2, SIZE)
+    x[0, 7] = odd
+    with torch.inference_mode():
+        y = linear_layer(weight, None, "int8")(x)
+        assert not y[0].isfinite().any()
+        assert torch.equal(y[1:], linear_layer(weight, None, "int8")(x[1:]))
+        assert not linear_layer(weight, None, "int8")(torch.zeros(1, SIZE)).any()
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_bfloat16_is_the_fallback_if_int8_products_are_missing_or_overflow(
+    monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
+    if wrong:
+        monkeypatch.setattr(Int8Linear, "_product", lambda self, parts: torch.zeros(len(parts), 32))
+    else:
+        monkeypatch.setattr(torch.ops, "onednn", object())
+    layer = linear_layer(torch.randn(SIZE, SIZE), None, "int8")
+    assert isinstance(layer, PackedLinear if packing_works(torch.bfloat16) else PlainLinear)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_small_layers_are_not_packed(dtype: Any) -> None:
     small, x = torch.randn(SIZE // 2, SIZE), torch.randn(3, SIZE)
     layer = linear_layer(small, None, dtype)

@@ -57,13 +57,13 @@ class ModelSetup(msgspec.Struct, frozen=True):
     weights: WeightsType
     kernels: Kernels
     threads: int = 1
+    prompts_only: bool = False
     rows: int = 0
     tokens: int = 0
 
     @classmethod
     def of(cls, config: NodeConfig, role: Literal["prefill", "decode"], transport: Transport) -> "ModelSetup":
-        """Return the setup of a role's workers on a node with a model of its own. The few passes of single tokens in
-        prefill are not worth seconds of compilation."""
+        """Return the setup of a role's workers on a node with a model of its own."""
         model, decode = config.own_model, role == "decode"
         assert model is not None
         section: KvWorkerSection = config.decode if decode else config.prefill
@@ -76,7 +76,8 @@ class ModelSetup(msgspec.Struct, frozen=True):
             threads=section.threads,
             device=transport.device,
             weights=weights_type(model.weights, transport.device),
-            kernels="gathered" if transport.kernels == "paged" and not decode else transport.kernels,
+            kernels=transport.kernels,
+            prompts_only=not decode,
             rows=rows,
             tokens=rows + config.decode.chunk_tokens if decode else config.prefill.pass_tokens,
         )

@@ -114,6 +114,7 @@ class LanguageModel:
         buffer: memoryview | CudaArray | None = None,
         device: str = "cpu",
         weights: WeightsType = "float32",
+        prompts_only: bool = False,
         kernels: Kernels | None = None,
         layers: int | None = None,
         stamp: Callable[[str], None] = lambda part: None,
@@ -123,8 +124,9 @@ class LanguageModel:
         `weights` is the data type of the matrices and, except on CPUs, of KV; other computation is float32. A sequence
         has at most `context_tokens` tokens. With `buffer`, the KV tensor lies in that memory (at least
         `ModelInfo.kv_bytes`, writable, on that device) and keeps a reference to it. `kernels`: by default those of the
-        device; "paged" ones are used after `compile`. `layers`: at most so many of the model, for a process that only
-        compiles. `stamp` is called with the name of each loading phase at its end.
+        device; "paged" ones are used after `compile`. With `prompts_only`, weights and kernels that only passes of few
+        rows use are not kept. `layers`: at most so many of the model, for a process that only compiles. `stamp` is
+        called with the name of each loading phase at its end.
 
         Raises `ModelError` for a missing package, file or model, `ConfigError` for invalid sizes or a device that torch
         does not have, and `ResourceBusy` if the device has too little memory.
@@ -142,17 +144,20 @@ class LanguageModel:
         from runtime.serving.network.llama import Llama, WeightFiles
 
         stamp("torch")
+        kept: WeightsType = "bfloat16" if weights == "int8" and prompts_only else weights
         torch.set_num_threads(threads)
         check_device(device)
         tokenizer = run_in_background(lambda: Tokenizer.load(directory))
         try:
-            network = Llama.load(read_config(directory), info, WeightFiles(directory), device, weights)
+            network = Llama.load(read_config(directory), info, WeightFiles(directory), device, kept)
             memory = torch.from_numpy(host_kv()) if host_kv is not None else _device_kv(kv_bytes, buffer, device)
         except torch.OutOfMemoryError as error:
             raise ResourceBusy(f"{info.name!r} and {blocks} KV blocks do not fit on {device}: {error}") from error
         kv = memory.view(getattr(torch, kind)).view(info.kv_shape(blocks, block_tokens))
         stamp("weights")
         identity = model_identity(directory, block_tokens, weights, kind)
+        if kernels == "paged" and prompts_only:
+            kernels = "gathered"  # its few passes of single tokens are not worth seconds of compilation
         return cls(network, tokenizer(), info, kv, context_tokens, identity, kernels)
 
     def warm_up(self, *, rows: int = 0, tokens: int = 0) -> None:

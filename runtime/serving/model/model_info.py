@@ -7,7 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from runtime.errors import ModelError
+from runtime.errors import ConfigError, ModelError
 from runtime.files import read_regular
 from runtime.serving.model import smollm
 
@@ -16,9 +16,10 @@ from runtime.serving.model import smollm
 _STATIC_ROPE = {"default", "linear", "llama3"}
 _MAX_SIZE = 1 << 24  # larger than any real config field; keeps products of untrusted numbers from overflowing
 
-WeightsType = Literal["float32", "bfloat16", "float16"]
-"""Data type of the large matrices, and of KV except on CPUs."""
-ITEM_BYTES: dict[WeightsType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+WeightsType = Literal["float32", "bfloat16", "float16", "int8"]
+"""Data type of the large matrices. "int8" (CPU only) is used for passes of few rows, bfloat16 for the others."""
+KvType = Literal["float32", "bfloat16", "float16"]
+ITEM_BYTES: dict[KvType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Kernels = Literal["cpu", "gathered", "paged"]
 """Attention implementation: compiled CPU loops, or torch. In torch, decode attention reads copies of each row's blocks
@@ -41,8 +42,10 @@ def model_directory(name_or_dir: str | Path, progress: smollm.Progress | None = 
 def weights_type(
     configured: Literal["auto"] | WeightsType, device: str, cpuinfo: Path = Path("/proc/cpuinfo")
 ) -> WeightsType:
-    """Resolve `model.weights` for `device`. "auto" is bfloat16 on GPUs and on CPUs with bfloat16 instructions (AVX-512,
-    AMX or ARM), else float32."""
+    """Resolve `model.weights` for `device`. "auto" is bfloat16 on GPUs; on CPUs int8 with AMX int8, bfloat16 with other
+    bfloat16 instructions (AVX-512 or ARM), else float32. Raises `ConfigError` for int8 on a GPU."""
+    if configured == "int8" and device != "cpu":
+        raise ConfigError(f"model.weights 'int8' is supported on CPUs only, not on {device!r}: use 'bfloat16'")
     if configured != "auto":
         return configured
     if device != "cpu":
@@ -51,7 +54,9 @@ def weights_type(
         flags = cpuinfo.read_text(encoding="utf-8")
     except OSError:
         return "float32"
-    return "bfloat16" if re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags) else "float32"
+    if not re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags):
+        return "float32"
+    return "int8" if re.search(r"\bamx_int8\b", flags) else "bfloat16"
 
 
 def kernels_on(device: str) -> Kernels:
@@ -59,13 +64,13 @@ def kernels_on(device: str) -> Kernels:
     return "cpu" if device == "cpu" else "paged"
 
 
-def kv_type(weights: WeightsType, kernels: Kernels) -> WeightsType:
+def kv_type(weights: WeightsType, kernels: Kernels) -> KvType:
     """Return the data type of KV for these weights; the CPU kernels support float32 only."""
-    return "float32" if kernels == "cpu" else weights
+    return "float32" if kernels == "cpu" or weights == "int8" else weights
 
 
 def model_identity(
-    directory: Path, block_tokens: int, weights: WeightsType = "float32", kv: WeightsType = "float32"
+    directory: Path, block_tokens: int, weights: WeightsType = "float32", kv: KvType = "float32"
 ) -> bytes:
     """Return a digest that identifies KV contents: it differs between models, block sizes, and data types of weights
     and KV.
@@ -160,10 +165,10 @@ class ModelInfo:
         """Return the shape of the KV tensor: [layers, 2 (K, V), blocks, kv_heads, block_tokens, head_dim]."""
         return (self.layers, 2, blocks, self.kv_heads, block_tokens, self.head_dim)
 
-    def kv_bytes(self, blocks: int, block_tokens: int, kind: WeightsType = "float32") -> int:
+    def kv_bytes(self, blocks: int, block_tokens: int, kind: KvType = "float32") -> int:
         """Return the size of the KV tensor in bytes, for the data type `kind`."""
         return blocks * block_tokens * self.kv_bytes_per_token(kind)
 
-    def kv_bytes_per_token(self, kind: WeightsType = "float32") -> int:
+    def kv_bytes_per_token(self, kind: KvType = "float32") -> int:
         """Return the bytes of K and V of one token in all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim * ITEM_BYTES[kind]
