@@ -235,19 +235,6 @@ async def test_of_a_request_that_is_answered_here_the_rest_of_the_body_is_not_ke
     assert await attempt.receive() == {"type": "http.disconnect"}
 
 
-@pytest.mark.parametrize("status", [200, 503])
-async def test_a_response_that_is_sent_as_a_whole_is_passed_on_only_if_it_is_a_refusal(
-    tmp_path: Path, status: int
-) -> None:
-    async def whole(scope: Scope, receive: Receive, send: Send) -> None:
-        assert scope["state"]["respond"](status, [(b"content-length", b"3")], b"own")
-
-    async with front(tmp_path, PlainTextResponse("frontend"), whole) as node:
-        head, body = await node.ask(SEARCH)
-        assert head.startswith(b"HTTP/1.1 200 ")
-        assert body == (b"own" if status == 200 else b"frontend")
-
-
 async def test_a_clients_end_reaches_the_frontend(tmp_path: Path) -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
 

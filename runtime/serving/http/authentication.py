@@ -16,8 +16,6 @@ from ipc.ring.descriptors import MAX_U16
 from runtime.errors import InternalError, TrinityError, Unauthorized
 from runtime.serving.http.access import FULL_ACCESS, Access
 from runtime.serving.http.middleware import HostNotAllowed, error_response
-from runtime.serving.http.request_context import ResponseSender
-from runtime.serving.http.responses import JsonResponse
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +68,7 @@ class AuthMiddleware:
                     response = await route(http)
                 except TrinityError as error:
                     response = await self._on_error(http, error)
-                if not (
-                    isinstance(send, ResponseSender) and isinstance(response, JsonResponse) and send.responded(response)
-                ):
-                    await response(scope, receive, send)
+                await response(scope, receive, send)
             else:
                 await self._app(scope, receive, send)
         except Exception:

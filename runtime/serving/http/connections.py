@@ -201,7 +201,7 @@ class BoundedConnection(asyncio.Protocol):
             limit, keep_alive=head.keep_alive, expects_continue=head.expects_continue,
         )  # fmt: skip
         scope["state"] = {
-            **self._state, "arrived_body": exchange.arrived_body, "respond": exchange.respond, "limit": limit,
+            **self._state, "arrived_body": exchange.arrived_body, "limit": limit,
         }  # fmt: skip
         if self._answering is None:
             self._answer(exchange)

@@ -132,24 +132,11 @@ class Exchange:
         if self.ended:
             raise RuntimeError("the response is already complete")
         if self._start is None and not self.started:
-            self._hold(message["status"], message.get("headers", ()))
+            if self._expects_continue and not self.arrived:  # nobody knows whether its body or a request follows
+                self.keep_alive = False
+            self._expects_continue, self._start = False, (message["status"], message.get("headers", ()))
         else:
             self._write(message.get("body", b""), message.get("more_body", False))
-
-    def respond(self, status: int, headers: Headers, body: bytes) -> bool:
-        """Send a complete response, in place of two calls of `send`; return False if the client has to read first."""
-        self._leave()
-        if self._flow.write_paused:
-            return False
-        if not self.disconnected:
-            self._hold(status, headers)
-            self._write(body, more=False)
-        return True
-
-    def _hold(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        if self._expects_continue and not self.arrived:  # nobody knows whether its body or a request follows
-            self.keep_alive = False
-        self._expects_continue, self._start = False, (status, headers)
 
     def _write(self, body: bytes, more: bool) -> None:
         head, self._start = (b"" if self._start is None else self._head(*self._start)), None

@@ -227,9 +227,6 @@ class _Response:
 # ---- requests that one of several processes answers
 
 
-Respond = Callable[[int, list[tuple[bytes, bytes]], bytes], bool]  # see `Exchange.respond`
-
-
 class Attempt:
     """Lets an application answer a request, unless it responds with `status`, which nobody sees then.
 
@@ -241,9 +238,6 @@ class Attempt:
         self._scope, self._receive, self._send, self._status = scope, receive, send, status
         self._arrived = _arrived_body_of(scope)
         scope["state"]["arrived_body"] = self._arrived_body
-        self._respond_to: Respond | None = scope["state"].get("respond")
-        if self._respond_to is not None:
-            scope["state"]["respond"] = self._respond
         self._received: list[Message] = []
         self._answered = False
         self.response: list[Message] = []
@@ -256,15 +250,6 @@ class Attempt:
     async def receive(self) -> Message:
         """Receive the request's body from its begin."""
         return self._received.pop(0) if self._received else await self._receive()
-
-    def _respond(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> bool:
-        if status != self._status:
-            return self._respond_to is not None and self._respond_to(status, headers, body)
-        self.response += (
-            {"type": "http.response.start", "status": status, "headers": headers},
-            {"type": "http.response.body", "body": body},
-        )
-        return True
 
     async def _send_others(self, message: Message) -> None:
         if self.response or message.get("status") == self._status:

@@ -10,7 +10,6 @@ from runtime.errors import TrinityError
 from runtime.serving.frontend.observability import CLIENT_ID, NO_TRACE_CONTEXT, trace_context, trace_context_of
 from runtime.serving.http.middleware import REQUEST_ID_HEADER, error_response
 from runtime.serving.http.response_memory import CONNECTION_BYTES, ResponseMemory, UnsentResponse
-from runtime.serving.http.responses import JsonResponse
 
 _REQUEST_ID = REQUEST_ID_HEADER.encode()
 
@@ -78,15 +77,6 @@ class ResponseSender:
         self._refused = False
         self.status = 500
         self.begun_at: float | None = None
-
-    def responded(self, response: JsonResponse) -> bool:
-        """Send a response as a whole if it is small and the client has read the ones before; return False if not."""
-        respond = self._scope["state"].get("respond")
-        if respond is None or self._unsent.held_bytes or len(response.body) > CONNECTION_BYTES:
-            return False
-        headers = self._begin(response.status_code, response.raw_headers)
-        sent: bool = respond(response.status_code, headers, response.body)
-        return sent
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
