@@ -192,7 +192,7 @@ class _Node:
             )
         except aiohttp.ClientError as error:
             unavailable = Unavailable(f"the node does not answer: {type(error).__name__}")
-            return error_response(unavailable, {"Retry-After": "1"})
+            return error_response(unavailable)
         response = StreamingResponse(_body(answer), answer.status)
         received = [(name.decode("latin-1").lower(), value) for name, value in answer.raw_headers]
         response.raw_headers = [(name.encode(), value) for name, value in received if name not in _SET_BY_RAY]

@@ -378,7 +378,7 @@ async def _trinity_error(http: Request, error: Exception) -> Response:
         log.error("%s: %s", error.code, error.message, extra={"request": request_id(http)})
     if isinstance(error, CompressedBody):
         return error_response(error, {"Accept-Encoding": "identity"})
-    return error_response(error, {"Retry-After": "1"} if error.status in (429, 503) else {})
+    return error_response(error)
 
 
 async def _http_error(http: Request, error: Exception) -> Response:

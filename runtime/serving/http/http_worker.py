@@ -121,7 +121,7 @@ def answering_or_forwarding(
         try:
             await forward(scope, receive, send)
         except TrinityError as error:
-            await refuse(error_response(error, {"Retry-After": "1"}))(scope, receive, send)
+            await refuse(error_response(error))(scope, receive, send)
 
     return answer
 

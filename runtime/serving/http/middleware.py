@@ -45,10 +45,12 @@ class _EarlyResponse(Response):
 
 
 def error_response(error: TrinityError, headers: Mapping[str, str] | None = None) -> Response:
-    """Return OpenAI's error object with the error's status."""
+    """Return OpenAI's error object with the error's status, and when to try again if that may help."""
     response_class = _EarlyResponse if isinstance(error, BodyTooLarge) and error.more else Response
     if isinstance(error, RequestTooSlow):  # the rest of its body is not a request
         headers = {**(headers or {}), "Connection": "close"}
+    if error.status in (429, 503):
+        headers = {**(headers or {}), "Retry-After": "1"}
     return response_class(to_json(error_json(error)), error.status, headers, media_type="application/json")
 
 

@@ -100,8 +100,7 @@ class ResponseSender:
                 self._unsent.disconnect()
             else:
                 self._start, self._refused = None, False
-                headers = {"Retry-After": "1"} if error.status == 503 else {}
-                await error_response(error, headers)(self._scope, self._receive, self)
+                await error_response(error)(self._scope, self._receive, self)
                 self._refused = True
             return
         await self._send_start()
