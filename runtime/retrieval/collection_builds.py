@@ -21,12 +21,11 @@ class CollectionBuilds:
 
     The pools verify the checksums of all files.
 
-    opening: a build that is being opened on a thread; None: none, or always if builds are not opened `in_background`.
+    opening: a build that is being opened on a thread, so that no loop waits for the disk.
     """
 
-    def __init__(self, name: str, directory: Path, clock: Callable[[], int], in_background: bool = False) -> None:
+    def __init__(self, name: str, directory: Path, clock: Callable[[], int]) -> None:
         self._name, self.directory, self._clock = name, directory, clock
-        self._in_background = in_background
         self.opening: BackgroundTask[OpenBuild] | None = None
         self.by_identity: dict[str, OpenBuild] = {}
         self.current: OpenBuild | None = None
@@ -36,7 +35,7 @@ class CollectionBuilds:
         self._missing = ("", 0)  # the identity that was missing last, and the time of the next attempt (ns)
 
     def has(self, identity: str) -> bool:
-        """Return whether this build's documents are usable; opens them if they are what the directory contains now."""
+        """Return whether this build's documents are usable; begins to open what the directory contains, if not."""
         if identity in self.by_identity and self.opening is None:  # as for nearly every search
             return True
         self._finish_opening()
@@ -46,9 +45,6 @@ class CollectionBuilds:
                 return False
             self._missing = identity, now + _RETRY_NS
             self.opening = BackgroundTask("documents", lambda _: open_build(self.directory))
-            if not self._in_background:
-                self.opening.join()
-                self._finish_opening()
         return identity in self.by_identity
 
     def _finish_opening(self) -> None:

@@ -112,15 +112,11 @@ class CollectionRegistry:
         plan: NodePlan,
         clock: Callable[[], int] = time.monotonic_ns,
         *,
-        in_background: bool = False,
         device: str = "cpu",
     ) -> None:
-        """in_background: open later builds on a thread, see `opening`. device: of the embedders. Raises `ModelError`
-        for a missing embedder."""
+        """device: of the embedders. Raises `ModelError` for a missing embedder."""
         self._max_k = plan.max_k
-        self._builds = {
-            c.name: CollectionBuilds(c.name, Path(c.path), clock, in_background) for c in plan.config.searchable
-        }
+        self._builds = {c.name: CollectionBuilds(c.name, Path(c.path), clock) for c in plan.config.searchable}
         self._locations = {c.name: embedder_location(c, device) for c in plan.config.searchable}
         self._embedders: dict[tuple[EmbedderSpec, EmbedderLocation], Embedder] = {}
         self._dims = dict.fromkeys(self._builds, 0)

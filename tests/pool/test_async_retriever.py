@@ -124,7 +124,7 @@ def test_the_event_loop_goes_on_while_a_build_is_opened_and_the_search_waits_for
     path = Path(collection.path)
     path.rename(path.with_name("away"))  # as if the frontend had started before the collection existed
     client = SearchClient.of_plan(plan, "test")
-    search = AsyncRetriever(CollectionRegistry(plan, in_background=True), client)
+    search = AsyncRetriever(CollectionRegistry(plan), client)
     path.with_name("away").rename(path)
     make_pool(plan).start()  # only now: it verifies the files in the background
     monkeypatch.setattr("runtime.retrieval.collection_builds.open_build", held)

@@ -7,6 +7,7 @@ import pytest
 
 from runtime.errors import CollectionReplaced, Unavailable
 from runtime.testing.pool import plan_of
+from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakePool
 from tests.pool.rebuilds import LATER_NS, ask, build, generation_of, killed, retriever
@@ -58,7 +59,7 @@ def test_shards_of_different_builds_are_never_merged(tmp_path: Path, make_pool: 
         assert all(found.ticket != ticket for _ in range(20) for found in asking.poll())
         killed(second)
         make_pool(plan, "pool-1", epoch=2).start()
-        attached(asking.client)
+        until(lambda: all(pool.state != "lost" for pool in asking.client.statistics().pools), asking.poll)
         assert generation_of(ask(asking).passages) == 2
 
 

@@ -64,7 +64,7 @@ class SearchParts:
     def open(cls, worker: Worker) -> "SearchParts":
         """Open the collections, and load the embedders and the reranker. Raises `ModelError`."""
         plan, threads = worker.plan, computing_threads(worker.plan)
-        registry = CollectionRegistry(plan, in_background=True, device=worker.placement.embedder)
+        registry = CollectionRegistry(plan, device=worker.placement.embedder)
         reranking = Reranking.of_plan(plan, Reranking.load(plan), worker.table, threads)
         worker.startup.mark("embedder")
         search = None
