@@ -228,8 +228,7 @@ class ReplicaPolicy:
     """When a pool is avoided, and when it is used again.
 
     weight: of a new round trip in the moving average. A pool becomes slow once its expected round trip exceeds `slow`
-    times the best one's plus `floor_ns`, and recovers once it is below `recovered` times that plus `floor_ns`
-    (hysteresis: values between change nothing). A slow pool gets one probe query every `probe_ns`, whose round trip
+    times the best one's plus `floor_ns`. A slow pool gets one probe query every `probe_ns`, whose round trip
     weighs half, so that recovery is noticed soon. A pool with `crowded` more outstanding queries than the least loaded
     one is avoided. A pool with outstanding queries that has answered nothing for `stalled_ns` is stalled: its queries
     are hedged.
@@ -237,7 +236,6 @@ class ReplicaPolicy:
 
     weight: float = 0.2
     slow: float = 4.0
-    recovered: float = 2.0
     floor_ns: int = 5_000_000
     probe_ns: int = 100_000_000
     crowded: int = 32
@@ -296,18 +294,10 @@ class Replicas:
 
     def _update_slow(self, live: Sequence[int], now_ns: int) -> None:
         expected = {pool: self._replicas[pool].expected_ns(now_ns) for pool in live}
-        known = [value for value in expected.values() if value is not None]
-        if not known:
-            return
-        best = min(known)
+        best = min((value for value in expected.values() if value is not None), default=0.0)
         for pool, value in expected.items():
-            replica = self._replicas[pool]
-            if value is None:
-                continue
-            limit = best * (self._policy.recovered if replica.slow else self._policy.slow) + self._policy.floor_ns
-            if replica.slow != (value > limit):
-                replica.slow = not replica.slow
-                replica.probed_ns = now_ns
+            limit = self._policy.slow * best + self._policy.floor_ns
+            self._replicas[pool].slow = value is not None and value > limit
 
     def sent(self, pool: int, now_ns: int) -> None:
         """Record that a query was sent to a pool; the others are tried before it next time."""
@@ -344,7 +334,3 @@ class Replicas:
         """Return whether a pool has outstanding queries and has answered none for too long."""
         replica = self._replicas[pool]
         return replica.outstanding > 0 and now_ns - replica.waiting_ns >= self._policy.stalled_ns
-
-    def outstanding(self, pool: int) -> int:
-        """Return the number of a pool's outstanding queries."""
-        return self._replicas[pool].outstanding
