@@ -39,8 +39,8 @@ PROCESS = {
     ),
     "collections": ("test_background", "test_bulk_loads", "test_kill", "test_killed_builds", "test_reader_barrier"),
     "node": (
-        "test_control", "test_diagnosis", "test_forks", "test_lifecycle", "test_node_metrics", "test_placement", "test_run_dir",
-        "test_scaling", "test_standby", "test_supervisor", "test_worker_start",
+        "test_control", "test_diagnosis", "test_forks", "test_lifecycle", "test_node_metrics", "test_placement",
+        "test_run_dir", "test_scaling", "test_standby", "test_supervisor", "test_worker_start",
     ),
     "pool": ("test_cuda_pool", "test_kills", "test_loop_parts", "test_vectors_in_place"),
     "retrieval": ("test_directory", "test_embedder", "test_index_commands", "test_ingestion", "test_isolated_reader"),
