@@ -7,14 +7,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launchers.progress import counted
 from runtime.checks.gpu_sharing import shared_gpus
 from runtime.checks.memory_estimate import embedding_only
 from runtime.node.engine_config import OpenAiSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo
-from runtime.node.supervisor.admin import CollectionsStatus, NodeStatus, WorkerStatus, node_status
+from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status
 
 _COLOURS = {"ready": "green", "standby": "green", "fatal": "red", "backoff": "yellow"}
 _COLUMNS = ("worker", "state", "pid", "device", "cores", "restarts", "heartbeat", "memory")
@@ -46,17 +45,6 @@ def show_workers(status: NodeStatus, console: Console) -> None:
     for worker in (*status.workers, *status.spares):
         if worker.note:
             console.print(f"{worker.name}: {escape(worker.note)}", highlight=False)
-    if status.written is not None:
-        console.print(_live_line(status.written), highlight=False)
-
-
-def _live_line(written: CollectionsStatus) -> str:
-    building = f", {written.building} building" if written.building else ""
-    return (
-        f"collections: {counted(written.documents, 'document')} in {counted(written.segments, 'segment')}{building}; "
-        f"{counted(written.growing, 'growing row')} in the log ({written.log_bytes / 2**20:,.1f} MiB); "
-        f"{counted(written.tombstones, 'tombstone')}"
-    )
 
 
 def _cells(worker: WorkerStatus) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ PROCESS = {
         "test_concurrent_blocks", "test_compiled_functions", "test_compiler", "test_kernels", "test_launches",
         "test_launch_bindings", "test_fault_injection", "test_in_place", "test_resident", "test_stage_times",
     ),
-    "dashboards": ("test_fleet", "test_rules", "test_top"),
+    "dashboards": ("test_fleet", "test_rules"),
     "engines": ("test_real_vllm", "test_vllm_setup"),
     "frontend": (
         "test_responses", "test_store_faults", "test_store_reader", "test_store_tenants", "test_stores",

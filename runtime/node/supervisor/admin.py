@@ -14,16 +14,10 @@ import zmq
 
 from ipc.endpoints import bind, connect
 from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest, TrinityError, Unavailable
-from runtime.node.metrics.table import WorkerTable
-from runtime.node.metrics.worker_metrics import FrontendMetrics
 from runtime.node.run_dir import NodeInfo
 from runtime.node.supervisor.reload import ReloadStatus
 from runtime.node.supervisor.scaling import ScaleAction
 
-_COLLECTION_GAUGES = (
-    FrontendMetrics.COLLECTION_DOCUMENTS, FrontendMetrics.COLLECTION_SEGMENTS, FrontendMetrics.COLLECTION_GROWING,
-    FrontendMetrics.COLLECTION_TOMBSTONES, FrontendMetrics.COLLECTION_LOG_BYTES, FrontendMetrics.COLLECTION_BUILDING,
-)  # fmt: skip
 _MAX_REQUEST_BYTES = 128
 _POLL_S = 0.1
 _MAX_REPLY_BYTES = 8 << 20  # ten times the metrics of 25 workers
@@ -51,23 +45,6 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     fds: int = 0
 
 
-class CollectionsStatus(msgspec.Struct, frozen=True):
-    """Totals over the collections that the node writes to, see the metrics `trinity_collection_…`."""
-
-    documents: int
-    segments: int
-    growing: int
-    tombstones: int
-    log_bytes: int
-    building: int
-
-    @classmethod
-    def read(cls, table: WorkerTable) -> "CollectionsStatus | None":
-        """Read the frontend's table. Returns None if nothing has been written since it started."""
-        found = cls(*(int(table.value(gauge)) for gauge in _COLLECTION_GAUGES))
-        return found if found.log_bytes else None
-
-
 class NodeStatus(msgspec.Struct, frozen=True):
     """A node, its workers and its standby workers."""
 
@@ -76,7 +53,6 @@ class NodeStatus(msgspec.Struct, frozen=True):
     workers: tuple[WorkerStatus, ...]
     spares: tuple[WorkerStatus, ...] = ()
     draining: bool = False  # requested by an operator
-    written: CollectionsStatus | None = None  # None until something is written
 
     @property
     def ready(self) -> bool:

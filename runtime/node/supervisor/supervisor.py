@@ -27,7 +27,7 @@ from runtime.node.placement.machine import check_host_memory
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.node.startup import StartupTimer, process_age_s
-from runtime.node.supervisor.admin import AdminServer, CollectionsStatus, NodeStatus
+from runtime.node.supervisor.admin import AdminServer, NodeStatus
 from runtime.node.supervisor.backoff import Backoff
 from runtime.node.supervisor.forks import COMMAND, Template
 from runtime.node.supervisor.lifecycle import Lifecycle
@@ -382,7 +382,6 @@ class Supervisor:
             workers=tuple(worker_status(worker, now_s) for worker in self.workers),
             spares=tuple(worker_status(spare, now_s) for spare in self._standbys.spares),
             draining=self._frontend.knob("draining") == 1,
-            written=CollectionsStatus.read(self._frontend),
         )
 
     def metrics_text(self) -> str:
