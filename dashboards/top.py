@@ -1,10 +1,10 @@
 """`trinity top`: SLOs, health, queues, saturation, latency and workers of a node, from its /metrics."""
 
 import contextlib
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, Group, RenderableType
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runtime.errors import Unavailable
+from runtime.node.control.law import quantile
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PoolMetrics, PrefillMetrics
 from runtime.node.supervisor_metrics import ControlMetrics, GpuMetrics, NamedMetric, NodeMetrics, ProcessMetrics
 from runtime.serving.stages import BATCHED, RERANKED, SEARCHED, TO_FIRST_TOKEN
@@ -85,12 +86,8 @@ class MetricWindow:
         counts = [self.increase(name, le=edge, **labels) or 0.0 for edge in edges]
         if not counts or not counts[-1]:
             return None
-        rank, below, lower = q * counts[-1], 0.0, 0.0
-        for edge, count in zip(map(float, edges), counts, strict=True):
-            if count >= rank:
-                return lower if math.isinf(edge) else lower + (edge - lower) * (rank - below) / (count - below)
-            below, lower = count, edge
-        return lower
+        own = [upper - lower for lower, upper in pairwise([0.0, *counts])]
+        return quantile(q, [float(edge) for edge in edges[:-1]], own)
 
 
 def _select(samples: Samples, name: str, labels: Labels) -> Iterator[tuple[Labels, float]]:
