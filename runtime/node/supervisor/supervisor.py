@@ -9,12 +9,10 @@ import logging
 import os
 import random
 import selectors
-import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from msgspec.structs import replace
 
@@ -36,6 +34,7 @@ from runtime.node.supervisor.node_metrics import NodeMetricsSource, node_version
 from runtime.node.supervisor.reload import RollingReload
 from runtime.node.supervisor.rolling_restart import RollingRestart
 from runtime.node.supervisor.scaling import FIXED_ROLES, Scaler
+from runtime.node.supervisor.signals import Signals
 from runtime.node.supervisor.standby import StandbyWorkers
 from runtime.node.supervisor.stopping import of_role, set_draining, stop_steps
 from runtime.node.supervisor.supervised_worker import (
@@ -49,12 +48,6 @@ from runtime.node.supervisor.supervised_worker import (
 from runtime.node.worker import WorkerSpec
 
 _POLL_S = 0.1
-_UNUSED_SIGNALS = (
-    signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO, signal.SIGPWR,
-    signal.SIGSTKFLT, *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
-)  # fmt: skip
-"""Signals that would end a process although nobody means to end a node with them: ignored."""
-
 log = logging.getLogger("supervisor")
 
 
@@ -105,7 +98,8 @@ class Supervisor:
         Returns 0 after an orderly stop, else `EXIT_CONFIG` if a worker cannot run with this configuration, `EXIT_BUSY`
         if a worker lacked a resource that may be free later, else 1.
         """
-        self._catch_signals()  # before the run directory exists: a stop during the start removes it too
+        # Before the run directory exists: a stop during the start removes it too.
+        self._signals = Signals(self.request_stop, self._request_drain)
         run_dir = RunDir.acquire(Path(self.plan.run_dir))
         try:
             with (
@@ -189,7 +183,7 @@ class Supervisor:
         """Sleep until an admin request, a process exit or a signal arrives, or `_POLL_S` has passed."""
         with selectors.DefaultSelector() as selector:
             selector.register(control.fileno(), selectors.EVENT_READ)
-            selector.register(self._wakeup, selectors.EVENT_READ)
+            selector.register(self._signals, selectors.EVENT_READ)
             processes = [worker.process for worker in self._all if worker.process]
             pidfds = [os.pidfd_open(process.pid) for process in processes if process.poll() is None]
             try:
@@ -199,12 +193,7 @@ class Supervisor:
             finally:
                 for fd in pidfds:
                     os.close(fd)
-        while True:
-            try:
-                if not self._wakeup.recv(64):
-                    return
-            except BlockingIOError:
-                return
+        self._signals.clear()
 
     def _serve_admin(self, control: AdminServer) -> None:
         control.serve(
@@ -304,25 +293,6 @@ class Supervisor:
     def _request_drain(self) -> None:
         """Drain and stop, on `trinity stop` or SIGHUP (kernel and shell send it): more do not shorten the drain."""
         self._stop_requests = max(1, self._stop_requests)
-
-    def _catch_signals(self) -> None:
-        def stop(signum: int, frame: FrameType | None) -> None:
-            self.request_stop()
-
-        def hang_up(signum: int, frame: FrameType | None) -> None:
-            self._request_drain()
-
-        self._wakeup, wake = socket.socketpair()
-        for end in (self._wakeup, wake):
-            end.setblocking(False)
-        self._wake = wake
-        signal.set_wakeup_fd(wake.fileno())
-        signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGINT, stop)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the node outlives its terminal
-            signal.signal(signal.SIGHUP, hang_up)
-        for unused in _UNUSED_SIGNALS:
-            signal.signal(unused, signal.SIG_IGN)  # by workers, too: an ignored signal stays ignored across exec
 
     def _stop_all(self, control: AdminServer) -> None:
         """Drain role by role within `drain_s` in all; a second signal, or the deadline, kills the rest."""
