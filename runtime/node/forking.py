@@ -57,7 +57,8 @@ def serve(end: socket.socket, load: Callable[[Any], None], run: Run) -> None:
                     time.sleep(_LOOK_S)
                 _be_worker(end, request["environment"], dict(zip(request["names"], descriptors, strict=True)), run)
             os._exit(0)
-        os.wait()
+        if os.wait()[1]:  # it could not fork
+            os._exit(1)
         for descriptor in descriptors:
             os.close(descriptor)
 

@@ -20,6 +20,15 @@ PR_GET_CHILD_SUBREAPER = 37
 CODE = """
 import os, signal, socket, sys
 from runtime.node.forking import serve
+fork, template = os.fork, os.getpid()
+def fork_or_fail():
+    if os.environ.get("NO_PROCESS_LEFT") and os.getpid() != template:
+        raise BlockingIOError("no process left")
+    child = fork()
+    if os.environ.get("KILLED_AS_IT_FORKS") and child and os.getpid() == template:
+        os.kill(template, signal.SIGKILL)
+    return child
+os.fork = fork_or_fail
 def load(roles):
     if "prefill" in roles and os.environ.get("BREAKS"):
         os._exit(7)
@@ -27,8 +36,11 @@ def run(descriptors):
     line = sys.stdin.readline().strip()
     if line == "wait":
         signal.pause()
+    if line == "kill":
+        os.kill(template, signal.SIGKILL)
     told = f"{os.getppid()} {os.getsid(0) == os.getpid()} {os.environ['THREADS']} {line}"
-    os.write(descriptors["stack_fd"], told.encode())
+    if "stack_fd" in descriptors:
+        os.write(descriptors["stack_fd"], told.encode())
     return 5
 serve(socket.socket(fileno=int(sys.argv[1])), load, run)
 """
@@ -114,18 +126,49 @@ def test_imports_that_end_their_process_fail_one_start(
 
 def test_a_process_that_was_killed_is_replaced(template: Callable[[], Template]) -> None:
     made = template()
-    worker = made.fork(ENVIRONMENT, DESCRIPTORS)
-    made.close()
-    assert not made.can_fork("pool")
+    with (worker := made.fork(ENVIRONMENT, DESCRIPTORS)).stdin as stdin:
+        stdin.write(b"kill\n")
+    assert worker.wait(WAIT_S) == 5
     heard(made)
-    with made.fork(ENVIRONMENT, DESCRIPTORS).stdin, worker.stdin:
+    assert not made.can_fork("pool")  # another one imports
+    heard(made)
+    with made.fork(ENVIRONMENT, DESCRIPTORS).stdin:
         pass
 
 
+def test_a_worker_is_forked_though_the_process_it_is_forked_from_is_killed_meanwhile(
+    template: Callable[[], Template], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KILLED_AS_IT_FORKS", "1")
+    made = template()
+    with (worker := made.fork(ENVIRONMENT, DESCRIPTORS)).stdin as stdin:
+        heard(made)
+        assert not made.can_fork("pool")
+        assert worker.poll() is None
+        stdin.write(b"hello\n")
+    assert worker.wait(WAIT_S) == 5
+
+
+def test_a_process_that_cannot_fork_says_so_at_once(
+    template: Callable[[], Template], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROCESS_LEFT", "1")
+    made = template()
+    with pytest.raises(OSError, match="the process from which workers are forked ended with exit code 1"):
+        made.fork(ENVIRONMENT, DESCRIPTORS)
+    assert not made.can_fork("pool")  # the next one imports
+
+
 def test_what_is_imported_before_a_fork_starts_no_thread_and_opens_no_gpu() -> None:
-    code = (
-        "import os; from runtime.worker_process import load; load(()); load(('prefill', 'decode', 'pool', 'frontend'))"
-    )
-    code += "; import torch; print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized())"
+    code = """
+import os
+from typing import get_args
+from runtime.node.config import Role
+from runtime.worker_process import load
+load(())
+load(get_args(Role))
+opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+print(len(os.listdir("/proc/self/task")), [path for path in opened if path.startswith("/dev/nvidia")])
+"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "1 False\n", done.stderr
+    assert done.stdout == "1 []\n", done.stderr

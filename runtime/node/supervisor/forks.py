@@ -18,6 +18,7 @@ from runtime.node.forking import MESSAGE_BYTES, READY, STDIN
 COMMAND = (sys.executable, "-m", "runtime.worker_process")
 """Starts a template, with the descriptor of its socket as a further argument."""
 _HEAVY: Collection[Role] = ("prefill", "decode")  # they import torch: the template does before it forks them
+_NAME = "the process from which workers are forked"
 _REPLY_S = 30.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -107,7 +108,11 @@ class Template:
     def receive(self) -> None:
         """Notice that it has imported what it was to, or has ended."""
         while self._socket and select.select([self._socket], [], [], 0)[0]:
-            self._receive()
+            try:
+                self._receive()
+            except ChildProcessError as error:
+                if self._imports:  # else the next worker starts another one
+                    self._failure = str(error)
 
     def import_wanted(self) -> None:
         """Have it import what the roles use that have been asked for, once all workers are forked that can be."""
@@ -134,7 +139,7 @@ class Template:
     def fork(self, environment: Mapping[str, str], descriptors: Mapping[str, int]) -> Forked:
         """Return a new worker's process, with these environment variables, and descriptors by their names.
 
-        Raises `OSError` if there is no memory or process left, or the template has ended while it imported.
+        Raises `OSError` if there is no memory or process left, or the template ends, or has ended while it imported.
         """
         if self._failure:
             failure, self._failure = self._failure, ""
@@ -149,8 +154,6 @@ class Template:
                 self._send({"environment": dict(environment), "names": names}, numbers)
                 while (answer := self._receive()) == READY:
                     pass
-            if not answer:
-                raise ChildProcessError("the process from which workers are forked has ended")
             on_error.pop_all()
         return Forked(int(answer), stdin)
 
@@ -160,27 +163,34 @@ class Template:
             socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
 
     def _receive(self) -> bytes:
-        """Return what it says; nothing if it has ended, or is silent for too long."""
+        """Return what it says. Raises `ChildProcessError` if it has ended, or is silent for too long."""
         assert self._socket
         try:
             message = self._socket.recv(MESSAGE_BYTES)
-        except (TimeoutError, ConnectionResetError):
+        except ConnectionResetError:
             message = b""
+        except TimeoutError:
+            self._end()
+            raise ChildProcessError(f"{_NAME} did not answer within {_REPLY_S:g} s") from None
+        if not message:
+            raise ChildProcessError(f"{_NAME} ended with {describe_exit(self._end())}")
         if message == READY:
             self._imports = False
-        elif not message:
-            self.close()
         return message
 
     def close(self) -> None:
         """End it. Its workers live on."""
+        self._end()
+
+    def _end(self) -> int:
+        """End it; return its exit code."""
+        code = 0
         if self._socket and self._process:
             self._socket.close()
             self._process.kill()
             code = self._process.wait()
-            if self._imports:
-                self._failure = f"the process from which workers are forked ended with {describe_exit(code)}"
         self._socket = self._process = None
+        return code
 
 
 @contextlib.contextmanager
