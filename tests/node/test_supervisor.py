@@ -13,6 +13,7 @@ from tests.node.conftest import StartTiny
 from tests.node.tiny_node import (
     gone,
     serve_in_a_terminal,
+    serve_where_ends_of_children_are_ignored,
     serve_where_sigint_is_ignored,
     worker,
 )
@@ -76,6 +77,20 @@ def test_a_program_that_cannot_be_started_is_tried_three_times(start_tiny: Start
     assert log.count("pool-0 ended (could not be started: ") == 2
     assert "cannot run (could not be started: " in log
     assert not (node.home / "run").exists()
+
+
+def test_imports_that_do_not_end_are_failed_starts(start_tiny: StartTiny) -> None:
+    node = start_tiny(command=("sleep", "600"), start_s=1.0)
+    assert node.ended() == 1
+    reason = "the process from which workers are forked has not imported what they use within node.start_s = 1 s"
+    assert f"cannot run (could not be started: {reason}): the node stops" in node.log.read_text()
+
+
+def test_a_node_whose_parent_ignores_the_ends_of_its_children_restarts_a_killed_worker(start_tiny: StartTiny) -> None:
+    node = start_tiny(process=serve_where_ends_of_children_are_ignored)
+    os.kill(worker(node.ready()).pid, signal.SIGKILL)
+    node.eventually(lambda status: status.ready and worker(status).epoch == 2, "a new pool worker")
+    assert "pool-0 ended (signal SIGKILL)" in node.log.read_text()
 
 
 def test_a_worker_with_a_permanent_error_ends_the_node_at_once(start_tiny: StartTiny) -> None:
@@ -145,8 +160,10 @@ def test_a_supervisor_that_was_stopped_itself_kills_no_worker(start_tiny: StartT
 def test_a_rolling_restart_does_not_count_as_failures(start_tiny: StartTiny) -> None:
     node = start_tiny()
     before = node.ready()
+    old = node.template(before)
     restart_node(node.info, "", timeout_s=60)
     after = node.ready()
+    assert node.template(after) != old  # the new workers use what is installed now
     assert [(found.epoch, found.restarts) for found in after.workers] == [(2, 0), (2, 0)]
     assert {found.pid for found in after.workers}.isdisjoint(found.pid for found in before.workers)
     assert node.stopped() == ["pool-0", "frontend-0"]
@@ -182,7 +199,10 @@ def test_a_second_signal_ends_a_node_that_drains(start_tiny: StartTiny) -> None:
     node = start_tiny({"frontend-0": ["busy"]})
     workers = node.ready().workers
     node.signal(signal.SIGINT)
-    node.eventually(lambda status: [found.phase for found in status.workers] == ["ready", "draining"], "the drain")
+    drains = node.eventually(
+        lambda status: [found.phase for found in status.workers] == ["ready", "draining"], "the drain"
+    )
+    assert node.template(drains) is None  # no worker starts any more
     node.signal(signal.SIGINT)
     assert node.ended() == 0
     assert all(gone(found.pid) for found in workers)

@@ -108,6 +108,12 @@ class TinyNode:
         assert self.process.exitcode is not None, "the node still runs"
         return self.process.exitcode
 
+    def template(self, status: NodeStatus) -> int | None:
+        """Return the pid of the process from which workers are forked."""
+        workers = [found.pid for found in status.workers]
+        others = [child.pid for child in psutil.Process(self.process.pid).children() if child.pid not in workers]
+        return others[0] if others else None
+
     def stopped(self) -> list[str]:
         """Return the workers that stopped after a signal, in that order."""
         path = Path(f"{self.orders}.stopped")
@@ -158,4 +164,5 @@ serve_eight_gpus = partial(serve, gpus=8)
 serve_where_sigint_is_ignored = partial(
     serve, handlers={signal.SIGINT: signal.SIG_IGN}
 )  # as in a script's background job
+serve_where_ends_of_children_are_ignored = partial(serve, handlers={signal.SIGCHLD: signal.SIG_IGN})
 serve_in_a_terminal = partial(serve, handlers={signal.SIGHUP: signal.SIG_DFL})  # however the tests were started

@@ -103,7 +103,7 @@ class Template:
                 env={**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")},  # it has no threads
             )
             on_error.pop_all()
-        self._socket, self._imports, self._loaded = own, True, set()
+        self._socket, self._imports, self._loaded, self._failure = own, True, set(), ""
 
     def receive(self) -> None:
         """Notice that it has imported what it was to, or has ended."""
@@ -177,6 +177,17 @@ class Template:
         if message == READY:
             self._imports = False
         return message
+
+    def give_up(self, why: str) -> None:
+        """End it while it imports; the next `fork` raises that."""
+        self._end()
+        self._failure = f"{_NAME} {why}"
+
+    def renew(self) -> None:
+        """Have workers that are forked from now on use what is installed now."""
+        self._end()
+        with contextlib.suppress(OSError):  # `fork` raises it
+            self.start()
 
     def close(self) -> None:
         """End it. Its workers live on."""

@@ -24,6 +24,7 @@ class Signals:
             signal.signal(kind, lambda number, frame: stop())
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the node outlives its terminal
             signal.signal(signal.SIGHUP, lambda number, frame: hang_up())
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by some that start nodes: exit codes would be lost
         for unused in _UNUSED:
             signal.signal(unused, signal.SIG_IGN)  # by workers, too: an ignored signal stays ignored across exec
 

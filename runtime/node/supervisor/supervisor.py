@@ -221,13 +221,17 @@ class Supervisor:
         error = self._restarts.request(name)
         if not name:
             self._standbys.restart_all()
+            self._template.renew()
         return error
 
     def _can_spawn(self, worker: SupervisedWorker) -> bool:
         """Whether `_spawn` would not wait for the template's imports."""
         if self._template.can_fork(worker.placement.role):
             return True
-        self._waiting.setdefault(worker.name, self._clock())
+        now, start_s = self._clock(), self.plan.config.node.start_s
+        if now - self._waiting.setdefault(worker.name, now) > start_s:
+            self._template.give_up(f"has not imported what they use within node.start_s = {start_s:g} s")
+            self._waiting.clear()
         return False
 
     def _spawn(self, worker: SupervisedWorker, use_standby: bool) -> None:
@@ -300,6 +304,7 @@ class Supervisor:
         self._listener.close()  # once their copies are closed too, new connections are refused instead of queued
         if self._private is not None:
             self._private.close()
+        self._template.close()  # no worker starts any more
         deadline = self._clock() + self.plan.config.node.drain_s
         requests = max(1, self._stop_requests)
         for spare in self._standbys.spares:
