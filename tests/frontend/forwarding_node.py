@@ -1,0 +1,89 @@
+"""An HTTP worker and the frontend behind it, in one event loop."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from runtime.node.config import HttpSection
+from runtime.node.supervisor.listen import listen_private
+from runtime.retrieval.fair_gate import FairLimit
+from runtime.serving.http.admission import Admission
+from runtime.serving.http.connections import HttpConfig
+from runtime.serving.http.forwarding import Forwarder
+from runtime.serving.http.http_worker import Overflow, answering_or_forwarding
+from runtime.serving.http.middleware import id_source
+from runtime.serving.http.request_context import RequestContextMiddleware
+from runtime.serving.http.response_memory import ResponseMemory
+from runtime.serving.http.server import Server, private_limits
+
+
+class Front:
+    """An HTTP worker, whose own application is `own`, and behind it the frontend's `app`. now_s: of the worker's clock;
+    limit: of its searches, and of those that it passes on."""
+
+    def __init__(self, home: Path, app: ASGIApp, own: ASGIApp) -> None:
+        self.now_s, self.limit = 0.0, FairLimit(2, "searches")
+        overflow = Overflow(2, lambda: self.now_s)
+        admission = Admission({"/v1/retrieval": self.limit}, overflow=overflow)
+        self.path, self.forwarded, self.failures = str(home / "frontend.sock"), 0, 0
+        limits, new_id = HttpSection(), id_source(1)
+        self.forward = Forwarder(self.path, "the frontend")
+        worker = answering_or_forwarding(own, self.forward, overflow, self._with_id, self._count)
+        config = HttpConfig(worker, limits, new_id, 1.0, admission=admission)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = listener.getsockname()[1]
+        self.worker = Server(config, listener)
+        self.frontend = Server(HttpConfig(app, private_limits(limits), new_id, 1.0), listen_private(self.path))
+
+    def _with_id(self, refusal: ASGIApp) -> ASGIApp:
+        return RequestContextMiddleware(refusal, id_source(2), lambda: False, self._failed, ResponseMemory())
+
+    def _count(self) -> None:
+        self.forwarded += 1
+
+    def _failed(self, path: str, status: int, seconds: float) -> None:
+        self.failures += 1
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def ask(self, request: bytes) -> tuple[bytes, bytes]:
+        """Return head and body of the response to a request on a connection of its own."""
+        reader, writer = await self.connect()
+        writer.write(request)
+        head, body = await answer(reader)
+        writer.close()
+        return head, body
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """Return head and body of a response with a declared length, or of one without a body."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    lines = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:-2])
+    return head, await reader.readexactly(int(lines.get(b"content-length", b"0")))
+
+
+async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that has no room."""
+    await Response("full", 503)(scope, receive, send)
+
+
+@contextlib.asynccontextmanager
+async def front(home: Path, app: ASGIApp, own: ASGIApp = refusing) -> AsyncIterator[Front]:
+    found = Front(home, app, own)
+    tasks = [asyncio.create_task(server.accept()) for server in (found.frontend, found.worker)]
+    try:
+        yield found
+    finally:
+        for server in (found.worker, found.frontend):
+            server.should_exit = True
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
+        await asyncio.gather(*tasks)
+        found.forward.close()
+        await asyncio.sleep(0)  # in which they close
