@@ -62,12 +62,14 @@ class MetricWindow:
         return max((value for _, value in self.select(name, **labels)), default=None)
 
     def increase(self, name: str | NamedMetric, **labels: str) -> float | None:
-        """Return a counter's increase over the window; after a decrease, which is a reset, its value."""
-        now = self.total(name, **labels)
-        if len(self._scrapes) < 2 or now is None:
+        """Return a counter's increase over the window, the sum of its series'; after a decrease, which is a reset, a
+        series' is its value."""
+        found = list(self.select(name, **labels))
+        if len(self._scrapes) < 2 or not found:
             return None
-        before = sum(value for _, value in _select(self._scrapes[0][1], str(name), labels))
-        return now - before if now >= before else now
+        before = {tuple(series.items()): value for series, value in _select(self._scrapes[0][1], str(name), labels)}
+        pairs = [(now, before.get(tuple(series.items()), 0.0)) for series, now in found]
+        return sum(now - was if now >= was else now for now, was in pairs)
 
     def rate(self, name: str | NamedMetric, **labels: str) -> float | None:
         """Return a counter's increase per second."""

@@ -56,6 +56,13 @@ def test_a_decreased_counter_is_a_reset_and_no_rate_is_negative() -> None:
     assert live(*counter(100, 3)).increase("x_total", worker="a") == 3.0
 
 
+def test_a_worker_that_leaves_takes_nothing_from_the_increase_of_the_others() -> None:
+    (both,) = counter(100)
+    one = '# TYPE x counter\nx_total{worker="b"} 103\n'
+    assert live(both, one).increase("x_total") == 3.0
+    assert live(one, both).increase("x_total") == 200.0  # a worker that is added, and one that was reset
+
+
 def test_only_the_latest_half_minute_counts() -> None:
     assert live(*counter(0, 100, 200, 200, 200), every_s=15).rate("x_total") == 0.0
 
