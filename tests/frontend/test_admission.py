@@ -100,7 +100,7 @@ async def test_clients_that_send_their_bodies_slowly_take_nobodys_place() -> Non
     assert not any(client.received for client in slow)
 
 
-async def test_a_client_that_does_not_read_itsanswer_takes_nobodys_place() -> None:
+async def test_a_client_that_does_not_read_its_answer_takes_nobodys_place() -> None:
     node = Node()
     clients = await searching(node)
     for client in clients:
