@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +117,19 @@ def test_a_standby_worker_that_cannot_run_is_retried_and_does_not_end_the_node(s
     assert spare(status).note.startswith("cannot run (exit code ")
     assert status.ready
     assert spare(standing_by(node)).epoch == 5
+
+
+def test_a_standby_worker_replaces_one_while_none_can_be_forked(start: StartTiny) -> None:
+    node = start()
+    before = standing_by(node)
+    imports = Path(f"{node.orders}.imports")
+    imports.touch()
+    template = node.template(before)
+    assert template is not None
+    os.kill(template, signal.SIGKILL)
+    assert worker(killed(node, "decode-0"), "decode-0").pid == spare(before).pid
+    imports.unlink()
+    assert spare(standing_by(node)).pid != spare(before).pid
 
 
 def test_a_standby_worker_that_dies_during_takeover_is_restarted_like_any_worker(start: StartTiny) -> None:

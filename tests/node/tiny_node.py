@@ -110,7 +110,7 @@ class TinyNode:
 
     def template(self, status: NodeStatus) -> int | None:
         """Return the pid of the process from which workers are forked."""
-        workers = [found.pid for found in status.workers]
+        workers = [found.pid for found in (*status.workers, *status.spares)]
         others = [child.pid for child in psutil.Process(self.process.pid).children() if child.pid not in workers]
         return others[0] if others else None
 

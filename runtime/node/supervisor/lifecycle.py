@@ -137,7 +137,7 @@ class Lifecycle:
     def _start(self, worker: SupervisedWorker) -> None:
         worker.epoch += 1
         worker.started, worker.exit_code, worker.table.note = self._clock(), None, ""
-        use_standby = worker.desired is Desired.RUN and not worker.failed_starts
+        use_standby = worker.may_use_standby
         worker.desired = Desired.RUN
         try:
             self._spawn(worker, use_standby)

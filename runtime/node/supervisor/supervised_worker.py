@@ -90,6 +90,11 @@ class SupervisedWorker:
         """Whether its last start ended with a configuration error, or several starts in a row failed."""
         return self.failed_starts >= MAX_FAILED_STARTS
 
+    @property
+    def may_use_standby(self) -> bool:
+        """Whether its next start may take a standby worker's process: not if it was requested, nor as a retry."""
+        return self.desired is Desired.RUN and not self.failed_starts
+
     def note(self, now_s: float) -> str:
         """Return the line that `trinity status` shows about the worker, "" if there is nothing to report."""
         if self.phase is Phase.READY and self.heartbeat_age_s > _MISSED_HEARTBEAT_S:

@@ -226,6 +226,8 @@ class Supervisor:
 
     def _can_spawn(self, worker: SupervisedWorker) -> bool:
         """Whether `_spawn` would not wait for the template's imports."""
+        if worker.may_use_standby and self._standbys.is_loaded_for(worker.placement):
+            return True
         if self._template.can_fork(worker.placement.role):
             return True
         now, start_s = self._clock(), self.plan.config.node.start_s
