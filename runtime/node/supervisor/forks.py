@@ -9,7 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, Protocol
 
 from runtime.node.config import Role
@@ -72,13 +73,18 @@ class Forked:
 
 
 class Template:
-    """The template: started with the first worker, and anew with the next one if it has ended."""
+    """The template: started with the first worker, and anew with the next one if it has ended.
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = command
+    start_s: limit of `node` for its imports.
+    """
+
+    def __init__(
+        self, command: Sequence[str], start_s: float = 600.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._command, self._start_s, self._clock = command, start_s, clock
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._imports = False
+        self._imports_since_s: float | None = None
         self._wanted: set[Role] = set()
         self._loaded: set[Role] = set()
         self._failure = ""
@@ -103,21 +109,26 @@ class Template:
                 env={**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")},  # it has no threads
             )
             on_error.pop_all()
-        self._socket, self._imports, self._loaded, self._failure = own, True, set(), ""
+        self._socket, self._loaded, self._failure = own, set(), ""
+        self._imports_since_s = self._clock()
 
     def receive(self) -> None:
-        """Notice that it has imported what it was to, or has ended."""
+        """Notice that it has imported what it was to, has ended, or does not come to an end with its imports."""
         while self._socket and select.select([self._socket], [], [], 0)[0]:
             try:
                 self._receive()
             except ChildProcessError as error:
-                if self._imports:  # else the next worker starts another one
+                if self._imports_since_s is not None:  # else the next worker starts another one
                     self._failure = str(error)
+        since_s = self._imports_since_s
+        if self._socket and since_s is not None and self._clock() - since_s > self._start_s:
+            self._end()
+            self._failure = f"{_NAME} has not imported what they use within node.start_s = {self._start_s:g} s"
 
     def import_wanted(self) -> None:
         """Have it import what the roles use that have been asked for, once all workers are forked that can be."""
-        if missing := sorted(self._wanted - self._loaded if self._socket and not self._imports else ()):
-            self._imports = True
+        if missing := sorted(self._wanted - self._loaded if self._socket and self._imports_since_s is None else ()):
+            self._imports_since_s = self._clock()
             self._loaded.update(missing)
             self._send({"roles": missing})
 
@@ -134,7 +145,7 @@ class Template:
                 self.start()
         if not self._socket:
             return True
-        return not self._imports and (role in self._loaded or role not in _HEAVY)
+        return self._imports_since_s is None and (role in self._loaded or role not in _HEAVY)
 
     def fork(self, environment: Mapping[str, str], descriptors: Mapping[str, int]) -> Forked:
         """Return a new worker's process, with these environment variables, and descriptors by their names.
@@ -175,13 +186,8 @@ class Template:
         if not message:
             raise ChildProcessError(f"{_NAME} ended with {describe_exit(self._end())}")
         if message == READY:
-            self._imports = False
+            self._imports_since_s = None
         return message
-
-    def give_up(self, why: str) -> None:
-        """End it while it imports; the next `fork` raises that."""
-        self._end()
-        self._failure = f"{_NAME} {why}"
 
     def renew(self) -> None:
         """Have workers that are forked from now on use what is installed now."""

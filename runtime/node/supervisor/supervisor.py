@@ -70,7 +70,7 @@ class Supervisor:
         self.plan = plan
         self._device_bytes = {worker.role: (device_bytes or {}).get(worker.name, 0) for worker in plan.workers}
         self._startup = StartupTimer(age_s=process_age_s())
-        self._template = Template(command)
+        self._template = Template(command, plan.config.node.start_s, clock)
         self._waiting: dict[str, float] = {}  # since when workers wait for the template's imports
         self._clock = clock
         self._random = random.Random(seed)
@@ -230,10 +230,7 @@ class Supervisor:
             return True
         if self._template.can_fork(worker.placement.role):
             return True
-        now, start_s = self._clock(), self.plan.config.node.start_s
-        if now - self._waiting.setdefault(worker.name, now) > start_s:
-            self._template.give_up(f"has not imported what they use within node.start_s = {start_s:g} s")
-            self._waiting.clear()
+        self._waiting.setdefault(worker.name, self._clock())
         return False
 
     def _spawn(self, worker: SupervisedWorker, use_standby: bool) -> None:
@@ -278,6 +275,7 @@ class Supervisor:
     def remove_worker(self, worker: SupervisedWorker) -> None:
         """Remove a worker whose process has ended."""
         self.workers.remove(worker)
+        self._waiting.pop(worker.name, None)
         self._epochs[worker.name] = worker.epoch
         self._control_loop.remove_worker(worker.table)
         worker.table.close()
