@@ -67,6 +67,8 @@ class CollectionBuilds:
 
     def discard(self, build: OpenBuild, error: str) -> None:
         """Close a build whose documents cannot be read; it is opened again later, or when the pools serve it anew."""
+        if self.by_identity.get(build.identity) is not build:
+            return  # closed already: of several searches each finds that they cannot be read
         self._missing = build.identity, self._clock() + _UNREADABLE_NS
         self.by_identity.pop(build.identity, None)
         build.close()

@@ -3,6 +3,7 @@
 import itertools
 import shutil
 import threading
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.errors import TrinityError, Unavailable
+from runtime.errors import CollectionError, TrinityError, Unavailable
 from runtime.node.config import SloSection, parse_config
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import RetrievingMetrics
 from runtime.node.placement.layout import lay_out
 from runtime.retrieval.build_follower import BuildFollower
-from runtime.retrieval.collection_registry import CollectionRegistry
+from runtime.retrieval.collection_registry import CollectionRegistry, DocumentLookup
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.documents import Document
@@ -129,6 +130,28 @@ def test_documents_that_cannot_be_read_any_more_are_told_and_used_again_when_the
     until(lambda: docs.text(registry, 200) == "text 200", lambda: registry.follow("docs", [docs.identity]))
     registry.follow("docs", [docs.identity])
     assert registry.unavailable == {}
+
+
+def test_documents_that_several_searches_could_not_read_are_closed_once_and_not_after_they_were_put_back(
+    docs: Docs,
+) -> None:
+    registry = docs.registry()
+    registry.follow("docs", [docs.identity])
+    result = SearchResult(1, np.array([200]), np.array([0.5], np.float32), identity=docs.identity)
+    lookups = [registry.lookup("docs", result) for _ in range(3)]
+    docs.tear()
+    reads = [(lookup, lookup.read(lambda size: None)) for lookup in lookups]
+
+    def answer(lookup: DocumentLookup, found: Sequence[Document | None] | CollectionError) -> None:
+        with pytest.raises(Unavailable, match=r"documents.sqlite is damaged"):
+            registry.found("docs", result, lookup, found)
+
+    answer(*reads[0])
+    answer(*reads[1])
+    docs.put_back()
+    until(lambda: docs.text(registry, 200) == "text 200", lambda: registry.follow("docs", [docs.identity]))
+    answer(*reads[2])
+    assert docs.text(registry, 200) == "text 200"
 
 
 def test_a_worker_tells_that_a_reload_is_over_when_it_has_the_documents(tmp_path: Path) -> None:
