@@ -1,5 +1,6 @@
 """A reader finds the documents of rows that a pool returned, even if it has not polled since."""
 
+import errno
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpu.index.data import bitmap
-from runtime.errors import InvalidFilter
+from runtime.errors import CollectionError, InvalidFilter
 from runtime.retrieval.attributes.filters import Comparison
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.log import Upsert, decode, encode
@@ -35,6 +36,26 @@ def test_documents_of_segments_sealed_since_the_last_poll_are_found(tmp_path: Pa
         rows = list(writer.state.rows_of(["3", "14", "29"]).values())
         assert [found and found.id for found in reading.get([*rows, 25])] == ["3", "14", "29", None]
         reading.close()
+
+
+def test_writes_before_a_log_file_that_cannot_be_opened_are_applied_and_the_others_once_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, max_bytes: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with new_writer(tmp_path / "a") as writer, CollectionReader(tmp_path / "a") as reader:
+        writer.upsert(documents(range(3)))
+        writer.commits.rotate()
+        writer.upsert(documents(range(2, 6)))
+        with monkeypatch.context() as full:
+            full.setattr("runtime.retrieval.collections.log.open_regular", refuse)
+            assert reader.poll()
+            assert set(contents(reader)) == {"0", "1", "2"}
+            with pytest.raises(CollectionError, match="Too many open files"):
+                reader.poll()
+        assert reader.poll()
+        assert contents(reader) == contents(writer)
 
 
 def test_an_unwritten_row_has_no_document(tmp_path: Path) -> None:

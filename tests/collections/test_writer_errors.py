@@ -107,6 +107,57 @@ def test_a_full_disk_refuses_a_write_atomically_until_space_is_free(tmp_path: Pa
         assert len(contents(writer)) == 8
 
 
+class _StuckDisk(_FullDisk):
+    """One that cannot cut a file while it is full, as file systems that copy on write."""
+
+    def truncate(self, fd: int, size: int) -> None:
+        if self.room <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().truncate(fd, size)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_part_of_a_record_that_a_full_disk_keeps_is_cut_before_the_next_one(tmp_path: Path, sealed: bool) -> None:
+    disk = _StuckDisk()
+    with new_writer(tmp_path / "a", disk=disk) as writer, CollectionReader(tmp_path / "a") as reader:
+        writer.upsert(documents(range(3)))
+        disk.room = 100
+        for _ in range(2):
+            with pytest.raises(NoRoom, match="nothing was stored"):
+                writer.upsert(documents(range(3, 9)))
+        with pytest.raises(NoRoom):
+            writer.flush()
+        disk.room = 1 << 40
+        if sealed:
+            writer.flush()
+        writer.upsert(documents(range(3, 4)))
+        reader.poll()
+        assert set(contents(reader)) == {"0", "1", "2", "3"}
+    with open_writer(tmp_path / "a") as writer:
+        assert writer.repaired == ""
+        assert set(contents(writer)) == {"0", "1", "2", "3"}
+
+
+def test_after_a_write_that_was_stored_and_not_applied_others_are_refused_until_the_collection_is_reopened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(operations: object) -> None:
+        raise MemoryError
+
+    with new_writer(tmp_path / "a") as writer:
+        writer.upsert(documents(range(2)))
+        with monkeypatch.context() as broken:
+            broken.setattr(writer.state, "apply", fail)
+            with pytest.raises(InternalError, match="lacks a write that is stored"):
+                writer.upsert(documents(range(2, 4)))
+        with pytest.raises(CollectionError, match="reopen it"):
+            writer.upsert(documents(range(4, 6)))
+        with pytest.raises(CollectionError, match="reopen it"):
+            writer.flush()
+    with open_writer(tmp_path / "a") as writer:
+        assert set(contents(writer)) == {"0", "1", "2", "3"}
+
+
 def test_the_processs_file_size_limit_acts_like_a_full_disk(tmp_path: Path) -> None:
     import resource
 

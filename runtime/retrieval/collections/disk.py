@@ -29,6 +29,11 @@ class Disk:
         while rest:
             rest = rest[os.write(fd, rest) :]
 
+    def truncate(self, fd: int, size: int) -> None:
+        """Cut a file, which is appended to there."""
+        os.ftruncate(fd, size)
+        os.lseek(fd, size, os.SEEK_SET)
+
     def sync(self, fd: int) -> None:
         os.fsync(fd)
 

@@ -88,6 +88,8 @@ class GroupCommit:
         sequence = self._state.sequence
         if sequence == self._log.first:
             return
+        with storage_errors(f"{self._log.path} cannot be written"):
+            self._log.cut()  # only the last file of a log may have a torn end
         try:
             next_log = self._open(sequence, 0)
         except CollectionError:
@@ -142,7 +144,7 @@ class GroupCommit:
             return error
         try:
             self._log.append(self._state.sequence, encode(operations))
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             return storage_error(error, f"{path} cannot be written; nothing was stored")
         try:
             self._log.sync()
@@ -152,5 +154,9 @@ class GroupCommit:
             )
             self._failure = failed.message
             return failed
-        self._state.apply(operations)
+        try:
+            self._state.apply(operations)
+        except Exception as error:  # mostly of memory; a write after it would be numbered as it is
+            self._failure = f"{self._state.directory} lacks a write that is stored ({error!r}): reopen it"
+            return InternalError(self._failure)
         return None

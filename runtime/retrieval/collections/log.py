@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
 from runtime.files import open_regular
-from runtime.retrieval.collections.disk import Disk, storage_errors
+from runtime.retrieval.collections.disk import Disk, storage_error, storage_errors
 from runtime.retrieval.passages import Attributes
 
 MAGIC = b"TRNYLOG1"
@@ -157,11 +157,10 @@ class LogWriter:
     def __init__(self, disk: Disk, path: Path, identity: str, first: int, *, end: int = 0) -> None:
         """Append at `end` of an existing file, cutting the bytes behind it, or create a file (0). Raises `OSError`."""
         self._disk, self._identity = disk, identity
-        self.path, self.first, self.end = path, first, end
+        self.path, self.first, self.end, self._torn = path, first, end, False
         self._fd = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
-            os.ftruncate(self._fd, end)
-            os.lseek(self._fd, end, os.SEEK_SET)
+            self.cut()
             if not end:
                 self._append(header_of(identity, first))
             disk.sync(self._fd)
@@ -171,17 +170,25 @@ class LogWriter:
             raise
 
     def append(self, sequence: int, payload: bytes) -> None:
-        """Write a record; `sync` makes it durable. Raises `OSError`, with the file as before."""
+        """Write a record; `sync` makes it durable. Raises `OSError`, with the records as before."""
         self._append(record_of(self._identity, sequence, payload))
 
     def _append(self, content: bytes) -> None:
+        if self._torn:
+            self.cut()
         try:
+            self._torn = True
             self._disk.write(self._fd, content)
         except OSError:
-            os.ftruncate(self._fd, self.end)
-            os.lseek(self._fd, self.end, os.SEEK_SET)
+            with contextlib.suppress(OSError):  # else before the next record
+                self.cut()
             raise
-        self.end += len(content)
+        self.end, self._torn = self.end + len(content), False
+
+    def cut(self) -> None:
+        """Remove what is behind the last record, of one that could not be written. Raises `OSError`."""
+        self._disk.truncate(self._fd, self.end)
+        self._torn = False
 
     @property
     def is_current(self) -> bool:
@@ -242,8 +249,10 @@ class LogFollower:
             if log_path(self._directory, self.sequence) == following:
                 try:
                     self._open(self.sequence)
-                except FileNotFoundError:  # sealed in the meantime: the manifest has the next position
-                    return found
+                except OSError as error:  # a file that is gone was sealed: the manifest has the next position
+                    if found or isinstance(error, FileNotFoundError):
+                        return found  # the next call tries again
+                    raise storage_error(error, f"{following} cannot be read") from error
 
     @property
     def at_end(self) -> bool:
@@ -275,7 +284,7 @@ class LogFollower:
         if not self._torn:
             return []
         found, end = [], self.end
-        with open(os.dup(self._fd), "rb") as file:
+        with open(self._fd, "rb", closefd=False) as file:
             file.seek(end)
             for payload, end in complete_records(file, size, self._identity, self.sequence):  # noqa: B007
                 found.append(payload)
