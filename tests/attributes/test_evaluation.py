@@ -1,5 +1,6 @@
 """Evaluation of filters: the passes over the rows that it takes, and its limits."""
 
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -65,6 +66,27 @@ def test_a_filter_that_is_too_much_work_is_refused_before_it_begins() -> None:
         columns.matching(wanted, BoundedWork(lambda: passes.append(1), 10_000))
     assert not passes
     assert columns.matching(wanted, BoundedWork(limit=60_000)).any()
+
+
+def test_a_filter_takes_an_eighth_of_a_byte_a_value_for_each_comparison() -> None:
+    count = 20_000
+    columns = _strings(count)
+    parts = [
+        {"type": "or", "filters": [
+            {"type": "ne", "key": "name", "value": f"n{number:05}"}, {"type": "eq", "key": "team", "value": "t0"},
+        ]}
+        for number in range(64)
+    ]  # fmt: skip
+    wanted = parse_filter({"type": "and", "filters": parts})
+    passing = columns.matching(wanted)  # the order of the values is computed once
+    tracemalloc.start()
+    try:
+        again = columns.matching(wanted)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(again, passing)
+    assert peak < 64 * count / 8 + 20 * count  # the sets, and arrays of the rows
 
 
 def test_an_evaluation_can_be_ended_between_two_passes() -> None:

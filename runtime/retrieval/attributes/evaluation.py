@@ -13,11 +13,11 @@ import numpy as np
 
 from runtime.errors import DeadlineExceeded, InvalidFilter
 from runtime.retrieval.attributes.filters import AllOf, Comparison, Filter, Not
-from runtime.retrieval.attributes.ordered import Bits, OrderedValues
+from runtime.retrieval.attributes.ordered import Bits, OrderedValues, Packed
 
 MAX_COMPARED = 1 << 29
 """Values that one filter may compare in one collection; more are refused."""
-_BITS = 8  # are combined in the time of one comparison
+_BITS = 8  # are combined in the time of one comparison, and take one byte
 
 
 class Work(Protocol):
@@ -56,7 +56,7 @@ class _Values(NamedTuple):
     """The rows with a value in a set; `negated` (of lists only): the other rows."""
 
     column: OrderedValues
-    wanted: Bits
+    wanted: Packed
     negated: bool = False
 
 
@@ -92,14 +92,14 @@ def _reduced(filter: Filter, column: Callable[[str], OrderedValues], negated: bo
 def _joined(every: bool, parts: "Iterable[_Values | _Joint]") -> _Values | _Joint:
     """Join parts; combine the sets of each attribute where the result is a set again."""
     joined: list[_Values | _Joint] = []
-    sets: dict[int, Bits] = {}  # by the column's id
+    sets: dict[int, Packed] = {}  # by the column's id
     for part in parts:
         for one in part.parts if isinstance(part, _Joint) and part.every == every else [part]:
             if isinstance(one, _Values) and (one.column.single or one.negated == every):
                 both = one.column.single and every  # not a and not b: not (a or b)
                 known = sets.get(id(one.column))
                 if known is not None:
-                    (np.logical_and if both else np.logical_or)(known, one.wanted, out=known)
+                    (np.bitwise_and if both else np.bitwise_or)(known, one.wanted, out=known)
                     continue
                 sets[id(one.column)] = one.wanted
             joined.append(one)

@@ -16,6 +16,9 @@ from runtime.retrieval.attributes.filters import Comparison
 from runtime.retrieval.attributes.schema import AttributeType
 
 Bits = NDArray[np.bool_]
+Packed = NDArray[np.uint8]
+"""A set of values, eight codes a byte: a filter may have a hundred sets of millions of values. The last bits mean
+nothing."""
 _AT_ONCE = 1 << 18  # values of lists: the interpreter's lock is held meanwhile, less than 1 ms
 
 
@@ -56,24 +59,28 @@ class OrderedValues:
         assert not isinstance(self._ascending, np.ndarray), "strings"
         return self._ascending, self._codes
 
-    def satisfying(self, comparison: Comparison) -> Bits:
-        """Return the set of values that satisfy a comparison, bool [universe]."""
+    def satisfying(self, comparison: Comparison) -> Packed:
+        """Return the set of values that satisfy a comparison."""
         found = np.zeros(self.universe, bool)
         for value in comparison.values:
             begin, end = self._range(comparison.operator, value)
             found[begin + 1 : end + 1] = True
-        return found
+        return np.packbits(found)
 
-    def cost(self, wanted: Bits) -> int:
+    def _unpacked(self, wanted: Packed) -> Bits:
+        return np.unpackbits(wanted, count=self.universe).view(bool)
+
+    def cost(self, wanted: Packed) -> int:
         """Return how many values `passing` reads or writes."""
         return self.size if self.single else sum(end - begin for begin, end in self._spans(wanted))
 
-    def passing(self, wanted: Bits) -> Bits:
+    def passing(self, wanted: Packed) -> Bits:
         """Return whether each row has a value in a set, bool [size]."""
         if self.single:
-            changes = np.flatnonzero(wanted[1:] != wanted[:-1]) + 1
-            if wanted[0] or len(changes) > 2:
-                return wanted.take(self._codes)
+            held = self._unpacked(wanted)
+            changes = np.flatnonzero(held[1:] != held[:-1]) + 1
+            if held[0] or len(changes) > 2:
+                return held.take(self._codes)
             begin, end = (*changes.tolist(), self.universe, self.universe)[:2]  # one range, as most: this is faster
             if end == begin + 1:
                 return np.asarray(self._codes == begin)
@@ -84,9 +91,9 @@ class OrderedValues:
                 found[self._rows[begin : min(begin + _AT_ONCE, end)]] = True
         return found
 
-    def _spans(self, wanted: Bits) -> list[tuple[int, int]]:
+    def _spans(self, wanted: Packed) -> list[tuple[int, int]]:
         """Return the ranges of `_rows` of a list's codes."""
-        codes = np.flatnonzero(wanted)
+        codes = np.flatnonzero(self._unpacked(wanted))
         return list(zip(self._ends[codes - 1].tolist(), self._ends[codes].tolist(), strict=True))
 
     def _range(self, operator: str, value: Any) -> tuple[int, int]:
