@@ -180,7 +180,7 @@ class PoolCatalogue:
     def accept(self, change: Change) -> None:
         """Record that the new shard is served."""
         entry = self._entries[change.name]
-        self._close_files(entry)
+        self._stop_check(entry)
         assert change.new is not None
         entry.shard, entry.reason, entry.reload_requested = change.new, "", False
         entry.offered = False
@@ -285,24 +285,24 @@ class PoolCatalogue:
     def _mark_unavailable(self, entry: _Entry, reason: str, signature: Signature | None) -> None:
         if reason[:MAX_REASON] != entry.reason:
             self._log.error("collection %s is unavailable: %s", entry.section.name, reason)
-        self._close_files(entry)
+        self._stop_check(entry)
         entry.shard, entry.reason, entry.signature = None, reason[:MAX_REASON], signature
 
-    def _close_files(self, entry: _Entry) -> None:
-        """Close files that are still open for verification."""
+    def _stop_check(self, entry: _Entry) -> None:
+        """Verify no more of a shard."""
         if entry.checking is not None:
-            entry.checking.cancel()  # and closes them
+            entry.checking.cancel()
             entry.checking = None
-        elif entry.shard is not None:
+        if entry.shard is not None:
             entry.shard.checksums.close()
 
     def close(self) -> None:
-        """Stop background tasks and close files."""
+        """Stop background tasks."""
         tasks = [task for e in self._entries.values() for task in (e.checking, e.opening) if task is not None]
         for task in tasks:
             task.cancel()
         for entry in self._entries.values():
-            self._close_files(entry)
+            self._stop_check(entry)
         for task in tasks:
             task.join(_JOIN_S)
 
