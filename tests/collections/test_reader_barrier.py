@@ -1,5 +1,7 @@
 """A write is acknowledged when every process that serves the collection has applied it; an upsert waits briefly."""
 
+import errno
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -7,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import Unavailable
+from runtime.errors import NoRoom, Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collections.reader_barrier import VISIBLE_S, WAIT_S, ReaderBarrier, ReaderPosition
 from tests.collections.small_collections import contents, documents, new_writer
@@ -119,6 +121,33 @@ def test_an_upsert_waits_only_briefly_and_once_for_a_process_that_does_not_apply
     assert serving.wait_briefly(11)
     stalled.close()
     other.close()
+
+
+def test_on_a_full_disk_a_process_registers_and_says_later_what_it_has_applied(
+    tmp_path: Path, serving: ReaderBarrier
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        one = ReaderPosition(tmp_path)
+        with pytest.raises(NoRoom, match=r"served/\d+-\w+ cannot be written"):
+            one.publish(7)
+        assert not serving.wait_briefly(7)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    one.publish(7)
+    assert serving.wait_briefly(7)
+    one.close()
+
+
+def test_a_process_that_cannot_register_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*paths: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.rename", refuse)
+    with pytest.raises(NoRoom):
+        ReaderPosition(tmp_path)
+    assert list((tmp_path / "served").iterdir()) == []
 
 
 def test_foreign_files_are_ignored(tmp_path: Path, serving: ReaderBarrier, time: Time) -> None:

@@ -2,7 +2,7 @@
 
 A delete waits for all of them; an upsert, which is stored in any case, only briefly. Each serving process has a file in
 `served/`, which it locks while it serves, with the sequence number of the first record that it has not applied: eight
-bytes. An unlocked file belongs to a killed process.
+bytes, or none for 0. An unlocked file belongs to a killed process.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class ReaderPosition:
 
     def __init__(self, directory: Path) -> None:
         """Register with no records applied: read the log afterwards, then `publish`. Raises `CollectionError`."""
-        self._fd, self._published = -1, -1
+        self._fd, self._published = -1, 0
         folder, name = directory / "served", f"{os.getpid()}-{secrets.token_hex(8)}"
         self._path, temporary = folder / name, folder / f".{name}"
         try:
@@ -42,17 +42,19 @@ class ReaderPosition:
                 folder.mkdir(mode=0o700, exist_ok=True)
                 self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
                 fcntl.flock(self._fd, fcntl.LOCK_EX)  # locked before the rename: a writer never sees it unlocked
-                self.publish(0)
                 os.rename(temporary, self._path)
         except CollectionError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             self.close()
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _READ_ONLY:
                 raise
 
     def publish(self, sequence: int) -> None:
-        """Report that every search from now on reflects the records before this one."""
+        """Report that every search from now on reflects the records before this one. Raises `CollectionError`."""
         if self._fd >= 0 and sequence != self._published:
-            os.pwrite(self._fd, sequence.to_bytes(_BYTES, "little"), 0)
+            with storage_errors(f"{self._path} cannot be written"):
+                os.pwrite(self._fd, sequence.to_bytes(_BYTES, "little"), 0)
             self._published = sequence
 
     def close(self) -> None:
