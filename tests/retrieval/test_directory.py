@@ -58,6 +58,14 @@ def test_too_little_room_is_told_from_what_would_not_help_to_try_again(
     ):
         raise error
     assert raised.value.exit_code == code
+
+
+def test_an_error_of_another_file_names_it(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CollectionError, match=r"docs cannot be built: No such file or directory: .*/source\.npy$"),
+        atomic_directory(tmp_path / "docs", replace=False),
+    ):
+        (tmp_path / "source.npy").read_bytes()
     assert os.listdir(tmp_path) == []
 
 

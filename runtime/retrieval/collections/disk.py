@@ -89,7 +89,9 @@ def storage_error(error: OSError | sqlite3.Error | MemoryError, message: str) ->
     match error:
         case OSError():
             full = error.errno in _NO_ROOM or _NUMPY_NO_ROOM.fullmatch(str(error)) is not None
-            return (NoRoom if full else CollectionError)(f"{message}: {error.strerror or error}")
+            reason = f"{message}: {error.strerror or error}"
+            known = error.filename is None or str(error.filename) in message
+            return (NoRoom if full else CollectionError)(reason if known else f"{reason}: {error.filename}")
         case sqlite3.Error():
             full = getattr(error, "sqlite_errorcode", None) in _SQLITE_NO_ROOM
             return (NoRoom if full else CollectionError)(f"{message}: {error}")
