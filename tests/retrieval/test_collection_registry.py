@@ -154,6 +154,38 @@ def test_documents_that_several_searches_could_not_read_are_closed_once_and_not_
     assert docs.text(registry, 200) == "text 200"
 
 
+def test_documents_that_could_not_be_read_are_opened_again_after_five_seconds_or_when_the_pools_serve_them_anew(
+    docs: Docs,
+) -> None:
+    registry, served = docs.registry(), [docs.identity]
+    registry.follow("docs", served)
+    docs.tear()
+    with pytest.raises(Unavailable):
+        docs.text(registry, 200)
+    registry.follow("docs", served)
+    assert registry.opening("docs") is None
+    docs.now_ns += 5 * 10**9
+    for put_back in (lambda: None, docs.put_back):
+        put_back()
+        registry.follow("docs", served)
+        opening = registry.opening("docs")
+        assert opening is not None
+        opening.join()
+        registry.follow("docs", [])
+    registry.follow("docs", served)
+    assert docs.text(registry, 200) == "text 200"
+
+
+def test_documents_that_were_put_back_while_no_pool_served_them_are_read_from_there(docs: Docs) -> None:
+    registry = docs.registry()
+    registry.follow("docs", [docs.identity])
+    docs.tear()
+    registry.follow("docs", [])
+    docs.put_back()
+    registry.follow("docs", [docs.identity])
+    assert docs.text(registry, 200) == "text 200"
+
+
 def test_a_worker_tells_that_a_reload_is_over_when_it_has_the_documents(tmp_path: Path) -> None:
     docs = Docs(tmp_path)
     registry, offered = docs.registry(), [docs.identity]
