@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.node.supervisor.forks import Template
+from runtime.node.supervisor.forks import ONE_THREAD, Template
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60
@@ -170,5 +170,7 @@ load(get_args(Role))
 opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
 print(len(os.listdir("/proc/self/task")), [path for path in opened if path.startswith("/dev/nvidia")])
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | ONE_THREAD, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout == "1 []\n", done.stderr

@@ -118,6 +118,7 @@ class Handover:
     """Both ends of the KV hand-over: offers and acknowledgements. Copies take no time."""
 
     socket = None
+    malformed = 0
     name = ""
 
     def __init__(self, clock: Clock, kv_bytes: int, leases: int) -> None:

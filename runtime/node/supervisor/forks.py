@@ -18,6 +18,8 @@ from runtime.node.forking import MESSAGE_BYTES, READY, STDIN
 
 COMMAND = (sys.executable, "-m", "runtime.worker_process")
 """Starts a template, with the descriptor of its socket as a further argument."""
+ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMBA")}
+"""The template's environment: what it imports starts no threads, which a fork would not have."""
 _HEAVY: Collection[Role] = ("prefill", "decode")  # they import torch: the template does before it forks them
 _NAME = "the process from which workers are forked"
 _REPLY_S = 30.0
@@ -106,7 +108,7 @@ class Template:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone
                 pass_fds=[its.fileno()],
-                env={**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")},  # it has no threads
+                env=os.environ | ONE_THREAD,
             )
             on_error.pop_all()
         self._socket, self._loaded, self._failure = own, set(), ""
