@@ -1,8 +1,8 @@
 """Memory estimate of each worker of a plan: process, embedders, index, or model and KV.
 
-On the host it is the proportional set size (Pss): memory mapped by several processes counts for each by its share. The
-base size of a process was measured on a node with one worker per role, alone on its machine (torch 2.13, numba 0.68,
-onnxruntime 1.31); `tests/e2e/test_memory.py` compares the sum with a running node.
+On the host it is the proportional set size (Pss): memory that several processes share, such as what they were forked
+with, counts for each by its share. The base size of a process was measured on a node with one worker per role, alone on
+its machine (torch 2.13, numba 0.68, onnxruntime 1.31); `tests/e2e/test_memory.py` compares the sum with a running node.
 """
 
 from collections.abc import Iterator
@@ -23,18 +23,21 @@ from runtime.retrieval.embedding.model_directory import read_model_directory
 from runtime.retrieval.embedding.onnx_model import MINILM
 from runtime.serving.model.model_info import ModelInfo, WeightsType, kernels_on, kv_type, weights_type
 
+IMPORTS = "imports that workers share"
 _MIB = 1 << 20
 _PROCESS: dict[Role, int] = {
-    "pool": 94 * _MIB,
-    "prefill": 260 * _MIB,
-    "decode": 260 * _MIB,
+    "pool": 48 * _MIB,
+    "prefill": 90 * _MIB,
+    "decode": 90 * _MIB,
     "engine": 60 * _MIB,  # the supervisor of vLLM's server
-    "frontend": 96 * _MIB,
-    "http": 96 * _MIB,
+    "frontend": 66 * _MIB,
+    "http": 66 * _MIB,
 }
-"""Base size of a process of each role: interpreter, libraries and compiled code, mapped memory by its share.
+"""Base size of a process of each role: interpreter, libraries and compiled code.
 
 A worker that has compiled code itself, at the first start after an installation, holds up to 650 MiB more."""
+_TEMPLATE, _TEMPLATE_WITH_TORCH = 50 * _MIB, 110 * _MIB
+"""The process from which workers are forked; with model workers it imports torch."""
 _EMBEDDERS = {MINILM: 122 * _MIB}
 """onnxruntime and the network; feature hashing and embedding servers need almost nothing."""
 _ONNXRUNTIME = 96 * _MIB
@@ -75,7 +78,9 @@ def estimate_host_bytes(plan: NodePlan) -> dict[str, int]:
     for place in plan.processes:
         parts = _parts_of(place, plan)
         needed[place.name] = parts.process + (parts.data if place.device == "cpu" else 0)
+    needed[IMPORTS] = _TEMPLATE
     if plan.config.own_model is not None:
+        needed[IMPORTS] = _TEMPLATE_WITH_TORCH
         needed["KV in the host tier"] = plan.config.kv.host_mib << 20
     return needed
 
