@@ -13,8 +13,9 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from runtime.node.config import HttpSection
 from runtime.retrieval.fair_gate import FairLimit
 from runtime.serving.http.admission import Admission
-from runtime.serving.http.connections import HttpConfig
+from runtime.serving.http.connections import HttpConfig, Timeouts
 from runtime.serving.http.server import Server
+from tests.frontend.fake_workers import WAIT
 from tests.frontend.socketless import Client
 
 SEARCH = b"POST /v1/retrieval HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n"
@@ -66,6 +67,18 @@ async def test_a_search_beyond_the_limit_is_refused_before_its_body_and_its_conn
     assert client.received.endswith(b"\r\n\r\nok")
     assert client.reads
     assert not client.closing
+
+
+async def test_a_refused_client_that_does_not_end_its_body_is_given_up_like_one_that_does_not_end_its_head() -> None:
+    node = Node()
+    await searching(node)
+    client = Client(node.answer, Timeouts(head_s=0.0), node.admission)
+    await client.sends(GET)
+    client.received = b""
+    client.send(SEARCH.replace(b"Length: 2", b"Length: 99999999") + b"\r\n{")
+    assert client.received.startswith(b"HTTP/1.1 503 ")
+    client.send(b"more")
+    await asyncio.wait_for(client.closed.wait(), WAIT)
 
 
 async def test_of_searches_that_are_received_at_once_only_as_many_begin_as_there_is_room_for() -> None:
