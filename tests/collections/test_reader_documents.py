@@ -1,8 +1,9 @@
 """A reader finds the documents of rows that a pool returned, even if it has not polled since."""
 
 import errno
+import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 from gpu.index.data import bitmap
 from runtime.errors import CollectionError, InvalidFilter
 from runtime.retrieval.attributes.filters import Comparison
+from runtime.retrieval.collections.description import SegmentInfo
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.log import Upsert, decode, encode
 from runtime.retrieval.collections.reader import CollectionReader
@@ -22,6 +24,7 @@ from runtime.retrieval.collections.served_documents import (
     CollectionDocuments,
     RecentDocuments,
 )
+from runtime.retrieval.collections.state import Loaded
 from runtime.retrieval.collections.writer import CollectionWriter
 from tests.collections.small_collections import DIM, contents, document, documents, new_writer
 
@@ -56,6 +59,47 @@ def test_writes_before_a_log_file_that_cannot_be_opened_are_applied_and_the_othe
                 reader.poll()
         assert reader.poll()
         assert contents(reader) == contents(writer)
+
+
+class _HeldReader(CollectionReader):
+    """A reader that opens segments on a thread, once `released` is set. `opened`: their numbers."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, background=True)
+        self.released, self.opened, self._open_now = threading.Event(), list[int](), self.state.open_segments
+        self.state.open_segments = self._held  # type: ignore[method-assign]
+
+    def _held(self, infos: Sequence[SegmentInfo]) -> Loaded:
+        assert self.released.wait(60)
+        self.opened += [info.number for info in infos]
+        return self._open_now(infos)
+
+
+def test_a_segment_that_is_merged_away_before_it_was_opened_is_no_error(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a") as writer, _HeldReader(tmp_path / "a") as reader:
+        writer.upsert(documents(range(3)))
+        writer.flush()
+        reader.poll()
+        assert not reader.state.segments
+        writer.upsert(documents(range(3, 6)))
+        writer.compact()
+        reader.released.set()
+        reader.catch_up()
+        assert contents(reader) == contents(writer)
+
+
+def test_a_segment_that_was_opened_is_kept_for_a_manifest_with_more_of_them(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a") as writer, _HeldReader(tmp_path / "a") as reader:
+        writer.upsert(documents(range(3)))
+        writer.flush()
+        reader.poll()
+        assert not reader.state.segments
+        writer.upsert(documents(range(3, 6)))
+        writer.flush()
+        reader.released.set()
+        reader.catch_up()
+        assert contents(reader) == contents(writer)
+        assert reader.opened == [segment.info.number for segment in writer.state.segments]
 
 
 def test_an_unwritten_row_has_no_document(tmp_path: Path) -> None:

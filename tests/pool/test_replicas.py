@@ -77,7 +77,7 @@ def test_a_slow_pool_is_skipped_but_probed_and_used_again_when_fast() -> None:
     fast = {0: MS, 1: MS}
     later = [send_query(replicas, [0, 1], (2000 + now * 10) * MS, fast) for now in range(200)]
     assert not replicas.slow(1)
-    assert later[-20:].count(1) == 10
+    assert later[-100:].count(1) >= 45, "after less than ten probes"
 
 
 def test_a_pool_without_answers_is_slow_before_its_first_answer() -> None:

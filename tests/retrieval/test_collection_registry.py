@@ -165,8 +165,9 @@ def test_documents_that_could_not_be_read_are_opened_again_after_five_seconds_or
     registry.follow("docs", served)
     assert registry.opening("docs") is None
     docs.now_ns += 5 * 10**9
-    for put_back in (lambda: None, docs.put_back):
-        put_back()
+    for whole in (False, True):
+        if whole:
+            docs.put_back()
         registry.follow("docs", served)
         opening = registry.opening("docs")
         assert opening is not None
