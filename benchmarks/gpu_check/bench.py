@@ -7,8 +7,8 @@
 
 Without --data, two synthetic sets are generated on the device: a million clustered vectors of 96 and of 768 dims, in
 float16. DIR contains NAME.base.npy, NAME.query.npy and NAME.truth.npy (`benchmarks.common.data`); --index is an index
-directory over that set's base (`trinity index build` writes one to COLLECTION/index). Otherwise graphs are built on the
-GPU, by cuVS and by torch if available, or on the CPU.
+directory over that set's base (`trinity index build` writes one to COLLECTION/index). Otherwise graphs are built by
+cuVS on the GPU, or without it on the CPU.
 
 Needs numpy and numba, and on a GPU the extra [cuda]. The first section opens the device, launches each form and
 compares its results with the CPU engine's, in 20 seconds at most; the run ends if it fails. A section whose other
