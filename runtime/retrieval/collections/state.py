@@ -131,7 +131,7 @@ class State:
         """
         opened = {segment.info: segment for segment in self.segments} | fresh
         segments = [opened.pop(info) for info in manifest.segments if info in opened]
-        dead = np.concatenate([self.dead_rows(), read_tombstones(self.directory, manifest)])
+        dead = read_tombstones(self.directory, manifest)
         with self.lock:
             dead = np.concatenate([dead, self.dead_rows()])
             for segment in segments:
