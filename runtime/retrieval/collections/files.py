@@ -53,9 +53,8 @@ class Files:
 
     @cached_property
     def _names(self) -> list[str]:
-        return sorted(
-            {names[number - 1] for _, names, numbers in self._parts for number in np.unique(numbers) if number}
-        )
+        counts = ((names, np.bincount(numbers)) for _, names, numbers in self._parts)
+        return sorted({names[at - 1] for names, count in counts for at in np.flatnonzero(count).tolist() if at})
 
     @cached_property
     def _unnamed(self) -> Rows:
