@@ -154,6 +154,17 @@ def test_documents_that_several_searches_could_not_read_are_closed_once_and_not_
     assert docs.text(registry, 200) == "text 200"
 
 
+def test_a_result_whose_build_was_closed_meanwhile_is_unavailable(docs: Docs) -> None:
+    registry = docs.registry()
+    result = SearchResult(1, np.array([7]), np.array([0.5], np.float32), identity=docs.identity)
+    lookup = registry.lookup("docs", result)
+    lookup.build.close()
+    lookup.build.close()
+    found = lookup.read(lambda size: None)
+    assert isinstance(found, CollectionError)
+    assert found.message.endswith("docs was closed")
+
+
 def test_documents_that_could_not_be_read_are_opened_again_after_five_seconds_or_when_the_pools_serve_them_anew(
     docs: Docs,
 ) -> None:

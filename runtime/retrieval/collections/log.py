@@ -219,8 +219,7 @@ class LogFollower:
     def _open(self, first: int) -> None:
         path = log_path(self._directory, first)
         fd = open_regular(path, max_bytes=MAX_LOG_BYTES)
-        if self._fd >= 0:
-            self.close()
+        self.close()
         self._fd, self._file, self._path = fd, os.fstat(fd), os.fspath(path)
         self.first, self.end = first, 0  # first record of the file, and position of the next record
         self._torn = False  # bytes follow the last complete record: one is being written, or was torn by a crash
@@ -273,6 +272,8 @@ class LogFollower:
         return os.path.samestat(self._file, there) and there.st_size >= self.end
 
     def _read(self) -> list[bytes]:
+        if self._fd < 0:
+            raise CollectionError(f"{self._directory} was closed")
         size = os.fstat(self._fd).st_size
         if self.end == 0:
             if os.pread(self._fd, HEADER.size, 0) != header_of(self._identity, self.first):
@@ -299,4 +300,7 @@ class LogFollower:
         return CollectionError(f"{log_path(self._directory, self.first)} is damaged at byte {at}{detail}")
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Close the file; `poll` raises `CollectionError` then. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
