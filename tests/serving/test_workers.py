@@ -237,17 +237,15 @@ def test_a_cancelled_request_releases_all_resources(start: Start, disaggregate: 
 
 def test_a_prompt_with_a_head_start_is_prefilled_before_shorter_ones(start: Start) -> None:
     workers = start(prefill={"slots": 1, "chunk_tokens": 16})
-    order: list[str] = []
     workers.submit("first", [9] * 40, 1)
     workers.offer("first")  # it occupies the only slot until decode has pulled it
     for number, head_start_s in enumerate((0.0, 2.0, -1.0, 1.0)):
         workers.submit(f"r{number}", [number + 1] * (10 + 30 * (number == 1)), 1, head_start_s=head_start_s)
     while workers.metric("prefill-0", PrefillMetrics.WAITING) < 4:
         workers.prefill.step()
-    while len(order) < 5:
+    while len(workers.ended) < 5:
         workers.round()
-        order += [name for name, output in workers.outputs.items() if output.ended and name not in order]
-    assert order == ["first", "r1", "r3", "r0", "r2"]
+    assert workers.ended == ["first", "r1", "r3", "r0", "r2"]
 
 
 def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_continues(

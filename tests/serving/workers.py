@@ -136,7 +136,8 @@ class Workers(SteppedWorkers):
     """`SteppedWorkers` with recorded answers, killable decode workers and a fake pool."""
 
     def __init__(self, model: Path, *, weights: str = "float32", **options: Any) -> None:
-        self._table = RequestTable(lambda ended, request: None)
+        self.ended: list[str] = []  # ids in the order in which their requests ended
+        self._table = RequestTable(lambda outcome, request: self.ended.append(request.id))
         self._requests: dict[str, Request] = {}  # including ended ones
         self._late: list[ToFrontend] = []  # messages of a dead worker that were not received yet
         self.outputs: dict[str, Output] = {}
