@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,7 +160,11 @@ def test_a_process_that_cannot_fork_says_so_at_once(
     assert not made.can_fork("pool")  # the next one imports
 
 
-def test_what_is_imported_before_a_fork_starts_no_thread_and_opens_no_gpu() -> None:
+def test_what_is_imported_before_a_fork_starts_no_thread_and_opens_no_gpu(tmp_path: Path) -> None:
+    if compiler := shutil.which("g++"):  # a driver that could be loaded, where there is none
+        driver = ("-shared", "-x", "c++", os.devnull, "-o")
+        for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+            subprocess.run([compiler, *driver, tmp_path / name], check=True)
     code = """
 import os
 from typing import get_args
@@ -168,9 +173,13 @@ from runtime.worker_process import load
 load(())
 load(get_args(Role))
 opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-print(len(os.listdir("/proc/self/task")), [path for path in opened if path.startswith("/dev/nvidia")])
+opened += open("/proc/self/maps").read().split()
+drivers = ("/dev/nvidia", "/libcuda.so", "/libnvidia-ml.so")
+print(len(os.listdir("/proc/self/task")), [path for path in opened if any(name in path for name in drivers)])
 """
+    libraries = ":".join(filter(None, (str(tmp_path), os.environ.get("LD_LIBRARY_PATH"))))
+    environment = os.environ | ONE_THREAD | {"LD_LIBRARY_PATH": libraries}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | ONE_THREAD, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.stdout == "1 []\n", done.stderr
