@@ -29,6 +29,7 @@ from runtime.engines.vllm.process import drain
 from runtime.errors import ConfigError, ResourceBusy
 from runtime.node.config import NodeConfig
 from runtime.node.config_file import load_config
+from runtime.node.forking import ONE_THREAD
 from runtime.node.metrics.exporter import engine_families
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.layout import lay_out
@@ -71,14 +72,15 @@ def test_instances_publish_kv_events_in_the_run_directory_where_there_is_a_choic
 
 
 def test_extra_arguments_go_last_and_the_environment_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ONE_THREAD:
+        monkeypatch.setenv(name, "1")
     made = section(devices=["cpu"], extra_args=["--dtype", "float32"], environment={"VLLM_CPU_KVCACHE_SPACE": "2"})
     plan = lay_out(NodeConfig(model=made))
     place = plan.of_role("engine")[0]
     assert list(command(made, plan, place)[-2:]) == ["--dtype", "float32"]
     found = environment(made, plan, place)
     assert found["VLLM_CPU_KVCACHE_SPACE"] == "2"
-    assert "OMP_NUM_THREADS" not in found
+    assert not ONE_THREAD.keys() & found.keys(), "vLLM chooses its own"
 
 
 @pytest.mark.parametrize(

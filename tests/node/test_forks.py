@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.node.supervisor.forks import ONE_THREAD, Template
+from runtime.node.forking import ONE_THREAD
+from runtime.node.supervisor.forks import Template
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60

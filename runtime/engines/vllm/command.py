@@ -12,6 +12,7 @@ from runtime.engines.event_endpoints import EventEndpoints
 from runtime.engines.vllm.transfer import transfer_config, transfer_environment
 from runtime.errors import ConfigError
 from runtime.node.engine_config import Stage, VllmSection
+from runtime.node.forking import ONE_THREAD
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.serving.model import smollm
 
@@ -34,7 +35,6 @@ _RESERVED_ARGUMENTS = ("--model", "--served-model-name", "--uds", "--host", "--p
 _TRANSFER = "--kv-transfer-config"
 _CPU_BLOCK_TOKENS = "32"  # vLLM's minimum on a CPU: a probe recomputes the incomplete KV block
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
-_REMOVED = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")  # set for our workers; vLLM chooses its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def command(
 
 def environment(section: VllmSection, plan: NodePlan, place: WorkerPlan) -> dict[str, str]:
     """Return the environment variables of an instance's processes."""
-    kept = {name: value for name, value in os.environ.items() if name not in _REMOVED}
+    kept = {name: value for name, value in os.environ.items() if name not in ONE_THREAD}  # it chooses its own
     numbered = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if place.gpu_numbers else {}
     bound = {} if place.gpu_numbers else _core_binding(section, plan, place, sorted(os.sched_getaffinity(0)))
     found = bound | kept | numbered | section.environment

@@ -14,12 +14,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import IO, Any, Protocol
 
 from runtime.node.config import Role
-from runtime.node.forking import MESSAGE_BYTES, READY, STDIN
+from runtime.node.forking import MESSAGE_BYTES, ONE_THREAD, READY, STDIN
 
 COMMAND = (sys.executable, "-m", "runtime.worker_process")
 """Starts a template, with the descriptor of its socket as a further argument."""
-ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMBA")}
-"""The template's environment: what it imports starts no threads, which a fork would not have."""
 _HEAVY: Collection[Role] = ("prefill", "decode")  # they import torch: the template does before it forks them
 _NAME = "the process from which workers are forked"
 _REPLY_S = 30.0

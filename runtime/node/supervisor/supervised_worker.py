@@ -143,7 +143,6 @@ def spawn(template: Template, spec: WorkerSpec, placement: WorkerPlan) -> Proces
     process = template.fork(
         {
             "OMP_NUM_THREADS": threads,
-            "NUMBA_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
             **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}),
         },
