@@ -29,6 +29,7 @@ from runtime.serving.http.api_types import COMPLETION_TOKENS, ChatBody, Completi
 from runtime.serving.http.authentication import AuthMiddleware
 from runtime.serving.http.middleware import (
     REQUEST_ID_HEADER,
+    RETRY_AFTER_S,
     Application,
     BodyMemory,
     CompressedBody,
@@ -334,7 +335,7 @@ class _Routes:
             else "the node is draining: send new requests to another node"
         )
         status = {"status": "draining" if readiness.draining else "unavailable", "missing": missing}
-        return json_response(error_json(Unavailable(reason)) | status, {"Retry-After": "1"}, status=503)
+        return json_response(error_json(Unavailable(reason)) | status, {"Retry-After": str(RETRY_AFTER_S)}, status=503)
 
     async def metrics(self, http: Request) -> Response:
         return PlainTextResponse(await self._service.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -24,7 +24,7 @@ from runtime.errors import InvalidRequest, Overloaded, TrinityError
 from runtime.node.config import HttpSection
 from runtime.serving.http.admission import Admission
 from runtime.serving.http.exchange import Exchange, head_of
-from runtime.serving.http.middleware import REQUEST_ID_HEADER, RequestTooSlow
+from runtime.serving.http.middleware import REQUEST_ID_HEADER, RETRY_AFTER_S, RequestTooSlow
 from runtime.serving.http.request_context import client_id_in
 from runtime.serving.http.request_parser import Body, Discarded, Head, Requests
 from runtime.serving.http.responses import error_json, to_json
@@ -291,7 +291,7 @@ class BoundedConnection(asyncio.Protocol):
             (b"content-length", b"%d" % len(body)),
             (REQUEST_ID_HEADER.encode(), request_id.encode()),
             *headers,
-            *([(b"retry-after", b"1")] if error.status == 503 else []),
+            *([(b"retry-after", b"%d" % RETRY_AFTER_S)] if error.status == 503 else []),
         ]
         self._config.on_refused(path, error.status)
         self.transport.write(head_of(error.status, found) + body)

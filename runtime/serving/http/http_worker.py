@@ -29,7 +29,7 @@ from runtime.serving.http.admission import Admission
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig
 from runtime.serving.http.forwarding import Attempt, Forwarder
-from runtime.serving.http.middleware import error_response, id_source
+from runtime.serving.http.middleware import RETRY_AFTER_S, error_response, id_source
 from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.response_memory import ResponseMemory
 from runtime.serving.http.routes.drain import Readiness
@@ -48,7 +48,6 @@ from runtime.serving.stages import observe_search
 OWN_PATHS = ("/v1/retrieval", "/v1/embeddings", "/v1/rerank")
 """Paths whose POST requests change nothing: any process with the collections open can answer them."""
 _REFUSED = 503
-_RETRY_S = 1.0  # of a refusal's Retry-After
 
 
 class NoEngine(Engine):
@@ -91,7 +90,7 @@ class Overflow(FairLimit):
 
         async def watch(message: Message) -> None:
             if message.get("status") == _REFUSED:
-                self._until_s = self._clock() + _RETRY_S
+                self._until_s = self._clock() + RETRY_AFTER_S
             await send(message)
 
         return watch

@@ -19,6 +19,8 @@ from runtime.retrieval.fair_gate import FairLimit
 from runtime.serving.http.responses import error_json, to_json
 
 REQUEST_ID_HEADER = "x-request-id"
+RETRY_AFTER_S = 1
+"""When to try again what was refused for lack of room, in `Retry-After`."""
 _PREFIXES = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl", "/v1/retrieval": "ret"}
 _DEFAULT_PREFIX = "req"
 
@@ -50,7 +52,7 @@ def error_response(error: TrinityError, headers: Mapping[str, str] | None = None
     if isinstance(error, RequestTooSlow):  # the rest of its body is not a request
         headers = {**(headers or {}), "Connection": "close"}
     if error.status in (429, 503):
-        headers = {**(headers or {}), "Retry-After": "1"}
+        headers = {**(headers or {}), "Retry-After": str(RETRY_AFTER_S)}
     return response_class(to_json(error_json(error)), error.status, headers, media_type="application/json")
 
 
