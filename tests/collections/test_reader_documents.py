@@ -4,6 +4,7 @@ import errno
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -75,31 +76,31 @@ class _HeldReader(CollectionReader):
         return self._open_now(infos)
 
 
-def test_a_segment_that_is_merged_away_before_it_was_opened_is_no_error(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "a") as writer, _HeldReader(tmp_path / "a") as reader:
+@contextmanager
+def meanwhile(path: Path) -> Iterator[tuple[CollectionWriter, _HeldReader]]:
+    """A writer with more documents, while a reader opens the segment of the first ones; it reads all in the end."""
+    with new_writer(path) as writer, _HeldReader(path) as reader:
         writer.upsert(documents(range(3)))
         writer.flush()
         reader.poll()
         assert not reader.state.segments
         writer.upsert(documents(range(3, 6)))
-        writer.compact()
+        yield writer, reader
         reader.released.set()
         reader.catch_up()
         assert contents(reader) == contents(writer)
+
+
+def test_a_segment_that_is_merged_away_before_it_was_opened_is_no_error(tmp_path: Path) -> None:
+    with meanwhile(tmp_path / "a") as (writer, _):
+        writer.compact()
 
 
 def test_a_segment_that_was_opened_is_kept_for_a_manifest_with_more_of_them(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "a") as writer, _HeldReader(tmp_path / "a") as reader:
-        writer.upsert(documents(range(3)))
+    with meanwhile(tmp_path / "a") as (writer, reader):
         writer.flush()
-        reader.poll()
-        assert not reader.state.segments
-        writer.upsert(documents(range(3, 6)))
-        writer.flush()
-        reader.released.set()
-        reader.catch_up()
-        assert contents(reader) == contents(writer)
-        assert reader.opened == [segment.info.number for segment in writer.state.segments]
+        wanted = [segment.info.number for segment in writer.state.segments]
+    assert reader.opened == wanted
 
 
 def test_an_unwritten_row_has_no_document(tmp_path: Path) -> None:
