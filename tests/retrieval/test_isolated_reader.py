@@ -1,5 +1,6 @@
 """Hostile files are read in an isolated process: they may crash it, and the next file is still read."""
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -23,11 +24,12 @@ needs_docx = pytest.mark.skipif(importlib.util.find_spec("docx") is None, reason
 
 def readers() -> list[psutil.Process]:
     """Return this process's reader processes."""
-    return [
-        child
-        for child in psutil.Process().children()
-        if "runtime.retrieval.ingestion.isolated_reader" in child.cmdline()
-    ]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended: another file's tests may leave a zombie
+            if "runtime.retrieval.ingestion.isolated_reader" in child.cmdline():
+                found.append(child)
+    return found
 
 
 @needs_docx
