@@ -151,7 +151,7 @@ class AsyncRetriever:
 
     def documents(self, collection: str) -> CollectionDocuments:
         """Return the open documents of a collection. Raises `UnknownCollection`, `Unavailable`."""
-        return self.registry.current(collection).documents
+        return self.registry.current(collection)
 
     def embedders(self) -> Mapping[str, Embedder]:
         """Return the collections' embedders, by the names that requests use."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runtime.errors import CollectionError
 from runtime.retrieval.background_task import BackgroundTask
-from runtime.retrieval.open_build import OpenBuild, documents_stamp, open_build
+from runtime.retrieval.collections.served_documents import CollectionDocuments, documents_stamp
 
 _KEPT = 4  # builds that no pool serves any more, kept open for results that are still in flight
 _RETRY_NS = 1_000_000_000  # interval between attempts to open a build that was missing
@@ -26,9 +26,9 @@ class CollectionBuilds:
 
     def __init__(self, name: str, directory: Path, clock: Callable[[], int]) -> None:
         self._name, self.directory, self._clock = name, directory, clock
-        self.opening: BackgroundTask[OpenBuild] | None = None
-        self.by_identity: dict[str, OpenBuild] = {}
-        self.current: OpenBuild | None = None
+        self.opening: BackgroundTask[CollectionDocuments] | None = None
+        self.by_identity: dict[str, CollectionDocuments] = {}
+        self.current: CollectionDocuments | None = None
         self.error = ""
         self._served: frozenset[str] = frozenset()
         self._followed: Sequence[str] = ()  # the builds served last, if all were usable
@@ -44,7 +44,7 @@ class CollectionBuilds:
             if identity == missing and now < retry_ns:
                 return False
             self._missing = identity, now + _RETRY_NS
-            self.opening = BackgroundTask("documents", lambda _: open_build(self.directory))
+            self.opening = BackgroundTask("documents", lambda _: CollectionDocuments(self.directory))
         return identity in self.by_identity
 
     def _finish_opening(self) -> None:
@@ -65,7 +65,7 @@ class CollectionBuilds:
         """Why no build can be used now."""
         return self.error or "the documents of the build that the pools serve are not open yet"
 
-    def discard(self, build: OpenBuild, error: str) -> None:
+    def discard(self, build: CollectionDocuments, error: str) -> None:
         """Close a build whose documents cannot be read; it is opened again later, or when the pools serve it anew."""
         if self.by_identity.get(build.identity) is not build:
             return  # closed already: of several searches each finds that they cannot be read
@@ -76,11 +76,11 @@ class CollectionBuilds:
             self.current = None
         self.set_error(error)
 
-    def open(self) -> OpenBuild:
+    def open(self) -> CollectionDocuments:
         """Open the build that the directory contains now. Raises `CollectionError`."""
-        return self._keep(open_build(self.directory))
+        return self._keep(CollectionDocuments(self.directory))
 
-    def _keep(self, found: OpenBuild) -> OpenBuild:
+    def _keep(self, found: CollectionDocuments) -> CollectionDocuments:
         if found.identity in self.by_identity:
             found.close()
         return self.by_identity.setdefault(found.identity, found)
@@ -121,10 +121,10 @@ class CollectionBuilds:
         if build is None or build.stamp == documents_stamp(self.directory):
             return
         with suppress(CollectionError):  # an earlier state was restored
-            if build.documents.was_written:
+            if build.was_written:
                 return
         try:
-            found = open_build(self.directory)
+            found = CollectionDocuments(self.directory)
         except CollectionError:  # the open file is the only copy
             return
         if found.identity != identity:

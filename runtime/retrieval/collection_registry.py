@@ -30,10 +30,10 @@ from runtime.retrieval.collection_builds import CollectionBuilds
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.description import read_identity
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name
 from runtime.retrieval.embedding.loading import EmbedderLocation, LazyEmbedder, embedder_location, load_embedder
 from runtime.retrieval.neighbors import FUSION_DEPTH, Neighbors
-from runtime.retrieval.open_build import OpenBuild
 from runtime.retrieval.passages import OnRead, Passage, check_size, size_of
 from runtime.retrieval.search.query import AcceptBuild, SearchResult
 
@@ -55,7 +55,7 @@ class KeywordQuery:
 class DocumentLookup(msgspec.Struct, frozen=True, eq=False):
     """The documents of a search result, to be read on any thread. build: the open one that the result is from."""
 
-    build: OpenBuild
+    build: CollectionDocuments
     rows: list[int]
 
     def read(self, on_read: OnRead) -> Sequence[Document | None] | CollectionError:
@@ -64,7 +64,7 @@ class DocumentLookup(msgspec.Struct, frozen=True, eq=False):
         Raises `ResponseTooLarge`, and the errors of `on_read`.
         """
         try:
-            return self.build.documents.get(self.rows, self._count(on_read))
+            return self.build.get(self.rows, self._count(on_read))
         except CollectionError as error:
             return error
 
@@ -73,7 +73,7 @@ class DocumentLookup(msgspec.Struct, frozen=True, eq=False):
 
         `on_read` is called once: nothing is read. `since_ns`, `now_ns`: see `CollectionDocuments.get_known`."""
         try:
-            known = self.build.documents.get_known(self.rows, since_ns, now_ns)
+            known = self.build.get_known(self.rows, since_ns, now_ns)
         except CollectionError as error:
             return error
         if known is None:
@@ -138,7 +138,11 @@ class CollectionRegistry:
             except CollectionError as error:
                 builds.set_error(error.message)
                 continue
-            self._dims[name], spec, location = builds.current.dim, builds.current.embedder, self._locations[name]
+            self._dims[name], spec, location = (
+                builds.current.description.dim,
+                builds.current.embedder,
+                self._locations[name],
+            )
             if spec is not None and (spec, location) not in self._embedders:
                 self._embedders[spec, location] = load_embedder(spec, location=location)
 
@@ -158,9 +162,9 @@ class CollectionRegistry:
         """Follow the builds of a collection that the pools serve. Raises `UnknownCollection`."""
         builds = self.builds_of(collection)
         if builds.follow(tuple(served)) and builds.current is not None:
-            self._dims[collection] = builds.current.dim
+            self._dims[collection] = builds.current.description.dim
 
-    def opening(self, collection: str) -> BackgroundTask[OpenBuild] | None:
+    def opening(self, collection: str) -> BackgroundTask[CollectionDocuments] | None:
         """Return the task that opens a build that the pools serve, if any. Raises `UnknownCollection`."""
         return self.builds_of(collection).opening
 
@@ -207,7 +211,7 @@ class CollectionRegistry:
         current = self.builds_of(collection).current
         return CollectionSummary() if current is None else current.summary
 
-    def current(self, collection: str) -> OpenBuild:
+    def current(self, collection: str) -> CollectionDocuments:
         """Return the open build of a collection. Raises `UnknownCollection`, `Unavailable`."""
         builds = self.builds_of(collection)
         if builds.current is None:
@@ -257,10 +261,10 @@ class CollectionRegistry:
         Raises `InvalidFilter` if it lacks one, or has it with another type.
         """
         build = self.builds_of(collection).current
-        if not filter or build is None or not build.documents.was_written:
+        if not filter or build is None or not build.was_written:
             return False
         try:
-            build.documents.check_filter(decode_filter(filter))
+            build.check_filter(decode_filter(filter))
         except CollectionError:
             return False
         return True
@@ -277,11 +281,11 @@ class CollectionRegistry:
         if build is None:
             raise CollectionReplaced(f"collection {collection!r}: the keyword index of this build is not open")
         depth = min(FUSION_DEPTH * k, max(self._max_k, k))
-        keywords, parsed = build.documents, decode_filter(filter) if filter else None
+        parsed = decode_filter(filter) if filter else None
 
         def search(vector: Vectors) -> Neighbors:
             try:
-                return keywords.search_keywords(text, vector, depth, parsed, deadline_ns)
+                return build.search_keywords(text, vector, depth, parsed, deadline_ns)
             except CollectionError as error:
                 raise Unavailable(
                     f"collection {collection!r}: its keyword index cannot be searched: {error.message}"
@@ -297,7 +301,7 @@ class CollectionRegistry:
         except CollectionError as error:
             raise Unavailable(f"collection {collection!r} is unavailable: {error.message}") from error
 
-    def _build_of(self, collection: str, result: SearchResult) -> OpenBuild:
+    def _build_of(self, collection: str, result: SearchResult) -> CollectionDocuments:
         build = self.builds_of(collection).by_identity.get(result.identity)
         if build is None:
             raise CollectionReplaced(f"collection {collection!r}: the build of this result is not open any more")

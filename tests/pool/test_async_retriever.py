@@ -18,7 +18,6 @@ from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.served_documents import CollectionDocuments
-from runtime.retrieval.open_build import OpenBuild, open_build
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
@@ -114,10 +113,10 @@ def test_the_event_loop_goes_on_while_a_build_is_opened_and_the_search_waits_for
 ) -> None:
     released, opening = threading.Event(), threading.Event()
 
-    def held(*told: Any) -> OpenBuild:
+    def held(*told: Any) -> CollectionDocuments:
         opening.set()
         assert released.wait(60)
-        return open_build(*told)
+        return CollectionDocuments(*told)
 
     (collection,) = plan.config.collections
     plan = replace(plan, config=replace(plan.config, collections=(replace(collection, verify="never"),)))
@@ -127,7 +126,7 @@ def test_the_event_loop_goes_on_while_a_build_is_opened_and_the_search_waits_for
     search = AsyncRetriever(CollectionRegistry(plan), client)
     path.with_name("away").rename(path)
     make_pool(plan).start()  # only now: it verifies the files in the background
-    monkeypatch.setattr("runtime.retrieval.collection_builds.open_build", held)
+    monkeypatch.setattr("runtime.retrieval.collection_builds.CollectionDocuments", held)
 
     async def body() -> None:
         await until(lambda: bool(client.identities("docs")))

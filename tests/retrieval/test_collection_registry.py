@@ -21,7 +21,7 @@ from runtime.retrieval.collection_registry import CollectionRegistry, DocumentLo
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.open_build import OpenBuild, open_build
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.search.query import SearchResult
 from runtime.testing.waiting import until
 
@@ -90,11 +90,11 @@ def test_a_new_build_is_opened_on_a_thread_for_an_event_loop(docs: Docs, monkeyp
     bulk_load.build([Document(str(n), "", f"new {n}") for n in range(40)], docs.path, embedder="hashing-64", force=True)
     docs.identity = read_description(docs.path).identity
 
-    def held(*told: Any) -> OpenBuild:
+    def held(*told: Any) -> CollectionDocuments:
         assert released.wait(60)
-        return open_build(*told)
+        return CollectionDocuments(*told)
 
-    monkeypatch.setattr("runtime.retrieval.collection_builds.open_build", held)
+    monkeypatch.setattr("runtime.retrieval.collection_builds.CollectionDocuments", held)
     registry.follow("docs", [docs.identity])  # does not wait for it
     opening = registry.opening("docs")
     assert opening is not None

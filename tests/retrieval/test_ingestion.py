@@ -15,12 +15,12 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.disk import writing
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.ingestion import source_files
 from runtime.retrieval.ingestion.ingest import IngestReport, add, ingest
-from runtime.retrieval.open_build import open_build
 from tests.retrieval import sample_files
 from tests.retrieval.sample_files import CountingEmbedder
 
@@ -260,7 +260,7 @@ def test_jsonl_documents_and_files_can_be_combined_and_both_are_updated(handbook
     note = handbook.write("note.txt", "note")
     handbook.ingest(lines, note)
     assert handbook.texts == {"a": "alpha", "b": "beta", "note.txt#1": "note"}
-    assert open_build(handbook.out).summary.files == 3  # as many as searches can name
+    assert CollectionDocuments(handbook.out).summary.files == 3  # as many as searches can name
     handbook.write("lines.jsonl", '{"id": "b", "text": "beta"}\n{"id": "c", "text": "gamma"}\n')
     done, embedded = handbook.add(lines)
     assert (done.embedded, done.kept, embedded) == (1, 2, ["gamma"])

@@ -25,7 +25,7 @@ from runtime.node.placement.plan import ANSWERS
 from runtime.pool.collections.shard import OpenShard, Shard, open_shard
 from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collections.description import read_identity
-from runtime.retrieval.open_build import check_documents
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 
 _JOIN_S = 5.0
 
@@ -248,7 +248,7 @@ class PoolCatalogue:
                 shard.reader.close()
                 return None
             if reload:  # do not replace a build by one without valid documents
-                check_documents(Path(section.path), shard.served.identity)
+                _check_documents(Path(section.path), shard.served.identity)
             shard.warm_up()
             return shard
 
@@ -305,6 +305,13 @@ class PoolCatalogue:
             self._stop_check(entry)
         for task in tasks:
             task.join(_JOIN_S)
+
+
+def _check_documents(directory: Path, identity: str) -> None:
+    """Open the documents of a build once. Raises `CollectionError` if they are damaged or of another build."""
+    with CollectionDocuments(directory) as found:
+        if found.identity != identity:
+            raise CollectionError(f"{directory} was replaced by another collection while it was opened")
 
 
 def signature_of(directory: Path) -> Signature:

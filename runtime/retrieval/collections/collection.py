@@ -20,7 +20,6 @@ from runtime.errors import CollectionError
 from runtime.retrieval.collections.description import DOCUMENTS, INDEX, KEYWORDS, read_manifest
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.state import State
 from runtime.retrieval.embedding.embedder import EmbedderSpec, Vectors
 
 
@@ -63,16 +62,6 @@ class Collection(CollectionReader):
         Raises `CollectionError` that names the missing, foreign or damaged file.
         """
         return cls(directory, searched=False)
-
-    @property
-    def embedder(self) -> EmbedderSpec | None:
-        """The embedder of the documents; None: queries must be vectors."""
-        return self.description.embedder
-
-    @property
-    def identity(self) -> str:
-        """See `Description.identity`."""
-        return self.description.identity
 
     @property
     def indexes(self) -> list[GraphIndex]:
@@ -120,7 +109,7 @@ class Collection(CollectionReader):
                 embedder=about.embedder,
                 demanded=about.demanded,
                 index_bytes=sum(size for _, size in sizes),
-                document_bytes=document_bytes(state),
+                document_bytes=sum(segment.file_bytes(DOCUMENTS) for segment in state.segments),
                 keyword_bytes=sum(segment.file_bytes(KEYWORDS) for segment in state.segments),
                 code_bytes=sum(size for name, size in sizes if name in CODE_FILES),
                 segments=[(s.info.number, s.size, s.size - s.count) for s in state.segments],
@@ -150,8 +139,3 @@ class Collection(CollectionReader):
         if not torn_bytes:
             return ""
         return f"the last {torn_bytes} bytes of the log are an incomplete record; the next writer cuts them"
-
-
-def document_bytes(state: State) -> int:
-    """Return the size on disk of the documents of the segments."""
-    return sum(segment.file_bytes(DOCUMENTS) for segment in state.segments)

@@ -29,6 +29,7 @@ from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.state import Loaded, State, close
 from runtime.retrieval.collections.upgrade import upgrade_if_flat
+from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.neighbors import Neighbors
 
 _ATTEMPTS = 5
@@ -100,6 +101,16 @@ class CollectionReader:
                 same = self._manifest_stat() == self._last_stat and read_identity(self.directory) == about.identity
                 if same or attempt == _ATTEMPTS - 1:
                     raise
+
+    @property
+    def identity(self) -> str:
+        """See `Description.identity`."""
+        return self.description.identity
+
+    @property
+    def embedder(self) -> EmbedderSpec | None:
+        """The embedder of the documents; None: queries must be vectors."""
+        return self.description.embedder
 
     def poll(self, budget_ns: int | None = None) -> bool:
         """Apply the writes since the last call; return whether there were any. Takes microseconds if there were none.

@@ -1,8 +1,10 @@
 """The documents of a collection, for the processes that answer with them."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -11,14 +13,18 @@ from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.filters import Filter, check_filter
+from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.collections.description import DESCRIPTION, DOCUMENTS
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.files import Files
 from runtime.retrieval.collections.keyword_search import KeywordSearch
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.replaced_rows import ReplacedRows
 from runtime.retrieval.collections.state import State
-from runtime.retrieval.neighbors import Neighbors
+from runtime.retrieval.embedding.embedder import embedder_name
+from runtime.retrieval.neighbors import Neighbors, fuse_ranks
 from runtime.retrieval.passages import size_of
+from runtime.retrieval.search.query import SearchResult
 
 LIMIT_BYTES = 16 << 20
 OBJECTS_BYTES = 600  # of a document besides its texts; those of bare vectors have nearly none
@@ -65,11 +71,12 @@ class CollectionDocuments(CollectionReader):
     """Documents by row, of the present state: a row that a pool just found may be deleted.
 
     Of a document that was replaced a moment ago, a pool finds the old row or the new one, and either has a text here.
-    Thread-safe.
+    Thread-safe. `stamp`: `documents_stamp` at the time of opening.
     """
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Open the collection; `clock` of keyword searches, which wait for new documents. Raises `CollectionError`."""
+        self.stamp, self._created_at = documents_stamp(directory), _made_at(directory)
         super().__init__(directory, background=True, replaced=ReplacedRows(), searched=False)
         self._lock, self._recent = threading.Lock(), RecentDocuments()
         self._current_ns = 0  # when the files were looked at last, and had nothing new
@@ -85,6 +92,23 @@ class CollectionDocuments(CollectionReader):
         with self._lock:
             self.poll()
             return super().was_written
+
+    @property
+    def summary(self) -> CollectionSummary:
+        """The collection's size and properties as of now."""
+        state, about = self.state, self.description
+        size = state.count
+        sealed = [(segment.store.file_count if segment.store else 0) or segment.size for segment in state.segments]
+        return CollectionSummary(
+            is_open=True,
+            size=size,
+            files=min(sum(sealed) + state.growing.size, size),
+            document_bytes=sum(segment.file_bytes(DOCUMENTS) for segment in state.segments),
+            created_at=self._created_at,
+            dim=about.dim,
+            metric=about.metric,
+            embedder="" if about.embedder is None else embedder_name(about.embedder),
+        )
 
     def check_filter(self, filter: Filter) -> None:
         """Check a filter against the current schema. Raises `InvalidFilter`, `CollectionError`."""
@@ -166,6 +190,12 @@ class CollectionDocuments(CollectionReader):
         )
         return (first, one[1]), (second, other[1])
 
+    def fuse(self, result: SearchResult, keywords: Neighbors, k: int, weight: float) -> SearchResult:
+        """Fuse a result of the pools with one of a keyword search. Raises `CollectionError`."""
+        by_vector, by_words = self.align((result.ids, result.distances), keywords)
+        ids, distances = fuse_ranks(by_vector, by_words, k, weight)
+        return msgspec.structs.replace(result, ids=ids, distances=distances)
+
     def search_keywords(
         self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int
     ) -> Neighbors:
@@ -199,3 +229,21 @@ def _shown(state: State, rows: Sequence[int], found: Sequence[Document | None]) 
         one if one is not None and not is_deleted and shown[document] == row else None
         for row, document, one, is_deleted in zip(rows, newest, found, deleted, strict=True)
     ]
+
+
+def documents_stamp(directory: Path) -> tuple[int, ...]:
+    """Return device, inode, size, mtime and ctime of each file that contains documents; () if there is none."""
+    paths = [directory / DOCUMENTS, *sorted(directory.glob(f"segments/*/{DOCUMENTS}"))]
+    stamp: list[int] = []
+    for path in paths:
+        with suppress(OSError):
+            found = os.stat(path)
+            stamp += (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return tuple(stamp)
+
+
+def _made_at(directory: Path) -> int:
+    try:
+        return int(os.stat(directory / DESCRIPTION).st_mtime)
+    except OSError:
+        return 0
