@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ipc.ring.descriptors import STAGES, STATUSES, Result, SearchSpec, Stage
     from ipc.ring.ring import RingConsumer, RingLayout, RingProducer, format_ring
     from ipc.server.server import SessionServer
-    from ipc.session.messages import Catalogue, ClientStatistics, Served, ServerStatistics, Unserved
+    from ipc.session.messages import Catalogue, Served, Unserved
 
 # Loaded on first use: most of this is compiled code, or ZeroMQ, which a supervisor or a command never runs; and `gpu`
 # imports `ipc.native` where nothing else of this is installed.
@@ -61,7 +61,7 @@ _HOME = {
     "Outcome": "handover.messages",
     "RingClient": "client.client",
     "SessionServer": "server.server",
-    **dict.fromkeys(("Catalogue", "ClientStatistics", "Served", "ServerStatistics", "Unserved"), "session.messages"),
+    **dict.fromkeys(("Catalogue", "Served", "Unserved"), "session.messages"),
     **dict.fromkeys(("RingConsumer", "RingLayout", "RingProducer", "format_ring"), "ring.ring"),
     **dict.fromkeys(
         ("bind", "check_endpoint", "connect", "new_token", "private_endpoint", "receive_all", "send_now"), "endpoints"
@@ -74,7 +74,6 @@ __all__ = [
     "AttachRefused",
     "AttachTimeout",
     "Catalogue",
-    "ClientStatistics",
     "DeviceSpan",
     "Draining",
     "HandoverSink",
@@ -97,7 +96,6 @@ __all__ = [
     "RingProducer",
     "SearchSpec",
     "Served",
-    "ServerStatistics",
     "SessionServer",
     "SharedMemory",
     "Stage",

@@ -31,7 +31,6 @@ from ipc.ring.descriptors import (
     SearchSpec,
 )
 from ipc.ring.ring import RingConsumer
-from ipc.session.messages import ClientStatistics
 
 FLOAT32 = np.dtype(np.float32)
 PEER_CHECK_NS = 1_000_000  # how often an empty poll checks that the pool is alive
@@ -142,7 +141,6 @@ class RingClient(ClientSession):
         """
         if request_id not in self.pending:
             return False
-        self._counts["cancelled"] += 1
         self.pending.unsent_cancels.append(request_id)
         self._send_cancellations()
         return True
@@ -168,7 +166,6 @@ class RingClient(ClientSession):
                 raise PeerLost(self._lost)
             if self._has_room():
                 return
-        self._counts["full"] += 1
         raise RingFull(f"{len(self.pending)} requests are outstanding, the ring has {self.slots} slots")
 
     def _has_room(self) -> bool:
@@ -192,9 +189,6 @@ class RingClient(ClientSession):
         known = len(results)
         try:
             read_results(self.attachment.results, self.epoch, self.max_k, self.pending, results)
-        except StaleEpoch:
-            self._counts["stale"] += 1
-            raise
         except ProtocolViolation as error:
             self._end_session(str(error), read=False)
             raise
@@ -221,7 +215,6 @@ class RingClient(ClientSession):
                 self._check_peer()
                 results = outstanding.results
         outstanding.results = []
-        self._returned += len(results)
         return results
 
     def wait(self, timeout_ms: float) -> bool:
@@ -242,15 +235,6 @@ class RingClient(ClientSession):
         if not self.pending:
             self._check_peer()
         return bool(self.pending.results)
-
-    def statistics(self) -> ClientStatistics:
-        """Return counters; cheap."""
-        outstanding = self.pending
-        changing = {
-            "submitted": outstanding.next_id - 1, "returned": self._returned, "outstanding": len(outstanding),
-            "rung": self._counts["rung"] + (0 if self._lost is not None else self.attachment.requests.rung),
-        }  # fmt: skip
-        return ClientStatistics(**{**self._counts, **changing})
 
 
 def as_float32(vectors: npt.ArrayLike) -> Float32s:

@@ -21,7 +21,7 @@ from ipc.ring.descriptors import (
 )
 from ipc.ring.doorbell import SpinBudget
 from ipc.ring.ring import CLOSED, DRAINING, EVICTED, RingProducer
-from ipc.session.messages import DOORBELLS, EVENTFD, ClientStatistics, result_offset
+from ipc.session.messages import DOORBELLS, EVENTFD, result_offset
 from ipc.session.parameters import Limits, Packed, pack, pack_cancel
 
 K = TypeVar("K")
@@ -79,14 +79,13 @@ class PendingRequests(dict[int, int]):
             self.unsent_cancels.popleft()
         return ring_it
 
-    def fail_all(self) -> int:
-        """End all requests with status 'lost'. Return their number."""
-        now, count = time.monotonic_ns(), len(self)
+    def fail_all(self) -> None:
+        """End all requests with status 'lost'."""
+        now = time.monotonic_ns()
         for request_id, enqueue_ns in self.items():
             self.results.append(Result(request_id, LOST, _NO_IDS, _NO_DISTANCES, 0, enqueue_ns, 0, 0, now))
         self.clear()
         self.unsent_cancels.clear()
-        return count
 
 
 _END_REASONS = {
@@ -121,8 +120,6 @@ class ClientSession:
         self.pending = PendingRequests()
         self._lost: str | None = None
         self._next_peer_check = self._cold_ns = 0
-        self._returned = 0
-        self._counts = dict.fromkeys(ClientStatistics.__struct_fields__, 0)
         self._open = True
         self.attachment = Attachment(endpoint, name, doorbell, timeout_ms, arena)
         answer = self.attachment.answer
@@ -166,8 +163,7 @@ class ClientSession:
         if self._lost is not None:
             return
         self._lost = reason
-        self._counts["rung"] += self.attachment.requests.rung
-        self._counts["lost"] += self.pending.fail_all()
+        self.pending.fail_all()
         self.attachment.ignore_death()
 
     # ---- sleeping

@@ -92,7 +92,6 @@ class ClientRow(Record):
     results: Array[ProducerEnd]
     outstanding: int
     last_id: int
-    received: int
     collections: Array[SessionCollection]  # by code
     codes: int
     bell_pending: bool  # its doorbell is to be rung from Python
@@ -115,8 +114,6 @@ class ClientTable(Record):
     rows: Array[ClientRow]
     watch: Array[WatchRow]
     next_row: int  # to be read
-    invalid: int
-    stale: int
     pending_bells: int  # doorbells that are to be rung from Python
     request: CurrentRequest
 
@@ -199,15 +196,10 @@ def accept(clients: ClientTable) -> None:
     client = clients.rows[clients.request.row]
     client.last_id = clients.request.request_id
     client.outstanding += 1
-    client.received += 1
 
 
 @compiled
 def _refuse(clients: ClientTable, status: int) -> int:
-    if status == _STALE_EPOCH:
-        clients.stale += 1
-    else:
-        clients.invalid += 1
     request = clients.request
     client = clients.rows[request.row]
     client.last_id = request.request_id

@@ -149,14 +149,6 @@ class AttachedClient:
         self._joined = self._joined or self.results.joined
         return self._joined
 
-    def counters(self) -> dict[str, int]:
-        """Requests received, results published and doorbells rung so far."""
-        return {
-            "received": self.fields.received,
-            "published": self.results.position,
-            "rung": self.results.rung,
-        }
-
     def close(self) -> None:
         self.bell.close()
         os.close(self.pidfd)

@@ -16,7 +16,7 @@ from ipc.server.arena_grants import ArenaGrants
 from ipc.server.client_table import AttachedClient, ClientTable, Searches, Terms
 from ipc.server.session_listener import ATTACH_PENDING, SessionListener
 from ipc.session.device_arena import DeviceArena
-from ipc.session.messages import VERSION, Attach, Attached, Catalogue, Refused, Served, ServerStatistics
+from ipc.session.messages import VERSION, Attach, Attached, Catalogue, Refused, Served
 
 RENEW_NS = 2_000_000_000  # time for a client to replace an idle session that is being renewed
 JOIN_NS = 10_000_000_000  # time for a client to open its rings; longer than the timeout of clients that retry
@@ -72,7 +72,8 @@ class SessionServer:
         self.client_table = ClientTable(epoch, max_k, max_top_m, 2 * max_clients)
         """Works with `exchange.py`."""
         self._next_handle = 1
-        self._counts = dict.fromkeys(ServerStatistics.__struct_fields__, 0)
+        self.malformed = 0
+        """Malformed session messages so far."""
         self._draining = False
 
     def _terms_of(self, collections: Catalogue | Mapping[str, int]) -> Terms:
@@ -145,11 +146,6 @@ class SessionServer:
         """Number of attached clients."""
         return len(self._clients)
 
-    @property
-    def malformed(self) -> int:
-        """Number of malformed session messages so far."""
-        return self._counts["malformed"]
-
     # ---- sessions
 
     def has_requests(self) -> bool:
@@ -182,7 +178,6 @@ class SessionServer:
                 absent = not client.has_joined() and now > client.attached_ns + JOIN_NS
                 gone = absent or client.pidfd in events or client.requests.producer_state == CLOSED
                 if gone or _is_drained(client, now):
-                    self._counts["lost"] += 1
                     self._forget(client, CLOSED)
                     continue
                 if client.results.free() > client.outstanding:
@@ -195,15 +190,12 @@ class SessionServer:
 
     def _answer(self, attach: Attach | Refused) -> Attached | Refused:
         if isinstance(attach, Refused):
-            self._counts["malformed"] += 1
+            self.malformed += 1
             return attach
         try:
-            answer = self._attach(attach)
+            return self._attach(attach)
         except (IpcError, OSError) as error:
-            self._counts["refused"] += 1
             return Refused(str(error))
-        self._counts["attached"] += 1
-        return answer
 
     def _attach(self, attach: Attach) -> Attached:
         if attach.version != VERSION:
@@ -230,15 +222,12 @@ class SessionServer:
 
     def _evict(self, client: AttachedClient) -> None:
         """End the session of a client that violated the protocol."""
-        self._counts["evicted"] += 1
         self._forget(client, EVICTED)
 
     def _forget(self, client: AttachedClient, state: int) -> None:
         client.requests.set_state(state)
         client.bell.ring()
         del self._clients[client.handle]
-        for name, count in client.counters().items():
-            self._counts[name] += count
         self.client_table.remove(client)
         self._listener.unwatch(client.pidfd)
         self._arena.release(client)
@@ -287,19 +276,6 @@ class SessionServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def statistics(self) -> ServerStatistics:
-        """Return counters; cheap."""
-        counts = self._counts | {
-            "invalid": self.client_table.fields.invalid,
-            "stale": self.client_table.fields.stale,
-            "clients": len(self._clients),
-        }
-        for client in self._clients.values():
-            counts["outstanding"] += client.outstanding
-            for name, count in client.counters().items():
-                counts[name] += count
-        return ServerStatistics(**counts)
 
 
 def _is_drained(client: AttachedClient, now: int) -> bool:

@@ -139,7 +139,6 @@ def test_a_pool_that_writes_anything_into_the_rings_ends_at_most_the_session(
                 with contextlib.suppress(IpcError):
                     move(what, server, client, scribble, b"")
             assert client.outstanding <= SLOTS
-        client.statistics()
         with contextlib.suppress(IpcError):
             ends += [result.request_id for result in client.poll()]
         assert len(ends) == len(set(ends))

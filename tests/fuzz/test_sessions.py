@@ -73,7 +73,7 @@ def test_any_message_to_a_pool_is_answered_with_rings_or_a_refusal(
         assert msgspec.msgpack.decode(said)["type"] in ("Attached", "Refused")
     expect_served(server, honest)
     server.housekeep(time.monotonic_ns() + JOIN_NS)  # reclaims unopened rings
-    assert server.statistics().clients == 1
+    assert server.client_count == 1
 
 
 class FakePool:

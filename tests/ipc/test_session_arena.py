@@ -258,7 +258,6 @@ def test_a_pool_serves_others_while_gpu_vectors_are_in_flight(
         assert len(found) == SLOTS
         assert all(np.array_equal(request.vector, one) for request, one in zip(found, vectors, strict=True))
         assert {call[0] for call in cuda.calls} == {"on device", "store"}, "and the pool calls no driver"
-        assert server.statistics().outstanding == SLOTS
         cuda.lazy = False
 
 
@@ -317,7 +316,7 @@ def test_a_client_that_names_a_slot_outside_its_lease_is_evicted(
         monkeypatch.setattr(client.arena, "write", lambda *_: np.array(handle, np.uint32).view(np.float32))
         ask(client)
         assert server.receive() == []
-        assert server.statistics().evicted == 1
+        assert server.client_count == 0
         client.wait(1000)
         with pytest.raises(PeerLost):
             ask(client)
@@ -330,7 +329,7 @@ def test_a_forged_arena_request_without_an_arena_evicts_the_client() -> None:
         assert not client.has_arena
         forge_requests(client, [1], kind=SEARCH_ARENA)
         assert server.receive() == []
-        assert server.statistics().evicted == 1
+        assert server.client_count == 0
 
 
 def attached_process(where: str) -> None:

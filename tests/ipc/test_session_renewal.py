@@ -50,7 +50,7 @@ def test_sessions_under_renewal_do_not_occupy_places_of_their_successors(server:
     old = [attach(server, **way) for way in (*WAYS.values(),)]
     server.renew(REBUILT)
     new = [attach(server) for _ in old]
-    assert server.statistics().clients == len(old) + len(new) == 6
+    assert server.client_count == len(old) + len(new) == 6
     for one in (*old, *new):
         one.close()
 

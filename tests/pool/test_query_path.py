@@ -95,7 +95,7 @@ def test_a_woken_pool_answers_queries_without_entering_python(
             client.submit(queries[number % len(queries)], SearchSpec("docs", 5, top_m=400))
             assert client.wait(60_000.0)
             found += [result.ids.tolist() for result in client.poll()]
-        turns, rung = pool.pool.control_runs - before, client.statistics().rung
+        turns, rung = pool.pool.control_runs - before, client.attachment.requests.rung
     assert rung > 200, "the pool slept before many of them"
     assert turns < 20, "at most for doorbells rung after it woke by itself"
     wanted = exact(index, queries, 5)

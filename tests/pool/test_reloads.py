@@ -139,7 +139,8 @@ def test_a_reload_of_the_served_build_changes_nothing(tmp_path: Path, make_pool:
     with reading(plan) as readers:
         assert reload(pool, readers, 1)
         assert readers.some() == {1}
-        assert pool.pool.server.statistics().attached == 1
+        sessions = [client.handle for client in pool.pool.server.client_table.clients if client is not None]
+        assert sessions == [1], "it is the first one"
 
 
 @pytest.mark.parametrize(("shards", "workers", "seed"), [(1, 2, 1), (2, 4, 4)])
