@@ -13,7 +13,6 @@ import httpx
 import openai
 import uvicorn
 import uvloop
-from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from runtime.node.config import HttpSection
@@ -32,7 +31,7 @@ from runtime.serving.http.admission import Admission
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig, Timeouts
 from runtime.serving.http.forwarding import Forwarder
-from runtime.serving.http.http_worker import Overflow, answering_or_forwarding
+from runtime.serving.http.http_worker import answering_or_forwarding
 from runtime.serving.http.middleware import id_source
 from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.reranked_search import RerankedSearch
@@ -274,12 +273,10 @@ class Cluster:
             close()
 
     def _http_worker(self, forward: Forwarder, new_id: Callable[[str], str]) -> ASGIApp:
-        full = Response("this HTTP worker has no room", 503)
-
         def with_id(refusal: ASGIApp) -> ASGIApp:
             return RequestContextMiddleware(refusal, new_id, lambda: False, lambda *response: None, ResponseMemory())
 
-        return answering_or_forwarding(full, forward, Overflow(1), with_id, lambda: None)
+        return answering_or_forwarding(forward, forward, with_id, lambda: None)
 
     async def _drain(self, wanted: bool) -> None:
         self.drain_requests.append(wanted)

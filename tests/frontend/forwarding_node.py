@@ -6,16 +6,13 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from runtime.node.config import HttpSection
 from runtime.node.supervisor.listen import listen_private
-from runtime.retrieval.fair_gate import FairLimit
-from runtime.serving.http.admission import Admission
 from runtime.serving.http.connections import HttpConfig
 from runtime.serving.http.forwarding import Forwarder
-from runtime.serving.http.http_worker import Overflow, answering_or_forwarding
+from runtime.serving.http.http_worker import answering_or_forwarding
 from runtime.serving.http.middleware import id_source
 from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.response_memory import ResponseMemory
@@ -23,18 +20,14 @@ from runtime.serving.http.server import Server, private_limits
 
 
 class Front:
-    """An HTTP worker, whose own application is `own`, and behind it the frontend's `app`. now_s: of the worker's clock;
-    limit: of its searches, and of those that it passes on."""
+    """An HTTP worker, whose own application is `own`, and behind it the frontend's `app`."""
 
     def __init__(self, home: Path, app: ASGIApp, own: ASGIApp) -> None:
-        self.now_s, self.limit = 0.0, FairLimit(2, "searches")
-        overflow = Overflow(2, lambda: self.now_s)
-        admission = Admission({"/v1/retrieval": self.limit}, overflow=overflow)
         self.path, self.forwarded, self.failures = str(home / "frontend.sock"), 0, 0
         limits, new_id = HttpSection(), id_source(1)
         self.forward = Forwarder(self.path, "the frontend")
-        worker = answering_or_forwarding(own, self.forward, overflow, self._with_id, self._count)
-        config = HttpConfig(worker, limits, new_id, 1.0, admission=admission)
+        worker = answering_or_forwarding(own, self.forward, self._with_id, self._count)
+        config = HttpConfig(worker, limits, new_id, 1.0)
         listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = listener.getsockname()[1]
         self.worker = Server(config, listener)
@@ -68,14 +61,9 @@ async def answer(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
     return head, await reader.readexactly(int(lines.get(b"content-length", b"0")))
 
 
-async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
-    """An application that has no room."""
-    await Response("full", 503)(scope, receive, send)
-
-
 @contextlib.asynccontextmanager
-async def front(home: Path, app: ASGIApp, own: ASGIApp = refusing) -> AsyncIterator[Front]:
-    found = Front(home, app, own)
+async def front(home: Path, app: ASGIApp, own: ASGIApp | None = None) -> AsyncIterator[Front]:
+    found = Front(home, app, own or app)
     tasks = [asyncio.create_task(server.accept()) for server in (found.frontend, found.worker)]
     try:
         yield found

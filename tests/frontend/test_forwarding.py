@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.node.supervisor.listen import listen_private
-from runtime.serving.http.forwarding import Attempt, Forwarder, asking_others
+from runtime.serving.http.forwarding import Forwarder, asking_others
 from tests.frontend.forwarding_node import answer, front
 
 SEARCH = b"POST /v1/retrieval HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nhello"
@@ -70,93 +70,19 @@ async def test_a_request_arrives_as_the_client_sent_it_but_for_the_connections_o
         assert json.loads(body) == ["GET", "/", "", "localhost", {}, ""]
 
 
-async def test_a_search_is_answered_here_and_passed_on_with_its_body_when_there_is_no_room(tmp_path: Path) -> None:
-    full: list[bool] = []
+async def test_searches_are_answered_here_and_everything_else_by_the_frontend(tmp_path: Path) -> None:
+    def named(name: str) -> ASGIApp:
+        async def respond(request: Request) -> Response:
+            return PlainTextResponse(f"{name} {(await request.body()).decode()}")
 
-    async def search(request: Request) -> Response:
-        body = (await request.body()).decode()
-        return Response("full", 503) if full else PlainTextResponse(f"own {body}")
+        return route(respond)
 
-    async def frontend(request: Request) -> Response:
-        return PlainTextResponse(f"frontend {(await request.body()).decode()}")
-
-    async with front(tmp_path, route(frontend), route(search)) as node:
+    async with front(tmp_path, named("frontend"), named("own")) as node:
         assert (await node.ask(SEARCH))[1] == b"own hello"
         assert node.forwarded == 0
-        full.append(True)
-        assert (await node.ask(SEARCH))[1] == b"frontend hello"
-        parts = SEARCH.replace(b"Content-Length: 5\r\n\r\nhello", b"Transfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n")
-        reader, writer = await node.connect()
-        writer.write(parts)
-        await writer.drain()
-        writer.write(b"3\r\nllo\r\n0\r\n\r\n")
-        assert (await answer(reader))[1] == b"frontend hello"
-        writer.close()
+        assert (await node.ask(SEARCH.replace(b"POST", b"PUT")))[1] == b"frontend hello"
         assert (await node.ask(GET))[1] == b"frontend "
-        assert node.forwarded == 3
-
-
-async def test_of_searches_that_have_no_room_here_or_at_the_frontend_the_worker_refuses_more(tmp_path: Path) -> None:
-    release, begun = asyncio.Event(), asyncio.Queue[str]()
-    frontend_full = False
-
-    def holding(name: str) -> ASGIApp:
-        async def hold(request: Request) -> Response:
-            await request.body()
-            begun.put_nowait(name)
-            if name == "frontend" and frontend_full:
-                return Response("full", 503)
-            await release.wait()
-            return PlainTextResponse(name)
-
-        return route(hold)
-
-    async def refused() -> bool:
-        return (await node.ask(SEARCH))[0].startswith(b"HTTP/1.1 503 ")
-
-    async with front(tmp_path, holding("frontend"), holding("worker")) as node:
-        asked = [asyncio.create_task(node.ask(SEARCH)) for _ in range(4)]
-        assert sorted([await begun.get() for _ in asked]) == ["frontend", "frontend", "worker", "worker"]
-        assert await refused()  # as many are passed on as have room there
-        assert begun.empty()
-        release.set()
-        assert sorted([body for _, body in await asyncio.gather(*asked)]) == [b"frontend"] * 2 + [b"worker"] * 2
-
-        release.clear()
-        asked = [asyncio.create_task(node.ask(SEARCH)) for _ in range(2)]
-        assert [await begun.get() for _ in asked] == ["worker", "worker"]
-        frontend_full = True
-        assert await refused()
-        assert await begun.get() == "frontend"
-        node.now_s = 0.9
-        assert await refused()
-        assert begun.empty()  # the frontend has asked for a second
-        node.now_s, frontend_full = 1.0, False
-        asked.append(asyncio.create_task(node.ask(SEARCH)))
-        assert await begun.get() == "frontend"
-        release.set()
-        await asyncio.gather(*asked)
-
-
-async def test_of_a_request_that_is_answered_here_the_rest_of_the_body_is_not_kept() -> None:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await receive()
-        await send({"type": "http.response.start", "status": 413, "headers": []})
-        while (await receive())["more_body"]:  # is discarded
-            pass
-
-    arriving: list[Message] = [{"type": "http.request", "body": b"x", "more_body": n < 2} for n in range(3)]
-    arriving.append({"type": "http.disconnect"})
-
-    async def receive() -> Message:
-        return arriving.pop(0)
-
-    async def send(message: Message) -> None:
-        """The client reads it."""
-
-    attempt = Attempt({"state": {"arrived_body": lambda limit: None}}, receive, send, 503)
-    assert await attempt.succeeds(app)
-    assert await attempt.receive() == {"type": "http.disconnect"}
+        assert node.forwarded == 2
 
 
 async def test_a_clients_end_reaches_the_frontend(tmp_path: Path) -> None:

@@ -14,17 +14,11 @@ from runtime.serving.http.request_parser import Head
 class Admission:
     """Limits of POST requests by path. Requests to other paths (health, metrics, generation, …) are never refused here.
 
-    overflow: the limit of requests that another process is asked for, as they have no room here. draining: then
-    responses close their connections, which the application does.
+    draining: then responses close their connections, which the application does.
     """
 
-    def __init__(
-        self,
-        limits: Mapping[str, FairLimit],
-        draining: Callable[[], bool] = lambda: False,
-        overflow: FairLimit | None = None,
-    ) -> None:
-        self._limits, self._draining, self._overflow = limits, draining, overflow
+    def __init__(self, limits: Mapping[str, FairLimit], draining: Callable[[], bool] = lambda: False) -> None:
+        self._limits, self._draining = limits, draining
 
     def admit(self, head: Head, path: str) -> FairLimit | None:
         """Return the limit that a request counts in; None: none, or the application decides whether it has room.
@@ -34,8 +28,6 @@ class Admission:
         limit = self._limits.get(path) if head.method == "POST" else None
         if limit is None or not limit.full:
             return limit
-        if self._overflow is not None and not self._overflow.full:
-            return self._overflow
         if not head.keep_alive or head.expects_continue or self._draining():
             return None
         for name, _ in head.headers:

@@ -200,9 +200,7 @@ class BoundedConnection(asyncio.Protocol):
             scope, self.transport, self._flow, self._server.default_headers, self._answered, self._close,
             limit, keep_alive=head.keep_alive, expects_continue=head.expects_continue,
         )  # fmt: skip
-        scope["state"] = {
-            **self._state, "arrived_body": exchange.arrived_body, "limit": limit,
-        }  # fmt: skip
+        scope["state"] = {**self._state, "arrived_body": exchange.arrived_body}
         if self._answering is None:
             self._answer(exchange)
         else:

@@ -1,18 +1,16 @@
 """HTTP worker: a process that accepts connections on the node's port beside the frontend. Its loop is asyncio's.
 
 It answers searches and embeddings itself, as a client of the pools with the collections open for reading, and passes
-everything else to the frontend, which owns what has state. What it cannot answer now (it has as many searches as it
-may, or no pool) it passes on, too, and refuses only what the frontend would refuse as well.
+everything else to the frontend, which owns what has state.
 """
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import Callable
 from functools import partial
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.errors import TrinityError, Unavailable
 from runtime.node.api_keys import read_api_keys
@@ -21,15 +19,14 @@ from runtime.node.metrics.worker_metrics import FrontendMetrics
 from runtime.node.supervisor.listen import listen_private
 from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
-from runtime.retrieval.fair_gate import FairLimit
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.observability import RequestMetrics, exported_spans
 from runtime.serving.frontend.requests import Request
 from runtime.serving.http.admission import Admission
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig
-from runtime.serving.http.forwarding import Attempt, Forwarder
-from runtime.serving.http.middleware import RETRY_AFTER_S, error_response, id_source
+from runtime.serving.http.forwarding import Forwarder
+from runtime.serving.http.middleware import error_response, id_source
 from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.response_memory import ResponseMemory
 from runtime.serving.http.routes.drain import Readiness
@@ -47,7 +44,6 @@ from runtime.serving.stages import observe_search
 
 OWN_PATHS = ("/v1/retrieval", "/v1/embeddings", "/v1/rerank")
 """Paths whose POST requests change nothing: any process with the collections open can answer them."""
-_REFUSED = 503
 
 
 class NoEngine(Engine):
@@ -73,49 +69,21 @@ class NoEngine(Engine):
         """None was accepted."""
 
 
-class Overflow(FairLimit):
-    """The limit of requests that the frontend is asked for because they have no room here: as many as it would accept
-    from all, and none for a second after it has refused one, as it asks for with that."""
-
-    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(limit, "requests for the frontend")
-        self._clock, self._until_s = clock, -math.inf
-
-    @property
-    def full(self) -> bool:
-        return super().full or self._clock() < self._until_s
-
-    def watching(self, send: Send) -> Send:
-        """Return `send` of a request for the frontend, whose response says whether there is room."""
-
-        async def watch(message: Message) -> None:
-            if message.get("status") == _REFUSED:
-                self._until_s = self._clock() + RETRY_AFTER_S
-            await send(message)
-
-        return watch
-
-
 def answering_or_forwarding(
     app: ASGIApp,
     forward: ASGIApp,
-    overflow: Overflow,
     refuse: Callable[[ASGIApp], ASGIApp],
     on_forwarded: Callable[[], None],
 ) -> ASGIApp:
-    """Return the application of an HTTP worker: `app` answers what it can, `forward` lets the frontend answer the rest.
+    """Return the application of an HTTP worker: `app` answers `OWN_PATHS`, `forward` lets the frontend answer the rest.
 
     refuse: adds what every response has to that to an error of `forward`.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "POST" and scope["path"] in OWN_PATHS:
-            if scope["state"]["limit"] is not overflow:
-                attempt = Attempt(scope, receive, send, _REFUSED)
-                if await attempt.succeeds(app):
-                    return
-                receive = attempt.receive
-            send = overflow.watching(send)
+            await app(scope, receive, send)
+            return
         on_forwarded()
         try:
             await forward(scope, receive, send)
@@ -142,21 +110,16 @@ async def _serve(worker: Worker) -> None:
     async def no_metrics() -> str:
         raise Unavailable("the frontend has the node's metrics")
 
-    def on_own_response(path: str, status: int, seconds: float) -> None:
-        if status != _REFUSED:  # the frontend answers
-            metrics.record_response(path, status, seconds)
-
     service = Service(
         engine, parts.source, no_metrics, catalogue=parts.collections, reranking=parts.reranking, readiness=readiness,
-        on_response=on_own_response, on_searched=partial(observe_search, worker.table),
+        on_response=metrics.record_response, on_searched=partial(observe_search, worker.table),
     )  # fmt: skip
     own = create_app(service, settings, new_id)
-    refusals, overflow = ResponseMemory(), Overflow(settings.max_searches)
+    refusals = ResponseMemory()
     forward = Forwarder(plan.http_socket("frontend-0"), "the frontend")
     app = answering_or_forwarding(
         own,
         forward,
-        overflow,
         lambda refusal: RequestContextMiddleware(
             refusal, new_id, lambda: readiness.draining, metrics.record_response, refusals
         ),
@@ -171,7 +134,7 @@ async def _serve(worker: Worker) -> None:
         metrics.record_response(path, status, 0.0)
 
     limits = {path: own.limits[path] for path in OWN_PATHS}
-    admission = Admission(limits, lambda: readiness.draining, overflow)
+    admission = Admission(limits, lambda: readiness.draining)
     public = HttpConfig(app, config.http, new_id, config.node.drain_s, on_refused, admission)
     private = HttpConfig(own, private_limits(config.http), new_id, config.node.drain_s)
     servers = [
