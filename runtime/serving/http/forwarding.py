@@ -16,7 +16,7 @@ client's, so nothing needs to be trusted that a client could forge.
 import asyncio
 import contextlib
 import select
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -127,7 +127,7 @@ class _Request:
 
         A client that waits for "100 Continue" is told to send its body when the other process wants it.
         """
-        body: bytes | None = _arrived_body_of(self._scope)(_PART_BYTES)
+        body: bytes | None = self._scope["state"]["arrived_body"](_PART_BYTES)
         if body is not None:
             self._write(self._head() + self._framed(body, more=False))
             self.complete = True
@@ -224,63 +224,10 @@ class _Response:
         self.complete = self.complete or self.started
 
 
-# ---- requests that one of several processes answers
-
-
-class Attempt:
-    """Lets an application answer a request, unless it responds with `status`, which nobody sees then.
-
-    What it has received of the body can be received again with `receive`; of a request that it has answered, whose body
-    may be large, nothing is kept.
-    """
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, status: int) -> None:
-        self._scope, self._receive, self._send, self._status = scope, receive, send, status
-        self._arrived = _arrived_body_of(scope)
-        scope["state"]["arrived_body"] = self._arrived_body
-        self._received: list[Message] = []
-        self._answered = False
-        self.response: list[Message] = []
-
-    async def succeeds(self, app: ASGIApp) -> bool:
-        """Whether the application has responded with another status; `response` is what it has responded otherwise."""
-        await app(self._scope, self._keep, self._send_others)
-        return not self.response
-
-    async def receive(self) -> Message:
-        """Receive the request's body from its begin."""
-        return self._received.pop(0) if self._received else await self._receive()
-
-    async def _send_others(self, message: Message) -> None:
-        if self.response or message.get("status") == self._status:
-            self.response.append(message)
-        else:
-            self._answered = True
-            self._received.clear()
-            await self._send(message)
-
-    async def _keep(self) -> Message:
-        message = await self._receive()
-        if not self._answered:
-            self._received.append(message)
-        return message
-
-    def _arrived_body(self, limit: int) -> bytes | None:
-        body = self._arrived(limit)
-        if body is not None:
-            self._received.append({"type": "http.request", "body": body, "more_body": False})
-        return body
-
-
-def _arrived_body_of(scope: Scope) -> Callable[[int], bytes | None]:
-    found: Callable[[int], bytes | None] = scope["state"]["arrived_body"]
-    return found
-
-
 def asking_others(app: ASGIApp, others: Collection[ASGIApp], prefix: str) -> ASGIApp:
     """Return `app`, which asks others for what it does not find under the path `prefix`: the first that has it answers.
 
-    They are asked without a body.
+    They are asked without a body, and their responses are small.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -288,21 +235,23 @@ def asking_others(app: ASGIApp, others: Collection[ASGIApp], prefix: str) -> ASG
             await app(scope, receive, send)
             return
         headers = [header for header in scope["headers"] if header[0] not in _OF_BODY]
+        response: list[Message] = []
         not_found: list[Message] = []
 
-        async def receive_end() -> Message:
-            while (message := await receive())["type"] == "http.request":
-                pass
-            return message
+        async def keep(message: Message) -> None:
+            response.append(message)
 
         for one in (app, *others):
+            response = []
             state = {**scope["state"], "arrived_body": lambda limit: b""}
-            attempt = Attempt({**scope, "headers": headers, "state": state}, receive_end, send, 404)
             with contextlib.suppress(Unavailable, WorkerLost):  # what it had is lost with it
-                if await attempt.succeeds(one):
-                    return
-                not_found = not_found or attempt.response
-        for message in not_found:
+                await one({**scope, "headers": headers, "state": state}, receive, keep)
+            not_found = not_found or response
+            if response and response[0]["status"] != 404:
+                break
+        else:
+            response = not_found
+        for message in response:
             await send(message)
 
     return answer
