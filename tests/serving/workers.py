@@ -26,7 +26,6 @@ from runtime.serving.messages import (
     Probe,
     Report,
     Retrieved,
-    Taken,
     ToFrontend,
     Tokens,
 )
@@ -218,7 +217,7 @@ class Workers(SteppedWorkers):
         request = self._table.get(message.request_id)
         if request is not None and isinstance(message, Failed):
             self._table.fail(request, error_from_code(message.code, message.message, message.param))
-        elif request is not None and not isinstance(message, Failed | Taken):
+        elif request is not None and not isinstance(message, Failed):
             request.first_token_ns = request.first_token_ns or 1
             self._table.deliver(message)
 
