@@ -52,7 +52,7 @@ PROCESS = {
 TRANSFORMERS = {
     "retrieval": ("test_torch_encoder",),
     "serving": (
-        "test_compiled_layers", "test_disaggregation", "test_llama", "test_model", "test_smollm",
+        "test_compiled_layers", "test_disaggregation", "test_llama", "test_model", "test_pool_handover", "test_smollm",
         "test_swap", "test_tiers", "test_workers",
     ),
 }  # fmt: skip

@@ -92,6 +92,8 @@ def simulate_node(
     console = Console()
     console.print(f"{len(arrivals)} requests, {mean_rate(arrivals):.2f}/s; service times: {setup.times.source}")
     console.print(f"SLO: first token within {setup.slos.ttft_s:g} s, {setup.slos.tpot_s * 1e3:g} ms per later token")
+    if settings.handover.mode == "pool":
+        console.print('handover.mode is "pool"; every hand-over is simulated as "p2p"')
     if plan:
         found = plans(setup, arrivals, gpus, progress=lambda text: console.print(f"  {text}"))
         console.print(_plans_table(found))

@@ -106,6 +106,7 @@ class HttpSection(Section, frozen=True):
 
 
 Disaggregate = Literal["auto", "always", "never"]
+HandoverMode = Literal["p2p", "pool"]
 
 
 class HandoverSection(Section, frozen=True):
@@ -114,12 +115,16 @@ class HandoverSection(Section, frozen=True):
     - `disaggregate`: which prompts prefill workers compute. "auto": those that a decode worker would not finish as
       soon, in steps that keep `slo.tpot_s`. "never": none; prefill workers only retrieve, and decode workers compute
       the prompts.
+    - `mode`: "p2p": decode copies KV out of prefill's memory. "pool": prefill writes it to the first tier of `[kv]`,
+      which takes longer, and is done: its memory is free, and it may die or be drained while the prompt waits; any
+      decode worker can take it. A prompt for which the tier has no room is handed over as with "p2p".
 
     After a failed hand-over the request is restarted elsewhere. A hand-over fails if decode refuses
     it, dies, or sends nothing for 30 s (it reports every 5 s while the hand-over waits for room).
     """
 
     disaggregate: Disaggregate = "auto"
+    mode: HandoverMode = "p2p"
 
 
 class KvSection(Section, frozen=True):

@@ -70,7 +70,6 @@ REMOVED = {
     "answer_cache.entries": "the latest 1,000 answers are kept",
     "collections.demand": "a collection demands an attribute if it was built with --demand",
     "control.enabled": "the control loop runs",
-    "handover.mode": "decode copies KV out of prefill's memory",
     "handover.order": "prefill computes a prompt before decode reserves room for it",
     "http.max_connections_per_peer": "one client address may have half of http.max_connections",
     "http.vllm_metrics": "/metrics has vLLM's names, too",

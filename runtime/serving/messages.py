@@ -215,6 +215,12 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     cached_tokens: int = 0
 
 
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """A request's KV is saved, and decode alone continues it: prefill is done with it."""
+
+    request_id: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A request ended with an error; `code` names its class (`runtime.errors.error_from_code`)."""
 
@@ -318,13 +324,13 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
 class Decode(msgspec.Struct, frozen=True, tag=True):
     """Everything decode needs besides the KV: the `tokens` in it and the `first_token` that prefill sampled after them.
 
-    `blocks` are the prefill worker's, in order, and `model` its model's identity. Without blocks there is no KV: decode
-    computes it, and samples the first token unless it is given. `prompt_tokens` of the tokens are the prompt;
-    `generated` are those of the answer so far, without `first_token` (empty unless the answer is resumed).
-    `first_token_sent`: the client has received the first token already. `build` is the build of the collection that the
-    passages are from, "" without passages; probes search the same build. The last probe of a resumed answer was after
-    `last_probe_at` tokens; `probe_after_first`: the first token triggers a probe, as prefill has determined. The KV of
-    `cached_tokens` of the tokens was cached where prefill computed the others.
+    `blocks` are the prefill worker's, in order, and `model` its model's identity. `saved`: the KV is in a tier instead.
+    Without either there is none: decode computes it, and samples the first token unless it is given. `prompt_tokens` of
+    the tokens are the prompt; `generated` are those of the answer so far, without `first_token` (empty unless the
+    answer is resumed). `first_token_sent`: the client has received the first token already. `build` is the build of the
+    collection that the passages are from, "" without passages; probes search the same build. The last probe of a
+    resumed answer was after `last_probe_at` tokens; `probe_after_first`: the first token triggers a probe, as prefill
+    has determined. The KV of `cached_tokens` of the tokens was cached where prefill computed the others.
     """
 
     request_id: str
@@ -345,14 +351,15 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     last_probe_at: int = 0
     probe_after_first: bool = False
     cached_tokens: int = 0
+    saved: bool = False
 
     @property
     def has_kv(self) -> bool:
         """Whether a prefill worker has computed the KV."""
-        return bool(self.blocks)
+        return self.saved or bool(self.blocks)
 
 
-ToFrontend = Hello | Report | Cached | Retrieved | Tokens | Failed
+ToFrontend = Hello | Report | Cached | Retrieved | Tokens | Taken | Failed
 ToWorker = Welcome | Prefill | Cancel | Release | ListCached
 
 encode = msgspec.msgpack.Encoder().encode

@@ -190,6 +190,30 @@ def test_a_coupled_pool_serves_its_worker_and_another_pool_takes_over_while_it_i
 
 
 @pytest.mark.timeout(400)
+def test_with_a_pool_a_killed_prefill_worker_restarts_no_prompt_that_waits_and_a_killed_decode_worker_loses_none(
+    node: Node, start_node: StartNode
+) -> None:
+    pooled = start_node(more='\n[handover]\nmode = "pool"\ndisaggregate = "always"\n')
+    bodies = [BODY | {"prompt": prompt, "retrieval": False, "max_tokens": 400} for prompt in prompts(12)]
+    undisturbed = answers_of(node, bodies)
+
+    def handed_over(count: int) -> bool:
+        done = pooled.metric("trinity_kv_handovers_total", mode="pool") == count
+        return done and pooled.metric("trinity_prefill_running") == 0
+
+    for worker, count in (("prefill-0", 12), ("decode-0", 24)):
+        with ThreadPoolExecutor(12) as threads:
+            answers = [threads.submit(answer_of, pooled, body) for body in bodies]
+            eventually(partial(handed_over, count), WAIT_S, "12 hand-overs")
+            assert pooled.metric("trinity_num_requests_waiting") > 0
+            pooled.kill(worker)
+            assert [answer.result() for answer in answers] == undisturbed
+        assert (pooled.metric("trinity_requests_restarted_total") > 0) == (worker == "decode-0")
+        pooled.wait_ready()
+    pooled.wait_idle()
+
+
+@pytest.mark.timeout(400)
 def test_standby_workers_replace_killed_ones_and_no_token_changes(node: Node, coupled: Node) -> None:
     bodies = [BODY | {"prompt": prompt} for prompt in prompts(12)]
     undisturbed = answers_of(node, bodies)

@@ -6,7 +6,7 @@ import pytest
 
 from runtime.errors import WorkerLost
 from runtime.serving.frontend import worker_link
-from runtime.serving.messages import Cancel, Release, Tokens, Welcome
+from runtime.serving.messages import Cancel, Release, Retrieval, Taken, Tokens, Welcome
 from tests.frontend.fake_workers import FakeWorker, run
 from tests.frontend.link_harness import EPOCH, LOST_AFTER_S, LinkHarness, error_of, running_link
 
@@ -73,6 +73,25 @@ async def test_a_draining_worker_gets_no_requests_and_is_released_when_idle() ->
         await decode.report(EPOCH, draining=True)
         assert await decode.receive() == Release()
         await other.settle()
+
+
+async def test_a_prompt_that_decode_has_taken_outlives_its_prefill_worker_which_may_drain() -> None:
+    async with running_link() as harness:
+        prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+        plain, searching = harness.submit("r1"), harness.submit("r2", retrieval=Retrieval("docs"))
+        for _ in range(2):
+            await prefill.receive_prefill()
+        await decode.send(Taken("r1"))
+        await decode.send(Taken("r2"))
+        await decode.settle()
+        await prefill.report(EPOCH, draining=True)
+        assert await prefill.receive() == Release()
+        harness.link.worker_lost("p0", "killed")
+        assert isinstance(await error_of(searching), WorkerLost), "its passages have not arrived"
+        await decode.send(Tokens("r1", "a", (5,), "stop", 1))
+        assert await plain.next() == Tokens("r1", "a", (5,), "stop", 1)
+        assert plain.first_token_ns == harness.clock()
+        assert harness.codes == ["worker_lost", "stop"]
 
 
 async def test_a_new_process_under_an_old_name_ends_the_old_requests_once() -> None:

@@ -51,6 +51,12 @@ def test_the_files_slos_are_used_unless_overridden(simulated: Callable[..., str]
     assert "TTFT (s) │ 100.0%" in told
 
 
+def test_hand_overs_through_the_pool_are_said_to_be_simulated_from_memory_to_memory(
+    simulated: Callable[..., str],
+) -> None:
+    assert 'every hand-over is simulated as "p2p"' in simulated('[handover]\nmode = "pool"')
+
+
 def test_load_and_busy_time_are_reported_separately(simulated: Callable[..., str]) -> None:
     told = simulated("")
     assert re.search(r"\w+ is the bottleneck: its capacity with full batches is [\d.]+ requests/s", told)

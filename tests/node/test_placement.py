@@ -71,6 +71,11 @@ def test_a_gateway_node_with_uncertainty_probes_is_refused(tmp_path: Path) -> No
     plan(tmp_path, model=OPENAI, probes={"trigger": "drift"})
 
 
+def test_a_gateway_node_with_a_hand_over_through_its_own_tier_is_refused(tmp_path: Path) -> None:
+    says = refusal(tmp_path, model=OPENAI, handover={"mode": "pool"})
+    assert says.startswith('handover.mode = "pool": only the node\'s own engine supports it')
+
+
 def test_a_trigger_that_is_not_installed_is_refused(tmp_path: Path) -> None:
     says = refusal(tmp_path, probes={"trigger": "margin"})
     assert says == "probes.trigger = 'margin': no such trigger; there are every, drift, unsure"
@@ -135,6 +140,19 @@ def test_a_core_for_two_pools_is_refused_and_other_roles_may_share(tmp_path: Pat
 def test_more_threads_than_cores_are_refused(tmp_path: Path) -> None:
     message = f"decode.threads = {len(CORES) + 1}: decode-0 has {len(CORES)} cores"
     assert refusal(tmp_path, **MODEL, decode={"threads": len(CORES) + 1}) == message
+
+
+LIMITS: dict[str, dict[str, dict[str, Any]]] = {
+    'handover.mode = "pool" needs a tier to write to: set kv.host_mib or kv.disk_mib': {
+        "handover": {"mode": "pool"},
+        "kv": {"host_mib": 0},
+    },
+}
+
+
+@pytest.mark.parametrize("message", LIMITS)
+def test_contradictory_limits_are_refused(message: str, tmp_path: Path) -> None:
+    assert refusal(tmp_path, **MODEL, **LIMITS[message]) == message
 
 
 def test_a_missing_collection_and_a_name_used_twice_are_refused(tmp_path: Path) -> None:

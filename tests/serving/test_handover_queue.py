@@ -13,6 +13,7 @@ from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.tiers import Tiers
 from runtime.serving.kv.transport import KvArray, Transfer
 from runtime.serving.messages import Decode, Reserve, Sampling, encode
+from tests.serving.test_tiers import TimedTier
 
 EPOCH, MODEL, B = 5, b"model", 4
 FOREVER = 1 << 62
@@ -59,20 +60,43 @@ class Sink:
         return True
 
 
-class QueueHarness:
-    """A queue over 20 blocks of 4 tokens."""
+class MemoryTier(TimedTier):
+    """A tier in memory."""
 
-    def __init__(self, waiting_share: float = 0.5) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.contents: dict[bytes, bytes] = {}
+
+    def load(self, key: bytes, into: memoryview) -> bool:
+        if key in self.kept:
+            into[:] = self.contents[key]
+        return key in self.kept
+
+    def store(self, key: bytes, block: memoryview, *, hold: bool = False) -> bool:
+        self.contents[key] = bytes(block)
+        return super().store(key, block, hold=hold)
+
+
+class QueueHarness:
+    """A queue over 20 blocks of 4 tokens. With `pool`, prompts are handed over through `tier`."""
+
+    def __init__(self, waiting_share: float = 0.5, *, pool: bool = False) -> None:
         random = np.random.default_rng(0)
         self.sink = Sink(random.normal(size=(2, 2, 30, 1, B, 2)).astype(np.float32))
         self.kv: KvArray = np.zeros((2, 2, 20, 1, B, 2), np.float32)
         self.blocks = BlockManager(20, B, MODEL)
-        tiers = Tiers((), self.blocks, self.kv)
+        self.tier, self.pool = MemoryTier(), pool
+        tiers = Tiers([self.tier] if pool else (), self.blocks, self.kv)
         self.handovers = HandoverQueue(self.sink, self.blocks, self.kv, tiers, MODEL, waiting_share=waiting_share)  # type: ignore[arg-type]
 
     def decode(self, name: str, tokens: Sequence[int], **more: Any) -> int:
         blocks = tuple(range(-(-len(tokens) // B)))
         made = Decode(name, EPOCH, Sampling(5), tuple(tokens), 1, None, (), {}, blocks, MODEL, len(tokens))
+        if self.pool:
+            made = replace(made, blocks=(), saved=True)
+            for block, key in zip(blocks, self.blocks.row_keys(tokens, b""), strict=True):
+                content = np.ascontiguousarray(self.sink.source[:, :, block : block + 1])
+                self.tier.store(key, content.view(np.uint8).reshape(-1).data, hold=True)
         return self.sink.offer(replace(made, **more))
 
     def ahead(self, name: str, tokens: Sequence[int], *, deadline_ns: int = FOREVER, generation: int = 0) -> int:
@@ -109,12 +133,16 @@ class BrokenTransfer(Transfer):
         raise MemoryRefused("cuMemcpyDtoDAsync failed")
 
 
+through = pytest.mark.parametrize("pool", [False, True], ids=["p2p", "pool"])
+
+
 def tokens(start: int, count: int) -> list[int]:
     return list(range(start, start + count))
 
 
-def test_an_offer_is_pulled_into_its_own_blocks_and_acknowledged() -> None:
-    harness = QueueHarness()
+@through
+def test_an_offer_is_pulled_into_its_own_blocks_and_acknowledged(pool: bool) -> None:
+    harness = QueueHarness(pool=pool)
     number = harness.decode("a", tokens(0, 10))
     harness.handovers.receive(EPOCH)
     harness.handovers.admit(0, running=0, waiting_blocks=0)
@@ -124,23 +152,26 @@ def test_an_offer_is_pulled_into_its_own_blocks_and_acknowledged() -> None:
     assert harness.handovers.pulled_bytes == harness.kv[:, :, :3].nbytes
 
 
-def test_admission_stops_when_waiting_rows_have_their_share_of_the_blocks() -> None:
-    harness = QueueHarness(waiting_share=0.5)
+@through
+def test_admission_stops_when_waiting_rows_have_their_share_of_the_blocks(pool: bool) -> None:
+    harness = QueueHarness(waiting_share=0.5, pool=pool)
     for number in range(3):
         harness.decode(f"r{number}", tokens(100 * number, 20))
     assert harness.step(waiting_blocks=10) == []
     assert harness.step(waiting_blocks=9) == ["r0"]
 
 
-def test_one_block_per_running_row_stays_free() -> None:
-    harness = QueueHarness(waiting_share=1.0)
+@through
+def test_one_block_per_running_row_stays_free(pool: bool) -> None:
+    harness = QueueHarness(waiting_share=1.0, pool=pool)
     harness.decode("a", tokens(0, 64))
     assert harness.step(running=5) == []
     assert harness.step(running=4) == ["a"]
 
 
-def test_a_small_prompt_does_not_overtake_a_large_one_that_waits_for_room() -> None:
-    harness = QueueHarness(waiting_share=1.0)
+@through
+def test_a_small_prompt_does_not_overtake_a_large_one_that_waits_for_room(pool: bool) -> None:
+    harness = QueueHarness(waiting_share=1.0, pool=pool)
     held = harness.blocks.open([])
     harness.blocks.grow(held, 10 * B)
     harness.decode("large", tokens(0, 48))
@@ -151,8 +182,9 @@ def test_a_small_prompt_does_not_overtake_a_large_one_that_waits_for_room() -> N
     assert harness.step() == ["small"]
 
 
-def test_a_cached_prefix_is_not_pulled() -> None:
-    harness = QueueHarness()
+@through
+def test_a_cached_prefix_is_not_pulled(pool: bool) -> None:
+    harness = QueueHarness(pool=pool)
     harness.decode("a", tokens(0, 12))
     harness.step()
     before = harness.handovers.pulled_bytes
@@ -175,6 +207,43 @@ def test_an_evicted_hand_over_releases_its_blocks_and_waits_again() -> None:
     assert harness.step() == ["a"]
     harness.decode("b", tokens(100, 16))
     assert harness.step() == ["b"], "it is an ordinary offer"
+
+
+def test_a_saved_prompt_waits_again_after_its_eviction_whatever_becomes_of_prefill() -> None:
+    harness = QueueHarness(waiting_share=1.0, pool=True)
+    number = harness.decode("a", tokens(0, 10))
+    harness.step(pull=False)
+    assert harness.handovers.taken == ["a"]
+    assert harness.sink.answers == {number: "taken"}, "when it arrives"
+    harness.sink.withdrawn.add(number)
+    assert harness.handovers.evict_latest()
+    assert (harness.blocks.held, len(harness.tier.held)) == (0, 3)
+    assert harness.step() == ["a"]
+    assert harness.tier.held == set()
+    assert len(harness.tier.kept) == 2, "its partial block is removed"
+
+
+def test_what_the_pool_has_lost_is_computed() -> None:
+    harness = QueueHarness(pool=True)
+    harness.decode("a", tokens(0, 10))
+    harness.tier.drop(harness.blocks.row_keys(tokens(0, 10), b"")[1])
+    harness.handovers.receive(EPOCH)
+    harness.handovers.admit(0, running=0, waiting_blocks=0)
+    ((_, table),) = harness.handovers.pull(None)
+    assert table.reused_tokens == B
+
+
+@pytest.mark.parametrize("when", ["before it has room", "while it is loaded", "with its frontend"])
+def test_a_cancelled_prompt_is_not_held_in_the_pool(when: str) -> None:
+    harness = QueueHarness(pool=True)
+    harness.decode("a", tokens(0, 10))
+    harness.step(pull=False, waiting_blocks=20 if when == "before it has room" else 0)
+    if when == "with its frontend":
+        harness.handovers.clear()
+    else:
+        harness.handovers.cancel("a")
+    assert (len(harness.handovers), harness.blocks.held, harness.tier.held) == (0, 0, set())
+    assert harness.step() == []
 
 
 @pytest.mark.parametrize("early", [False, True])

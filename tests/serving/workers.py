@@ -26,6 +26,7 @@ from runtime.serving.messages import (
     Probe,
     Report,
     Retrieved,
+    Taken,
     ToFrontend,
     Tokens,
 )
@@ -217,7 +218,7 @@ class Workers(SteppedWorkers):
         request = self._table.get(message.request_id)
         if request is not None and isinstance(message, Failed):
             self._table.fail(request, error_from_code(message.code, message.message, message.param))
-        elif request is not None and not isinstance(message, Failed):
+        elif request is not None and not isinstance(message, Failed | Taken):
             request.first_token_ns = request.first_token_ns or 1
             self._table.deliver(message)
 

@@ -10,7 +10,7 @@ that differ only by stage, reason or outcome share one name with a label; labels
 
 from typing import ClassVar, Literal
 
-from runtime.node.config import Role
+from runtime.node.config import HandoverMode, Role
 from runtime.node.metrics.kinds import ByLabel, Counter, Gauge, Histogram, Metric
 
 _WAITS = (
@@ -181,6 +181,9 @@ class PrefillMetrics(KvMetrics):
         "Offers of KV and of prompts without KV, by outcome",
         "outcome",
         OfferOutcome,
+    )
+    HANDOVERS = ByLabel[HandoverMode, Counter](
+        Counter, "trinity_kv_handovers_total", "Prompts whose KV was handed over, by way", "mode", HandoverMode
     )
     PREFIX_QUERY_TOKENS = Counter(
         "trinity_prefill_prefix_query_tokens_total", "Prompt tokens looked up among the cached KV blocks"

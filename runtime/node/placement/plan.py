@@ -326,6 +326,10 @@ def _check_limits(config: NodeConfig) -> None:
     if trigger not in TRIGGERS and trigger not in (installed := installed_triggers()):
         known = ", ".join((*TRIGGERS, *sorted(installed)))
         raise ConfigError(f"probes.trigger = {trigger!r}: no such trigger; there are {known}")
+    if config.handover.mode == "pool" and isinstance(config.model, ServedSection):
+        raise ConfigError('handover.mode = "pool": only the node\'s own engine supports it; others move KV themselves')
+    if config.handover.mode == "pool" and not (config.kv.host_mib or config.kv.disk_mib):
+        raise ConfigError('handover.mode = "pool" needs a tier to write to: set kv.host_mib or kv.disk_mib')
     for role, section in (("prefill", config.prefill), ("decode", config.decode)):
         if config.own_model is not None and section.blocks(config.own_model) < config.own_model.row_blocks:
             raise ConfigError(

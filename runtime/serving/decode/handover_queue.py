@@ -8,6 +8,9 @@ and its KV in the tiers is loaded; the batch computes the rest.
 A prompt of several passes is announced with its blocks after the first pass (an *early* pull): finished passes are
 pulled while no complete prompt waits for a pull, so little is left when the prompt is complete. Early pulls use spare
 blocks only and are evicted first.
+
+A prompt whose KV is saved in a tier (`[handover] mode = "pool"`) is answered when it arrives: from then on nothing of
+prefill is needed. What the tier has lost is computed here.
 """
 
 import time
@@ -18,7 +21,7 @@ from ipc import IpcError, Offer
 from ipc.errors import MALFORMED
 from runtime.serving import stages
 from runtime.serving.kv.blocks import BlockManager, BlockTable
-from runtime.serving.kv.tiers import Load, Tiers
+from runtime.serving.kv.tiers import Load, SavedRow, Tiers
 from runtime.serving.kv.transport import KvArray, KvSink, Transfer
 from runtime.serving.messages import Decode, Reserve, decode_handover
 
@@ -30,12 +33,13 @@ _MAX_CANCELLED = 4096  # remembered ids of cancelled requests
 @dataclass(eq=False)
 class Arrival:
     """A hand-over in progress. `table` holds its reserved blocks; `transfer` copies its KV up to block `end`, and the
-    blocks before `pulled` are copied."""
+    blocks before `pulled` are copied. `saved`: its KV is in a tier."""
 
     offer: Offer
     request: Decode | Reserve
     table: BlockTable | None = None
     transfer: Transfer | Load | None = None
+    saved: SavedRow | None = None
     pulled: int = 0
     end: int = 0
 
@@ -57,6 +61,7 @@ class HandoverQueue:
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         # Released blocks that a copy may still write to; they are freed when the copy has settled.
         self._releasing: list[tuple[Transfer | Load, BlockTable]] = []
+        self.taken: list[str] = []  # requests whose saved KV has been announced since the caller emptied it
         self.busy_ns = 0  # time spent copying
         self.pulled_bytes = 0
 
@@ -88,6 +93,11 @@ class HandoverQueue:
                 self._sink.reject(offer, "cancelled")
             elif request.model != self._identity:
                 self._sink.reject(offer, "its KV is of another model or type, or in blocks of another size")
+            elif isinstance(request, Decode) and request.saved:
+                self._sink.acknowledge(offer)
+                self.taken.append(request.request_id)
+                keys = self._blocks.row_keys(request.tokens, request.salt)
+                self._offered.append(Arrival(offer, request, saved=SavedRow(keys, len(request.tokens))))
             else:
                 self._enqueue(Arrival(offer, request))
 
@@ -117,7 +127,7 @@ class HandoverQueue:
         """
         while self._offered:
             arrival = self._offered[0]
-            if self._sink.is_current(arrival.offer) and not self._reserve(arrival, running, waiting_blocks):
+            if self._is_current(arrival) and not self._reserve(arrival, running, waiting_blocks):
                 break
             self._offered.popleft()
             if arrival.table is None:
@@ -125,7 +135,11 @@ class HandoverQueue:
                 self._sink.reject(arrival.offer, "prefill has withdrawn its KV")
                 continue
             assert isinstance(arrival.request, Decode), "early pulls are not queued"
-            if not arrival.request.blocks:
+            if arrival.saved is not None:
+                arrival.request.stages[stages.HANDOVER_BEGIN] = time.monotonic_ns()
+                arrival.transfer = self._tiers.restore(arrival.saved, arrival.table, arrival.request.tokens)
+                self._pulling.append(arrival)
+            elif not arrival.request.blocks:
                 arrival.transfer = self._tiers.load(arrival.table, arrival.request.tokens)
                 if arrival.transfer is not None:
                     self._pulling.append(arrival)
@@ -194,13 +208,17 @@ class HandoverQueue:
             if not done:
                 break
             self._pulling.popleft()
-            if not self._sink.is_current(arrival.offer):
+            if not self._is_current(arrival):
                 self._reject(arrival, "prefill has withdrawn its KV")
                 continue
-            self._sink.acknowledge(arrival.offer)
+            if arrival.saved is not None:
+                self._tiers.release(arrival.saved)
+            else:
+                self._sink.acknowledge(arrival.offer)
             if pull:
                 arrival.request.stages[stages.HANDOVER_END] = time.monotonic_ns()
                 self.pulled_bytes += pull.bytes
+            if arrival.request.blocks:
                 self._blocks.fill(arrival.table, arrival.request.tokens, len(arrival.request.tokens))
             complete.append((arrival.request, arrival.table))
         if not self._pulling and not complete:
@@ -249,7 +267,12 @@ class HandoverQueue:
 
     def _reject(self, arrival: Arrival, reason: str) -> None:
         self._release(arrival)
+        if arrival.saved is not None:
+            self._tiers.release(arrival.saved)
         self._sink.reject(arrival.offer, reason)
+
+    def _is_current(self, arrival: Arrival) -> bool:
+        return arrival.saved is not None or self._sink.is_current(arrival.offer)
 
     def _release(self, arrival: Arrival) -> None:
         if arrival.table is not None and arrival.transfer is not None:

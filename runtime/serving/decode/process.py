@@ -28,7 +28,7 @@ from runtime.serving.kv.block_events import BlockEvents
 from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.tiers import BUSY_SHARE, Tiers
 from runtime.serving.kv.transport import Transport, transport_for
-from runtime.serving.messages import Cancel, Decode, Failed, Hello, Tokens, Welcome
+from runtime.serving.messages import Cancel, Decode, Failed, Hello, Taken, Tokens, Welcome
 from runtime.serving.model.compilation import Compilation, ModelSetup
 from runtime.serving.model.language_model import SampledToken
 from runtime.serving.model.sampler import Sampler
@@ -149,6 +149,8 @@ class DecodeWorker:
                     for row in list(self._batch.rows):
                         self._cancel(row.id)
         self.handovers.receive(self.link.frontend_epoch)
+        while self.handovers.taken:
+            self.link.send(Taken(self.handovers.taken.pop()))
 
     # ---- probe
 

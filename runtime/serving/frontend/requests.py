@@ -146,8 +146,13 @@ class Request:
         """Whether the loss of this worker affects it (prefill's part ends when decode has the request)."""
         if not self.placed:
             return False
-        in_prefill = self.placement.prefill == worker and not (self.prefilled and self.opened)
+        in_prefill = self.placement.prefill == worker and not (self.prefilled and self.has_passages)
         return in_prefill or self.placement.decode == worker
+
+    @property
+    def has_passages(self) -> bool:
+        """Whether the prefill worker has sent all that it sends: the passages found before prefill, if any."""
+        return self.opened or self.generation.retrieval is None or any(map(_found_before_prefill, self.held))
 
     def resume(self) -> Resume | None:
         """Return where the next attempt continues; None: at the beginning."""
@@ -262,10 +267,10 @@ class RequestTable:
             self._forward(request, piece)
             return True
         request.held.append(piece)
-        found = [piece for piece in request.held if isinstance(piece, Retrieved) and piece.at_token == 0]
-        if (found or request.generation.retrieval is None) and any(isinstance(piece, Tokens) for piece in request.held):
+        if request.has_passages and any(isinstance(piece, Tokens) for piece in request.held):
             request.opened = True
             pieces, request.held = request.held, []
+            found = list(filter(_found_before_prefill, pieces))
             for piece in (*found, *(piece for piece in pieces if piece not in found)):
                 self._forward(request, piece)
         return True
@@ -300,3 +305,7 @@ class RequestTable:
         del self._requests[request.attempt_id]
         request.ended = True
         self._on_end(RequestOutcome(request.id, code, prompt_tokens, request.delivered.count, stages), request)
+
+
+def _found_before_prefill(piece: Piece) -> bool:
+    return isinstance(piece, Retrieved) and piece.at_token == 0

@@ -49,6 +49,7 @@ from runtime.serving.messages import (
     Report,
     Retrieved,
     Role,
+    Taken,
     Tokens,
     ToWorker,
     Welcome,
@@ -337,7 +338,7 @@ class WorkerLink(Engine):
         if report.draining and not self.router.assigned(report.worker):
             peer.released = self._send(report.worker, Release())
 
-    def _answer(self, identity: bytes, message: Retrieved | Tokens | Failed) -> None:
+    def _answer(self, identity: bytes, message: Retrieved | Tokens | Taken | Failed) -> None:
         name = self._names.get(identity)
         if name is None:
             self._welcome_unknown(identity)
@@ -355,10 +356,12 @@ class WorkerLink(Engine):
             else:
                 self._fail(request, error, reported_by=name)
         else:
+            if isinstance(message, Tokens | Taken) and not request.prefilled:
+                request.prefilled = True
+                self.router.prefilled(request.placement)
+            if isinstance(message, Taken):
+                return
             if isinstance(message, Tokens):
-                if not request.prefilled:
-                    request.prefilled = True
-                    self.router.prefilled(request.placement)
                 request.first_token_ns = request.first_token_ns or self._clock()
             self.traces.record(request, message)
             try:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from runtime.node.config import Disaggregate
 from runtime.serving.kv.blocks import BlockTable
-from runtime.serving.kv.tiers import Load
+from runtime.serving.kv.tiers import Load, SavedRow
 from runtime.serving.messages import Decode, DecodeLoad, Prefill, Reserve
 from runtime.serving.model.sampler import Sampler
 from runtime.serving.triggers import Trigger, trigger_of
@@ -21,8 +21,8 @@ class Job:
     `passages` are the ids of the passages in the prompt, `build` the build of their collection. A job waits for the
     pool's answer (`ticket`), and for decode to pull the KV (`offer`). Its blocks are held under `lease`; a prompt that
     decode computes has neither lease nor blocks. `load` copies cached KV from the tiers before the prompt is computed;
-    then that of `cached_tokens` is there. A prompt of several passes is also offered while it is computed
-    (`early_offer`).
+    then that of `cached_tokens` is there. `saved`: its KV waits in a tier for decode. A prompt of several passes is
+    also offered while it is computed (`early_offer`).
     """
 
     request: Prefill
@@ -35,6 +35,7 @@ class Job:
     lease: int | None = None
     table: BlockTable = field(default_factory=BlockTable)
     load: Load | None = None
+    saved: SavedRow | None = None
     virtual_deadline_ns: int = 0  # set when it is queued
     done: int = 0
     cached_tokens: int = 0
@@ -105,6 +106,7 @@ class Job:
             and scores is not None
             and trigger.should_probe(len(generated) + 1, last_probe_at, scores),
             cached_tokens=self.cached_tokens,
+            saved=self.saved is not None,
         )
 
 

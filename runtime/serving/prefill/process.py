@@ -27,7 +27,7 @@ from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.block_events import BlockEvents
 from runtime.serving.kv.blocks import BlockManager
-from runtime.serving.kv.tiers import BUSY_SHARE, LOAD_NS, Tiers
+from runtime.serving.kv.tiers import BUSY_SHARE, LOAD_NS, SavedRow, Tiers
 from runtime.serving.kv.transport import Transport, transport_for
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Retrieved, Welcome, encode
 from runtime.serving.model.compilation import Compilation, ModelSetup
@@ -45,6 +45,7 @@ class PrefillWorker:
         self._idle_ms = idle_ms
         config = worker.plan.config
         self._worker, self._limits = worker, config.prefill
+        self._through_pool = config.handover.mode == "pool"
         self._disaggregation = Disaggregation(
             config.handover.disaggregate, config.slo.tpot_s, config.decode.chunk_tokens
         )
@@ -266,16 +267,24 @@ class PrefillWorker:
         job.done += len(chunk.tokens)
         self._blocks.fill(job.table, job.tokens, job.done)
         if job.done < len(job.tokens):
-            self._offer_early(job)
+            if not self._through_pool:
+                self._offer_early(job)
             return
         first, scores = sampled or (job.resumed_token, None)
         if first is None:
             raise InternalError("the model returned no finite logit")
         job.stages[stages.PREFILL_END] = time.monotonic_ns()
         self._running.remove(job)
-        assert job.lease is not None, "a running job has a lease"
+        keys = self._blocks.row_keys(job.tokens, job.salt) if self._through_pool else []
+        if keys and self._tiers.save(keys, job.table.blocks):
+            job.saved = SavedRow(keys, len(job.tokens))
+            self._free(job)  # decode needs nothing of this worker any more
         message = encode(job.decode_message(self._model.identity, first, scores))
-        job.offer = self._source.offer(job.request.decode_endpoint, job.lease, message)
+        if job.lease is None:
+            job.offer = self._source.announce(job.request.decode_endpoint, message)
+        else:
+            job.offer = self._source.offer(job.request.decode_endpoint, job.lease, message)
+        self._table.add(PrefillMetrics.HANDOVERS["pool" if job.saved else "p2p"])
         self._offered[job.offer] = job
         self._log.debug("prefilled %d tokens, for %s", job.done, job.request.decode_worker, extra={"request": job.id})
         self._record(job)
@@ -295,6 +304,8 @@ class PrefillWorker:
             job = self._offered.pop(outcome.offer_id, None)
             if job is None:
                 continue
+            if outcome.accepted:
+                job.saved = None  # decode has it now
             self._release(job)
             if not outcome.accepted:
                 reason = f"{job.request.decode_worker} rejected the hand-over: {outcome.reason}"
@@ -355,6 +366,13 @@ class PrefillWorker:
             self._source.withdraw(job.offer)
         if job.early_offer is not None:
             self._source.withdraw(job.early_offer)
+        if job.saved is not None:
+            self._tiers.release(job.saved)
+            job.saved = None
+        self._free(job)
+
+    def _free(self, job: Job) -> None:
+        """Free a job's lease and blocks, if it has them."""
         if job.lease is not None:
             self._source.release(job.lease)  # a decode worker that is copying finds its offer no longer current
             self._blocks.close(job.table)
