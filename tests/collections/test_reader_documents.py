@@ -27,6 +27,7 @@ from runtime.retrieval.collections.served_documents import (
 )
 from runtime.retrieval.collections.state import Loaded
 from runtime.retrieval.collections.writer import CollectionWriter
+from runtime.testing.waiting import until
 from tests.collections.small_collections import DIM, contents, document, documents, new_writer
 
 
@@ -87,8 +88,7 @@ def meanwhile(path: Path) -> Iterator[tuple[CollectionWriter, _HeldReader]]:
         writer.upsert(documents(range(3, 6)))
         yield writer, reader
         reader.released.set()
-        reader.catch_up()
-        assert contents(reader) == contents(writer)
+        until(lambda: contents(reader) == contents(writer), reader.poll)
 
 
 def test_a_segment_that_is_merged_away_before_it_was_opened_is_no_error(tmp_path: Path) -> None:

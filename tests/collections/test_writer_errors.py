@@ -29,6 +29,7 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.description import SegmentInfo, read_description
 from runtime.retrieval.collections.disk import LOCK, Disk, acquire_lock
 from runtime.retrieval.collections.log import header_of, log_path
+from runtime.retrieval.collections.part import ignore
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.segment_build import BuildJob
@@ -205,7 +206,7 @@ def test_a_build_that_has_read_a_write_whose_sync_failed_is_not_installed(tmp_pa
         with pytest.raises(CollectionError, match="is unknown"):
             writer.upsert([document("1", 9)])  # replaces one of the rows that are sealed
         disk.fails = False
-        with CollectionReader(directory, searched=False) as reader:  # as the process that builds does
+        with CollectionReader(directory, prepare=ignore) as reader:  # as the process that builds does
             return segment_build.build(Disk(), reader.state, job)
 
     with new_writer(tmp_path / "a", disk=disk, seal_rows=2) as writer:

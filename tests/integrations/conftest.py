@@ -58,9 +58,7 @@ class Notes:
         with CollectionReader(self._directory) as reader:
             rows, distances = (one[0] for one in reader.search(query, k, filter=wanted))
             if asked.hybrid:
-                words = KeywordSearch(reader.state)
-                by_words = words.search_keywords(text, query[0], k, wanted, 1 << 62)
-                words.close()
+                by_words = KeywordSearch(reader.state).search_keywords(text, query[0], k, wanted, 1 << 62)
                 rows, distances = fuse_ranks((rows, distances), by_words, k, asked.hybrid)
             found = reader.documents(rows[rows >= 0].tolist())
         return [

@@ -19,6 +19,7 @@ from gpu.index.storage import CODE_FILES
 from runtime.errors import CollectionError
 from runtime.retrieval.collections.description import DOCUMENTS, INDEX, KEYWORDS, read_manifest
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.part import ignore
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.embedding.embedder import EmbedderSpec, Vectors
 
@@ -61,7 +62,7 @@ class Collection(CollectionReader):
 
         Raises `CollectionError` that names the missing, foreign or damaged file.
         """
-        return cls(directory, searched=False)
+        return cls(directory, prepare=ignore)
 
     @property
     def indexes(self) -> list[GraphIndex]:

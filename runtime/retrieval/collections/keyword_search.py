@@ -7,7 +7,6 @@ not in the index, the older one is found.
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -17,11 +16,10 @@ from numpy.typing import NDArray
 from runtime.errors import Unavailable
 from runtime.retrieval.attributes.evaluation import BoundedWork, check_deadline
 from runtime.retrieval.attributes.filters import Filter
-from runtime.retrieval.collections.description import KEYWORDS
 from runtime.retrieval.collections.growing_segment import GrowingSegment
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.state import Snapshot, State, vectors_of
-from runtime.retrieval.keywords.index import KeywordFile, Postings, Searched, search_indexes
+from runtime.retrieval.keywords.index import Postings, Searched, search_indexes
 from runtime.retrieval.neighbors import Neighbors
 
 _ADD_S = 0.25  # how long a search adds rows, or waits for another one that does
@@ -31,14 +29,9 @@ class KeywordSearch:
     """Keyword search over a `State` that its owner advances. Thread-safe."""
 
     def __init__(self, state: State, clock: Callable[[], float] = time.monotonic) -> None:
-        """Open the files of the segments. Raises `CollectionError`."""
         self._state, self._clock = state, clock
         self._lock, self._adding = threading.Lock(), threading.Lock()
-        self._files: WeakKeyDictionary[Segment, KeywordFile] = WeakKeyDictionary()
         self._grown: WeakKeyDictionary[GrowingSegment, Postings] = WeakKeyDictionary()
-        for segment in state.segments:
-            with suppress(Unavailable):
-                self._file_of(segment)
 
     def search_keywords(
         self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int
@@ -67,22 +60,13 @@ class KeywordSearch:
             passing[-1] = passing[-1][:count]
         found = []
         for part, bits in zip(snapshot.parts, passing, strict=True):
-            words = self._file_of(part) if isinstance(part, Segment) else postings
+            if isinstance(part, Segment) and part.lacks_keywords:
+                where = self._state.directory
+                raise Unavailable(f"{where} has a segment without a keyword index: `trinity index compact` makes one")
+            words = part.keywords if isinstance(part, Segment) else postings
             if words is not None:
                 found.append(Searched(words, part.rows, bits))
         return found
-
-    def _file_of(self, segment: Segment) -> KeywordFile | None:
-        """Return a segment's index; None for one of bare vectors. Raises `CollectionError`, `Unavailable`."""
-        if segment.store is None:
-            return None
-        if segment.lacks_keywords:
-            directory = self._state.directory
-            raise Unavailable(f"{directory} has a segment without a keyword index: `trinity index compact` makes one")
-        with self._lock:
-            if segment not in self._files:
-                self._files[segment] = KeywordFile.open(segment.path / KEYWORDS, segment.size)
-            return self._files[segment]
 
     def _postings_of(self, growing: GrowingSegment) -> Postings:
         with self._lock:
@@ -98,12 +82,6 @@ class KeywordSearch:
                     postings.add(document.title, document.text)
             if self._clock() >= until:
                 break
-
-    def close(self) -> None:
-        """Close the files. Idempotent."""
-        with self._lock:
-            for file in self._files.values():
-                file.close()
 
 
 def distances(vectors: NDArray[np.float32], query: NDArray[np.float32], metric: str) -> NDArray[np.float32]:

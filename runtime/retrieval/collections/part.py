@@ -15,8 +15,8 @@ Rows = NDArray[np.int64]
 OnDocument = Callable[[Document], None]
 
 
-def ignore(document: Document) -> None:
-    """An `OnDocument` that does nothing."""
+def ignore(one: object) -> None:
+    """An `OnDocument`, for example, that does nothing."""
 
 
 class Part(ABC):

@@ -58,18 +58,18 @@ class CollectionReader:
         background: bool = False,
         shard: int | None = None,
         replaced: ReplacedRows | None = None,
-        searched: bool = True,
+        prepare: Callable[[Segment], object] = Segment.check,
     ) -> None:
         """Open the collection. Raises `CollectionError`.
 
         background: open new segments on a thread, and install them in a later `poll`, so that `poll` never blocks.
-        shard: read only this shard. replaced, searched: see `State`.
+        shard: read only this shard. replaced, prepare: see `State`.
         """
         self.directory, self.replaced, self.outdated = directory, False, ""
         self._manifest_path = os.fspath(directory / MANIFEST)  # joining paths takes longer than a system call
         self.segments_ready: Callable[[Sequence[Segment]], bool] = lambda segments: True
         self._parts: Iterator[None] | None = None  # of the records that are applied
-        self._loads_in_background, self._replaced, self._searched = background, replaced, searched
+        self._loads_in_background, self._replaced, self._prepare = background, replaced, prepare
         self._loading: tuple[list[SegmentInfo], BackgroundTask[Loaded]] | None = None
         self._loaded: Loaded = {}  # and not installed
         self._open(shard)
@@ -87,7 +87,7 @@ class CollectionReader:
             opened: list[State | LogFollower] = []
             try:
                 self.manifest = found = read_manifest(self.directory)
-                self.state = State(self.directory, about, found, shard, self._replaced, searched=self._searched)
+                self.state = State(self.directory, about, found, shard, self._replaced, self._prepare)
                 opened.append(self.state)
                 self.log, self._parts = self._follow(found), None
                 opened.append(self.log)
@@ -193,16 +193,6 @@ class CollectionReader:
     def _restored_error(self) -> CollectionError:
         self.outdated = f"an earlier state of {self.directory} was restored while it was open: it is reopened"
         return CollectionError(self.outdated)
-
-    def catch_up(self) -> bool:
-        """Poll, and wait for segments that are being opened; return whether there were writes. Raises as `poll`."""
-        changed = self.poll()
-        for _ in range(_ATTEMPTS):
-            if self._loading is None:
-                break
-            self._loading[1].join()
-            changed |= self.poll()
-        return changed
 
     def _advance(self, manifest: Manifest) -> bool:
         """Install a newer manifest if its segments are open; return whether they are."""

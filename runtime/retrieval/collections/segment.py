@@ -43,6 +43,7 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.disk import storage_errors
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.part import OnDocument, Part, Rows, ignore
+from runtime.retrieval.keywords.index import KeywordFile
 
 CONTENTS, META = "segment.json", f"{INDEX}/meta.json"
 FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, META)
@@ -117,6 +118,7 @@ class Segment(Part):
         self._bits: NDArray[np.uint64] | None = None  # `alive`, once it was asked for
         self.store = store
         self._columns: Columns | None = None
+        self._keywords: KeywordFile | None = None
         self._lock = threading.Lock()
         self._attributes = open_regular(path / ATTRIBUTES) if ATTRIBUTES in files else -1
         self._close_attributes = finalize(self, _close, self._attributes)
@@ -212,6 +214,17 @@ class Segment(Part):
         """Whether it has documents without a keyword index, as an earlier version sealed them."""
         return self.store is not None and KEYWORDS not in self.files
 
+    @property
+    def keywords(self) -> KeywordFile | None:
+        """Its keyword index, opened when it is first used, while its file is there; None for bare vectors.
+
+        Raises `CollectionError`.
+        """
+        with self._lock:
+            if self._keywords is None and KEYWORDS in self.files:
+                self._keywords = KeywordFile.open(self.path / KEYWORDS, self.size)
+            return self._keywords
+
     def find(self, rows: Sequence[int], on_read: OnDocument = ignore) -> dict[int, Document]:
         wanted = np.array(rows, np.int64)
         here = wanted[self.locate(wanted)[0]].tolist()
@@ -279,6 +292,8 @@ class Segment(Part):
         """Close the files; the index's memory is freed with its last reference."""
         if self.store is not None:
             self.store.close()
+        if self._keywords is not None:
+            self._keywords.close()
         self._close_attributes()
 
 

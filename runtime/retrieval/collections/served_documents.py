@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import CollectionError
 from runtime.retrieval.attributes.filters import Filter, check_filter
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.description import DESCRIPTION, DOCUMENTS
@@ -77,14 +76,10 @@ class CollectionDocuments(CollectionReader):
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Open the collection; `clock` of keyword searches, which wait for new documents. Raises `CollectionError`."""
         self.stamp, self._created_at = documents_stamp(directory), _made_at(directory)
-        super().__init__(directory, background=True, replaced=ReplacedRows(), searched=False)
+        super().__init__(directory, replaced=ReplacedRows(), prepare=lambda segment: segment.keywords)
         self._lock, self._recent = threading.Lock(), RecentDocuments()
         self._current_ns = 0  # when the files were looked at last, and had nothing new
-        try:
-            self._keywords = KeywordSearch(self.state, clock)
-        except CollectionError:
-            super().close()
-            raise
+        self._keywords = KeywordSearch(self.state, clock)
 
     @property
     def was_written(self) -> bool:
@@ -125,12 +120,9 @@ class CollectionDocuments(CollectionReader):
         """
         with self._lock:
             self.poll()
-            state = self.state
-            if max(rows, default=-1) >= state.growing.next_row:  # in a segment that is not open in this process yet
-                self.catch_up()
-            found = state.documents(rows, on_read)
+            found = self.state.documents(rows, on_read)
             self._recent.add((row, one) for row, one in zip(rows, found, strict=True) if one is not None)
-            return _shown(state, rows, found)
+            return _shown(self.state, rows, found)
 
     def get_known(
         self, rows: Sequence[int], since_ns: int = 1, now_ns: int = 0
@@ -202,20 +194,7 @@ class CollectionDocuments(CollectionReader):
         """Poll, then search: see `KeywordSearch.search_keywords`."""
         with self._lock:
             self.poll()
-            segments = self.state.segments
-        try:
-            return self._keywords.search_keywords(text, vector, depth, filter, deadline_ns)
-        except CollectionError:
-            with self._lock:
-                self.catch_up()
-                if self.state.segments == segments:
-                    raise
-            # Segments whose files were not opened yet were merged away, as another thread may have found before.
-            return self._keywords.search_keywords(text, vector, depth, filter, deadline_ns)
-
-    def close(self) -> None:
-        self._keywords.close()
-        super().close()
+        return self._keywords.search_keywords(text, vector, depth, filter, deadline_ns)
 
 
 def _shown(state: State, rows: Sequence[int], found: Sequence[Document | None]) -> list[Document | None]:

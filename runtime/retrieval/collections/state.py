@@ -44,14 +44,13 @@ class State:
         manifest: Manifest,
         shard: int | None = None,
         replaced: ReplacedRows | None = None,
-        *,
-        searched: bool = True,
+        prepare: Callable[[Segment], object] = Segment.check,
     ) -> None:
-        """Open the segments of a manifest. searched: their graphs are checked and their attributes read at once.
+        """Open the segments of a manifest. prepare: called with each segment that is opened, for what its user needs.
 
         Raises `CollectionError`.
         """
-        self._replaced, self._searched = replaced, searched
+        self._replaced, self._prepare = replaced, prepare
         self.directory, self.description, self.shard = directory, description, shard
         self.lock = threading.RLock()
         self.segments: tuple[Segment, ...] = ()
@@ -117,8 +116,7 @@ class State:
         try:
             for info in infos:
                 fresh[info] = Segment.load(self.directory, info, self.description)
-                if self._searched:
-                    fresh[info].check()
+                self._prepare(fresh[info])
         except CollectionError:
             close(list(fresh.values()))
             raise
