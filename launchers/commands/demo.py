@@ -85,8 +85,9 @@ def demo(
     with BuildProgress(sys.stderr) as progress:
         smollm.ensure_converted(lambda what, share: progress("converting the model", share))
         collection = prepare_collection(home, progress)
-    docs = Collection.info(collection)
-    console.print(f"index: {docs.size} passages of Python's reference, {docs.dim} dimensions; model: {smollm.NAME}\n")
+    with Collection.open(collection) as docs:
+        said = f"{docs.size} passages of Python's reference, {docs.description.dim} dimensions"
+    console.print(f"index: {said}; model: {smollm.NAME}\n")
     config = home / "node.toml"
     config.write_text(node_file(NAME, port, collection))
     node = start_node(config, console, outlive=keep)

@@ -25,6 +25,7 @@ from runtime.node.run_dir import find_node
 from runtime.node.supervisor.admin import reload_collections
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.description import DOCUMENTS, KEYWORDS
 from runtime.retrieval.collections.sources import read_truth, read_vectors
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec, embedder_name
@@ -199,8 +200,9 @@ def _build_empty(
 
 def _print_built(out: Path, ingested: IngestReport, begin: float) -> None:
     _print_skipped(ingested)
-    built = Collection.info(out)
-    print(f"{out}: {built.size:,} vectors of {built.dim} dimensions, built in {time.monotonic() - begin:.1f} s")
+    with Collection.open(out) as built:
+        size, dim = built.size, built.description.dim
+    print(f"{out}: {size:,} vectors of {dim} dimensions, built in {time.monotonic() - begin:.1f} s")
 
 
 def _print_skipped(ingested: IngestReport) -> None:
@@ -235,26 +237,29 @@ def reload(
 @index_app.command()
 def info(directory: Directory) -> None:
     """Describe a collection."""
-    found = Collection.info(directory)
-    with Collection.open(directory) as opened:
-        schema = opened.state.schema
+    with Collection.open(directory) as found:
+        _print_described(found)
+
+
+def _print_described(found: Collection) -> None:
+    about, state = found.description, found.state
     sizes = {name: f"yes, {size / 1e6:,.1f} MB" if size else "no" for name, size in (
-        ("documents", found.document_bytes), ("keyword index", found.keyword_bytes),
+        ("documents", state.file_bytes(DOCUMENTS)), ("keyword index", state.file_bytes(KEYWORDS)),
     )}  # fmt: skip
     for name, value in {
         "vectors": f"{found.size:,}",
-        "dimensions": found.dim,
-        "metric": found.metric,
-        "dtype": found.dtype,
-        "degree": found.degree,
-        "shards": found.shards,
-        "segments": ", ".join(f"{number}: {rows:,}" for number, rows, _ in found.segments) or "none",
-        "tombstones": f"{sum(deleted for _, _, deleted in found.segments):,}",
-        "log": f"{found.growing:,} rows, {found.log_bytes / 1e6:,.1f} MB",
+        "dimensions": about.dim,
+        "metric": about.metric,
+        "dtype": about.dtype,
+        "degree": about.degree,
+        "shards": about.shards,
+        "segments": ", ".join(f"{one.info.number}: {one.size:,}" for one in state.segments) or "none",
+        "tombstones": f"{sum(one.size - one.count for one in state.segments):,}",
+        "log": f"{state.growing.size:,} rows, {found.log_bytes / 1e6:,.1f} MB",
         "index": f"{found.index_bytes / 1e6:,.1f} MB, of which neighbour codes {found.code_bytes / 1e6:,.1f} MB",
         **sizes,
-        "attributes": ", ".join(f"{name} ({kind})" for name, kind in sorted(schema.items())) or "none",
-        "demanded": found.demanded or "none",
+        "attributes": ", ".join(f"{name} ({kind})" for name, kind in sorted(state.schema.items())) or "none",
+        "demanded": about.demanded or "none",
         "embedder": _describe(found.embedder),
     }.items():
         print(f"{name:13} {value}")

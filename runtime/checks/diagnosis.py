@@ -211,7 +211,8 @@ def _embedders(config: NodeConfig) -> Iterator[Finding]:
     """Check that the embedding servers answer, with vectors of the right dimension."""
     for collection in config.collections:
         try:
-            embedder = Collection.info(Path(collection.path)).embedder
+            with Collection.open(Path(collection.path)) as found:
+                embedder = found.embedder
         except TrinityError:
             continue  # reported by `preflight`
         if not isinstance(embedder, ServerSpec):

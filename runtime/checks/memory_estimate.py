@@ -5,9 +5,10 @@ with, counts for each by its share. The base size of a process was measured on a
 its machine (torch 2.13, numba 0.68, onnxruntime 1.31); `tests/e2e/test_memory.py` compares the sum with a running node.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from runtime.checks import vllm
 from runtime.errors import CollectionError
@@ -16,13 +17,14 @@ from runtime.node.engine_config import VllmSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan
 from runtime.node.retrieval_config import RerankSection
-from runtime.retrieval.collections.collection import Collection, CollectionInfo
+from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec
 from runtime.retrieval.embedding.loading import embedder_location, gpu_files, model_bytes
 from runtime.retrieval.embedding.model_directory import read_model_directory
 from runtime.retrieval.embedding.onnx_model import MINILM
 from runtime.serving.model.model_info import ModelInfo, WeightsType, kernels_on, kv_type, weights_type
 
+T = TypeVar("T")
 IMPORTS = "imports that workers share"
 _MIB = 1 << 20
 _PROCESS: dict[Role, int] = {
@@ -104,8 +106,7 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
     config, process = plan.config, _PROCESS[worker.role]
     if worker.role == "pool":
         holders = len(plan.of_role("pool"))
-        infos = {collection: _info(collection) for collection in config.collections}
-        indexes = {collection: 0 if info is None else info.index_bytes for collection, info in infos.items()}
+        indexes = {one: _read(one, lambda found: found.index_bytes) or 0 for one in config.collections}
         if worker.device != "cpu":
             return _Parts(process, sum(size // collection.shards for collection, size in indexes.items()))
         return _Parts(process, 0, mapped=sum(indexes.values()) // holders)  # replicas map the same files
@@ -136,9 +137,9 @@ def _embedders_on_gpu(worker: WorkerPlan, plan: NodePlan) -> int:
     """Return the bytes of the embedders that a worker runs on a GPU, CUDA's own not included."""
     sizes = {}
     for collection in plan.config.collections:
-        info = _info(collection)
-        if info is not None and info.embedder is not None:
-            sizes[info.embedder] = gpu_files(info.embedder, embedder_location(collection))
+        embedder = _read(collection, lambda found: found.embedder)
+        if embedder is not None:
+            sizes[embedder] = gpu_files(embedder, embedder_location(collection))
     found = [*sizes.values()]
     if worker.role == "frontend" and plan.config.stores_answers:
         found.append(gpu_files(plan.config.answer_cache.embedder))
@@ -149,8 +150,7 @@ def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:
     """Return the bytes of the embedders that every client of the pool loads."""
     found: dict[EmbedderSpec | None, int] = {}
     for collection in plan.config.collections:
-        info = _info(collection)
-        embedder = None if info is None else info.embedder
+        embedder = _read(collection, lambda found: found.embedder)
         if isinstance(embedder, DirectorySpec):
             found[embedder] = _ONNXRUNTIME + model_bytes(embedder, embedder_location(collection))
         elif embedder is not None:
@@ -164,10 +164,12 @@ def _reranker(section: RerankSection) -> int:
     return _ONNXRUNTIME + read_model_directory(Path(section.model)).size_bytes() if local else 0
 
 
-def _info(collection: CollectionSection) -> CollectionInfo | None:
-    """Return None for an optional collection that does not exist. Raises `CollectionError`."""
+def _read(collection: CollectionSection, read: Callable[[Collection], T]) -> T | None:
+    """Return what `read` does of a collection, None for an optional one that does not exist. Raises
+    `CollectionError`."""
     try:
-        return Collection.info(Path(collection.path))
+        with Collection.open(Path(collection.path)) as found:
+            return read(found)
     except CollectionError:
         if collection.required:
             raise

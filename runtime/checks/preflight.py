@@ -74,7 +74,8 @@ def check_without_start(plan: NodePlan) -> None:
     device = next((worker.embedder for worker in plan.workers if worker.embedder != CPU), CPU)
     for collection in plan.config.collections:
         try:
-            info = Collection.info(Path(collection.path))
+            with Collection.open(Path(collection.path)) as found:
+                info = found.description
         except CollectionError as error:
             if collection.required:
                 raise

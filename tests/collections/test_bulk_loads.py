@@ -97,7 +97,8 @@ def test_seals_and_merges_replace_a_bulk_load_and_remove_its_files(tmp_path: Pat
         assert nearest(reader, 105, filter=parse_filter({"type": "eq", "key": "year", "value": 105})) == ["n5"]
     assert {int(path.name) for path in (directory / "segments").iterdir()}.isdisjoint(range(shards))
     assert Collection.verify(directory) == ""
-    assert Collection.info(directory).size == len(expected)
+    with Collection.open(directory) as found:
+        assert found.size == len(expected)
 
 
 def test_a_bulk_load_that_is_only_read_does_not_change(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_a_lost_manifest_is_an_error_and_no_return_to_the_bulk_load(tmp_path: Pa
     with open_writer(directory) as writer:
         writer.upsert([given("new", 100)])
     (directory / "MANIFEST").unlink()
-    for use in (CollectionReader, CollectionWriter, Collection.info, Collection.verify):
+    for use in (CollectionReader, CollectionWriter, Collection.verify):
         with pytest.raises(CollectionError, match="it has a log, but no file MANIFEST"):
             use(directory)
 

@@ -28,8 +28,8 @@ def queries(dim: int) -> np.ndarray:
 
 def answered(directory: Path) -> dict[str, Any]:
     """Open, search and fetch texts as a node's worker does, and verify as `index verify` does."""
-    Collection.info(directory)
     with Collection.open(directory) as collection:
+        assert collection.index_bytes > 0
         ids, distances = collection.search(queries(collection.description.dim), K, TOP_M, search_width=2)
         collection.search(queries(collection.description.dim), 1, 1)
         assert ids.shape == distances.shape == (4, K)

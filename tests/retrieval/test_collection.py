@@ -125,7 +125,8 @@ def test_an_existing_directory_is_replaced_only_with_force(copy: Path) -> None:
         build(copy, seed=1)
     assert (copy / "collection.json").read_bytes() == before
     bulk_load.build(DOCUMENTS[:20], copy, embedder="hashing-64", degree=4, force=True)
-    assert Collection.info(copy).size == 20
+    with Collection.open(copy) as found:
+        assert found.size == 20
     Collection.verify(copy)
     assert os.listdir(copy.parent) == ["docs"]
 
@@ -205,7 +206,7 @@ def test_directories_that_are_not_collections_are_named(tmp_path: Path, copy: Pa
         (tmp_path / "other").mkdir(exist_ok=True)
         if content is not None:
             (tmp_path / "other" / "collection.json").write_text(content)
-        for call in (Collection.open, Collection.info, Collection.verify):
+        for call in (Collection.open, Collection.verify):
             with pytest.raises(CollectionError, match="other is not a collection"):
                 call(tmp_path / "other")
     manifest = (copy / "collection.json").read_text()
@@ -230,7 +231,7 @@ def test_an_invalid_manifest_with_a_valid_checksum_is_refused(copy: Path, change
         (copy / "MANIFEST").unlink()  # as in a bulk load of an earlier version
         shutil.rmtree(copy / "log")
     (copy / DESCRIPTION).write_bytes(encode_with_checksum(msgspec.structs.replace(manifest, **change)))
-    for call in (Collection.open, Collection.info, Collection.verify):
+    for call in (Collection.open, Collection.verify):
         with pytest.raises(CollectionError, match=says):
             call(copy)
 

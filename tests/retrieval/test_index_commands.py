@@ -73,7 +73,8 @@ def test_texts_are_built_shown_verified_and_detected_as_corrupt(trinity: Trinity
     of_codes = sum(
         (out / "segments/0/index" / f"{name}.npy").stat().st_size for name in ("neighbors", "entry", "rotation", "scan")
     )
-    assert Collection.info(out).code_bytes == of_codes
+    with Collection.open(out) as built:
+        assert built.code_bytes == of_codes
     assert f"of which neighbour codes {of_codes / 1e6:,.1f} MB" in printed
     assert trinity("index", "verify", out)[0] == 0
     codes = out / "segments/0/index" / "codes.npy"

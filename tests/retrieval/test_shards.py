@@ -30,7 +30,7 @@ def test_a_sharded_collection_equals_an_unsharded_one(tmp_path: Path) -> None:
         assert distances == pytest.approx(near, abs=1e-5)
         with pytest.raises(CollectionError, match="has 3 segments"):
             _ = three.index
-    assert Collection.info(tmp_path / "three").shards == 3
+        assert three.description.shards == 3
     Collection.verify(tmp_path / "three")
 
 

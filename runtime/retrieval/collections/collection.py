@@ -7,7 +7,6 @@ with Collection.open(Path("docs")) as docs:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -17,40 +16,12 @@ from numpy.typing import NDArray
 from gpu import GraphIndex
 from gpu.index.storage import CODE_FILES
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.description import DOCUMENTS, INDEX, KEYWORDS, read_manifest
+from runtime.retrieval.collections.description import INDEX, read_manifest
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.log import log_files
 from runtime.retrieval.collections.part import ignore
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.embedding.embedder import EmbedderSpec, Vectors
-
-
-@dataclass(frozen=True)
-class CollectionInfo:
-    """Description of a collection.
-
-    size: documents, or vectors without documents. segments: number, rows and deleted rows of each. growing: rows in the
-    log, including deleted ones. torn_bytes: incomplete end of the log, which the next writer cuts. The other bytes are
-    sizes on disk; `code_bytes` is the part of `index_bytes` that neighbour codes take. 0 for parts that the collection
-    does not have.
-    """
-
-    directory: Path
-    size: int
-    dim: int
-    metric: str
-    dtype: str
-    degree: int
-    shards: int
-    embedder: EmbedderSpec | None
-    demanded: str | None
-    index_bytes: int
-    document_bytes: int
-    keyword_bytes: int
-    code_bytes: int
-    segments: list[tuple[int, int, int]]
-    growing: int
-    log_bytes: int
-    torn_bytes: int
+from runtime.retrieval.embedding.embedder import Vectors
 
 
 class Collection(CollectionReader):
@@ -92,32 +63,26 @@ class Collection(CollectionReader):
         """Return the vectors of these rows, float32 [n, d], in the precision of the index."""
         return self.state.vectors(rows)
 
-    @classmethod
-    def info(cls, directory: Path) -> CollectionInfo:
-        """Describe a collection. Raises `CollectionError` as `open` does."""
-        with cls.open(directory) as found:
-            state, about = found.state, found.description
-            files = [path for segment in state.segments for path in (segment.path / INDEX).iterdir()]
-            sizes = [(path.name, path.stat().st_size) for path in files]
-            return CollectionInfo(
-                directory=directory,
-                size=state.count,
-                dim=about.dim,
-                metric=about.metric,
-                dtype=about.dtype,
-                degree=about.degree,
-                shards=about.shards,
-                embedder=about.embedder,
-                demanded=about.demanded,
-                index_bytes=sum(size for _, size in sizes),
-                document_bytes=sum(segment.file_bytes(DOCUMENTS) for segment in state.segments),
-                keyword_bytes=sum(segment.file_bytes(KEYWORDS) for segment in state.segments),
-                code_bytes=sum(size for name, size in sizes if name in CODE_FILES),
-                segments=[(s.info.number, s.size, s.size - s.count) for s in state.segments],
-                growing=state.growing.size,
-                log_bytes=sum(path.stat().st_size for path in (directory / "log").glob("*.log")),
-                torn_bytes=found.torn_bytes,
-            )
+    # ---- sizes on disk, in bytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Of the indexes; `code_bytes` is a part of it."""
+        return sum(self._index_sizes().values())
+
+    @property
+    def code_bytes(self) -> int:
+        """Of the indexes' neighbour codes."""
+        return sum(size for path, size in self._index_sizes().items() if path.name in CODE_FILES)
+
+    def _index_sizes(self) -> dict[Path, int]:
+        files = (path for segment in self.state.segments for path in (segment.path / INDEX).iterdir())
+        return {path: path.stat().st_size for path in files}
+
+    @property
+    def log_bytes(self) -> int:
+        """Of the log."""
+        return sum(path.stat().st_size for _, path in log_files(self.directory))
 
     @classmethod
     def verify(cls, directory: Path) -> str:

@@ -98,7 +98,7 @@ class CollectionDocuments(CollectionReader):
             is_open=True,
             size=size,
             files=min(sum(sealed) + state.growing.size, size),
-            document_bytes=sum(segment.file_bytes(DOCUMENTS) for segment in state.segments),
+            document_bytes=state.file_bytes(DOCUMENTS),
             created_at=self._created_at,
             dim=about.dim,
             metric=about.metric,

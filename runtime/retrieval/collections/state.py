@@ -163,6 +163,10 @@ class State:
         with self.lock:
             return sum(part.count for part in self.parts)
 
+    def file_bytes(self, name: str) -> int:
+        """Return the bytes of a file of the segments, all together: see `Segment.file_bytes`."""
+        return sum(segment.file_bytes(name) for segment in self.segments)
+
     def alive_rows(self) -> Rows:
         """Return the rows that are not deleted, int64."""
         with self.lock:

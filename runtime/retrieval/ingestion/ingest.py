@@ -118,19 +118,19 @@ def add(
         job = _IngestJob(
             paths, Sources(str(root), limit), embedder, _ExistingCollection(old, folders, root), reader, progress
         )
-        info = Collection.info(out)
+        about = old.description
         if not job.find_changes():
             return job.report
         bits = code_bits(old.state)
         as_before: dict[str, Any] = {
-            "metric": info.metric,
-            "degree": info.degree,
-            "dtype": info.dtype,
+            "metric": about.metric,
+            "degree": about.degree,
+            "dtype": about.dtype,
             "neighbor_codes": bits is not None,
             "code_bits": bits or 0,
-            "shards": info.shards,
-            "demanded": info.demanded,
-            "schema": old.description.declared,
+            "shards": about.shards,
+            "demanded": about.demanded,
+            "schema": about.declared,
         }
         bulk_load.build(
             job.documents(),
