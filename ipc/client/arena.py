@@ -1,14 +1,14 @@
-"""A client's leased slots of its pool's arena, opened by the first vector that can be written there."""
+"""A client's leased slots of its pool's arena, opened by the first vector that is written there."""
 
 import contextlib
 from collections.abc import Iterable
 
 import numpy as np
 
-from ipc.errors import IpcError, RingFull
-from ipc.memory.device import MAX_WORD, DeviceSpan, Source
+from ipc.errors import IpcError, MemoryRefused, RingFull
+from ipc.memory.device import MAX_WORD, CudaReference, DeviceMemory, DeviceSpan
 from ipc.ring.descriptors import Float32s
-from ipc.session.device_arena import LeasedSlots, open_memory
+from ipc.session.device_arena import LeasedSlots
 from ipc.session.messages import Grant
 
 
@@ -27,37 +27,31 @@ class ClientArena:
         self._ring = 0  # address of the request ring for the device
         self._generation = 0
         self._held: dict[int, int] = {}  # slots by request id
-        self.on_gpu = grant.gpu is not None
-        """Whether the arena is in a GPU's memory; only vectors of the same kind of memory can be written to it."""
         self.error = ""
-        """Why the last vector could not be written."""
-        self.disabled = False
-        """Whether the arena has failed for this session."""
+        """Why the arena has failed for this session; empty while it has not."""
 
-    def write(self, row: Source, request_id: int, word: int) -> Float32s | None:
-        """Queue a copy of a request's vector into a free slot. Return its payload; None on failure, see `error`.
+    def write(self, row: DeviceSpan, request_id: int, word: int) -> Float32s:
+        """Queue a copy of a request's vector into a free slot. Return its payload. Raises MemoryRefused.
 
         word: offset in the request ring of the word that says that the vector is written.
         """
-        device = f"cuda:{row.device}" if isinstance(row, DeviceSpan) else "cpu"
+        if self.error:
+            raise MemoryRefused(self.error)
+        device = f"cuda:{row.device}"
+        if self.slots is not None and device != self._device:
+            raise MemoryRefused(f"the arena is open from {self._device}, the vector lies on {device}")
         try:
             slots = self.slots or self._open_slots(device)
-            if slots is None:
-                return None
-            if device != self._device:
-                self.error = f"the arena is open from {self._device}, the vector lies on {device}"
-                return None
             generation = self._generation + 1 & MAX_WORD
             slot = self._held[request_id] = slots.write(row, self._ring + word, generation)
-            self._generation = generation
-            return np.array((slot, generation), np.uint32).view(np.float32)
         except RingFull as error:
-            self.error = str(error)
+            raise MemoryRefused(str(error)) from error
         except IpcError as error:
             self.error = str(error)
-            self.disabled = True
             self.close()
-        return None
+            raise MemoryRefused(self.error) from error
+        self._generation = generation
+        return np.array((slot, generation), np.uint32).view(np.float32)
 
     @property
     def is_full(self) -> bool:
@@ -71,19 +65,16 @@ class ClientArena:
             if slot is not None and self.slots is not None:
                 self.slots.release(slot)
 
-    def _open_slots(self, device: str) -> LeasedSlots | None:
-        if self.disabled:
-            return None
+    def _open_slots(self, device: str) -> LeasedSlots:
         memory = open_memory(self._grant.memory, device)
         try:
-            self.slots = LeasedSlots(memory, self._grant.lease)
+            slots = LeasedSlots(memory, self._grant.lease)
             self._ring = memory.reach(*self._requests)
         except BaseException:
-            self.slots = None
             memory.close()
             raise
-        self._device = device
-        return self.slots
+        self.slots, self._device = slots, device
+        return slots
 
     def close(self) -> None:
         """Close the arena, which the pool frees at the end of the session. Idempotent."""
@@ -91,3 +82,10 @@ class ClientArena:
             with contextlib.suppress(IpcError):  # a device that has failed must not keep the session
                 self.slots.close()
             self.slots = None
+
+
+def open_memory(reference: CudaReference, device: str) -> DeviceMemory:
+    """Open a pool's GPU memory from the GPU `device` of this process. Raises MemoryRefused."""
+    from ipc.memory.cuda import CudaMemory
+
+    return CudaMemory.open(reference, device)

@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from ipc.client.arena import ClientArena
 from ipc.client.session import ClientSession
 from ipc.errors import (
     Draining,
@@ -44,7 +43,7 @@ class RingClient(ClientSession):
     `IpcError`. `name` appears in the pool's statistics; `doorbell` is 'eventfd' or 'zeromq'; `spin_us` is the longest
     spin of `wait` before it sleeps: longer than most queries take, because a wake-up takes as long again. It yields the
     core while it spins, and `SpinBudget` adapts it. `arena`: request slots of the pool's arena, into which `submit`
-    writes vectors in the same kind of memory; all others go into the ring. `top_m`: default of specs without one.
+    writes vectors in a GPU's memory; all others go into the ring. `top_m`: default of specs without one.
 
     `poll` returns every submitted request exactly once. When the pool dies, closes, or evicts this client, it returns
     the results published before, then the remaining requests with status 'lost'; `submit` raises `PeerLost` then.
@@ -68,27 +67,19 @@ class RingClient(ClientSession):
         key = replace(spec, deadline_ns=0) if deadline_ns else spec
         packed = self._packed[key]
         words, dim = packed
-        row: DeviceSpan | Float32s
-        on_gpu = isinstance(vector, DeviceSpan)
-        if on_gpu or (type(vector) is np.ndarray and vector.dtype is FLOAT32 and vector.flags.carray):
-            row = vector  # type: ignore[assignment]
-        else:
-            row = as_float32(vector)
+        row = vector if isinstance(vector, DeviceSpan) else as_float32(vector)
         if row.shape != (dim,):
             raise InvalidArgument(f"a vector of {spec.collection!r} has shape ({dim},), got {row.shape}")
         if deadline_ns:
             check_deadline(deadline_ns)
         if self._lost is not None:
             raise PeerLost(self._lost)
-        ring, outstanding, arena = self.attachment.requests, self.pending, self.arena
+        ring, outstanding = self.attachment.requests, self.pending
         if outstanding.unsent_cancels or len(outstanding) >= self.slots or ring.room() <= 0:
             self._wait_for_room(block_ms)
         request_id = outstanding.next_id
-        if arena is not None and arena.on_gpu is on_gpu and (handle := self._write(arena, row, spec)) is not None:
-            words, row = self._packed_in_arena[key].words, handle
-        elif on_gpu:
-            reason = "this client has none" if arena is None else arena.error or "it is in host memory"
-            raise MemoryRefused(f"a vector in a GPU's memory needs a slot of the pool's arena: {reason}")
+        if isinstance(row, DeviceSpan):
+            words, row = self._packed_in_arena[key].words, self._write(row, spec)
         if spec.filter:
             words = packed.with_filter(self._filter_slot(spec.filter, 1))
         now = time.monotonic_ns()
@@ -103,16 +94,17 @@ class RingClient(ClientSession):
             self._check_sent(sent, range(request_id, request_id + 1))
         return request_id
 
-    def _write(self, arena: ClientArena, row: DeviceSpan | Float32s, spec: SearchSpec) -> Float32s | None:
-        """Write the next request's vector to the arena. Return the request's payload, or None, with `arena.error`."""
+    def _write(self, row: DeviceSpan, spec: SearchSpec) -> Float32s:
+        """Write the next request's vector to the arena. Return the request's payload. Raises `MemoryRefused`."""
+        arena, ring = self.arena, self.attachment.requests
+        if arena is None:
+            raise MemoryRefused("a vector in a GPU's memory needs a slot of the pool's arena: this client has none")
         if spec.filter or spec.collection not in self.in_place:
-            arena.error = (
+            raise MemoryRefused(
                 "the pool's host reads the vectors of filtered requests and of collections with several segments"
             )
-            return None
         if arena.is_full and self._lost is None:
             self._read_ring()  # ended requests free their slots
-        ring = self.attachment.requests
         word = ring.header_offsets[ring.position % ring.layout.slots] + WRITTEN
         return arena.write(row, self.pending.next_id, word)
 

@@ -225,7 +225,7 @@ class ClientSession:
     @property
     def has_arena(self) -> bool:
         """Whether the pool has granted slots of its arena, and they are reachable as far as known."""
-        return self.arena is not None and not self.arena.disabled
+        return self.arena is not None and not self.arena.error
 
     def takes_in_place(self, spec: SearchSpec) -> bool:
         """Whether vectors of such requests may go through the arena: the host reads those of filtered requests."""

@@ -68,8 +68,6 @@ class KvArena:
         Raises `InvalidArgument`, and `MemoryRefused` if the memory cannot be shared (on a MIG device).
         """
         reference = device.reference
-        if not isinstance(reference, CudaReference):
-            raise InvalidArgument(f"the payload must be in a GPU's memory, not {reference}")
         memory = _format(slots, 0, device.size, epoch, _payload_offset(slots, epoch))
         arena = cls(memory, slots, epoch, memory.view[:0])
         arena.device, arena.device_reference = device, reference

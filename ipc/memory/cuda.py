@@ -19,7 +19,7 @@ from typing import Any
 import numpy.typing as npt
 
 from ipc.errors import InvalidArgument, MemoryRefused
-from ipc.memory.device import HANDLE_BYTES, MAX_BYTES, CudaReference, DeviceSpan, Source
+from ipc.memory.device import HANDLE_BYTES, MAX_BYTES, CudaReference, DeviceSpan
 from ipc.memory.driver_calls import DriverCalls
 
 try:
@@ -96,18 +96,13 @@ class CudaMemory:
     def _here(self) -> contextlib.AbstractContextManager[None]:
         return _current(self._cuda, self._context)
 
-    def write(self, offset: int, source: Source) -> None:
-        cuda, target = self._cuda, self._address + offset
+    def write(self, offset: int, source: npt.NDArray[Any]) -> None:
+        target = self._address + offset
         with self._here():
-            if isinstance(source, DeviceSpan):
-                _call(cuda, "cuMemcpyDtoDAsync", target, source.address, source.nbytes, self.stream)
-            else:
-                _call(cuda, "cuMemcpyHtoDAsync", target, source.ctypes.data, source.nbytes, self.stream)
+            _call(self._cuda, "cuMemcpyHtoDAsync", target, source.ctypes.data, source.nbytes, self.stream)
 
-    def send(self, offset: int, source: Source, word: int, value: int) -> None:
-        on_device = isinstance(source, DeviceSpan)
-        address = source.address if isinstance(source, DeviceSpan) else source.ctypes.data
-        self._calls.copy_then_store(self._address + offset, address, source.nbytes, on_device, word, value)
+    def send(self, offset: int, source: DeviceSpan, word: int, value: int) -> None:
+        self._calls.copy_then_store(self._address + offset, source.address, source.nbytes, word, value)
 
     def read(self, offset: int, target: npt.NDArray[Any]) -> None:
         source = self._address + offset

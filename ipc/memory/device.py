@@ -1,18 +1,16 @@
-"""Interface of memory shared between processes for arenas, and its host implementation; see `ipc.memory.cuda` for GPUs.
+"""Interface of a GPU's memory that processes share, which `ipc.memory.cuda` implements.
 
-Operations are queued and executed in order: immediately on the host, on a stream of the GPU. That order is the only
-guarantee, and a sufficient one: a word that is stored after a write becomes visible after it.
+Operations are queued and executed in order, on a stream of the GPU. That order is the only guarantee, and a sufficient
+one: a word that is stored after a write becomes visible after it.
 """
 
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 
-from ipc.errors import InvalidArgument, MemoryRefused
-from ipc.memory.shared import MemoryReference, Pid, SharedMemory
-from ipc.native import atomics
+from ipc.errors import InvalidArgument
+from ipc.memory.shared import Pid
 
 MAX_BYTES = 1 << 40
 MAX_WORD = (1 << 32) - 1
@@ -35,9 +33,6 @@ class CudaReference(msgspec.Struct, frozen=True, tag=True):
             )
 
 
-Reference = MemoryReference | CudaReference
-
-
 class DeviceSpan(NamedTuple):
     """Bytes in a GPU's memory; `device` is its ordinal in this process."""
 
@@ -49,9 +44,6 @@ class DeviceSpan(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """Shape as a vector of float32."""
         return (self.nbytes // 4,)
-
-
-Source = npt.NDArray[Any] | DeviceSpan
 
 
 class CudaArray(Protocol):
@@ -71,13 +63,13 @@ class DeviceMemory(Protocol):
         """Address of the first byte in this process, for its device."""
 
     @property
-    def reference(self) -> Reference:
+    def reference(self) -> CudaReference:
         """Reference for a process that is to open this. Raises MemoryRefused unless created here and not closed."""
 
-    def write(self, offset: int, source: Source) -> None:
-        """Queue a copy into the memory."""
+    def write(self, offset: int, source: npt.NDArray[Any]) -> None:
+        """Queue a copy of host memory into the memory."""
 
-    def send(self, offset: int, source: Source, word: int, value: int) -> None:
+    def send(self, offset: int, source: DeviceSpan, word: int, value: int) -> None:
         """Queue a copy into the memory and, behind it, a store of the word at an address that its device reaches."""
 
     def read(self, offset: int, target: npt.NDArray[Any]) -> None:
@@ -97,64 +89,3 @@ class DeviceMemory(Protocol):
 
     def close(self) -> None:
         """Idempotent."""
-
-
-class HostMemory:
-    """`DeviceMemory` in a sealed memfd, for machines without a GPU and for tests."""
-
-    def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
-        self._bytes = np.frombuffer(memory.view, np.uint8)
-        self.size = memory.size
-
-    @classmethod
-    def create(cls, size: int) -> "HostMemory":
-        """Create `size` bytes of zeros. Raises InvalidArgument."""
-        return cls(SharedMemory.create("trinity-arena", size))
-
-    @classmethod
-    def open(cls, reference: MemoryReference) -> "HostMemory":
-        """Open another process's memory. Raises MemoryRefused."""
-        return cls(SharedMemory.open(reference, max_size=MAX_BYTES, writable=True))
-
-    @property
-    def address(self) -> int:
-        return self._memory.address
-
-    @property
-    def reference(self) -> Reference:
-        return self._memory.reference
-
-    def write(self, offset: int, source: Source) -> None:
-        raw = _host(source)
-        self._bytes[offset : offset + raw.nbytes] = raw
-
-    def send(self, offset: int, source: Source, word: int, value: int) -> None:
-        self.write(offset, source)
-        # SYNC POINT: the release orders the word after the copy.
-        atomics.store_release(word, value)
-
-    def read(self, offset: int, target: npt.NDArray[Any]) -> None:
-        raw = _host(target)
-        raw[:] = self._bytes[offset : offset + raw.nbytes]
-
-    def reach(self, address: int, nbytes: int) -> int:
-        return address
-
-    def flush(self) -> None:
-        """No-op: operations are immediate."""
-
-    def idle(self) -> bool:
-        """Return True: operations are immediate."""
-        return True
-
-    def close(self) -> None:
-        del self._bytes
-        self._bytes = np.empty(0, np.uint8)
-        self._memory.close()
-
-
-def _host(array: Source) -> npt.NDArray[np.uint8]:
-    if isinstance(array, DeviceSpan):
-        raise MemoryRefused(f"{array.nbytes} bytes of GPU memory cannot be copied to an arena in host memory")
-    return array.reshape(-1).view(np.uint8)

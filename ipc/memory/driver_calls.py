@@ -15,8 +15,8 @@ from ipc.native.intrinsics import call
 
 # Words of a table. CONTEXT, STREAM: handles. POPPED: address of a word for the context that was popped. The others:
 # addresses of the driver's functions.
-(CONTEXT, STREAM, POPPED, PUSH, POP, COPY_ON_DEVICE, COPY_TO_DEVICE, STORE) = range(8)
-_FUNCTIONS = ("cuCtxPushCurrent", "cuCtxPopCurrent", "cuMemcpyDtoDAsync", "cuMemcpyHtoDAsync", "cuStreamWriteValue32")
+(CONTEXT, STREAM, POPPED, PUSH, POP, COPY, STORE) = range(7)
+_FUNCTIONS = ("cuCtxPushCurrent", "cuCtxPopCurrent", "cuMemcpyDtoDAsync", "cuStreamWriteValue32")
 _ABI = 12000  # the functions in their CUDA 12.0 version
 _CODE_BITS = 32
 entry_point = EntryPoints(globals())
@@ -31,12 +31,12 @@ class DriverCalls:
         addresses = (_entry_point(cuda, name) for name in _FUNCTIONS)
         self._table = np.array([context, stream, self._popped.ctypes.data, *addresses], np.int64)
 
-    def copy_then_store(self, target: int, source: int, nbytes: int, on_device: bool, word: int, value: int) -> None:
-        """Queue a copy from GPU memory (`on_device`) or host memory, then a store of a uint32.
+    def copy_then_store(self, target: int, source: int, nbytes: int, word: int, value: int) -> None:
+        """Queue a copy between GPU memories, then a store of a uint32.
 
         SYNC POINT: the store is a barrier for the stream's earlier writes, system-wide. Raises MemoryRefused.
         """
-        failed = _copy_then_store(self._table, target, source, nbytes, on_device, word, value)
+        failed = _copy_then_store(self._table, target, source, nbytes, word, value)
         if failed:
             name, code = _FUNCTIONS[(failed >> _CODE_BITS) - PUSH], failed & 0xFFFFFFFF
             with contextlib.suppress(ValueError):  # a code that the bindings do not know
@@ -44,13 +44,13 @@ class DriverCalls:
             raise MemoryRefused(f"{name} failed: {code}")
 
 
-@entry_point(f"int64(int64[::1], {'int64, ' * 5}int64)")
-def _copy_then_store(table: Any, target: int, source: int, nbytes: int, on_device: int, word: int, value: int) -> int:
+@entry_point(f"int64(int64[::1], {'int64, ' * 4}int64)")
+def _copy_then_store(table: Any, target: int, source: int, nbytes: int, word: int, value: int) -> int:
     """Return 0, or the word of the function that failed and its code, below."""
     code = call(table[PUSH], (table[CONTEXT],)) & 0xFFFFFFFF  # the driver returns 32 bits
     if code:
         return PUSH << _CODE_BITS | code
-    called = COPY_ON_DEVICE if on_device else COPY_TO_DEVICE
+    called = COPY
     code = call(table[called], (target, source, nbytes, table[STREAM])) & 0xFFFFFFFF
     if code == 0:
         called = STORE

@@ -1,7 +1,6 @@
 """Leases of a pool's arena: slots granted with a session, released at its end."""
 
 from ipc.errors import InvalidArgument, RingFull
-from ipc.memory.shared import MemoryReference
 from ipc.server.client_table import AttachedClient
 from ipc.session.device_arena import DeviceArena
 from ipc.session.messages import Grant
@@ -26,9 +25,7 @@ class ArenaGrants:
             return None
         fields = client.fields
         fields.arena, fields.arena_stride, fields.arena_slots = arena.address_of(lease.first), arena.stride, lease.count
-        if isinstance(reference, MemoryReference):
-            return Grant(lease, host=reference)
-        return Grant(lease, gpu=reference)
+        return Grant(lease, reference)
 
     def release(self, client: AttachedClient) -> None:
         """Release a client's slots."""

@@ -21,8 +21,7 @@ import msgspec
 import numpy as np
 
 from ipc.errors import InvalidArgument, ProtocolViolation, RingFull, StaleEpoch
-from ipc.memory.device import MAX_BYTES, DeviceMemory, HostMemory, Reference, Source
-from ipc.memory.shared import MemoryReference
+from ipc.memory.device import MAX_BYTES, DeviceMemory, DeviceSpan
 from ipc.ring.ring import MAX_EPOCH
 
 MAGIC = 0x3141564449525254  # "TRRIDVA1"
@@ -98,7 +97,7 @@ class DeviceArena:
         return self._owner.count(0)
 
     def close(self) -> None:
-        """Free the memory. On a GPU all clients must have closed it before. Idempotent."""
+        """Free the memory, which all clients must have closed before. Idempotent."""
         self.memory.close()
 
 
@@ -126,7 +125,7 @@ class LeasedSlots:
         self._first, self._count = _PAGE + lease.first * stride, lease.count
         self._free = deque(range(lease.count))
 
-    def write(self, payload: Source, word: int, generation: int) -> int:
+    def write(self, payload: DeviceSpan, word: int, generation: int) -> int:
         """Queue a copy of a payload into a free slot, and the store of a generation at the address `word` behind it.
 
         `word`: as the memory's device reaches it. Return the slot's index in the lease; it is in use until `release`.
@@ -164,12 +163,3 @@ def _check(slots: int, payload_bytes: int) -> None:
         )
     if _PAGE + slots * _stride(payload_bytes) > MAX_BYTES:
         raise InvalidArgument(f"{slots} slots of {payload_bytes} bytes exceed {MAX_BYTES} bytes")
-
-
-def open_memory(reference: Reference, device: str) -> DeviceMemory:
-    """Open the memory that another process has announced, from the GPU `device`. Raises MemoryRefused."""
-    if isinstance(reference, MemoryReference):
-        return HostMemory.open(reference)
-    from ipc.memory.cuda import CudaMemory
-
-    return CudaMemory.open(reference, device)

@@ -5,14 +5,14 @@ from typing import Annotated, Literal
 import msgspec
 
 from ipc.errors import InvalidArgument
-from ipc.memory.device import CudaReference, Reference
+from ipc.memory.device import CudaReference
 from ipc.memory.shared import MemoryReference, Pid
 from ipc.ring.descriptors import Stage
 from ipc.ring.filters import FILTERS_BYTES
 from ipc.ring.ring import RingLayout
 from ipc.session.device_arena import Lease
 
-VERSION = 7
+VERSION = 8
 _PAGE = 4096
 Token = Annotated[bytes, msgspec.Meta(max_length=64)]  # a mailbox reads no more of a datagram
 MAX_MESSAGE_BYTES = 1 << 19
@@ -99,22 +99,10 @@ class Catalogue(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """Lease of slots in the pool's arena of query vectors, which is in `host` or in `gpu` memory."""
+    """Lease of slots in the pool's arena of query vectors."""
 
     lease: Lease
-    host: MemoryReference | None = None
-    gpu: CudaReference | None = None
-
-    def __post_init__(self) -> None:
-        if (self.host is None) == (self.gpu is None):
-            raise InvalidArgument("an arena is either in host memory or in a GPU's")
-
-    @property
-    def memory(self) -> Reference:
-        """Reference to the arena's memory."""
-        found = self.host or self.gpu
-        assert found is not None
-        return found
+    memory: CudaReference
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):

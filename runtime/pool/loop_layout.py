@@ -49,7 +49,7 @@ class EngineFunctions(Record):
     handle: int
     set_filter: int
     prioritize: int  # 0 for an engine that lacks it
-    admit_in_place: int  # `admit` where the arena is in host memory
+    admit_in_place: int  # `admit` where the engine has none
 
     @classmethod
     def of(cls, backend: Backend) -> "EngineFunctions":

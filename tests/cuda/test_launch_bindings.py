@@ -176,7 +176,7 @@ def test_an_arena_in_gpu_memory_uses_the_real_bindings(stub: Stub) -> None:
 import numpy as np
 from ipc.memory.cuda import CudaMemory
 from ipc.session.device_arena import DeviceArena, LeasedSlots, arena_bytes
-from ipc.memory.device import CudaReference
+from ipc.memory.device import CudaReference, DeviceSpan
 from gpu.cuda.block_copy import BlockCopy
 owner = CudaMemory.create(arena_bytes(2, 64), "cuda:0")
 arena = DeviceArena(owner, 2, 64, 1)
@@ -186,7 +186,8 @@ peer = CudaMemory.open(CudaReference(1, sent.device, sent.handle, sent.size), "c
 client = LeasedSlots(peer, lease)
 words, out = np.zeros(512, np.int64), np.zeros(16, np.float32)
 word = peer.reach(words.ctypes.data, words.nbytes) + 48
-slot = client.write(np.arange(16, dtype=np.float32), word, 9)
+owner.write(128, np.arange(16, dtype=np.float32))
+slot = client.write(DeviceSpan(owner.address + 128, 64), word, 9)
 owner.read(arena.address_of(slot) - owner.address, out)
 print(out.tolist() == list(range(16)), words[6], slot, peer.idle())
 named = CudaMemory.create(64, "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f")
@@ -224,24 +225,23 @@ from ipc.memory.device import DeviceSpan
 memory = CudaMemory.create(4096, "cuda:0")
 found = np.zeros(1024, np.uint32)
 library, word = ctypes.CDLL("libcuda.so.1"), memory.address + 64
-for source in (np.arange(16, dtype=np.float32), DeviceSpan(memory.address + 256, 64)):
-    library.stub_note(b"before")
-    memory.send(512 if isinstance(source, DeviceSpan) else 256, source, word, 3_000_000_000)
-    library.stub_note(b"after")
+memory.write(256, np.arange(16, dtype=np.float32))
+library.stub_note(b"before")
+memory.send(512, DeviceSpan(memory.address + 256, 64), word, 3_000_000_000)
+library.stub_note(b"after")
 memory.read(0, found)
 print(found[16], found[128:144].view(np.float32).tolist() == list(range(16)), memory.stream)
 library.stub_fail(b"cuStreamWriteValue32")
-try: memory.send(256, np.arange(16, dtype=np.float32), word, 1)
+try: memory.send(256, DeviceSpan(memory.address + 256, 64), word, 1)
 except MemoryRefused as error: print(error)
 """
     out, calls = stub.run(script)
     word, copied, stream = out[0].split()
     assert (word, copied) == ("3000000000", "True")
     first = calls.index("before")
-    for copy in (f"cuMemcpyHtoDAsync 64 {stream}", f"cuMemcpyDtoDAsync 64 {stream}"):
-        pushed, copied, stored, popped, end = calls[first + 1 : first + 6]
-        assert (copied, stored, end) == (copy, "cuStreamWriteValue32 3000000000 0", "after")
-        assert (pushed.split()[0], popped.split()[0]) == ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
-        first += 6
+    pushed, copied, stored, popped, end = calls[first + 1 : first + 6]
+    wanted = (f"cuMemcpyDtoDAsync 64 {stream}", "cuStreamWriteValue32 3000000000 0", "after")
+    assert (copied, stored, end) == wanted
+    assert (pushed.split()[0], popped.split()[0]) == ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
     assert out[1] == "cuStreamWriteValue32 failed: <CUresult.CUDA_ERROR_LAUNCH_FAILED: 719>"
     assert calls[-1].startswith("cuCtxPopCurrent_v2"), "a failed call leaves no context behind either"

@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from ipc import RingClient
-from ipc.memory.device import HostMemory
-from ipc.session.device_arena import DeviceArena, arena_bytes
+from tests.ipc.arenas import clients_on, make_arena
+from tests.ipc.fake_cuda import FakeCuda
 from tests.ipc.processes import endpoint
 from tests.ipc.ring_server import RingServer
 from tests.ipc.sessions import DIM, SLOTS, ask
@@ -55,9 +56,11 @@ def scribbles(draw: st.DrawFn) -> list[Callable[[memoryview], None]]:
 
 @contextlib.contextmanager
 def pool() -> Iterator[RingServer]:
-    arena = DeviceArena(HostMemory.create(arena_bytes(8 * SLOTS, 4 * DIM)), 8 * SLOTS, 4 * DIM, epoch=5)
+    pytest.importorskip("cuda.bindings.driver")
+    cuda = FakeCuda()
+    arena = make_arena(cuda, 8 * SLOTS, DIM, epoch=5)
     options: dict[str, Any] = {"epoch": 5, "ring_slots": SLOTS, "max_k": 6, "max_clients": 8}
-    with RingServer(endpoint(), {"docs": DIM, "code": 3}, arena=arena, **options) as made:
+    with clients_on(cuda), RingServer(endpoint(), {"docs": DIM, "code": 3}, arena=arena, **options) as made:
         yield made
     arena.close()
 

@@ -113,8 +113,8 @@ PATHS = [
     *[("catalogue", "served", 0, name) for name in ("name", "dim", "shard", "shards", "identity")],
     ("catalogue", "served"),
     ("catalogue", "unserved"),
-    *[("arena", "lease", name) for name in ("epoch", "first", "generations")],
-    *[("arena", "host", name) for name in ("pid", "fd", "size", "inode")],
+    *[("arena", "lease", name) for name in ("epoch", "first", "count")],
+    *[("arena", "memory", name) for name in ("pid", "device", "handle", "size")],
 ]
 
 

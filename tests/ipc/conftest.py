@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from ipc import HandoverSink, HandoverSource, KvArena, RingClient
-from ipc.memory.device import HostMemory
-from ipc.session.device_arena import DeviceArena, arena_bytes
+from tests.ipc.arenas import clients_on
+from tests.ipc.arenas import make_arena as make_vector_arena
+from tests.ipc.fake_cuda import FakeCuda
 from tests.ipc.handovers import address, make_arena, open_device
 from tests.ipc.processes import attach, endpoint
 from tests.ipc.ring_server import RingServer
@@ -50,9 +51,11 @@ def sink() -> Iterator[HandoverSink]:
 
 @pytest.fixture
 def server() -> Iterator[RingServer]:
-    arena = DeviceArena(HostMemory.create(arena_bytes(3 * SLOTS, 4 * DIM)), 3 * SLOTS, 4 * DIM, epoch=5)
-    dims = {"docs": DIM, "code": 3}
-    with RingServer(endpoint(), dims, epoch=5, ring_slots=SLOTS, max_k=6, max_clients=3, arena=arena) as made:
+    pytest.importorskip("cuda.bindings.driver")
+    cuda, dims = FakeCuda(), {"docs": DIM, "code": 3}
+    arena = make_vector_arena(cuda, 3 * SLOTS, DIM, epoch=5)
+    options: dict[str, Any] = {"epoch": 5, "ring_slots": SLOTS, "max_k": 6, "max_clients": 3, "arena": arena}
+    with clients_on(cuda), RingServer(endpoint(), dims, **options) as made:
         yield made
     assert arena.free_slots == 3 * SLOTS
     arena.close()
@@ -67,7 +70,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=list(WAYS))
 def client(request: pytest.FixtureRequest, server: RingServer) -> Iterator[RingClient]:
-    """A client over each doorbell, and one whose vectors go through the pool's arena instead of the ring."""
+    """A client over each doorbell, and one whose vectors go through the pool's arena where `ask` sends them."""
     with attach(server, **WAYS[request.param]) as made:
         assert made.has_arena == (request.param == "arena")
         yield made

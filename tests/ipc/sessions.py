@@ -8,6 +8,7 @@ import numpy.typing as npt
 from ipc import RingClient, SearchSpec
 from ipc.ring.descriptors import PARAMETERS, REQUEST_HEADER
 from ipc.server.client_table import AttachedClient
+from tests.ipc.arenas import span
 from tests.ipc.ring_server import RingServer
 
 DIM = 8
@@ -20,7 +21,8 @@ def vector(seed: int = 0, dim: int = DIM) -> npt.NDArray[np.float32]:
 
 def ask(client: RingClient, seed: int = 0, **changes: Any) -> int:
     block_ms = changes.pop("block_ms", 0.0)
-    return client.submit(vector(seed), SearchSpec(**{"collection": "docs", "k": 2, **changes}), block_ms)
+    one, spec = vector(seed), SearchSpec(**{"collection": "docs", "k": 2, **changes})
+    return client.submit(span(one) if client.takes_in_place(spec) else one, spec, block_ms)
 
 
 def answer(server: RingServer, limit: int = 256) -> int:

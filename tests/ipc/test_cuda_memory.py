@@ -117,15 +117,17 @@ def test_without_a_driver_the_error_says_so() -> None:
 def test_the_threads_context_is_restored_after_every_call() -> None:
     cuda, owner, peer = ends()
     assert cuda.contexts == []
+    there = DeviceSpan(owner.address, 16)
     owner.write(0, np.arange(4, dtype=np.float32))
     owner.read(64, np.zeros(4, np.uint8))
-    owner.send(64, np.arange(4, dtype=np.float32), owner.address, 1)
+    owner.send(64, there, owner.address, 1)
     peer.flush()
-    cuda.cuMemcpyHtoDAsync = lambda *_: (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)  # type: ignore[method-assign]
+    refused = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+    cuda.cuMemcpyHtoDAsync = cuda.cuMemcpyDtoDAsync = lambda *_: refused  # type: ignore[method-assign]
     with pytest.raises(MemoryRefused, match="cuMemcpyHtoDAsync failed"):
         owner.write(0, np.arange(4, dtype=np.float32))
-    with pytest.raises(MemoryRefused, match=r"cuMemcpyHtoDAsync failed: .*INVALID_VALUE"):
-        owner.send(64, np.arange(4, dtype=np.float32), owner.address, 1)
+    with pytest.raises(MemoryRefused, match=r"cuMemcpyDtoDAsync failed: .*INVALID_VALUE"):
+        owner.send(64, there, owner.address, 1)
     peer.close()
     owner.close()
     assert cuda.contexts == []

@@ -1,69 +1,37 @@
-"""Tests of the arena of query vectors in every type of memory, and between two processes."""
+"""Tests of the arena of query vectors, in the memory of a fake GPU."""
 
-import contextlib
-import os
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipc import (
-    InvalidArgument,
-    MemoryRefused,
-    ProtocolViolation,
-    RingConsumer,
-    RingFull,
-    RingLayout,
-    RingProducer,
-    StaleEpoch,
-    format_ring,
-)
-from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan, HostMemory
-from ipc.memory.shared import MemoryReference, SharedMemory
-from ipc.native import atomics
-from ipc.session.device_arena import DeviceArena, Lease, LeasedSlots, arena_bytes, open_memory
-from tests.ipc import fake_cuda
-from tests.ipc.processes import child, succeeded
+from ipc import InvalidArgument, ProtocolViolation, RingFull, StaleEpoch
+from ipc.session.device_arena import DeviceArena, Lease, LeasedSlots, arena_bytes
+from tests.ipc.arenas import span
+from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.ipc.ring_server import take_vector
+
+pytest.importorskip("cuda.bindings.driver")
+from ipc.memory.cuda import CudaMemory
 
 DIM = 6
 EPOCH = 5
-Pair = Callable[[int], tuple[DeviceMemory, DeviceMemory]]
 
 
-def host_pair(size: int) -> tuple[DeviceMemory, DeviceMemory]:
-    owner = HostMemory.create(size)
-    assert isinstance(owner.reference, MemoryReference)
-    return owner, HostMemory.open(owner.reference)
-
-
-def fake_cuda_pair(size: int) -> tuple[DeviceMemory, DeviceMemory]:
-    from ipc.memory.cuda import CudaMemory
-
-    cuda = fake_cuda.FakeCuda()
+def pair(size: int) -> tuple[CudaMemory, CudaMemory]:
+    """Return the pool's and a client's end of a memory."""
+    cuda = FakeCuda()
     owner = CudaMemory.create(size, "cuda:0", cuda)
-    reference = owner.reference
-    assert isinstance(reference, CudaReference)
-    elsewhere = CudaReference(1, reference.device, reference.handle, reference.size)
-    return owner, CudaMemory.open(elsewhere, "cuda:0", cuda)
-
-
-@pytest.fixture(params=["host", "cuda"])
-def pair(request: pytest.FixtureRequest) -> Pair:
-    if request.param == "host":
-        return host_pair
-    pytest.importorskip("cuda.bindings.driver")
-    return fake_cuda_pair
+    return owner, CudaMemory.open(from_elsewhere(owner.reference), "cuda:0", cuda)
 
 
 class Ends:
     """Both ends of a lease, with the word that the client's device stores behind each vector."""
 
-    def __init__(self, pair: Pair, slots: int = 4, count: int = 4) -> None:
+    def __init__(self, slots: int = 4, count: int = 4) -> None:
         owner, peer = pair(arena_bytes(slots, 4 * DIM))
         self.arena = DeviceArena(owner, slots, 4 * DIM, EPOCH)
         self.number, self.lease = self.arena.lease(count)
@@ -74,7 +42,8 @@ class Ends:
 
     def write(self, number: int) -> int:
         self._generation += 1
-        slot = self.client.write(vector(number), self._address, self._generation)
+        one = vector(number)
+        slot = self.client.write(span(one), self._address, self._generation)
         assert self._word[0] == self._generation
         return slot
 
@@ -91,8 +60,8 @@ class Ends:
 
 
 @pytest.fixture
-def ends(pair: Pair) -> Iterator[Ends]:
-    made = Ends(pair)
+def ends() -> Iterator[Ends]:
+    made = Ends()
     yield made
     made.close()
 
@@ -120,7 +89,7 @@ def test_a_full_lease_rejects_writes_until_a_slot_is_released(ends: Ends) -> Non
 @settings(max_examples=60)
 @given(st.lists(st.sampled_from(["write", "end", "end last"]), max_size=60), st.integers(1, 5))
 def test_a_vector_in_use_is_never_overwritten(operations: list[str], slots: int) -> None:
-    ends = Ends(host_pair, slots, slots)
+    ends = Ends(slots, slots)
     in_use: deque[tuple[int, int]] = deque()
     for number, operation in enumerate(operations):
         if operation == "write" and len(in_use) < slots:
@@ -135,8 +104,8 @@ def test_a_vector_in_use_is_never_overwritten(operations: list[str], slots: int)
     ends.close()
 
 
-def test_leases_do_not_overlap_and_are_reused_after_their_end(pair: Pair) -> None:
-    ends = Ends(pair, slots=6, count=3)
+def test_leases_do_not_overlap_and_are_reused_after_their_end() -> None:
+    ends = Ends(slots=6, count=3)
     second, lent = ends.arena.lease(3)
     assert (lent.first, lent.count, ends.arena.free_slots) == (3, 3, 0)
     with pytest.raises(RingFull, match="0 of 6 are free"):
@@ -150,7 +119,7 @@ def test_leases_do_not_overlap_and_are_reused_after_their_end(pair: Pair) -> Non
     ends.close()
 
 
-def test_an_arena_of_another_epoch_or_no_arena_is_rejected(pair: Pair) -> None:
+def test_an_arena_of_another_epoch_or_no_arena_is_rejected() -> None:
     owner, peer = pair(arena_bytes(4, 4 * DIM))
     with pytest.raises(ProtocolViolation, match="not an arena of version 2: magic 0x0"):
         LeasedSlots(peer, Lease(EPOCH, 0, 1))
@@ -163,7 +132,7 @@ def test_an_arena_of_another_epoch_or_no_arena_is_rejected(pair: Pair) -> None:
 
 @pytest.mark.parametrize("field", range(8))
 def test_an_overwritten_header_is_rejected_or_harmless(field: int) -> None:
-    owner, peer = host_pair(arena_bytes(4, 4 * DIM))
+    owner, peer = pair(arena_bytes(4, 4 * DIM))
     DeviceArena(owner, 4, 4 * DIM, EPOCH)
     owner.write(8 * field, np.array([1 << 60], np.int64))
     if field == 7:
@@ -178,75 +147,13 @@ def test_sizes_are_validated_before_anything_is_allocated() -> None:
         arena_bytes(0, 16)
     with pytest.raises(InvalidArgument, match=r"payload 1048577 within 1\.\.1048576"):
         arena_bytes(1, (1 << 20) + 1)
-    small = HostMemory.create(4096)
+    small = CudaMemory.create(4096, "cuda:0", FakeCuda())
     with pytest.raises(InvalidArgument, match="bytes, the memory has 4096"):
         DeviceArena(small, 16, 4 * DIM, EPOCH)
     small.close()
 
 
-LAYOUT = RingLayout(8, 16)
-
-
-def client_process(arena: MemoryReference, descriptors: MemoryReference, lease: Lease, rounds: int) -> None:
-    """Send vectors with their slots, and reuse a slot once as many requests as there are slots have followed."""
-    client = LeasedSlots(open_memory(arena, "cpu"), lease)
-    with SharedMemory.open(descriptors, max_size=LAYOUT.size, writable=True) as memory:
-        ring = RingProducer(memory.view, LAYOUT, EPOCH)
-        words = ring.payload(np.int64, 0, 2)
-        in_use: deque[tuple[int, int]] = deque()
-        for number in range(rounds):
-            position = persistently(ring.loan)
-            while not client.free_slots:
-                ring.free()
-                if ring.position - in_use[0][0] > LAYOUT.slots - ring.room():  # it has been read
-                    client.release(in_use.popleft()[1])
-                os.sched_yield()
-            written = memory.address + ring.header_offsets[position] + 48
-            slot = client.write(vector(number), written, number + 1)
-            in_use.append((ring.position, slot))
-            words[position] = (slot, number + 1)
-            ring.send()
-        del ring, words
-    client.close()
-
-
-def persistently(act: Callable[[], Any]) -> Any:
-    while True:
-        with contextlib.suppress(RingFull):
-            return act()
-        os.sched_yield()  # the other side may need this core
-
-
 def test_a_payload_that_is_too_long_is_rejected(ends: Ends) -> None:
+    long = np.zeros(DIM + 1, np.float32)
     with pytest.raises(InvalidArgument, match="a payload of 28 bytes; a slot has 24"):
-        ends.client.write(np.zeros(DIM + 1, np.float32), 0, 1)
-
-
-def test_gpu_memory_is_not_copied_to_an_arena_on_the_host() -> None:
-    memory = HostMemory.create(4096)
-    with pytest.raises(MemoryRefused, match="16 bytes of GPU memory"):
-        memory.write(0, DeviceSpan(0x1000, 16))
-    memory.close()
-
-
-def test_two_processes_exchange_vectors_without_torn_reads() -> None:
-    ends = Ends(host_pair, 3, 3)
-    reference = ends.arena.memory.reference
-    with SharedMemory.create("descriptors", LAYOUT.size) as descriptors:
-        format_ring(descriptors.view, LAYOUT, EPOCH)
-        ring = RingConsumer(descriptors.view, LAYOUT, EPOCH)
-        words = ring.payload(np.int64, 0, 2)
-        with child(client_process, reference, descriptors.reference, ends.lease, 2000) as process:
-            for number in range(2000):
-                while not ring.ready(1):
-                    assert process.is_alive() or ring.ready(1)
-                    os.sched_yield()  # the other side may need this core
-                slot, generation = words[ring.first].tolist()
-                written = descriptors.address + ring.header_offsets[ring.first] + 48
-                while atomics.load_acquire(written) != generation:
-                    os.sched_yield()
-                assert ends.read(slot) == vector(number).tolist()
-                ring.release(1)
-            assert succeeded(process)
-        del ring, words
-    ends.close()
+        ends.client.write(span(long), 0, 1)

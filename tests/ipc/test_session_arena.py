@@ -4,78 +4,54 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from ipc import InvalidArgument, MemoryRefused, PeerLost, RingClient, SearchSpec
-from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan, HostMemory
 from ipc.ring.descriptors import SEARCH_ARENA
-from ipc.session.device_arena import DeviceArena, Lease, arena_bytes
-from ipc.session.messages import Catalogue, Grant, Served
-from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
+from ipc.session.device_arena import DeviceArena
+from ipc.session.messages import Catalogue, Served
+from tests.ipc.arenas import clients_on, make_arena, span
+from tests.ipc.fake_cuda import FakeCuda
 from tests.ipc.processes import attach, child, endpoint
 from tests.ipc.ring_server import RingServer
 from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, vector
 
+pytest.importorskip("cuda.bindings.driver", reason="needs the extra [cuda]")
+
+
+class Pool(NamedTuple):
+    """A pool with an arena in the memory of a fake GPU; its clients appear to be other processes."""
+
+    server: RingServer
+    arena: DeviceArena
+    cuda: FakeCuda
+
+
+DOCS = Catalogue((Served("docs", DIM),))
+
 
 @contextmanager
-def pool_with(memory: DeviceMemory, slots: int, places: int) -> Iterator[tuple[RingServer, DeviceArena]]:
-    arena = DeviceArena(memory, slots, 4 * DIM, epoch=5)
-    server = RingServer(endpoint(), {"docs": DIM}, epoch=5, ring_slots=SLOTS, max_k=6, max_clients=places, arena=arena)
-    with server:
-        yield server, arena
+def pool_with(slots: int, clients: int, catalogue: Catalogue = DOCS) -> Iterator[Pool]:
+    cuda = FakeCuda()
+    arena, options = make_arena(cuda, slots, DIM, epoch=5), {"ring_slots": SLOTS, "max_k": 6, "max_clients": clients}
+    with clients_on(cuda), RingServer(endpoint(), catalogue, epoch=5, arena=arena, **options) as server:
+        yield Pool(server, arena, cuda)
     arena.close()
 
 
 @pytest.fixture
-def pool() -> Iterator[tuple[RingServer, DeviceArena]]:
+def pool() -> Iterator[Pool]:
     """A pool for two clients, each with as many arena slots as its ring has."""
-    with pool_with(HostMemory.create(arena_bytes(2 * SLOTS, 4 * DIM)), 2 * SLOTS, 2) as made:
+    with pool_with(2 * SLOTS, 2) as made:
         yield made
 
 
-@pytest.fixture
-def gpu_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RingServer, FakeCuda]]:
-    """Like `pool` with the arena in the memory of a fake GPU; its clients appear to be other processes."""
-    pytest.importorskip("cuda.bindings.driver", reason="needs the extra [cuda]")
-    from ipc.memory.cuda import CudaMemory
-
-    cuda = FakeCuda()
-
-    def open_memory(reference: CudaReference, device: str) -> DeviceMemory:
-        return CudaMemory.open(from_elsewhere(reference), device, cuda)
-
-    monkeypatch.setattr("ipc.client.arena.open_memory", open_memory)
-    with pool_with(CudaMemory.create(arena_bytes(2 * SLOTS, 4 * DIM), "cuda:0", cuda), 2 * SLOTS, 2) as (server, _):
-        yield server, cuda
-
-
-def span(array: npt.NDArray[np.float32], device: int = 0) -> DeviceSpan:
-    """Return an array in the fake GPU's memory, which is host memory."""
-    return DeviceSpan(array.ctypes.data, array.nbytes, device)
-
-
-def test_a_vector_in_the_arena_takes_no_ring_payload_and_arrives_intact(
-    pool: tuple[RingServer, DeviceArena],
-) -> None:
-    server, _ = pool
-    with attach(server, arena=True) as client:
-        assert client.has_arena
-        for round_number in range(3 * SLOTS):
-            ask(client, seed=round_number)
-            (request,) = server.receive()
-            assert np.array_equal(request.vector, vector(round_number))
-            server.publish(request.client, request.request_id)
-            assert len(client.poll()) == 1
-
-
 def test_arena_slots_are_divided_among_clients_and_a_client_without_one_uses_the_ring() -> None:
-    memory = HostMemory.create(arena_bytes(1, 4 * DIM))
     with (
-        pool_with(memory, 1, 2) as (server, arena),
+        pool_with(1, 2) as (server, arena, _),
         attach(server, arena=True) as first,
         attach(server, arena=True) as second,
     ):
@@ -83,24 +59,20 @@ def test_arena_slots_are_divided_among_clients_and_a_client_without_one_uses_the
         ask(second, seed=7)
         assert np.array_equal(server.receive()[0].vector, vector(7))
         with pytest.raises(MemoryRefused, match="this client has none"):
-            second.submit(DeviceSpan(0x1000, 4 * DIM), SearchSpec("docs", 1, "prefill"))
+            second.submit(span(vector()), SearchSpec("docs", 1, "prefill"))
         with pytest.raises(InvalidArgument, match=rf"has shape \({DIM},\), got \(1,\)"):
-            second.submit(DeviceSpan(0x1000, 4), SearchSpec("docs", 1, "prefill"))
+            second.submit(span(vector(dim=1)), SearchSpec("docs", 1, "prefill"))
         assert second.outstanding == 1
 
 
-def test_gpu_vectors_use_the_arena_and_host_vectors_the_ring(
-    gpu_pool: tuple[RingServer, FakeCuda],
-) -> None:
-    server, cuda = gpu_pool
+def test_gpu_vectors_use_the_arena_and_host_vectors_the_ring(pool: Pool) -> None:
+    server, _, cuda = pool
     with attach(server, arena=True) as client:
-        ask(client, seed=0)
+        client.submit(vector(0), SearchSpec("docs", 1))
         assert "open" not in {call[0] for call in cuda.calls}  # host vectors make no GPU call
         for seed in range(1, 4 * SLOTS):
-            if seed % 2:
-                client.submit(span(vector(seed)), SearchSpec("docs", 1, "prefill"))
-            else:
-                ask(client, seed=seed)
+            one = vector(seed)
+            client.submit(span(one) if seed % 2 else one, SearchSpec("docs", 1, "prefill"))
             found = server.receive()
             assert np.array_equal(found[-1].vector, vector(seed))
             for request in found:
@@ -111,10 +83,8 @@ def test_gpu_vectors_use_the_arena_and_host_vectors_the_ring(
     assert [call[0] for call in cuda.calls].count("close") == 1
 
 
-def test_a_gpu_vector_without_a_free_slot_is_rejected_until_a_request_ends(
-    gpu_pool: tuple[RingServer, FakeCuda],
-) -> None:
-    server, _ = gpu_pool
+def test_a_gpu_vector_without_a_free_slot_is_rejected_until_a_request_ends(pool: Pool) -> None:
+    server, _, _ = pool
     spec = SearchSpec("docs", 1)
     vectors = [vector(seed) for seed in range(SLOTS)]
     with attach(server, arena=True) as client:
@@ -130,38 +100,22 @@ def test_a_gpu_vector_without_a_free_slot_is_rejected_until_a_request_ends(
         assert np.array_equal(server.receive()[0].vector, vectors[0])
 
 
-def test_a_slot_is_the_clients_again_once_its_request_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    spec, vectors = SearchSpec("docs", 1), [vector(seed) for seed in range(4)]
-    memory = HostMemory.create(arena_bytes(2, 4 * DIM))
-    with pool_with(memory, 2, 1) as (server, _), attach(server, arena=True) as client:
-        sent: list[bool] = []
-        write = client.arena.write if client.arena else None
-
-        def recorded(*arguments: Any) -> Any:
-            assert write is not None
-            payload = write(*arguments)
-            sent.append(payload is not None)
-            return payload
-
-        monkeypatch.setattr(client.arena, "write", recorded)
-        for one in vectors[:3]:
-            client.submit(one, spec)
-        assert sent == [True, True, False], "the third went through the ring"
-        first, second, third = server.receive()
-        assert [np.array_equal(r.vector, v) for r, v in zip((first, second, third), vectors, strict=False)] == [
-            True
-        ] * 3
+def test_a_slot_is_the_clients_again_once_its_request_has_ended() -> None:
+    spec, vectors = SearchSpec("docs", 1), [vector(seed) for seed in range(3)]
+    with pool_with(2, 1) as (server, _, _), attach(server, arena=True) as client:
+        for one in vectors[:2]:
+            client.submit(span(one), spec)
+        with pytest.raises(MemoryRefused, match="all 2 leased slots"):
+            client.submit(span(vectors[2]), spec)
+        _, second = server.receive()
         server.publish(second.client, second.request_id, "cancelled")
-        client.submit(vectors[3], spec)  # reads the ring for ended requests
-        assert sent[-1]
-        assert np.array_equal(server.receive()[0].vector, vectors[3])
+        client.submit(span(vectors[2]), spec)  # reads the ring for ended requests
+        assert np.array_equal(server.receive()[0].vector, vectors[2])
         assert [result.status for result in client.poll()] == ["cancelled"]
 
 
-def test_a_vector_on_a_second_gpu_is_rejected(gpu_pool: tuple[RingServer, FakeCuda]) -> None:
-    server, _ = gpu_pool
+def test_a_vector_on_a_second_gpu_is_rejected(pool: Pool) -> None:
+    server, _, _ = pool
     array = vector(1)
     with attach(server, arena=True) as client:
         client.submit(span(array, 0), SearchSpec("docs", 1, "prefill"))
@@ -170,9 +124,9 @@ def test_a_vector_on_a_second_gpu_is_rejected(gpu_pool: tuple[RingServer, FakeCu
 
 
 def test_an_arena_that_cannot_be_opened_is_tried_once_and_then_disabled(
-    gpu_pool: tuple[RingServer, FakeCuda], monkeypatch: pytest.MonkeyPatch
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, cuda = gpu_pool
+    server, _, cuda = pool
     code, tries = cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED, []
 
     def refused(handle: object, flags: int) -> tuple[object]:
@@ -186,14 +140,14 @@ def test_an_arena_that_cannot_be_opened_is_tried_once_and_then_disabled(
             with pytest.raises(MemoryRefused, match=r"cuIpcOpenMemHandle failed: .*NOT_SUPPORTED"):
                 client.submit(span(array), SearchSpec("docs", 1, "prefill"))
         assert len(tries) == 1
-        ask(client, seed=2)
+        client.submit(vector(2), SearchSpec("docs", 1))
         assert np.array_equal(server.receive()[0].vector, vector(2))
 
 
 def test_a_failed_copy_disables_the_arena_and_leaves_nothing_outstanding(
-    gpu_pool: tuple[RingServer, FakeCuda], monkeypatch: pytest.MonkeyPatch
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, cuda = gpu_pool
+    server, _, cuda = pool
     code = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
     monkeypatch.setattr(cuda, "cuMemcpyDtoDAsync", lambda *_: (code,), raising=False)
     array = vector(1)
@@ -203,40 +157,14 @@ def test_a_failed_copy_disables_the_arena_and_leaves_nothing_outstanding(
                 client.submit(span(array), SearchSpec("docs", 1, "prefill"))
         assert client.outstanding == 0
         assert server.receive() == []
-        ask(client, seed=2)
+        client.submit(vector(2), SearchSpec("docs", 1))
         assert np.array_equal(server.receive()[0].vector, vector(2))
 
 
-def test_a_request_waits_for_its_vector_without_delaying_others(
-    pool: tuple[RingServer, DeviceArena], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, _ = pool
-    with attach(server, arena=True) as slow, attach(server) as other:
-        ask(slow)
-        assert answer(server) == 1
-        assert slow.arena is not None
-        assert slow.arena.slots is not None
-        memory, stores = slow.arena.slots.memory, []
-        send = memory.send
-
-        def write_later(*arguments: Any) -> None:  # its device is still writing
-            stores.append(arguments)
-
-        monkeypatch.setattr(memory, "send", write_later)
-        late, prompt = ask(slow, seed=1), ask(other, seed=2)
-        assert [request.request_id for request in (*server.receive(), *server.receive())] == [prompt]
-        assert not server.has_requests(), "a launch is not interrupted for it"
-        send(*stores[0])
-        assert server.has_requests()
-        (request,) = server.receive()
-        assert request.request_id == late
-        assert np.array_equal(request.vector, vector(1))
-
-
 def test_a_pool_serves_others_while_gpu_vectors_are_in_flight(
-    gpu_pool: tuple[RingServer, FakeCuda],
+    pool: Pool,
 ) -> None:
-    server, cuda = gpu_pool
+    server, _, cuda = pool
     vectors = [vector(seed) for seed in range(SLOTS)]
     with attach(server, arena=True) as there, attach(server) as other:
         there.submit(span(vectors[0]), SearchSpec("docs", 1))
@@ -252,8 +180,10 @@ def test_a_pool_serves_others_while_gpu_vectors_are_in_flight(
             assert (request.request_id, request.client) == (late, 2)
             server.publish(request.client, request.request_id)
             assert len(other.poll()) == 1
+        assert not server.has_requests(), "a launch is not interrupted for them"
         assert server.wait(60_000), "vectors are in flight: the pool must not sleep"
         cuda.run()
+        assert server.has_requests()
         found = server.receive()
         assert len(found) == SLOTS
         assert all(np.array_equal(request.vector, one) for request, one in zip(found, vectors, strict=True))
@@ -261,8 +191,8 @@ def test_a_pool_serves_others_while_gpu_vectors_are_in_flight(
         cuda.lazy = False
 
 
-def test_vectors_in_flight_for_a_departed_client_are_dropped(gpu_pool: tuple[RingServer, FakeCuda]) -> None:
-    server, cuda = gpu_pool
+def test_vectors_in_flight_for_a_departed_client_are_dropped(pool: Pool) -> None:
+    server, _, cuda = pool
     one = vector(1)
     with attach(server, arena=True) as gone:
         gone.submit(span(one), SearchSpec("docs", 1))
@@ -281,25 +211,20 @@ def test_vectors_in_flight_for_a_departed_client_are_dropped(gpu_pool: tuple[Rin
         assert np.array_equal(request.vector, one)
 
 
-def test_a_filtered_request_and_a_collection_that_the_host_reads_go_through_the_host() -> None:
-    memory = HostMemory.create(arena_bytes(SLOTS, 4 * DIM))
-    arena = DeviceArena(memory, SLOTS, 4 * DIM, epoch=5)
-    catalogue = Catalogue((Served("docs", DIM), Served("notes", DIM, in_place=False)))
-    server = RingServer(endpoint(), catalogue, epoch=5, ring_slots=SLOTS, max_k=6, max_clients=1, arena=arena)
-    with server, attach(server, arena=True) as client:
+def test_filtered_requests_and_collections_that_the_host_reads_cannot_use_the_arena() -> None:
+    catalogue, one = Catalogue((Served("docs", DIM), Served("notes", DIM, in_place=False))), vector(3)
+    with pool_with(SLOTS, 1, catalogue) as (server, _, _), attach(server, arena=True) as client:
         specs = [SearchSpec("docs", 1, filter=b"{}"), SearchSpec("notes", 1), SearchSpec("docs", 1)]
         assert [client.takes_in_place(spec) for spec in specs] == [False, False, True]
-        for spec in specs:
-            client.submit(vector(3), spec)
-        assert client.arena is not None
-        assert client.arena.slots is not None
-        assert client.arena.slots.free_slots == SLOTS - 1
-        assert all(np.array_equal(request.vector, vector(3)) for request in server.receive())
-    arena.close()
+        for spec in specs[:2]:
+            with pytest.raises(MemoryRefused, match="the pool's host reads the vectors"):
+                client.submit(span(one), spec)
+        client.submit(span(one), specs[2])
+        assert np.array_equal(server.receive()[0].vector, one)
 
 
-def test_a_forged_filtered_request_in_the_arena_is_invalid(pool: tuple[RingServer, DeviceArena]) -> None:
-    server, _ = pool
+def test_a_forged_filtered_request_in_the_arena_is_invalid(pool: Pool) -> None:
+    server, _, _ = pool
     with attach(server, arena=True) as client:
         forge_requests(client, [1], kind=SEARCH_ARENA, filter=1)
         assert server.receive() == []
@@ -308,9 +233,9 @@ def test_a_forged_filtered_request_in_the_arena_is_invalid(pool: tuple[RingServe
 
 @pytest.mark.parametrize("handle", [(SLOTS, 0), (1 << 31, 0), ((1 << 32) - 1, 0)])
 def test_a_client_that_names_a_slot_outside_its_lease_is_evicted(
-    pool: tuple[RingServer, DeviceArena], monkeypatch: pytest.MonkeyPatch, handle: tuple[int, int]
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, handle: tuple[int, int]
 ) -> None:
-    server, arena = pool
+    server, arena, _ = pool
     with attach(server, arena=True) as client:
         assert client.arena is not None
         monkeypatch.setattr(client.arena, "write", lambda *_: np.array(handle, np.uint32).view(np.float32))
@@ -334,12 +259,12 @@ def test_a_forged_arena_request_without_an_arena_evicts_the_client() -> None:
 
 def attached_process(where: str) -> None:
     with RingClient(where, "doomed", timeout_ms=60_000.0, arena=True) as client:
-        ask(client, seed=1)
+        client.submit(vector(1), SearchSpec("docs", 1))
         signal.pause()
 
 
-def test_the_lease_of_a_killed_client_is_reclaimed(pool: tuple[RingServer, DeviceArena]) -> None:
-    server, arena = pool
+def test_the_lease_of_a_killed_client_is_reclaimed(pool: Pool) -> None:
+    server, arena, _ = pool
     with child(attached_process, server.endpoint) as process:
         while not server.receive():
             server.wait(5)
@@ -349,10 +274,3 @@ def test_the_lease_of_a_killed_client_is_reclaimed(pool: tuple[RingServer, Devic
         while arena.free_slots < 2 * SLOTS:
             server.wait(5)
     assert arena.free_slots == 2 * SLOTS
-
-
-def test_a_grant_is_of_host_memory_or_of_a_gpus() -> None:
-    with pytest.raises(InvalidArgument, match="either in host memory or"):
-        Grant(Lease(1, 0, 1))
-    reference = CudaReference(1, "cuda:0", bytes(64), 4096)
-    assert Grant(Lease(1, 0, 1), gpu=reference).memory == reference

@@ -3,7 +3,7 @@
 The GPU is fake: its memory is host memory, see `tests/ipc/fake_cuda.py`. Pools search on the CPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from gpu import GraphIndex
-from ipc.memory.device import CudaReference, DeviceMemory
-from ipc.session.device_arena import DeviceArena, arena_bytes
+from ipc.session.device_arena import DeviceArena
 from runtime.errors import DeadlineExceeded, InvalidRequest
 from runtime.node.worker import Worker
 from runtime.retrieval.collections import bulk_load
@@ -22,7 +21,8 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.gpu.datasets import clustered
-from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
+from tests.ipc.arenas import clients_on, make_arena
+from tests.ipc.fake_cuda import FakeCuda
 from tests.pool.client_helpers import Vectors, attached, collect
 from tests.pool.conftest import DIM, MakeClient, MakePool
 from tests.pool.test_filter_waits import Evaluations, number_is
@@ -62,12 +62,9 @@ def start(
     make_pool: MakePool,
     make_client: MakeClient,
     gpus: dict[str, FakeCuda],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Start:
+) -> Iterator[Start]:
     """Return a function that starts pools, each with so many arena slots per client (0: no arena), and a client."""
     pytest.importorskip("cuda.bindings.driver", reason="needs the extra [cuda]")
-    from ipc.memory.cuda import CudaMemory
-
     places_of: dict[str, int] = {}
 
     def arena(worker: Worker, dim: int) -> DeviceArena | None:
@@ -75,11 +72,7 @@ def start(
         if not places:
             return None
         cuda = gpus[worker.name] = FakeCuda()
-        memory = CudaMemory.create(arena_bytes(places, 4 * dim), "cuda:0", cuda)
-        return DeviceArena(memory, places, 4 * dim, worker.epoch)
-
-    def open_memory(reference: CudaReference, device: str) -> DeviceMemory:
-        return CudaMemory.open(from_elsewhere(reference), device, FakeCuda())
+        return make_arena(cuda, places, dim, worker.epoch)
 
     def begin(*slots: int, at: Path = collection, **pool: Any) -> tuple[SearchClient, list[InProcessPool]]:
         places_of.update({f"pool-{number}": _CLIENTS * count for number, count in enumerate(slots)})
@@ -87,8 +80,8 @@ def start(
         pools = [make_pool(plan, name, make_arena=arena).start() for name in places_of]
         return attached(make_client(plan)), pools
 
-    monkeypatch.setattr("ipc.client.arena.open_memory", open_memory)
-    return begin
+    with clients_on(FakeCuda()):
+        yield begin
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Tests of pools that read vectors where they lie in the arena: in an emulated device's memory, and in host memory."""
+"""Tests of pools that read vectors where they lie in the arena, in an emulated device's memory."""
 
 import ctypes
 from collections.abc import Callable
@@ -12,8 +12,8 @@ import pytest
 from gpu import GraphIndex
 from gpu.cuda.engine import CudaEngine
 from gpu.cuda.graphs import LaunchForm
-from ipc import RingClient, SearchSpec
-from ipc.memory.device import CudaReference, DeviceSpan, HostMemory, Source
+from ipc import MemoryRefused, RingClient, SearchSpec
+from ipc.memory.device import CudaReference, DeviceSpan
 from ipc.native import atomics
 from ipc.session.device_arena import DeviceArena, arena_bytes
 from runtime.node.metrics.worker_metrics import PoolMetrics
@@ -23,6 +23,8 @@ from runtime.testing.pool import InProcessPool, plan_of
 from tests.cuda.conftest import NewDriver
 from tests.cuda.conftest import new_driver as new_driver
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver
+from tests.ipc.arenas import clients_on, make_arena, span
+from tests.ipc.fake_cuda import FakeCuda
 from tests.pool.client_helpers import Vectors
 from tests.pool.conftest import MakePool
 from tests.pool.test_process import collect
@@ -47,14 +49,12 @@ class EmulatedMemory:
     def reference(self) -> CudaReference:
         return CudaReference(1, "cuda:0", bytes(64), self.size)
 
-    def write(self, offset: int, source: Source) -> None:
-        if isinstance(source, DeviceSpan):
-            source = np.frombuffer(ctypes.string_at(source.address, source.nbytes), np.uint8)
+    def write(self, offset: int, source: npt.NDArray[Any]) -> None:
         self._driver.copy_to_device(self._stream, self.address + offset, np.ascontiguousarray(source))
 
-    def send(self, offset: int, source: Source, word: int, value: int) -> None:
+    def send(self, offset: int, source: DeviceSpan, word: int, value: int) -> None:
         def sent() -> None:
-            self.write(offset, source)
+            self.write(offset, np.frombuffer(ctypes.string_at(source.address, source.nbytes), np.uint8))
             self.flush()
             atomics.store_release(word, value)
 
@@ -173,27 +173,17 @@ def test_queries_of_a_client_that_leaves_free_their_slots(
         pool.step()
 
 
-@pytest.fixture
-def host_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools search on the CPU, and have an arena in host memory."""
-
-    def arena_of(worker: Worker, dim: int) -> DeviceArena:
-        memory = HostMemory.create(arena_bytes(_CLIENTS * _SLOTS, 4 * dim))
-        return DeviceArena(memory, _CLIENTS * _SLOTS, 4 * dim, worker.epoch)
-
-    monkeypatch.setattr(process, "arena_of", arena_of)
-
-
-@pytest.mark.usefixtures("host_arena")
 def test_vectors_are_not_read_in_place_after_a_write(harness: WrittenCollection, make_pool: MakePool) -> None:
+    """The pool searches on the CPU, and has an arena in the memory of a fake GPU."""
+    cuda, slots = FakeCuda(), _CLIENTS * _SLOTS
     harness.upsert("first")
-    pool = make_pool(plan_of(harness.path))
-    query, wanted = harness.held["first"][0], SearchSpec("docs", 1, top_m=32)
-    with pool.attach(arena=True) as client:
+    pool = make_pool(plan_of(harness.path), make_arena=lambda worker, dim: make_arena(cuda, slots, dim, worker.epoch))
+    query, wanted = span(harness.held["first"][0]), SearchSpec("docs", 1, top_m=32)
+    with clients_on(cuda), pool.attach(arena=True) as client:
         assert client.has_arena
         assert not client.takes_in_place(wanted)
-        number = client.submit(query, wanted)
-        assert collect(pool, client, 1)[number].status == "ok"
+        with pytest.raises(MemoryRefused):
+            client.submit(query, wanted)
         client.in_place.add("docs")  # a client that does not heed what it was told
         number = client.submit(query, wanted)
         assert collect(pool, client, 1)[number].status == "overloaded"  # until its session is renewed

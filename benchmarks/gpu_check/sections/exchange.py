@@ -1,8 +1,8 @@
 """Query vectors through an arena between processes: a client writes them, this process searches them in place.
 
-On a GPU the arena is device memory, opened through CUDA IPC; in a dry run it is a memfd. Descriptors and answers go
-through a pipe, and the words that say that a vector is written through shared memory: this section tests the arena, not
-the rings (see `benchmarks.ring`).
+The arena is device memory, opened through CUDA IPC: there is none in a dry run. Descriptors and answers go through a
+pipe, and the words that say that a vector is written through shared memory: this section tests the arena, not the rings
+(see `benchmarks.ring`).
 """
 
 import multiprocessing
@@ -27,8 +27,10 @@ _PAGE = 4096
 
 def check(setup: Setup, outcome: Outcome) -> None:
     """Compare answers with those of the same queries passed directly. Raises AssertionError if they differ."""
+    if not setup.on_gpu:
+        raise Skipped("the arena is in a GPU's memory")
     try:
-        from ipc.memory.device import DeviceMemory, HostMemory
+        from ipc.memory.cuda import CudaMemory
         from ipc.memory.shared import SharedMemory
         from ipc.native import atomics
         from ipc.session.device_arena import DeviceArena, arena_bytes
@@ -37,16 +39,10 @@ def check(setup: Setup, outcome: Outcome) -> None:
     queries = setup.data.queries[: 40 if setup.small else 1000]
     engine, params = setup.engine(min(64, setup.slots)), setup.params
     backend, spec = engine.backend(), (params.k, params.top_m, params.search_width, params.patience or 0)
-    admit = c_callable(backend.admit_in_place or backend.admit, 7)
+    admit = c_callable(backend.admit_in_place, 7)
     direct = run_load(engine, queries, params).ids
     size = arena_bytes(_SLOTS, queries.shape[1] * 4)
-    memory: DeviceMemory
-    if setup.on_gpu:
-        from ipc.memory.cuda import CudaMemory
-
-        memory = CudaMemory.create(size, setup.device)
-    else:
-        memory = HostMemory.create(size)
+    memory = CudaMemory.create(size, setup.device)
     arena = DeviceArena(memory, _SLOTS, queries.shape[1] * 4, _EPOCH)
     _, lease = arena.lease(_SLOTS)
     words = SharedMemory.create("trinity-words", _PAGE)
@@ -90,7 +86,6 @@ def check(setup: Setup, outcome: Outcome) -> None:
         ("queries from another process, same answers", f"{len(found)} of {len(queries)}"),
         ("client: write vector and word, p50", micros(float(np.median(write_s)))),
         ("pool: wait until it is written, admit in place, p50", micros(float(np.median(took)))),
-        ("through CUDA IPC", "yes" if setup.on_gpu else "skipped: no GPU (host memory instead)"),
     ):
         outcome.add(what, value)
 
@@ -100,16 +95,15 @@ def _client(
 ) -> None:
     """Write each query to the arena and send its slot; wait for the answer before the next one.
 
-    On a GPU the queries are in its memory already, like the output of an embedder on the device.
+    The queries are in the GPU's memory already, like the output of an embedder on the device.
     """
-    from ipc.memory.device import CudaReference, Source
+    from ipc.memory.cuda import CudaMemory
     from ipc.memory.shared import SharedMemory
-    from ipc.session.device_arena import LeasedSlots, open_memory
+    from ipc.session.device_arena import LeasedSlots
 
-    memory, shared = open_memory(reference, device), SharedMemory.open(words, max_size=_PAGE, writable=True)
+    memory, shared = CudaMemory.open(reference, device), SharedMemory.open(words, max_size=_PAGE, writable=True)
     slots, word = LeasedSlots(memory, lease), memory.reach(shared.address, _PAGE)
-    sources: list[Source] = list(np.ascontiguousarray(queries, np.float32))
-    held = _on_gpu(device, sources) if isinstance(reference, CudaReference) else None
+    held, sources = _on_gpu(device, np.ascontiguousarray(queries, np.float32))
     times = []
     for number, source in enumerate(sources, 1):
         begin = time.perf_counter()
@@ -120,21 +114,17 @@ def _client(
         slots.release(slot)
     slots.close()
     shared.close()
-    if held is not None:
-        held.close()
+    held.close()
     pipe.send(times)
 
 
-def _on_gpu(device: str, sources: list[Any]) -> Any:
-    """Copy host arrays of one size to a GPU; `sources` become spans of its memory."""
+def _on_gpu(device: str, rows: npt.NDArray[np.float32]) -> tuple[Any, list[Any]]:
+    """Copy rows to a GPU. Return their memory, and where each lies."""
     from ipc.memory.cuda import CudaMemory
     from ipc.memory.device import DeviceSpan
 
-    each = sources[0].nbytes
-    held = CudaMemory.create(each * len(sources), device)
-    address = held.__cuda_array_interface__["data"][0]
-    for number, row in enumerate(sources):
-        held.write(number * each, row)
-        sources[number] = DeviceSpan(address + number * each, each)
+    each = rows[0].nbytes
+    held = CudaMemory.create(rows.nbytes, device)
+    held.write(0, rows)
     held.flush()
-    return held
+    return held, [DeviceSpan(held.address + number * each, each) for number in range(len(rows))]
