@@ -108,7 +108,7 @@ def test_a_document_without_a_vector_is_embedded_and_one_with_a_vector_is_not(
     [
         ({"documents": []}, "at least one element"),
         ({"documents": [{"id": "a"}] * 4097}, "documents has 4097 elements, the limit is 4096 per request"),
-        ({"documents": [None]}, "a document must be an object, not null"),
+        ({"documents": [None]}, "documents[0] must be an object, not null"),
         ({"documents": [{"id": None}]}, "documents[0].id is missing"),
         ({"documents": [{"id": "a", "attributes": []}]}, "documents[0].attributes must be an object, not an array"),
         ({"documents": [{"id": "a", "attributes": {"x": None}}]}, "attribute 'x' is null"),

@@ -1,15 +1,14 @@
 """Request bodies as strict pydantic models (parsed by `parsing.py`), and their conversion to the workers' messages."""
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from runtime.errors import InvalidFilter, InvalidRequest
 from runtime.node.retrieval_config import ProbeMode, ProbesSection
 from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
-from runtime.serving.http import unsupported_fields
-from runtime.serving.http.parsing import field_error, given, json_name, suggestion, without_null
+from runtime.serving.http.parsing import StrictModel, field_error, given, json_name
 from runtime.serving.http.ranking import RerankOptions
 from runtime.serving.messages import Message, Retrieval, Sampling
 from runtime.serving.triggers import make_trigger, trigger_type
@@ -21,6 +20,7 @@ MAX_TOKENS = 2**31 - 1
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_PRIORITY, MAX_TIER = 1000, 15
 _TIER_S = 100_000  # more than any two priorities and waits differ by
+_HINTS = ("cache_control", "prompt_cache_breakpoint")  # of content parts: prefix caching is automatic
 DEFAULT_HYBRID = 0.5  # weight of the keyword search with `hybrid: true`
 
 
@@ -93,7 +93,7 @@ def _validate_content(value: object) -> object:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise field_error('content parts must be {"type": "text", "text": ...}; others are not supported')
         for name in part.keys() - {"type", "text"}:
-            if f"messages[].content[].{name}" not in unsupported_fields.IGNORED:
+            if name not in _HINTS:
                 raise field_error(f"content parts with {name[:64]!r} are not supported")
         texts.append(part["text"])
     return "".join(texts)
@@ -117,36 +117,12 @@ def chat_message(value: object) -> object:
     return {name: entry for name, entry in value.items() if name in ("role", "content")}
 
 
-def _validate_stream_options(value: object) -> object:
-    if not isinstance(value, dict):
-        raise field_error(f"stream_options must be an object, not {json_name(value)}")
-    for name in value.keys() - StreamOptions.model_fields:
-        try:
-            known = value[name] is None or unsupported_fields.accept(f"stream_options.{name}", value[name])
-        except InvalidRequest as error:
-            raise field_error(error.message) from None
-        if not known:
-            near = suggestion(name, StreamOptions.model_fields)
-            raise field_error(f"stream_options: unknown field {name[:64]!r}{near}")
-    return value
-
-
-def _validate_retrieval(value: object) -> object:
-    if value is False:
-        return None
-    if not isinstance(value, dict):
-        raise field_error(f"retrieval must be false or an object with a collection, not {json_name(value)}")
-    known = without_null(value)
-    for name in known:
-        if name not in RetrievalOptions.model_fields:
-            raise field_error(f"retrieval has no field {name[:64]!r}{suggestion(name, RetrievalOptions.model_fields)}")
-    return known
+def _false_is_none(value: object) -> object:
+    return None if value is False else value
 
 
 def _validate_rerank(value: object) -> object:
-    if isinstance(value, bool):
-        return {} if value else None
-    return without_null(value) if isinstance(value, dict) else value
+    return {} if value is True else _false_is_none(value)
 
 
 RerankField = Annotated[RerankOptions | None, BeforeValidator(_validate_rerank)]
@@ -156,17 +132,12 @@ RerankField = Annotated[RerankOptions | None, BeforeValidator(_validate_rerank)]
 # ---- bodies
 
 
-class StrictModel(BaseModel):
-    """Base of bodies: no conversion between types, no NaN."""
-
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class StreamOptions(StrictModel):
+class StreamOptions(StrictModel, extra="forbid"):
     """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` the usage so far to every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] = False
 
 
 class ProbeOptions(StrictModel):
@@ -200,7 +171,7 @@ class ProbeOptions(StrictModel):
         return every_tokens, self.probe_mode or probes.mode, trigger, threshold
 
 
-class RetrievalOptions(ProbeOptions):
+class RetrievalOptions(ProbeOptions, extra="forbid"):
     """Retrieval of `k` passages of `collection` before prefill, and by probes, which insert at most `probe_tokens`
     tokens each.
 
@@ -256,16 +227,16 @@ class GenerateBody(Prioritized):
 
     model: str
     stream: bool = False
-    stream_options: Annotated[StreamOptions | None, BeforeValidator(_validate_stream_options)] = None
+    stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[str], BeforeValidator(_validate_stop)] = []
+    stop: Annotated[list[str], BeforeValidator(_validate_stop)] = Field([])
     ignore_eos: bool = False
     return_token_ids: bool = False
     answer_cache: bool = True
-    retrieval: Annotated[RetrievalOptions | None, BeforeValidator(_validate_retrieval)] = None
+    retrieval: Annotated[RetrievalOptions | None, BeforeValidator(_false_is_none)] = None
 
     def token_limit(self, default: int) -> int:
         """Return the maximum number of answer tokens; `default` if the body has none."""

@@ -1,6 +1,6 @@
 """Parsing of JSON bodies into pydantic models, with errors that name the parameter and the value.
 
-A null field counts as absent. `unsupported_fields.py` lists the fields of OpenAI and vLLM that Trinity does not
+`unsupported_fields.py` lists the fields of OpenAI and vLLM that Trinity does not
 support; any other unknown field is refused with the name of the nearest known one.
 """
 
@@ -8,11 +8,11 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from runtime.errors import InvalidRequest
-from runtime.serving.http import unsupported_fields
+from runtime.serving.http.unsupported_fields import supported_fields
 
 _CUSTOM = "trinity"
 _TYPE_ERRORS = {"model_type": "must be an object", "dict_type": "must be an object", "list_type": "must be an array"}
@@ -21,13 +21,29 @@ _TYPE_ERRORS = {"model_type": "must be an object", "dict_type": "must be an obje
 Body = TypeVar("Body", bound=BaseModel)
 
 
+class StrictModel(BaseModel):
+    """Base of bodies: no conversion between types, no NaN, and a null field counts as absent."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, value: object) -> object:
+        return without_null(value) if isinstance(value, dict) else value
+
+
 def parse(model: type[Body], body: bytes) -> Body:
     """Parse a JSON body into a model. Raises InvalidRequest that names the parameter."""
-    known = without_null(parse_object(body))
-    for name in [name for name in known if name not in model.model_fields]:
-        if not unsupported_fields.accept(name, known.pop(name)):
+    return validate(model, parse_fields(model, body))
+
+
+def parse_fields(model: type[BaseModel], body: bytes) -> dict[str, Any]:
+    """Parse a JSON body into the fields of a model. Raises InvalidRequest for others, unless they have no effect."""
+    found = supported_fields(parse_object(body), model.model_fields)
+    for name in found:
+        if name not in model.model_fields:
             raise InvalidRequest(f"unknown field {name[:64]!r}{suggestion(name, model.model_fields)}", name[:64])
-    return validate(model, known)
+    return found
 
 
 def without_null(fields: dict[str, Any]) -> dict[str, Any]:

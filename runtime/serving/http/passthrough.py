@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from runtime.errors import InvalidRequest
-from runtime.serving.http import unsupported_fields
 from runtime.serving.http.api_types import ChatLimits, CompletionBody, GenerateBody
-from runtime.serving.http.parsing import parse_object, validate
+from runtime.serving.http.parsing import parse_object, validate, without_null
+from runtime.serving.http.unsupported_fields import NEUTRAL, is_set
 from runtime.serving.messages import Message
 
 Passthrough = TypeVar("Passthrough", bound=GenerateBody)
@@ -28,8 +28,7 @@ _SINGLE_REQUEST = (
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search"),
     *("continue_final_message", "add_generation_prompt"),
 )
-_NEUTRAL = {name: field.neutral for name, field in unsupported_fields.UNSUPPORTED.items()}
-_NEUTRAL |= dict.fromkeys(("tool_choice", "function_call"), ("none", "auto"))
+_NEUTRAL = NEUTRAL | dict.fromkeys(("tool_choice", "function_call"), ("none", "auto"))
 # Only bodies without other fields use the answer cache: any other field might change the answer.
 _CACHEABLE = frozenset(
     {
@@ -62,7 +61,7 @@ def parse_passthrough(model: type[Passthrough], body: bytes) -> tuple[Passthroug
 
     Raises InvalidRequest that names the parameter, also for a field that resembles one of Trinity's.
     """
-    sent = {name: value for name, value in parse_object(body).items() if value is not None}
+    sent = without_null(parse_object(body))
     for name in sent:
         near = difflib.get_close_matches(name, TRINITY_FIELDS, n=1, cutoff=0.8)
         if near and name not in TRINITY_FIELDS:
@@ -79,7 +78,7 @@ def single_request_field(sent: Mapping[str, Any]) -> str:
 def first_set(sent: Mapping[str, Any], names: Iterable[str]) -> str:
     """Return the first of the fields that has a value other than a neutral one; "" if none has."""
     present = (name for name in names if sent.get(name) is not None)
-    return next((name for name in present if unsupported_fields.is_set(sent[name], _NEUTRAL.get(name, ()))), "")
+    return next((name for name in present if is_set(sent[name], _NEUTRAL.get(name, ()))), "")
 
 
 def is_cacheable(sent: dict[str, Any]) -> bool:

@@ -3,20 +3,19 @@
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from runtime.errors import InvalidRequest
 from runtime.retrieval.passages import RERANKED
 from runtime.retrieval.search.query import Rerank
+from runtime.serving.http.parsing import StrictModel
 
 _DEFAULT_RANKERS = ("auto", "default-2024-11-15", "default_2024_08_21")
 """OpenAI's names, which here mean the node's reranker, if it has one."""
 
 
-class RerankOptions(BaseModel):
+class RerankOptions(StrictModel, extra="forbid"):
     """`rerank` of a search or of a chat's `retrieval`."""
-
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="forbid")
 
     timeout_s: float | None = Field(None, gt=0, le=60)
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
-from runtime.serving.http.api_types import MAX_TOKENS, Hybrid, RerankField, StrictModel, filter_at
-from runtime.serving.http.parsing import field_error, json_name, parse
+from runtime.serving.http.api_types import MAX_TOKENS, Hybrid, RerankField, filter_at
+from runtime.serving.http.parsing import StrictModel, field_error, json_name, parse
 
 FLOAT32_MAX = 3.4028234663852886e38
 

@@ -1,98 +1,55 @@
-"""Body fields of OpenAI and vLLM that Trinity does not support: refused unless they have a neutral value.
+"""Body fields of OpenAI, vLLM, Cohere and Jina that Trinity does not support: refused unless they change nothing.
 
-`docs/http.md` contains the same two tables; a test compares them with `unsupported_table` and `ignored_table`.
+`docs/http.md` contains the same table and list; a test compares them with `unsupported_table` and `IGNORED`.
 """
 
 import json
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from runtime.errors import InvalidRequest
 
+_NAMES_BY_VALUES: tuple[tuple[tuple[object, ...], str], ...] = (
+    (
+        (),
+        "access_programs audio cache_salt chat_template context_management conversation image max_tokens_per_doc "
+        "moderation prediction prompt prompt_logprobs request_id structured_outputs web_search_options",
+    ),
+    (
+        (False,),
+        "background continue_final_message echo include_stop_str_in_output logprobs no_stop_trim return_embeddings "
+        "return_hidden_states store use_beam_search",
+    ),
+    (
+        (True,),
+        "activation add_generation_prompt skip_special_tokens softmax_normalize spaces_between_special_tokens "
+        "use_activation",
+    ),
+    ((0,), "frequency_penalty min_p min_tokens presence_penalty priority top_logprobs"),
+    ((1,), "best_of length_penalty max_chunks_per_doc n repetition_penalty"),
+    ((-1,), "truncate_prompt_tokens"),
+    ((0, -1), "top_k"),
+    (("",), "suffix"),
+    (("none",), "function_call reasoning_effort tool_choice"),
+    (("auto", "default"), "service_tier"),
+    (("disabled", True), "truncation"),
+    (("medium",), "verbosity"),
+    (([],), "allowed_token_ids bad_words documents functions stop_token_ids tools"),
+    (([], ["text"]), "rank_fields"),
+    ((["text"],), "modalities"),
+    (({},), "chat_template_kwargs logit_bias mm_processor_kwargs reasoning"),
+    (({"type": "text"},), "response_format"),
+    (({}, {"format": {"type": "text"}}), "text"),
+)
+NEUTRAL = {name: values for values, names in _NAMES_BY_VALUES for name in names.split()}
+"""Unsupported fields, and the values with which they have no effect."""
 
-@dataclass(frozen=True, slots=True)
-class UnsupportedField:
-    """A field that would change the answer or its storage. `neutral`: the values with which it has no effect."""
-
-    reason: str
-    neutral: tuple[object, ...] = ()
-
-
-_SINGLE = "a request has one choice"
-_SAMPLING = "sampling supports temperature and top_p only"
-_TOOLS = "tools are not supported"
-_LOGPROBS = "log probabilities are not returned"
-_TEXT = "answers are text"
-_TEMPLATE = "the model's own chat template is applied to all turns"
-_TOKENS = "the text excludes special tokens, and the tokenizer determines spaces"
-
-UNSUPPORTED: dict[str, UnsupportedField] = {
-    "n": UnsupportedField(_SINGLE, (1,)),
-    "best_of": UnsupportedField(_SINGLE, (1,)),
-    "use_beam_search": UnsupportedField(_SINGLE, (False,)),
-    "length_penalty": UnsupportedField("beam search is not supported", (1,)),
-    "echo": UnsupportedField("the prompt is not returned", (False,)),
-    "suffix": UnsupportedField("insertion before a suffix is not supported", ("",)),
-    "logprobs": UnsupportedField(_LOGPROBS, (False,)),
-    "top_logprobs": UnsupportedField(_LOGPROBS, (0,)),
-    "prompt_logprobs": UnsupportedField(_LOGPROBS),
-    "logit_bias": UnsupportedField(_SAMPLING, ({},)),
-    "presence_penalty": UnsupportedField(_SAMPLING, (0,)),
-    "frequency_penalty": UnsupportedField(_SAMPLING, (0,)),
-    "repetition_penalty": UnsupportedField(_SAMPLING, (1,)),
-    "top_k": UnsupportedField(_SAMPLING, (0, -1)),
-    "min_p": UnsupportedField(_SAMPLING, (0,)),
-    "min_tokens": UnsupportedField("an answer may end at any token; with ignore_eos it continues to max_tokens", (0,)),
-    "stop_token_ids": UnsupportedField("only stop strings are supported", ([],)),
-    "include_stop_str_in_output": UnsupportedField("an answer ends before its stop string", (False,)),
-    "bad_words": UnsupportedField(_SAMPLING, ([],)),
-    "allowed_token_ids": UnsupportedField(_SAMPLING, ([],)),
-    "tools": UnsupportedField(_TOOLS, ([],)),
-    "functions": UnsupportedField(_TOOLS, ([],)),
-    "tool_choice": UnsupportedField(_TOOLS, ("none",)),
-    "function_call": UnsupportedField(_TOOLS, ("none",)),
-    "parallel_tool_calls": UnsupportedField(_TOOLS, (False,)),
-    "response_format": UnsupportedField("structured output is not supported", ({"type": "text"},)),
-    "structured_outputs": UnsupportedField("structured output is not supported"),
-    "modalities": UnsupportedField(_TEXT, (["text"],)),
-    "audio": UnsupportedField(_TEXT),
-    "reasoning_effort": UnsupportedField("reasoning effort cannot be set", ("none",)),
-    "verbosity": UnsupportedField("only max_tokens limits the answer's length", ("medium",)),
-    "web_search_options": UnsupportedField("web search is not supported; retrieval searches the node's collections"),
-    "documents": UnsupportedField("use retrieval to search a collection", ([],)),
-    "prediction": UnsupportedField("predicted outputs are not supported"),
-    "moderation": UnsupportedField("moderation is not supported"),
-    "store": UnsupportedField("answers are not stored for later requests", (False,)),
-    "service_tier": UnsupportedField("there is only one tier", ("auto", "default")),
-    "prompt_cache_retention": UnsupportedField("cached prefixes are evicted by LRU", ("in_memory",)),
-    "prompt_cache_options": UnsupportedField("prefix caching is automatic", ({}, {"mode": "implicit"})),
-    "cache_salt": UnsupportedField("the API key determines the sharing of the prefix cache"),
-    "truncate_prompt_tokens": UnsupportedField("prompts are not truncated"),
-    "chat_template": UnsupportedField(_TEMPLATE),
-    "chat_template_kwargs": UnsupportedField(_TEMPLATE, ({},)),
-    "add_generation_prompt": UnsupportedField(_TEMPLATE, (True,)),
-    "continue_final_message": UnsupportedField(_TEMPLATE, (False,)),
-    "skip_special_tokens": UnsupportedField(_TOKENS, (True,)),
-    "spaces_between_special_tokens": UnsupportedField(_TOKENS, (True,)),
-    "no_stop_trim": UnsupportedField("an answer ends before its stop string", (False,)),
-    "return_hidden_states": UnsupportedField("hidden states are not returned", (False,)),
-    "request_id": UnsupportedField("use the header x-request-id"),
-    "stream_options.include_obfuscation": UnsupportedField("events are not padded", (False,)),
-}
-
-IGNORED: dict[str, str] = {
-    "user": "clients are identified by their API keys",
-    "safety_identifier": "clients are identified by their API keys",
-    "metadata": "answers are not stored",
-    "separate_reasoning": "answers have no separate reasoning",
-    "stream_reasoning": "answers have no separate reasoning",
-    "include_reasoning": "answers have no separate reasoning",
-    "prompt_cache_key": "routing is prefix-aware anyway",
-    "messages[].name": "chat templates use only roles",
-    "messages[].content[].cache_control": "prefix caching is automatic",
-    "messages[].content[].prompt_cache_breakpoint": "prefix caching is automatic",
-}
+IGNORED = frozenset((
+    *("additional_data", "include_reasoning", "max_tool_calls", "metadata", "parallel_tool_calls", "prompt_cache_key"),
+    *("prompt_cache_options", "prompt_cache_retention", "safety_identifier", "separate_reasoning", "stream_options"),
+    *("stream_reasoning", "user"),
+))  # fmt: skip
+"""Fields that change no answer, whatever their value."""
 
 
 def is_set(value: object, neutral: tuple[object, ...]) -> bool:
@@ -101,51 +58,27 @@ def is_set(value: object, neutral: tuple[object, ...]) -> bool:
     return not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
-def accept(name: str, value: object) -> bool:
-    """Return whether the field is known and has no effect. Raises InvalidRequest if it is unsupported."""
-    if name in IGNORED:
-        return True
-    refused = UNSUPPORTED.get(name)
-    if refused is None:
-        return False
-    if is_set(value, refused.neutral):
-        allowed = " or ".join(json.dumps(neutral) for neutral in refused.neutral)
-        raise InvalidRequest(
-            f"{name} is not supported" + (f" other than {allowed}" if allowed else "") + f": {refused.reason}", name
-        )
-    return True
+def supported_fields(sent: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
+    """Return the `known` fields of a body, and those that are known nowhere. Null ones are absent.
 
-
-def without_unsupported(
-    sent: Mapping[str, Any],
-    known: Container[str],
-    neutral: Mapping[str, tuple[object, ...]],
-    ignored: Container[str],
-) -> dict[str, Any]:
-    """Return the `known` fields of a body that are not null. `neutral`: unsupported ones, and the values with which
-    they have no effect. Raises InvalidRequest for those with another value, and for fields in none of the three."""
+    Raises InvalidRequest for an unsupported field with another value than a neutral one.
+    """
     found = {}
     for name, value in sent.items():
-        if value is None or name in ignored:
+        if value is None:
             continue
-        if name in known:
+        if name in known or (name not in NEUTRAL and name not in IGNORED):
             found[name] = value
-        elif name not in neutral:
-            raise InvalidRequest(f"unknown field {name[:64]!r}", name[:64])
-        elif is_set(value, neutral[name]):
-            raise InvalidRequest(f"{name} is not supported", name)
+        elif name in NEUTRAL and is_set(value, NEUTRAL[name]):
+            allowed = " or ".join(json.dumps(neutral) for neutral in NEUTRAL[name])
+            raise InvalidRequest(f"{name} is not supported" + (f" other than {allowed}" if allowed else ""), name)
     return found
 
 
 def unsupported_table() -> str:
-    """Return Markdown: field, accepted values, reason for refusing others."""
-    rows = ["| field | accepted | other values are refused: |", "|---|---|---|"]
-    for name, field in UNSUPPORTED.items():
-        passes = ", ".join(f"`{json.dumps(neutral)}`" for neutral in field.neutral) or "–"
-        rows.append(f"| `{name}` | {passes} | {field.reason} |")
+    """Return Markdown: accepted values, fields."""
+    rows = ["| accepted | fields |", "|---|---|"]
+    for values, names in _NAMES_BY_VALUES:
+        allowed = ", ".join(f"`{json.dumps(value)}`" for value in values) or "–"
+        rows.append(f"| {allowed} | {', '.join(f'`{name}`' for name in names.split())} |")
     return "\n".join(rows) + "\n"
-
-
-def ignored_table() -> str:
-    """Return Markdown: field, why it has no effect."""
-    return "\n".join(["| field | |", "|---|---|", *(f"| `{name}` | {why} |" for name, why in IGNORED.items())]) + "\n"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,9 +12,9 @@ from runtime.errors import InvalidRequest
 from runtime.retrieval.collections.validation import MAX_BATCH, UpsertDocument
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.access import access_of
-from runtime.serving.http.api_types import StrictModel, filter_at
+from runtime.serving.http.api_types import filter_at
 from runtime.serving.http.middleware import ReadBody
-from runtime.serving.http.parsing import field_error, json_name, parse, without_null
+from runtime.serving.http.parsing import StrictModel, field_error, parse
 from runtime.serving.http.responses import Json, json_response
 
 
@@ -31,16 +31,8 @@ def _batch_of(name: str) -> Callable[[object], object]:
     return validate
 
 
-def _validate_document(value: object) -> object:
-    if not isinstance(value, dict):
-        raise field_error(f"a document must be an object, not {json_name(value)}")
-    return without_null(value)
-
-
-class Document(StrictModel):
+class Document(StrictModel, extra="forbid"):
     """A document to store. Without a `vector` its title and text are embedded."""
-
-    model_config = ConfigDict(extra="forbid")
 
     id: str
     text: str = ""
@@ -52,9 +44,7 @@ class Document(StrictModel):
 class PutBody(StrictModel):
     """PUT /v1/collections/{name}/documents."""
 
-    documents: Annotated[
-        list[Annotated[Document, BeforeValidator(_validate_document)]], BeforeValidator(_batch_of("documents"))
-    ]
+    documents: Annotated[list[Document], BeforeValidator(_batch_of("documents"))]
 
 
 class DeleteBody(StrictModel):

@@ -13,9 +13,9 @@ from runtime.retrieval.embedding.embedder import Embedder, Vectors
 from runtime.retrieval.fair_gate import FairLimit
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.access import access_of
-from runtime.serving.http.api_types import MAX_TOKENS, StrictModel
+from runtime.serving.http.api_types import MAX_TOKENS
 from runtime.serving.http.middleware import Application, ReadBody
-from runtime.serving.http.parsing import field_error, parse
+from runtime.serving.http.parsing import StrictModel, field_error, parse
 from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import Json, json_response
 from runtime.serving.http.service import CollectionCatalogue

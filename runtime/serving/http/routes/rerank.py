@@ -14,30 +14,14 @@ from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.retrieval_steps import Until
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.access import access_of
-from runtime.serving.http.api_types import MAX_TOKENS, StrictModel
+from runtime.serving.http.api_types import MAX_TOKENS
 from runtime.serving.http.middleware import Application, ReadBody, request_id
-from runtime.serving.http.parsing import check_bytes, field_error, json_name, parse_object, validate
+from runtime.serving.http.parsing import StrictModel, check_bytes, field_error, json_name, parse
 from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import Json, json_response
-from runtime.serving.http.unsupported_fields import without_unsupported
 
 MAX_DOCUMENTS = 1024
 PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "max_chunks_per_doc": (1,),  # Cohere
-    "max_tokens_per_doc": (),
-    "rank_fields": ([], ["text"]),
-    "priority": (0,),
-    "return_embeddings": (False,),  # Jina
-    "truncation": (True,),
-    "truncate_prompt_tokens": (-1,),  # vLLM
-    "softmax_normalize": (True,),
-    "use_activation": (True,),
-    "activation": (True,),
-    "mm_processor_kwargs": ({},),
-}
-"""Unsupported fields of these servers, and the values with which they have no effect."""
-_IGNORED = frozenset(("user", "request_id", "additional_data", "cache_salt"))
 
 
 def _validate_documents(value: object) -> object:
@@ -60,13 +44,15 @@ def _text(document: object, number: int) -> str:
 
 
 class RerankBody(StrictModel):
-    """POST /v1/rerank. `top_n` 0: all documents, as in vLLM."""
+    """POST /v1/rerank. `top_n` 0: all documents, as in vLLM, whose `request_id` and `cache_salt` have no effect."""
 
     model: str | None = None
     query: str = Field(min_length=1)
     documents: Annotated[list[str], BeforeValidator(_validate_documents)]
     top_n: int = Field(0, ge=0, le=MAX_TOKENS)
     return_documents: bool = True
+    request_id: Any = None
+    cache_salt: Any = None
 
 
 class RerankRoute:
@@ -87,8 +73,7 @@ class RerankRoute:
             app.limits[path] = self._limit
 
     async def rerank(self, http: Request) -> Response:
-        sent = parse_object(await self._read(http))
-        body = validate(RerankBody, without_unsupported(sent, RerankBody.model_fields, _NEUTRAL, _IGNORED))
+        body = parse(RerankBody, await self._read(http))
         reranking = self._reranking
         if reranking is None:
             raise UnknownModel("this node has no reranker: set model in [rerank] of its configuration", "model")

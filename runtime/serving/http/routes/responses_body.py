@@ -6,33 +6,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from runtime.serving.http.api_types import MAX_TOKENS, Prioritized, ProbeOptions, filter_at
-from runtime.serving.http.parsing import field_error, json_name, parse_object, validate, without_null
+from runtime.serving.http.parsing import field_error, json_name, parse_fields, validate, without_null
 from runtime.serving.http.routes.store_objects import Metadata
-from runtime.serving.http.routes.vector_stores import RankingOptions, validate_ranking
-from runtime.serving.http.unsupported_fields import without_unsupported
+from runtime.serving.http.routes.vector_stores import RankingOptions
 
 _TEXTS = ("input_text", "output_text", "text")
 MAX_INPUT_FILES = 16  # each is read anew
 RESULTS = "file_search_call.results"
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "background": (False,),
-    "truncation": ("disabled",),
-    "text": ({}, {"format": {"type": "text"}}),
-    "reasoning": ({},),
-    "top_logprobs": (0,),
-    "service_tier": ("auto", "default"),
-    "conversation": (),
-    "prompt": (),
-    "context_management": (),
-    "moderation": (),
-    "image": (),
-    "access_programs": (),
-}
-"""Unsupported fields, and the values with which they have no effect."""
-_IGNORED = frozenset((
-    "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
-    "parallel_tool_calls", "max_tool_calls", "stream_options",
-))  # fmt: skip
 
 
 class InputFile(NamedTuple):
@@ -103,7 +83,7 @@ def _validate_tools(value: object) -> object:
             raise field_error(f"the tool {str(kind)[:64]!r} is not supported, only file_search")
     if len(value) > 1:
         raise field_error(f"tools has {len(value)} file_search tools, the limit is 1, with several vector stores")
-    return [without_null(tool) for tool in value]
+    return value
 
 
 def _validate_choice(value: object) -> object:
@@ -127,7 +107,7 @@ class FileSearchTool(ProbeOptions, extra="forbid"):
     vector_store_ids: list[str] = Field(min_length=1)
     max_num_results: int = Field(4, ge=1, le=MAX_TOKENS)
     filters: Annotated[Any, BeforeValidator(filter_at("tools[0].filters"))] = None
-    ranking_options: Annotated[RankingOptions | None, BeforeValidator(validate_ranking)] = None
+    ranking_options: RankingOptions | None = None
     probe_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
 
 
@@ -158,5 +138,5 @@ class ResponsesBody(Prioritized):
 def parse_responses(content: bytes) -> tuple[ResponsesBody, dict[str, Any]]:
     """Parse a body; return also its fields that another engine gets as they are. Raises InvalidRequest that names the
     parameter."""
-    sent = without_unsupported(parse_object(content), ResponsesBody.model_fields, _NEUTRAL, _IGNORED)
+    sent = parse_fields(ResponsesBody, content)
     return validate(ResponsesBody, sent), {name: sent[name] for name in Prioritized.model_fields if name in sent}

@@ -9,8 +9,7 @@ from starlette.responses import Response
 from runtime.retrieval.stores.catalogue import Usage
 from runtime.retrieval.stores.records import Batch, Chunking, Store, StoreFile
 from runtime.retrieval.stores.service import Stores
-from runtime.serving.http.api_types import StrictModel
-from runtime.serving.http.parsing import field_error, json_name
+from runtime.serving.http.parsing import StrictModel, field_error, json_name
 from runtime.serving.http.responses import Json, json_response
 
 STORE_PREFIX = "vs_"

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.serving.http.api_types import ChatMessage, StrictModel, chat_message
+from runtime.serving.http.api_types import ChatMessage, chat_message
 from runtime.serving.http.middleware import ReadBody
-from runtime.serving.http.parsing import check_bytes, parse_object, validate, without_null
+from runtime.serving.http.parsing import StrictModel, check_bytes, parse_object, validate
 from runtime.serving.http.responses import json_response
 from runtime.serving.messages import Message
 
@@ -35,7 +35,7 @@ class TokenizeBody(StrictModel):
     @classmethod
     def parse(cls, body: bytes) -> Self:
         """Parse JSON and ignore unknown fields. Raises InvalidRequest."""
-        fields = without_null(parse_object(body))
+        fields = parse_object(body)
         read = validate(cls, {name: value for name, value in fields.items() if name in cls.model_fields})
         if (read.prompt is None) == (read.messages is None):
             raise InvalidRequest("set either prompt or messages", "prompt")

@@ -26,9 +26,9 @@ from runtime.retrieval.stores.collection import FILE, STORE
 from runtime.retrieval.stores.records import Store, new_id
 from runtime.retrieval.stores.service import NewEntry, Stores
 from runtime.serving.http.access import Access, access_of
-from runtime.serving.http.api_types import MAX_TOKENS, StrictModel, filter_at
+from runtime.serving.http.api_types import MAX_TOKENS, filter_at
 from runtime.serving.http.middleware import ReadBody, client_id_of, request_id
-from runtime.serving.http.parsing import check_bytes, field_error, parse, parse_object, without_null
+from runtime.serving.http.parsing import StrictModel, check_bytes, field_error, parse, parse_object
 from runtime.serving.http.ranking import Ranker, ranking_json
 from runtime.serving.http.response_memory import UnsentResponse, unsent_response
 from runtime.serving.http.responses import Json, json_response, passages_response
@@ -57,17 +57,6 @@ def _validate_query(value: object) -> object:
     return queries
 
 
-def validate_ranking(value: object) -> object:
-    """Validate ranking_options: refuse fields that are not supported."""
-    if not isinstance(value, dict):
-        raise field_error("ranking_options must be an object")
-    options = without_null(value)
-    for name in options:
-        if name not in RankingOptions.model_fields:
-            raise field_error(f"ranking_options: {name[:64]!r} is not supported")
-    return options
-
-
 def _validate_rewriting(value: object) -> object:
     if value is not False:
         raise field_error("rewrite_query is not supported other than false: queries are not rewritten")
@@ -87,7 +76,7 @@ class HybridSearch(StrictModel, extra="forbid"):
         return self.text_weight / total if total else 0.0
 
 
-class RankingOptions(StrictModel):
+class RankingOptions(StrictModel, extra="forbid"):
     """Results with a score below `score_threshold` are omitted. `timeout_s`: of the reranking."""
 
     ranker: str = "auto"
@@ -110,7 +99,7 @@ class StoreSearchBody(StrictModel):
 
     query: Annotated[list[str], BeforeValidator(_validate_query)]
     max_num_results: int = Field(10, ge=1, le=MAX_TOKENS)
-    ranking_options: Annotated[RankingOptions | None, BeforeValidator(validate_ranking)] = None
+    ranking_options: RankingOptions | None = None
     rewrite_query: Annotated[bool, BeforeValidator(_validate_rewriting)] = False
     filters: Annotated[Any, BeforeValidator(filter_at("filters"))] = None
 
