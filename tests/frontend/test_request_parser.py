@@ -36,8 +36,9 @@ def parse(data: bytes, cuts: list[int]) -> list[Received]:
 
     requests = Requests(on_head)
     for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
-        if begin < end:
-            requests.feed(data[begin:end])
+        part = data[begin:end]
+        while part:
+            part = requests.feed(part)
     return received
 
 

@@ -8,7 +8,7 @@ import asyncio
 import ipaddress
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,6 @@ from runtime.serving.http.responses import error_json, to_json
 
 log = logging.getLogger(__name__)
 
-_SLICE_BYTES = 4 << 10  # parsed at a time: bounds how many small requests are parsed before the first is answered
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
@@ -83,8 +82,8 @@ class HttpConfig(uvicorn.Config):
 class BoundedConnection(asyncio.Protocol):
     """One connection, created by uvicorn's server with an `HttpConfig`.
 
-    httptools parses requests; they are answered in order, each when its head is complete. Of those that a client sends
-    without waiting for an answer (pipelining) a few are parsed ahead, then reading pauses.
+    httptools parses requests; each is answered when its head is complete. One that a client sends without waiting for
+    the answer before (pipelining) is parsed after that; meanwhile reading pauses.
     """
 
     transport: asyncio.Transport
@@ -102,9 +101,7 @@ class BoundedConnection(asyncio.Protocol):
         self._state = app_state | {"disconnect": self._disconnect}
         self._requests = Requests(self._begin)
         self._answering: Exchange | None = None
-        self._next: deque[Exchange] = deque()  # requests that wait for the answer before
-        self._unparsed = b""
-        self._refusal: TrinityError | None = None  # of what follows the requests above
+        self._unparsed = b""  # waits for the answer before
         self._peer = ""
         timeouts = config.timeouts
         self._head_timer = _Timer(self._loop, timeouts.head_s, self._head_timed_out)
@@ -131,7 +128,6 @@ class BoundedConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
         self._end_request()
-        self._next.clear()
         self._flow.resume_writing()
         for timer in (self._head_timer, self._idle_timer, self._send_timer):
             timer.cancel()
@@ -155,23 +151,19 @@ class BoundedConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._idle_timer.stop()
-        if self._next or self._refusal is not None:  # reading is paused: the transport had this already
+        try:
+            while data and (self._answering is None or not self._answering.arrived):
+                data = self._requests.feed(data)
+        except InvalidRequest as error:
+            arriving = self._requests.arriving
+            if arriving is not None and arriving.ended:
+                self._close()
+            else:
+                self._refuse(error)
+            return
+        if data:
             self._unparsed += data
             self._flow.pause_reading()  # also again, if the application waits for a disconnect
-        else:
-            self._parse(data)
-
-    def _parse(self, data: bytes) -> None:
-        for begin in range(0, len(data), _SLICE_BYTES):
-            if self._next:
-                self._unparsed = data[begin:]
-                self._flow.pause_reading()
-                break
-            try:
-                self._requests.feed(data[begin : begin + _SLICE_BYTES])
-            except InvalidRequest as error:
-                self._invalid(error)
-                return
         if self._answering is not None or self.transport.is_closing():
             self._head_timer.stop()
         elif self._requests.complete:  # the rest of a body that nobody read
@@ -181,11 +173,11 @@ class BoundedConnection(asyncio.Protocol):
             self._head_timer.start()  # unless it runs: received bytes do not restart it
 
     def _begin(self, head: Head) -> Body:
-        """Answer a request, refuse it, or let it wait; return where its body goes."""
+        """Answer a request or refuse it; return where its body goes."""
         raw_path, _, query = head.target.partition(b"?")
         path = unquote(path) if "%" in (path := raw_path.decode()) else path
         limit = None
-        if self._answering is None and not self._flow.write_paused:
+        if not self._flow.write_paused:
             try:
                 limit = self._config.admission.admit(head, path)
             except Overloaded as refusal:
@@ -201,17 +193,11 @@ class BoundedConnection(asyncio.Protocol):
             limit, keep_alive=head.keep_alive, expects_continue=head.expects_continue,
         )  # fmt: skip
         scope["state"] = {**self._state, "arrived_body": exchange.arrived_body}
-        if self._answering is None:
-            self._answer(exchange)
-        else:
-            self._next.append(exchange)
-        return exchange
-
-    def _answer(self, exchange: Exchange) -> None:
         self._answering = exchange
         task = self._loop.create_task(exchange.run(self._config.loaded_app))
         task.add_done_callback(self._server.tasks.discard)
         self._server.tasks.add(task)
+        return exchange
 
     def _answered(self) -> None:
         """Called by an exchange that has ended."""
@@ -219,34 +205,11 @@ class BoundedConnection(asyncio.Protocol):
         self._answering = None
         if self.transport.is_closing():
             return
-        if self._next:
-            self._answer(self._next.popleft())
-        elif self._requests.in_head:
-            self._head_timer.start()
-        else:
-            self._idle_timer.start()
-        if self._next:
-            return
-        if self._refusal is None:
-            self._flow.resume_reading()
-            data, self._unparsed = self._unparsed, b""
-            if data:
-                self.data_received(data)
-        elif self._answering is None:
-            self._refuse(self._refusal)
-
-    def _invalid(self, error: InvalidRequest) -> None:
-        """Refuse what cannot be parsed, after the answers to the requests before it."""
-        broken = self._requests.arriving  # whose body is invalid; None: a head
-        if self._next and self._next[-1] is broken:
-            self._next.pop()
-        if broken is not None and broken.ended:
-            self._close()
-        elif self._answering is None or self._answering is broken:
-            self._refuse(error)
-        else:
-            self._refusal = error
-            self._flow.pause_reading()
+        self._idle_timer.start()
+        self._flow.resume_reading()
+        data, self._unparsed = self._unparsed, b""
+        if data:
+            self.data_received(data)
 
     # ---- timeouts
 

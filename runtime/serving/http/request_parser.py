@@ -95,6 +95,7 @@ class Requests:
         self._left = 0  # bytes of a body of known length, or of a chunk
         self._chunked, self._line = False, b""
         self._between = 0  # bytes since the last part of a body, or the last end of a head
+        self._complete = False
         self._error: InvalidRequest | None = None
 
     @property
@@ -102,11 +103,15 @@ class Requests:
         """Whether all requests have arrived that have begun, and nothing after them."""
         return not self.in_head and self.arriving is None and not self._between
 
-    def feed(self, data: bytes) -> None:
-        """Parse more data. Raises `InvalidRequest` once; the connection has to end then."""
-        self._between += len(data)
-        while data and self._error is None:
+    def feed(self, data: bytes) -> bytes:
+        """Parse more data, up to the end of a request; return what follows it.
+
+        Raises `InvalidRequest` once; the connection has to end then.
+        """
+        self._complete = False
+        while data and self._error is None and not self._complete:
             part = self._next_part(data)
+            self._between += len(part)
             data = data[len(part) :]
             try:
                 self._parser.feed_data(part)
@@ -118,6 +123,7 @@ class Requests:
             self._error = HeadTooLarge(f"a request's head, or its trailers, exceed {_HEADER_BYTES} bytes")
         if self._error is not None:
             raise self._error
+        return data
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
@@ -191,8 +197,8 @@ class Requests:
     def on_message_complete(self) -> None:
         self._between, self._chunked = 0, False
         if self.arriving is not None and self._error is None:
-            self.arriving.end_body()
-            self.arriving = None
+            self._complete, arrived, self.arriving = True, self.arriving, None
+            arrived.end_body()
 
     def _checked_head(self) -> Head:
         """Return the head. Raises `InvalidRequest`, also for what a proxy in front could interpret differently (request
