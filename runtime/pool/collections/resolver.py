@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 from runtime.errors import DeadlineExceeded, InternalError, TrinityError
 from runtime.pool.collections.scopes import FilterableCollection, Finish
-from runtime.retrieval.attributes.evaluation import BoundedWork
+from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.fair_queue import FairQueue
 
 NEVER_NS = 1 << 62
@@ -180,7 +180,7 @@ class FilterResolver(Generic[W]):
 
         try:
             self._check_wanted(resolution, begin_ns)
-            resolution.outcome = resolution.filterable.evaluate(resolution.encoded, BoundedWork(check))
+            resolution.outcome = resolution.filterable.evaluate(resolution.encoded, Work(check))
         except TrinityError as error:
             resolution.outcome = error
         except Exception as error:  # the thread serves all others

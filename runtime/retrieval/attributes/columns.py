@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
-from runtime.retrieval.attributes.evaluation import BoundedWork, Work, evaluate
+from runtime.retrieval.attributes.evaluation import Work, evaluate
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.attributes.ordered import Bits, OrderedValues
 from runtime.retrieval.attributes.schema import AttributeType, Schema, holds
@@ -232,7 +232,7 @@ class Columns:
             column = self._columns.get(name)
             return absent if column is None else column.ordered(count)
 
-        return evaluate(filter, ordered, count, work or BoundedWork())
+        return evaluate(filter, ordered, count, work or Work())
 
     def strings(self, name: str, size: int) -> tuple[Sequence[str], NDArray[np.int32]]:
         """Return the strings of an attribute, ascending, and the number of its string for each of the first `size`

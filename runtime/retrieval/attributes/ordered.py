@@ -1,7 +1,6 @@
 """The values of one attribute in ascending order, so that a comparison is a range of them and needs no pass over rows.
 
-A value's *code* is its position in the order, from 1 on; 0 stands for "no value". A set of values is a bit for each
-code. Sets of one attribute are combined as bits; only the result is looked up for each row, once.
+A value's *code* is its position in the order, from 1 on; 0 stands for "no value".
 """
 
 import math
@@ -16,9 +15,7 @@ from runtime.retrieval.attributes.filters import Comparison
 from runtime.retrieval.attributes.schema import AttributeType
 
 Bits = NDArray[np.bool_]
-Packed = NDArray[np.uint8]
-"""A set of values, eight codes a byte: a filter may have a hundred sets of millions of values. The last bits mean
-nothing."""
+_FEW = 8  # values: more are looked up in a table, which takes about the time of so many comparisons
 _AT_ONCE = 1 << 18  # values of lists: the interpreter's lock is held meanwhile, less than 1 ms
 
 
@@ -37,9 +34,9 @@ class OrderedValues:
         rows: NDArray[np.int64],
         size: int,
     ) -> None:
-        self.size, self.universe = size, len(ascending) + 1
+        self.size, self._count = size, len(ascending)
         self.single = kind is not AttributeType.STRINGS
-        """Whether a row has at most one value, so that every combination of sets is a set."""
+        """Whether a row has at most one value."""
         self._ascending = ascending
         if self.single:
             self._codes = np.zeros(size, np.int32)
@@ -47,7 +44,7 @@ class OrderedValues:
         else:  # the rows of each code, one code after the other
             order = np.argsort(codes, kind="stable")
             self._rows = rows[order]  # int64: other indexes would be converted at each use
-            self._ends = np.cumsum(np.bincount(codes, minlength=self.universe))
+            self._ends = np.cumsum(np.bincount(codes, minlength=self._count + 1))
 
     @classmethod
     def absent(cls, size: int) -> "OrderedValues":
@@ -59,46 +56,49 @@ class OrderedValues:
         assert not isinstance(self._ascending, np.ndarray), "strings"
         return self._ascending, self._codes
 
-    def satisfying(self, comparison: Comparison) -> Packed:
-        """Return the set of values that satisfy a comparison."""
-        found = np.zeros(self.universe, bool)
-        for value in comparison.values:
-            begin, end = self._range(comparison.operator, value)
-            found[begin + 1 : end + 1] = True
-        return np.packbits(found)
-
-    def _unpacked(self, wanted: Packed) -> Bits:
-        return np.unpackbits(wanted, count=self.universe).view(bool)
-
-    def cost(self, wanted: Packed) -> int:
+    def cost(self, comparison: Comparison) -> int:
         """Return how many values `passing` reads or writes."""
-        return self.size if self.single else sum(end - begin for begin, end in self._spans(wanted))
-
-    def passing(self, wanted: Packed) -> Bits:
-        """Return whether each row has a value in a set, bool [size]."""
         if self.single:
-            held = self._unpacked(wanted)
-            changes = np.flatnonzero(held[1:] != held[:-1]) + 1
-            if held[0] or len(changes) > 2:
-                return held.take(self._codes)
-            begin, end = (*changes.tolist(), self.universe, self.universe)[:2]  # one range, as most: this is faster
-            if end == begin + 1:
-                return np.asarray(self._codes == begin)
-            return (self._codes >= begin) & (self._codes < end)
-        found = np.zeros(self.size, bool)
-        for first, end in self._spans(wanted):
-            for begin in range(first, end, _AT_ONCE):
-                found[self._rows[begin : min(begin + _AT_ONCE, end)]] = True
+            return self.size * min(len(comparison.values), _FEW)
+        return sum(int(self._ends[end] - self._ends[begin]) for begin, end in self._ranges(comparison))
+
+    def passing(self, comparison: Comparison) -> Bits:
+        """Return whether each row has a value that satisfies a comparison, bool [size]."""
+        ranges = self._ranges(comparison)
+        if not self.single:
+            found = np.zeros(self.size, bool)
+            for first, last in ranges:
+                end = int(self._ends[last])
+                for begin in range(int(self._ends[first]), end, _AT_ONCE):
+                    found[self._rows[begin : min(begin + _AT_ONCE, end)]] = True
+            return found
+        if len(ranges) > _FEW:
+            satisfying = np.zeros(self._count + 1, bool)
+            for begin, end in ranges:
+                satisfying[begin + 1 : end + 1] = True
+            return satisfying.take(self._codes)
+        parts = (self._within(begin, end) for begin, end in ranges)
+        found = next(parts, None)
+        if found is None:
+            return np.zeros(self.size, bool)
+        for part in parts:
+            np.logical_or(found, part, out=found)
         return found
 
-    def _spans(self, wanted: Packed) -> list[tuple[int, int]]:
-        """Return the ranges of `_rows` of a list's codes."""
-        codes = np.flatnonzero(self._unpacked(wanted))
-        return list(zip(self._ends[codes - 1].tolist(), self._ends[codes].tolist(), strict=True))
+    def _within(self, begin: int, end: int) -> Bits:
+        """Return whether each row's value is at one of the positions `begin` to `end` - 1 of the order."""
+        if end == begin + 1:
+            return np.asarray(self._codes == end)
+        above = np.asarray(self._codes > begin)
+        return above if end == self._count else np.logical_and(above, self._codes <= end, out=above)
+
+    def _ranges(self, comparison: Comparison) -> list[tuple[int, int]]:
+        found = [self._range(comparison.operator, value) for value in comparison.values]
+        return [(begin, end) for begin, end in found if begin < end]
 
     def _range(self, operator: str, value: Any) -> tuple[int, int]:
         """Return the range of positions that satisfy a comparison with a value."""
-        ascending, count = self._ascending, self.universe - 1
+        ascending, count = self._ascending, self._count
         if not isinstance(ascending, np.ndarray):
             low, high = bisect_left(ascending, value), bisect_right(ascending, value)
         else:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import Unavailable
-from runtime.retrieval.attributes.evaluation import BoundedWork, check_deadline
+from runtime.retrieval.attributes.evaluation import Work, check_deadline
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.growing_segment import GrowingSegment
 from runtime.retrieval.collections.segment import Segment
@@ -43,11 +43,11 @@ class KeywordSearch:
         """
         snapshot = self._state.snapshot()
         self._add_rows(snapshot)
-        searched = self._searched(snapshot, filter, BoundedWork(partial(check_deadline, deadline_ns)))
+        searched = self._searched(snapshot, filter, Work(partial(check_deadline, deadline_ns)))
         rows = search_indexes(searched, text, depth, deadline_ns)
         return rows, distances(vectors_of(snapshot.parts, rows, len(vector)), vector, self._state.description.metric)
 
-    def _searched(self, snapshot: Snapshot, filter: Filter | None, work: BoundedWork) -> list[Searched]:
+    def _searched(self, snapshot: Snapshot, filter: Filter | None, work: Work) -> list[Searched]:
         passing, growing = snapshot.passing(filter, work), snapshot.growing
         postings = self._postings_of(growing)
         count = len(postings)

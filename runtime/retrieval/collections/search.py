@@ -14,7 +14,7 @@ from gpu import GpuError, GraphIndex
 from gpu.params import MAX_TOP_M
 from runtime.errors import InvalidRequest
 from runtime.retrieval.attributes.columns import Bits
-from runtime.retrieval.attributes.evaluation import BoundedWork
+from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter
 from runtime.retrieval.collections.growing_segment import GrowingSegment
 from runtime.retrieval.collections.state import State
@@ -42,7 +42,7 @@ def search(
     if filter is not None:
         check_filter(filter, state.schema)  # which only grows
     found = state.snapshot()
-    *allowed, growing = found.passing(filter, BoundedWork())
+    *allowed, growing = found.passing(filter, Work())
     try:
         parts = []
         for segment, whole, bits in zip(found.segments, found.whole, allowed, strict=False):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.columns import Bits
-from runtime.retrieval.attributes.evaluation import BoundedWork, Work
+from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check_filter
 from runtime.retrieval.attributes.schema import Schema, agrees, by_shape, extend_schema
 from runtime.retrieval.collections.description import Description, Manifest, SegmentInfo, read_tombstones
@@ -198,7 +198,7 @@ class State:
         """Return the rows that are not deleted and pass a filter, int64. Raises `InvalidFilter`."""
         check_filter(filter, self.schema)
         found = self.snapshot()
-        passing = zip(found.parts, found.passing(filter, work or BoundedWork()), strict=True)
+        passing = zip(found.parts, found.passing(filter, work or Work()), strict=True)
         return np.concatenate([part.rows[: len(bits)][bits] for part, bits in passing])
 
     def held_by(self, owner: AttributeBinding, rows: Rows) -> Bits:
