@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgspec
 
 from runtime.errors import InvalidFilter
-from runtime.retrieval.attributes.schema import MAX_STRING_BYTES, NAME, AttributeType, Schema, preview
+from runtime.retrieval.attributes.schema import NAME, AttributeType, Schema, holds, preview, scalar_fault
 
 Scalar = str | int | float | bool
 Operator = Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
@@ -23,6 +23,7 @@ MAX_COMPARISONS = 128
 MAX_VALUES = 1024  # of one `in`
 MAX_BYTES = 16_000  # of a filter as it is sent to a pool
 _ORDERED = ("gt", "gte", "lt", "lte")
+_COMPARED_AS = {AttributeType.STRINGS: AttributeType.STRING, AttributeType.INTEGER: AttributeType.FLOAT}
 _NEGATED: dict[str, Operator] = {"ne": "eq", "nin": "in"}
 
 
@@ -116,7 +117,7 @@ def check_filter(filter: Filter, schema: Schema) -> None:
             # The known ones are not listed: they may be other tenants'.
             raise InvalidFilter(f"no document has the attribute {comparison.key!r}", "filter")
         for value in comparison.values:
-            if not _comparable(kind, value):
+            if not holds(_COMPARED_AS.get(kind, kind), value):
                 raise InvalidFilter(
                     f"{comparison.key!r} is {kind.with_article}; it cannot be compared with {preview(value)}", "filter"
                 )
@@ -282,28 +283,10 @@ def _negated(inner: Filter) -> Filter:
 def _scalar(key: str, value: object) -> Scalar:
     if not isinstance(value, str | int | float | bool):
         raise InvalidFilter(f"{key!r} is compared with a string, a number or a boolean, not {preview(value)}", "filter")
-    if isinstance(value, str):
-        size = len(value.encode(errors="replace"))
-        if size > MAX_STRING_BYTES:
-            raise InvalidFilter(
-                f"{key!r} is compared with a string of {size} bytes; the limit is {MAX_STRING_BYTES}", "filter"
-            )
-        if any("\ud800" <= character <= "\udfff" for character in value):
-            raise InvalidFilter(f"{key!r} is compared with a string that contains an unpaired surrogate", "filter")
-    elif isinstance(value, float) and not abs(value) < float("inf"):
-        raise InvalidFilter(f"{key!r} is compared with {value}; it must be finite", "filter")
-    elif not isinstance(value, float) and not -(1 << 63) <= value < 1 << 63:
-        raise InvalidFilter(f"{key!r} is compared with {preview(value)}, which does not fit into 64 bits", "filter")
+    if fault := scalar_fault(value):
+        raise InvalidFilter(f"{key!r} is compared with {preview(value)}, which {fault}", "filter")
     return value
 
 
 def _order(value: Scalar) -> tuple[str, Scalar]:
     return type(value).__name__, value
-
-
-def _comparable(kind: AttributeType, value: Scalar) -> bool:
-    if kind in (AttributeType.STRING, AttributeType.STRINGS):
-        return isinstance(value, str)
-    if kind is AttributeType.BOOLEAN:
-        return isinstance(value, bool)
-    return isinstance(value, int | float) and not isinstance(value, bool)

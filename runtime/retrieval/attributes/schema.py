@@ -37,62 +37,60 @@ class AttributeType(StrEnum):
 Schema = Mapping[str, AttributeType]
 
 
-def attribute_type(name: str, value: object) -> AttributeType:
-    """Return the type of a value. Raises `InvalidDocument` for an unsupported type or a value over its limit."""
-    match value:
-        case bool():
-            return AttributeType.BOOLEAN
-        case int():
-            if not -_INT64 <= value < _INT64:
-                raise InvalidDocument(f"attribute {name!r} is an integer that does not fit into 64 bits", "attributes")
-            return AttributeType.INTEGER
-        case float():
-            if not math.isfinite(value):
-                raise InvalidDocument(f"attribute {name!r} is {value}; it must be finite", "attributes")
-            return AttributeType.FLOAT
-        case str():
-            _check_string(name, value)
-            return AttributeType.STRING
-        case list() | tuple():
-            if len(value) > MAX_LIST:
-                raise InvalidDocument(
-                    f"attribute {name!r} has {len(value)} strings; the limit is {MAX_LIST}", "attributes"
-                )
-            for item in value:
-                if not isinstance(item, str):
-                    raise InvalidDocument(
-                        f"attribute {name!r} has {preview(item)} in its list; only strings are allowed", "attributes"
-                    )
-                _check_string(name, item)
-            return AttributeType.STRINGS
-    raise InvalidDocument(
-        f"attribute {name!r} is {preview(value)}; it must be a string, a number, a boolean or a list of strings",
-        "attributes",
-    )
-
-
-def holds(kind: AttributeType, value: object) -> bool:
-    """Return whether a valid value can be stored under a type. An integer is a valid value of a float attribute."""
-    match kind:
-        case AttributeType.STRING:
-            return isinstance(value, str)
-        case AttributeType.STRINGS:
-            return isinstance(value, list | tuple)
-        case AttributeType.BOOLEAN:
-            return isinstance(value, bool)
-        case AttributeType.INTEGER:
-            return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 _KINDS: Mapping[type, AttributeType] = {
-    bool: AttributeType.BOOLEAN,
+    bool: AttributeType.BOOLEAN,  # before int, which it is too
     int: AttributeType.INTEGER,
     float: AttributeType.FLOAT,
     str: AttributeType.STRING,
     list: AttributeType.STRINGS,
     tuple: AttributeType.STRINGS,
 }
+
+
+def _kind_of(value: object) -> AttributeType | None:
+    found = _KINDS.get(type(value))
+    return found or next((kind for base, kind in _KINDS.items() if isinstance(value, base)), None)
+
+
+def attribute_type(name: str, value: object) -> AttributeType:
+    """Return the type of a value. Raises `InvalidDocument` for an unsupported type or a value over its limit."""
+    kind = _kind_of(value)
+    if kind is None:
+        raise InvalidDocument(
+            f"attribute {name!r} is {preview(value)}; it must be a string, a number, a boolean or a list of strings",
+            "attributes",
+        )
+    if isinstance(value, list | tuple):
+        if len(value) > MAX_LIST:
+            raise InvalidDocument(f"attribute {name!r} has {len(value)} strings; the limit is {MAX_LIST}", "attributes")
+        for item in value:
+            if not isinstance(item, str):
+                raise InvalidDocument(
+                    f"attribute {name!r} has {preview(item)} in its list; only strings are allowed", "attributes"
+                )
+    for one in value if isinstance(value, list | tuple) else (value,):
+        if fault := scalar_fault(one):
+            raise InvalidDocument(f"attribute {name!r} is {preview(one)}, which {fault}", "attributes")
+    return kind
+
+
+def scalar_fault(value: object) -> str:
+    """Return why a string or number can be neither an attribute nor be compared with one; "" if it can."""
+    if isinstance(value, str):
+        try:
+            size = len(value.encode())
+        except UnicodeEncodeError:
+            return "contains an unpaired surrogate"
+        return f"has {size} bytes; the limit is {MAX_STRING_BYTES}" if size > MAX_STRING_BYTES else ""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else "is not finite"
+    return "" if isinstance(value, int) and -_INT64 <= value < _INT64 else "does not fit into 64 bits"
+
+
+def holds(kind: AttributeType, value: object) -> bool:
+    """Return whether a valid value can be stored under a type. An integer is a valid value of a float attribute."""
+    found = _kind_of(value)
+    return found is kind or (kind is AttributeType.FLOAT and found is AttributeType.INTEGER)
 
 
 def by_shape(documents: Iterable[Attributes]) -> dict[object, Attributes]:
@@ -103,9 +101,7 @@ def by_shape(documents: Iterable[Attributes]) -> dict[object, Attributes]:
 def agrees(schema: Schema, documents: Iterable[Attributes]) -> bool:
     """Return whether valid documents do not extend a schema."""
     return all(
-        name in schema and (_KINDS.get(type(value)) is schema[name] or holds(schema[name], value))
-        for attributes in documents
-        for name, value in attributes.items()
+        name in schema and holds(schema[name], value) for attributes in documents for name, value in attributes.items()
     )
 
 
@@ -147,12 +143,3 @@ def preview(value: object) -> str:
         return f"{value!r:.80}"
     except ValueError:
         return "a number of over 4,300 digits"
-
-
-def _check_string(name: str, value: str) -> None:
-    try:
-        size = len(value.encode())
-    except UnicodeEncodeError as error:
-        raise InvalidDocument(f"attribute {name!r} contains an unpaired surrogate", "attributes") from error
-    if size > MAX_STRING_BYTES:
-        raise InvalidDocument(f"attribute {name!r} has {size} bytes; the limit is {MAX_STRING_BYTES}", "attributes")
