@@ -210,7 +210,7 @@ def test_special_files_are_skipped_without_blocking(handbook: Handbook) -> None:
     handbook.write("good.txt", "good")
     os.mkfifo(handbook.folder / "pipe.md")
     done = handbook.ingest()
-    assert (done.read, done.skipped) == (1, {"pipe.md": "it is not a regular file"})
+    assert (done.read, done.skipped) == (1, {"pipe.md": "it is a pipe, not a regular file"})
 
 
 def test_a_link_out_of_the_folder_is_skipped_and_one_within_it_is_read(handbook: Handbook) -> None:

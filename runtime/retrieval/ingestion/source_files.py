@@ -3,13 +3,13 @@
 import contextlib
 import hashlib
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
 from runtime.errors import BuildRefused, CollectionError
+from runtime.files import open_regular
 from runtime.retrieval.collections.sources import DOCUMENT_SUFFIXES
 from runtime.retrieval.ingestion.readers import SUFFIXES
 from runtime.retrieval.ingestion.sections import UnreadableFile
@@ -70,12 +70,9 @@ def find_files(paths: Sequence[Path], root: Path, unread: dict[str, str]) -> lis
 
 def read_bytes(found: SourceFile) -> bytes:
     """Return a file's content; its size is checked first. Raises `UnreadableFile`."""
-    with _opened(found) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MAX_FILE_BYTES:
-            raise UnreadableFile(f"it has {size:,} bytes, the limit is {MAX_FILE_BYTES:,}")
+    with _opened(found, MAX_FILE_BYTES) as file:
         content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
+    if len(content) > MAX_FILE_BYTES:  # it grew
         raise UnreadableFile(f"it has more than {MAX_FILE_BYTES:,} bytes, the limit")
     return content
 
@@ -89,17 +86,14 @@ def checksum(found: SourceFile) -> str:
 
 
 @contextlib.contextmanager
-def _opened(found: SourceFile) -> Iterator[BufferedReader]:
+def _opened(found: SourceFile, max_bytes: int | None = None) -> Iterator[BufferedReader]:
     """Open a regular file that is not a link out of its folder. Raises `UnreadableFile`."""
     try:
         found.source.encode()
     except UnicodeEncodeError as error:
         raise UnreadableFile("its name is not UTF-8") from error
     try:
-        # O_NONBLOCK: opening a pipe without a writer would block; it has no effect on a regular file.
-        with os.fdopen(os.open(found.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UnreadableFile("it is not a regular file")
+        with open(open_regular(found.path, max_bytes=max_bytes), "rb") as file:
             if found.folder is not None:
                 opened = Path(f"/proc/self/fd/{file.fileno()}").resolve()  # the opened file: the name may have changed
                 if not opened.is_relative_to(found.folder.resolve()):

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from runtime.files import open_regular
-from runtime.retrieval.collections.disk import storage_error
+from runtime.retrieval.collections.disk import Disk, storage_error
 
 _PART = ".part"
+_DISK = Disk()
 T = TypeVar("T")
 
 
@@ -29,16 +30,14 @@ class Upload:
 
     def write(self, part: bytes) -> None:
         """Append. Raises `NoRoom`, `CollectionError`."""
-        view = memoryview(part)
-        while view:
-            view = view[_guarded(lambda view=view: os.write(self._fd, view), self._part) :]  # type: ignore[misc]
+        _guarded(lambda: _DISK.write(self._fd, part), self._part)
         self.bytes += len(part)
 
     def finish(self) -> None:
         """Make it durable, under its own name. Raises as `write`."""
-        _guarded(lambda: os.fsync(self._fd), self._part)
+        _guarded(lambda: _DISK.sync(self._fd), self._part)
         _guarded(lambda: self._part.rename(self._path), self._part)
-        _guarded(lambda: _sync_directory(self._path.parent), self._path)
+        _guarded(lambda: _DISK.sync_directory(self._path.parent), self._path)
 
     def keep(self) -> None:
         """Its record is stored."""
@@ -89,14 +88,6 @@ def _remove_unless_locked(path: Path) -> None:
         path.unlink(missing_ok=True)
     except BlockingIOError:
         pass
-    finally:
-        os.close(fd)
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
     finally:
         os.close(fd)
 
