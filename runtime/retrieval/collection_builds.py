@@ -2,12 +2,10 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from runtime.errors import CollectionError
 from runtime.retrieval.background_task import BackgroundTask
-from runtime.retrieval.collections.served_documents import CollectionDocuments, documents_stamp
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 
 _KEPT = 4  # builds that no pool serves any more, kept open for results that are still in flight
 _RETRY_NS = 1_000_000_000  # interval between attempts to open a build that was missing
@@ -94,9 +92,8 @@ class CollectionBuilds:
             return False
         self._followed = ()
         self._finish_opening()
-        for identity in set(served) - self._served:
+        if set(served) - self._served:
             self._missing = self._missing[0], 0  # tried at once
-            self._reopen_if_replaced(identity)
         self._served = frozenset(served)
         usable = [identity for identity in served if self.has(identity)]
         if not served:
@@ -114,25 +111,6 @@ class CollectionBuilds:
         if len(usable) == len(served):
             self._followed = served
         return True
-
-    def _reopen_if_replaced(self, identity: str) -> None:
-        """Reopen a build that is served again: the open file may not be the one that the pools loaded."""
-        build = self.by_identity.get(identity)
-        if build is None or build.stamp == documents_stamp(self.directory):
-            return
-        with suppress(CollectionError):  # an earlier state was restored
-            if build.was_written:
-                return
-        try:
-            found = CollectionDocuments(self.directory)
-        except CollectionError:  # the open file is the only copy
-            return
-        if found.identity != identity:
-            found.close()
-            return
-        self.by_identity[identity] = found
-        self.current = found if self.current is build else self.current
-        build.close()
 
     def set_error(self, error: str) -> None:
         """Record why the documents cannot be used; log it once."""

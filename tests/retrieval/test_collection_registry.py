@@ -188,16 +188,6 @@ def test_documents_that_could_not_be_read_are_opened_again_after_five_seconds_or
     assert docs.text(registry, 200) == "text 200"
 
 
-def test_documents_that_were_put_back_while_no_pool_served_them_are_read_from_there(docs: Docs) -> None:
-    registry = docs.registry()
-    registry.follow("docs", [docs.identity])
-    docs.tear()
-    registry.follow("docs", [])
-    docs.put_back()
-    registry.follow("docs", [docs.identity])
-    assert docs.text(registry, 200) == "text 200"
-
-
 def test_a_worker_tells_that_a_reload_is_over_when_it_has_the_documents(tmp_path: Path) -> None:
     docs = Docs(tmp_path)
     registry, offered = docs.registry(), [docs.identity]

@@ -4,7 +4,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -70,12 +69,12 @@ class CollectionDocuments(CollectionReader):
     """Documents by row, of the present state: a row that a pool just found may be deleted.
 
     Of a document that was replaced a moment ago, a pool finds the old row or the new one, and either has a text here.
-    Thread-safe. `stamp`: `documents_stamp` at the time of opening.
+    Thread-safe.
     """
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Open the collection; `clock` of keyword searches, which wait for new documents. Raises `CollectionError`."""
-        self.stamp, self._created_at = documents_stamp(directory), _made_at(directory)
+        self._created_at = _made_at(directory)
         super().__init__(directory, replaced=ReplacedRows(), prepare=lambda segment: segment.keywords)
         self._lock, self._recent = threading.Lock(), RecentDocuments()
         self._current_ns = 0  # when the files were looked at last, and had nothing new
@@ -208,17 +207,6 @@ def _shown(state: State, rows: Sequence[int], found: Sequence[Document | None]) 
         one if one is not None and not is_deleted and shown[document] == row else None
         for row, document, one, is_deleted in zip(rows, newest, found, deleted, strict=True)
     ]
-
-
-def documents_stamp(directory: Path) -> tuple[int, ...]:
-    """Return device, inode, size, mtime and ctime of each file that contains documents; () if there is none."""
-    paths = [directory / DOCUMENTS, *sorted(directory.glob(f"segments/*/{DOCUMENTS}"))]
-    stamp: list[int] = []
-    for path in paths:
-        with suppress(OSError):
-            found = os.stat(path)
-            stamp += (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    return tuple(stamp)
 
 
 def _made_at(directory: Path) -> int:
