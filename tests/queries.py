@@ -1,10 +1,12 @@
-"""Queries as requests make them."""
+"""Queries as requests make them, and the passages that they find."""
 
 from typing import Any
 
 from ipc import SearchSpec, Stage
 from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
-from runtime.retrieval.search.query import Query
+from runtime.retrieval.collection_registry import CollectionRegistry
+from runtime.retrieval.passages import Passage, ignore_size
+from runtime.retrieval.search.query import Query, SearchResult
 from runtime.retrieval.search.vectors import query_vector
 
 
@@ -23,3 +25,9 @@ def query_of(
     """Return the query for a text, or for a vector."""
     spec = SearchSpec(collection, k, stage, deadline_ns=deadline_ns, filter=filter_bytes(filter), flow=flow)
     return Query(spec, None if vector is None else query_vector(vector), text or "", hybrid)
+
+
+def passages_of(registry: CollectionRegistry, collection: str, result: SearchResult) -> tuple[Passage, ...]:
+    """Return the passages of a search result."""
+    lookup = registry.lookup(collection, result)
+    return registry.found(collection, result, lookup, lookup.read(ignore_size))

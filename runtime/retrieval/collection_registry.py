@@ -83,19 +83,15 @@ class DocumentLookup(msgspec.Struct, frozen=True, eq=False):
         on_read(size)
         return found
 
-    def _size_with(self, one: Document, size: int) -> int:
-        """Return the size of documents with one more. Raises `ResponseTooLarge` at the first too many."""
-        size += size_of(one.id, one.title, one.text, one.attributes)
-        check_size(size, len(self.rows))
-        return size
-
     def _count(self, on_read: OnRead) -> Callable[[Document], None]:
-        """Return a function that checks the size of the documents that it was called with, up to the first too many."""
+        """Return a function that counts the size of the documents that it was called with. It raises
+        `ResponseTooLarge` at the first too many."""
         size = 0
 
         def count(one: Document) -> None:
             nonlocal size
-            size = self._size_with(one, size)
+            size += size_of(one.id, one.title, one.text, one.attributes)
+            check_size(size, len(self.rows))
             on_read(size)
 
         return count
@@ -294,7 +290,7 @@ class CollectionRegistry:
         return KeywordQuery(build.identity, depth, search)
 
     def fuse(self, collection: str, result: SearchResult, keywords: Neighbors, k: int, weight: float) -> SearchResult:
-        """Fuse a search result with one of a keyword search in the same build. Raises as `passages`."""
+        """Fuse a search result with one of a keyword search in the same build. Raises as `found`."""
         build = self._build_of(collection, result)
         try:
             return build.fuse(result, keywords, k, weight)
@@ -307,20 +303,8 @@ class CollectionRegistry:
             raise CollectionReplaced(f"collection {collection!r}: the build of this result is not open any more")
         return build
 
-    def passages(
-        self, collection: str, result: SearchResult, on_read: OnRead = lambda size: None
-    ) -> tuple[Passage, ...]:
-        """Return the documents of a search result; without title and text for a collection of bare vectors.
-
-        Documents that have been deleted since are left out. Raises `CollectionReplaced` for a result of a build that
-        is not open any more, `Unavailable` if documents cannot be read, `ResponseTooLarge`, and the errors of
-        `on_read`.
-        """
-        lookup = self.lookup(collection, result)
-        return self.found(collection, result, lookup, lookup.read(on_read))
-
     def lookup(self, collection: str, result: SearchResult) -> DocumentLookup:
-        """Return the documents of a search result, not read yet. Raises `CollectionReplaced`."""
+        """Return the documents of a search result, not read yet. Raises `CollectionReplaced` if its build is closed."""
         return DocumentLookup(self._build_of(collection, result), [row for row in result.ids.tolist() if row >= 0])
 
     def found(
@@ -330,7 +314,8 @@ class CollectionRegistry:
         lookup: DocumentLookup,
         found: Sequence[Document | None] | CollectionError,
     ) -> tuple[Passage, ...]:
-        """Return the passages of a search result, of which `found` are the documents. Raises `Unavailable`."""
+        """Return the passages of a search result, of which `found` are the documents, without those deleted since, and
+        without title and text for a collection of bare vectors. Raises `Unavailable` if they cannot be read."""
         if isinstance(found, CollectionError):  # only this collection fails, until its file is whole again
             self.builds_of(collection).discard(lookup.build, found.message)
             raise Unavailable(f"collection {collection!r} is unavailable: {found.message}") from found

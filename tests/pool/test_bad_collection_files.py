@@ -21,6 +21,7 @@ from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.rebuilds import DIM as DOCS_DIM
 from tests.pool.rebuilds import build
+from tests.queries import passages_of
 
 QUERY = np.zeros(DIM, np.float32)
 FILES = ["index/codes.npy", "index/graph.npy", "documents.sqlite"]
@@ -105,7 +106,7 @@ def test_a_restored_earlier_state_replaces_the_served_one(
         client.poll()
         registry.follow("notes", client.identities("notes"))
         try:
-            return len(registry.passages("notes", client.search(QUERY, 60, collection="notes")))
+            return len(passages_of(registry, "notes", client.search(QUERY, 60, collection="notes")))
         except Unavailable:
             return 0
 

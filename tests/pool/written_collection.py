@@ -16,6 +16,7 @@ from runtime.testing.pool import InProcessPool
 from runtime.testing.waiting import until
 from tests.gpu.datasets import clustered
 from tests.pool.client_helpers import Vectors
+from tests.queries import passages_of
 
 DIM = 16
 SEALED = 300  # rows of a segment large enough to be searched by its graph
@@ -75,7 +76,7 @@ class Served:
     def find(self, query: Vectors, k: int = 10, **options: Any) -> list[str]:
         """Return the ids given by the texts."""
         result = self.client.search(query, k, top_m=64, **options)
-        found = self._registry.passages("docs", result)
+        found = passages_of(self._registry, "docs", result)
         assert all(passage.text == f"text of {passage.id}" for passage in found)
         return [passage.id for passage in found]
 

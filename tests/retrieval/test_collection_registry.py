@@ -24,6 +24,7 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.search.query import SearchResult
 from runtime.testing.waiting import until
+from tests.queries import passages_of
 
 
 def test_reopening_the_registry_shows_rebuilt_collections(tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_reopening_the_registry_shows_rebuilt_collections(tmp_path: Path) -> Non
     assert registry.embedder("docs") is embedder  # which takes long to load
     identity = read_description(tmp_path / "docs").identity
     result = SearchResult(1, np.array([7]), np.array([0.5], np.float32), identity=identity)
-    assert [passage.text for passage in registry.passages("docs", result)] == ["new 7"]
+    assert [passage.text for passage in passages_of(registry, "docs", result)] == ["new 7"]
 
 
 class Docs:
@@ -77,7 +78,7 @@ class Docs:
         if not registry.accept("docs")(self.identity):
             return ""
         result = SearchResult(1, np.array([row]), np.array([0.5], np.float32), identity=self.identity)
-        return registry.passages("docs", result)[0].text.partition(" x")[0]
+        return passages_of(registry, "docs", result)[0].text.partition(" x")[0]
 
 
 @pytest.fixture
