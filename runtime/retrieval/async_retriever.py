@@ -17,6 +17,7 @@ from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.passages import FoundPassages, OnRead
+from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.retrieval_steps import PAUSE_MS, Read, RetrievalSteps, Step, Until
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
@@ -102,11 +103,17 @@ class AsyncRetriever:
     """
 
     def __init__(
-        self, registry: CollectionRegistry, client: SearchClient, threads: int = 1, max_wait_s: float = 0.0
+        self,
+        registry: CollectionRegistry,
+        client: SearchClient,
+        threads: int = 1,
+        max_wait_s: float = 0.0,
+        reranking: Reranking | None = None,
     ) -> None:
         """`threads`: of embedding. `max_wait_s`: a text that would wait longer for it is refused (0: none)."""
         self.registry = registry
         self.client = AsyncSearchClient(client)
+        self._reranking = reranking
         self._steps = RetrievalSteps(registry, client, threads=threads, max_wait_ns=int(max_wait_s * 1e9))
         self._threads = ThreadResults()
         self._tickets = client.dispatcher.tickets
@@ -119,15 +126,17 @@ class AsyncRetriever:
     async def search(
         self, query: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> FoundPassages:
-        """Return the passages, nearest first. Raises `TrinityError`.
+        """Return the passages, nearest first, or reranked if the query wants it. Raises `TrinityError`.
 
         `on_embedded` is called once, when the query's vector is ready, and `on_read` with the size of the passages. The
         pool's deadline is what is left of `timeout_s`.
         """
         spec = replace(query.spec, deadline_ns=time.monotonic_ns() + int(timeout_s * 1e9))
         query = replace(query, spec=spec, ticket=next(self._tickets))
-        found = await run_steps(self._steps.retrieve(query, on_embedded=on_embedded, on_read=on_read), self._outcome)
-        return FoundPassages(found.passages, times=found.times)
+        retrieve = partial(self._steps.retrieve, on_embedded=on_embedded, on_read=on_read)
+        steps = retrieve(query) if self._reranking is None else self._reranking.retrieve(query, retrieve)
+        found = await run_steps(steps, self._outcome)
+        return FoundPassages(found.passages, ranking=found.ranking, times=found.times)
 
     async def _outcome(self, step: Step) -> Any:
         match step:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,8 +17,10 @@ from starlette.types import ASGIApp
 
 from runtime.node.config import HttpSection
 from runtime.node.supervisor.listen import listen_private
-from runtime.retrieval.passages import OnRead, Passage
+from runtime.retrieval.async_retriever import run_steps, wait_until
+from runtime.retrieval.passages import FoundPassages, OnRead, Passage
 from runtime.retrieval.reranking.reranking import Reranking
+from runtime.retrieval.retrieval_steps import RetrievalResult, Until
 from runtime.retrieval.search.query import Query
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.retrieval.stores.service import Stores
@@ -34,7 +36,6 @@ from runtime.serving.http.forwarding import Forwarder
 from runtime.serving.http.http_worker import answering_or_forwarding
 from runtime.serving.http.middleware import id_source
 from runtime.serving.http.request_context import RequestContextMiddleware
-from runtime.serving.http.reranked_search import RerankedSearch
 from runtime.serving.http.response_memory import ResponseMemory
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.server import private_limits
@@ -43,6 +44,25 @@ from runtime.serving.messages import Role
 from runtime.testing.waiting import until
 from tests.clock import Clock
 from tests.frontend.fake_workers import PASSAGES, WAIT, ScriptedWorker, unique_endpoint
+
+
+class Reranked:
+    """A search whose passages are reranked as those of an `AsyncRetriever`."""
+
+    def __init__(self, source: Any, reranking: Reranking) -> None:
+        self._source, self._reranking = source, reranking
+        self.missing, self.unavailable = source.missing, source.unavailable
+
+    async def search(self, query: Query, **options: Any) -> FoundPassages:
+        def retrieve(asked: Query) -> Generator[Any, Any, RetrievalResult]:
+            found = FoundPassages.of((yield self._source.search(asked, **options)))
+            return RetrievalResult(0, tuple(found), times=found.times)
+
+        async def outcome(step: Any) -> Any:
+            return await (wait_until(step) if isinstance(step, Until) else step)
+
+        ended = await run_steps(self._reranking.retrieve(query, retrieve), outcome)
+        return FoundPassages(ended.passages, ranking=ended.ranking, times=ended.times)
 
 
 class FakeSearch:
@@ -238,7 +258,7 @@ class Cluster:
             unique_endpoint(), router, epoch=77, clock=self.clock, on_end=self.ended.append, keep_traces=8
         )
         new_id = id_source(77)
-        search = RerankedSearch(self.search, self._reranking) if self._reranking else self.search
+        search = Reranked(self.search, self._reranking) if self._reranking else self.search
         service = Service(
             self.link, search, metrics, self._answers, catalogue=self._catalogue, writes=self._writes,
             stores=self._stores, reranking=self._reranking, responses=self._responses, readiness=self.readiness,

@@ -18,14 +18,17 @@ from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.served_documents import CollectionDocuments
+from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.search.query import Rerank
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until as eventually
 from tests.gpu.datasets import clustered
 from tests.pool.conftest import MakePool
 from tests.pool.test_filter_waits import Evaluations, number_is
 from tests.queries import query_of
+from tests.retrieval.test_reranking import ByLength
 
 ROWS, DIM = 64, 16
 
@@ -70,6 +73,20 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+def test_passages_are_reranked_for_the_queries_that_want_it(plan: NodePlan, pool: InProcessPool) -> None:
+    client = SearchClient.of_plan(plan, "test")
+    with closing(Reranking(ByLength(), 64, lambda outcome, pairs, seconds: None)) as reranking, closing(client):
+        search = AsyncRetriever(CollectionRegistry(plan), client, reranking=reranking)
+
+        async def body() -> None:
+            for rerank, longest in ((None, False), (Rerank(60.0), True)):
+                query = replace(query_of("text n5", k=4, filter=number_is(5)), rerank=rerank)
+                (one,) = await search.search(query, on_embedded=lambda: None, on_read=lambda size: None, timeout_s=60)
+                assert (one.id, one.score) == ("d5", float(len("text n5")) if longest else None)
+
+        run(search, body)
 
 
 def test_the_event_loop_goes_on_while_documents_are_read(

@@ -77,12 +77,9 @@ class OrderedValues:
             for begin, end in ranges:
                 satisfying[begin + 1 : end + 1] = True
             return satisfying.take(self._codes)
-        parts = (self._within(begin, end) for begin, end in ranges)
-        found = next(parts, None)
-        if found is None:
-            return np.zeros(self.size, bool)
-        for part in parts:
-            np.logical_or(found, part, out=found)
+        found = self._within(*ranges[0]) if ranges else np.zeros(self.size, bool)
+        for begin, end in ranges[1:]:
+            np.logical_or(found, self._within(begin, end), out=found)
         return found
 
     def _within(self, begin: int, end: int) -> Bits:

@@ -111,8 +111,8 @@ async def _serve(worker: Worker) -> None:
         raise Unavailable("the frontend has the node's metrics")
 
     service = Service(
-        engine, parts.source, no_metrics, catalogue=parts.collections, reranking=parts.reranking, readiness=readiness,
-        on_response=metrics.record_response, on_searched=partial(observe_search, worker.table),
+        engine, parts.collections, no_metrics, catalogue=parts.collections, reranking=parts.reranking,
+        readiness=readiness, on_response=metrics.record_response, on_searched=partial(observe_search, worker.table),
     )  # fmt: skip
     own = create_app(service, settings, new_id)
     refusals = ResponseMemory()

@@ -84,7 +84,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     metrics = RequestMetrics(worker.table, config.slo)
     parts = SearchParts.open(worker)
     registry, search = parts.registry, parts.search
-    engine = await make_engine(worker, metrics, parts.source)
+    engine = await make_engine(worker, metrics, parts.collections)
     keys = read_api_keys(config)
     settings = parts.settings(plan, keys)
     spans = exported_spans(config.node.name, settings.model, os.environ)
@@ -113,7 +113,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))
         answers = _open_answer_cache(worker, client)
     service = Service(
-        engine, parts.source, supervisor.metrics_text, answers, tokens, parts.collections, parts.reranking, writes,
+        engine, parts.collections, supervisor.metrics_text, answers, tokens, parts.collections, parts.reranking, writes,
         stores, ResponseStore(catalogue), readiness, supervisor.drain, metrics.record_response,
         partial(observe_search, worker.table),
     )  # fmt: skip

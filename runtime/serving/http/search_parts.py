@@ -14,8 +14,7 @@ from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving.http.access import access_by_key
 from runtime.serving.http.ranking import Ranker
-from runtime.serving.http.reranked_search import RerankedSearch
-from runtime.serving.http.service import NoCollections, SearchSource, Settings
+from runtime.serving.http.service import NoCollections, Settings
 from runtime.serving.model.model_info import ModelInfo
 
 _LATE = 10  # times `slo.search_s`: a text that would wait longer for its embedding is refused
@@ -52,13 +51,12 @@ class _Public(Mapping[str, int]):
 
 @dataclass(frozen=True)
 class SearchParts:
-    """Searches of a process: `source` reranks, `search` is None on a node without collections."""
+    """Searches of a process. `search` is None on a node without collections."""
 
     registry: CollectionRegistry
     reranking: Reranking | None
     search: AsyncRetriever | None
     collections: AsyncRetriever | NoCollections
-    source: SearchSource
 
     @classmethod
     def open(cls, worker: Worker) -> "SearchParts":
@@ -74,10 +72,9 @@ class SearchParts:
                 SearchClient.of_plan(plan, worker.name),
                 threads=threads,
                 max_wait_s=_LATE * plan.config.slo.search_s,
+                reranking=reranking,
             )
-        collections = search or NoCollections()
-        source = collections if reranking is None else RerankedSearch(collections, reranking)
-        return cls(registry, reranking, search, collections, source)
+        return cls(registry, reranking, search, search or NoCollections())
 
     def settings(self, plan: NodePlan, keys: Sequence[ApiKey]) -> Settings:
         """Return the application's settings."""
