@@ -15,7 +15,6 @@ from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.messages import Retrieval
 from tests.engines.engine_harness import EngineHarness, read_answer, run_checks, running_engine
 from tests.engines.fake_openai import Behaviour
-from tests.frontend.fake_workers import run
 
 DEEP: Any = 1
 for _ in range(50):
@@ -89,46 +88,38 @@ async def chunks_of(**body: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("retrieval", [None, PROBES, PREFETCH], ids=["plain", "wait", "prefetch"])
-def test_a_corrupt_stream_ends_its_request_once(retrieval: Retrieval | None) -> None:
+async def test_a_corrupt_stream_ends_its_request_once(retrieval: Retrieval | None) -> None:
     chance = random.Random(3)
-
-    async def test() -> None:
-        told = {"stream_options": {"include_usage": True}, "return_token_ids": True, "max_tokens": 4, "logprobs": True}
-        sound = await chunks_of(**told)
-        async with running_engine(restarts=RestartLimits(1, 0)) as harness:
-            for _ in range(400):
-                harness.fake.says = []
-                await all_answer(harness)
-                says = damaged(sound, chance)
-                if chance.random() < 0.3:
-                    chance.shuffle(says)
-                harness.fake.says = says
-                body: dict[str, Any] = {"max_tokens": 9} if retrieval else {"max_tokens": 9, "logprobs": True, "n": 1}
-                await ends_once(harness, retrieval, **body)
-
-    run(test())
+    told = {"stream_options": {"include_usage": True}, "return_token_ids": True, "max_tokens": 4, "logprobs": True}
+    sound = await chunks_of(**told)
+    async with running_engine(restarts=RestartLimits(1, 0)) as harness:
+        for _ in range(400):
+            harness.fake.says = []
+            await all_answer(harness)
+            says = damaged(sound, chance)
+            if chance.random() < 0.3:
+                chance.shuffle(says)
+            harness.fake.says = says
+            body: dict[str, Any] = {"max_tokens": 9} if retrieval else {"max_tokens": 9, "logprobs": True, "n": 1}
+            await ends_once(harness, retrieval, **body)
 
 
-def test_a_corrupt_prefill_answer_ends_its_request_once() -> None:
+async def test_a_corrupt_prefill_answer_ends_its_request_once() -> None:
     chance = random.Random(4)
     sound = {
         "choices": [],
         "usage": {"prompt_tokens": 29, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}},
         "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1, 2], "remote_engine_id": "x"},
     }
-
-    async def test() -> None:
-        stages: tuple[Stage, ...] = ("prefill", "decode")
-        async with running_engine(
-            Behaviour(), Behaviour(), stages=stages, restarts=RestartLimits(1, 0), handover_tokens=1
-        ) as harness:
-            for _ in range(300):
-                harness.fakes[0].whole = None
-                await all_answer(harness)
-                harness.fakes[0].whole = damaged(sound, chance)
-                await ends_once(harness, None, max_tokens=4)
-
-    run(test())
+    stages: tuple[Stage, ...] = ("prefill", "decode")
+    async with running_engine(
+        Behaviour(), Behaviour(), stages=stages, restarts=RestartLimits(1, 0), handover_tokens=1
+    ) as harness:
+        for _ in range(300):
+            harness.fakes[0].whole = None
+            await all_answer(harness)
+            harness.fakes[0].whole = damaged(sound, chance)
+            await ends_once(harness, None, max_tokens=4)
 
 
 async def test_passages_of_any_text_reach_the_server_as_json() -> None:

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 import pytest
 
 from runtime.engines.openai.http import AioHttp, Disconnected
-from tests.frontend.fake_workers import run
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -38,38 +37,32 @@ async def asked(serve: Serve) -> AsyncIterator[tuple[AioHttp, str]]:
         await server.wait_closed()
 
 
-def test_an_answer_is_read_as_it_is_written() -> None:
+async def test_an_answer_is_read_as_it_is_written() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + chunk(b"one ") + chunk(b"two") + b"0\r\n\r\n")
         await writer.drain()
 
-    async def test() -> None:
-        async with asked(serve) as (http, url):
-            answer = await http.request("POST", url, {}, b"{}")
-            assert answer.status == 200
-            assert b"".join([part async for part in answer.iter_bytes()]) == b"one two"
-
-    run(test())
+    async with asked(serve) as (http, url):
+        answer = await http.request("POST", url, {}, b"{}")
+        assert answer.status == 200
+        assert b"".join([part async for part in answer.iter_bytes()]) == b"one two"
 
 
-def test_a_broken_answer_raises_after_its_received_part() -> None:
+async def test_a_broken_answer_raises_after_its_received_part() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + chunk(b"one"))
         await writer.drain()
 
-    async def test() -> None:
-        async with asked(serve) as (http, url):
-            answer = await http.request("POST", url, {}, b"{}")
-            parts = answer.iter_bytes()
-            assert await anext(parts) == b"one"
-            with pytest.raises(Disconnected):
-                await anext(parts)
-            answer.close()
-
-    run(test())
+    async with asked(serve) as (http, url):
+        answer = await http.request("POST", url, {}, b"{}")
+        parts = answer.iter_bytes()
+        assert await anext(parts) == b"one"
+        with pytest.raises(Disconnected):
+            await anext(parts)
+        answer.close()
 
 
-def test_closing_an_unfinished_answer_closes_its_connection() -> None:
+async def test_closing_an_unfinished_answer_closes_its_connection() -> None:
     gone = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -77,14 +70,11 @@ def test_closing_an_unfinished_answer_closes_its_connection() -> None:
         await reader.read()  # returns when the client has closed
         gone.set()
 
-    async def test() -> None:
-        async with asked(serve) as (http, url):
-            answer = await http.request("GET", url, {}, None)
-            assert await anext(answer.iter_bytes()) == b"one"
-            answer.close()
-            await gone.wait()
-
-    run(test())
+    async with asked(serve) as (http, url):
+        answer = await http.request("GET", url, {}, None)
+        assert await anext(answer.iter_bytes()) == b"one"
+        answer.close()
+        await gone.wait()
 
 
 async def test_an_unreachable_server_raises_an_error() -> None:
@@ -98,15 +88,12 @@ async def test_an_unreachable_server_raises_an_error() -> None:
     await http.close()
 
 
-def test_data_that_is_not_http_is_truncated_in_the_error() -> None:
+async def test_data_that_is_not_http_is_truncated_in_the_error() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(bytes(range(256)) * 64)
         await writer.drain()
 
-    async def test() -> None:
-        async with asked(serve) as (http, url):
-            with pytest.raises(Disconnected) as raised:
-                await http.request("POST", url, {}, b"{}")
-            assert 1 <= len(str(raised.value)) <= 200
-
-    run(test())
+    async with asked(serve) as (http, url):
+        with pytest.raises(Disconnected) as raised:
+            await http.request("POST", url, {}, b"{}")
+        assert 1 <= len(str(raised.value)) <= 200

@@ -25,7 +25,6 @@ from runtime.serving.messages import Tokens
 from tests.clock import Clock
 from tests.engines.engine_harness import read_answer, running_engine
 from tests.engines.fake_openai import Behaviour
-from tests.frontend.fake_workers import run
 
 SIZE = 16
 PROMPT = list(range(BLOCK_TOKENS * 4))
@@ -213,7 +212,7 @@ def test_a_server_that_gives_one_name_to_block_after_block_takes_no_more_memory(
     assert not view.current
 
 
-def test_requests_go_to_the_server_that_publishes_their_blocks_although_they_were_sent_to_another() -> None:
+async def test_requests_go_to_the_server_that_publishes_their_blocks_although_they_were_sent_to_another() -> None:
     clock = Clock()
     endpoints = EventEndpoints("ipc:///nowhere")
     servers = [Server(f"http://{name}/v1", events=endpoints) for name in ("a", "b")]
@@ -224,23 +223,20 @@ def test_requests_go_to_the_server_that_publishes_their_blocks_although_they_wer
         balancer.release(backend)
         return backend
 
-    async def testing() -> None:
-        await balancer.check_all()
-        first, other = balancer.backends
-        for backend in balancer.backends:
-            assert backend.cached is not None
-            backend.cached.apply(frames(0, stored([9] * SIZE, first=100)))
-        balancer.remember(first, PREFIX)
-        balancer.computed(first, PREFIX, 4.0, PROMPT)
-        assert other.cached is not None
-        other.cached.apply(frames(1, stored(PROMPT)))
-        assert [chosen() for _ in range(3)] == [other] * 3
-        other.cached.apply(frames(9, stored(PROMPT)), last=True)  # a gap
-        assert first.cached is not None
-        first.cached.apply(frames(9), last=True)
-        assert [chosen() for _ in range(3)] == [first] * 3, "by what was sent to it"
-
-    run(testing())
+    await balancer.check_all()
+    first, other = balancer.backends
+    for backend in balancer.backends:
+        assert backend.cached is not None
+        backend.cached.apply(frames(0, stored([9] * SIZE, first=100)))
+    balancer.remember(first, PREFIX)
+    balancer.computed(first, PREFIX, 4.0, PROMPT)
+    assert other.cached is not None
+    other.cached.apply(frames(1, stored(PROMPT)))
+    assert [chosen() for _ in range(3)] == [other] * 3
+    other.cached.apply(frames(9, stored(PROMPT)), last=True)  # a gap
+    assert first.cached is not None
+    first.cached.apply(frames(9), last=True)
+    assert [chosen() for _ in range(3)] == [first] * 3, "by what was sent to it"
 
 
 def test_a_prompts_blocks_are_learned_once_for_all_servers_with_blocks_of_one_size(
@@ -327,33 +323,30 @@ def test_the_address_that_a_server_binds_is_refused_with_what_to_give_in_its_pla
 
 
 @pytest.mark.parametrize("topic", [[b""], []], ids=["vLLM", "SGLang"])
-def test_a_reader_receives_messages_and_has_missed_ones_repeated(tmp_path: Path, topic: list[bytes]) -> None:
-    async def testing() -> None:
-        context = zmq.asyncio.Context.instance()
-        at = EventEndpoints(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r")
-        with context.socket(zmq.XPUB) as publisher, context.socket(zmq.ROUTER) as replayer:
-            publisher.bind(at.events)
-            replayer.bind(at.replay)
-            view = ServerBlocks(Clock())
+async def test_a_reader_receives_messages_and_has_missed_ones_repeated(tmp_path: Path, topic: list[bytes]) -> None:
+    context = zmq.asyncio.Context.instance()
+    at = EventEndpoints(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r")
+    with context.socket(zmq.XPUB) as publisher, context.socket(zmq.ROUTER) as replayer:
+        publisher.bind(at.events)
+        replayer.bind(at.replay)
+        view = ServerBlocks(Clock())
 
-            async def replay(*messages: list[bytes]) -> int:
-                peer, _, start = await replayer.recv_multipart()
-                for message in messages:
-                    await replayer.send_multipart([peer, b"", *topic, *message[1:]])
-                await replayer.send_multipart([peer, b"", *topic, (-1).to_bytes(8, signed=True), b""])
-                return int.from_bytes(start)
+        async def replay(*messages: list[bytes]) -> int:
+            peer, _, start = await replayer.recv_multipart()
+            for message in messages:
+                await replayer.send_multipart([peer, b"", *topic, *message[1:]])
+            await replayer.send_multipart([peer, b"", *topic, (-1).to_bytes(8, signed=True), b""])
+            return int.from_bytes(start)
 
-            reading = asyncio.create_task(follow(at, view))
-            assert await publisher.recv() == b"\x01"
-            assert await replay(frames(0, stored(PROMPT))) == 0
-            await publisher.send_multipart(frames(2, removed(6)))
-            assert await replay(frames(1, removed(7)), frames(2, removed(6))) == 1
-            await publisher.send_multipart(frames(4))
-            assert await replay() == 3  # no longer there
-            await publisher.send_multipart(frames(6))
-            assert await replay() == 0
-            assert not view.current
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-
-    run(testing())
+        reading = asyncio.create_task(follow(at, view))
+        assert await publisher.recv() == b"\x01"
+        assert await replay(frames(0, stored(PROMPT))) == 0
+        await publisher.send_multipart(frames(2, removed(6)))
+        assert await replay(frames(1, removed(7)), frames(2, removed(6))) == 1
+        await publisher.send_multipart(frames(4))
+        assert await replay() == 3  # no longer there
+        await publisher.send_multipart(frames(6))
+        assert await replay() == 0
+        assert not view.current
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)

@@ -7,7 +7,6 @@ from runtime.engines.openai.http import AioHttp
 from runtime.engines.openai.server import Server
 from runtime.serving.messages import Retrieval
 from tests.engines.engine_harness import read_answer, running_engine
-from tests.frontend.fake_workers import run
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENTS = b'data: {"choices": []}\n\ndata: [DONE]\n\n'
@@ -27,7 +26,7 @@ async def test_a_probe_costs_one_search_one_tokenize_and_one_request() -> None:
         assert [path for path, _ in harness.fake.asked] == ["/v1/chat/completions", "/tokenize", "/v1/completions"]
 
 
-def test_a_connection_is_reused_if_the_body_ends_after_the_done_event(tmp_path: Path) -> None:
+async def test_a_connection_is_reused_if_the_body_ends_after_the_done_event(tmp_path: Path) -> None:
     """Like uvicorn: the stream's last event and the end of the body arrive in separate reads."""
     connections, asked = 0, 0
     read = asyncio.Event()
@@ -43,18 +42,15 @@ def test_a_connection_is_reused_if_the_body_ends_after_the_done_event(tmp_path: 
             writer.write(b"0\r\n\r\n")
         writer.close()
 
-    async def test() -> None:
-        async with await asyncio.start_unix_server(serve, tmp_path / "socket"):
-            server = Server("http://fake/v1", http=AioHttp(str(tmp_path / "socket")))
-            for _ in range(3):
-                async with server.stream("/chat/completions", {}) as chunks:
-                    assert [chunk async for chunk in chunks] == [{"choices": []}]
-                read.set()
-                while read.is_set():  # until the server has written the end
-                    await asyncio.sleep(0)
-                for _ in range(10):  # and the client has read it
-                    await asyncio.sleep(0)
-            await server.close()
-        assert (asked, connections) == (3, 1)
-
-    run(test())
+    async with await asyncio.start_unix_server(serve, tmp_path / "socket"):
+        server = Server("http://fake/v1", http=AioHttp(str(tmp_path / "socket")))
+        for _ in range(3):
+            async with server.stream("/chat/completions", {}) as chunks:
+                assert [chunk async for chunk in chunks] == [{"choices": []}]
+            read.set()
+            while read.is_set():  # until the server has written the end
+                await asyncio.sleep(0)
+            for _ in range(10):  # and the client has read it
+                await asyncio.sleep(0)
+        await server.close()
+    assert (asked, connections) == (3, 1)
