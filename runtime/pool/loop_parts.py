@@ -1,6 +1,6 @@
 """Compilation of the pool's loop and of the CPU engine in parallel, where the machine code is not cached yet.
 
-Parts are compiled by processes of their own, which leave the code in the cache, while the pool's process compiles the
+Parts are compiled by forked processes, which leave the code in the cache, while the pool's process compiles the
 engine and needs them one after the other. It waits for a part that is being compiled, and compiles itself what nobody
 has begun (`ipc.native.machine_code`):
 
@@ -8,22 +8,23 @@ has begun (`ipc.native.machine_code`):
     parts    distances ─▶ merge ─▶ … ─▶ exact ─▶ … ─▶ receive ─▶ schedule ─▶ … ─▶ the whole loop
 
 The longest chain of functions that call each other ends with the engine's extend, so most parts are below it.
-
-`python -m runtime.pool.loop_parts NAME …` compiles these parts.
 """
 
 import contextlib
+import gc
 import os
-import subprocess
-import sys
+import signal
+import traceback
 from collections.abc import Collection, Iterator, Sequence
 
 from numba import float32, int32, int64, types, uint8, uint32, uint64
+from numba.core.compiler_lock import global_compiler_lock
 
 from gpu.cpu import queries, tables
 from gpu.cpu.extend import code_scan, filtered, rabitq, results, stages
 from ipc.native.records import Array, numba_type
 from ipc.ring.exchange import ClientTable
+from runtime.node.worker import DRAIN_SIGNAL, die_with_parent
 from runtime.pool import loop, loop_driver, policy, sizing
 from runtime.pool.loop_layout import Loop
 from runtime.pool.tables import Tables
@@ -99,23 +100,38 @@ def compiled_in_background(device: str = "cpu", cores: Collection[int] | None = 
     if not shares:
         yield
         return
-    own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)  # of this thread, which the new processes inherit
-    try:
-        children = [
-            subprocess.Popen([sys.executable, "-m", "runtime.pool.loop_parts", *share], stdin=subprocess.DEVNULL)
-            for share in shares
-        ]
-    finally:
-        os.sched_setaffinity(0, own)
+    children = [_forked(share, cores) for share in shares]
     try:
         yield
-        for child in children:
-            child.wait()  # one that failed has said why, and this process compiles what it has not
+        while children:
+            os.waitpid(children[-1], 0)  # one that failed has said why, and this process compiles what it has not
+            children.pop()
     finally:
         for child in children:
-            child.kill()
-            child.wait()
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _forked(names: Sequence[str], cores: Collection[int]) -> int:
+    """Return the id of a new process that compiles parts on these cores."""
+    parent = os.getpid()
+    with global_compiler_lock:  # no other thread compiles, so the process inherits no lock that nobody will release
+        child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        for signum in (signal.SIGTERM, DRAIN_SIGNAL):  # a worker's handlers change its table
+            signal.signal(signum, signal.SIG_DFL)
+        die_with_parent(parent)
+        os.sched_setaffinity(0, cores)
+        gc.disable()
+        compile_parts(names)
+        code = 0
+    except BaseException:  # nothing of it may reach the frames of the process that was forked
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def _cores_of_parent() -> set[int]:
@@ -123,7 +139,3 @@ def _cores_of_parent() -> set[int]:
         return os.sched_getaffinity(os.getppid())
     except OSError:  # it has ended
         return os.sched_getaffinity(0)
-
-
-if __name__ == "__main__":
-    compile_parts(sys.argv[1:])

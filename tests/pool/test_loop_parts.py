@@ -1,6 +1,9 @@
 """The loop's parts that processes of their own compile are those that the loop calls, and with the same types."""
 
 import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +19,17 @@ from runtime.pool.loop_parts import CALLED, INNER, PARTS, compile_parts, compile
 from tests.pool.conftest import MakePool
 
 
+def qualified(dispatcher: Any) -> str:
+    function = dispatcher.py_func
+    return f"{function.__module__}.{function.__name__}"
+
+
 class Compilations(event.Listener):  # type: ignore[misc]
     def __init__(self) -> None:
         self.names: list[str] = []
 
     def on_start(self, event: Any) -> None:
-        self.names.append(event.data["dispatcher"].py_func.__name__)
+        self.names.append(qualified(event.data["dispatcher"]))
 
     def on_end(self, event: Any) -> None:
         pass
@@ -37,8 +45,8 @@ def test_after_its_parts_the_loop_and_the_engine_compile_little_else() -> None:
     with event.install_listener("numba:compile", listener):
         loop.compile((int64, int64, int64))
         engine.compile((handle, int64))
-    parts = {function.py_func.__name__ for function, _ in INNER.values()}
-    assert parts & set(listener.names) == {"run_loop"}
+    parts = {qualified(function) for function, _ in INNER.values()}
+    assert parts & set(listener.names) == {"runtime.pool.loop.run_loop"}
 
 
 def test_one_function_that_python_calls_contains_the_loop() -> None:
@@ -47,7 +55,9 @@ def test_one_function_that_python_calls_contains_the_loop() -> None:
         for called in CALLED.values():
             for function, types in called:
                 Dispatcher(function.py_func, {"_nrt": False}, "another stamp").compile(types)
-    assert sum(name in ("run_loop", "serve_loop") for name in listener.names) == 1, "each is compiled with all of it"
+    assert sum(name.endswith(("run_loop", "serve_loop")) for name in listener.names) == 1, (
+        "each is compiled with all of it"
+    )
 
 
 def test_searches_are_compiled_for_the_arrays_of_a_batch() -> None:
@@ -71,37 +81,72 @@ def test_python_calls_no_function_with_other_types_than_its_parts_are_compiled_f
             assert function.signatures == [types], function.py_func.__name__
 
 
+def compiled_by_processes(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, device: str, cores: range
+) -> list[set[str]]:
+    """The parts that each process compiles, none of which are cached."""
+
+    def compile_parts(names: Sequence[str]) -> None:
+        (directory / str(os.getpid())).write_text("\n".join(names))
+
+    monkeypatch.setattr(loop_parts, "compile_parts", compile_parts)
+    monkeypatch.setattr(loop_parts, "is_cached", lambda: False)
+    with compiled_in_background(device, cores):
+        pass
+    assert not (directory / str(os.getpid())).exists()
+    return [set(path.read_text().splitlines()) for path in directory.iterdir()]
+
+
 def test_no_process_is_started_where_the_loop_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr("runtime.pool.loop_parts.subprocess.Popen", lambda command, **_: started.append(command))
+    monkeypatch.setattr(loop_parts, "_forked", lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr(loop_parts, "is_cached", lambda: True)
     with compiled_in_background():
-        assert not started
-
-
-def test_the_parts_are_divided_among_processes_on_all_cores_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-
-    class Child:
-        def __init__(self, command: list[str], **_: Any) -> None:
-            started.append(command[3:])
-
-        def wait(self) -> None:
-            pass
-
-        kill = wait
-
-    monkeypatch.setattr("runtime.pool.loop_parts.subprocess.Popen", Child)
-    monkeypatch.setattr(loop_parts, "is_cached", lambda: False)
-    pinned: list[set[int]] = []
-    monkeypatch.setattr("runtime.pool.loop_parts.os.sched_setaffinity", lambda _, cores: pinned.append(set(cores)))
-    with compiled_in_background(cores=range(3)):
         pass
-    assert pinned == [{0, 1, 2}, os.sched_getaffinity(0)]
-    assert len(started) == 2
-    assert sorted(name for share in started for name in share) == sorted(PARTS)
-    started.clear()
-    with compiled_in_background("cuda:0", cores=range(16)):
-        pass
+
+
+def test_the_parts_are_divided_among_processes_on_all_cores_but_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = compiled_by_processes(tmp_path, monkeypatch, "cpu", range(3))
+    assert first | second == set(PARTS)
+    assert not first & second
+
+
+def test_for_a_gpu_no_part_of_the_cpus_engine_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = compiled_by_processes(tmp_path, monkeypatch, "cuda:0", range(16))
     loop = ["admit", "control", "extend", "receive", "run", "schedule", "serve"]
-    assert sorted(started) == [[name] for name in loop], "no part of the CPU's engine"
+    assert sorted(map(sorted, shares)) == [[name] for name in loop]
+
+
+def test_what_a_process_fails_to_compile_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loop_parts, "is_cached", lambda: False)
+    monkeypatch.setattr(loop_parts, "INNER", {})
+    monkeypatch.setattr(loop_parts, "CALLED", None)
+    with compiled_in_background(cores=range(2)):
+        pass
+    assert "AttributeError" in capfd.readouterr().err
+
+
+def test_processes_that_compile_end_when_the_pool_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+
+    def compile_parts(_names: Sequence[str]) -> None:
+        os.write(write, b"x")
+        signal.pause()
+
+    monkeypatch.setattr(loop_parts, "compile_parts", compile_parts)
+    monkeypatch.setattr(loop_parts, "is_cached", lambda: False)
+    if not (pool := os.fork()):
+        try:
+            with compiled_in_background(cores=range(2)):
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        assert pipe.read(1) == b"x"
+        os.kill(pool, signal.SIGKILL)
+        assert pipe.read() == b"", "all that have the other end have ended"
+    os.waitpid(pool, 0)
