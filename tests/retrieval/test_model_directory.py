@@ -181,5 +181,5 @@ def test_a_real_model_directory_gives_the_vectors_of_the_built_in_embedder(tmp_p
     spec, embedder = chosen(directory)
     assert (spec.dim, embedder.max_tokens) == (384, 256)
     texts = ["How does a with statement call __exit__?", "", "word " * 400, "日本語 🙂"]
-    np.testing.assert_allclose(embedder.embed(texts), load_embedder("all-minilm-l6-v2").embed(texts), atol=1e-6)
+    np.testing.assert_allclose(embedder.embed(texts), load_embedder("all-minilm-l6-v2").embed(texts), atol=5e-4)
     assert embedder.count_tokens(texts[0]) == 12

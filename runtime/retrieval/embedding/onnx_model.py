@@ -23,7 +23,7 @@ class OnnxEncoder:
 
     def __init__(self, name: str, model: Path, tokenizer: Path, pooling: Pooling | None) -> None:
         self._name, self._pooling = name, pooling
-        self._session = OnnxSession(f"the embedder {name}", model, tokenizer)
+        self._session = OnnxSession(f"the embedder {name}", model, tokenizer, integers=name == MINILM)
         self.tokenizer = self._session.tokenizer
         self._output = self._chosen_output()
         self.dim = int(self.encode([[0]]).shape[1])

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from runtime.errors import ModelError
 from runtime.files import check_regular
+from runtime.retrieval.embedding.integer_products import has_integer_products, with_integer_products
 
 BATCH_TOKENS = 256
 """Texts of similar length share a forward pass up to this many tokens; more gains nothing on a CPU."""
@@ -25,10 +26,11 @@ _INTEGERS = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
 class OnnxSession:
     """A model file and a tokenizer file. `whose`: "the embedder x", for errors. Raises `ModelError` for unusable files.
 
+    `integers`: whether products by weights that are stored as int8 are computed in integers, if the processor can.
     `tokenizer` neither pads nor truncates. `outputs`: names of the graph's outputs.
     """
 
-    def __init__(self, whose: str, model: Path, tokenizer: Path) -> None:
+    def __init__(self, whose: str, model: Path, tokenizer: Path, *, integers: bool = False) -> None:
         import onnxruntime  # slow to import
         from tokenizers import Tokenizer
 
@@ -39,9 +41,11 @@ class OnnxSession:
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
         try:
-            path = str(check_regular(model))
+            given: str | bytes = str(check_regular(model))
+            if integers and has_integer_products():
+                given = with_integer_products(model.read_bytes())
             self._session = onnxruntime.InferenceSession(
-                path, options, providers=["CPUExecutionProvider"], disabled_optimizers=_SLOW_FUSIONS
+                given, options, providers=["CPUExecutionProvider"], disabled_optimizers=_SLOW_FUSIONS
             )
             self.tokenizer = Tokenizer.from_file(str(check_regular(tokenizer)))
         except Exception as error:  # both libraries have exception classes of their own
