@@ -1,14 +1,11 @@
 """Malformed and invalid requests: each is a typed error that names the parameter."""
 
-import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ipc import SearchSpec
 from runtime.errors import InvalidRequest, Unavailable
@@ -280,32 +277,6 @@ def test_every_tokenized_text_has_the_prompt_limit(http: httpx.Client, param: st
         param,
         f"{param} has 2001 bytes, the limit is 2000",
     )
-
-
-# ---- any JSON at all
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=8,
-)
-
-
-FIELDS = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *RetrievalBody.model_fields, "n", "logprobs"})
-
-
-@given(
-    st.sampled_from([(ChatBody, CHAT), (CompletionBody, COMPLETION), (RetrievalBody, SEARCH)]),
-    st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), JSON, min_size=1, max_size=3),
-)
-@settings(max_examples=60)
-def test_any_json_is_parsed_or_refused(kind: tuple[Any, dict[str, Any]], change: dict[str, Any]) -> None:
-    model, body = kind
-    with contextlib.suppress(InvalidRequest):
-        parsed = parse(model, json.dumps(body | change).encode())
-        if not isinstance(parsed, RetrievalBody):
-            parsed.to_sampling(16, 1)
 
 
 FILTERED = [

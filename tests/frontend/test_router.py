@@ -38,19 +38,6 @@ def test_the_prefill_worker_with_the_shorter_queue_is_selected() -> None:
     assert made.place(()).prefill == "p1"
 
 
-def test_requests_placed_since_the_last_report_count_as_queued() -> None:
-    made = router("p0", "p1", "d0")
-    assert {made.place(()).prefill, made.place(()).prefill} == {"p0", "p1"}
-
-
-def test_a_request_that_left_its_prefill_worker_no_longer_counts() -> None:
-    made = router("p0", "p1", "d0")
-    first = made.place(())
-    made.place(())
-    made.prefilled(first)
-    assert made.place(()).prefill == first.prefill
-
-
 def test_the_worker_with_the_cached_prefix_is_selected_when_queues_are_equal() -> None:
     made = router("p0", "p1", "p2", "d0")
     first = made.place(prefix_blocks(TEXT))
@@ -86,14 +73,6 @@ def test_an_overlap_outweighs_as_many_waiting_requests_as_configured() -> None:
         placement = made.place(prefix_blocks(TEXT))
         assert (placement.prefill == knows.prefill) == same
         made.finished(placement, prefilled=False)
-
-
-def test_a_decode_worker_with_a_free_slot_is_preferred() -> None:
-    made = router("p0", "d1")
-    made.add(hello("decode", "d0", slots=100))
-    made.report(report("d0", running=50, free=0))
-    made.report(report("d1", running=3, free=1))
-    assert made.place(()).decode == "d1"
 
 
 def test_the_least_utilized_decode_worker_with_free_slots_is_selected() -> None:
@@ -189,14 +168,6 @@ def test_a_draining_worker_gets_no_requests_and_a_role_with_only_draining_worker
         made.place(())
 
 
-def test_a_removed_worker_gets_no_requests() -> None:
-    made = router("p0", "p1", "d0")
-    made.remove("p0")
-    assert {made.place(()).prefill for _ in range(8)} == {"p1"}
-    made.remove("p1")
-    assert made.missing() == ["prefill"]
-
-
 def test_the_router_refuses_requests_over_its_limit_with_both_numbers() -> None:
     made = router("p0", "d0", max_in_flight=2)
     first, _ = made.place(()), made.place(())
@@ -212,14 +183,6 @@ def test_a_request_is_placed_on_a_worker_with_enough_context() -> None:
     assert {made.place((), tokens=51).decode for _ in range(8)} == {"d0"}
     with pytest.raises(ContextLengthExceeded, match="at least 1001 tokens, the model's context holds 1000"):
         made.place((), tokens=1001)
-
-
-def test_a_refused_request_is_not_counted() -> None:
-    made = router("p0")
-    with pytest.raises(Unavailable):
-        made.place(())
-    assert made.in_flight == 0
-    assert [worker.assigned for worker in made.workers()] == [0]
 
 
 def test_the_prefix_index_of_a_worker_is_bounded() -> None:
