@@ -17,8 +17,8 @@ _NAMES_BY_VALUES: tuple[tuple[tuple[object, ...], str], ...] = (
     ),
     (
         (False,),
-        "background continue_final_message echo include_stop_str_in_output logprobs no_stop_trim return_embeddings "
-        "return_hidden_states store use_beam_search",
+        "background continue_final_message echo include_stop_str_in_output logprobs no_stop_trim parallel_tool_calls "
+        "return_embeddings return_hidden_states store use_beam_search",
     ),
     (
         (True,),
@@ -45,7 +45,7 @@ NEUTRAL = {name: values for values, names in _NAMES_BY_VALUES for name in names.
 """Unsupported fields, and the values with which they have no effect."""
 
 IGNORED = frozenset((
-    *("additional_data", "include_reasoning", "max_tool_calls", "metadata", "parallel_tool_calls", "prompt_cache_key"),
+    *("additional_data", "include_reasoning", "max_tool_calls", "metadata", "prompt_cache_key"),
     *("prompt_cache_options", "prompt_cache_retention", "safety_identifier", "separate_reasoning", "stream_options"),
     *("stream_reasoning", "user"),
 ))  # fmt: skip

@@ -127,6 +127,7 @@ class ResponsesBody(Prioritized):
     top_p: float = Field(1.0, gt=0, le=1)
     metadata: Metadata = Field({})
     store: bool = True
+    parallel_tool_calls: bool = True  # one tool, one call
     stream: bool = False
 
     @property
