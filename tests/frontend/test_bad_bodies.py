@@ -29,12 +29,6 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def http(cluster: Cluster) -> Iterator[httpx.Client]:
-    with cluster.http() as http:
-        yield http
-
-
 # ---- bodies that are too large, too slow, or never end
 
 

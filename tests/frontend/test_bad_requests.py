@@ -26,12 +26,6 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def http(cluster: Cluster) -> Iterator[httpx.Client]:
-    with cluster.http() as http:
-        yield http
-
-
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"nonsense", b'{"model": }', b"\xff\xfe", b'{"model": "\\ud800"}', b"[" * 9000, b'{"a":' * 1500],

@@ -26,12 +26,6 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture
-def http(cluster: Cluster) -> Iterator[httpx.Client]:
-    with cluster.http() as http:
-        yield http
-
-
 def body(text: str, stream: bool = True) -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": text}], "stream": stream}
 

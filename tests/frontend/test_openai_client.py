@@ -16,12 +16,6 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield cluster
 
 
-@pytest.fixture
-def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with cluster.client() as client:
-        yield client
-
-
 def ask(text: str) -> Any:
     return [{"role": "user", "content": text}]
 

@@ -34,12 +34,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with cluster.client() as client:
-        yield client
-
-
-@pytest.fixture
 def pdfs(tmp_path: Path) -> list[Path]:
     paths = [tmp_path / f"{name} _ OpenAI.pdf" for name in FACTS]
     for path, text in zip(paths, FACTS.values(), strict=True):

@@ -25,12 +25,6 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield cluster
 
 
-@pytest.fixture
-def http(cluster: Cluster) -> Iterator[httpx.Client]:
-    with cluster.http() as http:
-        yield http
-
-
 @pytest.mark.parametrize(
     ("method", "path", "request_", "status", "prefix"),
     [

@@ -40,12 +40,6 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
-@pytest.fixture
-def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with cluster.client() as client:
-        yield client
-
-
 def generation(cluster: Cluster) -> Generation:
     """What the workers got last."""
     return cluster.players["prefill-0"].prefills[-1].generation

@@ -22,12 +22,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture
-def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with cluster.client() as client:
-        yield client
-
-
 def upload(client: openai.OpenAI, name: str = "leave.md", content: bytes = LEAVE) -> str:
     return client.files.create(file=(name, content), purpose="assistants").id
 

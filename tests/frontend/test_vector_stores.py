@@ -89,18 +89,6 @@ def stand(cluster: Cluster) -> Iterator[Stand]:
     cluster.search.error = None
 
 
-@pytest.fixture
-def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with cluster.client() as client:
-        yield client
-
-
-@pytest.fixture
-def http(cluster: Cluster) -> Iterator[httpx.Client]:
-    with cluster.http() as http:
-        yield http
-
-
 def test_collections_are_listed_as_vector_stores(client: openai.OpenAI) -> None:
     docs, bare = client.vector_stores.list()
     assert (docs.id, docs.name, docs.object, docs.status) == ("docs", "docs", "vector_store", "completed")
