@@ -13,9 +13,7 @@ from runtime.retrieval.attributes.filters import (
     AttributeBinding,
     Filter,
     both_filters,
-    decode_filter,
     excludes,
-    filter_bytes,
 )
 
 
@@ -80,12 +78,6 @@ class Access:
         if requested is not None and excludes(requested, own):
             raise Forbidden(f"this API key may not filter for another {own.key!r} than its own", "filter")
         return both_filters(own.filter(), requested)
-
-    def restrict_bytes(self, collection: str, requested: bytes) -> bytes:
-        """`restrict` of an encoded filter; b"": none."""
-        if self.grants is None:
-            return requested
-        return filter_bytes(self.restrict(collection, decode_filter(requested) if requested else None))
 
 
 FULL_ACCESS = Access()

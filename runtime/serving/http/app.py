@@ -293,16 +293,9 @@ class _Routes:
         """Add the routes of collections, documents and embedders."""
         app.limits["/v1/retrieval"] = self._searches.limit
         settings, catalogue = self._settings, self._service.catalogue
-        StoreRoutes(
-            catalogue, self._searches, self.read_bytes, settings.collections, self._service.stores,
-            ranker=settings.ranker, max_k=settings.max_k, max_prompt_bytes=settings.max_prompt_bytes,
-        ).add_to(app)  # fmt: skip
-        limit, timeout_s = settings.max_searches, settings.request_timeout_s
-        EmbeddingsRoute(catalogue, self.read_bytes, limit=limit, timeout_s=timeout_s).add_to(app)
-        RerankRoute(
-            self._service.reranking, self.read_bytes, limit=limit, timeout_s=timeout_s,
-            max_query_bytes=settings.max_prompt_bytes,
-        ).add_to(app)  # fmt: skip
+        StoreRoutes(self._service, settings, self.read_bytes, self._searches).add_to(app)
+        EmbeddingsRoute(self._service, settings, self.read_bytes).add_to(app)
+        RerankRoute(self._service, settings, self.read_bytes).add_to(app)
         if (stores := self._service.stores) is not None:
             origins = None if settings.api_keys else settings.cors_origins
             FileRoutes(stores, settings.body_timeout_s, origins).add_to(app)

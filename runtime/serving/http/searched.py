@@ -1,12 +1,14 @@
 """What a request may search: the collection that it names, or a client's vector store, within the rights of its key."""
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 from starlette.requests import Request
 
 from ipc import SearchSpec
 from runtime.errors import InvalidRequest, UnknownCollection
 from runtime.node.stores_config import STORES
-from runtime.retrieval.attributes.filters import decode_filter, filter_bytes
+from runtime.retrieval.attributes.filters import Filter, decode_filter, filter_bytes
 from runtime.retrieval.search.query import Query
 from runtime.retrieval.stores.records import Store
 from runtime.retrieval.stores.service import Stores
@@ -26,20 +28,40 @@ async def authorized(
 
     Raises InvalidRequest, `UnknownCollection`, `UnknownObject` and Forbidden.
     """
-    access, limit = access_of(http), settings.probes.passage_tokens
-    if retrieval.probe_tokens > limit:
+    check_probe_tokens(retrieval.probe_tokens, settings, "retrieval.probe_tokens")
+    name, access = retrieval.collection, access_of(http)
+    if stores is None or not name.startswith(STORE_PREFIX):
+        name = searched_collection(name, retrieval.k, access, settings, "retrieval.")
+    check_k(retrieval.k, settings, "retrieval.k")
+    wanted = decode_filter(retrieval.filter) if retrieval.filter else None
+    collection, wanted = await restricted([name], wanted, http, stores, settings, "retrieval.collection")
+    store = await stores.store(name, tenant_of(http)) if stores is not None and collection == STORES else None
+    return replace(retrieval, collection=collection, filter=filter_bytes(wanted), flow=access.flow), store
+
+
+async def restricted(
+    names: Sequence[str],
+    wanted: Filter | None,
+    http: Request,
+    stores: Stores | None,
+    settings: Settings,
+    param: str,
+) -> tuple[str, Filter | None]:
+    """Return the collection that a search of the named stores is in, and its filter there: stores that clients made, or
+    one configured collection, within the rights of the key.
+
+    Raises InvalidRequest, `UnknownCollection`, `UnknownObject` and Forbidden.
+    """
+    own = [name for name in names if name.startswith(STORE_PREFIX)]
+    if stores is not None and len(own) == len(names):
+        return STORES, await stores.filter(own, tenant_of(http), wanted)
+    if len(names) > 1:
         raise InvalidRequest(
-            f"probe_tokens is {retrieval.probe_tokens}, the limit is {limit}", "retrieval.probe_tokens"
+            "several vector stores can be searched at once only if all of them were made by clients", param
         )
-    if stores is not None and retrieval.collection.startswith(STORE_PREFIX):
-        _check_k(retrieval.k, settings, "retrieval.")
-        wanted = decode_filter(retrieval.filter) if retrieval.filter else None
-        found = filter_bytes(await stores.filter([retrieval.collection], tenant_of(http), wanted))
-        store = await stores.store(retrieval.collection, tenant_of(http))
-        return replace(retrieval, collection=STORES, filter=found, flow=access.flow), store
-    collection = searched_collection(retrieval.collection, retrieval.k, access, settings, "retrieval.")
-    restricted = access.restrict_bytes(collection, retrieval.filter)
-    return replace(retrieval, collection=collection, filter=restricted, flow=access.flow), None
+    access = access_of(http)
+    collection = access.resolve(names[0], settings.collections, param, "vector store")
+    return collection, access.restrict(collection, wanted)
 
 
 def searched_collection(name: str, k: int, access: Access, settings: Settings, prefix: str = "") -> str:
@@ -57,7 +79,7 @@ def searched_collection(name: str, k: int, access: Access, settings: Settings, p
             raise InvalidRequest(f"{prefix}collection is missing; loaded: {loaded}", f"{prefix}collection")
         name = names[0]
     found = access.resolve(name, known, f"{prefix}collection")
-    _check_k(k, settings, prefix)
+    check_k(k, settings, f"{prefix}k")
     return found
 
 
@@ -84,6 +106,13 @@ def query_of(body: RetrievalBody | PlainBody, access: Access, settings: Settings
     return Query(spec, body.vector, body.query or "", body.hybrid, rerank=rerank)
 
 
-def _check_k(k: int, settings: Settings, prefix: str) -> None:
+def check_k(k: int, settings: Settings, param: str) -> None:
+    """Raise InvalidRequest for more passages than a search may find."""
     if k > settings.max_k:
-        raise InvalidRequest(f"k is {k}, the limit is {settings.max_k}", f"{prefix}k")
+        raise InvalidRequest(f"{param.rpartition('.')[2]} is {k}, the limit is {settings.max_k}", param)
+
+
+def check_probe_tokens(tokens: int, settings: Settings, param: str) -> None:
+    """Raise InvalidRequest for more tokens than a probe may insert."""
+    if tokens > (limit := settings.probes.passage_tokens):
+        raise InvalidRequest(f"probe_tokens is {tokens}, the limit is {limit}", param)

@@ -18,7 +18,7 @@ from runtime.serving.http.middleware import Application, ReadBody
 from runtime.serving.http.parsing import StrictModel, field_error, parse
 from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import Json, json_response
-from runtime.serving.http.service import CollectionCatalogue
+from runtime.serving.http.service import Service, Settings
 
 MAX_INPUTS = 2048
 _LOOK_S = 0.25  # interval at which the connection is looked at while texts are embedded
@@ -46,12 +46,13 @@ class EmbeddingsBody(StrictModel):
 
 
 class EmbeddingsRoute:
-    """The route. At most `limit` requests are embedded concurrently, of a key as many as are left, each for at most
-    `timeout_s`."""
+    """The route. At most `max_searches` requests are embedded concurrently, of a key as many as are left, each for at
+    most `request_timeout_s`."""
 
-    def __init__(self, source: CollectionCatalogue, read: ReadBody, *, limit: int, timeout_s: float) -> None:
-        self._source, self._read = source, read
-        self._limit, self._timeout_s = FairLimit(limit, "embedding requests"), timeout_s
+    def __init__(self, service: Service, settings: Settings, read: ReadBody) -> None:
+        self._source, self._read = service.catalogue, read
+        self._limit = FairLimit(settings.max_searches, "embedding requests")
+        self._timeout_s = settings.request_timeout_s
 
     def add_to(self, app: Application) -> None:
         """Register the route."""

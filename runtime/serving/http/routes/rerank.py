@@ -10,7 +10,6 @@ from starlette.responses import Response
 from runtime.errors import UnknownModel
 from runtime.retrieval.async_retriever import run_steps, wait_until
 from runtime.retrieval.fair_gate import FairLimit
-from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.retrieval_steps import Until
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.access import access_of
@@ -19,6 +18,7 @@ from runtime.serving.http.middleware import Application, ReadBody, request_id
 from runtime.serving.http.parsing import StrictModel, check_bytes, field_error, json_name, parse
 from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import Json, json_response
+from runtime.serving.http.service import Service, Settings
 
 MAX_DOCUMENTS = 1024
 PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
@@ -56,15 +56,12 @@ class RerankBody(StrictModel):
 
 
 class RerankRoute:
-    """The route. At most `limit` requests are processed concurrently, of a key as many as are left, each for at most
-    `timeout_s`: unlike a search, it has no other order to return then."""
+    """The route. At most `max_searches` requests are processed concurrently, of a key as many as are left, each for at
+    most `request_timeout_s`: unlike a search, it has no other order to return then."""
 
-    def __init__(
-        self, reranking: Reranking | None, read: ReadBody, *, limit: int, timeout_s: float, max_query_bytes: int
-    ) -> None:
-        self._reranking, self._read = reranking, read
-        self._limit, self._timeout_s = FairLimit(limit, "rerank requests"), timeout_s
-        self._max_query_bytes = max_query_bytes
+    def __init__(self, service: Service, settings: Settings, read: ReadBody) -> None:
+        self._reranking, self._settings, self._read = service.reranking, settings, read
+        self._limit = FairLimit(settings.max_searches, "rerank requests")
 
     def add_to(self, app: Application) -> None:
         """Register the route."""
@@ -79,7 +76,7 @@ class RerankRoute:
             raise UnknownModel("this node has no reranker: set model in [rerank] of its configuration", "model")
         if body.model not in (None, reranking.name):
             raise UnknownModel(f"reranker {body.model[:128]!r} is not served; served: {reranking.name!r}", "model")
-        check_bytes(len(body.query.encode(errors="replace")), self._max_query_bytes, "query")
+        check_bytes(len(body.query.encode(errors="replace")), self._settings.max_prompt_bytes, "query")
         kept = body.documents if body.return_documents else []
         unsent_response(http).reserve(len(body.documents) * 80 + sum(map(len, kept)))
 
@@ -91,7 +88,7 @@ class RerankRoute:
 
         flow = access_of(http).flow
         async with self._limit.counted(flow):
-            until_ns = time.monotonic_ns() + int(self._timeout_s * 1e9)
+            until_ns = time.monotonic_ns() + int(self._settings.request_timeout_s * 1e9)
             scored = await run_steps(reranking.score(body.query, body.documents, flow, until_ns), outcome)
         order = sorted(range(len(body.documents)), key=lambda index: -scored.scores[index])
         results: list[Json] = [

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InternalError, InvalidRequest, TrinityError
-from runtime.node.stores_config import STORES
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.stores.records import StoredResponse, UnknownObject, new_id
 from runtime.retrieval.stores.responses import ResponseStore
@@ -26,13 +25,12 @@ from runtime.serving.http.responses import EventStream, Json, cancel_on_disconne
 from runtime.serving.http.routes.files import tenant_of
 from runtime.serving.http.routes.responses_body import (
     RESULTS,
-    FileSearchTool,
     InputFile,
     ResponsesBody,
     parse_responses,
 )
-from runtime.serving.http.routes.store_objects import STORE_PREFIX
 from runtime.serving.http.routes.vector_stores import RankingOptions, distance_of, results_of, score_of
+from runtime.serving.http.searched import check_k, check_probe_tokens, restricted
 from runtime.serving.http.service import Service, Settings
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.serving.model.text import last_question, passages_block, question_with_block
@@ -147,21 +145,19 @@ class ResponsesRoutes:
         check_bytes(size, self._settings.max_prompt_bytes, "input")
         if (tool := body.tool) is None:
             return _Conversation(turns, None)
-        collection, wanted = await self._searched(http, tool)
+        collection, wanted = await restricted(
+            tool.vector_store_ids, tool.filters, http, self._service.stores, self._settings, "tools[0].vector_store_ids"
+        )
         metric = self._service.catalogue.summary(collection).metric
         ranking = tool.ranking_options or RankingOptions.model_validate({})
         settings, probes = self._settings, self._settings.probes
-        for name, value, limit in (
-            ("max_num_results", tool.max_num_results, settings.max_k),
-            ("probe_tokens", tool.probe_tokens, probes.passage_tokens),
-        ):
-            if value > limit:
-                raise InvalidRequest(f"{name} is {value}, the limit is {limit}", f"tools[0].{name}")
+        check_k(tool.max_num_results, settings, "tools[0].max_num_results")
+        check_probe_tokens(tool.probe_tokens, settings, "tools[0].probe_tokens")
         rerank = ranking.rerank(settings.ranker, "tools[0].ranking_options.ranker")
         every_tokens, mode, trigger, threshold = tool.with_defaults(probes, "tools[0]")
         retrieval = Retrieval(
-            collection, tool.max_num_results, every_tokens, mode, tool.probe_tokens, wanted, ranking.hybrid,
-            trigger, threshold,
+            collection, tool.max_num_results, every_tokens, mode, tool.probe_tokens, filter_bytes(wanted),
+            ranking.hybrid, trigger, threshold,
             flow=access_of(http).flow, quote=True, rerank=rerank,
             max_distance=distance_of(ranking.score_threshold, metric) if rerank is None else 1e30,
         )  # fmt: skip
@@ -180,21 +176,6 @@ class ResponsesRoutes:
                 check_bytes(len(text), self._settings.max_prompt_bytes, "input")
                 texts.append(text)
         return "".join(texts)
-
-    async def _searched(self, http: Request, tool: FileSearchTool) -> tuple[str, bytes]:
-        """Return the collection that a tool searches, and the filter there."""
-        own = [id for id in tool.vector_store_ids if id.startswith(STORE_PREFIX)]
-        if self._service.stores is not None and len(own) == len(tool.vector_store_ids):
-            wanted = await self._service.stores.filter(own, tenant_of(http), tool.filters)
-            return STORES, filter_bytes(wanted)
-        if len(tool.vector_store_ids) > 1:
-            raise InvalidRequest(
-                "several vector stores can be searched at once only if all of them were made by clients",
-                "tools[0].vector_store_ids",
-            )
-        name, access = tool.vector_store_ids[0], access_of(http)
-        collection = access.resolve(name, self._settings.collections, "tools[0].vector_store_ids", "vector store")
-        return collection, filter_bytes(access.restrict(collection, tool.filters))
 
     def _submit(self, http: Request, body: ResponsesBody, conversation: _Conversation, forwarded: Json) -> InFlight:
         engine, access = self._service.engine, access_of(http)

@@ -5,7 +5,7 @@ passage; its file is the one it was ingested from, or the document itself.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any
@@ -18,14 +18,13 @@ from starlette.responses import Response
 
 from ipc import SearchSpec
 from runtime.errors import InvalidRequest
-from runtime.node.stores_config import STORES
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.passages import RERANKED, FoundPassages, Passage
 from runtime.retrieval.search.query import Query, Rerank
 from runtime.retrieval.stores.collection import FILE, STORE
 from runtime.retrieval.stores.records import Store, new_id
 from runtime.retrieval.stores.service import NewEntry, Stores
-from runtime.serving.http.access import Access, access_of
+from runtime.serving.http.access import access_of
 from runtime.serving.http.api_types import MAX_TOKENS, filter_at
 from runtime.serving.http.middleware import ReadBody, client_id_of, request_id
 from runtime.serving.http.parsing import StrictModel, check_bytes, field_error, parse, parse_object
@@ -41,7 +40,8 @@ from runtime.serving.http.routes.store_objects import (
     store_json,
     to_chunking,
 )
-from runtime.serving.http.service import CollectionCatalogue, Searches
+from runtime.serving.http.searched import check_k, restricted
+from runtime.serving.http.service import Searches, Service, Settings
 
 MAX_QUERIES = 16
 
@@ -105,24 +105,12 @@ class StoreSearchBody(StrictModel):
 
 
 class StoreRoutes:
-    """The routes. `collections` contains the names of configured ones, `read` reads a request's body. stores: those of
-    clients; None on a node without `[stores]`."""
+    """The routes. `read` reads a request's body."""
 
-    def __init__(
-        self,
-        catalogue: CollectionCatalogue,
-        searches: Searches,
-        read: ReadBody,
-        collections: Mapping[str, int],
-        stores: Stores | None,
-        *,
-        ranker: Ranker,
-        max_k: int,
-        max_prompt_bytes: int,
-    ) -> None:
-        self._catalogue, self._searches, self._read = catalogue, searches, read
-        self._collections, self._stores = collections, stores
-        self._ranker, self._max_k, self._max_prompt_bytes = ranker, max_k, max_prompt_bytes
+    def __init__(self, service: Service, settings: Settings, read: ReadBody, searches: Searches) -> None:
+        self._settings, self._read, self._searches = settings, read, searches
+        self._catalogue, self._stores = service.catalogue, service.stores
+        self._collections = settings.collections
 
     def add_to(self, app: Starlette) -> None:
         """Register the routes."""
@@ -178,26 +166,18 @@ class StoreRoutes:
         return json_response({"id": name, "object": "vector_store.deleted", "deleted": True})
 
     async def search(self, http: Request) -> Response:
-        name, access = str(http.path_params["name"]), access_of(http)
+        name = str(http.path_params["name"])
         body = parse(StoreSearchBody, await self._read(http))
-        if body.max_num_results > self._max_k:
-            raise InvalidRequest(
-                f"max_num_results is {body.max_num_results}, the limit is {self._max_k}", "max_num_results"
-            )
+        check_k(body.max_num_results, self._settings, "max_num_results")
         size = sum(len(query.encode(errors="replace")) for query in body.query)
-        check_bytes(size, self._max_prompt_bytes, "query")
-        own = self._stores if name.startswith(STORE_PREFIX) else None
-        if own is not None:
-            wanted = await own.filter([name], tenant_of(http), body.filters)
-            collection, access = STORES, Access(flow=access.flow)
-        else:
-            wanted, collection = body.filters, self._name(name, http)
+        check_bytes(size, self._settings.max_prompt_bytes, "query")
+        collection, wanted = await restricted(
+            [name], body.filters, http, self._stores, self._settings, "vector_store_id"
+        )
         metric = self._catalogue.summary(collection).metric
         ranking = body.ranking_options or RankingOptions.model_validate({})
-        rerank = ranking.rerank(self._ranker, "ranking_options.ranker")
-        spec = SearchSpec(
-            collection, body.max_num_results, filter=filter_bytes(access.restrict(collection, wanted)), flow=access.flow
-        )
+        rerank = ranking.rerank(self._settings.ranker, "ranking_options.ranker")
+        spec = SearchSpec(collection, body.max_num_results, filter=filter_bytes(wanted), flow=access_of(http).flow)
         lists: list[FoundPassages] = []
         for number, query in enumerate(body.query):
             ids = (request_id(http), client_id_of(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
@@ -209,7 +189,7 @@ class StoreRoutes:
         threshold = ranking.score_threshold if body.ranking_options and rerank is None else -math.inf
         kept = [(passage, score) for passage, score in scores[: body.max_num_results] if score >= threshold]
         score_by_id = {passage.id: score for passage, score in kept}
-        results = await results_of(own, [passage for passage, _ in kept])
+        results = await results_of(self._stores, [passage for passage, _ in kept])
         page: Json = {
             "object": "vector_store.search_results.page",
             "search_query": body.query,
