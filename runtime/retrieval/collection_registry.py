@@ -33,7 +33,7 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name
 from runtime.retrieval.embedding.loading import EmbedderLocation, LazyEmbedder, embedder_location, load_embedder
-from runtime.retrieval.neighbors import FUSION_DEPTH, Neighbors
+from runtime.retrieval.neighbors import FUSION_DEPTH, Neighbors, fuse_ranks
 from runtime.retrieval.passages import OnRead, Passage, check_size, size_of
 from runtime.retrieval.search.query import AcceptBuild, SearchResult
 
@@ -293,9 +293,11 @@ class CollectionRegistry:
         """Fuse a search result with one of a keyword search in the same build. Raises as `found`."""
         build = self._build_of(collection, result)
         try:
-            return build.fuse(result, keywords, k, weight)
+            by_vector, by_words = build.align((result.ids, result.distances), keywords)
         except CollectionError as error:
             raise Unavailable(f"collection {collection!r} is unavailable: {error.message}") from error
+        ids, distances = fuse_ranks(by_vector, by_words, k, weight)
+        return msgspec.structs.replace(result, ids=ids, distances=distances)
 
     def _build_of(self, collection: str, result: SearchResult) -> CollectionDocuments:
         build = self.builds_of(collection).by_identity.get(result.identity)

@@ -14,7 +14,6 @@ from runtime.errors import Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collections.keyword_search import KeywordSearch
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.replaced_rows import ReplacedRows
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
@@ -105,7 +104,7 @@ Find = Callable[..., list[str]]
 @contextmanager
 def searching(harness: KeywordHarness, clock: Callable[[], float]) -> Iterator[Find]:
     """Yield a search for the ids of documents with words of a text, by an index with this clock."""
-    with CollectionReader(harness.documents.directory, replaced=ReplacedRows()) as reader:
+    with CollectionReader(harness.documents.directory) as reader:
         search = KeywordSearch(reader.state, clock)
 
         def find(text: str, wanted: dict[str, Any] | None = None) -> list[str]:

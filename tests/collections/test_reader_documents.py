@@ -18,7 +18,7 @@ from runtime.retrieval.collections.description import SegmentInfo
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.log import Upsert, decode, encode
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.replaced_rows import KEPT_S, ReplacedRows
+from runtime.retrieval.collections.retired_documents import KEPT_S, RetiredDocuments
 from runtime.retrieval.collections.served_documents import (
     LIMIT_BYTES,
     OBJECTS_BYTES,
@@ -88,7 +88,9 @@ def meanwhile(path: Path) -> Iterator[tuple[CollectionWriter, _HeldReader]]:
         writer.upsert(documents(range(3, 6)))
         yield writer, reader
         reader.released.set()
-        until(lambda: contents(reader) == contents(writer), reader.poll)
+        installed = {segment.info for segment in writer.state.segments}
+        until(lambda: {segment.info for segment in reader.state.segments} == installed, reader.poll)
+        assert contents(reader) == contents(writer)
 
 
 def test_a_segment_that_is_merged_away_before_it_was_opened_is_no_error(tmp_path: Path) -> None:
@@ -199,8 +201,7 @@ def test_a_replaced_row_has_its_text_until_the_document_is_deleted(
         assert texts(store, row) == [f"text {number}"]
     writer.delete(["a"])
     assert texts(store, *rows) == [None] * 3
-    new = put(writer, 3)  # the deleted versions stay deleted
-    assert [texts(store, row) for row in (*rows, new)] == [[None], [None], [None], ["text 3"]]
+    assert texts(store, put(writer, 3)) == ["text 3"]
 
 
 def test_of_two_versions_in_one_result_the_newer_is_returned(
@@ -262,20 +263,16 @@ def test_the_same_row_stands_for_a_document_in_two_results_of_a_query(
     assert aligned([old, 0], [old, 1]) == [[old, 0], [old, 1]]
 
 
-def test_replaced_rows_are_forgotten_after_a_while() -> None:
+def test_documents_that_were_merged_away_are_forgotten_after_a_while() -> None:
     now = 0.0
-    replaced = ReplacedRows(lambda: now)
-    one = Document("a", "", "one", row=1)
-    replaced.add([1, 5], [2, 6])
-    replaced.retire({1: one}.get)
+    retired, one, other = RetiredDocuments(lambda: now), Document("a", "", "one"), Document("b", "", "other")
+    retired.add({1: one}.get)
     now = KEPT_S / 2
-    replaced.add([2], [3])
-    assert [replaced.newest(row) for row in (1, 2, 3, 5, 9)] == [3, 3, 3, 6, 9]
-    assert replaced.document(1) == one
+    retired.add({2: other}.get)
+    assert [retired.find(row) for row in (1, 2, 3)] == [one, other, None]
     now = KEPT_S + 1
-    replaced.add([3], [4])
-    assert [replaced.newest(row) for row in (1, 2, 3, 5)] == [1, 4, 4, 5]
-    assert replaced.document(1) is None
+    retired.add({3: one}.get)
+    assert [retired.find(row) for row in (1, 2)] == [None, other]
 
 
 def test_logs_of_older_versions_have_fewer_or_more_fields() -> None:
@@ -304,35 +301,22 @@ def test_documents_that_were_read_are_known_until_a_write_is_to_be_applied(tmp_p
         writer.delete(["7"])
         assert reading.get_known(rows) is None
         reading.get([])
-        known = reading.get_known(rows)
+        assert reading.get_known(rows) is None  # one is deleted
+        known = reading.get_known(rows[::2])
         assert known is not None
-        assert known[0] == [found[0], None, found[2]]
-        writer.upsert([document("3", 30), document("new", 31)])
-        assert reading.get_known(rows) is None
-        newer = [writer.state.rows_of([name])[name] for name in ("3", "new")]
-        assert reading.get([*rows, *newer])[0] is None
-        known = reading.get_known([*rows, *newer])  # growing documents are in memory
-        assert known is not None
-        assert [one and one.text for one in known[0]] == [None, None, "text 9", "text 30", "text 31"]
+        assert known[0] == found[::2]
         reading.close()
 
 
 def test_of_two_versions_of_a_document_that_were_each_found_alone_the_newer_one_is_shown(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
-        writer.upsert(documents(range(4)))
-        older = writer.state.rows_of(["3"])["3"]
-        reading = CollectionDocuments(tmp_path / "a")
-        writer.upsert([document("3", 30)])
-        newer = writer.state.rows_of(["3"])["3"]
-        rows = [older, newer]
+        rows, reading = [put(writer, 0)], CollectionDocuments(tmp_path / "a")
+        reading.get(rows)
+        rows.append(put(writer, 1))
         found = [reading.get([row])[0] for row in rows]
-        for row, one in zip(rows, found, strict=True):
-            known = reading.get_known([row])
-            assert known is not None
-            assert known[0] == [one]
-        known = reading.get_known(rows)
-        assert known is not None
-        assert known[0] == reading.get(rows) == [None, found[1]]
+        assert [one and one.text for one in found] == ["text 0", "text 1"]
+        assert reading.get_known(rows) is None
+        assert reading.get(rows) == [None, found[1]]
         reading.close()
 
 

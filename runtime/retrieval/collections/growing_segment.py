@@ -30,6 +30,7 @@ class GrowingSegment(Part):
         self._columns = Columns()
         self._matrix = self._allocate(_INITIAL_ROWS)
         self._by_id: dict[str, int] = {}
+        self._replaced: dict[int, int] = {}  # the row that each row replaced
 
     @property
     def next_row(self) -> int:
@@ -82,8 +83,18 @@ class GrowingSegment(Part):
         """Append the rows of an upsert after all of `prepare`."""
         total = self.size + len(operation.ids)
         self._by_id.update(zip(operation.ids, range(self.size, total), strict=True))
+        self._replaced.update(zip(operation.successors, operation.replaced, strict=False))
         self.count += total - self.size
         self.size = total
+
+    def replaced_by(self, rows: Rows, before: int) -> Rows:
+        """Return the rows before `before` that some rows replaced, at once or one after the other."""
+        found = []
+        for row in rows.tolist():
+            while row >= before:
+                row = self._replaced.get(row, -1)
+            found += [row] if row >= 0 else []
+        return np.array(found, np.int64)
 
     def document_lookup(self) -> Callable[[int], Document | None]:
         """Return a lookup of the documents by row that does not keep the vectors in memory."""
@@ -122,6 +133,7 @@ class GrowingSegment(Part):
                 [],
             )
             rest.append(operation, schema)
+            rest._replaced = {row: before for row, before in self._replaced.items() if row >= first}
             rest.delete(self.dead_rows())
         return rest
 

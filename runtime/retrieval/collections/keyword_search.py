@@ -52,7 +52,8 @@ class KeywordSearch:
         postings = self._postings_of(growing)
         count = len(postings)
         if count < len(passing[-1]):  # the rows whose newer versions are not in the index yet remain visible
-            rows = self._state.replaced_by(growing.first + count)
+            until = growing.first + count
+            rows = growing.replaced_by(until + np.flatnonzero(snapshot.alive[-1][count:]), until)
             for number, part in enumerate(snapshot.parts):
                 at = part.positions(rows)
                 at, passing[number] = at[at < len(passing[number])], passing[number].copy()

@@ -24,7 +24,7 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.disk import storage_error
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.log import LogFollower, decode, log_files
-from runtime.retrieval.collections.replaced_rows import ReplacedRows
+from runtime.retrieval.collections.retired_documents import RetiredDocuments
 from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.state import Loaded, State, close
@@ -57,19 +57,19 @@ class CollectionReader:
         *,
         background: bool = False,
         shard: int | None = None,
-        replaced: ReplacedRows | None = None,
+        retired: RetiredDocuments | None = None,
         prepare: Callable[[Segment], object] = Segment.check,
     ) -> None:
         """Open the collection. Raises `CollectionError`.
 
         background: open new segments on a thread, and install them in a later `poll`, so that `poll` never blocks.
-        shard: read only this shard. replaced, prepare: see `State`.
+        shard: read only this shard. retired, prepare: see `State`.
         """
         self.directory, self.replaced, self.outdated = directory, False, ""
         self._manifest_path = os.fspath(directory / MANIFEST)  # joining paths takes longer than a system call
         self.segments_ready: Callable[[Sequence[Segment]], bool] = lambda segments: True
         self._parts: Iterator[None] | None = None  # of the records that are applied
-        self._loads_in_background, self._replaced, self._prepare = background, replaced, prepare
+        self._loads_in_background, self._retired, self._prepare = background, retired, prepare
         self._loading: tuple[list[SegmentInfo], BackgroundTask[Loaded]] | None = None
         self._loaded: Loaded = {}  # and not installed
         self._open(shard)
@@ -87,7 +87,7 @@ class CollectionReader:
             opened: list[State | LogFollower] = []
             try:
                 self.manifest = found = read_manifest(self.directory)
-                self.state = State(self.directory, about, found, shard, self._replaced, self._prepare)
+                self.state = State(self.directory, about, found, shard, self._retired, self._prepare)
                 opened.append(self.state)
                 self.log, self._parts = self._follow(found), None
                 opened.append(self.log)

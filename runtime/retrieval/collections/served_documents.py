@@ -17,12 +17,11 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.files import Files
 from runtime.retrieval.collections.keyword_search import KeywordSearch
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.replaced_rows import ReplacedRows
+from runtime.retrieval.collections.retired_documents import RetiredDocuments
 from runtime.retrieval.collections.state import State
 from runtime.retrieval.embedding.embedder import embedder_name
-from runtime.retrieval.neighbors import Neighbors, fuse_ranks
+from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.passages import size_of
-from runtime.retrieval.search.query import SearchResult
 
 LIMIT_BYTES = 16 << 20
 OBJECTS_BYTES = 600  # of a document besides its texts; those of bare vectors have nearly none
@@ -75,7 +74,7 @@ class CollectionDocuments(CollectionReader):
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Open the collection; `clock` of keyword searches, which wait for new documents. Raises `CollectionError`."""
         self._created_at = _made_at(directory)
-        super().__init__(directory, replaced=ReplacedRows(), prepare=lambda segment: segment.keywords)
+        super().__init__(directory, retired=RetiredDocuments(), prepare=lambda segment: segment.keywords)
         self._lock, self._recent = threading.Lock(), RecentDocuments()
         self._current_ns = 0  # when the files were looked at last, and had nothing new
         self._keywords = KeywordSearch(self.state, clock)
@@ -125,9 +124,9 @@ class CollectionDocuments(CollectionReader):
 
     def get_known(
         self, rows: Sequence[int], since_ns: int = 1, now_ns: int = 0
-    ) -> tuple[Sequence[Document | None], int] | None:
-        """As `get`, of documents that are in memory, and the bytes of their texts; None if any has to be read, a write
-        applied, or another thread waited for.
+    ) -> tuple[Sequence[Document], int] | None:
+        """As `get`, of documents that are in memory, and the bytes of their texts; None if any has to be read or is
+        deleted, a write applied, or another thread waited for.
 
         All writes before `since_ns` count, at `now_ns`: one look at the files serves all searches that began before it.
         """
@@ -142,24 +141,20 @@ class CollectionDocuments(CollectionReader):
         finally:
             self._lock.release()
 
-    def _known(self, rows: Sequence[int]) -> tuple[Sequence[Document | None], int] | None:
-        state, recent = self.state, self._recent.find(rows)
-        sequence, size = state.sequence, 0
-        for one in recent.values():
-            if one.shown_at != sequence:
-                break
-            size += one.size
-        else:
-            if len(recent) == len(rows):  # as for nearly every search
-                return [one.document for one in recent.values()], size
-        known = {row: one.document for row, one in recent.items()} | state.growing.find(rows)
-        if len(known) < len(rows):
+    def _known(self, rows: Sequence[int]) -> tuple[Sequence[Document], int] | None:
+        recent, sequence = self._recent.find(rows), self.state.sequence
+        if len(recent) < len(rows):
             return None
-        shown = _shown(state, rows, [known[row] for row in rows])
-        for row, newest, document in zip(rows, state.newest(rows), shown, strict=True):
-            if document is not None and newest == row and row in recent:
-                recent[row].shown_at = sequence
-        return shown, sum(size_of(one.id, one.title, one.text, one.attributes) for one in shown if one is not None)
+        size, unsure = 0, False
+        for one in recent.values():
+            size += one.size
+            unsure |= one.shown_at != sequence
+        if unsure:
+            if any(self.state.deleted(rows)):
+                return None
+            for one in recent.values():
+                one.shown_at = sequence
+        return [one.document for one in recent.values()], size
 
     def files(self) -> Files:
         """Return the files of the documents, of the present state. Raises `CollectionError`."""
@@ -173,19 +168,13 @@ class CollectionDocuments(CollectionReader):
         rows = [row for row in {*one[0].tolist(), *other[0].tolist()} if row >= 0]
         with self._lock:
             self.poll()
-            newest = dict(zip(rows, self.state.newest(rows), strict=True))
-        found = {document: row for row, document in sorted(newest.items())}
+            present = dict(zip(rows, self.state.present(rows), strict=True))
+        found = {version: row for row, version in sorted(present.items()) if version is not None}
+        versions = {row: row if version is None else found[version] for row, version in present.items()}
         first, second = (
-            np.array([found[newest[row]] if row >= 0 else row for row in ids.tolist()], np.int64)
-            for ids in (one[0], other[0])
+            np.array([versions.get(row, row) for row in ids.tolist()], np.int64) for ids in (one[0], other[0])
         )
         return (first, one[1]), (second, other[1])
-
-    def fuse(self, result: SearchResult, keywords: Neighbors, k: int, weight: float) -> SearchResult:
-        """Fuse a result of the pools with one of a keyword search. Raises `CollectionError`."""
-        by_vector, by_words = self.align((result.ids, result.distances), keywords)
-        ids, distances = fuse_ranks(by_vector, by_words, k, weight)
-        return msgspec.structs.replace(result, ids=ids, distances=distances)
 
     def search_keywords(
         self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int
@@ -198,14 +187,11 @@ class CollectionDocuments(CollectionReader):
 
 def _shown(state: State, rows: Sequence[int], found: Sequence[Document | None]) -> list[Document | None]:
     """Return the documents found, None for a deleted one and for an older version of another."""
-    newest = state.newest(rows)
-    deleted = state.deleted(newest)
-    if newest == rows:
-        return [None if is_deleted else one for one, is_deleted in zip(found, deleted, strict=True)]
-    shown = {document: row for document, row in sorted(zip(newest, rows, strict=True))}
+    present = state.present(rows)
+    shown = {version: row for row, version in sorted(zip(rows, present, strict=True))}
     return [
-        one if one is not None and not is_deleted and shown[document] == row else None
-        for row, document, one, is_deleted in zip(rows, newest, found, deleted, strict=True)
+        one if version is not None and shown[version] == row else None
+        for row, version, one in zip(rows, present, found, strict=True)
     ]
 
 

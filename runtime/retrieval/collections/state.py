@@ -22,7 +22,7 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.growing_segment import GrowingSegment
 from runtime.retrieval.collections.log import Delete, Operation, Upsert
 from runtime.retrieval.collections.part import Part, Rows
-from runtime.retrieval.collections.replaced_rows import ReplacedRows
+from runtime.retrieval.collections.retired_documents import RetiredDocuments
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.passages import Attributes
 
@@ -34,7 +34,8 @@ class State:
     """Segments, growing rows and schema. `lock` is held during changes. `sequence`: of the next record to apply.
 
     With a `shard`, it contains only the segments of that shard, and marks the growing rows of other shards as deleted.
-    With `replaced`, replaced rows stay readable for a while. `schema`: the attributes and their types; it only grows.
+    With `retired`, rows that are merged away stay readable for a while. `schema`: the attributes and their types; it
+    only grows.
     """
 
     def __init__(
@@ -43,14 +44,14 @@ class State:
         description: Description,
         manifest: Manifest,
         shard: int | None = None,
-        replaced: ReplacedRows | None = None,
+        retired: RetiredDocuments | None = None,
         prepare: Callable[[Segment], object] = Segment.check,
     ) -> None:
         """Open the segments of a manifest. prepare: called with each segment that is opened, for what its user needs.
 
         Raises `CollectionError`.
         """
-        self._replaced, self._prepare = replaced, prepare
+        self._retired, self._prepare = retired, prepare
         self.directory, self.description, self.shard = directory, description, shard
         self.lock = threading.RLock()
         self.segments: tuple[Segment, ...] = ()
@@ -88,8 +89,6 @@ class State:
             with self.lock:
                 self.growing.append_prepared(operation)
                 self._hide_others(operation)
-                if self._replaced is not None:
-                    self._replaced.add(operation.replaced, operation.successors)
                 self.delete(np.array(operation.replaced, np.int64))
         with self.lock:
             self.sequence += 1
@@ -137,11 +136,11 @@ class State:
             before = self.growing
             self.schema = {**self.schema, **manifest.schema}
             self.growing = before.tail(manifest.next_row, self.schema)
-            if self._replaced is not None:
+            if self._retired is not None:
                 for segment in opened.values():
-                    self._replaced.retire(segment.document_lookup())
+                    self._retired.add(segment.document_lookup())
                 if before is not self.growing:
-                    self._replaced.retire(before.document_lookup())
+                    self._retired.add(before.document_lookup())
             self.segments = tuple(segments)
             self.sequence = max(self.sequence, manifest.sequence)
 
@@ -223,32 +222,27 @@ class State:
         for part in parts:
             found |= part.find([row for row in rows if row not in found], on_read)
         for row in rows:
-            if row not in found and (document_then := self._replaced_document(row)) is not None:
+            if row not in found and (document_then := self._retired_document(row)) is not None:
                 found[row] = document_then
                 on_read(document_then)
         return [found.get(row) for row in rows]
 
-    def _replaced_document(self, row: int) -> Document | None:
-        if self._replaced is None:
+    def _retired_document(self, row: int) -> Document | None:
+        if self._retired is None:
             return None
         with self.lock:
-            return self._replaced.document(row)
+            return self._retired.find(row)
 
-    def replaced_by(self, first: int) -> Rows:
-        """Return the rows that rows from `first` on replaced, as far as `replaced` knows, unless these are deleted."""
-        with self.lock:
-            rows = np.array([] if self._replaced is None else self._replaced.rows, np.int64)
-            newest = np.array(self.newest(rows.tolist()), np.int64)
-            rows, newest = rows[newest >= first], newest[newest >= first]
-            kept: Rows = rows[~np.array(self.deleted(newest.tolist()), bool)]
-            return kept
-
-    def newest(self, rows: Sequence[int]) -> list[int]:
-        """Return the row of the newest version of each row's document, as far as `replaced` knows it."""
-        if self._replaced is None:
+    def present(self, rows: Sequence[int]) -> list[int | None]:
+        """Return the row of the present version of each row's document; None if that is deleted, or the row unknown."""
+        deleted = self.deleted(rows)
+        if not any(deleted):
             return list(rows)
-        with self.lock:
-            return list(map(self._replaced.newest, rows))
+        dead = list(compress(rows, deleted))
+        ids = {row: one.id for row, one in zip(dead, self.documents(dead), strict=True) if one is not None}
+        living = self.rows_of([*ids.values()])
+        replaced_by = {row: living.get(name) for row, name in ids.items()}
+        return [replaced_by.get(row) if is_dead else row for row, is_dead in zip(rows, deleted, strict=True)]
 
     def deleted(self, rows: Sequence[int]) -> list[bool]:
         """Return whether each row is deleted or unknown."""
