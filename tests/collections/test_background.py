@@ -1,10 +1,14 @@
 """Segments are built by a background process while the writer continues."""
 
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from runtime.errors import CollectionError, Overloaded
 from runtime.retrieval.collections.disk import Disk
@@ -18,7 +22,7 @@ from runtime.retrieval.collections.maintenance import (
     pick_merge,
 )
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.segment_build import build
+from runtime.retrieval.collections.segment_build import BuildJob, build
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.testing.background import Background
 from runtime.testing.waiting import until
@@ -160,3 +164,13 @@ def test_repeated_flushes_of_updates_keep_segments_few(tmp_path: Path) -> None:
         while maintain(writer, writer.maintenance.build_here):
             pass
         assert sum(segment.size for segment in writer.state.segments) <= writer.state.count / (1 - MAX_DELETED_SHARE)
+
+
+def test_a_build_does_not_start_for_a_dead_writer(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a") as writer:
+        writer.upsert(documents(range(8)))
+        writer.flush()
+    there, job = sorted(tmp_path.rglob("*")), msgspec.json.encode(BuildJob(99, 0, 0, [0])).decode()
+    command = [sys.executable, "-m", "runtime.retrieval.collections.maintenance", str(tmp_path / "a"), job, "1"]
+    assert subprocess.run(command).returncode == 1
+    assert sorted(tmp_path.rglob("*")) == there
