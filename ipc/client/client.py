@@ -1,7 +1,7 @@
 """Client end of a session: submits vectors to a pool and polls their results."""
 
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +67,11 @@ class RingClient(ClientSession):
         key = replace(spec, deadline_ns=0) if deadline_ns else spec
         packed = self._packed[key]
         words, dim = packed
-        row = vector if isinstance(vector, DeviceSpan) else as_float32(vector)
+        row: Any = vector
+        if not isinstance(row, DeviceSpan) and not (
+            type(row) is np.ndarray and row.dtype is FLOAT32 and row.flags.carray
+        ):
+            row = np.require(row, FLOAT32, ["C", "A"])
         if row.shape != (dim,):
             raise InvalidArgument(f"a vector of {spec.collection!r} has shape ({dim},), got {row.shape}")
         if deadline_ns:
@@ -227,13 +231,6 @@ class RingClient(ClientSession):
         if not self.pending:
             self._check_peer()
         return bool(self.pending.results)
-
-
-def as_float32(vectors: npt.ArrayLike) -> Float32s:
-    """Return the vectors as float32, C-contiguous and aligned; a copy only if needed."""
-    if type(vectors) is np.ndarray and vectors.dtype is FLOAT32 and vectors.flags.carray:
-        return vectors
-    return np.require(vectors, FLOAT32, ["C", "A"])
 
 
 def check_deadline(deadline_ns: int) -> None:
