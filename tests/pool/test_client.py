@@ -21,7 +21,7 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import Vectors, attached, collect
-from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.conftest import MakeClient, MakePool, MakeServed
 
 
 @pytest.fixture
@@ -162,11 +162,10 @@ def test_the_number_of_queries_that_wait_for_a_pool_is_limited(
 
 
 def test_queries_beyond_the_rings_capacity_are_rejected_and_accepted_ones_answered(
-    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+    collection: Path, serve: MakeServed, queries: Vectors
 ) -> None:
-    plan = plan_of(collection, ring_slots=2)
-    pool = make_pool(plan).start()
-    client = attached(make_client(plan))
+    served = serve(collection, ring_slots=2)
+    pool, client = served.pool, served.client
     with pool.held():
         tickets = [client.submit(query, 3, collection="docs") for query in queries[:2]]
         with pytest.raises(Overloaded, match="2 requests are outstanding"):
@@ -186,10 +185,8 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_an_invalid_query_is_rejected_at_once(make_pool: MakePool, make_client: MakeClient, collection: Path) -> None:
-    plan = plan_of(collection)
-    make_pool(plan).start()
-    client = attached(make_client(plan))
+def test_an_invalid_query_is_rejected_at_once(serve: MakeServed, collection: Path) -> None:
+    client = serve(collection).client
     for change in REFUSED.values():
         wanted: dict[str, Any] = {"vector": [0.5] * 16, "k": 3, "collection": "docs"} | change
         with pytest.raises(InvalidRequest):
@@ -308,12 +305,8 @@ def test_a_client_finds_a_restarted_node(
     held.release()
 
 
-def test_the_only_collection_need_not_be_named(
-    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
-) -> None:
-    plan = plan_of(collection)
-    make_pool(plan, "pool-0").start()
-    client = attached(make_client(plan))
+def test_the_only_collection_need_not_be_named(collection: Path, serve: MakeServed, queries: Vectors) -> None:
+    client = serve(collection).client
     named = client.search(queries[0], 5, collection="docs")
     assert client.search(queries[0], 5).ids.tolist() == named.ids.tolist()
     assert client.search_batch(queries[:2], 5).ids[0].tolist() == named.ids.tolist()

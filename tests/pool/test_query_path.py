@@ -23,7 +23,7 @@ from runtime.pool.process import Timing
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
 from tests.pool.client_helpers import Vectors, attached, exact
-from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.conftest import MakeClient, MakePool, MakeServed
 
 _MOST_CALLS = 6
 _A_MINUTE_NS, _AN_HOUR_NS = 60 * 10**9, 3600 * 10**9
@@ -33,12 +33,8 @@ class _Sent(Exception):
     """Raised where the first byte would be written to the ring."""
 
 
-def test_a_search_reaches_the_ring_in_at_most_six_calls(
-    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
-) -> None:
-    plan = plan_of(collection)
-    make_pool(plan, "pool-0").start()
-    client = attached(make_client(plan))
+def test_a_search_reaches_the_ring_in_at_most_six_calls(collection: Path, serve: MakeServed, queries: Vectors) -> None:
+    client = serve(collection).client
     client.search(queries[0], 5, collection="docs")
     (session,) = client.dispatcher.pools.clients()
     calls: list[str] = []
@@ -122,11 +118,9 @@ def test_the_pool_and_its_clients_wake_each_other(
 
 
 def test_cached_specs_distinguish_equal_values_of_different_types(
-    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+    collection: Path, serve: MakeServed, queries: Vectors
 ) -> None:
-    plan = plan_of(collection)
-    make_pool(plan, "pool-0").start()
-    client = attached(make_client(plan))
+    client = serve(collection).client
     k: Any
     for k in (1, np.int64(1)):
         assert len(client.search(queries[0], k, collection="docs").ids) == 1

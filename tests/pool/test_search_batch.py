@@ -11,7 +11,7 @@ from gpu import GraphIndex
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.testing.pool import plan_of
 from tests.pool.client_helpers import Vectors, attached, collect
-from tests.pool.conftest import PATIENT, MakeClient, MakePool
+from tests.pool.conftest import PATIENT, MakeClient, MakePool, MakeServed
 
 
 @pytest.mark.parametrize("ring_slots", [2, 3, 256])
@@ -33,23 +33,15 @@ def test_a_batch_of_any_size_is_answered_in_order(
     assert client.poll() == []
 
 
-def test_a_batch_leaves_other_queries_results_alone(
-    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
-) -> None:
-    plan = plan_of(collection, ring_slots=8)
-    make_pool(plan).start()
-    client = attached(make_client(plan))
+def test_a_batch_leaves_other_queries_results_alone(collection: Path, serve: MakeServed, queries: Vectors) -> None:
+    client = serve(collection, ring_slots=8).client
     tickets = [client.submit(query, 3, collection="docs") for query in queries[:6]]
     assert not client.search_batch(queries, 3).errors
     assert sorted(collect(client, 6)) == tickets
 
 
-def test_errors_in_a_batch_are_reported_per_query(
-    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
-) -> None:
-    plan = plan_of(collection)
-    make_pool(plan).start()
-    client = attached(make_client(plan))
+def test_errors_in_a_batch_are_reported_per_query(collection: Path, serve: MakeServed, queries: Vectors) -> None:
+    client = serve(collection).client
     mixed = queries[:9].copy()
     mixed[[2, 7], 0] = np.nan
     batch = client.search_batch(mixed, 3)
@@ -62,15 +54,11 @@ def test_errors_in_a_batch_are_reported_per_query(
         batch.checked()
 
 
-def test_an_invalid_batch_is_rejected_as_a_whole(
-    collection: Path, make_pool: MakePool, make_client: MakeClient
-) -> None:
+def test_an_invalid_batch_is_rejected_as_a_whole(collection: Path, serve: MakeServed) -> None:
     invalid: list[tuple[Any, str]] = [
         ([0.5] * 16, "shape"), ([[0.5] * 7], "16"), ([[1.0], [1.0, 2.0]], "not an array"), (["a"], "not an array"),
     ]  # fmt: skip
-    plan = plan_of(collection)
-    make_pool(plan).start()
-    client = attached(make_client(plan))
+    client = serve(collection).client
     for vectors, words in invalid:
         with pytest.raises(InvalidRequest, match=words):
             client.search_batch(vectors, 3)
