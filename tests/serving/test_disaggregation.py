@@ -10,10 +10,10 @@ pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.retrieval.passages import Passage
-from runtime.serving.messages import DecodeLoad, Retrieval
+from runtime.serving.messages import DecodeLoad
 from runtime.serving.prefill.job import Disaggregation, should_prefill_on_decode, virtual_deadline_ns
 from runtime.testing.reference import Reference
-from tests.serving.workers import FakePool, Start, Workers
+from tests.serving.workers import Start, Workers
 
 VOCABULARY = 259
 PASSAGES = [Passage(f"p{n}", f"Title {n}", 0.1 * n, f"What passage {n} says of it.") for n in range(12)]
@@ -127,33 +127,6 @@ def test_prompts_are_computed_in_chunks_while_the_batch_continues(start: Start, 
     workers.run()
     assert workers.outputs["short"].tokens == reference.generate([1, 2, 3], 60)
     assert workers.outputs["long"].tokens == reference.generate(list(range(160)), 5)
-    workers.assert_nothing_held()
-
-
-@pytest.mark.parametrize("undelivered", [0, 1, 3])
-def test_an_answer_continues_on_another_decode_worker_that_recomputes_its_context(
-    start: Start, reference: Reference, undelivered: int
-) -> None:
-    workers = start(decodes=2, context=1024, handover=NEVER)
-    workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=2))
-    prompts = drawn(5, 150, seed=4)
-    for number, prompt in enumerate(prompts):
-        workers.submit(f"r{number}", prompt, 40)
-    workers.submit("injected", [5, 6, 7], 40, retrieval=Retrieval("docs", 2, every_tokens=8))
-    while len(workers.outputs["injected"].tokens) < 20:
-        workers.round()
-    workers.lose("decode-0", undelivered)
-    lost = [name for name, output in workers.outputs.items() if not output.ended]
-    assert "injected" in lost
-    for name in lost:
-        workers.restart(name, "decode-1")
-    workers.run()
-    outputs = workers.outputs
-    assert [outputs[f"r{n}"].tokens for n in range(5)] == [reference.generate(prompt, 40) for prompt in prompts]
-    injected = outputs["injected"]
-    places = sorted(injected.inserted)
-    for begin, end in zip([0, *places], [*places, 40], strict=True):
-        assert injected.tokens[begin:end] == reference.generate(injected.sequence(begin), end - begin)
     workers.assert_nothing_held()
 
 

@@ -279,12 +279,13 @@ def test_a_decode_worker_with_another_kv_type_rejects_hand_overs(start: Start, m
     assert "its KV is of another model or type" in failed.message
 
 
-@pytest.mark.parametrize("undelivered", [0, 1, 3])
+@pytest.mark.parametrize(("disaggregate", "undelivered"), [("auto", 0), ("auto", 1), ("auto", 3), ("never", 1)])
 def test_an_answer_continues_unchanged_on_another_decode_worker(
-    start: Start, reference: Reference, undelivered: int
+    start: Start, reference: Reference, disaggregate: str, undelivered: int
 ) -> None:
-    """Also if the lost worker's last messages arrive after the next one was asked to continue."""
-    workers = start(decodes=2, context=1024)
+    """Also if the lost worker's last messages arrive after the next one was asked to continue, and if the next one
+    computes the context."""
+    workers = start(decodes=2, context=1024, handover={"disaggregate": disaggregate})
     workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=2))
     retrieval = Retrieval("docs", 2, every_tokens=8)
     prompts = ragged(5, seed=4)
