@@ -153,17 +153,26 @@ async def running_engine(
         servers, settings, library, epoch=7, max_in_flight=max_in_flight, restarts=restarts, clock=clock,
         on_end=ended.append, keep_traces=8, handover_tokens=handover_tokens, table=table,
     )  # fmt: skip
-    running = asyncio.create_task(engine.run())
-    await asyncio.sleep(0)  # let `run` start, so that cancelling reaches its cleanup
     try:
-        yield EngineHarness(engine, fakes, library, clock, ended)
+        async with running(engine):
+            yield EngineHarness(engine, fakes, library, clock, ended)
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
         for server in listening:
             server.close()
         if listening:
             await until(lambda: all(fake.open == 0 for fake in fakes))
+
+
+@asynccontextmanager
+async def running(engine: OpenAiEngine) -> AsyncIterator[None]:
+    """Run an engine's loop."""
+    loop = asyncio.create_task(engine.run())
+    await asyncio.sleep(0)  # let it start, so that cancelling reaches its cleanup
+    try:
+        yield
+    finally:
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
 
 
 @dataclass

@@ -9,14 +9,14 @@ from typing import Protocol
 
 import pytest
 
-from runtime.errors import DeadlineExceeded, Overloaded, TrinityError, Unavailable, WorkerLost
+from runtime.errors import DeadlineExceeded, Overloaded, Unavailable, WorkerLost
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Role, Sampling, Tokens
 from tests.clock import Clock
-from tests.engines.engine_harness import EngineHarness, read_answer, run_checks, running_engine, until
+from tests.engines.engine_harness import EngineHarness, error_of, read_answer, run_checks, running_engine, until
 from tests.engines.fake_openai import Behaviour
 from tests.frontend.fake_workers import ScriptedWorker, unique_endpoint
 
@@ -165,12 +165,6 @@ async def vllm(max_in_flight: int = 64) -> AsyncIterator[EngineFixture]:
 
 Make = Callable[..., AbstractAsyncContextManager[EngineFixture]]
 every_engine = pytest.mark.parametrize("make", [trinity, openai, vllm], ids=["trinity", "openai", "vllm"])
-
-
-async def error_of(request: Request) -> TrinityError:
-    with pytest.raises(TrinityError) as caught:
-        await read_answer(request)
-    return caught.value
 
 
 @every_engine

@@ -32,7 +32,7 @@ from runtime.node.engine_config import Stage, VllmSection
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 from runtime.testing.waiting import eventually
-from tests.engines.engine_harness import Answer, FakeSearch, read_answer, sequence
+from tests.engines.engine_harness import Answer, FakeSearch, read_answer, running, sequence
 from tests.engines.test_vllm import Asker, VllmNode, gone
 
 PYTHON = Path(os.environ.get("TRINITY_VLLM_VENV", Path(__file__).parents[2] / ".venv-vllm-cpu")) / "bin" / "python"
@@ -140,13 +140,8 @@ async def direct(node: VllmNode) -> AsyncIterator[Direct]:
         clock=time.monotonic_ns,
         handover_tokens=0,
     )
-    running = asyncio.create_task(engine.run())
-    await asyncio.sleep(0)
-    try:
+    async with running(engine):
         yield Direct(engine, made[-1])
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
 
 async def side_by_side(tests: Iterable[Coroutine[Any, Any, None]]) -> None:

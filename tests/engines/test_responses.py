@@ -5,17 +5,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from runtime.errors import Unavailable
-from runtime.serving.http.app import create_app
-from runtime.serving.http.service import Service, Settings
-from tests.engines.engine_harness import SERVER_KINDS, EngineHarness, running_engine
+from tests.engines.engine_harness import SERVER_KINDS, EngineHarness
 from tests.engines.fake_openai import MODEL, Behaviour
-from tests.engines.test_routes import Catalogue
-from tests.frontend.cluster import metrics
+from tests.engines.test_routes import client
 
 QUESTION = "What is a decorator?"
 SEARCH: Any = [{"type": "file_search", "vector_store_ids": ["docs"], "max_num_results": 2}]
@@ -26,14 +22,11 @@ CITING = "The with statement wraps a block. Nothing of it is here. The try state
 @asynccontextmanager
 async def node(behaviour: Behaviour = Behaviour()) -> AsyncIterator[tuple[openai.AsyncOpenAI, EngineHarness]]:  # noqa: B008
     """A node in front of a server, whose search finds `TEXTS`."""
-    async with running_engine(behaviour) as harness:
+    async with client(behaviour) as (http, harness):
         harness.library.texts = TEXTS
-        settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096)
-        app = create_app(Service(harness.engine, harness.library, metrics, None, catalogue=Catalogue()), settings)
+        http_client: Any = http  # its type is of httpx or of httpx2, by the version of openai
         base = "http://localhost/v1"
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=base) as http:
-            client: Any = http  # its type is of httpx or of httpx2, by the version of openai
-            yield openai.AsyncOpenAI(base_url=base, api_key="-", http_client=client, max_retries=0), harness
+        yield openai.AsyncOpenAI(base_url=base, api_key="-", http_client=http_client, max_retries=0), harness
 
 
 def say(harness: EngineHarness, text: str) -> None:

@@ -34,7 +34,7 @@ from runtime.node.placement.plan import plan_workers
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.messages import Retrieval
 from tests.clock import Clock
-from tests.engines.engine_harness import EngineHarness, FakeSearch, read_answer, until
+from tests.engines.engine_harness import EngineHarness, FakeSearch, read_answer, running, until
 from tests.engines.fake_openai import MODEL, Behaviour, FakeServer, completion, rendered
 from tests.engines.fake_vllm import HttpFront
 
@@ -96,9 +96,7 @@ async def pairs(
 ) -> AsyncIterator[tuple[EngineHarness, list[SglangServer], list[SglangServer]]]:
     """Run an engine over so many SGLang servers of each stage, at ports of this machine."""
     rooms: dict[int, _Room] = {}
-    fakes = {stage: [SglangServer(stage, rooms) for _ in range(n)] for stage, n in (("p", prefill), ("d", decode))}
-    for one in fakes["p"]:
-        one.stage = "prefill"
+    p, d = ([SglangServer(stage, rooms) for _ in range(n)] for stage, n in (("prefill", prefill), ("decode", decode)))
     async with AsyncExitStack() as stack:
 
         async def listen(servers: Sequence[FakeServer]) -> tuple[str, ...]:
@@ -112,26 +110,21 @@ async def pairs(
         ports = tuple(9000 + number for number in range(prefill))
         section = OpenAiSection(
             name=MODEL,
-            url=await listen(fakes["d"]),
-            prefill=PrefillServers(url=await listen(fakes["p"]), transfer="sglang", bootstrap_port=ports),
+            url=await listen(d),
+            prefill=PrefillServers(url=await listen(p), transfer="sglang", bootstrap_port=ports),
         )
         clock, library = Clock(), FakeSearch()
         detect, transfer = partial(detect_capabilities, section=section), transfer_of(section)
         balancer = LoadBalancer(servers_of(section, ""), detect, clock, paired=transfer.paired)
         await balancer.check_all()
-        for one in (*fakes["p"], *fakes["d"]):
+        for one in (*p, *d):
             one.asked.clear()
         engine = OpenAiEngine(
             balancer, section, library, epoch=1, max_in_flight=8, restarts=RestartLimits(3, 0), clock=clock,
             transfer=transfer,
         )  # fmt: skip
-        running = asyncio.create_task(engine.run())
-        await asyncio.sleep(0)
-        try:
-            yield EngineHarness(engine, [*fakes["p"], *fakes["d"]], library, clock), fakes["p"], fakes["d"]
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+        async with running(engine):
+            yield EngineHarness(engine, [*p, *d], library, clock), p, d
 
 
 async def test_both_servers_get_the_request_at_once_as_from_sglangs_router() -> None:
