@@ -1,7 +1,7 @@
 """Client end of a session: submits vectors to a pool and polls their results."""
 
 import time
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -54,24 +54,25 @@ class RingClient(ClientSession):
 
     # ---- requests
 
-    def submit(self, vector: npt.ArrayLike | DeviceSpan, spec: SearchSpec, block_ms: float = 0.0) -> int:
+    def submit(self, vector: npt.ArrayLike | DeviceSpan, spec: SearchSpec) -> int:
         """Submit a search for `vector` [dim] (copied as float32). Return the request id, rising from 1.
 
-        A `DeviceSpan` is dim float32 in a GPU's memory, which must not change until the request has ended. With as many
-        outstanding requests as the ring has slots, wait up to `block_ms` for one to end, then raise `RingFull`; the
-        request is not sent. Raises `InvalidArgument` (unknown collection, wrong dimension, a value out of range),
-        `Draining`, `PeerLost`; `MemoryRefused` for a `DeviceSpan` that cannot be written to the pool's arena now: copy
-        it to the host.
+        A `DeviceSpan` is dim float32 in a GPU's memory, which must not change until the request has ended. Raises
+        `RingFull` with as many outstanding requests as the ring has slots, `InvalidArgument` (unknown collection, wrong
+        dimension, a value out of range), `Draining`, `PeerLost`; `MemoryRefused` for a `DeviceSpan` that cannot be
+        written to the pool's arena now: copy it to the host.
         """
         deadline_ns = spec.deadline_ns
         key = replace(spec, deadline_ns=0) if deadline_ns else spec
         packed = self._packed[key]
         words, dim = packed
-        row: Any = vector
-        if not isinstance(row, DeviceSpan) and not (
-            type(row) is np.ndarray and row.dtype is FLOAT32 and row.flags.carray
+        row: DeviceSpan | Float32s
+        if isinstance(vector, DeviceSpan) or (
+            type(vector) is np.ndarray and vector.dtype is FLOAT32 and vector.flags.carray
         ):
-            row = np.require(row, FLOAT32, ["C", "A"])
+            row = vector
+        else:
+            row = np.require(vector, FLOAT32, ["C", "A"])
         if row.shape != (dim,):
             raise InvalidArgument(f"a vector of {spec.collection!r} has shape ({dim},), got {row.shape}")
         if deadline_ns:
@@ -80,7 +81,7 @@ class RingClient(ClientSession):
             raise PeerLost(self._lost)
         ring, outstanding = self.attachment.requests, self.pending
         if outstanding.unsent_cancels or len(outstanding) >= self.slots or ring.room() <= 0:
-            self._wait_for_room(block_ms)
+            self._make_room()
         request_id = outstanding.next_id
         if isinstance(row, DeviceSpan):
             words, row = self._packed_in_arena[key].words, self._write(row, spec)
@@ -147,25 +148,12 @@ class RingClient(ClientSession):
         if self.pending.send_cancellations(self.attachment.requests, self.epoch):
             self.attachment.ringer.ring()
 
-    def _wait_for_room(self, block_ms: float) -> None:
-        """Wait for a free request slot, with a free slot for its result."""
+    def _make_room(self) -> None:
+        """Send cancellations first. Raises `RingFull` without a free request slot and one for its result."""
         if self.pending.unsent_cancels:
             self._send_cancellations()
-        if self._has_room():
-            return
-        end = time.monotonic_ns() + int(block_ms * 1e6)
-        while (left := end - time.monotonic_ns()) > 0:
-            self._sleep(min(left, 1_000_000))  # the request ring's reader does not ring for freed slots
-            if self._lost is None:
-                self._read_ring()
-            if self._lost is not None:
-                raise PeerLost(self._lost)
-            if self._has_room():
-                return
-        raise RingFull(f"{len(self.pending)} requests are outstanding, the ring has {self.slots} slots")
-
-    def _has_room(self) -> bool:
-        return len(self.pending) < self.slots and self.attachment.requests.free() > 0
+        if len(self.pending) >= self.slots or self.attachment.requests.free() <= 0:
+            raise RingFull(f"{len(self.pending)} requests are outstanding, the ring has {self.slots} slots")
 
     def _raise_send_error(self, code: int) -> NoReturn:
         """Raise the error of a request that was not sent: the pool is gone, drains, or has violated the protocol."""

@@ -20,9 +20,8 @@ def vector(seed: int = 0, dim: int = DIM) -> npt.NDArray[np.float32]:
 
 
 def ask(client: RingClient, seed: int = 0, **changes: Any) -> int:
-    block_ms = changes.pop("block_ms", 0.0)
     one, spec = vector(seed), SearchSpec(**{"collection": "docs", "k": 2, **changes})
-    return client.submit(span(one) if client.takes_in_place(spec) else one, spec, block_ms)
+    return client.submit(span(one) if client.takes_in_place(spec) else one, spec)
 
 
 def answer(server: RingServer, limit: int = 256) -> int:

@@ -2,29 +2,10 @@
 
 import asyncio
 
-import pytest
-
-from ipc import Result, RingClient, RingFull
-from tests.ipc.processes import readable, served
+from ipc import Result, RingClient
+from tests.ipc.processes import served
 from tests.ipc.ring_server import RingServer
-from tests.ipc.sessions import SLOTS, answer, ask, vector, void
-
-
-def test_submit_can_wait_for_room_and_keeps_results_read_meanwhile(server: RingServer, client: RingClient) -> None:
-    with served(server, lambda s: void(answer(s))):
-        ids = [ask(client, block_ms=60_000) for _ in range(5 * SLOTS)]
-        results: list[Result] = []
-        while len(results) < len(ids):
-            assert client.wait(60_000)
-            results += client.poll()
-    assert [result.request_id for result in results] == ids
-
-
-def test_a_bounded_wait_for_room_ends_with_ring_full(server: RingServer, client: RingClient) -> None:
-    for _ in range(SLOTS):
-        ask(client)
-    with pytest.raises(RingFull):
-        ask(client, block_ms=5)
+from tests.ipc.sessions import answer, ask, vector, void
 
 
 def test_a_sleeping_pool_and_a_sleeping_client_are_woken_up(server: RingServer, client: RingClient) -> None:
@@ -68,13 +49,3 @@ def test_arm_prevents_sleeping_with_a_result_available(server: RingServer, clien
     client.poll()
     assert client.arm()
     client.disarm()
-
-
-def test_asyncio_can_sleep_on_the_servers_descriptor(server: RingServer, client: RingClient) -> None:
-    while not server.arm() or readable(server, 0):  # the session's last message may arrive late
-        server.disarm()
-    ask(client)
-    assert readable(server, 60_000)
-    server.disarm()
-    assert not server.arm()
-    assert answer(server) == 1
