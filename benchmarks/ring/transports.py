@@ -70,7 +70,7 @@ class RingEnd:
 
     def sleep(self) -> None:
         begin = time.monotonic_ns() - self.spin.ns
-        while self.watch.poll(0) < 0:
+        while self.watch.spin(0) < 0:
             if self.watch.arm():
                 self.poller.poll(100)
             self.watch.disarm()

@@ -227,20 +227,12 @@ def has_message(row: WatchRow) -> bool:
 
 
 @compiled
-def first_ready(table: Array[WatchRow], rows: int, start: int) -> int:
-    """Return the first watched ring with a message, from row `start` on and around, or -1."""
-    row = start if start < rows else 0
-    for _ in range(rows):
+def any_ready(table: Array[WatchRow], rows: int) -> bool:
+    """Return whether any of the watched rings has a message."""
+    for row in range(rows):  # noqa: SIM110
         if has_message(table[row]):
-            return row
-        row = row + 1 if row + 1 < rows else 0
-    return -1
-
-
-@entry_point("int64(int64, int64, int64)")
-def poll(table: int, rows: int, start: int) -> int:
-    """`first_ready`, called from Python."""
-    return first_ready(_rows_at(table), rows, start)
+            return True
+    return False
 
 
 @entry_point("int64(int64, int64, int64)", nogil=True)
@@ -253,7 +245,7 @@ def spin(table: int, rows: int, spin_ns: int) -> int:
     watched, start = _rows_at(table), intrinsics.monotonic_ns()
     while True:
         for _ in range(_POLLS_PER_YIELD):
-            if first_ready(watched, rows, 0) >= 0:
+            if any_ready(watched, rows):
                 return intrinsics.monotonic_ns() - start
         if intrinsics.monotonic_ns() - start >= spin_ns:
             return -1
@@ -261,11 +253,11 @@ def spin(table: int, rows: int, spin_ns: int) -> int:
 
 
 @compiled
-def _arm(table: Array[WatchRow], rows: int) -> int:
+def _arm(table: Array[WatchRow], rows: int) -> bool:
     _set_sleeping(table, rows, 1)
     # SYNC POINT: sleeping, see `publish_slots`.
     intrinsics.fence()
-    return first_ready(table, rows, 0)
+    return not any_ready(table, rows)
 
 
 @compiled
@@ -277,7 +269,7 @@ def _set_sleeping(table: Array[WatchRow], rows: int, sleeping: int) -> None:
 
 @entry_point("int64(int64, int64)")
 def arm(table: int, rows: int) -> int:
-    """Set the sleeping words of all watched rings, then poll. Return a row with a message, or -1: sleep is safe."""
+    """Set the sleeping words of all watched rings, then poll. Return 1 if there is no message: sleep is safe."""
     return _arm(_rows_at(table), rows)
 
 
@@ -288,15 +280,15 @@ def disarm(table: int, rows: int) -> None:
 
 
 @compiled
-def sleep_on(table: Array[WatchRow], rows: int, descriptor: int, timeout_ms: int) -> int:
+def sleep_on(table: Array[WatchRow], rows: int, descriptor: int, timeout_ms: int) -> bool:
     """Sleep until `descriptor`, which producers make readable, is readable, or until the timeout.
 
-    Return the first ring with a message, or -1; also after a signal, which Python then handles.
+    Return whether any ring has a message; also after a signal, which Python then handles.
     """
-    if _arm(table, rows) < 0:
+    if _arm(table, rows):
         intrinsics.wait_readable(descriptor, timeout_ms)
     _set_sleeping(table, rows, 0)
-    return first_ready(table, rows, 0)
+    return any_ready(table, rows)
 
 
 @entry_point("int64(int64, int64, int64, int64)", nogil=True)

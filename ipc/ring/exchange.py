@@ -328,7 +328,7 @@ def has_request(clients: int) -> int:
 @compiled
 def sleep(clients: ClientTable, descriptor: int, timeout_ms: int) -> bool:
     """Sleep until a client rings, which makes `descriptor` readable, or the timeout. Return whether a request came."""
-    return atomics.sleep_on(clients.watch, clients.row_count, descriptor, timeout_ms) >= 0
+    return atomics.sleep_on(clients.watch, clients.row_count, descriptor, timeout_ms)
 
 
 @entry_point("void(int64)")

@@ -245,12 +245,8 @@ class RingConsumer(_End):
         """Slot of the first unread position."""
         return self.position % self._slots
 
-    def pause(self) -> None:
-        """Hide this ring's messages from the `Watch` until `resume`."""
-        self._row.slots = 0
-
     def resume(self) -> None:
-        """Undo `pause`."""
+        """Show this ring's messages to the `Watch` again; the exchange hides them without room for results."""
         self._row.slots = self._slots
 
     def ready(self, limit: int) -> int:
@@ -288,16 +284,14 @@ class Watch:
                 ring.watch_in(self.table[i])
         self.spin: Callable[[int], int] = partial(atomics.spin, self._address, self._rows)
         """spin(ns): poll for up to `ns` without the GIL, yielding the core. Returns the ns until a message, or -1."""
-        self.poll: Callable[[int], int] = partial(atomics.poll, self._address, self._rows)
-        """poll(start): returns the index of the first ring with a message, from `start` on and around, or -1."""
 
     def arm(self) -> bool:
         """Request doorbells from the producers. False: a message is already there, do not sleep."""
-        return atomics.arm(self._address, self._rows) < 0
+        return bool(atomics.arm(self._address, self._rows))
 
     def sleep(self, descriptor: int, timeout_ns: int) -> bool:
         """Arm, sleep until `descriptor` is readable, disarm. Return whether a message is there. Without the GIL."""
-        return atomics.sleep(self._address, self._rows, descriptor, -(-timeout_ns // 1_000_000)) >= 0
+        return bool(atomics.sleep(self._address, self._rows, descriptor, -(-timeout_ns // 1_000_000)))
 
     def disarm(self) -> None:
         """Cancel the doorbell requests."""

@@ -83,7 +83,7 @@ def test_clients_killed_at_any_moment_leave_no_slot_occupied(make_pool: MakePool
             until(lambda: made.server.client_count == 1 and not made.pool.busy, made.step)
         assert taken_slots(made.pool, free) == 0
         steady.submit(queries[0], SearchSpec("docs", 1, "prefill"))
-        until(lambda: bool(steady.attachment.watch.poll(0) >= 0), made.step)
+        until(lambda: bool(steady.attachment.results.ready(1)), made.step)
         assert [result.status for result in steady.poll()] == ["ok"]
     until(lambda: descriptors() == before, made.step)
     steady.close()
