@@ -39,7 +39,7 @@ def test_a_client_killed_at_any_moment_leaks_nothing_in_the_pool() -> None:
     rng = random.Random(1)
     before = settled()
     with (
-        RingServer(endpoint(), {"docs": DIM}, epoch=1, ring_slots=SLOTS, max_k=4, spin_us=5) as server,
+        RingServer(endpoint(), {"docs": DIM}, epoch=1, ring_slots=SLOTS, max_k=4) as server,
         attach(server, "steady") as steady,
     ):
         received = answered = 0
@@ -81,7 +81,7 @@ def test_a_client_killed_at_any_moment_leaks_nothing_in_the_pool() -> None:
 
 def _serve(address: str, epoch: int, seed: int) -> None:
     rng = random.Random(seed)
-    with RingServer(address, {"docs": DIM}, epoch=epoch, ring_slots=SLOTS, max_k=4, spin_us=5) as server:
+    with RingServer(address, {"docs": DIM}, epoch=epoch, ring_slots=SLOTS, max_k=4) as server:
         waiting = []
         while True:
             server.wait(50)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ipc import Draining, InvalidArgument, Result, RingClient, RingFull, SearchSpec
 from tests.ipc.processes import attach
-from tests.ipc.ring_server import Cancel, RingServer, UnknownRequest
+from tests.ipc.ring_server import Cancel, RingServer
 from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, vector
 
 
@@ -123,15 +123,6 @@ def test_a_cancellation_is_delivered_after_its_request_which_ends_once(server: R
     assert not client.cancel(request_id)
 
 
-def test_a_cancellation_that_crosses_its_result_is_not_delivered(server: RingServer, client: RingClient) -> None:
-    request_id = ask(client)
-    answer(server)
-    assert client.cancel(request_id)
-    server.receive()
-    assert server.cancellations() == []
-    assert [r.status for r in client.poll()] == ["ok"]
-
-
 def test_a_cancellation_is_sent_later_if_the_ring_is_full(server: RingServer, client: RingClient) -> None:
     ids = [ask(client) for _ in range(SLOTS)]
     assert client.cancel(ids[0])
@@ -140,29 +131,6 @@ def test_a_cancellation_is_sent_later_if_the_ring_is_full(server: RingServer, cl
     assert client.poll() == []
     server.receive()
     assert server.cancellations() == [Cancel(request.client, ids[0])]
-
-
-def test_a_result_is_not_published_twice_or_without_a_request(server: RingServer, client: RingClient) -> None:
-    ask(client)
-    (request,) = server.receive()
-    server.publish(request.client, request.request_id)
-    for handle, request_id in [(request.client, request.request_id), (request.client, 77), (99, 1), (0, 1)]:
-        with pytest.raises(UnknownRequest):
-            server.publish(handle, request_id)
-
-
-@pytest.mark.parametrize(
-    ("ids", "distances", "status"),
-    [([1], [], "ok"), ([1] * 7, [1.0] * 7, "ok"), ([[1]], [[1.0]], "ok"), ([], [], "fine"), ([], [], "lost")],
-)
-def test_a_result_that_does_not_fit_is_rejected_and_the_request_stays_open(
-    server: RingServer, client: RingClient, ids: Any, distances: Any, status: str
-) -> None:
-    ask(client)
-    (request,) = server.receive()
-    with pytest.raises(InvalidArgument):
-        server.publish(request.client, request.request_id, status, ids, distances)
-    assert server.publish(request.client, request.request_id, "failed")
 
 
 @pytest.mark.parametrize(

@@ -80,11 +80,6 @@ def test_only_abstract_endpoints_are_bound_or_connected(address: str) -> None:
         RingClient(address, "test", timeout_ms=10)
 
 
-def test_an_endpoint_in_use_is_rejected(server: RingServer) -> None:
-    with pytest.raises(InvalidArgument, match="cannot bind"):
-        RingServer(server.endpoint, {"docs": DIM}, epoch=1)
-
-
 @pytest.mark.parametrize(
     "options",
     [{"collections": {}}, {"collections": {"docs": 0}}, {"max_k": 0}, {"max_top_m": 1 << 16}, {"ring_slots": 0}],
