@@ -72,9 +72,6 @@ slots = 6
 [prompts]
 passage_tokens = 600
 
-[probes]
-passage_tokens = 128
-
 [pool]
 workers = 4
 

@@ -83,6 +83,7 @@ REMOVED = {
     "pool.max_top_m": "a query's top_m is at most 512",
     "pool.search_width": "it is 4, and a query may set another one",
     "pool.threads": "a pool worker searches with one thread",
+    "probes.passage_tokens": "a probe inserts at most 192 tokens, or as many as a request says",
     "prompts.passages": "passages are inserted before the last question",
     "remote": "search the nodes over HTTP and merge their passages by distance",
     "tracing": "spans are exported if OTEL_EXPORTER_OTLP_ENDPOINT is set",

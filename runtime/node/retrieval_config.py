@@ -13,7 +13,9 @@ TRIGGERS = ("every", "drift", "unsure")
 """The built-in probe triggers (`runtime.serving.triggers`)."""
 
 
-PassageTokens = Annotated[int, Meta(ge=16, le=65_536)]
+PROBE_TOKENS = 192
+"""Maximum number of tokens of the passages that a probe inserts, unless its request says another one: about a
+passage."""
 
 
 class RerankSection(Section, frozen=True):
@@ -42,11 +44,12 @@ class RerankSection(Section, frozen=True):
 class PromptsSection(Section, frozen=True):
     """Defaults of prompts with passages.
 
-    - `passage_tokens`: maximum number of tokens of the passages that are inserted before the first token. With another
-      engine the node has no tokenizer: this limit and that of probes are estimated from bytes.
+    - `passage_tokens`: maximum number of tokens of the passages that are inserted before the first token, and of what a
+      request may set for a probe, whose default is 192. With another engine the node has no tokenizer: these limits are
+      estimated from bytes.
     """
 
-    passage_tokens: PassageTokens = 768
+    passage_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 768
 
 
 class ProbesSection(Section, frozen=True):
@@ -56,13 +59,11 @@ class ProbesSection(Section, frozen=True):
     - `mode`: during a probe an answer waits, or continues and inserts the passages when they arrive ("prefetch").
     - `trigger`: when an answer probes: "every", "drift", "unsure" (only with the node's own engine), or the name of an
       installed trigger (an entry point of the group `trinity.triggers`).
-    - `passage_tokens`: maximum number of tokens of the passages that a probe inserts.
     """
 
     every_tokens: Annotated[int, Meta(ge=0, le=1_048_576)] = 0
     mode: ProbeMode = "wait"
     trigger: Annotated[str, Meta(min_length=1, max_length=64)] = "every"
-    passage_tokens: PassageTokens = 192
 
 
 @cache

@@ -42,7 +42,7 @@ class Retrieval(msgspec.Struct, frozen=True):
     tokens (0: no probes).
 
     During a probe the row waits, or continues and inserts the passages when they arrive ("prefetch"). A probe inserts
-    at most `probe_tokens` tokens of passages that the row does not have yet; 0: the node's limit. `filter`: the
+    at most `probe_tokens` tokens of passages that the row does not have yet; 0: `PROBE_TOKENS`. `filter`: the
     attribute filter in the pools' encoding, b"" for none. `hybrid`: the weight of the keyword search, 0 for none.
     `trigger` and its `threshold`: when to probe (`triggers.py`). `flow`: of the API key
     (`SearchSpec`). `max_distance`: farther passages are left out. `quote`: the passages found before prefill are

@@ -30,7 +30,7 @@ def demands(setup: Setup, arrivals: Sequence[Arrival]) -> dict[str, float]:
     # rows weigh in proportion to their residence time: contexts weighted by output
     weighted = sum(arrival.output_tokens * (arrival.prompt_tokens + arrival.output_tokens / 2) for arrival in arrivals)
     context = weighted / (n * output)
-    found_tokens = config.probes.passage_tokens
+    found_tokens = work.probe_tokens
     step = times.decode_s(slots, round(slots * (context + probes / 2 * work.probe_hit * found_tokens)))
     append = probes * work.probe_hit * times.prefill_s(round(context), found_tokens)  # delays the whole batch
     limits = config.pool

@@ -118,7 +118,7 @@ class Simulation:
             for stage, count in workers.items()
         }
         batches = Batches(
-            self.events, setup.times, config.decode, setup.workload, config.probes.passage_tokens, self._pools,
+            self.events, setup.times, config.decode, setup.workload, self._pools,
             [(gpu, groups["decode"][i], Random(setup.seed * 64 + i)) for i, gpu in enumerate(gpus["decode"])],
             self._most_steps,
         )  # fmt: skip

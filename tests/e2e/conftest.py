@@ -39,9 +39,6 @@ slots = 6
 [prompts]
 passage_tokens = 1600
 
-[probes]
-passage_tokens = 128
-
 [[collections]]
 name = "docs"
 path = "{collection}"

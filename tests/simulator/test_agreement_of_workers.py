@@ -29,11 +29,11 @@ TIMES = replace(
 SECTIONS: dict[str, Any] = {
     "prefill": {"slots": 8, "chunk_tokens": 256},
     "decode": {"slots": 32},
-    "probes": {"passage_tokens": 64},
     "http": {"max_in_flight": 10_000},
     "kv": {"host_mib": 0},
 }
 EVERY = 8
+PROBE = 64  # tokens
 BLOCK = 32  # tokens, `model.kv_block_tokens`
 MEAN_S = 2e-3 + 300 * 130e-6  # prefill time per request; prefill is the bottleneck here
 
@@ -64,7 +64,7 @@ def test_first_and_later_tokens_agree_with_the_real_workers_loops(
     search_s = 43 * EXTEND_S + 2 * TIMES.ring_s
     done, _ = run_workers(model, TIMES, requests, search_s=search_s, every=EVERY, passages=passages, **sections)
     real = spans(done, tokens)
-    workload = Workload(probe_every_tokens=EVERY, probe_hit=float(passages))
+    workload = Workload(probe_every_tokens=EVERY, probe_hit=float(passages), probe_tokens=PROBE)
     config = parse_config(sections)
     slos = Slos(tpot_s=config.slo.tpot_s)
     simulation = Simulation(Setup(config=config, times=TIMES, workload=workload, slos=slos), requests)

@@ -284,7 +284,7 @@ def run_workers(
             received_ns=at_ns,
             deadline_ns=1 << 62,
             prompt=_prompt(number, arrival),
-            retrieval=Retrieval("docs", 1, every),
+            retrieval=Retrieval("docs", 1, every, probe_tokens=64),
         )
         message = Prefill(f"r{number}", _EPOCH, generation, "decode-0", "")
         links[0].mail.put(message, at_ns)

@@ -62,7 +62,6 @@ class OpenAiEngine(Engine):
         handover_tokens: int | Literal["auto"] = "auto",
         transfer: Transfer = VllmTransfer(),  # noqa: B008
         prompts: PromptsSection = PromptsSection(),  # noqa: B008
-        probes: ProbesSection = ProbesSection(),  # noqa: B008
         clock: Callable[[], int] = time.monotonic_ns,
         table: WorkerTable | None = None,
         on_end: Callable[[RequestOutcome], None] | None = None,
@@ -73,7 +72,7 @@ class OpenAiEngine(Engine):
         self.balancer = balancer
         self._signals = EngineSignals(balancer, clock, table)
         handovers = Handovers(balancer, transfer, HandoverCosts(handover_tokens), self._signals, clock)
-        self._deps = Dependencies(balancer, search, section, prompts, probes, restarts, handovers, self._signals, clock)
+        self._deps = Dependencies(balancer, search, section, prompts, restarts, handovers, self._signals, clock)
         self._max_in_flight = max_in_flight
         self._tasks: dict[Request, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -231,7 +230,6 @@ async def engine_over(
         max_in_flight=http.max_in_flight,
         restarts=RestartLimits(wait_ns=int(http.restart_wait_s * 1e9)),
         prompts=worker.plan.config.prompts,
-        probes=worker.plan.config.probes,
         table=worker.table,
         transfer=transfer,
         on_end=metrics.record_relayed,

@@ -8,6 +8,7 @@ from runtime.engines.openai.assembly import Fitted, fit, inserted_text
 from runtime.engines.openai.capabilities import tokenize
 from runtime.engines.openai.server import Server
 from runtime.errors import DeadlineExceeded, TrinityError
+from runtime.node.retrieval_config import PROBE_TOKENS
 from runtime.retrieval.passages import Passage, ignore_size
 from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieval
@@ -28,13 +29,12 @@ class Probing:
         self,
         search: SearchSource,
         retrieval: Retrieval,
-        max_tokens: int,
         seen: Set[str],
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`seen`: ids of the passages that the answer has."""
         self._search, self._retrieval, self._seen, self._clock = search, retrieval, seen, clock
-        self.max_tokens = min(max_tokens, retrieval.probe_tokens or max_tokens)
+        self.max_tokens = retrieval.probe_tokens or PROBE_TOKENS
         self._search_task: asyncio.Task[list[Passage]] | None = None
         self._begin_token = self._begin_ns = 0
         trigger = trigger_of(retrieval)

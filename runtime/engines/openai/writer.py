@@ -27,7 +27,7 @@ from runtime.errors import (
     WorkerLost,
 )
 from runtime.node.engine_config import ServedSection
-from runtime.node.retrieval_config import ProbesSection, PromptsSection
+from runtime.node.retrieval_config import PROBE_TOKENS, PromptsSection
 from runtime.retrieval.passages import FoundPassages, Passage, ignore_size, within, without_text
 from runtime.serving import stages
 from runtime.serving.frontend.choice import prefix_blocks
@@ -51,7 +51,6 @@ class Dependencies:
     search: SearchSource
     section: ServedSection
     prompts: PromptsSection
-    probes: ProbesSection
     restarts: RestartLimits
     handovers: Handovers
     signals: EngineSignals
@@ -78,7 +77,7 @@ class AnswerWriter:
         retrieval = generation.retrieval
         self._probing, self._seen = None, set[str]()  # ids of the passages in the answer's context
         if retrieval is not None and retrieval.every_tokens:
-            self._probing = Probing(deps.search, retrieval, deps.probes.passage_tokens, self._seen, deps.clock)
+            self._probing = Probing(deps.search, retrieval, self._seen, deps.clock)
         self._chat = "messages" in body
         self._max_tokens: int | None = body.get("max_completion_tokens", body.get("max_tokens"))
         if self._probing is not None and not self._chat:
@@ -387,11 +386,11 @@ class AnswerWriter:
         return f"{question}\n{self._relay.transcript.text}"
 
     def _room(self) -> int:
-        """Return the context's tokens left for a probe's passages; the limit of a probe if the context is unknown."""
+        """Return the context's tokens left for a probe's passages; the default limit if the context is unknown."""
         context, usage, transcript = self._context(), self._relay.usage, self._relay.transcript
         used = int(usage.get("prompt_tokens", 0)) + int(usage.get("completion_tokens", 0)) if usage else 0
         if transcript.prompt_ids is not None:
             used = len(transcript.prompt_ids) + len(transcript.ids)
         if not context or not used:
-            return self._deps.probes.passage_tokens
+            return PROBE_TOKENS
         return max(0, context - used - max(1, (self._max_tokens or 0) - self._relay.sent_tokens))

@@ -8,6 +8,7 @@ from ipc import IpcError
 from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics
+from runtime.node.retrieval_config import PROBE_TOKENS
 from runtime.retrieval.passages import without_text
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
@@ -29,13 +30,12 @@ class Probes:
         self,
         retriever: Retriever,
         tokenizer: Tokenizer,
-        passage_tokens: int,
         context_tokens: int,
         table: WorkerTable,
         log: logging.Logger,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.retriever, self._tokenizer, self._passage_tokens = retriever, tokenizer, passage_tokens
+        self.retriever, self._tokenizer = retriever, tokenizer
         self._context_tokens, self._table, self._log, self.clock = context_tokens, table, log, clock
 
     def start(self, row: Row) -> None:
@@ -81,7 +81,7 @@ class Probes:
         assert trigger is not None, "only rows with a trigger probe"
         outcome, new = new_passages(trigger, result.passages, row.seen)
         remaining = row.request.sampling.max_tokens - row.generated
-        allowed = min(self._passage_tokens, retrieval.probe_tokens or self._passage_tokens)
+        allowed = retrieval.probe_tokens or PROBE_TOKENS
         chunk = passages_chunk(self._tokenizer, new, min(allowed, self._context_tokens - len(row.context) - remaining))
         self._finish(row, outcome, len(chunk.used))
         if not chunk.tokens:

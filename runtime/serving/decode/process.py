@@ -87,7 +87,6 @@ class DecodeWorker:
         self.probes = Probes(
             self._retriever,
             self._model.tokenizer,
-            config.probes.passage_tokens,
             model.context_tokens,
             self._table,
             worker.log,

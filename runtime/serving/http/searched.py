@@ -114,5 +114,5 @@ def check_k(k: int, settings: Settings, param: str) -> None:
 
 def check_probe_tokens(tokens: int, settings: Settings, param: str) -> None:
     """Raise InvalidRequest for more tokens than a probe may insert."""
-    if tokens > (limit := settings.probes.passage_tokens):
+    if tokens > (limit := settings.max_probe_tokens):
         raise InvalidRequest(f"probe_tokens is {tokens}, the limit is {limit}", param)

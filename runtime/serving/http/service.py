@@ -17,7 +17,7 @@ from runtime.errors import (
     UnknownCollection,
     UnknownModel,
 )
-from runtime.node.retrieval_config import ProbesSection
+from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
@@ -228,6 +228,7 @@ class Settings:
     max_prompt_bytes: int = 256 << 10
     max_k: int = 64
     probes: ProbesSection = field(default_factory=ProbesSection)
+    max_probe_tokens: int = PromptsSection().passage_tokens
     ranker: Ranker = field(default_factory=Ranker)
     max_searches: int = 96  # 64 refused some at 60% of the rate of vectors, when the loop had paused for 30 ms
     default_max_tokens: int = 256

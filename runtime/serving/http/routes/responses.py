@@ -150,11 +150,11 @@ class ResponsesRoutes:
         )
         metric = self._service.catalogue.summary(collection).metric
         ranking = tool.ranking_options or RankingOptions.model_validate({})
-        settings, probes = self._settings, self._settings.probes
+        settings = self._settings
         check_k(tool.max_num_results, settings, "tools[0].max_num_results")
         check_probe_tokens(tool.probe_tokens, settings, "tools[0].probe_tokens")
         rerank = ranking.rerank(settings.ranker, "tools[0].ranking_options.ranker")
-        every_tokens, mode, trigger, threshold = tool.with_defaults(probes, "tools[0]")
+        every_tokens, mode, trigger, threshold = tool.with_defaults(settings.probes, "tools[0]")
         retrieval = Retrieval(
             collection, tool.max_num_results, every_tokens, mode, tool.probe_tokens, filter_bytes(wanted),
             ranking.hybrid, trigger, threshold,
