@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from benchmarks.common.machine import machine, machine_load
-from benchmarks.model.driver import BLOCK_TOKENS, Ours, Times, paired, random_prompts
+from benchmarks.model.driver import Ours, Times, paired, random_prompts
+from runtime.node.engine_config import BLOCK_TOKENS
 from runtime.serving.messages import Message
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import WeightsType

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.node.engine_config import ModelSection
 from runtime.serving.model.language_model import Chunk, LanguageModel
 
 Tokens = list[int]
-BLOCK_TOKENS = ModelSection(name="").kv_block_tokens
 
 
 @dataclass(frozen=True)

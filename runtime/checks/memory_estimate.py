@@ -123,11 +123,11 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
         answers = config.answer_cache
         return _Parts(process + (_EMBEDDERS.get(answers.embedder, 0) if answers.enabled else 0), 0)
     section = config.prefill if worker.role == "prefill" else config.decode
-    info, size = ModelInfo.read(config.own_model.name), config.own_model.kv_block_tokens
+    info, size = ModelInfo.read(config.own_model.name), plan.block_tokens
     weights = weights_type(config.own_model.weights, worker.device)
     if weights == "int8" and worker.role == "prefill":
         weights = "bfloat16"  # prefill only has passes of many tokens
-    kv = info.kv_bytes(section.blocks(config.own_model), size, kv_type(weights, kernels_on(worker.device)))
+    kv = info.kv_bytes(section.blocks(config.own_model, size), size, kv_type(weights, kernels_on(worker.device)))
     data = _weights_bytes(info, weights, on_host=worker.device == CPU) + kv
     on_gpu = worker.device != CPU and worker.embedder != CPU
     return _Parts(process, data + (_embedders_on_gpu(worker, plan) if on_gpu else 0))

@@ -74,6 +74,7 @@ REMOVED = {
     "http.max_connections_per_peer": "one client address may have half of http.max_connections",
     "http.vllm_metrics": "/metrics has vLLM's names, too",
     "http.restarts": "a request is restarted at most three times",
+    "model.kv_block_tokens": "a KV block has 32 tokens",
     "model.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
     "model.prefill.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
     "model.decode.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",

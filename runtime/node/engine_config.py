@@ -17,12 +17,15 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of the tables of the TOML file. Every subclass is frozen too."""
 
 
+BLOCK_TOKENS = 32
+"""Tokens per KV block: prefixes are shared in whole blocks, and attention reads long blocks faster."""
+
+
 class ModelSection(Section, frozen=True, tag_field="engine", tag="trinity"):
     """`engine = "trinity"`, the default: the node's own prefill and decode workers run the model.
 
     - `name`: a packaged model, or a directory with a model in transformers' format.
     - `context_tokens`: context length.
-    - `kv_block_tokens`: tokens per KV block. Prefixes are shared in whole blocks; attention reads long blocks faster.
     - `weights`: type in which the large matrices are stored and multiplied. KV has this type on GPUs, and float32 on a
       CPU.
       - "bfloat16" needs half the memory of float32 and, on a processor that multiplies it, about 0.6 of the time. Where
@@ -38,13 +41,11 @@ class ModelSection(Section, frozen=True, tag_field="engine", tag="trinity"):
 
     name: str
     context_tokens: Annotated[int, Meta(ge=64, le=1_048_576)] = 2048
-    kv_block_tokens: Annotated[int, Meta(ge=8, le=256)] = 32
     weights: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
 
-    @property
-    def row_blocks(self) -> int:
-        """KV blocks of a sequence of full context."""
-        return -(-self.context_tokens // self.kv_block_tokens)
+    def row_blocks(self, block_tokens: int = BLOCK_TOKENS) -> int:
+        """Return the KV blocks of a sequence of full context."""
+        return -(-self.context_tokens // block_tokens)
 
 
 Stage = Literal["", "prefill", "decode"]

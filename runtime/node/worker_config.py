@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from runtime.node.engine_config import ModelSection, Section, Stage
+from runtime.node.engine_config import BLOCK_TOKENS, ModelSection, Section, Stage
 
 MAX_WORKERS = 8
 MAX_TOP_M = 512
@@ -43,9 +43,9 @@ class KvWorkerSection(WorkerSection, frozen=True):
     kv_blocks: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
     spares: Annotated[int, Meta(ge=0, le=8)] = 0
 
-    def blocks(self, model: ModelSection) -> int:
+    def blocks(self, model: ModelSection, block_tokens: int = BLOCK_TOKENS) -> int:
         """Return the number of KV blocks of one worker."""
-        return self.kv_blocks or self.slots * model.row_blocks
+        return self.kv_blocks or self.slots * model.row_blocks(block_tokens)
 
 
 class PrefillSection(KvWorkerSection, frozen=True):

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from runtime.errors import TrinityError
 from runtime.node.control.law import INTERVAL_S, ControlLaw, Readings, SignalMeter
 from runtime.node.control.planner import Planner, Work
-from runtime.node.engine_config import ModelSection
+from runtime.node.engine_config import BLOCK_TOKENS
 from runtime.node.metrics.worker_metrics import Stage
 from runtime.node.placement.pool_placement import PAIRED_ROLES, first_pools, pool_stages
 from runtime.node.worker_config import KvWorkerSection
@@ -76,7 +76,7 @@ class Simulation:
             self._work,
             self._is_idle,
         )
-        self._block_tokens = (config.own_model or ModelSection(name="")).kv_block_tokens
+        self._block_tokens = BLOCK_TOKENS
         self._build_workers()
         workers: list[SimPrefill | SimDecode] = [*self.prefills.values(), *self.decodes.values()]
         blocks = {worker.name: worker.prompts for worker in workers if worker.prompts is not None}

@@ -27,7 +27,7 @@ VALUES = values(NAMES)
 def full() -> dict[str, Any]:
     """Return every key with its default."""
     made: dict[str, Any] = msgspec.to_builtins(NodeConfig())
-    made["model"] = {"name": "smollm2-135m-instruct", "context_tokens": 2048, "kv_block_tokens": 32}
+    made["model"] = {"name": "smollm2-135m-instruct", "context_tokens": 2048}
     made["collections"] = [{"name": "docs", "path": ".", "shards": 1}]
     return made
 

@@ -271,10 +271,10 @@ def test_a_truncated_index_is_refused_before_anything_starts(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_kv_blocks_that_cannot_hold_one_whole_context_are_refused(role: str, tmp_path: Path) -> None:
-    model = {"model": MODEL["model"] | {"context_tokens": 1000, "kv_block_tokens": 16}}
-    assert plan(tmp_path, **model, **{role: {"kv_blocks": 63}})
-    assert refusal(tmp_path, **model, **{role: {"kv_blocks": 62}}) == (
-        f"{role}.kv_blocks = 62: a sequence of model.context_tokens = 1000 needs 63 blocks"
+    model = {"model": MODEL["model"] | {"context_tokens": 1000}}
+    assert plan(tmp_path, **model, **{role: {"kv_blocks": 32}})
+    assert refusal(tmp_path, **model, **{role: {"kv_blocks": 31}}) == (
+        f"{role}.kv_blocks = 31: a sequence of model.context_tokens = 1000 needs 32 blocks"
     )
 
 

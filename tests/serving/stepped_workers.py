@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
 from ipc import bind
 from runtime.node.config import parse_config
@@ -54,11 +55,10 @@ class SteppedWorkers:
         **sections: Any,
     ) -> None:
         self._transport, self._slice_ns, self._waiting_share = transport, slice_ns, waiting_share
-        sizes = {"context_tokens": context, "kv_block_tokens": block}
-        raw = {"model": {"name": str(model), "weights": weights, **sizes}, **sections}
+        raw = {"model": {"name": str(model), "weights": weights, "context_tokens": context}, **sections}
         raw.setdefault("kv", {"host_mib": 0})  # isolates tests from each other
         raw["decode"] = {"workers": decodes, **sections.get("decode", {})}
-        self.plan = lay_out(parse_config(raw))
+        self.plan = replace(lay_out(parse_config(raw)), block_tokens=block)
         self._frontend = bind(zmq.ROUTER, self.plan.endpoint("frontend"), max_message_bytes=1 << 24)
         self._identities: dict[str, bytes] = {}
         self.identity = b""  # of the model

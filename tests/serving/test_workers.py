@@ -89,7 +89,7 @@ def test_a_common_prefix_is_computed_once_and_pulled_once(start: Start, referenc
     assert workers.metric("decode-0", DecodeMetrics.PREFIX_HIT_TOKENS) == 3 * 200
     model = workers.plan.config.own_model
     assert model is not None
-    block_bytes = ModelInfo.read(model.name).kv_bytes(1, model.kv_block_tokens)
+    block_bytes = ModelInfo.read(model.name).kv_bytes(1, workers.plan.block_tokens)
     assert workers.metric("decode-0", DecodeMetrics.HANDOVER_BYTES) == block_bytes * (26 + 1 + 1 + 1)
     workers.assert_nothing_held()
 

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.node.config import parse_config
+from runtime.node.engine_config import BLOCK_TOKENS
 from runtime.serving import stages
 from runtime.simulator.node import Simulation
 from runtime.simulator.setup import Setup
@@ -34,7 +35,7 @@ SECTIONS: dict[str, Any] = {
 }
 EVERY = 8
 PROBE = 64  # tokens
-BLOCK = 32  # tokens, `model.kv_block_tokens`
+BLOCK = BLOCK_TOKENS
 MEAN_S = 2e-3 + 300 * 130e-6  # prefill time per request; prefill is the bottleneck here
 
 

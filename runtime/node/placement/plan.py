@@ -13,7 +13,7 @@ from runtime.errors import ConfigError
 from runtime.files import read_regular
 from runtime.node.api_keys import read_api_keys
 from runtime.node.config import CollectionSection, NodeConfig, Role
-from runtime.node.engine_config import OpenAiSection, ServedSection, Stage, VllmSection
+from runtime.node.engine_config import BLOCK_TOKENS, OpenAiSection, ServedSection, Stage, VllmSection
 from runtime.node.placement.pool_placement import check_device, paired_workers, worker_devices
 from runtime.node.placement.vllm import check_vllm
 from runtime.node.retrieval_config import TRIGGERS, installed_triggers
@@ -101,8 +101,8 @@ MAX_K = 128  # a result ring's slot has room for so many; OpenAI's limit is 50
 
 class NodePlan(msgspec.Struct, frozen=True):
     """A complete plan. `token` makes the endpoints of this run unique and hard to guess; `spares` are the standby
-    workers. `ring_slots`: requests that a pool's client may have outstanding; `max_k`: maximum of a search's k. They
-    are constants, which tests and measurements replace."""
+    workers. `ring_slots`: requests that a pool's client may have outstanding; `max_k`: maximum of a search's k;
+    `block_tokens`: of a KV block. They are constants, which tests and measurements replace."""
 
     config: NodeConfig
     run_dir: str
@@ -110,6 +110,7 @@ class NodePlan(msgspec.Struct, frozen=True):
     workers: tuple[WorkerPlan, ...]
     spares: tuple[WorkerPlan, ...] = ()
     ring_slots: int = RING_SLOTS
+    block_tokens: int = BLOCK_TOKENS
     max_k: int = MAX_K
 
     @property
@@ -331,10 +332,10 @@ def _check_limits(config: NodeConfig) -> None:
     if config.handover.mode == "pool" and not (config.kv.host_mib or config.kv.disk_mib):
         raise ConfigError('handover.mode = "pool" needs a tier to write to: set kv.host_mib or kv.disk_mib')
     for role, section in (("prefill", config.prefill), ("decode", config.decode)):
-        if config.own_model is not None and section.blocks(config.own_model) < config.own_model.row_blocks:
+        if config.own_model is not None and section.blocks(config.own_model) < config.own_model.row_blocks():
             raise ConfigError(
                 f"{role}.kv_blocks = {section.kv_blocks}: a sequence of model.context_tokens = "
-                f"{config.own_model.context_tokens} needs {config.own_model.row_blocks} blocks"
+                f"{config.own_model.context_tokens} needs {config.own_model.row_blocks()} blocks"
             )
 
 

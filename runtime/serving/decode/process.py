@@ -54,11 +54,11 @@ class DecodeWorker:
         config, model = worker.plan.config, worker.plan.config.own_model
         assert model is not None
         self._worker, self._limits, self._slice_ns = worker, config.decode, slice_ns
-        blocks, block_tokens = config.decode.blocks(model), model.kv_block_tokens
         transport = transport or transport_for(worker.placement.device)
         device = worker.placement.embedder
         loading = run_early(lambda: CollectionRegistry.warm(worker.plan, device), captures=device != CPU)
-        setup = ModelSetup.of(config, "decode", transport)
+        setup = ModelSetup.of(config, "decode", transport, worker.plan.block_tokens)
+        blocks, block_tokens = setup.blocks, setup.block_tokens
         self._model = setup.load(stamp=worker.startup.mark)
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._compilation = Compilation(self._model, setup, self._blocks)

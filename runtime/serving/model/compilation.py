@@ -25,6 +25,7 @@ import msgspec
 from ipc.native.compiled import stamp_of
 from runtime.errors import ModelError, ResourceBusy, TrinityError
 from runtime.node.config import NodeConfig
+from runtime.node.engine_config import BLOCK_TOKENS
 from runtime.node.worker import die_with_parent
 from runtime.node.worker_config import KvWorkerSection
 from runtime.serving.kv.blocks import BlockManager
@@ -62,7 +63,13 @@ class ModelSetup(msgspec.Struct, frozen=True):
     tokens: int = 0
 
     @classmethod
-    def of(cls, config: NodeConfig, role: Literal["prefill", "decode"], transport: Transport) -> "ModelSetup":
+    def of(
+        cls,
+        config: NodeConfig,
+        role: Literal["prefill", "decode"],
+        transport: Transport,
+        block_tokens: int = BLOCK_TOKENS,
+    ) -> "ModelSetup":
         """Return the setup of a role's workers on a node with a model of its own."""
         model, decode = config.own_model, role == "decode"
         assert model is not None
@@ -70,8 +77,8 @@ class ModelSetup(msgspec.Struct, frozen=True):
         rows = config.decode.slots if decode else 0
         return cls(
             name=model.name,
-            blocks=section.blocks(model),
-            block_tokens=model.kv_block_tokens,
+            blocks=section.blocks(model, block_tokens),
+            block_tokens=block_tokens,
             context_tokens=model.context_tokens,
             threads=section.threads,
             device=transport.device,

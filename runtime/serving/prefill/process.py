@@ -54,7 +54,7 @@ class PrefillWorker:
         loading = run_early(
             lambda: (CollectionRegistry.warm(plan, device), Reranking.load(plan)), captures=device != CPU
         )
-        setup = ModelSetup.of(config, "prefill", transport)
+        setup = ModelSetup.of(config, "prefill", transport, worker.plan.block_tokens)
         blocks, block_tokens, context_tokens = setup.blocks, setup.block_tokens, setup.context_tokens
         kind = kv_type(setup.weights, transport.kernels)
         self._source = transport.source(

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from gpu import GraphIndex, open_engine
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig
-from runtime.node.engine_config import ModelSection
+from runtime.node.engine_config import BLOCK_TOKENS, ModelSection
 from runtime.node.worker_config import SEARCH_WIDTH, PoolSection
 from runtime.pool.sizing import LOOP_NS, ExtendCost, measure
 from runtime.retrieval.collections.collection import Collection
@@ -125,14 +125,14 @@ def _model_times(section: ModelSection, config: NodeConfig, times: ServiceTimes)
     rows = config.decode.slots
     model = LanguageModel.load(
         section.name,
-        blocks=rows * section.row_blocks,
-        block_tokens=section.kv_block_tokens,
+        blocks=rows * section.row_blocks(),
+        block_tokens=BLOCK_TOKENS,
         context_tokens=section.context_tokens,
         threads=config.prefill.threads,
         device=config.decode.devices[0],
         weights=weights_type(section.weights, config.decode.devices[0]),
     )
-    tables = [range(row * section.row_blocks, (row + 1) * section.row_blocks) for row in range(rows)]
+    tables = [range(row * section.row_blocks(), (row + 1) * section.row_blocks()) for row in range(rows)]
     longest = min(config.prefill.pass_tokens, section.context_tokens // 2)
     if config.decode.devices[0] != "cpu":
         for _ in model.compile(range(min(4, model.blocks)), rows=rows, tokens=longest):
@@ -166,7 +166,7 @@ def _model_times(section: ModelSection, config: NodeConfig, times: ServiceTimes)
     context_s = max(0.0, step(rows, deep) - step(rows, 16)) / (rows * max(deep - 16, 1))
     if config.decode.devices[0] == "cpu":  # one process cannot measure the link between two GPUs
         kv = model.kv.numpy()
-        target = np.zeros_like(kv[:, :, : section.row_blocks])
+        target = np.zeros_like(kv[:, :, : section.row_blocks()])
         copies = [Transfer(kv, tables[0], target, tables[0]) for _ in range(_REPEAT)]
         for copy in copies:
             copy.step()
