@@ -7,7 +7,7 @@ import psutil
 
 from runtime.checks.finding import Finding
 from runtime.engines.vllm.command import check_arguments, extra_argument, find_vllm, gpu_memory_share
-from runtime.engines.vllm.transfer import check_transfer, select_connector
+from runtime.engines.vllm.transfer import FILES, NIXL, TRANSFER, check_transfer, has_own_transfer
 from runtime.errors import ConfigError
 from runtime.node.engine_config import Stage, VllmSection
 from runtime.node.placement.machine import Machine
@@ -33,7 +33,10 @@ def findings(section: VllmSection) -> Iterator[Finding]:
         yield Finding("error", "vLLM", error.message, "fix [model], or install it there")
         return
     counts = " and ".join(f"{stage.instances} {name}".rstrip() for name, stage in section.stages.items())
-    connector = f", KV by {select_connector(section, nixl=found.nixl)}" if section.prefill is not None else ""
+    connector = ""
+    if section.prefill is not None:
+        connector = f", KV by {NIXL if found.nixl else FILES}"
+        connector = f", KV as {TRANSFER} says" if has_own_transfer(section, "prefill") else connector
     yield Finding("ok", "vLLM", f"{found.version}, {counts} × {section.loads}{connector}")
 
 

@@ -1,7 +1,7 @@
 """`[model]`: the node's own engine, OpenAI-compatible servers, or vLLM."""
 
 import itertools
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -56,11 +56,11 @@ class ServedSection(Section, frozen=True):
     """Keys of the engines whose model is served over OpenAI's protocol:
 
     - `name`: the model's name on the server.
-    - `context_tokens`: limit of prompt and answer together; 0: as reported by the server.
+
+    The limit of prompt and answer together is the one that the server reports, if it does.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    context_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
 
 
 EventEndpoint = Annotated[str, Meta(pattern=r"^(tcp://[^\s/]+:[0-9]+|ipc://\S+)$", max_length=256)]
@@ -188,12 +188,9 @@ class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", 
     - `extra_args`, `environment`: further arguments and environment variables of vLLM's processes.
 
     With `[model.prefill]` and `[model.decode]` (both) each stage has its own instances, prefill's on the first of
-    `devices`:
-
-    - `kv_connector`: how KV is transferred between them: a connector of vLLM by name, or `module:Class` in vLLM's
-      environment. "auto": NixlConnector if vLLM's environment has NIXL, else TrinityKvFiles, which is part of Trinity
-      and uses files of this machine.
-    - `kv_connector_extra_config`: options of the connector.
+    `devices`. KV is transferred between them by NixlConnector if vLLM's environment has NIXL, else by TrinityKvFiles,
+    which is part of Trinity and uses files of this machine, or as `--kv-transfer-config` in the `extra_args` of both
+    says.
     """
 
     path: str = ""
@@ -205,8 +202,6 @@ class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", 
     environment: dict[Variable, str] = msgspec.field(default_factory=dict)
     prefill: VllmStage | None = None
     decode: VllmStage | None = None
-    kv_connector: Annotated[str, Meta(min_length=1)] = "auto"
-    kv_connector_extra_config: dict[str, Any] = msgspec.field(default_factory=dict)
 
     @property
     def loads(self) -> str:

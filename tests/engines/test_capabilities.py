@@ -122,7 +122,6 @@ def test_a_server_that_ignores_stream_options_is_detected_and_logged() -> None:
             {"name": "other"},
             "model.name = 'other': http://fake/v1 has no such model; it has: 'fake-model'",
         ),
-        (Behaviour(), {"context_tokens": 8192}, "model.context_tokens = 8192: http://fake/v1 has a context of 4096"),
         (Behaviour(key="secret"), {}, "model.api_key_file: http://fake/v1 answers 401: wrong key"),
     ],
 )

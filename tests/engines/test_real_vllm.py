@@ -53,8 +53,7 @@ engine = "vllm"
 name = "{NAME}"
 python = "{PYTHON}"
 devices = ["cpu"]
-context_tokens = 2048
-extra_args = ["--dtype", "float32", "--enforce-eager"]
+extra_args = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
 environment = {{ VLLM_CPU_KVCACHE_SPACE = "1" }}
 """
 APART = """

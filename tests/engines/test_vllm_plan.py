@@ -84,23 +84,23 @@ def test_each_stage_has_separate_sizes_gpus_and_arguments() -> None:
 
 
 def test_the_vllm_command_sets_connector_role_and_recompute_policy() -> None:
-    made = section(**STAGES)
     plan = lay_out(config(**STAGES), Machine.with_simulated_gpus(4))
     prefill, _, decode = plan.of_role("engine")
-    assert transfer_config(made, plan, prefill, nixl=True) == {
+    assert transfer_config(plan, prefill, nixl=True) == {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_producer",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {},
     }
-    assert transfer_config(made, plan, decode, nixl=True)["kv_role"] == "kv_consumer"
-    files = transfer_config(made, plan, prefill, nixl=False)
+    assert transfer_config(plan, decode, nixl=True)["kv_role"] == "kv_consumer"
+    files = transfer_config(plan, prefill, nixl=False)
     assert (files["kv_connector"], files["kv_connector_module_path"]) == ("TrinityKvFiles", "trinity_kv_files")
     assert files["kv_connector_extra_config"]["directory"] == f"{plan.run_dir}/kv"
-    own = section(**STAGES, kv_connector="mine:Mine", kv_connector_extra_config={"a": 1})
-    found = transfer_config(own, plan, prefill, nixl=True)
-    assert (found["kv_connector"], found["kv_connector_module_path"]) == ("Mine", "mine")
-    assert found["kv_connector_extra_config"] == {"a": 1}
+    own = section(**STAGES, extra_args=["--kv-transfer-config", '{"kv_connector": "Mine"}'])
+    check_arguments(own)
+    check_transfer(own, nixl=False)  # of any parallel sizes
+    given = list(command(own, plan, prefill, nixl=True))
+    assert given.count("--kv-transfer-config") == 1
+    assert given[-1] == '{"kv_connector": "Mine"}'
 
 
 def test_each_instance_has_its_own_nixl_port_and_our_connector_on_its_path(
@@ -132,12 +132,10 @@ def test_incompatible_stages_are_refused_with_their_keys(model: dict[str, object
         lay_out(config(**model))
 
 
-def test_an_unsupported_connector_is_refused_with_what_to_install() -> None:
+def test_stages_that_cannot_exchange_kv_are_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match="the same parallel size in both stages: install NIXL"):
         check_transfer(section(**STAGES), nixl=False)
     check_transfer(section(**STAGES), nixl=True)
-    with pytest.raises(ConfigError, match="NIXL is not installed at"):
-        check_transfer(section(**STAGES, kv_connector="NixlConnector"), nixl=False)
-    with pytest.raises(ConfigError, match=r"model\.decode\.extra_args: '--kv-transfer-config'"):
-        check_arguments(section(prefill={}, decode={"extra_args": ["--kv-transfer-config", "{}"]}))
+    with pytest.raises(ConfigError, match=r"model\.decode\.extra_args: --kv-transfer-config must be given to both"):
+        check_transfer(section(prefill={}, decode={"extra_args": ["--kv-transfer-config={}"]}), nixl=True)
     check_arguments(section(extra_args=["--kv-transfer-config", "{}"]))  # instances that do all: a cache, say

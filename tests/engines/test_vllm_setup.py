@@ -41,14 +41,13 @@ LAUNCHERS = Path(__file__).parents[2] / "launchers"
 
 
 def test_the_vllm_command_sets_model_socket_and_parallelism() -> None:
-    asked_for = {"path": "org/model", "tensor_parallel_size": 2, "context_tokens": 4096}
+    asked_for = {"path": "org/model", "tensor_parallel_size": 2}
     plan = lay_out(config(**asked_for), Machine.with_simulated_gpus(2))
     pairs = dict(itertools.pairwise(command(section(**asked_for), plan, plan.of_role("engine")[0])))
     assert pairs["--model"] == "org/model"
     assert pairs["--served-model-name"] == "m"
     assert pairs["--uds"] == plan.http_socket("engine-0")
     assert pairs["--tensor-parallel-size"] == "2"
-    assert pairs["--max-model-len"] == "4096"
     assert "--block-size" not in pairs, "vLLM knows its GPU"
 
 
@@ -106,7 +105,7 @@ def test_instances_on_a_cpu_have_separate_cores(
     assert {environment(asked, plan, place)["VLLM_CPU_OMP_THREADS_BIND"] for place in places} == {"nobind"}
 
 
-@pytest.mark.parametrize("argument", ["--port=9", "--uds", "--served_model_name", "-tp", "--max-model-len"])
+@pytest.mark.parametrize("argument", ["--port=9", "--uds", "--served_model_name", "-tp"])
 def test_arguments_derived_from_the_section_are_refused_as_extra_arguments(argument: str) -> None:
     with pytest.raises(ConfigError, match="is set by the node"):
         check_arguments(section(extra_args=["--dtype", "float32", argument]))

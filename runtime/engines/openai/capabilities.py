@@ -130,13 +130,7 @@ async def _read_context(server: Server, section: ServedSection) -> int:
     meta = reported.get("meta")
     meta = meta if isinstance(meta, dict) else {}
     sizes = (reported.get("max_model_len"), reported.get("context_length"), meta.get("n_ctx"), meta.get("n_ctx_train"))
-    context = next((size for size in sizes if isinstance(size, int) and size > 0), 0)
-    if context and section.context_tokens > context:
-        raise ConfigError(
-            f"model.context_tokens = {section.context_tokens}: {server.url} has a context of {context}; lower it, "
-            "or start the server with a longer context"
-        )
-    return context
+    return next((size for size in sizes if isinstance(size, int) and size > 0), 0)
 
 
 async def _try_endpoints(server: Server, model: str, context: int) -> Capabilities:

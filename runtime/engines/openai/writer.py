@@ -150,7 +150,7 @@ class AnswerWriter:
     def _context(self) -> int:
         """The context in tokens: as configured, else the least that a server reports; 0 if none does."""
         sizes = [backend.capabilities.context_tokens for backend in self._deps.balancer.up if backend.capabilities]
-        return self._deps.section.context_tokens or min((size for size in sizes if size), default=0)
+        return min((size for size in sizes if size), default=0)
 
     # ---- a request to a server
 

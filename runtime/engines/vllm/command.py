@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runtime.engines.event_endpoints import EventEndpoints
-from runtime.engines.vllm.transfer import transfer_config, transfer_environment
+from runtime.engines.vllm.transfer import TRANSFER, has_own_transfer, transfer_config, transfer_environment
 from runtime.errors import ConfigError
 from runtime.node.engine_config import Stage, VllmSection
 from runtime.node.forking import ONE_THREAD
@@ -31,8 +31,7 @@ found = packages_distributions().get("vllm")
 print(version(found[0]) if found else "", "nixl" if find_spec("nixl") or find_spec("rixl") else "")
 """
 _RESERVED_ARGUMENTS = ("--model", "--served-model-name", "--uds", "--host", "--port", "--tensor-parallel-size", "-tp",
-         "--pipeline-parallel-size", "-pp", "--max-model-len", "--api-key", "--ssl-keyfile")  # fmt: skip
-_TRANSFER = "--kv-transfer-config"
+         "--pipeline-parallel-size", "-pp", "--api-key", "--ssl-keyfile")  # fmt: skip
 _CPU_BLOCK_TOKENS = "32"  # vLLM's minimum on a CPU: a probe recomputes the incomplete KV block
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
@@ -67,11 +66,10 @@ def find_vllm(section: VllmSection) -> Installation:
 
 def check_arguments(section: VllmSection) -> None:
     """Raise `ConfigError` for an extra argument that the node sets itself."""
-    reserved = (*_RESERVED_ARGUMENTS, _TRANSFER) if section.prefill is not None else _RESERVED_ARGUMENTS
     lists = [("model", section.extra_args)]
     lists += [(f"model.{name}", stage.extra_args) for name, stage in section.stages.items() if name]
     for key, argument in ((key, argument) for key, arguments in lists for argument in arguments):
-        if argument.partition("=")[0].replace("_", "-") in reserved:
+        if argument.partition("=")[0].replace("_", "-") in _RESERVED_ARGUMENTS:
             raise ConfigError(f"{key}.extra_args: {argument!r} is set by the node, from [model]; remove it")
 
 
@@ -118,10 +116,8 @@ def command(
     if not place.gpu_numbers:
         options += ["--block-size", _CPU_BLOCK_TOKENS]
     options += ["--disable-uvicorn-access-log"]  # it logs every health check
-    if section.context_tokens:
-        options += ["--max-model-len", str(section.context_tokens)]
-    if place.stage:
-        options += [_TRANSFER, json.dumps(transfer_config(section, plan, place, nixl=nixl))]
+    if place.stage and not has_own_transfer(section, place.stage):
+        options += [TRANSFER, json.dumps(transfer_config(plan, place, nixl=nixl))]
     if events and _publishes_events(section, plan, place.stage):
         at = event_endpoints(plan, place)
         published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": at.events}

@@ -1,4 +1,4 @@
-"""KV transfer between vLLM's prefill and decode instances: choice of the connector and its options.
+"""KV transfer between vLLM's prefill and decode instances.
 
 The fields in requests are in `runtime.engines.openai.handover`.
 """
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ConfigError
-from runtime.node.engine_config import VllmSection
+from runtime.node.engine_config import Stage, VllmSection
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 
+TRANSFER = "--kv-transfer-config"
 NIXL = "NixlConnector"
 FILES = "TrinityKvFiles"
 
@@ -23,47 +24,35 @@ _NIXL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
-def select_connector(section: VllmSection, *, nixl: bool) -> str:
-    """Return the connector's name. `nixl`: vLLM's environment has NIXL."""
-    if section.kv_connector != "auto":
-        return section.kv_connector
-    return NIXL if nixl else FILES
+def has_own_transfer(section: VllmSection, stage: Stage) -> bool:
+    """Whether the extra arguments of a stage configure the transfer of KV."""
+    arguments = (*section.extra_args, *section.stages[stage].extra_args)
+    return any(argument.partition("=")[0].replace("_", "-") == TRANSFER for argument in arguments)
 
 
 def check_transfer(section: VllmSection, *, nixl: bool) -> None:
-    """Raise `ConfigError` for a connector that does not support the configuration."""
+    """Raise `ConfigError` if KV cannot be transferred between the stages. `nixl`: vLLM's environment has NIXL."""
     if section.prefill is None or section.decode is None:
         return
-    connector = select_connector(section, nixl=nixl)
-    if connector == NIXL and not nixl:
-        raise ConfigError(
-            f"model.kv_connector = {NIXL!r}: NIXL is not installed at {section.python!r}: "
-            f"`{section.python} -m pip install nixl`"
-        )
+    own = [stage for stage in section.stages if has_own_transfer(section, stage)]
+    if len(own) == 1:
+        raise ConfigError(f"model.{own[0]}.extra_args: {TRANSFER} must be given to both stages, or to none")
     sizes = [stage.tensor_parallel_size for stage in (section.prefill, section.decode)]
-    if connector == FILES and sizes[0] != sizes[1]:
+    if not own and not nixl and sizes[0] != sizes[1]:
         raise ConfigError(
-            f"model.kv_connector = {section.kv_connector!r} is {FILES} here, which needs the same parallel size in "
-            f"both stages: install NIXL (`{section.python} -m pip install nixl`), or give both "
-            "stages the same tensor_parallel_size"
+            f"model: KV is transferred by {FILES} here, which needs the same parallel size in both stages: install "
+            f"NIXL (`{section.python} -m pip install nixl`), or give both stages the same tensor_parallel_size"
         )
 
 
-def transfer_config(section: VllmSection, plan: NodePlan, place: WorkerPlan, *, nixl: bool) -> dict[str, Any]:
+def transfer_config(plan: NodePlan, place: WorkerPlan, *, nixl: bool) -> dict[str, Any]:
     """Return an instance's `--kv-transfer-config`. KV that does not arrive is recomputed by the decode instance."""
-    connector = select_connector(section, nixl=nixl)
-    found: dict[str, Any] = {
-        "kv_connector": connector,
-        "kv_role": _ROLES[place.stage],
-        "kv_load_failure_policy": "recompute",
-    }
-    options: dict[str, Any] = {}
-    if ":" in connector:
-        found["kv_connector_module_path"], _, found["kv_connector"] = connector.partition(":")
-    elif connector == FILES:
-        found["kv_connector_module_path"] = _FILES_MODULE
-        options = {"directory": str(plan.kv_directory), "owner": place.name, "lease_s": _LEASE_S}
-    return found | {"kv_connector_extra_config": options | section.kv_connector_extra_config}
+    found: dict[str, Any] = {"kv_role": _ROLES[place.stage], "kv_load_failure_policy": "recompute"}
+    if nixl:
+        return found | {"kv_connector": NIXL}
+    options = {"directory": str(plan.kv_directory), "owner": place.name, "lease_s": _LEASE_S}
+    files = {"kv_connector": FILES, "kv_connector_module_path": _FILES_MODULE}
+    return found | files | {"kv_connector_extra_config": options}
 
 
 def transfer_environment(given: Mapping[str, str]) -> dict[str, str]:
