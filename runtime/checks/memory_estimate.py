@@ -120,8 +120,7 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
     if worker.role == "http":
         return _Parts(process, 0)
     if worker.role == "frontend" or config.own_model is None:
-        answers = config.answer_cache
-        return _Parts(process + (_EMBEDDERS.get(answers.embedder, 0) if answers.enabled else 0), 0)
+        return _Parts(process + (_EMBEDDERS[MINILM] if config.stores_answers else 0), 0)
     section = config.prefill if worker.role == "prefill" else config.decode
     info, size = ModelInfo.read(config.own_model.name), plan.block_tokens
     weights = weights_type(config.own_model.weights, worker.device)
@@ -142,7 +141,7 @@ def _embedders_on_gpu(worker: WorkerPlan, plan: NodePlan) -> int:
             sizes[embedder] = gpu_files(embedder, embedder_location(collection))
     found = [*sizes.values()]
     if worker.role == "frontend" and plan.config.stores_answers:
-        found.append(gpu_files(plan.config.answer_cache.embedder))
+        found.append(gpu_files(MINILM))
     return sum(files.gpu_bytes for files in found if files is not None)
 
 

@@ -21,7 +21,7 @@ from runtime.node.placement.plan import CPU, NodePlan
 from runtime.packages import require_packages, torch_cuda
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.embedder import EmbedderSpec
-from runtime.retrieval.embedding.loading import EmbedderLocation, check_embedder, embedder_location
+from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, EmbedderLocation, check_embedder, embedder_location
 from runtime.retrieval.reranking.reranker import check_reranker
 from runtime.serving.model import smollm
 from runtime.serving.model.model_info import ModelInfo, model_directory
@@ -89,16 +89,8 @@ def check_without_start(plan: NodePlan) -> None:
             )
         if info.embedder:
             _check_embedder(collection, info.embedder, device)
-    answers, stores = plan.config.answer_cache, plan.config.stores
-    for key, embedder, used in (
-        ("answer_cache.embedder", answers.embedder, plan.config.stores_answers),
-        ("stores.embedder", stores.embedder, bool(stores.path)),
-    ):
-        try:
-            if used:
-                check_embedder(embedder, EmbedderLocation(device=device))
-        except ModelError as error:
-            raise ConfigError(f"{key}: {error.message}") from error
+    if plan.config.stores_answers or plan.config.stores.path:
+        check_embedder(DEFAULT_EMBEDDER, EmbedderLocation(device=device))
     check_reranker(plan.config.rerank)
     if plan.config.own_model is not None:
         _check_model(plan, plan.config.own_model)

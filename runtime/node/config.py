@@ -190,16 +190,18 @@ class SloSection(Section, frozen=True):
 class AnswerCacheSection(Section, frozen=True):
     """Semantic cache: answers to prompts that resemble earlier ones, returned without running the model.
 
-    - `enabled`: whether answers are stored and looked up.
-    - `embedder`, `threshold`: two questions match if the cosine of their embeddings is at least `threshold`.
+    - `threshold`: two questions match if the cosine of their embeddings by all-minilm-l6-v2 is at least this, 0.5 or
+      more; with 0.97 they differ in a word at most. 0: no answers are stored and looked up.
     - `ttl_s`: lifetime of a stored answer. The latest 1,000 are kept, in a collection of the pools in the node's run
       directory.
     """
 
-    enabled: bool = False
-    embedder: str = "all-minilm-l6-v2"
-    threshold: Annotated[float, Meta(ge=0.5, le=1.0)] = 0.97
+    threshold: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     ttl_s: Seconds = 3600.0
+
+    def __post_init__(self) -> None:
+        if 0 < self.threshold < 0.5:
+            raise ValueError(f"threshold = {self.threshold}: it is 0, or from 0.5 to 1")
 
 
 class EmbeddingSection(Section, frozen=True):
@@ -267,7 +269,7 @@ class NodeConfig(Section, frozen=True):
     @property
     def stores_answers(self) -> bool:
         """Whether the answer cache is active."""
-        return self.answer_cache.enabled and self.model is not None
+        return self.answer_cache.threshold > 0 and self.model is not None
 
     @property
     def needs_pool(self) -> bool:

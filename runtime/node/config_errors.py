@@ -67,6 +67,8 @@ _END = r"\Z"
 
 
 REMOVED = {
+    "answer_cache.embedder": "questions are embedded by all-minilm-l6-v2",
+    "answer_cache.enabled": "set answer_cache.threshold, such as 0.97",
     "answer_cache.entries": "the latest 1,000 answers are kept",
     "collections.demand": "a collection demands an attribute if it was built with --demand",
     "control.enabled": "the control loop runs",
@@ -91,6 +93,7 @@ REMOVED = {
     "prompts.passages": "passages are inserted before the last question",
     "remote": "search the nodes over HTTP and merge their passages by distance",
     "tracing": "spans are exported if OTEL_EXPORTER_OTLP_ENDPOINT is set",
+    "stores.embedder": "passages are embedded by all-minilm-l6-v2",
     "stores.max_file_mib": "a file has at most 512 MiB",
     "stores.max_files": "the limit is 100,000 files",
     "stores.max_responses": "the latest 10,000 responses are kept",

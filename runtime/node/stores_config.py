@@ -15,14 +15,13 @@ class StoresSection(Section, frozen=True):
 
     - `path`: directory of the files, of the stores' passages and of stored responses, created if it is missing. "":
       no files and no new stores; responses are then stored in memory, and end with the frontend.
-    - `embedder`: embedder of all stores, a built-in name, as for `trinity index build`. It cannot be changed later.
     - `max_mib`: maximum size of all files and stores together.
 
-    A file has at most 512 MiB. At most 10,000 stores and 100,000 files are kept; of responses at most 10,000 and 256
-    MiB, for 30 days, the oldest are removed first. An API key that is restricted to collections has files, stores and
-    responses of its own, and at most half of what the others leave of each limit.
+    Passages are embedded by all-minilm-l6-v2. A file has at most 512 MiB. At most 10,000 stores and 100,000 files are
+    kept; of responses at most 10,000 and 256 MiB, for 30 days, the oldest are removed first. An API key that is
+    restricted to collections has files, stores and responses of its own, and at most half of what the others leave of
+    each limit.
     """
 
     path: str = ""
-    embedder: str = "all-minilm-l6-v2"
     max_mib: Annotated[int, Meta(ge=1, le=1 << 24)] = 10_240

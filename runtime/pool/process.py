@@ -26,7 +26,7 @@ from runtime.pool.loop_parts import compiled_in_background
 from runtime.pool.settings import policy_of
 from runtime.pool.sizing import BUDGET_NS, ExtendCost, fewest_slots, measure
 from runtime.retrieval import answer_store
-from runtime.retrieval.embedding.loading import embedder_dim
+from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, embedder_dim
 from runtime.retrieval.stores.collection import ensure
 
 _ARENA_SLOTS = 4096  # query vectors that clients on GPUs may have in this GPU's memory: 64 for each of 64 clients
@@ -237,16 +237,15 @@ def arena_of(worker: Worker, dim: int) -> DeviceArena | None:
 def _ensure_answers(worker: Worker) -> None:
     """Create the answer cache's collection if it does not exist. On failure the pool serves the other collections."""
     try:
-        answer_store.ensure(worker.plan.answers, embedder_dim(worker.plan.config.answer_cache.embedder))
+        answer_store.ensure(worker.plan.answers, embedder_dim(DEFAULT_EMBEDDER))
     except CollectionError as error:
         worker.log.warning("the answer cache is unavailable: %s", error.message)
 
 
 def _ensure_stores(worker: Worker) -> None:
     """Create the collection of the stores' passages if it does not exist. On failure the others are served."""
-    stores = worker.plan.config.stores
     try:
-        ensure(Path(stores.path) / "collection", stores.embedder)
+        ensure(Path(worker.plan.config.stores.path) / "collection", DEFAULT_EMBEDDER)
     except TrinityError as error:
         worker.log.warning("vector stores are unavailable: %s", error.message)
 

@@ -47,7 +47,6 @@ path = "{collection}"
 STORES = """
 [stores]
 path = "stores"
-embedder = "hashing-128"
 """
 
 GATEWAY = """

@@ -10,8 +10,7 @@ from tests.e2e.conftest import GATEWAY
 BODY = {"model": "tiny", "prompt": "What is a decorator?", "max_tokens": 8, "temperature": 0}
 CACHE = """
 [answer_cache]
-enabled = true
-embedder = "hashing-128"
+threshold = 0.97
 """
 
 

@@ -73,7 +73,7 @@ class CacheHarness:
         self.counts: Counter[CacheEvent] = Counter()
         self.now = ManualClock()
         self.directory = directory
-        self.limits = AnswerCacheSection(enabled=True, threshold=threshold, ttl_s=ttl_s)
+        self.limits = AnswerCacheSection(threshold=threshold, ttl_s=ttl_s)
         self.client = DirectClient(directory)
         self.stored = AnswerStore(directory, 26, self.limits, self._count, self.now, entries)
         self.stored.maintain()

@@ -71,8 +71,8 @@ def store_node(
     **limits: Any,
 ) -> Iterator[Cluster]:
     """Run a frontend whose stores are in a directory."""
-    section = StoresSection(path=str(home), embedder="hashing-64", **limits)
-    ensure(home / "collection", section.embedder)
+    section = StoresSection(path=str(home), **limits)
+    ensure(home / "collection", "hashing-64")
     search = search or StoreSearch(home / "collection")
     catalogue = Catalogue(home / "catalogue.sqlite")
     writes = WriterService({STORES: home / "collection"}, search.embed, lambda _: HASHING)

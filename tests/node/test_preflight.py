@@ -23,14 +23,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "model.context_tokens = 100000: ",
     ),
     "a model without weights": ({"model": {"name": "./model", "context_tokens": 64}}, ": no tokenizer.json in "),
-    "an embedder of stores that there is not": (
-        {"stores": {"path": "stores", "embedder": "nope"}},
-        "stores.embedder: unknown embedder 'nope'",
-    ),
-    "an embedder of answers that there is not": (
-        {"model": OPENAI, "answer_cache": {"enabled": True, "embedder": "nope"}},
-        "answer_cache.embedder: unknown embedder 'nope'",
-    ),
     "a reranker that there is not": (
         {"rerank": {"model": "models/none"}},
         "rerank.model: there is no directory of a model at ",

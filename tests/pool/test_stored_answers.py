@@ -15,7 +15,7 @@ from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import ANSWERS, NodePlan
 from runtime.pool.process import Timing
 from runtime.retrieval.answer_store import AnswerStore, CachedAnswer, NewAnswer
-from runtime.retrieval.embedding.loading import load_embedder
+from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, embedder_dim, load_embedder
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving.frontend.answer_cache import AnswerCache, CacheKey
@@ -24,15 +24,15 @@ from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakeClient, MakePool
 
-DIM = 64
-LIMITS = AnswerCacheSection(enabled=True, embedder=f"hashing-{DIM}", threshold=0.9)
+DIM = embedder_dim(DEFAULT_EMBEDDER)
+LIMITS = AnswerCacheSection(threshold=0.9)
 IMPATIENT = Timing(control_ns=0, check_ns=1_000_000)
 EAST, NORTH = np.eye(DIM, dtype=np.float32)[:2]
 
 
 def plan(run_dir: Path, collection: Path | None = None, **pool: Any) -> NodePlan:
     docs = [] if collection is None else [{"name": "docs", "path": str(collection)}]
-    cache = {"enabled": True, "embedder": LIMITS.embedder, "threshold": LIMITS.threshold}
+    cache = {"threshold": LIMITS.threshold}
     model = {"engine": "openai", "name": "m", "url": "http://127.0.0.1:1/v1"}
     node = {"run_dir": str(run_dir)}
     return lay_out(
@@ -113,7 +113,7 @@ def test_a_removed_or_recreated_collection_is_served_again(
 
 def test_lookups_without_a_pool_are_misses(tmp_path: Path, make_client: MakeClient, make_stored: MakeStored) -> None:
     client = AsyncSearchClient(make_client(plan(tmp_path)))
-    answers = AnswerCache(make_stored(), load_embedder(LIMITS.embedder), client)
+    answers = AnswerCache(make_stored(), load_embedder(DEFAULT_EMBEDDER), client)
     key = CacheKey.of("", "m", "why?", Sampling(8), None, seeded=False)
     assert key is not None
 

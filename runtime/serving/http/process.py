@@ -21,7 +21,7 @@ from runtime.retrieval.answer_store import AnswerStore
 from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collections.writer import WriterState
-from runtime.retrieval.embedding.loading import EmbedderLocation, load_embedder
+from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, EmbedderLocation, load_embedder
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.stores.catalogue import Catalogue
@@ -197,7 +197,7 @@ def _tokenizer(model: str) -> "Tokenizer":
 def _open_answer_cache(worker: Worker, client: AsyncSearchClient) -> AnswerCache:
     """Return the answer cache. Raises ModelError for an unknown embedder."""
     limits = worker.plan.config.answer_cache
-    embedder = load_embedder(limits.embedder, location=EmbedderLocation(device=worker.placement.embedder))
+    embedder = load_embedder(DEFAULT_EMBEDDER, location=EmbedderLocation(device=worker.placement.embedder))
 
     def count(event: CacheEvent, times: int) -> None:
         worker.table.add(FrontendMetrics.ANSWER_CACHE[event], times)
