@@ -93,6 +93,7 @@ REMOVED = {
     "prompts.passages": "passages are inserted before the last question",
     "remote": "search the nodes over HTTP and merge their passages by distance",
     "tracing": "spans are exported if OTEL_EXPORTER_OTLP_ENDPOINT is set",
+    "rerank.timeout_s": "passages stay in the order of the search after 2 s, or after what a request says",
     "stores.embedder": "passages are embedded by all-minilm-l6-v2",
     "stores.max_file_mib": "a file has at most 512 MiB",
     "stores.max_files": "the limit is 100,000 files",

@@ -24,15 +24,14 @@ class RerankSection(Section, frozen=True):
     - `model`: directory of a cross-encoder in ONNX form, or the name of the model at `url`. "": no reranking.
     - `url`: a server with the route that vLLM, Jina and Cohere share, `POST URL/rerank`. "": `model` is a directory.
     - `key_file`: file whose first line is the server's API key.
-    - `timeout_s`: after this time the passages stay in the order of the search. The default is twice what
-      one core took for the candidates of four passages (16 pairs of 170 tokens) with a model of six layers. Requests
-      may set another limit.
+
+    After two seconds the passages stay in the order of the search: twice what one core took for the candidates of four
+    passages (16 pairs of 170 tokens) with a model of six layers. Requests may set another limit.
     """
 
     model: Annotated[str, Meta(max_length=4096)] = ""
     url: Annotated[str, Meta(pattern=r"^(https?://[^\s?#@]+)?\Z")] = ""
     key_file: str = ""
-    timeout_s: Annotated[float, Meta(gt=0, le=60)] = 2.0
 
     def __post_init__(self) -> None:
         if self.url and not self.model:

@@ -90,7 +90,8 @@ class SearchParts:
             cors_origins=config.http.cors_origins,
             max_k=plan.max_k,
             probes=config.probes,
-            ranker=Ranker("" if self.reranking is None else self.reranking.name, config.rerank.timeout_s),
+            max_probe_tokens=config.prompts.passage_tokens,
+            ranker=Ranker("" if self.reranking is None else self.reranking.name),
             default_max_tokens=min(256, own.context_tokens // 4) if own else 256,
             request_timeout_s=config.http.request_timeout_s,
         )
