@@ -48,5 +48,5 @@ def trinity_engine(worker: Worker, metrics: RequestMetrics) -> WorkerLink:
         epoch=worker.epoch,
         on_end=metrics.record_end,
         on_refused=metrics.record_refusal,
-        restarts=RestartLimits(wait_ns=int(http.restart_wait_s * 1e9)),
+        restarts=RestartLimits(wait_ns=int(config.restart_wait_s * 1e9)),
     )

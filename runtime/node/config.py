@@ -59,6 +59,9 @@ class LogSection(Section, frozen=True):
     directory: str = ""
 
 
+RESTART_WAIT_S = 60.0  # the node's own workers and servers that restart take less
+
+
 class HttpSection(Section, frozen=True):
     """The HTTP frontend: address, keys, timeouts, limits, routing.
 
@@ -72,9 +75,6 @@ class HttpSection(Section, frozen=True):
     - `cors_origins`: origins whose pages may send requests from a browser; ["*"] allows all.
     - `max_in_flight`: maximum number of accepted requests; further ones are refused with status 503.
     - `request_timeout_s`: deadline of a request, and the time that a drained worker has to finish its requests.
-    - `restart_wait_s`: a request whose prefill or decode worker died is restarted on another one, at most three
-      times; this is how long it waits if there is no other one. New requests wait as long. A restarted frontend
-      accepts connections when it knows a worker of each role, and after this time at the latest.
     - `overlap_weight`: routing picks the worker, or model server, with the fewest requests. One that has the whole
       prompt cached (or recently received it, if that is unknown) counts `overlap_weight` requests fewer, one that has a
       prefix of it a share of that. 0: load only.
@@ -84,6 +84,9 @@ class HttpSection(Section, frozen=True):
     - `drain_notice_s`: a stopping node first fails /health and accepts requests for this time, so that load balancers
       notice before the port closes. Only if /health is polled (twice within 30 s). Counts towards `node.drain_s`, for
       half of it at most.
+
+    A request whose prefill or decode worker died is restarted on another one, at most three times. If there is none, it
+    waits for one, as new requests do: for 60 s, or, with `engine = "vllm"`, whose models load for long, `node.start_s`.
     """
 
     host: str = "127.0.0.1"
@@ -92,7 +95,6 @@ class HttpSection(Section, frozen=True):
     api_keys_file: str = ""
     max_in_flight: Annotated[int, Meta(ge=1, le=100_000)] = 256
     request_timeout_s: Seconds = 600.0
-    restart_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
     overlap_weight: Annotated[float, Meta(ge=0, le=1_000)] = 1.0
     max_connections: Annotated[int, Meta(ge=2, le=1_000_000)] = 1024
     drain_notice_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
@@ -270,6 +272,11 @@ class NodeConfig(Section, frozen=True):
     def stores_answers(self) -> bool:
         """Whether the answer cache is active."""
         return self.answer_cache.threshold > 0 and self.model is not None
+
+    @property
+    def restart_wait_s(self) -> float:
+        """How long a request waits for a worker of a role that has none."""
+        return self.node.start_s if isinstance(self.model, VllmSection) else RESTART_WAIT_S
 
     @property
     def needs_pool(self) -> bool:

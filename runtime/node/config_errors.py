@@ -74,6 +74,7 @@ REMOVED = {
     "control.enabled": "the control loop runs",
     "handover.order": "prefill computes a prompt before decode reserves room for it",
     "http.max_connections_per_peer": "one client address may have half of http.max_connections",
+    "http.restart_wait_s": "requests wait for 60 s for a worker, with vLLM for node.start_s",
     "http.vllm_metrics": "/metrics has vLLM's names, too",
     "http.restarts": "a request is restarted at most three times",
     "model.context_tokens": "the server reports it; with vLLM set --max-model-len in extra_args",

@@ -47,7 +47,6 @@ run_dir = "run"
 [http]
 port = 0
 drain_notice_s = 0
-restart_wait_s = {START_S}
 [model]
 engine = "vllm"
 name = "{NAME}"

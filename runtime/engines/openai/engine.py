@@ -228,7 +228,7 @@ async def engine_over(
         search,
         epoch=worker.epoch,
         max_in_flight=http.max_in_flight,
-        restarts=RestartLimits(wait_ns=int(http.restart_wait_s * 1e9)),
+        restarts=RestartLimits(wait_ns=int(worker.plan.config.restart_wait_s * 1e9)),
         prompts=worker.plan.config.prompts,
         table=worker.table,
         transfer=transfer,

@@ -110,8 +110,8 @@ class NodePlan(msgspec.Struct, frozen=True):
     workers: tuple[WorkerPlan, ...]
     spares: tuple[WorkerPlan, ...] = ()
     ring_slots: int = RING_SLOTS
-    block_tokens: int = BLOCK_TOKENS
     max_k: int = MAX_K
+    block_tokens: int = BLOCK_TOKENS
 
     @property
     def processes(self) -> tuple[WorkerPlan, ...]:

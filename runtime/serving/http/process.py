@@ -172,10 +172,10 @@ async def _wait_for_workers(worker: Worker, missing: Callable[[], list[str]]) ->
     """Accept no connection in a restarted frontend until it knows a worker of each role.
 
     Meanwhile connections wait in the listening socket's backlog, where they have been since the last frontend ended.
-    After `restart_wait_s` they are accepted regardless, and requests for a missing role are refused.
+    After `config.restart_wait_s` they are accepted regardless, and requests for a missing role are refused.
     """
     config = worker.plan.config
-    until = time.monotonic() + min(config.http.restart_wait_s, config.node.start_s / 2)
+    until = time.monotonic() + min(config.restart_wait_s, config.node.start_s / 2)
     still_missing = await wait_until_ready(missing, lambda: worker.stopping or time.monotonic() >= until)
     if still_missing:
         log.warning("accepting connections without a worker of each role; missing: %s", ", ".join(still_missing))
