@@ -31,16 +31,14 @@ class NodeSection(Section, frozen=True):
       "" selects a private directory named after the node in the user's runtime directory.
     - `drain_s`: time that a stopping node gives to running requests.
     - `start_s`: a worker that is not ready after this time is killed and restarted.
-    - `heartbeat_s`: a worker without a heartbeat for this time is killed and restarted.
 
-    Each timeout is at least one second, because workers neither start nor write heartbeats much faster.
+    A worker without a heartbeat for 30 s is killed and restarted, too.
     """
 
     name: Name = "trinity"
     run_dir: str = ""
     drain_s: Annotated[float, Meta(ge=1, le=86_400)] = 30.0
     start_s: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
-    heartbeat_s: Annotated[float, Meta(ge=1, le=86_400)] = 30.0
 
 
 class LogSection(Section, frozen=True):

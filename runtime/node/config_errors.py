@@ -86,6 +86,7 @@ REMOVED = {
     "model.decode.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
     "model.prefill.devices": "set the GPUs of all instances in model.devices, prefill's first",
     "model.decode.devices": "set the GPUs of all instances in model.devices, prefill's first",
+    "node.heartbeat_s": "a worker without a heartbeat for 30 s is killed",
     "pool.queue": "4,096 queries may wait",
     "pool.max_top_m": "a query's top_m is at most 512",
     "pool.search_width": "it is 4, and a query may set another one",

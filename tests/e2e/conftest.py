@@ -95,12 +95,11 @@ StartNode = Callable[..., Node]
 def new_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathFactory) -> StartNode:
     """Start a node with the given timeouts and additional configuration `more`; the caller stops it."""
 
-    def start(drain_s: float = 20.0, more: str = "", heartbeat_s: float = 30.0, spares: int = 0) -> Node:
+    def start(drain_s: float = 20.0, more: str = "", spares: int = 0) -> Node:
         home = tmp_path_factory.mktemp("node")
         config = home / "node.toml"
         run_dir = home / "run"
         text = CONFIG.format(name=home.name, run_dir=run_dir, model=model, collection=collection, drain_s=drain_s)
-        text = text.replace("[http]", f"heartbeat_s = {heartbeat_s}\n\n[http]")
         config.write_text(text.replace("slots =", f"spares = {spares}\nslots =") + more)
         return Node(config)
 

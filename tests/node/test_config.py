@@ -34,9 +34,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a share that is no number": ({"pool": {"reserve": float("nan")}}, "pool.reserve = nan"),
     "an endless time": ({"node": {"start_s": float("inf")}}, "node.start_s = inf"),
     "a start that no worker makes": ({"node": {"start_s": 0.001}}, "node.start_s = 0.001: expected `float` >= 1"),
-    "a heartbeat that no worker has": (
-        {"node": {"heartbeat_s": 0.999}},
-        "node.heartbeat_s = 0.999: expected `float` >= 1",
+    "a start that no worker has": (
+        {"node": {"start_s": 0.999}},
+        "node.start_s = 0.999: expected `float` >= 1",
     ),
     "a list longer than any query's": ({"pool": {"top_m": 513}}, "pool.top_m = 513: expected `int` <= 512"),
     "a name that is a path": ({"node": {"name": "../x"}}, "node.name = '../x': expected `str` matching regex"),

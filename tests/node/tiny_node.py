@@ -36,7 +36,6 @@ CONFIG = """
 name = "tiny"
 run_dir = "run"
 drain_s = {drain_s}
-heartbeat_s = {heartbeat_s}
 start_s = {start_s}
 
 [http]
@@ -58,6 +57,7 @@ class TinyNode:
         command: tuple[str, ...] = TINY_WORKER,
         process: Callable[..., None] | None = None,
         more: str = "",
+        heartbeat_s: float = 60.0,
         **times: float,
     ) -> None:
         """`orders`: script of each worker's processes, see `tiny_worker.py`. `command`: starts a worker. `process`:
@@ -68,9 +68,9 @@ class TinyNode:
         self.orders = home / "orders.json"
         self.orders.write_text(json.dumps(orders or {}))
         config = home / "node.toml"
-        config.write_text(CONFIG.format(**{"drain_s": 60.0, "heartbeat_s": 60.0, "start_s": 60.0} | times) + more)
+        config.write_text(CONFIG.format(**{"drain_s": 60.0, "start_s": 60.0} | times) + more)
         self.process = _FORKED.Process(
-            target=process or serve, args=(str(config), str(self.orders), str(self.log), command)
+            target=process or serve, args=(str(config), str(self.orders), str(self.log), command, heartbeat_s)
         )
         self.process.start()
 
@@ -138,6 +138,7 @@ def serve(
     orders: str,
     log: str,
     command: tuple[str, ...],
+    heartbeat_s: float = 60.0,
     gpus: int = 0,
     handlers: Mapping[signal.Signals, signal.Handlers] = {},
 ) -> None:
@@ -155,7 +156,7 @@ def serve(
     logging.basicConfig(handlers=[output], level=logging.INFO)
     settings = load_config(Path(config))
     plan = lay_out(settings, Machine.with_simulated_gpus(gpus) if gpus else None)
-    supervisor = Supervisor(plan, seed=0, command=command)
+    supervisor = Supervisor(plan, seed=0, command=command, heartbeat_s=heartbeat_s)
     code = supervisor.run(lambda info: logging.info("announced"))
     os._exit(code)
 

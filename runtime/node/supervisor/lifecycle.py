@@ -30,6 +30,7 @@ from runtime.node.supervisor.supervised_worker import (
 )
 from runtime.node.worker import DRAIN_SIGNAL
 
+HEARTBEAT_S = 30.0  # a worker without a heartbeat for this time is killed; loops write several a second
 _SLOW_START_S = 15.0  # a start that takes longer is logged
 _ABORT_GRACE_S = 2.0  # time for a hung worker to write its stacks after SIGABRT, before SIGKILL
 
@@ -50,7 +51,9 @@ class Lifecycle:
         spawn: Callable[[SupervisedWorker, bool], None],
         clock: Callable[[], float],
         can_spawn: Callable[[SupervisedWorker], bool] = lambda worker: True,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
+        self._heartbeat_s = heartbeat_s
         self._config, self._spawn, self._clock, self._can_spawn = config, spawn, clock, can_spawn
         self._stops_by: float | None = None  # deadline of the node's stop
 
@@ -108,8 +111,8 @@ class Lifecycle:
                     worker.name,
                 )
                 worker.due = float("inf")
-            case Phase.READY | Phase.STANDBY | Phase.DRAINING if worker.heartbeat_age_s > node.heartbeat_s:
-                self._abort(worker, f"has no heartbeat for {node.heartbeat_s:g} s")
+            case Phase.READY | Phase.STANDBY | Phase.DRAINING if worker.heartbeat_age_s > self._heartbeat_s:
+                self._abort(worker, f"has no heartbeat for {self._heartbeat_s:g} s")
             case Phase.READY if worker.desired is not Desired.RUN:
                 if self._stops_by is None:
                     worker.drain(DRAIN_SIGNAL, until=now + self._drain_s(worker))

@@ -28,7 +28,7 @@ from runtime.node.startup import StartupTimer, process_age_s
 from runtime.node.supervisor.admin import AdminServer, NodeStatus
 from runtime.node.supervisor.backoff import Backoff
 from runtime.node.supervisor.forks import COMMAND, Template
-from runtime.node.supervisor.lifecycle import Lifecycle
+from runtime.node.supervisor.lifecycle import HEARTBEAT_S, Lifecycle
 from runtime.node.supervisor.listen import listen, listen_private
 from runtime.node.supervisor.node_metrics import NodeMetricsSource, node_version, worker_status
 from runtime.node.supervisor.reload import RollingReload
@@ -65,6 +65,7 @@ class Supervisor:
         seed: int | None = None,
         command: Sequence[str] = COMMAND,
         device_bytes: Mapping[str, int] | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         """device_bytes: memory that each worker of the plan needs free, where its model or index lies, by name."""
         self.plan = plan
@@ -78,7 +79,7 @@ class Supervisor:
         self.workers = [self._make_worker(placement) for placement in plan.workers]
         spares = [self._make_worker(placement, needed=False) for placement in plan.spares]
         self._standbys = StandbyWorkers(spares, self.workers)
-        self._lifecycle = Lifecycle(plan.config, self._spawn, clock, self._can_spawn)
+        self._lifecycle = Lifecycle(plan.config, self._spawn, clock, self._can_spawn, heartbeat_s)
         tables = {worker.name: worker.table for worker in self.workers}
         self._control_loop = ControlLoop(plan.config, tables)
         self.node_metrics = NodeMetricsSource(plan.config, plan.workers, version=node_version())
