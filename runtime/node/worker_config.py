@@ -12,7 +12,6 @@ MAX_TOP_M = 512
 SEARCH_WIDTH = 4
 """Parents that an extend of a query expands, if it does not set it."""
 Workers = Annotated[int, Meta(ge=0, le=MAX_WORKERS)]
-Threads = Annotated[int, Meta(ge=1, le=256)]
 
 
 class WorkerSection(Section, frozen=True):
@@ -21,7 +20,8 @@ class WorkerSection(Section, frozen=True):
     - `workers`: number of workers.
     - `devices`: "cpu", "cuda:N" or a GPU's UUID; one entry per worker, or one for all.
     - `cores`: lists of core numbers, one per worker or one for all; without, the kernel places the worker, or, on a
-      GPU, the layout does by NUMA node.
+      GPU, the layout does by NUMA node. Models compute and embed with a thread on each of these cores; without, with
+      one.
     """
 
     workers: Workers = 1
@@ -35,13 +35,16 @@ class KvWorkerSection(WorkerSection, frozen=True):
     - `kv_blocks`: KV blocks per worker; 0 allocates what `slots` sequences of full context need.
     - `spares`: number of standby workers: processes that have loaded the model and replace a worker that dies. Each
       needs as much memory as a worker.
-    - `threads`: number of threads of each worker.
     """
 
-    threads: Threads = 1
     slots: Annotated[int, Meta(ge=1, le=512)] = 8
     kv_blocks: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
     spares: Annotated[int, Meta(ge=0, le=8)] = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads of a worker with the most cores."""
+        return max((1, *map(len, self.cores)))
 
     def blocks(self, model: ModelSection, block_tokens: int = BLOCK_TOKENS) -> int:
         """Return the number of KV blocks of one worker."""

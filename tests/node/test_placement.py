@@ -110,9 +110,10 @@ def test_a_run_directory_whose_sockets_have_too_long_names_is_refused(tmp_path: 
 
 def test_one_entry_is_shared_and_one_entry_per_worker_is_distributed(tmp_path: Path) -> None:
     shared = plan(tmp_path, **MODEL, decode={"workers": 2, "cores": [CORES]})
-    assert {worker.cores for worker in shared.of_role("decode")} == {tuple(CORES)}
+    assert {(worker.cores, worker.threads) for worker in shared.of_role("decode")} == {(tuple(CORES), len(CORES))}
     dealt = plan(tmp_path, **MODEL, decode={"workers": 2, "cores": [[CORES[0]], [CORES[-1]]]})
     assert [worker.cores for worker in dealt.of_role("decode")] == [(CORES[0],), (CORES[-1],)]
+    assert {worker.threads for worker in dealt.workers} == {1}
 
 
 def test_a_number_of_entries_other_than_one_or_the_workers_is_refused(tmp_path: Path) -> None:
@@ -135,11 +136,6 @@ def test_a_core_for_two_pools_is_refused_and_other_roles_may_share(tmp_path: Pat
     message = refusal(tmp_path, pool={"workers": 2, "cores": [[CORES[0]]]})
     assert message.startswith(f"pool.cores: core {CORES[0]} is assigned to both pool-0 and pool-1")
     plan(tmp_path, **MODEL, prefill={"cores": [[CORES[0]]]}, decode={"cores": [[CORES[0]]]})
-
-
-def test_more_threads_than_cores_are_refused(tmp_path: Path) -> None:
-    message = f"decode.threads = {len(CORES) + 1}: decode-0 has {len(CORES)} cores"
-    assert refusal(tmp_path, **MODEL, decode={"threads": len(CORES) + 1}) == message
 
 
 LIMITS: dict[str, dict[str, dict[str, Any]]] = {

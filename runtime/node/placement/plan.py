@@ -203,7 +203,7 @@ def _place(role: Role, section: WorkerSection) -> list[WorkerPlan]:
     plans = []
     for index, (device, cores) in enumerate(worker_devices(role, section)):
         check_device(f"{role}.devices", device)
-        threads = section.threads if isinstance(section, KvWorkerSection) else 1
+        threads = max(1, len(cores)) if isinstance(section, KvWorkerSection) else 1
         plans.append(WorkerPlan(role=role, index=index, device=device, cores=cores, threads=threads))
     return plans
 
@@ -301,9 +301,6 @@ def _check_cores(workers: list[WorkerPlan]) -> None:
             raise ConfigError(
                 f"{worker.role}.cores: {worker.name} needs cores {missing}; this process may use {sorted(allowed)}"
             )
-        cores = len(set(worker.cores)) or len(allowed)
-        if worker.threads > cores:
-            raise ConfigError(f"{worker.role}.threads = {worker.threads}: {worker.name} has {cores} cores")
     owner: dict[int, str] = {}
     for worker in workers:
         if worker.role != "pool" or not worker.spin:

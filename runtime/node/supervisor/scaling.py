@@ -125,8 +125,7 @@ class Scaler:
         # The name of a vacant placement on another GPU stays reserved for the worker that returns there.
         used |= {p.index for p in self._planned if p.role == role and p.gpu != model.gpu}
         index = next(index for index in itertools.count() if index not in used)
-        threads = self._config.prefill.threads if role == "prefill" else self._config.decode.threads
-        added = msgspec.structs.replace(model, role=role, index=index, threads=threads)
+        added = msgspec.structs.replace(model, role=role, index=index)
         self._check_memory(added)
         return self._start(added)
 

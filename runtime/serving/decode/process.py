@@ -57,7 +57,7 @@ class DecodeWorker:
         transport = transport or transport_for(worker.placement.device)
         device = worker.placement.embedder
         loading = run_early(lambda: CollectionRegistry.warm(worker.plan, device), captures=device != CPU)
-        setup = ModelSetup.of(config, "decode", transport, worker.plan.block_tokens)
+        setup = ModelSetup.of(config, "decode", transport, worker.plan.block_tokens, worker.placement.threads)
         blocks, block_tokens = setup.blocks, setup.block_tokens
         self._model = setup.load(stamp=worker.startup.mark)
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
@@ -70,7 +70,7 @@ class DecodeWorker:
             registry.refresh()
         self._table, self._log = worker.table, worker.log
         client = SearchClient.of_plan(worker.plan, worker.name)
-        self._retriever = Retriever(registry, client, threads=config.decode.threads)
+        self._retriever = Retriever(registry, client, threads=worker.placement.threads)
         self._retriever.warm_up()
         worker.startup.mark("first search")
         self._follower = BuildFollower(

@@ -69,6 +69,7 @@ class ModelSetup(msgspec.Struct, frozen=True):
         role: Literal["prefill", "decode"],
         transport: Transport,
         block_tokens: int = BLOCK_TOKENS,
+        threads: int = 1,
     ) -> "ModelSetup":
         """Return the setup of a role's workers on a node with a model of its own."""
         model, decode = config.own_model, role == "decode"
@@ -80,7 +81,7 @@ class ModelSetup(msgspec.Struct, frozen=True):
             blocks=section.blocks(model, block_tokens),
             block_tokens=block_tokens,
             context_tokens=model.context_tokens,
-            threads=section.threads,
+            threads=threads,
             device=transport.device,
             weights=weights_type(model.weights, transport.device),
             kernels=transport.kernels,

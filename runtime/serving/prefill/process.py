@@ -54,7 +54,7 @@ class PrefillWorker:
         loading = run_early(
             lambda: (CollectionRegistry.warm(plan, device), Reranking.load(plan)), captures=device != CPU
         )
-        setup = ModelSetup.of(config, "prefill", transport, worker.plan.block_tokens)
+        setup = ModelSetup.of(config, "prefill", transport, worker.plan.block_tokens, worker.placement.threads)
         blocks, block_tokens, context_tokens = setup.blocks, setup.block_tokens, setup.context_tokens
         kind = kv_type(setup.weights, transport.kernels)
         self._source = transport.source(
@@ -79,7 +79,7 @@ class PrefillWorker:
             registry.refresh()
             self._source.name = worker.name
         self._table, self._log = worker.table, worker.log
-        client, threads = SearchClient.of_plan(worker.plan, worker.name), config.prefill.threads
+        client, threads = SearchClient.of_plan(worker.plan, worker.name), worker.placement.threads
         reranking = Reranking.of_plan(worker.plan, reranker, worker.table, threads)
         self.retriever = Retriever(registry, client, threads=threads, reranking=reranking)
         self.retriever.warm_up()
