@@ -85,6 +85,7 @@ REMOVED = {
     "model.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
     "model.prefill.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
     "model.decode.pipeline_parallel_size": "the GPUs of a node share tensors: set tensor_parallel_size",
+    "model.prefill.transfer": "with bootstrap_port, such as 8998, the servers are SGLang's, without vLLM's",
     "model.prefill.devices": "set the GPUs of all instances in model.devices, prefill's first",
     "model.decode.devices": "set the GPUs of all instances in model.devices, prefill's first",
     "node.heartbeat_s": "a worker without a heartbeat for 30 s is killed",

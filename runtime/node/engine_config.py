@@ -87,26 +87,22 @@ def _urls(given: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(url.rstrip("/") for url in ((given,) if isinstance(given, str) else given))
 
 
-_BOOTSTRAP_PORT = 8998  # SGLang's default
-
-
 class PrefillServers(Section, frozen=True):
     """Separate prefill servers of `engine = "openai"`: they compute the prompts; those at `model.url` generate the
     answers from their KV.
 
     - `url`: base URL of the server, ending with `/v1`, or a list of several.
-    - `transfer`: the engine, which determines how requests name the KV: "vllm" by `kv_transfer_params`, "sglang" by a
-      bootstrap server of prefill.
-    - `bootstrap_port`: SGLang's `--disaggregation-bootstrap-port`, or a list with one for each URL.
+    - `bootstrap_port`: of SGLang's servers: their `--disaggregation-bootstrap-port` (SGLang's default is 8998), or a
+      list with one for each URL. Without, they are vLLM's, whose requests name the KV by `kv_transfer_params`.
     """
 
     url: Urls
-    transfer: Literal["vllm", "sglang"]
-    bootstrap_port: Port | Annotated[tuple[Port, ...], Meta(min_length=1, max_length=64)] = _BOOTSTRAP_PORT
+    bootstrap_port: Port | Annotated[tuple[Port, ...], Meta(min_length=1, max_length=64)] | None = None
 
-    def __post_init__(self) -> None:
-        if self.transfer == "vllm" and self.bootstrap_port != _BOOTSTRAP_PORT:
-            raise ValueError('bootstrap_port is SGLang\'s: leave it out, or set transfer = "sglang"')
+    @property
+    def transfer(self) -> Literal["vllm", "sglang"]:
+        """The engine, which determines how requests name the KV."""
+        return "vllm" if self.bootstrap_port is None else "sglang"
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -115,8 +111,8 @@ class PrefillServers(Section, frozen=True):
 
     @property
     def ports(self) -> dict[str, int]:
-        """The bootstrap servers' ports by URL."""
-        given = self.bootstrap_port
+        """The bootstrap servers' ports by URL; 0 of vLLM's servers."""
+        given = self.bootstrap_port or 0
         each = (given,) * len(self.urls) if isinstance(given, int) else given
         return dict(zip(self.urls, each, strict=True))
 

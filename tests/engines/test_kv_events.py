@@ -283,7 +283,7 @@ async def test_the_token_ids_of_an_answer_show_where_its_prompts_blocks_are() ->
     [
         ({"kv_events": ["tcp://a:5557"]}, [EventEndpoints("tcp://a:5557"), None]),
         (
-            {"kv_events": ["tcp://a:1", "ipc:///run/b"], "prefill": {"url": "http://b/v1", "transfer": "vllm"}}
+            {"kv_events": ["tcp://a:1", "ipc:///run/b"], "prefill": {"url": "http://b/v1"}}
             | {"kv_events_replay": ["tcp://a:2", "ipc:///run/c"]},
             [EventEndpoints("tcp://a:1", "tcp://a:2"), EventEndpoints("ipc:///run/b", "ipc:///run/c")],
         ),

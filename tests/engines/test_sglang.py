@@ -111,7 +111,7 @@ async def pairs(
         section = OpenAiSection(
             name=MODEL,
             url=await listen(d),
-            prefill=PrefillServers(url=await listen(p), transfer="sglang", bootstrap_port=ports),
+            prefill=PrefillServers(url=await listen(p), bootstrap_port=ports),
         )
         clock, library = Clock(), FakeSearch()
         detect, transfer = partial(detect_capabilities, section=section), transfer_of(section)
@@ -199,7 +199,6 @@ url = "http://127.0.0.1:1/v1"
 
 [model.prefill]
 url = ["http://127.0.0.1:2/v1", "http://127.0.0.1:3/v1"]
-transfer = "sglang"
 bootstrap_port = [8998, 8999]
 """
 
@@ -218,8 +217,6 @@ def test_the_configuration_says_which_engine_it_is_and_a_dry_run_repeats_it(tmp_
     [
         ("[8998, 8999]", "[8998]", "bootstrap_port has 1 entries and model.prefill.url 2"),
         (":2/v1", ":1/v1", "model.url and model.prefill.url share a server"),
-        ('"sglang"', '"dynamo"', "sglang"),
-        ('"sglang"', '"vllm"', "bootstrap_port is SGLang's"),
         ("http://127.0.0.1:3/v1", "127.0.0.1:3", "model.prefill.url = '127.0.0.1:3'"),
     ],
 )
