@@ -1,10 +1,10 @@
 """Compilation of the pool's loop and of the CPU engine in parallel, where the machine code is not cached yet.
 
-Parts are compiled by forked processes, which leave the code in the cache, while the pool's process compiles the
-engine and needs them one after the other. It waits for a part that is being compiled, and compiles itself what nobody
-has begun (`ipc.native.machine_code`):
+Parts are compiled by forked processes, which take one after the other from a queue and leave the code in the cache,
+while the pool's process compiles the engine and needs them one after the other. It waits for a part that is being
+compiled, and compiles itself what nobody has begun (`ipc.native.machine_code`); then it takes parts, too:
 
-    pool     … ─▶ (query) ─▶ admit ─▶ (scan, code scan, exact, rabitq, results) ─▶ the engine's extend ─▶ (the loop)
+    pool     … ─▶ (query) ─▶ admit ─▶ (rabitq, scan, code scan, exact, results) ─▶ the engine's extend ─▶ parts
     parts    distances ─▶ merge ─▶ … ─▶ exact ─▶ … ─▶ receive ─▶ schedule ─▶ … ─▶ the whole loop
 
 The longest chain of functions that call each other ends with the engine's extend, so most parts are below it.
@@ -58,61 +58,69 @@ _LOOP_PARTS = {
     "extend": (loop.extend, (_LOOP, _CLIENTS)),
     "schedule": (policy.schedule, (numba_type(Tables), int64)),
     "admit": (loop.apply_schedule, (_LOOP, _CLIENTS, int64)),
-    "run": (loop.run_loop, (int64, int64, int64)),
 }
 CALLED = {
-    "serve": loop_driver.CALLED_OFTEN,
-    "control": (*loop_driver.CALLED_RARELY, sizing.CALLED),
+    function.py_func.__name__: (function, arguments)
+    for function, arguments in (sizing.CALLED, *loop_driver.CALLED_RARELY, *loop_driver.CALLED_OFTEN)
 }
-"""Name → functions that Python calls, and the types of their arguments."""
+"""Name → a function that Python calls, and the types of its arguments."""
 INNER = {**_SEARCH, **_LOOP_PARTS}
 """Name → a function and the types with which compiled code calls it."""
 PARTS = (*INNER, *CALLED)
-"""In the order in which one process compiles them, callees first."""
+"""In the order in which they are begun, callees first."""
 
 
-def compile_parts(names: Sequence[str]) -> None:
-    """Compile these parts, or find them in the cache."""
-    for name in names:
-        if name in INNER:
-            function, arguments = INNER[name]
-            function.compile_inner(*arguments)
-        for outer, signature in CALLED.get(name, ()):
-            outer.compile(signature)
+def compile_part(name: str) -> None:
+    """Compile a part, or find it in the cache."""
+    if name in INNER:
+        function, arguments = INNER[name]
+        function.compile_inner(*arguments)
+    else:
+        function, arguments = CALLED[name]
+        function.compile(arguments)
 
 
 def is_cached() -> bool:
     """Whether the whole loop is in the cache."""
-    return all(function.is_cached(*types) for called in CALLED.values() for function, types in called)
+    return all(function.is_cached(*arguments) for function, arguments in CALLED.values())
 
 
 @contextlib.contextmanager
 def compiled_in_background(device: str = "cpu", cores: Collection[int] | None = None) -> Iterator[None]:
-    """Compile the parts in processes of their own during the block, and wait for them at its end.
+    """Compile the parts in processes of their own during the block, and at its end in this one, too, until all are.
 
     Does nothing where the loop is cached. `device`: that of the engine which the block compiles. `cores`: those to use,
     by default the parent process's, because a pool worker may have a single one; one is left to this process.
     """
-    cores = _cores_of_parent() if cores is None else cores
-    names = [name for name in PARTS if device == "cpu" or name not in _SEARCH]
-    count = min(len(cores) - 1, len(names))
-    shares = [] if is_cached() else [names[first::count] for first in range(count)]
-    if not shares:
+    if is_cached():
         yield
         return
-    children = [_forked(share, cores) for share in shares]
+    cores = _cores_of_parent() if cores is None else cores
+    names = [name for name in PARTS if device == "cpu" or name not in _SEARCH]
+    queue, end = os.pipe()
+    os.write(end, bytes(range(len(names))))
+    os.close(end)
+    children = [_forked(queue, names, cores) for _ in range(min(len(cores) - 1, len(names)))]
     try:
         yield
+        _compile_from(queue, names)
         while children:
             os.waitpid(children[-1], 0)  # one that failed has said why, and this process compiles what it has not
             children.pop()
     finally:
+        os.close(queue)
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
 
-def _forked(names: Sequence[str], cores: Collection[int]) -> int:
+def _compile_from(queue: int, names: Sequence[str]) -> None:
+    """Compile the parts whose numbers are in a pipe, from which several processes take them."""
+    while number := os.read(queue, 1):
+        compile_part(names[number[0]])
+
+
+def _forked(queue: int, names: Sequence[str], cores: Collection[int]) -> int:
     """Return the id of a new process that compiles parts on these cores."""
     parent = os.getpid()
     with global_compiler_lock:  # no other thread compiles, so the process inherits no lock that nobody will release
@@ -126,7 +134,7 @@ def _forked(names: Sequence[str], cores: Collection[int]) -> int:
         die_with_parent(parent)
         os.sched_setaffinity(0, cores)
         gc.disable()
-        compile_parts(names)
+        _compile_from(queue, names)
         code = 0
     except BaseException:  # nothing of it may reach the frames of the process that was forked
         traceback.print_exc()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from gpu.cpu.state import BatchState
 from ipc.native.dispatcher import Dispatcher
 from runtime.pool import loop_parts
 from runtime.pool.loop import run_loop
-from runtime.pool.loop_parts import CALLED, INNER, PARTS, compile_parts, compiled_in_background
+from runtime.pool.loop_parts import CALLED, INNER, PARTS, compile_part, compiled_in_background
 from tests.pool.conftest import MakePool
 
 
@@ -36,7 +35,8 @@ class Compilations(event.Listener):  # type: ignore[misc]
 
 
 def test_after_its_parts_the_loop_and_the_engine_compile_little_else() -> None:
-    compile_parts(list(PARTS))
+    for name in PARTS:
+        compile_part(name)
     options = {"nogil": True, "error_model": "numpy", "_nrt": False}
     loop = Dispatcher(run_loop.py_func, options, "another stamp")
     handle = INNER["exact"][1][0]
@@ -45,16 +45,14 @@ def test_after_its_parts_the_loop_and_the_engine_compile_little_else() -> None:
     with event.install_listener("numba:compile", listener):
         loop.compile((int64, int64, int64))
         engine.compile((handle, int64))
-    parts = {qualified(function) for function, _ in INNER.values()}
-    assert parts & set(listener.names) == {"runtime.pool.loop.run_loop"}
+    assert not set(listener.names) & {qualified(function) for function, _ in INNER.values()}
 
 
 def test_one_function_that_python_calls_contains_the_loop() -> None:
     listener = Compilations()
     with event.install_listener("numba:compile", listener):
-        for called in CALLED.values():
-            for function, types in called:
-                Dispatcher(function.py_func, {"_nrt": False}, "another stamp").compile(types)
+        for function, types in CALLED.values():
+            Dispatcher(function.py_func, {"_nrt": False}, "another stamp").compile(types)
     assert sum(name.endswith(("run_loop", "serve_loop")) for name in listener.names) == 1, (
         "each is compiled with all of it"
     )
@@ -76,25 +74,20 @@ def test_searches_are_compiled_for_the_arrays_of_a_batch() -> None:
 
 def test_python_calls_no_function_with_other_types_than_its_parts_are_compiled_for(make_pool: MakePool) -> None:
     make_pool().step()
-    for called in CALLED.values():
-        for function, types in called:
-            assert function.signatures == [types], function.py_func.__name__
+    for function, types in CALLED.values():
+        assert function.signatures == [types], function.py_func.__name__
 
 
-def compiled_by_processes(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, device: str, cores: range
-) -> list[set[str]]:
-    """The parts that each process compiles, none of which are cached."""
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Has nothing cached, and a file for each part that would be compiled, with the process that would."""
 
-    def compile_parts(names: Sequence[str]) -> None:
-        (directory / str(os.getpid())).write_text("\n".join(names))
+    def compile_part(name: str) -> None:
+        (tmp_path / name).write_text(str(os.getpid()))
 
-    monkeypatch.setattr(loop_parts, "compile_parts", compile_parts)
+    monkeypatch.setattr(loop_parts, "compile_part", compile_part)
     monkeypatch.setattr(loop_parts, "is_cached", lambda: False)
-    with compiled_in_background(device, cores):
-        pass
-    assert not (directory / str(os.getpid())).exists()
-    return [set(path.read_text().splitlines()) for path in directory.iterdir()]
+    return tmp_path
 
 
 def test_no_process_is_started_where_the_loop_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,39 +97,49 @@ def test_no_process_is_started_where_the_loop_is_cached(monkeypatch: pytest.Monk
         pass
 
 
-def test_the_parts_are_divided_among_processes_on_all_cores_but_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = compiled_by_processes(tmp_path, monkeypatch, "cpu", range(3))
-    assert first | second == set(PARTS)
-    assert not first & second
+def test_all_parts_are_compiled_by_processes_during_the_block(compiled: Path) -> None:
+    with compiled_in_background(cores=range(3)):
+        while len(list(compiled.iterdir())) < len(PARTS):
+            os.sched_yield()
+    assert {path.name for path in compiled.iterdir()} == set(PARTS)
+    assert str(os.getpid()) not in {path.read_text() for path in compiled.iterdir()}
 
 
-def test_for_a_gpu_no_part_of_the_cpus_engine_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = compiled_by_processes(tmp_path, monkeypatch, "cuda:0", range(16))
-    loop = ["admit", "control", "extend", "receive", "run", "schedule", "serve"]
-    assert sorted(map(sorted, shares)) == [[name] for name in loop]
+def test_with_one_core_all_parts_are_compiled_at_the_end_of_the_block(compiled: Path) -> None:
+    with compiled_in_background(cores=range(1)):
+        assert not list(compiled.iterdir())
+    assert {path.name for path in compiled.iterdir()} == set(PARTS)
 
 
-def test_what_a_process_fails_to_compile_is_no_error(
+def test_for_a_gpu_no_part_of_the_cpus_engine_is_compiled(compiled: Path) -> None:
+    with compiled_in_background("cuda:0", range(16)):
+        pass
+    assert {path.name for path in compiled.iterdir()} == {"receive", "extend", "schedule", "admit", *CALLED}
+
+
+def test_what_a_process_fails_to_compile_is_left_to_those_that_need_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    pool = os.getpid()
+
+    def compile_part(_name: str) -> None:
+        assert os.getpid() == pool, "no memory"
+
+    monkeypatch.setattr(loop_parts, "compile_part", compile_part)
     monkeypatch.setattr(loop_parts, "is_cached", lambda: False)
-    monkeypatch.setattr(loop_parts, "INNER", {})
-    monkeypatch.setattr(loop_parts, "CALLED", None)
     with compiled_in_background(cores=range(2)):
-        pass
-    assert "AttributeError" in capfd.readouterr().err
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    assert "AssertionError: no memory" in capfd.readouterr().err
 
 
 def test_processes_that_compile_end_when_the_pool_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
 
-    def compile_parts(_names: Sequence[str]) -> None:
+    def compile_part(_name: str) -> None:
         os.write(write, b"x")
         signal.pause()
 
-    monkeypatch.setattr(loop_parts, "compile_parts", compile_parts)
+    monkeypatch.setattr(loop_parts, "compile_part", compile_part)
     monkeypatch.setattr(loop_parts, "is_cached", lambda: False)
     if not (pool := os.fork()):
         try:
