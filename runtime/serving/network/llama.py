@@ -8,6 +8,7 @@ weight twice, as read and in the packed layout. Its tokens equal transformers' `
 import json
 import logging
 import math
+from concurrent.futures import ThreadPoolExecutor
 from math import sqrt
 from pathlib import Path
 from typing import Any, Self
@@ -31,6 +32,7 @@ log = logging.getLogger("model")
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _MAX_INDEX_BYTES = 256 << 20
+_LOADING_THREADS = 2  # a decode worker on a CPU packs weights for longer than a prefill worker, whose core is then idle
 
 
 class WeightFiles:
@@ -157,13 +159,15 @@ class Llama:
         loader = _Loader(config, info, files, device, weights)
         head = "model.embed_tokens" if info.tied else "lm_head"
         files.require([*loader.names(), f"{head}.weight"])
-        with torch.inference_mode():
+        with torch.inference_mode(), ThreadPoolExecutor(_LOADING_THREADS, "weights") as threads:
+            output = threads.submit(loader.linear, (head,), (info.vocabulary,), info.hidden, bias=False)
+            layers = threads.map(loader.layer, range(info.layers))
             return cls(
                 info,
                 loader.tensor("model.embed_tokens.weight", info.vocabulary, info.hidden),
-                [loader.layer(number) for number in range(info.layers)],
+                list(layers),
                 loader.norm("model.norm"),
-                loader.linear((head,), (info.vocabulary,), info.hidden, bias=False),
+                output.result(),
                 Rope(config, info.head_dim, device),
             )
 
@@ -238,6 +242,7 @@ class _Loader:
         layers = [f"model.layers.{number}.{part}" for number in range(self._info.layers) for part in parts]
         return ["model.embed_tokens.weight", "model.norm.weight", *layers]
 
+    @torch.inference_mode()
     def layer(self, number: int) -> Layer:
         info, mlp, name = self._info, self._info.mlp, f"model.layers.{number}"
         queries, keys = info.heads * info.head_dim, info.kv_heads * info.head_dim
@@ -255,6 +260,7 @@ class _Loader:
     def norm(self, name: str) -> Norm:
         return Norm(self.tensor(f"{name}.weight", self._info.hidden).clone(), self._epsilon)
 
+    @torch.inference_mode()
     def linear(self, names: tuple[str, ...], sizes: tuple[int, ...], inside: int, *, bias: bool) -> Linear:
         """Return one layer with the concatenated outputs of the named layers."""
         weights = [self.tensor(f"{name}.weight", size, inside) for name, size in zip(names, sizes, strict=True)]
