@@ -15,11 +15,9 @@ from runtime.node.api_keys import read_api_keys
 from runtime.node.config_file import load_config
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
-from runtime.retrieval.embedding.embedder import ServerSpec
 from runtime.retrieval.embedding.loading import read_key
 from runtime.serving.model.model_info import read_config
 from runtime.serving.model.tokenizer import Tokenizer
@@ -71,7 +69,7 @@ def test_a_file_of_proc_is_read_up_to_the_limit() -> None:
         read_regular("/proc/self/status", 8)
 
 
-def live_collection(directory: Path) -> Path:
+def collection(directory: Path) -> Path:
     """A collection with a sealed segment, a deleted row and a growing one."""
     bulk_load.create(directory, 4)
     with CollectionWriter(directory, background=False) as writer:
@@ -90,23 +88,13 @@ def live_collection(directory: Path) -> Path:
     return directory
 
 
-def built_collection(directory: Path) -> Path:
-    documents = [Document(f"d{row}", "title", "text", {"n": row}) for row in range(80)]
-    embedder = ServerSpec(name="embedder", dim=4, url="http://127.0.0.1:1/v1")
-    bulk_load.build(documents, directory, vectors=VECTORS, embedder=embedder, degree=8)
-    return directory
-
-
 def files_of(directory: Path) -> list[Path]:
     return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
 
 
 @REPLACEMENTS
-@pytest.mark.parametrize("make", [live_collection, built_collection])
-def test_a_collection_with_a_replaced_file_is_refused(
-    tmp_path: Path, make: Callable[[Path], Path], replace: Replace
-) -> None:
-    whole = make(tmp_path / "whole")
+def test_a_collection_with_a_replaced_file_is_refused(tmp_path: Path, replace: Replace) -> None:
+    whole = collection(tmp_path / "whole")
     for name in files_of(whole):
         if name.name == "writer.lock":  # its content is not used
             continue
@@ -115,7 +103,7 @@ def test_a_collection_with_a_replaced_file_is_refused(
         replace(copy / name)
         with pytest.raises(TrinityError):
             Collection.verify(copy)
-        if make is live_collection and name.parts[0] != "segments":
+        if name.parts[0] != "segments":
             for open_collection in (CollectionReader, CollectionWriter):
                 with pytest.raises(CollectionError) as refused:
                     open_collection(copy).close()
@@ -124,7 +112,7 @@ def test_a_collection_with_a_replaced_file_is_refused(
 
 
 def test_a_lock_that_is_a_pipe_or_a_device_is_refused(tmp_path: Path) -> None:
-    directory = live_collection(tmp_path / "live")
+    directory = collection(tmp_path / "live")
     for replace in (pipe, endless):
         replace(directory / "writer.lock")
         with pytest.raises(TrinityError, match=r"writer\.lock cannot be locked: it is"):
