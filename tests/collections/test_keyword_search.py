@@ -188,39 +188,6 @@ def found_by(harness: KeywordHarness, tenant: str, text: str) -> list[str]:
     return harness.find(text, wanted={"type": "eq", "key": "tenant", "value": tenant})
 
 
-def test_writes_and_deletes_of_one_tenant_do_not_hide_anothers_only_document(
-    harness: KeywordHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("runtime.retrieval.keywords.index.MAX_ROWS", 100)
-    harness.upsert("a", tenant="acme")
-    for _ in range(4):
-        harness.upsert(*(f"b{n}" for n in range(50)), tenant="blue")
-        assert found_by(harness, "acme", "entry") == ["a"], "although more living documents have the word"
-    harness.writer.delete([f"b{n}" for n in range(50)])
-    assert found_by(harness, "acme", "entry") == harness.find("entry") == ["a"]
-
-
-def test_updates_of_documents_do_not_hide_them(harness: KeywordHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.retrieval.keywords.index.MAX_ROWS", 100)
-    for _ in range(5):
-        harness.upsert(*(f"a{n}" for n in range(30)))
-        assert len(harness.find("entry")) == 30
-    harness.writer.flush()
-    assert len(harness.find("entry")) == 30
-
-
-def test_the_order_does_not_depend_on_segments_or_on_others(harness: KeywordHarness) -> None:
-    for number in range(4):  # merged segments have interleaved rows
-        harness.upsert(f"a{number}", tenant="acme")
-        harness.upsert(*(f"b{number}{n} {'entry ' * n}" for n in range(9)), tenant="blue")
-        harness.writer.flush()
-    until(lambda: found_by(harness, "acme", "entry") == ["a0", "a1", "a2", "a3"])
-    harness.writer.compact()
-    harness.documents.close()
-    harness.documents = CollectionDocuments(harness.documents.directory, standing)
-    assert found_by(harness, "acme", "entry") == ["a0", "a1", "a2", "a3"]
-
-
 def test_the_distance_is_to_the_texts_vector(harness: KeywordHarness) -> None:
     harness.upsert("near")
     harness.writer.flush()
