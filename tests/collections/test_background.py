@@ -4,13 +4,12 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from runtime.errors import CollectionError, Overloaded
+from runtime.errors import CollectionError
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.maintenance import (
     MAX_DELETED_SHARE,
@@ -23,19 +22,9 @@ from runtime.retrieval.collections.maintenance import (
 )
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment_build import BuildJob, build
-from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.testing.background import Background
 from runtime.testing.waiting import until
 from tests.collections.small_collections import contents, document, documents, maintain, new_writer, open_writer
-
-
-def test_a_background_process_seals_and_merges(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "a", seal_rows=8, background=True) as writer:
-        built = _until(writer, lambda: len(writer.state.segments) > 0)
-        assert built
-        expected = contents(writer)
-    with open_writer(tmp_path / "a") as writer:
-        assert contents(writer) == expected
 
 
 def test_flushed_segments_are_merged(tmp_path: Path) -> None:
@@ -138,19 +127,6 @@ def test_a_failed_build_is_retried_with_back_off() -> None:
     assert enough.wait(60)
     builder.stop()
     assert done[:6] == ["tried", RETRY_S] * 3
-
-
-def _until(writer: CollectionWriter, there: Callable[[], bool]) -> bool:
-    for number in range(200):
-        try:
-            writer.upsert(documents(range(8 * number, 8 * number + 8)))
-        except Overloaded:
-            with writer.maintenance.sealing:  # held while a segment is sealed
-                pass
-        if there():
-            return True
-    with writer.maintenance.merging, writer.maintenance.sealing:
-        return there()
 
 
 def test_repeated_flushes_of_updates_keep_segments_few(tmp_path: Path) -> None:
