@@ -24,7 +24,6 @@ from tests.pool.rebuilds import build
 from tests.queries import passages_of
 
 QUERY = np.zeros(DIM, np.float32)
-FILES = ["index/codes.npy", "index/graph.npy", "documents.sqlite"]
 
 
 @pytest.fixture
@@ -60,17 +59,6 @@ def taken_out(client: SearchClient, name: str) -> None:
     with pytest.raises(Unavailable, match=rf"{name} is damaged: "):
         client.search(QUERY, 3, collection="notes")
     assert len(client.search(np.zeros(DOCS_DIM, np.float32), 3, collection="docs").ids) == 3
-
-
-@pytest.mark.parametrize("verify", ["start", "background"])
-@pytest.mark.parametrize("name", FILES)
-def test_an_altered_segment_is_detected_and_its_collection_removed(
-    name: str, verify: str, writer: CollectionWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
-) -> None:
-    altered(writer.directory, name)
-    plan = make_plan(verify)
-    make_pool(plan).start()
-    taken_out(attached(make_client(plan)), name)
 
 
 def test_a_newly_sealed_segment_is_verified_and_served_again_once_repaired(
