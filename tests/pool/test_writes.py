@@ -28,18 +28,6 @@ def test_written_rows_are_found_and_deleted_ones_are_not(harness: WrittenCollect
     served.until_found(harness.held["a"][0], harness.nearest(harness.held["a"][0], 2))
 
 
-def test_no_client_finds_a_row_after_its_delete_was_acknowledged(harness: WrittenCollection, serve: MakeServed) -> None:
-    served = serve(harness.path)
-    for change in range(5):
-        harness.upsert("a", "b", *(f"{change}-{n}" for n in range(20)))
-        row, query = harness.writer.state.rows_of(["a"])["a"], harness.held["a"][0]
-        until(lambda row=row, query=query: served.client.search(query, 1).ids.tolist() == [row])  # type: ignore[misc]
-        harness.delete("a")
-        assert row not in served.client.search(query, 10).ids
-        if change == 2:
-            harness.writer.flush()
-
-
 def test_every_search_finds_a_replaced_document_and_the_first_after_the_write_is_visible_its_new_version(
     harness: WrittenCollection, serve: MakeServed
 ) -> None:
@@ -130,25 +118,6 @@ def test_a_delete_waits_for_a_pool_that_has_not_applied_it(harness: WrittenColle
         assert deletion.is_alive()
     deletion.join(60)
     assert not deletion.is_alive()
-
-
-def test_answers_are_exact_while_segments_are_sealed_and_merged(harness: WrittenCollection, serve: MakeServed) -> None:
-    harness.upsert(*(f"first-{n}" for n in range(SEALED)))
-    harness.writer.flush()
-    served = serve(harness.path)
-    queries = clustered(np.random.default_rng(9), 5, DIM)
-    for change in range(4):
-        harness.upsert(*(f"{change}-{n}" for n in range(SEALED)))
-        harness.delete(*(f"first-{n}" for n in range(change, SEALED, 7)))
-        if change == 2:
-            harness.writer.compact()
-        elif change != 3:
-            harness.writer.flush()
-        for query in queries:
-            served.until_found(query, harness.nearest(query, 10))
-    loaded = served.pool.engine.dims
-    until(lambda: len(served.pool.engine.dims) == 2)  # a merged segment and the growing rows; others were unloaded
-    assert loaded
 
 
 def test_filters_include_rows_written_after_their_evaluation(harness: WrittenCollection, serve: MakeServed) -> None:
