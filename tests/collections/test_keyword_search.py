@@ -184,10 +184,6 @@ def test_keyword_search_applies_filters(harness: KeywordHarness) -> None:
     assert harness.find("entry", 1, wanted={"type": "eq", "key": "tenant", "value": "blue"})[0] in ("c", "d")
 
 
-def found_by(harness: KeywordHarness, tenant: str, text: str) -> list[str]:
-    return harness.find(text, wanted={"type": "eq", "key": "tenant", "value": tenant})
-
-
 def test_the_distance_is_to_the_texts_vector(harness: KeywordHarness) -> None:
     harness.upsert("near")
     harness.writer.flush()
