@@ -1,5 +1,6 @@
 """After a power cut every acknowledged write is present and every deleted document is absent."""
 
+import os
 import random
 from pathlib import Path
 
@@ -10,28 +11,6 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.writer import CollectionWriter
 from tests.collections.lossy_disk import LossyDisk
 from tests.collections.small_collections import DIM, contents, document, maintain, open_writer
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_acknowledged_writes_survive_a_power_cut_at_any_write(tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    root = tmp_path / "collection"
-    disk = LossyDisk(root)
-    create(root, DIM, metric="l2", degree=8, disk=disk)
-    writer: CollectionWriter = open_writer(root, seal_rows=6, disk=disk)
-    expected: dict[str, str] = {}
-    try:
-        for step in range(40):
-            _do_something(writer, chance, expected, step)
-            if chance.random() < 0.3:
-                after = tmp_path / f"after-{step}"
-                disk.write_after_power_cut(after, chance)
-                with open_writer(after) as found:
-                    assert contents(found) == expected
-                assert Collection.verify(after) == ""
-    finally:
-        writer.close()
-        disk.close()
 
 
 def _do_something(writer: CollectionWriter, chance: random.Random, expected: dict[str, str], step: int) -> None:
@@ -53,7 +32,7 @@ def _do_something(writer: CollectionWriter, chance: random.Random, expected: dic
             writer.compact()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_acknowledged_writes_survive_a_power_cut_within_any_operation(tmp_path: Path, seed: int) -> None:
     class Cut(Exception):
         pass
@@ -79,7 +58,7 @@ def test_acknowledged_writes_survive_a_power_cut_within_any_operation(tmp_path: 
     disk = Failing(root)
     create(root, DIM, metric="l2", degree=8, disk=disk)
     expected: dict[str, str] = {}
-    for life in range(6):
+    for life in range(10):
         writer = open_writer(root, seal_rows=6, disk=disk)
         disk.left = chance.randint(0, 40)
         acknowledged, attempted = dict(expected), dict(expected)
@@ -96,9 +75,8 @@ def test_acknowledged_writes_survive_a_power_cut_within_any_operation(tmp_path: 
         disk.write_after_power_cut(after, chance)
         with open_writer(after) as found:
             held = contents(found)
+        assert Collection.verify(after) == ""
         assert held in (acknowledged, attempted), "the contents match the state neither with nor without the last write"
-        import os
-
         os.close(writer.lock_fd)
         disk.close()
         root = after
