@@ -28,7 +28,7 @@ from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.description import SegmentInfo, read_description
 from runtime.retrieval.collections.disk import LOCK, Disk, acquire_lock
-from runtime.retrieval.collections.log import header_of, log_path
+from runtime.retrieval.collections.log import header_of
 from runtime.retrieval.collections.part import ignore
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.search import search
@@ -157,22 +157,6 @@ def test_after_a_write_that_was_stored_and_not_applied_others_are_refused_until_
             writer.flush()
     with open_writer(tmp_path / "a") as writer:
         assert set(contents(writer)) == {"0", "1", "2", "3"}
-
-
-def test_the_processs_file_size_limit_acts_like_a_full_disk(tmp_path: Path) -> None:
-    import resource
-
-    with new_writer(tmp_path / "a") as writer:
-        writer.upsert(documents(range(3)))
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (log_path(tmp_path / "a", 0).stat().st_size + 50, hard))
-            with pytest.raises(NoRoom):
-                writer.upsert(documents(range(3, 6)))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert writer.upsert(documents(range(3, 6))) == 3
-        assert len(contents(writer)) == 6
 
 
 class _FailingDisk(Disk):
