@@ -192,14 +192,6 @@ def test_a_lost_manifest_is_an_error_and_no_return_to_the_bulk_load(tmp_path: Pa
             use(directory)
 
 
-def test_ids_of_an_impossible_number_are_an_error_of_the_collection(tmp_path: Path, golden: Path) -> None:
-    directory = Path(shutil.copytree(golden / "bare", tmp_path / "bare"))
-    with (directory / "index" / "ids.npy").open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (10**20,)})
-    with pytest.raises(CollectionError, match=r"ids\.npy has 128 bytes, not 288"):
-        CollectionReader(directory)
-
-
 def test_rows_of_bare_vectors_are_documents_by_their_numbers(tmp_path: Path) -> None:
     ids = np.arange(ROWS)[::-1] * 3 + 7  # not ascending
     vectors = np.array([vector_of(n, DIM) for n in range(ROWS)])
@@ -305,20 +297,3 @@ def test_a_damaged_old_directory_is_not_converted(tmp_path: Path, golden: Path, 
     with pytest.raises(CollectionError, match=f"{Path(name).name} is damaged"):
         CollectionReader(directory)
     assert not (directory / "MANIFEST").exists()
-
-
-def test_a_document_is_found_by_its_words_in_a_bulk_load_and_in_the_log(tmp_path: Path) -> None:
-    directory = bulk(tmp_path / "docs")
-    store = CollectionDocuments(directory, lambda: 0.0)
-
-    def found(text: str) -> list[str]:
-        rows, _ = store.search_keywords(text, vector_of(0, DIM), 5, None, 1 << 62)
-        return [one.id for one in store.get(rows.tolist()) if one is not None]
-
-    assert found("17") == ["d17"]
-    with open_writer(directory) as writer:
-        writer.upsert([given("new", 117), given("d17", 900)])
-        assert found("117") == ["new"]
-        assert found("17") == []
-        assert found("900") == ["d17"]
-    store.close()
