@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from runtime.errors import CollectionError, ModelError, TrinityError
+from runtime.errors import CollectionError, ModelError
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.description import DESCRIPTION, FileChecksum, encode_with_checksum, read_description
@@ -164,13 +164,6 @@ def test_readers_keep_the_replaced_collection_open(copy: Path) -> None:
         assert old.get(ids[0])[0].id == "chess"
 
 
-def test_a_failed_replacement_keeps_the_old_collection(copy: Path) -> None:
-    with pytest.raises(CollectionError, match="no documents"):
-        bulk_load.build([], copy, force=True, embedder="hashing-64")
-    Collection.verify(copy)
-    assert os.listdir(copy.parent) == ["docs"]
-
-
 def test_foreign_files_are_never_deleted(tmp_path: Path, copy: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
@@ -234,18 +227,6 @@ def test_an_invalid_manifest_with_a_valid_checksum_is_refused(copy: Path, change
     for call in (Collection.open, Collection.verify):
         with pytest.raises(CollectionError, match=says):
             call(copy)
-
-
-def test_the_index_of_another_collection_is_refused(copy: Path, tmp_path: Path) -> None:
-    bulk_load.build(DOCUMENTS, tmp_path / "other", embedder="hashing-64", degree=8)
-    meta = (tmp_path / "other" / "segments/0/index" / "meta.json").read_bytes()
-    for path in (copy / "segments/0/index").iterdir():
-        path.write_bytes((tmp_path / "other" / "segments/0/index" / path.name).read_bytes())
-    (copy / "segments/0/index" / "meta.json").write_bytes(
-        meta + b" " * ((copy / "segments/0/index" / "meta.json").stat().st_size - len(meta))
-    )
-    with pytest.raises(TrinityError, match="index"):
-        Collection.open(copy)
 
 
 def test_recall_counts_the_true_neighbours_in_any_order() -> None:
