@@ -31,18 +31,6 @@ from runtime.testing.waiting import until
 from tests.collections.small_collections import DIM, contents, document, documents, new_writer
 
 
-def test_documents_of_segments_sealed_since_the_last_poll_are_found(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "a") as writer:
-        reading = CollectionDocuments(tmp_path / "a")
-        for part in range(3):
-            writer.upsert(documents(range(10 * part, 10 * part + 10)))
-            writer.flush()  # the log that it was in goes
-        writer.delete(["25"])
-        rows = list(writer.state.rows_of(["3", "14", "29"]).values())
-        assert [found and found.id for found in reading.get([*rows, 25])] == ["3", "14", "29", None]
-        reading.close()
-
-
 def test_writes_before_a_log_file_that_cannot_be_opened_are_applied_and_the_others_once_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,14 +91,6 @@ def test_a_segment_that_was_opened_is_kept_for_a_manifest_with_more_of_them(tmp_
         writer.flush()
         wanted = [segment.info.number for segment in writer.state.segments]
     assert reader.opened == wanted
-
-
-def test_an_unwritten_row_has_no_document(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "a") as writer:
-        writer.upsert(documents(range(3)))
-        reading = CollectionDocuments(tmp_path / "a")
-        assert reading.get([7]) == [None]
-        reading.close()
 
 
 def test_a_large_write_is_applied_in_parts_and_becomes_visible_as_a_whole(tmp_path: Path) -> None:

@@ -119,18 +119,3 @@ def test_an_invalid_line_is_reported_with_the_reason(tmp_path: Path, line: str, 
     _trinity("index", "build", "--out", docs, "--dim", "3")
     with pytest.raises(InvalidDocument, match=says):
         _trinity("index", "upsert", docs, file)
-
-
-def test_a_collection_of_index_build_is_put_into_deleted_from_and_updated_from_files(tmp_path: Path) -> None:
-    docs = tmp_path / "docs"
-    file = _lines(tmp_path / "a.jsonl", *({"id": str(n), "text": f"number {n}"} for n in range(20)))
-    build = ("--out", docs, "--embedder", "hashing-256", "--degree", "4", "--threads", "1")
-    _trinity("index", "build", file, *build)
-    assert "1 document stored" in _trinity("index", "upsert", docs, _lines(file, {"id": "fox", "text": "a red fox"}))
-    assert "1 document deleted; 20 in the collection" in _trinity("index", "delete", docs, "7")
-    assert "red fox" in _trinity("index", "query", docs, "red fox").splitlines()[0]
-    assert "every checksum is correct" in _trinity("index", "verify", docs)
-    more = _lines(tmp_path / "b.jsonl", {"id": "wolf", "text": "a grey wolf"})
-    assert "1 passages embedded" in _trinity("index", "add", more, "--out", docs, "--threads", "1")
-    assert "21" in _trinity("index", "info", docs).splitlines()[0]
-    assert "red fox" in _trinity("index", "query", docs, "red fox").splitlines()[0]
