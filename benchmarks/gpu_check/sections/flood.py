@@ -27,7 +27,7 @@ from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.bulk_load import begin_collection
-from runtime.retrieval.collections.description import FORMAT, INDEX, VERSION, Description, Manifest, make_folders
+from runtime.retrieval.collections.description import INDEX, make_folders
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.segment_build import building_path, seal_segment
 from runtime.testing.pool import InProcessPool
@@ -112,17 +112,8 @@ def _save(index: GraphIndex, folder: Path) -> None:
     building = building_path(folder, 0)
     index.save(building / INDEX)
     segment = seal_segment(Disk(), building, index.size)
-    description = Description(
-        dim=index.dim,
-        metric=index.metric,
-        dtype=index.dtype,
-        degree=index.degree,
-        embedder=None,
-        format=FORMAT,
-        version=VERSION,
-        sha256="",
-    ).identified([segment])
-    begin_collection(Disk(), folder, description, Manifest(0, [segment], 0, index.size, 1, {}))
+    described = {"dim": index.dim, "metric": index.metric, "dtype": index.dtype, "degree": index.degree}
+    begin_collection(Disk(), folder, [segment], index.size, {}, embedder=None, **described)
 
 
 def _plan(setup: Setup, form: str, folder: str) -> NodePlan:

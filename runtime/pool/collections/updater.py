@@ -47,7 +47,7 @@ class CollectionUpdater:
         for key, shard in tuple(self._unloading.items()):
             if self._server.in_use(shard.served.name, shard.served.identity):
                 continue
-            if self._unload(key):
+            if self._live.remove(key, self._loop.parts_in_use(), self._loop.filters_changed):
                 del self._unloading[key]
         self._report()
         return renewed
@@ -66,7 +66,7 @@ class CollectionUpdater:
                 self._pending.append(change)
                 return False
             try:
-                self._load(change.new)
+                self._live.add(change.new.key, change.new.reader, change.new.served.demanded)
             except GpuError as error:
                 self._catalogue.refuse(change, str(error))
                 return False
@@ -74,14 +74,6 @@ class CollectionUpdater:
         if change.old is not None:
             self._unloading[change.old.key] = change.old
         return True
-
-    def _load(self, shard: Shard) -> None:
-        """Load a shard into the engine. Raises `GpuError`."""
-        self._live.add(shard.key, shard.reader, shard.served.demanded)
-
-    def _unload(self, key: str) -> bool:
-        """Unload a shard that no session offers any more. Return whether it is unloaded."""
-        return self._live.remove(key, self._loop.parts_in_use(), self._loop.filters_changed)
 
     @property
     def due_ns(self) -> int:

@@ -25,6 +25,7 @@ from runtime.retrieval.collections.description import (
     VERSION,
     Description,
     Manifest,
+    SegmentInfo,
     encode_with_checksum,
     make_folders,
 )
@@ -159,21 +160,10 @@ def build(
                 index.save(folder / INDEX)
             segments.append(seal_segment(disk, folder, index.size, shard))
         next_row = 1 + (len(matrix) - 1 if own_ids is None else int(own_ids.max()))
-        found = Description(
-            dim=index.dim,
-            metric=metric,
-            dtype=dtype,
-            degree=index.degree,
-            embedder=embedder,
-            shards=shards,
-            format=FORMAT,
-            version=VERSION,
-            sha256="",
-            demanded=demanded,
-            declared=declared,
-        )
-        manifest = Manifest(0, segments, 0, next_row, shards, schema)
-        begin_collection(disk, building, found.identified(segments), manifest)
+        begin_collection(
+            disk, building, segments, next_row, schema, dim=index.dim, metric=metric, dtype=dtype, degree=index.degree,
+            embedder=embedder, shards=shards, demanded=demanded, declared=declared,
+        )  # fmt: skip
 
 
 def create(
@@ -198,22 +188,12 @@ def create(
     check_arguments(check_within, "dim", dim, 1, MAX_DIM)
     check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
     declared = _declared(demanded, schema)
-    found = Description(
-        dim=dim,
-        metric=metric,
-        dtype=dtype,
-        degree=degree,
-        embedder=embedder,
-        shards=shards,
-        format=FORMAT,
-        version=VERSION,
-        sha256="",
-        demanded=demanded,
-        declared=declared,
-    )
     with atomic_directory(directory, replace=False) as building:
         make_folders(building)
-        begin_collection(disk or Disk(), building, found.identified([]), Manifest(0, [], 0, 0, 0, declared))
+        begin_collection(
+            disk or Disk(), building, [], 0, declared, dim=dim, metric=metric, dtype=dtype, degree=degree,
+            embedder=embedder, shards=shards, demanded=demanded, declared=declared,
+        )  # fmt: skip
 
 
 def ensure(directory: Path, dim: int, **options: Any) -> None:
@@ -231,9 +211,14 @@ def ensure(directory: Path, dim: int, **options: Any) -> None:
                 raise
 
 
-def begin_collection(disk: Disk, directory: Path, description: Description, manifest: Manifest) -> None:
-    """Complete a collection whose folders and segments are there, with an empty log. Raises `OSError`."""
+def begin_collection(
+    disk: Disk, directory: Path, segments: list[SegmentInfo], next_row: int, schema: Schema, **described: Any
+) -> None:
+    """Complete a collection whose folders and segments are there, with an empty log. `described`: the fields of its
+    `Description`. Raises `OSError`."""
+    description = Description(format=FORMAT, version=VERSION, sha256="", **described).identified(segments)
     LogWriter(disk, log_path(directory, 0), description.identity, 0).close()
+    manifest = Manifest(0, segments, 0, next_row, len(segments), dict(schema))
     disk.write_file(directory / MANIFEST, encode_with_checksum(manifest))
     disk.write_file(directory / DESCRIPTION, encode_with_checksum(description))
 
