@@ -35,7 +35,7 @@ from runtime.retrieval.collections.group_commit import GroupCommit
 from runtime.retrieval.collections.part import ignore
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment import Segment
-from runtime.retrieval.collections.segment_build import BuildJob, BuildResult, obsolete_files
+from runtime.retrieval.collections.segment_build import BuildJob, obsolete_files
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.collections.state import Loaded, State, close
 
@@ -290,22 +290,23 @@ class BuildThread:
         output, _ = process.communicate()
         if process.returncode:
             raise CollectionError(f"the process that builds a segment exited with status {process.returncode}")
-        result = msgspec.json.decode(output, type=BuildResult)
-        if result.error:
-            raise CollectionError(result.error)
-        return result.segment
+        built = msgspec.json.decode(output, type=SegmentInfo | str | None)
+        if isinstance(built, str):
+            raise CollectionError(built)
+        return built
 
 
 def main(directory: Path, job: BuildJob, writer_pid: int) -> None:
-    """Build, and write the result as JSON. Dies with the writer, since another one may open the collection then."""
+    """Build, and write the segment or the error as JSON. Dies with the writer, since another one may open the
+    collection then."""
     die_with_parent(writer_pid, signal.SIGKILL)
     os.nice(NICENESS)
     try:
         with CollectionReader(directory, prepare=ignore) as reader:
-            result = BuildResult(segment_build.build(Disk(), reader.state, job))
+            built: SegmentInfo | str | None = segment_build.build(Disk(), reader.state, job)
     except TrinityError as error:
-        result = BuildResult(error=error.message)
-    sys.stdout.buffer.write(msgspec.json.encode(result))
+        built = error.message
+    sys.stdout.buffer.write(msgspec.json.encode(built))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,6 @@ from runtime.retrieval.collections.description import (
     DOCUMENTS,
     INDEX,
     KEYWORDS,
-    FileChecksum,
     Manifest,
     SegmentInfo,
     checksum_file,
@@ -49,13 +48,6 @@ class BuildJob(msgspec.Struct, frozen=True):
     merged: list[int]
     threads: int = 1
     shard: int = 0
-
-
-class BuildResult(msgspec.Struct, frozen=True):
-    """The output of the process: the segment, None without rows, or an error."""
-
-    segment: SegmentInfo | None = None
-    error: str = ""
 
 
 def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progress) -> SegmentInfo | None:
@@ -164,14 +156,11 @@ def write_documents(
         KeywordFile.create(building / KEYWORDS, ((one.title, one.text) for one in store.all()))
 
 
-def seal_segment(
-    disk: Disk, building: Path, size: int, shard: int = 0, known: Mapping[str, FileChecksum] | None = None
-) -> SegmentInfo:
-    """Put the files of a new segment in place, durably. known: checksums that need not be computed. Raises `OSError`,
-    `CollectionError`."""
+def seal_segment(disk: Disk, building: Path, size: int, shard: int = 0) -> SegmentInfo:
+    """Put the files of a new segment in place, durably. Raises `OSError`, `CollectionError`."""
     number = int(building.name.rpartition("-")[2])
     path = building.with_name(str(number))
-    files = {name: (known or {}).get(name) or checksum_file(building / name) for name in _present(building)}
+    files = {name: checksum_file(building / name) for name in FILES if (building / name).exists()}
     text = msgspec.json.encode(Contents(size, files))
     (building / CONTENTS).write_bytes(text)
     set_modes(building, stat.S_IMODE(building.parent.stat().st_mode))
@@ -180,10 +169,6 @@ def seal_segment(
     os.rename(building, path)
     disk.sync_directory(path.parent)
     return SegmentInfo(number, size, checksum_of(text).sha256, shard)
-
-
-def _present(building: Path) -> Iterator[str]:
-    return (name for name in FILES if (building / name).exists())
 
 
 def obsolete_files(directory: Path, manifest: Manifest, building: Collection[int]) -> list[Path]:

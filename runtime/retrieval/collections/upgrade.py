@@ -39,7 +39,7 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.disk import Disk, storage_errors, writing
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.log import HEADER, LogWriter, log_files, log_path
-from runtime.retrieval.collections.segment import META, index_errors
+from runtime.retrieval.collections.segment import index_errors
 from runtime.retrieval.collections.segment_build import (
     building_segment,
     obsolete_files,
@@ -91,17 +91,15 @@ def upgrade(disk: Disk, directory: Path) -> None:
             ids = index.data.ids
             next_row = max(next_row, index.size if ids is None else 1 + int(np.max(ids)))
             with building_segment(disk, directory, shard) as building:
-                known = {META: files[f"{folder}/meta.json"]}
                 shutil.copytree(directory / folder, building / INDEX, copy_function=_link)
                 if is_linked:
                     for name in {DOCUMENTS, ATTRIBUTES, KEYWORDS} & files.keys():
                         _link(directory / name, building / name)
-                        known[name] = files[name]
                 else:
                     with DocumentStore.open(directory / DOCUMENTS) as store:
                         own = (document for document in store.all() if document.row % shards == shard)
                         write_documents(building, own, schema, store.sources())
-                segments.append(seal_segment(disk, building, index.size, shard, known))
+                segments.append(seal_segment(disk, building, index.size, shard))
         manifest = Manifest(0, segments, 0, next_row, shards, schema)
         LogWriter(disk, log_path(directory, 0), description.identity, 0).close()
         disk.write_file(directory / MANIFEST, encode_with_checksum(manifest))
