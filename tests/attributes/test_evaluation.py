@@ -99,5 +99,5 @@ def test_the_rows_that_an_owner_holds_are_the_same_in_a_file(stored: bool) -> No
             given = [{name: [one] if isinstance(one, str) else one for name, one in doc.items()} for doc in given]
         columns = Columns.from_documents(given, {"tenant": kind})
         columns = Columns.decode(columns.encode()) if stored else columns
-        assert columns.held_by(AttributeBinding("tenant", "acme")).tolist() == held
-        assert not columns.held_by(AttributeBinding("tenant", "nobody")).any()
+        assert columns.held_by(AttributeBinding("tenant", "acme"), np.arange(columns.size)).tolist() == held
+        assert not columns.held_by(AttributeBinding("tenant", "nobody"), np.arange(columns.size)).any()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -107,7 +108,9 @@ def test_an_owner_holds_the_same_documents_stored_as_it_may_write(
 ) -> None:
     owner, stored = AttributeBinding(key, value), Columns.from_documents(documents, SCHEMA)
     for columns in (stored, Columns.decode(stored.encode())):
-        assert columns.held_by(owner).tolist() == [owner.holds(document) for document in documents]
+        assert columns.held_by(owner, np.arange(columns.size)).tolist() == [
+            owner.holds(document) for document in documents
+        ]
     shared = [document for document in documents if len(set(document.get("tags", ()))) > 1]
     assert not any(AttributeBinding("tags", value).holds(document) for document in shared)
 

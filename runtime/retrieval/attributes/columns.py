@@ -86,15 +86,15 @@ class Column:
                     self._ordered = OrderedValues(self.kind, ascending, codes, rows, size)
             return self._ordered
 
-    def only(self, value: str, size: int) -> Bits:
-        """Return, for each of `size` rows, whether it has this string and no other value."""
-        out = np.zeros(size, bool)
+    def only(self, value: str, rows: NDArray[np.int64]) -> Bits:
+        """Return whether each of some rows has this string and no other value."""
+        own = np.zeros(len(rows), bool)
         if self.kind in _STRINGS:
-            rows, values = self._upto(size)
-            own = values == self._code_of(value)
-            out[rows[own]] = True
-            out[rows[~own]] = False
-        return out
+            with_values, values = self._upto(1 << 62)
+            first = np.searchsorted(with_values, rows)
+            alone = np.searchsorted(with_values, rows, side="right") - first == 1
+            own[alone] = values[first[alone]] == self._code_of(value)
+        return own
 
     def to_stored(self) -> _Stored:
         rows, values = self._upto(1 << 62)
@@ -215,10 +215,10 @@ class Columns:
             self._columns.setdefault(name, Column(schema[name])).append(rows, values)
         self.size += len(documents)
 
-    def held_by(self, owner: AttributeBinding) -> Bits:
-        """Return whether each row belongs to an owner, bool [size], as `AttributeBinding.holds`."""
+    def held_by(self, owner: AttributeBinding, rows: NDArray[np.int64]) -> Bits:
+        """Return whether each of some rows belongs to an owner, bool [rows], as `AttributeBinding.holds`."""
         column = self._columns.get(owner.key)
-        return np.zeros(self.size, bool) if column is None else column.only(owner.value, self.size)
+        return np.zeros(len(rows), bool) if column is None else column.only(owner.value, rows)
 
     def matching(self, filter: Filter, work: Work | None = None, size: int | None = None) -> Bits:
         """Return whether each of the first `size` rows (default: of all) passes a filter, bool [size].

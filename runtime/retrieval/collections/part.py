@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.evaluation import Work
-from runtime.retrieval.attributes.filters import AttributeBinding, Filter
+from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.documents import Document
 
 Rows = NDArray[np.int64]
@@ -86,10 +86,6 @@ class Part(ABC):
     def passing(self, filter: Filter, work: Work | None = None, count: int | None = None) -> Bits:
         """Return whether each of the first `count` rows (default: all) passes a filter, bool [count]. On any thread."""
         return self.columns.matching(filter, work, self.size if count is None else count)
-
-    def held_by(self, owner: AttributeBinding) -> Bits:
-        """Return whether each row belongs to an owner, bool [size]."""
-        return self.columns.held_by(owner)
 
     # ---- rows
 

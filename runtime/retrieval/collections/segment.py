@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from weakref import finalize
 
@@ -25,7 +25,7 @@ from runtime.errors import CollectionError
 from runtime.files import open_regular, read_regular
 from runtime.retrieval.attributes.columns import Bits, Columns, FilterCache
 from runtime.retrieval.attributes.evaluation import Work
-from runtime.retrieval.attributes.filters import AttributeBinding, Filter
+from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.description import (
     ATTRIBUTES,
     DOCUMENTS,
@@ -48,7 +48,6 @@ from runtime.retrieval.keywords.index import KeywordFile
 CONTENTS, META = "segment.json", f"{INDEX}/meta.json"
 FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, META)
 _MAX_BYTES = 1 << 16
-_OWNERS_KEPT = 64
 
 
 class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -276,17 +275,9 @@ class Segment(Part):
     def _filters(self) -> FilterCache:
         return FilterCache(self.columns)
 
-    @cached_property
-    def _owned(self) -> Callable[[AttributeBinding], Bits]:
-        return lru_cache(_OWNERS_KEPT)(self.columns.held_by)
-
     def passing(self, filter: Filter, work: Work | None = None, count: int | None = None) -> Bits:
         """The results for the last filters are cached."""
         return self._filters.matching(filter, work)
-
-    def held_by(self, owner: AttributeBinding) -> Bits:
-        """The results for the last owners are cached."""
-        return self._owned(owner)
 
     def close(self) -> None:
         """Close the files; the index's memory is freed with its last reference."""

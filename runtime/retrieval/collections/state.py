@@ -206,7 +206,7 @@ class State:
             held = np.zeros(len(rows), bool)
             for part in self.parts:
                 here, at = part.locate(rows)
-                held[here] = part.held_by(owner)[at]
+                held[here] = part.columns.held_by(owner, at)
         return held
 
     def documents(
