@@ -50,8 +50,7 @@ class CurrentRequest(Record):
     stage: int
     collection_code: int  # in the session
     collection: int  # the server's number of that collection
-    index: int  # the one to search: the engine's number, or -1
-    scope: int  # or this scope, its filter's or its collection's; -1: none
+    scope: int  # what to search: its filter's or its collection's; -1: none
     k: int
     top_m: int
     search_width: int
@@ -69,7 +68,6 @@ class SessionCollection(Record):
     """A collection that a session offers, and what requests without a filter search."""
 
     number: int  # the server's
-    index: int  # as in `CurrentRequest`
     scope: int
     dim: int
 
@@ -261,7 +259,7 @@ def _read(clients: ClientTable, slot: int) -> int:
     collection = client.collections[request.collection_code]
     if request.dim != collection.dim:
         return _refuse(clients, _INVALID_REQUEST)
-    request.collection, request.index, request.scope = collection.number, collection.index, collection.scope
+    request.collection, request.scope = collection.number, collection.scope
     if request.filter_slot:
         cached = client.cached_filters[request.filter_slot - 1]
         # SYNC POINT: a filter's generation, see `filters.py`.

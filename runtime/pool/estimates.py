@@ -23,13 +23,12 @@ def class_of(t: Tables, entry: Entry) -> int:
         for number in range(MAX_CLASSES):
             t.classes[number].used = False
         t.class_count = 0
-    key = entry.index * 17 + entry.scope * 13 + entry.top_m * 31 + entry.search_width * 7 + entry.patience
+    key = entry.scope * 13 + entry.top_m * 31 + entry.search_width * 7 + entry.patience
     number = key % MAX_CLASSES
     found = t.classes[number]
     while found.used:
         if (
-            found.index == entry.index
-            and found.scope == entry.scope
+            found.scope == entry.scope
             and found.top_m == entry.top_m
             and found.search_width == entry.search_width
             and found.patience == entry.patience
@@ -37,7 +36,7 @@ def class_of(t: Tables, entry: Entry) -> int:
             return number
         number = (number + 1) % MAX_CLASSES
         found = t.classes[number]
-    found.used, found.index, found.scope, found.top_m = True, entry.index, entry.scope, entry.top_m
+    found.used, found.scope, found.top_m = True, entry.scope, entry.top_m
     found.search_width, found.patience = entry.search_width, entry.patience
     found.mean_extends, found.queries = entry.top_m / max(entry.search_width, 1) + 3.0, 0.0
     t.class_count += 1

@@ -122,18 +122,16 @@ def enqueue(loop: Loop, clients: ClientTable, vector: int, now: int) -> None:
     search.row, search.request_id = request.row, request.request_id
     search.enqueued_ns, search.received_ns = request.enqueued_ns, now
     search.begun_ns, search.slot = 0, -1
-    search.index, search.k = request.index, request.k
-    search.part_count = search.kept = 0
+    search.k = request.k
     in_place = request.kind == SEARCH_ARENA
     search.vector = vector if in_place else 0
     entry.top_m, entry.search_width = request.top_m, request.search_width
     entry.patience = request.patience
-    entry.index, entry.scope = request.index, request.scope
-    if request.scope >= 0:
-        scoped_search.bind_scope(loop, search, request.scope, now)
-    if search.index < 0 or search.k > entry.top_m or entry.search_width > loop.max_width:
+    entry.scope = request.scope
+    if request.scope < 0 or search.k > entry.top_m or entry.search_width > loop.max_width:
         _reject(loop, clients, number, _INVALID)
         return
+    scoped_search.bind_scope(loop, search, request.scope, now)
     if in_place and not scoped_search.is_whole_index(search):  # its client is being told: the host scans rows of parts
         _reject(loop, clients, number, _OVERLOADED)
         return

@@ -87,10 +87,10 @@ class PoolLoop:
         max_width: int,
         spin_ns: int = 0,
         clock: int = 0,
-        scopes: Scopes | None = None,
+        scopes: Scopes,
         resolver: FilterResolver[WaitingRequest] | None = None,
     ) -> None:
-        self._server, self._backend, self._scopes = server, backend, scopes or Scopes()
+        self._server, self._backend, self._scopes = server, backend, scopes
         tables = new_tables(policy)
         self._entries, slots = tables.entry_count, tables.engine_slots
         self.memory = Loop(

@@ -28,10 +28,9 @@ class Search(Record):
     received_ns: int
     begun_ns: int  # when it was admitted
     slot: int
-    index: int  # the one that is being searched, by the engine's number
     k: int
     vector: int  # its address in the arena; 0: it is in the entry's row of `vectors`
-    parts: Array[ScopePart]  # of its scope; 0: no scope
+    parts: Array[ScopePart]  # of its scope
     part_count: int
     part: int  # the one that is being searched
     kept: int  # results of the parts before

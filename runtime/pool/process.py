@@ -141,7 +141,7 @@ class Pool:
         key = engine_key(served.name, served.identity)
         live = self.live.find(key)
         assert live is not None, "it is in the catalogue"
-        return SessionCollection(number=live.scope, index=-1, scope=-1 if served.demanded else live.scope)
+        return SessionCollection(number=live.scope, scope=-1 if served.demanded else live.scope)
 
     def _measure(self, indexes: Mapping[str, GraphIndex], most: int) -> list[list[ExtendCost]]:
         """Measure extends over every collection. This also compiles the engine and faults in memory at start."""

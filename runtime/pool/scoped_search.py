@@ -22,30 +22,28 @@ def bind_scope(loop: Loop, search: Search, number: int, now: int) -> None:
     scope.used_ns = now
     search.parts, search.part_count, search.part = scope.parts, scope.part_count, 0
     search.kept = search.spent = 0
-    search.index = scope.parts[0].index
 
 
 @compiled
 def is_whole_index(search: Search) -> bool:
     """Whether a query is one for all rows of one index."""
-    return search.part_count == 0 or (search.part_count == 1 and search.parts[0].allowed == 0)
+    return search.part_count == 1 and search.parts[0].allowed == 0
 
 
 @compiled
 def admit(loop: Loop, number: int) -> int:
-    """Admit a query to a slot, with its collection or its scope's current part. Return the slot, below 0 on failure."""
+    """Admit a query to a slot, with its scope's current part. Return the slot, below 0 on failure."""
     entry, search, engine = loop.tables.entries[number], loop.searches[number], loop.engine
     admitted, vector = engine.admit_in_place, search.vector
     if vector == 0:
         admitted, vector = engine.admit, loop.vectors + number * loop.vector_bytes
     k, top_m, width, patience = search.k, entry.top_m, entry.search_width, entry.patience
-    slot = call(admitted, (engine.handle, vector, search.index, k, top_m, width, patience))
+    part = search.parts[search.part]
+    slot = call(admitted, (engine.handle, vector, part.index, k, top_m, width, patience))
     if slot < 0:
         return slot
-    if search.part_count:
-        part = search.parts[search.part]
-        if part.allowed:
-            call(engine.set_filter, (engine.handle, slot, part.allowed, part.passing))
+    if part.allowed:
+        call(engine.set_filter, (engine.handle, slot, part.allowed, part.passing))
     if engine.prioritize and entry.stage == PREFILL:
         call(engine.prioritize, (engine.handle, slot))
     search.slot = slot
@@ -60,8 +58,6 @@ def finish_part(loop: Loop, number: int, extends: int) -> int:
     Return CONTINUES if there is a next part, else the extends of all parts, or FAILED.
     """
     search, engine = loop.searches[number], loop.engine
-    if search.part_count == 0:
-        return extends
     search.spent += extends
     if search.part + 1 >= search.part_count:
         return search.spent
@@ -76,7 +72,6 @@ def finish_part(loop: Loop, number: int, extends: int) -> int:
     intrinsics.copy(kept, merged, 8 * search.kept)
     intrinsics.copy(kept + 8 * most, merged + 8 * most, 4 * search.kept)
     search.part += 1
-    search.index = search.parts[search.part].index
     return CONTINUES if admit(loop, number) >= 0 else FAILED
 
 

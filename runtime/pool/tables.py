@@ -23,11 +23,10 @@ _SIZE_CLASSES = 32
 class Entry(Record):
     """A query in the pool. Times are monotonic ns."""
 
-    # set by the caller of `policy.add`; the last five are the query class: all on which the number of extends depends
+    # set by the caller of `policy.add`; the last four are the query class: all on which the number of extends depends
     stage: int
     arrival_ns: int
     deadline_ns: int  # NEVER_NS: none
-    index: int
     scope: int
     top_m: int
     search_width: int
@@ -59,7 +58,6 @@ class QueryClass(Record):
     """How many extends the queries of one class took."""
 
     used: bool
-    index: int
     scope: int
     top_m: int
     search_width: int

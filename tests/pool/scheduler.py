@@ -168,7 +168,7 @@ def _add(
     number = queues.new_entry(t)
     entry = t.entries[number]
     entry.stage, entry.arrival_ns, entry.deadline_ns = stage, arrival, deadline
-    entry.index, entry.scope = collection, -1
+    entry.scope = collection
     entry.top_m, entry.search_width, entry.patience = top_m, width, patience
     verdict = policy.add(t, number, now)
     if verdict == policy.ACCEPTED:

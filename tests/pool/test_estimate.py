@@ -69,7 +69,7 @@ def test_an_outlier_from_a_lost_core_is_capped_at_four_times_the_estimate() -> N
 def _class_of(at: int, index: int, top_m: int, patience: int) -> int:
     t = tables_at(at)
     entry = t.entries[0]
-    entry.index, entry.scope = index, -1
+    entry.scope = index
     entry.top_m, entry.search_width, entry.patience = top_m, 4, patience
     return class_of(t, entry)
 

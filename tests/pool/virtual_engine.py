@@ -12,8 +12,10 @@ import numpy.typing as npt
 from gpu import SearchParams
 from gpu.slots import Collections
 from ipc import RingClient, SearchSpec, SessionServer, new_token, private_endpoint
+from ipc.ring.exchange import SessionCollection
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.table import WorkerTable
+from runtime.pool.collections.scopes import Part, Parts, Scopes
 from runtime.pool.loop_driver import PoolLoop
 from runtime.pool.loop_layout import IDLE
 from runtime.pool.settings import Policy
@@ -103,9 +105,12 @@ class VirtualPool:
         self.queries, self._sent = queries, 0
         self.table = WorkerTable.create("pool", "pool-0", NodeConfig().slo)
         self._stack.callback(self.table.close)
+        scopes = Scopes()
+        scope = scopes.add_collection(Parts([Part(0, None, 0)]))
         self.server = SessionServer(
-            private_endpoint("trinity-test", new_token()), {"docs": 1}, epoch=1, ring_slots=8192
-        )
+            private_endpoint("trinity-test", new_token()), {"docs": 1}, epoch=1, ring_slots=8192,
+            searches=lambda _: SessionCollection(number=scope, scope=scope),
+        )  # fmt: skip
         self._stack.callback(self.server.close)
         self.engine = VirtualEngine(queries, fixed, each, query)
         self.engine.arrive = self._arrive
@@ -113,7 +118,7 @@ class VirtualPool:
         self._callbacks = Callbacks(called, _Collection())
         self.loop = PoolLoop(
             policy, self.server, self._callbacks.backend(), self.table,
-            max_dim=1, max_width=8, clock=int(self.engine.clock.ctypes.data),
+            max_dim=1, max_width=8, clock=int(self.engine.clock.ctypes.data), scopes=scopes,
         )  # fmt: skip
         for active in (1, 2, 4, 8, 16) * 4:
             self.loop.learn_extend(active, fixed + each * active)

@@ -158,7 +158,7 @@ def _arrive(s: State, number: int) -> None:
     query.state, query.enqueued_ns, query.entry = IN_POOL, now - s.ring_ns, queues.new_entry(t)
     entry = t.entries[query.entry]
     entry.stage, entry.arrival_ns, entry.deadline_ns = query.stage, now, query.deadline_ns
-    entry.index = entry.scope = entry.patience = 0
+    entry.scope = entry.patience = 0
     entry.top_m, entry.search_width = query.top_m, s.search_width
     pool.members[query.entry].query = number
     verdict = policy.add(t, query.entry, now)
