@@ -29,8 +29,8 @@ from runtime.simulator.roles import Roles
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.decode import SimDecode
 from runtime.simulator.stages.decode_batches import MOST_STEPS, Batches
-from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.pool import Pools, slots_of
+from runtime.simulator.stages.pool_tables import Gpu
 from runtime.simulator.stages.prefill import SimPrefill
 from runtime.simulator.stages.request import FINISHED, SimRequest
 from runtime.simulator.traces import Arrival
@@ -58,7 +58,6 @@ class Simulation:
         self.requests: list[SimRequest] = []
         self.refused: dict[str, int] = {}
         self._ended = 0
-        self._draining = False
         self._samples: list[Sample] = []
         self._timeout_ns = ns(setup.config.http.request_timeout_s)
         self._timeouts: Timeouts[SimRequest] = Timeouts(self.events, self._timeout_ns, self._expire)
@@ -99,7 +98,7 @@ class Simulation:
         slowdown = setup.times.extend_shared
         workers: dict[Stage, int] = {"prefill": config.prefill.workers, "decode": config.decode.workers}
         gpus = {
-            stage: [Gpu(slowdown if stage in coupled else 1.0) for _ in range(count)]
+            stage: [Gpu(slowdown=slowdown if stage in coupled else 1.0) for _ in range(count)]
             for stage, count in workers.items()
         }
         stages = pool_stages(config.pool, workers)
@@ -163,7 +162,7 @@ class Simulation:
             decode_prompt_tokens=sum(worker.decode_prompt_tokens for worker in prefills),
             prompts=len(self.requests),
             row_s=sum(worker.row_ns - worker.batch.stall_ns for worker in decodes) / 1e9,
-            tokens=sum(worker.batch.tokens for worker in decodes),
+            tokens=sum(worker.batch.worker.tokens for worker in decodes),
             slo_requests=self._judged,
             slo_violations=self._missed,
             prefill_waiting=sum(worker.queued for worker in prefills),
@@ -196,11 +195,6 @@ class Simulation:
             with _gc_disabled():
                 self.events.run()
         return Result.of(self._setup, self._arrivals, self.requests, self.refused, self._samples, self._use())
-
-    def drain(self) -> None:
-        """After `run`: process the remaining events of requests that have ended."""
-        self._draining = True
-        self.events.run()
 
     def _plan_arrival(self, i: int) -> None:
         self.events.at(ns(self._arrivals[i].at_s), lambda: self._arrive(i))
@@ -263,13 +257,16 @@ class Simulation:
 
     # ---- control and samples
 
+    def _repeat(self, after_s: float, action: Callable[[], None]) -> None:
+        """Plan `action`, until all requests have ended."""
+        if self._ended < len(self._arrivals):
+            self.events.after(ns(after_s), action)
+
     def _control(self) -> None:
-        if self._draining:
-            return
         now_s = self.events.now_ns / 1e9
         if self._law.update(now_s, self._meter.update(now_s, self._readings())):
             self._set_knobs()
-        self.events.after(ns(INTERVAL_S), self._control)
+        self._repeat(INTERVAL_S, self._control)
 
     def _set_knobs(self) -> None:
         for pool in self.pools:
@@ -282,28 +279,26 @@ class Simulation:
             link_busy_s=sum(decode.link_busy_ns for decode in decodes) / 1e9,
             row_s=sum(decode.row_ns for decode in decodes) / 1e9,
             stall_s=sum(decode.batch.stall_ns for decode in decodes) / 1e9,
-            tokens=sum(decode.batch.tokens for decode in decodes),
-            wait_counts=[sum(bucket) for bucket in zip(*(pool.wait_counts for pool in self.pools), strict=True)],
+            tokens=sum(decode.batch.worker.tokens for decode in decodes),
+            wait_counts=[sum(bucket) for bucket in zip(*(pool.waits.tolist() for pool in self.pools), strict=True)],
         )
 
     def _sample(self) -> None:
-        if self._draining:
-            return
         prefills, decodes = self.prefills.values(), self.decodes.values()
         self._samples.append(
             Sample(
                 at_s=self.events.now_ns / 1e9,
-                reserve=self.pools[0].reserve,
+                reserve=self.pools[0].tables.reserve,
                 flush_prefill_s=self._law.flush_prefill_s,
                 pool_prefill=sum(pool.waiting[0] for pool in self.pools),
                 pool_decode=sum(pool.waiting[1] for pool in self.pools),
                 prefill=sum(prefill.queued for prefill in prefills),
                 offers=sum(len(decode.offers) for decode in decodes),
                 rows=sum(decode.rows for decode in decodes),
-                stalled=sum(decode.batch.stalled for decode in decodes),
+                stalled=sum(decode.batch.worker.stalled for decode in decodes),
             )
         )
-        self.events.after(ns(self._setup.sample_s), self._sample)
+        self._repeat(self._setup.sample_s, self._sample)
 
     def _use(self) -> dict[str, float]:
         """Return busy shares over the run, and counters."""
@@ -312,17 +307,17 @@ class Simulation:
         row_ns = sum(decode.row_ns for decode in decodes)
         return {
             "prefill": sum(worker.busy_ns for worker in prefills) / span / max(len(prefills), 1),
-            "decode": sum(worker.batch.busy_ns for worker in decodes) / span / max(len(decodes), 1),
+            "decode": sum(worker.batch.worker.busy_ns for worker in decodes) / span / max(len(decodes), 1),
             "decode_slots": row_ns / span / max(len(decodes) * self._setup.config.decode.slots, 1),
             "link": sum(worker.link_busy_ns for worker in decodes) / span / max(len(decodes), 1),
-            "pool": sum(pool.busy_ns for pool in self.pools) / span / max(len(self.pools), 1),
-            "pool_slots": sum(pool.slot_steps for pool in self.pools) / 1.0,
+            "pool": sum(pool.counters.busy_ns for pool in self.pools) / span / max(len(self.pools), 1),
+            "pool_slots": sum(pool.counters.member_steps for pool in self.pools) / 1.0,
             "prefix_hits": sum(request.found_tokens for request in self.requests)
             / max(sum(request.arrival.prompt_tokens for request in self.requests), 1),
             "by_decode": float(sum(request.by_decode for request in self.requests)),
             "stall": sum(decode.batch.stall_ns for decode in decodes) / max(row_ns, 1),
-            "queries": float(sum(pool.served for pool in self.pools)),
-            "probes": float(sum(decode.batch.probes for decode in decodes)),
+            "queries": float(sum(pool.counters.served for pool in self.pools)),
+            "probes": float(sum(decode.batch.worker.probes for decode in decodes)),
             "changes": float(self._law.changes),
             "span_s": span / 1e9,
             "moves": float(self._roles.moves),

@@ -11,8 +11,8 @@ from runtime.node.config import NodeConfig
 from runtime.pool.settings import policy_of
 from runtime.pool.tables import NEVER_NS
 from runtime.simulator.events import Events
-from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.pool import Pools, slots_of
+from runtime.simulator.stages.pool_tables import Gpu
 from runtime.simulator.times.service import ServiceTimes
 
 

@@ -61,11 +61,11 @@ def test_every_request_ends_exactly_once_and_releases_everything(
     assert "" not in result.outcomes
     assert len(ends) == len(set(ends)) == len(simulation.requests)
     assert simulation.router.in_flight == 0
-    simulation.drain()
+    simulation.events.run()
     assert all(worker.free == worker.slots for worker in simulation.prefills.values())
     assert all(worker.free == worker.slots for worker in simulation.decodes.values())
     for pool in simulation.pools:
-        assert pool.empty
+        assert not pool.counters.queries
         assert not any(pool.waiting)
 
 

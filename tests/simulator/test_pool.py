@@ -8,8 +8,8 @@ import pytest
 from runtime.node.worker_config import PoolSection
 from runtime.pool.settings import Policy
 from runtime.simulator.events import Events
-from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.pool import Pools
+from runtime.simulator.stages.pool_tables import Gpu
 from runtime.simulator.times.service import ServiceTimes
 
 TIMES = ServiceTimes(extend_s=20e-6, extend_slot_s=60e-6, query_s=0.0, round_s=0.0, wake_s=0.0, ring_s=0.0, embed_s=0.0)
@@ -56,8 +56,8 @@ def test_the_model_is_charged_for_concurrent_extends_even_after_queries_left_a_r
     harness.events.run()
     assert sorted(harness.answered_us) == [2, 3, 4, 5, 40, 41]
     (pool,) = harness.pools.pools
-    assert gpu.take_debt_ns() == pytest.approx(pool.busy_ns / 2, rel=1e-6)
-    assert pool.slot_steps == 2 + 3 + 4 + 5 + 40 + 41
+    assert gpu.debt_ns == pytest.approx(pool.counters.busy_ns / 2, rel=1e-6)
+    assert pool.counters.member_steps == 2 + 3 + 4 + 5 + 40 + 41
 
 
 def test_arrivals_during_the_last_extend_of_a_query_get_its_slot_afterwards() -> None:
@@ -72,7 +72,7 @@ def test_queries_use_the_pools_of_a_group_round_robin() -> None:
     harness = PoolHarness(Gpu(), pools=3)
     harness.submit(*range(10, 22))
     harness.events.run()
-    assert [pool.served for pool in harness.pools.pools] == [4, 4, 4]
+    assert [pool.counters.served for pool in harness.pools.pools] == [4, 4, 4]
 
 
 def test_more_concurrent_queries_than_the_initial_capacity_are_all_answered() -> None:
@@ -93,4 +93,4 @@ def test_a_cancelled_query_is_never_answered_whether_in_flight_waiting_or_active
         harness.events.at(at_ns, partial(harness.pools.cancel, number))
     harness.events.run()
     assert sorted(harness.answered_us) == [50]
-    assert harness.pools.pools[0].empty
+    assert not harness.pools.pools[0].counters.queries

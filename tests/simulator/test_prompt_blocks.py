@@ -91,7 +91,7 @@ def test_every_request_ends_once_and_all_blocks_are_freed(
     simulation = Simulation(made, talks(40, rate))
     result = simulation.run()
     assert sum(result.outcomes.values()) == 40
-    simulation.drain()
+    simulation.events.run()
     workers: list[SimPrefill | SimDecode] = [*simulation.prefills.values(), *simulation.decodes.values()]
     for worker in workers:
         assert worker.free == worker.slots

@@ -73,7 +73,7 @@ def test_littles_law_holds_for_the_rows_of_decode_and_the_requests_of_the_node()
 def test_littles_law_holds_for_the_waits_of_the_pool() -> None:
     simulation = Simulation(replace(setup(slot_s=1.5e-4), sample_s=0.01), poisson(600, 9.0))
     result = simulation.run()
-    waited_s = sum(pool.wait_ns for pool in simulation.pools) / 1e9
+    waited_s = sum(pool.counters.waited_ns for pool in simulation.pools) / 1e9
     sampled = sum(s.pool_prefill + s.pool_decode for s in result.samples) / len(result.samples)
     assert sampled == pytest.approx(waited_s / (simulation.events.now_ns / 1e9), rel=0.1, abs=0.02)
 
@@ -96,7 +96,7 @@ def test_every_query_takes_its_extends_and_every_token_a_step() -> None:
     simulation = Simulation(setup(), arrivals)
     result = simulation.run()
     assert result.outcomes == {"finished": 300}
-    tokens = sum(decode.batch.tokens for decode in simulation.decodes.values())
+    tokens = sum(decode.batch.worker.tokens for decode in simulation.decodes.values())
     assert tokens == sum(arrival.output_tokens for arrival in arrivals)
     probes = sum((arrival.output_tokens - 1) // 32 for arrival in arrivals)
     assert result.use["probes"] == probes

@@ -29,7 +29,7 @@ def test_every_request_ends_once_and_all_blocks_are_freed(
     workload = replace(made.workload, probe_every_tokens=every, probe_hit=0.5)
     simulation = Simulation(replace(made, config=replace(made.config, http=http), workload=workload), poisson(40, rate))
     assert sum(simulation.run().outcomes.values()) == 40
-    simulation.drain()
+    simulation.events.run()
     for decode in simulation.decodes.values():
         assert (decode.free, decode.free_blocks) == (decode.slots, blocks)
 

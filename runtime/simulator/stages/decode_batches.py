@@ -11,9 +11,8 @@ from runtime.node.worker_config import DecodeSection
 from runtime.simulator.events import Events, ns
 from runtime.simulator.stages import decode_core as core
 from runtime.simulator.stages import decode_tables as at
-from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.pool import Pools
-from runtime.simulator.stages.pool_tables import Share
+from runtime.simulator.stages.pool_tables import Gpu
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.workload import Workload
 
@@ -90,7 +89,7 @@ class Batches:
         for number, (gpu, _, _) in enumerate(workers):
             self._state.workers[number] = self._workers[number]
             if gpu.slowdown > 1.0:
-                self._state.workers[number].share = array_from(Share, address_of(gpu.share))
+                self._state.workers[number].gpu = array_from(Gpu, address_of(gpu))
         self.handle = address_of(self._state)
         self._ensure_capacity()
         events.source = self
@@ -139,18 +138,18 @@ class Batches:
 
 
 class Batch:
-    """The batch of one decode worker. `decode_core` implements its rows."""
+    """The batch of one decode worker, with its counters. `decode_core` implements its rows."""
 
     def __init__(
         self, events: Events, pools: Pools, handle: int, state: at.State, number: int, most_steps: int
     ) -> None:
         self._events, self._pools, self._handle, self._number = events, pools, handle, number
         self.most_steps = most_steps  # in one run
-        self._worker, self._rows = state.workers[number], state.rows
+        self.worker, self._rows = state.workers[number], state.rows
 
     def call_between_runs(self, always: bool) -> None:
         """Set whether `between` is called between every two runs, not only when rows have ended."""
-        self._worker.callback = always
+        self.worker.callback = always
 
     def add_row(self, prompt: int, output: int, *, expired: bool) -> int:
         """Add a row with its KV and first token. Return the row, or -1 if it has ended."""
@@ -183,42 +182,18 @@ class Batch:
 
     def delay_next_step(self, seconds: float) -> None:
         """Add time to the next step."""
-        self._worker.extra_s += seconds
-
-    @property
-    def appended(self) -> int:
-        """Passage tokens in the next step."""
-        return self._worker.appended
+        self.worker.extra_s += seconds
 
     def __len__(self) -> int:
-        return self._worker.members.count
+        return self.worker.members.count
 
     @property
     def joining(self) -> int:
         """Number of pending rows."""
-        return self._worker.joining.count
-
-    # ---- counters
-
-    @property
-    def busy_ns(self) -> int:
-        return self._worker.busy_ns
-
-    @property
-    def tokens(self) -> int:
-        return self._worker.tokens
-
-    @property
-    def probes(self) -> int:
-        return self._worker.probes
-
-    @property
-    def stalled(self) -> int:
-        """Number of rows that wait for a probe."""
-        return self._worker.stalled
+        return self.worker.joining.count
 
     @property
     def stall_ns(self) -> int:
         """Total time of stalled rows up to now."""
         core.add_stall_time(self._handle, self._number, self._events.now_ns)
-        return self._worker.stall_ns
+        return self.worker.stall_ns

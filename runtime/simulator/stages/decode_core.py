@@ -135,10 +135,10 @@ def _join_pending(s: State, worker: Worker) -> None:
 @compiled
 def _begin_run(s: State, pools: int, worker: Worker, now: int, most: int) -> None:
     extra_ns, members = 0, worker.members.count
-    if worker.share:
-        share = worker.share[0]
-        share.model_busy = members > 0
-        extra_ns, share.debt_ns = share.debt_ns, 0
+    if worker.gpu:
+        gpu = worker.gpu[0]
+        gpu.model_busy = members > 0
+        extra_ns, gpu.debt_ns = gpu.debt_ns, 0
     if worker.extra_s:
         extra_ns += round(worker.extra_s * 1e9)
         worker.extra_s = 0.0

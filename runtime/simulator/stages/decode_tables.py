@@ -1,7 +1,7 @@
 """Records of all simulated decode workers, for compiled code (`step_batch`, `decode_core`)."""
 
 from ipc.native.records import Array, Record, record, record_at
-from runtime.simulator.stages.pool_tables import Share, compiled
+from runtime.simulator.stages.pool_tables import Gpu, compiled
 
 RUN_ENDS, VECTOR, TIMEOUT = range(3)  # kinds of events; subject: a worker, a row, a worker
 
@@ -62,7 +62,7 @@ class Worker(Record):
     due_last: int
     timeout_planned: bool
     callback: bool  # Python is called between every two runs (`decode`)
-    share: Array[Share]  # with the pool on the same GPU, if any
+    gpu: Array[Gpu]  # with the pool on the same GPU, if any
     group: int  # of pools
     drawn: Array[float]  # random numbers for probe hits
     drawn_used: int

@@ -17,7 +17,6 @@ from runtime.pool.tables import DECODE, NEVER_NS, PREFILL, Tables, new_tables, t
 from runtime.simulator.events import NEXT, Events, ns
 from runtime.simulator.stages import pool_core as core
 from runtime.simulator.stages import pool_tables as at
-from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.times.service import ServiceTimes
 
 _MOST_SLOTS = 512
@@ -49,13 +48,8 @@ class SimPool:
         for active in (1, 2, 4, 8) * 4:  # a real pool measures this before its first query
             _learn(address_of(self.tables), float(active), (times.extend_time_s(active) + times.round_s) * 1e9)
         self.members = new_array(at.Member, self.tables.entry_count)
-        self.waits = np.zeros(len(_WAIT.buckets) + 1)
-        self.fields = at.Pool()
-
-    @property
-    def reserve(self) -> float:
-        """The reserve r."""
-        return self.tables.reserve
+        self.waits = np.zeros(len(_WAIT.buckets) + 1)  # of prefill queries for a slot, in the buckets of their metric
+        self.counters = at.Pool()
 
     @property
     def waiting(self) -> tuple[int, int]:
@@ -65,35 +59,6 @@ class SimPool:
     def set_knobs(self, reserve: float, flush_prefill_s: float) -> None:
         """Set the reserve r and the flush timeout τ_pre."""
         self.tables.reserve, self.tables.flush_prefill_ns = reserve, ns(flush_prefill_s)
-
-    @property
-    def wait_counts(self) -> list[float]:
-        """Histogram of prefill queries' waits for a slot, in the buckets of their metric."""
-        counts: list[float] = self.waits.tolist()
-        return counts
-
-    @property
-    def wait_ns(self) -> int:
-        """Total wait of all queries for a slot."""
-        return self.fields.waited_ns
-
-    @property
-    def busy_ns(self) -> int:
-        return self.fields.busy_ns
-
-    @property
-    def slot_steps(self) -> int:
-        """Sum of active queries over all extends."""
-        return self.fields.member_steps
-
-    @property
-    def served(self) -> int:
-        return self.fields.served
-
-    @property
-    def empty(self) -> bool:
-        """Whether no query waits or has a slot."""
-        return not self.fields.queries
 
 
 class Pools:
@@ -107,7 +72,7 @@ class Pools:
         events: Events,
         times: ServiceTimes,
         limits: PoolSection,
-        pools: Sequence[tuple[Policy, Gpu]],
+        pools: Sequence[tuple[Policy, at.Gpu]],
         random: Random,
         *,
         capacity: int = _CAPACITY,
@@ -139,16 +104,15 @@ class Pools:
             self._state.pools[number] = at.Pool(
                 tables=array_from(Tables, address_of(pool.tables)),
                 members=pool.members,
-                share=array_from(at.Share, address_of(gpu.share)),
+                gpu=array_from(at.Gpu, address_of(gpu)),
                 waits=array_over(float, pool.waits),
-                slowdown=gpu.slowdown,
                 round_s=times.round_s,
                 query_s=times.query_s,
                 wake_ns=ns(times.wake_s),
                 end_ns=NEVER_NS,
                 idle=True,
             )
-            pool.fields = self._state.pools[number]
+            pool.counters = self._state.pools[number]
         self._groups: list[Array[int]] = []
         self._draw_extends()
         events.source = self

@@ -242,7 +242,7 @@ def _finish_run(s: State, pool: Pool, steps: int) -> None:
     pool.taken += steps
     policy.advance(t, t.active[PREFILL].count, active, steps, steps * pool.each_ns)
     if pool.shared:
-        pool.share[0].debt_ns += steps * round(s.extend_s[active] * 1e9)
+        pool.gpu[0].debt_ns += steps * round(s.extend_s[active] * 1e9)
 
 
 @compiled
@@ -286,8 +286,9 @@ def _plan_run(s: State, pool: Pool) -> None:
     if active == 0:
         pool.idle, pool.end_ns = True, NEVER_NS
         return
-    pool.shared = pool.slowdown > 1.0 and pool.share[0].model_busy
-    slowdown = pool.slowdown if pool.shared else 1.0
+    gpu = pool.gpu[0]
+    pool.shared = gpu.slowdown > 1.0 and gpu.model_busy
+    slowdown = gpu.slowdown if pool.shared else 1.0
     pool.each_ns = max(round((s.extend_s[active] * slowdown + pool.round_s) * 1e9), 1)
     steps = NEVER_NS if pool.queries <= active else -(-_POLICY_INTERVAL_NS // pool.each_ns)
     for stage in range(2):

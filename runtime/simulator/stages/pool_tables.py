@@ -43,9 +43,12 @@ class Member(Record):
 
 
 @record
-class Share(Record):
-    """What a model and a pool on one GPU know of each other."""
+class Gpu(Record):
+    """A GPU that a model and a pool may share. While the model is busy, an extend takes `slowdown` times as long, and
+    its unshared time is added to the model's next pass (time slicing). With one tenant (at most 1) there is no cost.
+    """
 
+    slowdown: float
     model_busy: bool
     debt_ns: int  # time of extends to be added to the model's next pass
 
@@ -57,9 +60,8 @@ class Pool(Record):
 
     tables: Array[Tables]  # one
     members: Array[Member]  # by entry
-    share: Array[Share]  # one
+    gpu: Array[Gpu]  # one
     waits: Array[float]  # prefill queries' waits for a slot, by bucket
-    slowdown: float  # factor of an extend while the model is busy
     round_s: float
     query_s: float
     wake_ns: int  # from an arrival at an idle pool to its first extend

@@ -13,7 +13,7 @@ from runtime.serving.messages import Report
 from runtime.serving.prefill.job import Disaggregation, virtual_deadline_ns
 from runtime.simulator.events import Events, ns
 from runtime.simulator.kv.prompt_blocks import PromptBlocks
-from runtime.simulator.stages.gpu import Gpu
+from runtime.simulator.stages.pool_tables import Gpu
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
 
@@ -158,7 +158,7 @@ class SimPrefill:
             budget -= tokens
         seconds += self._times.prefill_pass_s
         self._disaggregation.record_pass(self._chunk_tokens - budget, seconds)
-        took = ns(seconds) + self._gpu.take_debt_ns()
+        took, self._gpu.debt_ns = ns(seconds) + self._gpu.debt_ns, 0
         self.busy_ns += took
         self._pass_end_ns = self._events.now_ns + took
         self._events.after(took, partial(self._finish_pass, chunks))
