@@ -13,8 +13,8 @@ class CpuEngine(Engine):
     """An engine over indexes in host memory.
 
     collections: the indexes by name. slots: size of the running batch, 1..4096. max_top_m, max_k, max_search_width:
-    limits of a query's parameters. All memory is allocated in the constructor (`state_bytes`; `BatchState` has the
-    breakdown). Raises InvalidParams.
+    limits of a query's parameters. All memory is allocated in the constructor (see `BatchState`). Raises
+    InvalidParams.
     """
 
     def __init__(
@@ -38,11 +38,6 @@ class CpuEngine(Engine):
         )  # fmt: skip
         self._start(functions, SlotTable(slots))
         self._point_handle()
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the slots' state, without the indexes."""
-        return self._state.nbytes
 
     def _point_handle(self) -> None:
         ids = [None if data is None else data.ids for data in self._collections.data]

@@ -12,7 +12,7 @@ from gpu.cpu.tables import Batch, Collection, Encoding, Slot, handle_of, kind_of
 from gpu.index.data import IndexData
 from gpu.index.rows import aligned_empty, metric_transform, padded
 from gpu.params import SearchParams
-from ipc.native.records import new_array, sizeof
+from ipc.native.records import new_array
 
 _MIN_VISITED_BITS, _MAX_VISITED_BITS = 9, 15
 _PARENTS_A_NODE = 4  # visited-table entries per entry of top_m, with neighbour codes
@@ -126,13 +126,6 @@ class BatchState:
             ours.slots[slot] = theirs.slots[slot]
             ours.slots[slot].query = address
         ours.active[:count] = theirs.active[:count]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        indexes, slots = self.batch.collection_count, len(self.batch.active)
-        records = indexes * (sizeof(Collection) + sizeof(Encoding)) + slots * sizeof(Slot)
-        return records + sum(array.nbytes for array in self.batch.arrays)
 
     def parameters(self, collection: int, params: SearchParams) -> Slot:
         """Return a slot with the parameters of a query."""

@@ -73,11 +73,6 @@ class BatchMemory:
         self.commands = commands.view.view(layout.COMMAND)
         self.commands_address = commands.address
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the indexes in device memory."""
-        return sum(uploaded.nbytes for uploaded in self._uploaded.values())
-
     def head(self, slot: int) -> npt.NDArray[np.uint32]:
         """Return the SLOT of a staged line."""
         return self.lines[slot, : layout.SLOT.itemsize].view(np.uint32)

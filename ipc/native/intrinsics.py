@@ -49,17 +49,6 @@ def store_release(_typing: Any, _address: Any, _value: Any) -> Any:
 
 
 @_intrinsic
-def store(_typing: Any, _address: Any, _value: Any) -> Any:
-    """Store a word."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        builder.store(args[1], _pointer(builder, args[0]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@_intrinsic
 def copy(_typing: Any, _target: Any, _source: Any, _count: Any) -> Any:
     """Copy `count` bytes from `source` to `target`."""
 

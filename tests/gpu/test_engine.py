@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from gpu import (
-    CpuEngine,
     Engine,
     GraphIndex,
     InvalidParams,
@@ -153,12 +152,6 @@ def test_engine_limits_are_validated(backend: Backend, index: GraphIndex) -> Non
         backend.engine({"docs": index}, max_top_m=5000),
     ):
         pass
-
-
-def test_the_cpu_engine_s_state_is_bounded_and_reported(index: GraphIndex) -> None:
-    one, two = (CpuEngine({"docs": index}, slots=slots).state_bytes for slots in (8, 16))
-    per_slot = (two - one) / 8
-    assert 512 * 8 < per_slot < 512 * (8 + 12) + 4 * 2**15 + 8 * 8 * 32 + 6 * DIM + 1000
 
 
 def test_two_indexes_of_different_dims_and_dtypes_share_the_slots(backend: Backend, index: GraphIndex) -> None:
