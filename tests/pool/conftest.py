@@ -137,3 +137,21 @@ def serve(make_pool: MakePool, make_client: MakeClient) -> MakeServed:
         return Served(plan, pools, attached(make_client(plan)))
 
     return start
+
+
+@pytest.fixture
+def two(collection: Path, make_pool: MakePool) -> tuple[NodePlan, list[InProcessPool]]:
+    """Two running pools of one plan."""
+    plan = plan_of(collection, workers=2, ring_slots=64)
+    return plan, [make_pool(plan, f"pool-{number}").start() for number in range(2)]
+
+
+@pytest.fixture
+def pools(two: tuple[NodePlan, list[InProcessPool]]) -> list[InProcessPool]:
+    return two[1]
+
+
+@pytest.fixture
+def client(two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient) -> SearchClient:
+    """A client of the two pools."""
+    return attached(make_client(two[0]))

@@ -24,18 +24,9 @@ from tests.pool.client_helpers import Vectors, attached, collect
 from tests.pool.conftest import MakeClient, MakePool, MakeServed
 
 
-@pytest.fixture
-def two(collection: Path, make_pool: MakePool) -> tuple[NodePlan, list[InProcessPool]]:
-    """Two running pools of one plan."""
-    plan = plan_of(collection, workers=2, ring_slots=64)
-    return plan, [make_pool(plan, f"pool-{number}").start() for number in range(2)]
-
-
 def test_queries_are_distributed_round_robin_and_answers_equal_the_index(
-    two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors, index: GraphIndex
+    pools: list[InProcessPool], client: SearchClient, queries: Vectors, index: GraphIndex
 ) -> None:
-    plan, pools = two
-    client = attached(make_client(plan))
     tickets = [client.submit(query, 4, collection="docs", top_m=32, search_width=2) for query in queries]
     found = collect(client, len(queries))
     ids, distances = index.search(queries, 4, top_m=32, search_width=2)
@@ -67,9 +58,8 @@ def test_a_client_prefers_its_coupled_pool_and_uses_another_when_it_is_down(
 
 
 def test_search_waits_for_its_own_result_and_keeps_others(
-    two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors, index: GraphIndex
+    client: SearchClient, queries: Vectors, index: GraphIndex
 ) -> None:
-    client = attached(make_client(two[0]))
     tickets = [client.submit(query, 3, collection="docs") for query in queries[:5]]
     result = client.search(queries[5], 3, stage="decode")
     assert result.ids.tolist() == index.search(queries[5:6], 3, top_m=64, search_width=4)[0][0].tolist()
@@ -77,10 +67,8 @@ def test_search_waits_for_its_own_result_and_keeps_others(
 
 
 def test_a_dead_pools_queries_are_retried_elsewhere(
-    two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
+    pools: list[InProcessPool], client: SearchClient, queries: Vectors
 ) -> None:
-    plan, pools = two
-    client = attached(make_client(plan))
     with pools[0].held():
         tickets = [client.submit(query, 4, collection="docs") for query in queries[:20]]
         answered = collect(client, 10)
@@ -206,10 +194,8 @@ def test_a_vector_that_is_too_long_is_refused_with_its_norm_and_the_limit(
 
 
 def test_a_cancelled_query_is_not_retried_when_its_pool_dies(
-    two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
+    pools: list[InProcessPool], client: SearchClient, queries: Vectors
 ) -> None:
-    plan, pools = two
-    client = attached(make_client(plan))
     with pools[0].held(), pools[1].held():
         tickets = [client.submit(query, 3, collection="docs") for query in queries[:4]]
         for ticket in tickets:
@@ -221,11 +207,7 @@ def test_a_cancelled_query_is_not_retried_when_its_pool_dies(
     assert sum(isinstance(result.error, WorkerLost) for result in found.values()) == 2
 
 
-def test_a_draining_pool_is_skipped(
-    two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
-) -> None:
-    plan, pools = two
-    client = attached(make_client(plan))
+def test_a_draining_pool_is_skipped(pools: list[InProcessPool], client: SearchClient, queries: Vectors) -> None:
     with pools[0].held():
         pools[0].pool.drain()
     tickets = [client.submit(query, 3, collection="docs") for query in queries[:6]]
@@ -262,10 +244,7 @@ def test_a_query_without_a_deadline_that_no_pool_accepts_is_unavailable(
         client.search(queries[0], 3)
 
 
-def test_a_closed_client_rejects_calls_and_does_not_attach(
-    two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
-) -> None:
-    client = attached(make_client(two[0]))
+def test_a_closed_client_rejects_calls_and_does_not_attach(client: SearchClient, queries: Vectors) -> None:
     client.close()
     calls = (
         lambda: client.search(queries[0], 3),

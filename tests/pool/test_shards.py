@@ -9,23 +9,16 @@ import pytest
 from gpu import GraphIndex
 from runtime.errors import CollectionError, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
 from runtime.node.metrics.worker_metrics import PoolMetrics
-from runtime.node.placement.plan import NodePlan
-from runtime.testing.pool import InProcessPool, plan_of
+from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import Vectors, attached, collect, exact
-from tests.pool.conftest import MakeClient, MakePool
-
-
-def pools_of(plan: NodePlan, make_pool: MakePool) -> list[InProcessPool]:
-    return [make_pool(plan, worker.name).start() for worker in plan.of_role("pool")]
+from tests.pool.conftest import MakeClient, MakePool, MakeServed
 
 
 def test_results_of_all_shards_are_merged_in_order_with_global_ids(
-    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
+    split: Path, serve: MakeServed, queries: Vectors, index: GraphIndex
 ) -> None:
-    plan = plan_of(split, shards=2, workers=2)
-    pools_of(plan, make_pool)
-    client = attached(make_client(plan))
+    client = serve(split, shards=2, workers=2).client
     batch = client.search_batch(queries, 5, top_m=200).checked()
     assert batch.ids.tolist() == exact(index, queries, 5)
     assert (np.diff(batch.distances) >= 0).all()
@@ -34,25 +27,21 @@ def test_results_of_all_shards_are_merged_in_order_with_global_ids(
     assert min(one.extends, one.search_ns) > 0
 
 
-def test_a_query_goes_to_one_replica_of_each_shard(
-    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
-) -> None:
-    plan = plan_of(split, shards=2, workers=4)
-    pools = pools_of(plan, make_pool)
-    client = attached(make_client(plan))
+def test_a_query_goes_to_one_replica_of_each_shard(split: Path, serve: MakeServed, queries: Vectors) -> None:
+    served = serve(split, shards=2, workers=4)
+    pools, client = served.pools, served.client
     tickets = [client.submit(query, 3, collection="docs") for query in queries[:20]]
     assert sorted(collect(client, 20)) == tickets
-    served = [pool.metric(PoolMetrics.QUERIES["prefill"]) for pool in pools]
-    assert [served[0] + served[2], served[1] + served[3]] == [20, 20]
-    assert min(served) > 0
+    counts = [pool.metric(PoolMetrics.QUERIES["prefill"]) for pool in pools]
+    assert [counts[0] + counts[2], counts[1] + counts[3]] == [20, 20]
+    assert min(counts) > 0
 
 
 def test_a_lost_shards_query_is_retried_at_its_replica(
-    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
+    split: Path, serve: MakeServed, queries: Vectors, index: GraphIndex
 ) -> None:
-    plan = plan_of(split, shards=2, workers=4)
-    pools = pools_of(plan, make_pool)
-    client = attached(make_client(plan))
+    served = serve(split, shards=2, workers=4)
+    pools, client = served.pools, served.client
     with pools[1].held():
         tickets = [client.submit(query, 3, collection="docs", top_m=200) for query in queries[:12]]
         pools[1].die()
@@ -61,27 +50,25 @@ def test_a_lost_shards_query_is_retried_at_its_replica(
 
 
 def test_a_shard_that_restarts_in_time_completes_waiting_answers(
-    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
+    split: Path, make_pool: MakePool, serve: MakeServed, queries: Vectors, index: GraphIndex
 ) -> None:
-    plan = plan_of(split, shards=2, workers=2)
-    pools = pools_of(plan, make_pool)
-    client = attached(make_client(plan))
+    served = serve(split, shards=2, workers=2)
+    pools, client = served.pools, served.client
     with pools[1].held():
         tickets = [client.submit(query, 3, collection="docs", top_m=200) for query in queries[:6]]
         pools[1].die()
     tickets += [client.submit(query, 3, collection="docs", top_m=200) for query in queries[6:12]]
     until(lambda: client.statistics().waiting == 12, client.dispatcher.collect)
-    make_pool(plan, "pool-1", epoch=2).start()
+    make_pool(served.plan, "pool-1", epoch=2).start()
     found = collect(client, 12)
     assert [found[ticket].checked().ids.tolist() for ticket in tickets] == exact(index, queries[:12], 3)
 
 
 def test_without_one_shard_a_query_fails_instead_of_returning_a_partial_answer(
-    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
+    split: Path, serve: MakeServed, queries: Vectors
 ) -> None:
-    plan = plan_of(split, shards=2, workers=2)
-    pools = pools_of(plan, make_pool)
-    client = attached(make_client(plan))
+    served = serve(split, shards=2, workers=2)
+    pools, client = served.pools, served.client
     pools[1].die()
     deadline = time.monotonic_ns() + 200_000_000
     tickets = [client.submit(query, 3, collection="docs", deadline_ns=deadline) for query in queries[:5]]
@@ -95,7 +82,7 @@ def test_an_unserved_shard_is_named(
     split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(split, shards=2, workers=2)
-    pools = pools_of(plan, make_pool)
+    pools = [make_pool(plan, worker.name).start() for worker in plan.of_role("pool")]
     client = attached(make_client(plan, wait_ns=1_000_000, parked=4))
     pools[1].die()
     until(lambda: client.statistics().pools[1].state == "lost", client.poll)
@@ -106,12 +93,8 @@ def test_an_unserved_shard_is_named(
     assert all("shard 1 of 'docs'" in str(error) for error in batch.errors.values())
 
 
-def test_a_query_that_one_shard_rejects_ends_once(
-    split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
-) -> None:
-    plan = plan_of(split, shards=2, workers=2)
-    pools_of(plan, make_pool)
-    client = attached(make_client(plan))
+def test_a_query_that_one_shard_rejects_ends_once(split: Path, serve: MakeServed, queries: Vectors) -> None:
+    client = serve(split, shards=2, workers=2).client
     batch = client.search_batch([[float("nan")] * 16], 3)
     assert isinstance(batch.errors[0], InvalidRequest)
     assert len(client.search(queries[0], 3).ids) == 3

@@ -9,19 +9,12 @@ from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.pool_session import ReplicaPolicy
-from runtime.testing.pool import InProcessPool, plan_of
+from runtime.testing.pool import InProcessPool
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import Vectors, attached, collect, exact
-from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.conftest import MakeClient, MakeServed
 
 SHIPPED = ReplicaPolicy()
-
-
-@pytest.fixture
-def two(collection: Path, make_pool: MakePool) -> tuple[NodePlan, list[InProcessPool]]:
-    """Two running pools of one plan."""
-    plan = plan_of(collection, workers=2, ring_slots=64)
-    return plan, [make_pool(plan, f"pool-{number}").start() for number in range(2)]
 
 
 def outstanding(client: SearchClient) -> int:
@@ -59,13 +52,8 @@ def test_a_stalled_pools_queries_are_answered_by_the_other(
 
 
 def test_two_answers_to_a_resent_query_end_it_once(
-    two: tuple[NodePlan, list[InProcessPool]],
-    make_client: MakeClient,
-    queries: Vectors,
-    monkeypatch: pytest.MonkeyPatch,
+    pools: list[InProcessPool], client: SearchClient, queries: Vectors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, pools = two
-    client = attached(make_client(plan))
     with pools[0].held(), pools[1].held():
         tickets = [client.submit(query, 4, collection="docs") for query in queries[:20]]
         ask_others(client, monkeypatch, 0)
@@ -75,13 +63,8 @@ def test_two_answers_to_a_resent_query_end_it_once(
 
 
 def test_a_query_is_resent_to_only_one_other_pool(
-    two: tuple[NodePlan, list[InProcessPool]],
-    make_client: MakeClient,
-    queries: Vectors,
-    monkeypatch: pytest.MonkeyPatch,
+    pools: list[InProcessPool], client: SearchClient, queries: Vectors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, pools = two
-    client = attached(make_client(plan))
     with pools[0].held():
         ticket = client.submit(queries[0], 4, collection="docs")
         with pools[1].held():
@@ -94,14 +77,12 @@ def test_a_query_is_resent_to_only_one_other_pool(
 
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_resent_query_survives_the_death_of_one_of_its_pools(
-    two: tuple[NodePlan, list[InProcessPool]],
-    make_client: MakeClient,
+    pools: list[InProcessPool],
+    client: SearchClient,
     queries: Vectors,
     monkeypatch: pytest.MonkeyPatch,
     dies: int,
 ) -> None:
-    plan, pools = two
-    client = attached(make_client(plan))
     with pools[0].held(), pools[1].held():
         tickets = [client.submit(query, 4, collection="docs") for query in queries[:6]]
         ask_others(client, monkeypatch, 0)
@@ -114,16 +95,10 @@ def test_a_resent_query_survives_the_death_of_one_of_its_pools(
 
 
 def test_a_stalled_shards_query_is_resent_to_its_replica_and_no_part_counts_twice(
-    split: Path,
-    make_pool: MakePool,
-    make_client: MakeClient,
-    queries: Vectors,
-    index: GraphIndex,
-    monkeypatch: pytest.MonkeyPatch,
+    split: Path, serve: MakeServed, queries: Vectors, index: GraphIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_of(split, shards=2, workers=4)
-    pools = [make_pool(plan, f"pool-{number}").start() for number in range(4)]
-    client = attached(make_client(plan))
+    served = serve(split, shards=2, workers=4)
+    pools, client = served.pools, served.client
     with pools[0].held(), pools[1].held(), pools[2].held(), pools[3].held():
         tickets = [client.submit(query, 3, collection="docs", top_m=200) for query in queries[:12]]
         ask_others(client, monkeypatch, 0, 1)
@@ -134,13 +109,8 @@ def test_a_stalled_shards_query_is_resent_to_its_replica_and_no_part_counts_twic
 
 
 def test_nothing_is_resent_if_every_pool_is_stalled(
-    two: tuple[NodePlan, list[InProcessPool]],
-    make_client: MakeClient,
-    queries: Vectors,
-    monkeypatch: pytest.MonkeyPatch,
+    pools: list[InProcessPool], client: SearchClient, queries: Vectors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, pools = two
-    client = attached(make_client(plan))
     with pools[0].held(), pools[1].held():
         tickets = [client.submit(query, 4, collection="docs") for query in queries[:6]]
         ask_others(client, monkeypatch, 0, 1)

@@ -69,7 +69,7 @@ class Served:
     """Searches of the collection through a pool, and lookups of its documents as by an answering worker."""
 
     def __init__(self, plan: NodePlan, pools: list[InProcessPool], client: SearchClient) -> None:
-        self.pools, self.pool, self.client = pools, pools[0], client
+        self.plan, self.pools, self.pool, self.client = plan, pools, pools[0], client
         self._registry = CollectionRegistry(plan)
         self._registry.follow("docs", client.identities("docs"))
 
