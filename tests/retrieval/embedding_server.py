@@ -1,24 +1,19 @@
-"""A fake server of OpenAI's `/v1/embeddings` over real HTTP, with scripted answers."""
+"""A fake server of OpenAI's `/v1/embeddings`."""
 
-import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from typing import Any
 
+from tests.retrieval.model_server import ModelServer, serving
 
-class EmbeddingServer:
-    """Embeds a text as [its length, 1, 0, …]. `script`: answers to send first: (status, headers, body or None for
-    the vectors). `asked`: the bodies received; `keys`: the Authorization headers received."""
+
+class EmbeddingServer(ModelServer):
+    """Embeds a text as [its length, 1, 0, …]."""
+
+    path = "/v1/embeddings"
 
     def __init__(self, dim: int = 4) -> None:
+        super().__init__()
         self.dim = dim
-        self.script: list[tuple[int, dict[str, str], Any]] = []
-        self.asked: list[dict[str, Any]] = []
-        self.keys: list[str] = []
-        self.lock = threading.Lock()
-        self.url = ""
 
     @property
     def texts(self) -> list[str]:
@@ -32,38 +27,6 @@ class EmbeddingServer:
         return {"object": "list", "data": data[::-1], "model": body["model"]}
 
 
-@contextmanager
-def embedding_server(dim: int = 4) -> Iterator[EmbeddingServer]:
+def embedding_server(dim: int = 4) -> AbstractContextManager[EmbeddingServer]:
     """Run a server on a loopback port."""
-    stand = EmbeddingServer(dim)
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with stand.lock:
-                stand.asked.append(body)
-                stand.keys.append(self.headers.get("Authorization", ""))
-                status, headers, content = stand.script.pop(0) if stand.script else (200, {}, None)
-            sent = json.dumps(stand.answer(body) if content is None else content).encode()
-            self.send_response(status if self.path == "/v1/embeddings" else 404)
-            for name, value in {**headers, "Content-Length": str(len(sent))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(sent)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Suppress the request log."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    stand.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield stand
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
+    return serving(EmbeddingServer(dim))

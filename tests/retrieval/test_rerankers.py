@@ -23,7 +23,8 @@ from runtime.retrieval.embedding.model_directory import read_model_directory
 from runtime.retrieval.reranking.cross_encoder import CrossEncoder
 from runtime.retrieval.reranking.reranker import Reranker, Scored, check_reranker
 from runtime.retrieval.reranking.server import RerankServer
-from tests.retrieval.rerank_server import FakeRerankServer, hang_up, rerank_server, respond
+from tests.retrieval.model_server import serving
+from tests.retrieval.rerank_server import RerankModel, hang_up
 from tests.retrieval.tiny_model import WORDS, relevance, write_tiny_cross_encoder
 
 NEVER = 1 << 62
@@ -96,22 +97,21 @@ def test_a_missing_model_or_key_is_found_without_loading(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def server() -> Iterator[FakeRerankServer]:
-    with rerank_server() as found:
+def server() -> Iterator[RerankModel]:
+    with serving(RerankModel()) as found:
         yield found
 
 
-def test_a_server_is_sent_the_texts_and_its_results_are_put_in_order(server: FakeRerankServer) -> None:
+def test_a_server_is_sent_the_texts_and_its_results_are_put_in_order(server: RerankModel) -> None:
     reranker = RerankServer("bge", server.url + "/", "secret")
     (batch,) = reranker.batches("q", ["aa", "", "aaaa"])
     assert batch.score(NEVER) == Scored([0.25, 0.125, 0.5], 7)
     assert server.asked == [{"model": "bge", "query": "q", "documents": ["aa", " ", "aaaa"], "top_n": 3}]
-    assert server.heads[0].startswith("POST /v1/rerank HTTP/1.1")
-    assert "authorization: bearer secret" in server.heads[0].lower()
+    assert server.keys == ["Bearer secret"]
 
 
 def test_a_request_is_repeated_over_a_new_connection_if_the_server_has_closed_an_idle_one(
-    server: FakeRerankServer,
+    server: RerankModel,
 ) -> None:
     reranker = RerankServer("bge", server.url)
     server.script = [hang_up]
@@ -144,14 +144,14 @@ def results(*found: tuple[Any, Any]) -> dict[str, Any]:
     ],
 )
 def test_a_faulty_response_is_an_error(
-    server: FakeRerankServer, status: int, content: Any, error: type[TrinityError], message: str
+    server: RerankModel, status: int, content: Any, error: type[TrinityError], message: str
 ) -> None:
-    server.script = [respond(status, content)]
+    server.script = [(status, {}, content)]
     with pytest.raises(error, match=message):
         scores(RerankServer("bge", server.url), "q", ["a", "b"])
 
 
-def test_a_server_that_hangs_or_drips_is_left_in_time(server: FakeRerankServer) -> None:
+def test_a_server_that_hangs_or_drips_is_left_in_time(server: RerankModel) -> None:
     for answer in (server.hang, server.drip):
         server.script = [answer]
         with pytest.raises(DeadlineExceeded, match="in time"):
@@ -159,7 +159,7 @@ def test_a_server_that_hangs_or_drips_is_left_in_time(server: FakeRerankServer) 
 
 
 def test_a_server_that_is_down_is_unreachable() -> None:
-    with rerank_server() as server:
+    with serving(RerankModel()) as server:
         url = server.url
     with pytest.raises(RerankerUnreachable, match="does not answer"):
         scores(RerankServer("bge", url), "q", ["a"])
