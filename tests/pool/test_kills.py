@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -24,8 +23,6 @@ from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.pool.process import Pool
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.pool_session import ReplicaPolicy
-from runtime.retrieval.search.query import deadline_after_ms
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from runtime.testing.worker import make_worker
@@ -179,45 +176,6 @@ def descriptors() -> Counter[str]:
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
             found[re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{fd}"))] += 1
-    return found
-
-
-def test_a_surviving_replica_answers_after_a_death(
-    collection: Path, make_client: MakeClient, queries: Vectors, index: GraphIndex
-) -> None:
-    plan = plan_of(collection, workers=2)
-    with ExitStack() as undo:
-        pools = Killable(plan, undo)
-        client = attached(make_client(plan))
-        for name in ("pool-0", "pool-1"):
-            tickets = [client.submit(query, 3, collection="docs") for query in queries[:10]]
-            pools.kill(name)
-            assert len(client.search(queries[0], 3, deadline_ms=60_000).ids) == 3
-            until(lambda: tickets == sorted(r.ticket for r in drained(client, tickets)), client.poll)  # noqa: B023
-            pools.start(name)
-            attached(client)
-
-
-def test_a_surviving_replica_answers_a_frozen_pools_queries(
-    collection: Path, make_client: MakeClient, queries: Vectors
-) -> None:
-    plan = plan_of(collection, workers=2)
-    with ExitStack() as undo:
-        pools = Killable(plan, undo)
-        client = attached(make_client(plan, ReplicaPolicy()))
-        frozen = psutil.Process(pools.pids[0])
-        frozen.suspend()
-        until_ns = deadline_after_ms(60_000)
-        tickets = [client.submit(query, 3, collection="docs", deadline_ns=until_ns) for query in queries[:10]]
-        found = drained(client, tickets)
-        frozen.resume()
-        assert tickets == sorted(result.ticket for result in found)
-        assert [len(result.checked().ids) for result in found] == [3] * 10
-
-
-def drained(client: SearchClient, tickets: list[int]) -> list[Any]:
-    found: list[Any] = []
-    until(lambda: len(found) == len(tickets), lambda: found.extend(client.poll()))
     return found
 
 
