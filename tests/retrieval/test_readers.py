@@ -88,22 +88,6 @@ def test_a_stray_zero_byte_does_not_change_the_encoding() -> None:
     assert read_file("a.txt", b"one line\n" * 20 + b"\0" + b"another\n" * 20).sections[0].text.startswith("one line\n")
 
 
-@needs["pdf"]
-def test_a_pdf_has_one_section_per_page() -> None:
-    read = read_file("a.pdf", sample_files.pdf("first page", "", "third page", title="The handbook"))
-    assert read.title == "The handbook"
-    assert [(section.text.strip(), section.page) for section in read.sections] == [
-        ("first page", 1), ("", 2), ("third page", 3),
-    ]  # fmt: skip
-
-
-@needs["docx"]
-def test_a_word_file_is_split_at_headings() -> None:
-    read = read_file("a.docx", sample_files.docx("The handbook", ("Leave", "Twelve weeks."), ("Pay", "Monthly.")))
-    assert read.title == "The handbook"
-    assert read.sections == [Section("Twelve weeks.", "Leave"), Section("Monthly.\n\nleft | right", "Pay")]
-
-
 @needs["pptx"]
 def test_a_presentation_has_one_section_per_slide_with_notes() -> None:
     read = read_file("a.pptx", sample_files.pptx(("Leave", "Twelve weeks.", "say it twice"), ("Pay", "Monthly.", "")))
