@@ -98,7 +98,6 @@ class Instance:
 # ---- /health and /metrics over the socket
 
 _MAX_BODY_BYTES = 4 << 20
-_UNFINISHED = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 
 
 class _Connection(http.client.HTTPConnection):
@@ -121,8 +120,3 @@ def get(socket_path: str, target: str, timeout_s: float) -> tuple[int, bytes]:
         return answer.status, answer.read(_MAX_BODY_BYTES)
     finally:
         connection.close()
-
-
-def unfinished_requests(metrics: str) -> int:
-    """Return the number of running and waiting requests in the metrics."""
-    return sum(int(float(count)) for count in _UNFINISHED.findall(metrics))

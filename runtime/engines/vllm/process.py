@@ -9,8 +9,9 @@ import http.client
 import os
 from pathlib import Path
 
+from runtime.engines.openai.load import parse_load
 from runtime.engines.vllm.command import check_arguments, command, environment, find_vllm
-from runtime.engines.vllm.instance import Instance, LogForwarder, get, unfinished_requests
+from runtime.engines.vllm.instance import Instance, LogForwarder, get
 from runtime.engines.vllm.transfer import check_transfer, remove_files
 from runtime.errors import EngineFailed
 from runtime.node.engine_config import VllmSection
@@ -53,7 +54,8 @@ class HealthMonitor:
                 new = self._metrics.with_suffix(".new")
                 new.write_bytes(text)
                 new.rename(self._metrics)
-                return unfinished_requests(text.decode(errors="replace"))
+                load = parse_load(text.decode(errors="replace"))
+                return None if load is None else load.requests
         return None
 
 
