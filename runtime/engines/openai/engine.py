@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from runtime.engines.openai.capabilities import detect_capabilities
 from runtime.engines.openai.continuation import unsupported
 from runtime.engines.openai.handover import HandoverCosts, Handovers
 from runtime.engines.openai.load_balancer import LoadBalancer
+from runtime.engines.openai.server import Server
 from runtime.engines.openai.signals import EngineSignals
 from runtime.engines.openai.transfer import Transfer, VllmTransfer, servers_of, transfer_of
 from runtime.engines.openai.writer import AnswerWriter, Dependencies
@@ -196,31 +197,27 @@ async def openai_engine(
     worker: Worker, section: OpenAiSection, metrics: RequestMetrics, search: SearchSource
 ) -> OpenAiEngine:
     """Create the engine over the servers at the section's URLs. Raises as `engine_over`."""
-    transfer = transfer_of(section)
-    balancer = LoadBalancer(
-        servers_of(section, read_engine_key(section)),
-        partial(detect_capabilities, section=section),
-        advice="start it, or correct model.url",
-        overlap_weight=worker.plan.config.http.overlap_weight,
-        paired=transfer.paired,
-    )
-    return await engine_over(balancer, worker, section, metrics, search, transfer)
+    servers, advice = servers_of(section, read_engine_key(section)), "start it, or correct model.url"
+    return await engine_over(servers, worker, section, metrics, search, transfer_of(section), advice=advice)
 
 
 async def engine_over(
-    balancer: LoadBalancer,
+    servers: Sequence[Server],
     worker: Worker,
     section: ServedSection,
     metrics: RequestMetrics,
     search: SearchSource,
     transfer: Transfer = VllmTransfer(),  # noqa: B008
+    **options: Any,
 ) -> OpenAiEngine:
-    """Create the engine after a first check of all servers.
+    """Create the engine after a first check of all servers. `options`: of `LoadBalancer`.
 
     Raises ConfigError for a server that can never serve the configuration; one that is down now may come up later.
     """
     http = worker.plan.config.http
     check_default_trigger(worker.plan.config.probes)
+    detect, weight = partial(detect_capabilities, section=section), http.overlap_weight
+    balancer = LoadBalancer(servers, detect, overlap_weight=weight, paired=transfer.paired, **options)
     await balancer.check_all()
     return OpenAiEngine(
         balancer,

@@ -1,11 +1,7 @@
 """The OpenAI engine over the vLLM instances that the node runs."""
 
-from functools import partial
-
-from runtime.engines.openai.capabilities import detect_capabilities
 from runtime.engines.openai.engine import OpenAiEngine, engine_over
 from runtime.engines.openai.http import AioHttp
-from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.engines.openai.server import Server
 from runtime.engines.vllm.command import event_endpoints
 from runtime.node.engine_config import VllmSection
@@ -30,10 +26,4 @@ async def vllm_engine(
         )
         for place in worker.plan.of_role("engine")
     ]
-    balancer = LoadBalancer(
-        instances,
-        partial(detect_capabilities, section=section),
-        max_backoff_s=_MAX_BACKOFF_S,
-        overlap_weight=worker.plan.config.http.overlap_weight,
-    )
-    return await engine_over(balancer, worker, section, metrics, search)
+    return await engine_over(instances, worker, section, metrics, search, max_backoff_s=_MAX_BACKOFF_S)
