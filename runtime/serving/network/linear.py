@@ -146,26 +146,23 @@ def linear_layer(weight: torch.Tensor, bias: torch.Tensor | None, weights: Weigh
 @cache
 def packing_works(dtype: torch.dtype = torch.float32) -> bool:
     """Return whether oneDNN's product works and is correct: it is an internal operator of torch and may change."""
-    weight, bias = torch.linspace(-1, 1, 32 * 64).view(32, 64), torch.linspace(-1, 1, 32)
-    x = torch.linspace(-1, 1, 5 * 64).view(5, 64)
-    tolerance = 1e-4 if dtype == torch.float32 else 0.5  # sums of 64 products, each rounded by up to 2^-8
-    try:
-        with torch.inference_mode():
-            expected = functional.linear(x, weight, bias)
-            return torch.allclose(PackedLinear(weight.to(dtype), bias)(x).float(), expected, atol=tolerance)
-    except (AttributeError, RuntimeError, TypeError):
-        return False
+    atol = 1e-4 if dtype == torch.float32 else 0.5  # sums of 64 products, each rounded by up to 2^-8
+    return _works(lambda weight, bias: PackedLinear(weight.to(dtype), bias), atol, 1e-5)
 
 
 @cache
 def int8_works() -> bool:
     """Return whether oneDNN's int8 product works: without int8 instructions, sums of two products may overflow."""
+    return _works(lambda weight, bias: Int8Linear(weight, bias, PlainLinear(weight, bias)), 0.3, 0.01)
+
+
+def _works(layer: Callable[[torch.Tensor, torch.Tensor], Linear], atol: float, rtol: float) -> bool:
     weight, bias = torch.linspace(-1, 1, 32 * 64).view(32, 64), torch.linspace(-1, 1, 32)
     x = torch.linspace(-1, 1, 5 * 64).view(5, 64)
     x[1] = weight[0] = 1.0  # the largest possible sum
     try:
         with torch.inference_mode():
-            result = Int8Linear(weight, bias, PlainLinear(weight, bias))(x)
-            return torch.allclose(result, functional.linear(x, weight, bias), atol=0.3, rtol=0.01)
+            found, expected = layer(weight, bias)(x).float(), functional.linear(x, weight, bias)
+            return torch.allclose(found, expected, atol=atol, rtol=rtol)
     except (AttributeError, RuntimeError, TypeError):
         return False
