@@ -7,6 +7,7 @@ right exactly if that request had the right sequence. `Behaviour` selects the ki
 import asyncio
 import hashlib
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,27 @@ Json = dict[str, Any]
 URL = "http://fake/v1"
 MODEL = "fake-model"
 END = 0  # the token that ends an answer
+# A decode instance's metrics, as vLLM 0.32 with NixlConnector and two ranks exports them (without its other ones).
+_METRICS = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} RUNNING
+# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} WAITING
+# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} USAGE
+# HELP vllm:nixl_xfer_time_seconds Histogram of transfer duration for NIXL KV Cache transfers.
+# TYPE vllm:nixl_xfer_time_seconds histogram
+vllm:nixl_xfer_time_seconds_bucket{engine="0",le="0.005",model_name="m"} 3.0
+vllm:nixl_xfer_time_seconds_bucket{engine="0",le="+Inf",model_name="m"} 4.0
+vllm:nixl_xfer_time_seconds_count{engine="0",model_name="m"} 4.0
+vllm:nixl_xfer_time_seconds_sum{engine="0",model_name="m"} LINK_S
+# HELP vllm:nixl_num_failed_transfers_total Number of failed NIXL KV Cache transfers.
+# TYPE vllm:nixl_num_failed_transfers_total counter
+vllm:nixl_num_failed_transfers_total{engine="0",model_name="m"} 0.0
+"""
 
 
 @dataclass
@@ -84,7 +106,7 @@ class FakeServer:
             return _json(401, _error("wrong key"))
         if method == "GET":
             if path == "/metrics" and how.metrics is not None:
-                return _Whole(200, how.metrics.encode())
+                return WholeResponse(200, how.metrics.encode())
             if path != "/v1/models":
                 return _json(404, {"detail": "Not Found"})
             return _json(200, {"object": "list", "data": [{"id": how.model, "max_model_len": how.context}]})
@@ -265,7 +287,7 @@ class _Stream:
 
 
 @dataclass
-class _Whole:
+class WholeResponse:
     status: int
     body: bytes
 
@@ -283,6 +305,12 @@ def rendered(messages: list[Json], goes_on: bool = False) -> str:
     """Apply the fake model's chat template."""
     turns = [f"<{turn['role'][0]}>{text_of(turn['content'])}" for turn in messages]
     return "</>".join(turns if goes_on else [*turns, "<a>"])
+
+
+def metrics(running: int = 0, waiting: int = 0, kv: float = 0.0, link_s: float = 0.0) -> str:
+    """Return vLLM's metrics for this load."""
+    values = {"RUNNING": f"{running}.0", "WAITING": f"{waiting}.0", "USAGE": str(kv), "LINK_S": str(link_s)}
+    return re.sub("|".join(values), lambda name: values[name[0]], _METRICS)
 
 
 def text_of(content: Any) -> str:
@@ -309,7 +337,7 @@ def _digest(tokens: list[int]) -> str:
 
 
 def _json(status: int, value: Json) -> Response:
-    return _Whole(status, json.dumps(value).encode())
+    return WholeResponse(status, json.dumps(value).encode())
 
 
 def _error(message: str, code: str | None = None) -> Json:

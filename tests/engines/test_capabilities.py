@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from runtime.node.engine_config import OpenAiSection
 from runtime.serving.frontend.engine import RestartLimits
 from tests.clock import Clock
 from tests.engines.engine_harness import read_answer, run_checks, running_engine, until
-from tests.engines.fake_openai import MODEL, Behaviour, FakeServer
+from tests.engines.fake_openai import MODEL, Behaviour, FakeServer, WholeResponse
 from tests.frontend.fake_workers import run
 
 SECTION = OpenAiSection(name=MODEL, url="http://fake/v1")
@@ -53,40 +52,15 @@ def test_the_way_to_continue_a_chat_is_probed(behaviour: Behaviour, way: str) ->
     assert any("no probes in chats" in sentence for sentence in found.limitations()) == (way == "")
 
 
-class Nonsense:
+class Nonsense(FakeServer):
     """A server with a valid list of models whose streams contain `content` instead of a chunk."""
 
     def __init__(self, content: bytes) -> None:
+        super().__init__()
         self._content = content
 
-    async def request(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> "Bytes":
-        models = b'{"data": [{"id": "%s"}]}' % MODEL.encode()
-        return Bytes(models if method == "GET" else b"data: " + self._content + b"\n\ndata: [DONE]\n\n")
-
-    @property
-    def accepting(self) -> bool:
-        return True
-
-    async def close(self) -> None:
-        """Do nothing."""
-
-
-class Bytes:
-    """An answer with the given bytes."""
-
-    status = 200
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-
-    async def iter_bytes(self) -> AsyncIterator[bytes]:
-        yield self._content
-
-    def complete(self) -> None:
-        """Do nothing: there is no connection to keep."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    def _post(self, path: str, body: Any) -> WholeResponse:
+        return WholeResponse(200, b"data: " + self._content + b"\n\ndata: [DONE]\n\n")
 
 
 @pytest.mark.parametrize(

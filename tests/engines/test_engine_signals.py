@@ -15,37 +15,15 @@ from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import FrontendMetrics, PoolMetrics
 from runtime.retrieval.passages import Passage
 from tests.engines.engine_harness import PROBES, EngineHarness, read_answer, run_checks, running_engine, until
-from tests.engines.fake_openai import MODEL, Behaviour
+from tests.engines.fake_openai import MODEL, Behaviour, metrics
 
 CONFIG = NodeConfig(model=OpenAiSection(name=MODEL, url="http://fake/v1"))
 TARGET_S = SloSection().prefill_target_s
 PREFILL_WAIT = PoolMetrics.WAIT["prefill"]
 
-# A decode instance's page, as vLLM 0.32 with NixlConnector and two ranks exports it (without its other metrics).
-PAGE = """\
-# HELP vllm:num_requests_running Number of requests in model execution batches.
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0",model_name="m"} 2.0
-# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
-# TYPE vllm:num_requests_waiting gauge
-vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
-# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
-# TYPE vllm:kv_cache_usage_perc gauge
-vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
-# HELP vllm:nixl_xfer_time_seconds Histogram of transfer duration for NIXL KV Cache transfers.
-# TYPE vllm:nixl_xfer_time_seconds histogram
-vllm:nixl_xfer_time_seconds_bucket{engine="0",le="0.005",model_name="m"} 3.0
-vllm:nixl_xfer_time_seconds_bucket{engine="0",le="+Inf",model_name="m"} 4.0
-vllm:nixl_xfer_time_seconds_count{engine="0",model_name="m"} 4.0
-vllm:nixl_xfer_time_seconds_sum{engine="0",model_name="m"} LINK_S
-# HELP vllm:nixl_num_failed_transfers_total Number of failed NIXL KV Cache transfers.
-# TYPE vllm:nixl_num_failed_transfers_total counter
-vllm:nixl_num_failed_transfers_total{engine="0",model_name="m"} 0.0
-"""
-
 
 def page(link_s: float) -> str:
-    return PAGE.replace("LINK_S", str(link_s))
+    return metrics(running=2, waiting=1, kv=0.25, link_s=link_s)
 
 
 class Gateway:

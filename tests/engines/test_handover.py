@@ -14,7 +14,7 @@ from runtime.errors import InvalidRequest
 from runtime.node.engine_config import Stage
 from runtime.serving.messages import Retrieval
 from tests.engines.engine_harness import EngineHarness, read_answer, run_checks, running_engine, sequence, until
-from tests.engines.fake_openai import Behaviour, FakeServer, completion, rendered
+from tests.engines.fake_openai import Behaviour, FakeServer, completion, metrics, rendered
 
 PREFILL, DECODE = Behaviour(kv_role="kv_producer"), Behaviour(kv_role="kv_consumer")
 LONG = "What is a decorator, and what a closure? " * 20
@@ -164,14 +164,6 @@ def test_the_limit_is_the_tokens_decode_computes_during_a_hand_over() -> None:
 
 
 # ---- which server
-
-
-def metrics(running: int = 0, waiting: int = 0, kv: float = 0.0) -> str:
-    labels = '{engine="0",model_name="m"}'
-    return (
-        f"vllm:num_requests_running{labels} {running}.0\nvllm:num_requests_waiting{labels} {waiting}.0\n"
-        f"vllm:kv_cache_usage_perc{labels} {kv}\n"
-    )
 
 
 async def told(servers: LoadBalancer, running: list[int]) -> None:
