@@ -246,19 +246,6 @@ def test_a_node_runs_its_instances_and_exports_their_metrics(node: VllmNode) -> 
     assert {node.core("engine-0"), node.core("engine-1")} <= set(node.everything())
 
 
-def test_requests_of_a_killed_instance_are_retried_and_it_restarts(node: VllmNode) -> None:
-    server, core = node.server("engine-0"), node.core("engine-0")
-    with node.held():
-        askers = asked(node)
-        os.kill(core, signal.SIGKILL)
-        eventually(lambda: gone(server) and gone(core), WAIT_S, "the old processes to be gone")
-    all_whole(askers)
-    eventually(lambda: "retried after" in node.log.read_text(), WAIT_S, "the log to tell of it")
-    node.ready()
-    assert node.worker("engine-0").restarts == 1
-    assert node.core("engine-0") != core
-
-
 def test_a_stopped_node_leaves_no_process(node: VllmNode) -> None:
     everything = node.everything()
     stop_node(node.info, timeout_s=WAIT_S)

@@ -102,3 +102,5 @@ def test_killing_any_process_of_either_stage_loses_no_request_and_leaves_no_proc
         all_whole(askers)
         eventually(lambda pids=pids: all(map(gone, pids.values())), WAIT_S, "the old processes to be gone")  # type: ignore[misc]
         node.ready()
+        assert (node.worker(name).restarts, node.core(name) != pids["core"]) == (1, True)
+    assert "retried after" in node.log.read_text()
