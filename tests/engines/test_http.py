@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from runtime.engines.openai.http import AioHttp, Disconnected
+from runtime.engines.openai.server import Server
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENTS = b'data: {"choices": []}\n\ndata: [DONE]\n\n'
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -97,3 +100,33 @@ async def test_data_that_is_not_http_is_truncated_in_the_error() -> None:
         with pytest.raises(Disconnected) as raised:
             await http.request("POST", url, {}, b"{}")
         assert 1 <= len(str(raised.value)) <= 200
+
+
+async def test_a_connection_is_reused_if_the_body_ends_after_the_done_event(tmp_path: Path) -> None:
+    """Like uvicorn: the stream's last event and the end of the body arrive in separate reads."""
+    connections, asked = 0, 0
+    read = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections, asked
+        connections += 1
+        while await reader.read(1 << 16):
+            asked += 1
+            writer.write(HEAD + b"%x\r\n%s\r\n" % (len(EVENTS), EVENTS))
+            await read.wait()
+            read.clear()
+            writer.write(b"0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_unix_server(serve, tmp_path / "socket"):
+        server = Server("http://fake/v1", http=AioHttp(str(tmp_path / "socket")))
+        for _ in range(3):
+            async with server.stream("/chat/completions", {}) as chunks:
+                assert [chunk async for chunk in chunks] == [{"choices": []}]
+            read.set()
+            while read.is_set():  # until the server has written the end
+                await asyncio.sleep(0)
+            for _ in range(10):  # and the client has read it
+                await asyncio.sleep(0)
+        await server.close()
+    assert (asked, connections) == (3, 1)

@@ -160,3 +160,10 @@ async def test_with_token_ids_a_probe_inserts_at_most_its_token_limit() -> None:
         inserted = [len(search.inserted) for search in told.searches[1:]]
         assert len(inserted) == 2
         assert all(60 <= count <= 100 for count in inserted)
+
+
+async def test_a_probe_costs_one_search_one_tokenize_and_one_request() -> None:
+    async with running_engine() as harness:
+        await read_answer(harness.chat(retrieval=Retrieval("docs", 2, every_tokens=8), max_tokens=12))
+        assert len(harness.library.calls) == 2
+        assert [path for path, _ in harness.fake.asked] == ["/v1/chat/completions", "/tokenize", "/v1/completions"]

@@ -8,7 +8,6 @@ from typing import Any
 import openai
 import pytest
 
-from runtime.errors import Unavailable
 from tests.engines.engine_harness import SERVER_KINDS, EngineHarness
 from tests.engines.fake_openai import MODEL, Behaviour
 from tests.engines.test_routes import client
@@ -107,26 +106,6 @@ async def test_passages_that_the_answer_asks_for_can_be_cited(kind: str) -> None
         assert made.output[0].type == "file_search_call"
         assert len(made.output[0].results or []) > 2
         assert len(made.output_text) == 40
-
-
-async def test_a_failed_search_or_server_is_a_status_and_in_a_stream_an_event() -> None:
-    async with node() as (client, harness):
-        harness.library.error = Unavailable("collection 'docs' is unavailable")
-        with pytest.raises(openai.InternalServerError, match="is unavailable"):
-            await client.responses.create(model=MODEL, input=QUESTION, tools=SEARCH)
-        stream = await client.responses.create(model=MODEL, input=QUESTION, tools=SEARCH, stream=True)
-        *_, last = [event async for event in stream]
-        assert last.type == "response.failed"
-        harness.library.error = None
-        harness.fake.behaviour.refuses = 400, {"error": {"message": "no such parameter", "code": None}}
-        with pytest.raises(openai.BadRequestError, match="no such parameter"):
-            await client.responses.create(model=MODEL, input=QUESTION, stream=True)
-        harness.fake.behaviour.refuses = None
-        harness.fake.behaviour.breaks_after = 4
-        stream = await client.responses.create(model=MODEL, input=QUESTION, stream=True)
-        *_, last = [event async for event in stream]
-        assert last.type == "response.failed"
-        assert last.response.error is not None
 
 
 async def test_a_response_of_a_reasoning_server_counts_what_is_not_shown() -> None:

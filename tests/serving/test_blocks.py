@@ -92,16 +92,6 @@ def test_without_room_nothing_is_allocated_and_the_error_has_both_numbers() -> N
     assert made.available == 1
 
 
-def test_the_blocks_needed_to_open_and_grow_are_known_in_advance() -> None:
-    made = manager()
-    made.close(written(made, [1] * 8))
-    assert made.available == 8
-    assert made.blocks_needed([1] * 10) == 3  # two cached blocks are revived, one is new
-    held = made.open([1] * 10)
-    assert made.blocks_needed([1] * 10) == 1  # shared blocks cost nothing
-    made.close(held)
-
-
 class BlockMachine(RuleBasedStateMachine):
     """Sequences over few tokens open, grow, fill and close in any order; the test keeps its own accounts."""
 
