@@ -37,7 +37,7 @@ PROCESS = {
         "test_bootstrap", "test_entry", "test_examples", "test_precompile", "test_service", "test_vllm_environment",
         "test_workers_commands",
     ),
-    "collections": ("test_background", "test_bulk_loads", "test_kill", "test_killed_builds", "test_reader_barrier"),
+    "collections": ("test_background", "test_bulk_loads", "test_kill", "test_reader_barrier"),
     "node": (
         "test_control", "test_diagnosis", "test_forks", "test_lifecycle", "test_node_metrics", "test_placement",
         "test_run_dir", "test_scaling", "test_standby", "test_supervisor", "test_worker_start",
