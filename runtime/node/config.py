@@ -71,14 +71,13 @@ class HttpSection(Section, frozen=True):
       value in them (`KEY notes/tenant=acme`). "": requests need no key.
     - `open_paths`: paths that need no key.
     - `cors_origins`: origins whose pages may send requests from a browser; ["*"] allows all.
-    - `max_in_flight`: maximum number of accepted requests; further ones are refused with status 503.
+    - `max_in_flight`: maximum number of accepted requests; further ones are refused with status 503. Each of the
+      `workers` has eight times as many open connections at most, since clients keep idle ones; one client address may
+      have half of them. All connections through a proxy have one address.
     - `request_timeout_s`: deadline of a request, and the time that a drained worker has to finish its requests.
     - `overlap_weight`: routing picks the worker, or model server, with the fewest requests. One that has the whole
       prompt cached (or recently received it, if that is unknown) counts `overlap_weight` requests fewer, one that has a
       prefix of it a share of that. 0: load only.
-    - `max_connections`: maximum number of open connections of each of the `workers`; one client address may have half
-      of them. All connections
-      through a proxy have one address: behind a proxy, set it to twice the number of the proxy's.
     - `drain_notice_s`: a stopping node first fails /health and accepts requests for this time, so that load balancers
       notice before the port closes. Only if /health is polled (twice within 30 s). Counts towards `node.drain_s`, for
       half of it at most.
@@ -94,10 +93,14 @@ class HttpSection(Section, frozen=True):
     max_in_flight: Annotated[int, Meta(ge=1, le=100_000)] = 256
     request_timeout_s: Seconds = 600.0
     overlap_weight: Annotated[float, Meta(ge=0, le=1_000)] = 1.0
-    max_connections: Annotated[int, Meta(ge=2, le=1_000_000)] = 1024
     drain_notice_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
     open_paths: tuple[Literal["/health", "/ready", "/metrics"], ...] = ("/health", "/ready", "/metrics")
     cors_origins: tuple[Origin, ...] = ()
+
+    @property
+    def max_connections(self) -> int:
+        """Maximum number of open connections of each process that accepts them."""
+        return 8 * self.max_in_flight
 
     @property
     def max_connections_per_peer(self) -> int:

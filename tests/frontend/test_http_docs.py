@@ -85,7 +85,7 @@ def _family(root: type[TrinityError]) -> set[type[TrinityError]]:
 def test_the_connection_defaults_are_documented() -> None:
     timeouts = {f"({field.name.removesuffix('_s')})": field.default for field in fields(Timeouts)}
     http = HttpSection()
-    keys = {"`[http] max_connections`": http.max_connections, "(one peer)": http.max_connections_per_peer}
+    keys = {"(connections)": http.max_connections, "(one peer)": http.max_connections_per_peer}
     said = {key: float(default.removesuffix(" s")) for key, default, _ in cells("Connections")}
     assert said == timeouts | keys | {"(body)": Settings().body_timeout_s}
 

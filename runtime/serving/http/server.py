@@ -24,7 +24,7 @@ _SWITCH_S = 0.0005  # how long a thread keeps the interpreter's lock when the ev
 _COLLECTED = 10_000  # objects before garbage is collected: with Python's 700 that took a fifteenth of a search
 _ACCEPTED = 16  # connections in a turn of the loop, which libuv accepts one of for each listening descriptor
 _RESERVED_DESCRIPTORS = 256  # besides connections: sockets to workers, shared memory, files
-_PRIVATE_CONNECTIONS = 1_000_000  # no limit: each is of a connection that another process has counted
+_PRIVATE_REQUESTS = 1_000_000  # no limit: each is of a connection that another process has counted
 
 
 def run_process(serving: Coroutine[Any, Any, None]) -> None:
@@ -75,7 +75,7 @@ class Server(uvicorn.Server):
 
 def private_limits(limits: HttpSection) -> HttpSection:
     """Return the limits of connections from other processes of the node, which these have counted already."""
-    return replace(limits, max_connections=_PRIVATE_CONNECTIONS)
+    return replace(limits, max_in_flight=_PRIVATE_REQUESTS)
 
 
 def raise_descriptor_limit(connections: int) -> None:
@@ -86,4 +86,4 @@ def raise_descriptor_limit(connections: int) -> None:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         if soft < wanted:
-            log.warning("http.max_connections = %d, but only %d files may be open", connections, soft)
+            log.warning("%d connections (http.max_in_flight) may be open, but only %d files", connections, soft)
