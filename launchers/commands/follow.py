@@ -19,12 +19,12 @@ from runtime.files import read_regular
 from runtime.integrations.follow.document_mapper import FieldMapping
 from runtime.integrations.follow.follower import BATCH, Follower, SyncResult
 from runtime.integrations.follow.source import Source
+from runtime.node.api_keys import read_key
 from runtime.node.logs.log import escape_control
 from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.description import is_collection, read_description
 from runtime.retrieval.collections.disk import Disk, storage_error
 from runtime.retrieval.collections.writer import CollectionWriter
-from runtime.retrieval.embedding.loading import read_key
 
 _FOLLOWED = "followed.json"
 _NEEDS = {"qdrant": ("qdrant_client", "qdrant-client"), "milvus": ("pymilvus", "pymilvus")}

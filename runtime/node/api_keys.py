@@ -1,4 +1,4 @@
-"""The node's API keys: a file with one key per line, and what each key grants.
+"""API keys: the node's, a file with one key per line and what each key grants; and those of other servers.
 
 ```
 K1                                    everything
@@ -15,6 +15,7 @@ from typing import NamedTuple
 from runtime.errors import ConfigError
 from runtime.files import read_regular
 from runtime.node.config import NodeConfig
+from runtime.node.engine_config import OpenAiSection
 
 _GRANT = re.compile(r"(?P<collection>[^/=]+)(/(?P<attribute>[^/=]+)=(?P<value>.+))?", re.DOTALL)
 
@@ -54,6 +55,26 @@ def read_api_keys(config: NodeConfig) -> tuple[ApiKey, ...]:
     if not keys:
         raise ConfigError(f"http.api_keys_file: no key in {path}")
     return tuple(keys.values())
+
+
+def read_key(path: str, whose: str) -> str:
+    """Return the API key of a server, the first line of a file; "" for no file. Raises `ConfigError`, which never
+    contains the key."""
+    if not path:
+        return ""
+    try:
+        key = read_regular(path).decode().partition("\n")[0].strip()
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"{whose} key cannot be read from {path}: {reason}") from error
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{whose} key cannot be read from {path}: its first line is not printable ASCII")
+    return key
+
+
+def read_engine_key(section: OpenAiSection) -> str:
+    """Return the API key of the model's servers. Raises as `read_key`."""
+    return read_key(section.api_key_file, "model.api_key_file: the servers'")
 
 
 def _grants(text: str, where: str, known: set[str]) -> dict[str, tuple[str, str] | None]:

@@ -57,8 +57,14 @@ OPENAI = {"engine": "openai", "name": "big", "url": "http://127.0.0.1:8000/v1"}
         ({"url": "127.0.0.1:8000"}, "model.url = '127.0.0.1:8000': give the base URL including /v1"),
         ({"url": "http://me:secret@host/v1"}, "model.url contains a user or password"),
         ({"url": ["http://a/v1", "http://a/v1/"]}, "model.url lists a server twice"),
-        ({"api_key_file": "/nowhere"}, "model.api_key_file: cannot read /nowhere: No such file or directory"),
-        ({"api_key_file": os.devnull}, "model.api_key_file: cannot read /dev/null: it is a device, not a regular file"),
+        (
+            {"api_key_file": "/nowhere"},
+            "model.api_key_file: the servers' key cannot be read from /nowhere: No such file",
+        ),
+        (
+            {"api_key_file": os.devnull},
+            "model.api_key_file: the servers' key cannot be read from /dev/null: it is a device",
+        ),
     ],
 )
 def test_an_unusable_server_url_is_refused(tmp_path: Path, more: dict[str, Any], says: str) -> None:

@@ -118,7 +118,7 @@ def test_the_configured_url_overrides_the_collections(server: EmbeddingServer) -
 def test_errors_about_a_key_do_not_show_it(tmp_path: Path) -> None:
     spec = ServerSpec(name="words", dim=4, url="http://127.0.0.1:9/v1")
     (tmp_path / "key").write_text("sk-secrét\n")
-    for file, message in (("none", "cannot be read"), ("key", "is not a key: printable ASCII")):
+    for file, message in (("none", "cannot be read"), ("key", "its first line is not printable ASCII")):
         with pytest.raises(ConfigError, match=message) as raised:
             check_embedder(spec, EmbedderLocation(key_file=str(tmp_path / file)))
         assert "secr" not in raised.value.message

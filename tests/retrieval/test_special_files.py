@@ -11,14 +11,13 @@ import pytest
 
 from runtime.errors import CollectionError, ConfigError, ModelError, NoRoom, TrinityError
 from runtime.files import check_regular, open_regular, read_regular
-from runtime.node.api_keys import read_api_keys
+from runtime.node.api_keys import read_api_keys, read_key
 from runtime.node.config_file import load_config
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
-from runtime.retrieval.embedding.loading import read_key
 from runtime.serving.model.model_info import read_config
 from runtime.serving.model.tokenizer import Tokenizer
 
@@ -126,7 +125,7 @@ def test_configurations_and_keys_are_regular_files(tmp_path: Path, replace: Repl
     with pytest.raises(ConfigError, match="cannot read the configuration: it "):
         load_config(path)
     with pytest.raises(ConfigError, match=r"key cannot be read from .*: it "):
-        read_key(str(path))
+        read_key(str(path), "the embedder's")
     config = tmp_path / "node.toml"
     config.write_text(f'[http]\nport = 0\napi_keys_file = "{path}"\n')
     with pytest.raises(ConfigError, match=r"cannot read .*: it "):

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from runtime.engines.openai.server import Server
 from runtime.engines.openai.transfer import servers_of
 from runtime.errors import ConfigError, EngineFailed, EngineRefusedKey, EngineUnreachable, InvalidRequest, TrinityError
+from runtime.node.api_keys import read_engine_key
 from runtime.node.engine_config import OpenAiSection, ServedSection
-from runtime.node.placement.plan import read_engine_key
 
 log = logging.getLogger(__name__)
 

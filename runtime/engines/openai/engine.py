@@ -24,9 +24,9 @@ from runtime.errors import (
     TrinityError,
     WorkerLost,
 )
+from runtime.node.api_keys import read_engine_key
 from runtime.node.engine_config import OpenAiSection, ServedSection
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.placement.plan import read_engine_key
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.node.worker import Worker
 from runtime.serving.frontend.engine import KEPT_TRACES, Engine, RestartLimits

@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from runtime.errors import ConfigError
-from runtime.files import read_regular
-from runtime.node.api_keys import read_api_keys
+from runtime.node.api_keys import read_api_keys, read_engine_key
 from runtime.node.config import CollectionSection, NodeConfig, Role
 from runtime.node.engine_config import BLOCK_TOKENS, OpenAiSection, ServedSection, Stage, VllmSection
 from runtime.node.placement.pool_placement import check_device, paired_workers, worker_devices
@@ -373,18 +372,3 @@ def _check_engine(config: NodeConfig) -> None:
             "one port for each server, or a single one for all"
         )
     read_engine_key(config.model)
-
-
-def read_engine_key(section: OpenAiSection) -> str:
-    """Read the API key of the model's servers from the first line of its file; "" without one."""
-    if not section.api_key_file:
-        return ""
-    try:
-        lines = read_regular(section.api_key_file).decode().split("\n")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", error)
-        raise ConfigError(f"model.api_key_file: cannot read {section.api_key_file}: {reason}") from error
-    key = lines[0].strip()
-    if not key or not key.isascii() or not key.isprintable():  # not shown: it may contain the secret
-        raise ConfigError(f"model.api_key_file: {section.api_key_file} has no key in printable ASCII on its first line")
-    return key

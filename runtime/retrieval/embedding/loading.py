@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.errors import ConfigError, ModelError
-from runtime.files import read_regular
+from runtime.node.api_keys import read_key
 from runtime.node.config import CollectionSection
 from runtime.retrieval.embedding.bert_files import BertFiles, check_packages
 from runtime.retrieval.embedding.embedder import (
@@ -92,7 +92,7 @@ def load_embedder(
         )
 
         retries = BUILD_RETRIES if for_build else REQUEST_RETRIES
-        key = read_key(location.key_file)
+        key = read_key(location.key_file, "the embedder's")
         return ServerEmbedder(spec, key=key, url=location.override, retries=retries)
     found = _directory(spec, location)
     if found.sha256() != spec.sha256:
@@ -129,7 +129,7 @@ def check_embedder(spec: EmbedderSpec, location: EmbedderLocation = DEFAULT_LOCA
     if spec == MINILM:
         minilm_files()
     elif isinstance(spec, ServerSpec):
-        read_key(location.key_file)
+        read_key(location.key_file, "the embedder's")
     elif isinstance(spec, DirectorySpec):
         _directory(spec, location)
     if location.device != _CPU and (files := gpu_files(spec, location)) is not None:
@@ -200,25 +200,11 @@ def _choose_server(url: str, model: str, key_file: str, prefixes: dict[str, str]
         raise ConfigError(f"{url!r} is not a valid server URL: the form is http(s)://HOST[:PORT]/v1")
     if not 1 <= len(model) <= 256:
         raise ConfigError("a server's URL requires the name of the embedder's model")
-    key = read_key(key_file)
+    key = read_key(key_file, "the embedder's")
     spec = ServerSpec(name=model, dim=1, url=url.rstrip("/"), **prefixes)
     probe = ServerEmbedder(msgspec.structs.replace(spec, dim=0), key=key)
     spec = msgspec.structs.replace(spec, dim=int(probe.embed(["a first text"], "passage").shape[1]))
     return spec, ServerEmbedder(spec, key=key, retries=BUILD_RETRIES)
-
-
-def read_key(path: str, whose: str = "the embedder's") -> str:
-    """Return the first line of a file; "" for no file. Raises `ConfigError`, which never contains the key."""
-    if not path:
-        return ""
-    try:
-        key = read_regular(path).decode().partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", error)
-        raise ConfigError(f"{whose} key cannot be read from {path}: {reason}") from error
-    if not key or not key.isascii() or not key.isprintable():
-        raise ConfigError(f"the first line of {path} is not a key: printable ASCII is required")
-    return key
 
 
 def _directory(spec: DirectorySpec, location: EmbedderLocation) -> ModelDirectory:

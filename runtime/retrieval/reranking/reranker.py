@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from runtime.errors import ConfigError, ModelError
+from runtime.node.api_keys import read_key
 from runtime.node.placement.plan import NodePlan
 from runtime.node.retrieval_config import RerankSection
-from runtime.retrieval.embedding.loading import read_key
 from runtime.retrieval.embedding.model_directory import read_model_directory
 
 
