@@ -46,13 +46,7 @@ def _with_exclusive_gpu(worker: WorkerPlan, workers: list[WorkerPlan]) -> Worker
 
 def _gpus_of(role: Role, section: WorkerSection, machine: Machine) -> tuple[Gpu | None, ...]:
     """Return the GPU of each entry of `devices`; None for the CPU."""
-    found: list[Gpu | None] = []
-    for device in section.devices:
-        try:
-            found.append(None if device == CPU else machine.find(device))
-        except ConfigError as error:
-            raise ConfigError(f"{role}.devices: {error.message}") from error
-    return tuple(found)
+    return tuple(None if device == CPU else machine.find(device, f"{role}.devices") for device in section.devices)
 
 
 def _with_gpus(workers: list[WorkerPlan], section: VllmSection, machine: Machine) -> list[WorkerPlan]:
@@ -63,10 +57,7 @@ def _with_gpus(workers: list[WorkerPlan], section: VllmSection, machine: Machine
         if not names:
             placed.append(worker)
             continue
-        try:
-            gpus = [machine.find(name) for name in names]
-        except ConfigError as error:
-            raise ConfigError(f"model.devices: {worker.name}: {error.message}") from error
+        gpus = [machine.find(name, f"model.devices: {worker.name}") for name in names]
         first = gpus[0]
         placed.append(
             msgspec.structs.replace(
@@ -98,10 +89,7 @@ def _embedding_on_gpu(worker: WorkerPlan, machine: Machine) -> WorkerPlan:
     """Let a worker that only embeds on a GPU see that one, as number 0."""
     if worker.embedder == CPU or worker.gpu:
         return worker if not machine.simulated else msgspec.structs.replace(worker, embedder=CPU)
-    try:
-        gpu = machine.find(worker.embedder)
-    except ConfigError as error:
-        raise ConfigError(f"embedding.devices: {error.message}") from error
+    gpu = machine.find(worker.embedder, "embedding.devices")
     visible = CPU if machine.simulated else "cuda:0"
     return msgspec.structs.replace(worker, gpu=gpu.uuid, gpu_index=gpu.index, numa_node=gpu.numa_node, embedder=visible)
 

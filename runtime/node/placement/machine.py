@@ -52,16 +52,16 @@ class Machine:
         names = [Gpu(str(n), f"SIM-{n}", "simulated", "–", free, free) for n in range(count)]
         return cls(tuple(names), tuple(sorted(os.sched_getaffinity(0))), free, simulated=True)
 
-    def find(self, device: str) -> Gpu:
-        """Return the GPU with that name. Raises `ConfigError`, which lists the available ones."""
+    def find(self, device: str, key: str) -> Gpu:
+        """Return the GPU with that name, the value of a key. Raises `ConfigError`, which lists the available ones."""
         found = [gpu for gpu in self.gpus if gpu.matches(device)]
         if len(found) == 1:
             return found[0]
         if found:
-            raise ConfigError(f"{device!r} matches {len(found)} GPUs: {', '.join(gpu.uuid for gpu in found)}")
+            raise ConfigError(f"{key}: {device!r} matches {len(found)} GPUs: {', '.join(gpu.uuid for gpu in found)}")
         available = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in self.gpus)
         missing = f"none ({self.missing})" if self.missing else "none"
-        raise ConfigError(f"{device!r} is not a GPU of this machine; available: {available or missing}")
+        raise ConfigError(f"{key}: {device!r} is not a GPU of this machine; available: {available or missing}")
 
 
 def check_host_memory(needed_bytes: int, whose: str) -> None:
