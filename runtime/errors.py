@@ -1,5 +1,7 @@
 """Exceptions of `runtime`: one hierarchy; each class has the code sent between processes and its HTTP status."""
 
+import json
+
 EXIT_FAILED = 1
 EXIT_USAGE = 2  # typer's code for an invalid option
 EXIT_BUSY = 75  # sysexits.h EX_TEMPFAIL: a retry may succeed
@@ -254,3 +256,12 @@ def error_from_code(code: str, message: str, param: str | None = None) -> Trinit
     """Return the error that a worker reported as an exception of its own class; an unknown code becomes
     `InternalError`."""
     return _BY_CODE.get(code, InternalError)(message, param)
+
+
+def error_from_response(status: int, body: bytes | str) -> TrinityError:
+    """Return the error that a node answered with over HTTP, `Unavailable` if the body has none."""
+    try:
+        error = json.loads(body)["error"]
+        return error_from_code(str(error["code"]), str(error["message"]), error.get("param"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Unavailable(f"unexpected status {status} from the node: {body[:200]!r}")

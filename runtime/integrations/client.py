@@ -1,5 +1,6 @@
 """HTTP client of one collection of a node, the basis of the framework integrations."""
 
+import contextlib
 import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from urllib.parse import quote
 
 import httpx
 
-from runtime.errors import InvalidRequest, Unavailable, error_from_code
+from runtime.errors import InvalidRequest, Unavailable, error_from_response
 
 _BODY_BYTES = 1_000_000  # of a write; the node's limit is 1 MiB
 _BODY_DOCUMENTS = 4096
@@ -88,17 +89,10 @@ class CollectionClient:
             response = self._http.request(method, path, content=body, headers={"Content-Type": "application/json"})
         except httpx.HTTPError as error:
             raise Unavailable(f"{self._http.base_url} does not respond: {error!r}") from error
-        try:
-            content: dict[str, Any] = response.json()
-            if response.status_code == 200:
-                return content
-            failure = content["error"]
-            raised = error_from_code(str(failure["code"]), str(failure["message"]), failure.get("param"))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raised = Unavailable(
-                f"{response.url} responded with status {response.status_code}: {response.text[:200]!r}"
-            )
-        raise raised
+        if response.status_code == 200:
+            with contextlib.suppress(ValueError, TypeError):
+                return dict(response.json())
+        raise error_from_response(response.status_code, response.content)
 
 
 def _ranking(hybrid: Hybrid, rerank: Rerank) -> dict[str, Any]:
