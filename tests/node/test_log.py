@@ -22,7 +22,7 @@ from runtime.node.logs.log import (
     log_to_file,
     log_to_stderr,
     parse,
-    rotated,
+    previous,
 )
 from runtime.node.placement.plan import NodePlan
 
@@ -153,11 +153,11 @@ def test_a_malformed_logging_call_is_logged_without_raising(start: StartLog) -> 
 
 def test_log_files_are_rotated_within_their_limit(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "pool-0.log"
-    file = LogFile(path, max_bytes=100, files=3)
+    file = LogFile(path, max_bytes=100)
     for number in range(40):
         file.write(b"%029d\n" % number)
     file.close()
-    files = [rotated(path, number) for number in range(3)]
+    files = [path, previous(path)]
     assert sorted(path.parent.iterdir()) == sorted(files)
     assert all(found.stat().st_size <= 100 for found in files)
     kept = [int(line) for found in reversed(files) for line in found.read_bytes().splitlines()]
@@ -168,7 +168,7 @@ def test_a_full_disk_is_an_error_and_logging_continues(tmp_path: Path, monkeypat
     def refuse(fd: int, line: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    file = LogFile(tmp_path / "x.log", max_bytes=1 << 20, files=1)
+    file = LogFile(tmp_path / "x.log")
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", refuse)
         for _ in range(2):
@@ -183,7 +183,7 @@ def test_lines_are_written_to_regular_files_only(tmp_path: Path) -> None:
     (tmp_path / "device.log").symlink_to("/dev/full")
     for name, kind in (("pipe.log", "No such device"), ("device.log", "it is a device, not a regular file")):
         with pytest.raises(OSError, match=kind):
-            LogFile(tmp_path / name, max_bytes=1 << 20, files=1).write(b"line\n")
+            LogFile(tmp_path / name).write(b"line\n")
 
 
 def test_warnings_and_exceptions_of_threads_are_logged(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ def line(second: int, process: str = "pool-0", **more: str) -> LogLine:
 class Writer:
     """The log of one process."""
 
-    def __init__(self, directory: Path, process: str, max_bytes: int = 1 << 20, files: int = 2) -> None:
+    def __init__(self, directory: Path, process: str, max_bytes: int = 1 << 20) -> None:
         self.process = process
-        self._file = LogFile(directory / f"{process}.log", max_bytes, files)
+        self._file = LogFile(directory / f"{process}.log", max_bytes)
 
     def write(self, second: int, **more: str) -> None:
         self._file.write(msgspec.json.encode(line(second, self.process, **more)) + b"\n")
@@ -115,7 +115,7 @@ def test_an_unknown_process_is_refused_with_the_known_ones(node: str) -> None:
 def test_a_node_removes_the_logs_of_its_run_directory(tmp_path: Path) -> None:
     held = RunDir.acquire(tmp_path / "run")
     held.write(NodeInfo("n", 1, "", "", (), (), logs=str(tmp_path / "run" / "logs")))
-    Writer(tmp_path / "run" / "logs", "pool-0", max_bytes=1, files=3).write(1)
+    Writer(tmp_path / "run" / "logs", "pool-0", max_bytes=1).write(1)
     held.release()
     assert not (tmp_path / "run").exists()
 

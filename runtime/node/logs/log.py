@@ -106,16 +106,16 @@ def parse(line: bytes) -> LogLine | None:
 
 
 QUEUE_LINES = 2_000
-FILES, _FILE_BYTES = 2, 2 << 20  # of each process; a run directory is often memory
+_FILE_BYTES = 2 << 20  # of each of a process's two files; a run directory is often memory
 
 Write = Callable[[bytes], None]
 
 
 class LogFile:
-    """A rotating log file: at most `files` files of `max_bytes` each; `path.1` is the previous one, and so on."""
+    """A rotating log file of at most `max_bytes`, and the previous one."""
 
-    def __init__(self, path: Path, max_bytes: int, files: int) -> None:
-        self._path, self._max_bytes, self._files = path, max_bytes, files
+    def __init__(self, path: Path, max_bytes: int = _FILE_BYTES) -> None:
+        self._path, self._max_bytes = path, max_bytes
         self._fd = -1
         self._size = 0
 
@@ -124,7 +124,9 @@ class LogFile:
         if self._fd < 0:
             self._open()
         if self._size and self._size + len(line) > self._max_bytes:
-            self._rotate()
+            self.close()
+            self._path.replace(previous(self._path))
+            self._open()
         written = os.write(self._fd, line)
         if written < len(line):
             with contextlib.suppress(OSError):
@@ -137,24 +139,15 @@ class LogFile:
         self._fd = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._size = os.fstat(self._fd).st_size
 
-    def _rotate(self) -> None:
-        self.close()
-        for number in range(self._files - 1, 0, -1):
-            with contextlib.suppress(FileNotFoundError):
-                rotated(self._path, number - 1).rename(rotated(self._path, number))
-        if self._files == 1:
-            self._path.unlink()
-        self._open()
-
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
-def rotated(path: Path, number: int) -> Path:
-    """Return the path of a log file after so many rotations."""
-    return path.with_name(f"{path.name}.{number}") if number else path
+def previous(path: Path) -> Path:
+    """Return the path of a log file after its rotation."""
+    return path.with_name(f"{path.name}.1")
 
 
 def to_stderr(line: bytes) -> None:
@@ -256,7 +249,7 @@ def log_to_stderr(section: LogSection, process: str) -> Iterator[None]:
 def log_to_file(plan: NodePlan, process: str, on_lost: Callable[[int], None] = lambda lines: None) -> Iterator[None]:
     """Log as JSON to the process's own file in the node's log directory."""
     section = plan.config.log
-    file = LogFile(log_directory(plan) / f"{process}.log", _FILE_BYTES, FILES)
+    file = LogFile(log_directory(plan) / f"{process}.log")
     with (
         contextlib.closing(file),
         _logging_through(QueuedHandler(file.write, Formatter("json", process), on_lost), section),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runtime.files import open_regular
-from runtime.node.logs.log import FILES, LogLine, parse, rotated
+from runtime.node.logs.log import LogLine, parse, previous
 
 
 def read_logs(directory: Path) -> Iterator[LogLine]:
@@ -16,9 +16,9 @@ def read_logs(directory: Path) -> Iterator[LogLine]:
 
 def _lines(path: Path) -> Iterator[LogLine]:
     """Yield the lines of one process."""
-    for number in reversed(range(FILES)):
+    for part in (previous(path), path):
         try:
-            fd = open_regular(rotated(path, number))
+            fd = open_regular(part)
         except FileNotFoundError:
             continue
         with open(fd, "rb") as file:
