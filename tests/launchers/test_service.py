@@ -11,17 +11,14 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from launchers.main import command_line, main
+from launchers.main import command_line
 from runtime.errors import (
     EXIT_BUSY,
     EXIT_CONFIG,
     EXIT_FAILED,
     EXIT_USAGE,
-    ConfigError,
     OutputRefused,
     ResourceBusy,
-    TrinityError,
-    Unavailable,
     error_from_code,
 )
 from runtime.node.config import NodeSection
@@ -66,14 +63,9 @@ def test_the_unit_restarts_on_every_error_but_a_configuration_error(
     assert service["Restart"] == "on-failure"
     assert service["ExecStartPre"].startswith("-"), "its exit code must count as a failure that is restarted"
     assert service["RestartPreventExitStatus"].split() == [str(EXIT_CONFIG)]
-
-    def code_of(*words: str) -> int:
-        return fork_server.run("-c", "from launchers.main import main; main()", *words).returncode
-
     (tmp_path / "node.toml").write_text("[http]\nprot = 1\n")
-    assert code_of("serve", "--config", str(tmp_path / "node.toml")) == EXIT_CONFIG
-    assert code_of("serve", "--config", str(tmp_path / "none.toml")) == EXIT_CONFIG
-    assert code_of("status", str(tmp_path / "nothing")) == 1
+    words = ("serve", "--config", str(tmp_path / "node.toml"))
+    assert fork_server.run("-c", "from launchers.main import main; main()", *words).returncode == EXIT_CONFIG
 
 
 @pytest.mark.parametrize(
@@ -133,6 +125,7 @@ def test_temporary_errors_exit_with_a_code_that_is_restarted(
     assert ResourceBusy.exit_code == EXIT_BUSY
     assert str(EXIT_BUSY) not in service["RestartPreventExitStatus"].split()
     assert error_from_code("resource_busy", "taken").exit_code == EXIT_BUSY
+    assert OutputRefused.exit_code == EXIT_USAGE, "what is there will be there again"
 
 
 def test_caches_work_for_a_user_without_a_home_directory(service: configparser.SectionProxy) -> None:
@@ -149,20 +142,3 @@ def test_systemd_analyze_verifies_the_unit_without_warnings(tmp_path: Path) -> N
     command = [analyze, "verify", "--man=no", "--recursive-errors=no", str(unit)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (run.returncode, run.stdout + run.stderr) == (0, "")
-
-
-def test_the_command_exits_with_the_code_of_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(error: TrinityError) -> int:
-        def fail(**options: object) -> None:
-            raise error
-
-        monkeypatch.setattr("launchers.main.command_line", lambda words: fail)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code
-
-    assert run(ResourceBusy("the port is taken")) == EXIT_BUSY
-    assert run(ConfigError("no such key")) == EXIT_CONFIG
-    assert run(OutputRefused("it is there already")) == EXIT_USAGE
-    assert run(Unavailable("no node runs")) == EXIT_FAILED
