@@ -11,22 +11,8 @@ from runtime.node.config import CollectionSection, NodeConfig, parse_config
 from runtime.node.worker_config import PoolSection
 from runtime.pool.sizing import ExtendCost
 from runtime.retrieval.collections import bulk_load
-from runtime.simulator.times.calibrate import Line, calibrate, search_times
+from runtime.simulator.times.calibrate import calibrate, search_times
 from runtime.simulator.times.service import ServiceTimes
-
-
-def test_a_line_is_recovered() -> None:
-    x = [1.0, 2.0, 8.0, 64.0]
-    line = Line.fit(x, [3e-5 + 2e-6 * value for value in x])
-    assert line.fixed == pytest.approx(3e-5)
-    assert line.each == pytest.approx(2e-6)
-
-
-@pytest.mark.parametrize("y", [[1e-3, 1e-3, 1e-3], [1e-3, 5e-3, 9e-3], [3e-3, 2e-3, 1e-3]])
-def test_costs_are_not_negative(y: list[float]) -> None:
-    line = Line.fit([1, 2, 4], y)
-    assert line.fixed >= 0
-    assert line.each >= 0
 
 
 def test_measured_extends_have_a_positive_cost() -> None:

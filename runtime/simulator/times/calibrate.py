@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -26,23 +25,6 @@ _SLOTS = {True: 32, False: 512}  # on a CPU and on a GPU, if the pool chooses it
 _LOOP = {"query_s": 2e-6, "round_s": 0.3e-6, "wake_s": 1e-4}  # docs/benchmarks.md, "Pool": a few µs beside milliseconds
 
 Progress = Callable[[str], None]
-
-
-class Line(msgspec.Struct, frozen=True):
-    """y = fixed + each · x, with non-negative coefficients."""
-
-    fixed: float
-    each: float
-
-    @classmethod
-    def fit(cls, x: Sequence[float], y: Sequence[float]) -> "Line":
-        """Fit by least squares of relative errors, so that small and large values weigh the same."""
-        weight = 1 / np.maximum(np.asarray(y), 1e-12)
-        matrix = np.stack([weight, np.asarray(x) * weight], axis=1)
-        fixed, each = np.linalg.lstsq(matrix, np.ones(len(x)), rcond=None)[0]
-        if fixed < 0:
-            return cls(0.0, float(np.mean(np.asarray(y) / np.asarray(x))))
-        return cls(float(fixed), max(float(each), 0.0))
 
 
 def costs(parts: Sequence[Sequence[float]], took: Sequence[float]) -> list[float]:
@@ -84,8 +66,10 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
         with Collection.open(Path(collection.path)) as opened:
             index = opened.indexes[0]  # a pool worker has one shard, and this is the largest
             measured = search_times(index, config.pool)
-        line = Line.fit([one.active for one in measured], [(one.extend_ns - LOOP_NS) / 1e9 for one in measured])
-        times = replace(times, extend_s=line.fixed, extend_slot_s=line.each, **_LOOP)
+        fixed, each = costs(
+            [(1, one.active) for one in measured], [(one.extend_ns - LOOP_NS) / 1e9 for one in measured]
+        )
+        times = replace(times, extend_s=fixed, extend_slot_s=each, **_LOOP)
         parts.append(f"extends of {collection.name}")
     if config.own_model is not None:
         progress(f"passes of model {config.own_model.name!r}")
@@ -160,8 +144,7 @@ def _model_times(section: ModelSection, config: NodeConfig, times: ServiceTimes)
     took = [*prompts, *(prompt(*chunk) for chunk in chunks[len(prompts) :])]
     pass_s, token_s, behind_s, pair_s = costs([prefill_parts([chunk]) for chunk in chunks], took)
     active = sorted({1, max(1, rows // 4), max(1, rows // 2), rows})
-    taken = [step(count, 16) for count in active]
-    steps = Line.fit(active, taken)
+    step_s, row_s = costs([(1, count) for count in active], [step(count, 16) for count in active])
     deep = section.context_tokens - 2
     context_s = max(0.0, step(rows, deep) - step(rows, 16)) / (rows * max(deep - 16, 1))
     if config.decode.devices[0] == "cpu":  # one process cannot measure the link between two GPUs
@@ -178,8 +161,8 @@ def _model_times(section: ModelSection, config: NodeConfig, times: ServiceTimes)
         prefill_token_s=token_s,
         prefill_behind_s=behind_s,
         prefill_pair_s=pair_s,
-        decode_step_s=steps.fixed,
-        decode_row_s=steps.each,
+        decode_step_s=step_s,
+        decode_row_s=row_s,
         decode_context_s=context_s,
         kv_token_bytes=model.kv.nbytes // (model.blocks * model.block_tokens),
     )
