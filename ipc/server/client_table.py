@@ -190,11 +190,6 @@ class ClientTable:
         self._vacated.add(client.row)
         self._rebuild_watch()
 
-    @property
-    def has_vacated(self) -> bool:
-        """Whether `take_vacated` would return any rows."""
-        return bool(self._vacated)
-
     def take_vacated(self) -> list[int]:
         """Return the rows vacated since the last call, and free them for reuse."""
         vacated = sorted(self._vacated)

@@ -178,20 +178,17 @@ class FilteredRequests:
         wanted = cancelled.row, cancelled.request_id
         self._end_where(lambda request: (request.row, request.request_id) == wanted, "cancelled")
 
-    def drop_client(self, row: int) -> int:
-        """Drop the requests of a client that is gone. Return their number."""
-        return self._end_where(lambda request: request.row == row, None)
+    def drop_client(self, row: int) -> None:
+        """Drop the requests of a client that is gone."""
+        self._end_where(lambda request: request.row == row, None)
 
-    def _end_where(self, ends: Callable[[WaitingRequest], bool], status: str | None) -> int:
-        ended = 0
+    def _end_where(self, ends: Callable[[WaitingRequest], bool], status: str | None) -> None:
         for resolution in self._resolver.unfinished if self._count else ():
             for request in [request for request in resolution.waiting if ends(request)]:
                 resolution.waiting.remove(request)
                 self._finish(request, status)
-                ended += 1
             if not resolution.waiting:
                 self._resolver.abandon(resolution)
-        return ended
 
     def _finish(self, request: WaitingRequest, status: str | None) -> None:
         """End a request with a status; None: without an answer."""

@@ -201,17 +201,14 @@ def _drop(loop: Loop, number: int) -> None:
 
 
 @compiled
-def drop_client(at: int, row: int) -> int:
-    """Drop all queries of a client that is gone. Return their number."""
+def drop_client(at: int, row: int) -> None:
+    """Drop all queries of a client that is gone."""
     loop = loop_at(at)
     t = loop.tables
-    dropped = 0
     for number in range(t.entry_count):
         if t.entries[number].state != tables.FREE and loop.searches[number].row == row:
             _drop(loop, number)
             queues.free_entry(t, number)
-            dropped += 1
-    return dropped
 
 
 # ---- schedule

@@ -270,15 +270,12 @@ class PoolLoop:
             self._server.evict(row)
         self.drop_gone_clients()
 
-    def drop_gone_clients(self) -> int:
-        """Drop the queries of clients that are gone, after each housekeeping. Return their number."""
-        table = self._server.client_table
-        if not table.has_vacated:
-            return 0
-        rows = table.take_vacated()
-        waiting = sum(map(self.filtered.drop_client, rows))
-        self.memory.set_aside = len(self.filtered)
-        return waiting + sum(drop_client(self._at, row) for row in rows)
+    def drop_gone_clients(self) -> None:
+        """Drop the queries of clients that are gone, after each housekeeping."""
+        for row in self._server.client_table.take_vacated():
+            self.filtered.drop_client(row)
+            drop_client(self._at, row)
+            self.memory.set_aside = len(self.filtered)
 
     def close(self) -> None:
         """Stop the thread that resolves filters."""

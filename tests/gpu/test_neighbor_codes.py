@@ -13,13 +13,11 @@ from gpu.compiled import compiled
 from gpu.cpu import fast_scan
 from gpu.cpu.extend.keys import insert_at, insert_by_chunks
 from gpu.cpu.simd import KEYS_AT_ONCE
-from gpu.errors import IndexFormatError, InvalidParams
+from gpu.errors import InvalidParams
 from gpu.index.data import GROUP, IndexData, block_bytes, make_signs
 from gpu.index.rows import Dtype, FloatArray, Metric, aligned_empty, checked_vectors, encode, padded
 from tests.gpu.datasets import KINDS, clustered, exact_neighbors, recall
 from tests.gpu.reference import Table, raw_distances, rotated, search_reference
-
-CODED: tuple[Dtype, ...] = ("float32", "float16")
 
 
 @pytest.fixture
@@ -226,34 +224,6 @@ def test_a_paused_slot_with_codes_resumes_where_it_stopped(
 
 
 # ---- on disk
-
-
-@pytest.mark.parametrize("dtype", CODED)
-def test_a_loaded_index_returns_the_results_of_the_built_one(
-    tmp_path: Path, random: np.random.Generator, dtype: Dtype
-) -> None:
-    index = GraphIndex.build(clustered(random, 400, 24), dtype=dtype, neighbor_codes=True)
-    index.save(tmp_path / "x")
-    loaded = GraphIndex.load(tmp_path / "x")
-    loaded.verify()
-    queries = random.standard_normal((20, 24))
-    np.testing.assert_array_equal(loaded.search(queries)[0], index.search(queries)[0])
-    assert loaded.nbytes == index.nbytes
-
-
-@pytest.mark.parametrize("name", ["neighbors.npy", "entry.npy", "rotation.npy", "scan.npy"])
-def test_a_damaged_file_of_codes_is_named(tmp_path: Path, random: np.random.Generator, name: str) -> None:
-    index = GraphIndex.build(clustered(random, 100, 24), neighbor_codes=True)
-    index.save(tmp_path / "x")
-    file = tmp_path / "x" / name
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(IndexFormatError, match=name):
-        GraphIndex.load(tmp_path / "x").verify()
-    file.write_bytes(content[:-64])
-    with pytest.raises(IndexFormatError, match=name):
-        GraphIndex.load(tmp_path / "x")
 
 
 def test_random_codes_cause_no_out_of_bounds_access(tmp_path: Path, random: np.random.Generator) -> None:
