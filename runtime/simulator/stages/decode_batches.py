@@ -77,8 +77,6 @@ class Batches:
                 number=number,
                 end_ns=-1,
                 idle=True,
-                due_first=-1,
-                due_last=-1,
                 group=group,
                 drawn=array_over(float, self._drawn[number]),
                 drawn_used=self._state.drawn_count,

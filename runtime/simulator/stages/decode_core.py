@@ -52,9 +52,11 @@ def run(address: int, pools: int, until: int, until_planned: int) -> tuple[int, 
                 if s.workers[subject].end_ns == now and _between_runs(s, pools, s.workers[subject], now):
                     clock.next_ns = now
                     return BETWEEN, now, subject, 0
+            elif s.rows[subject].probe != probe:
+                continue  # it has ended
             elif kind == at.TIMEOUT:
-                _end_timeouts(s, pools, s.workers[subject], now)
-            elif s.rows[subject].probe == probe:
+                _time_out(s, pools, subject, now)
+            else:
                 _send(s, pools, subject, batch.boundary_ns(s.workers[s.rows[subject].worker], now))
         else:
             first_ns = s.events[0].when_ns if s.event_count else NEVER_NS
@@ -65,7 +67,7 @@ def run(address: int, pools: int, until: int, until_planned: int) -> tuple[int, 
 @compiled
 def _has_capacity(s: State, p: PoolState) -> bool:
     """Return whether the arrays have capacity for the events, queries and random numbers of one event."""
-    if s.event_count + s.slots + 2 * s.worker_count + 8 > s.event_capacity:
+    if s.event_count + 2 * (s.slots + s.worker_count) + 8 > s.event_capacity:
         return False
     if p.free_count <= s.slots or p.drawn_used == p.drawn_count:
         return False
@@ -174,15 +176,7 @@ def _probe(s: State, worker: Worker, number: int, now: int) -> None:
     worker.probes += 1
     s.probes_started += 1
     row.probe, row.query, row.deadline_ns = s.probes_started, -1, now + s.timeout_ns
-    row.due_before, row.due_after = worker.due_last, -1
-    if worker.due_last >= 0:
-        s.rows[worker.due_last].due_after = number
-    else:
-        worker.due_first = number
-    worker.due_last = number
-    if not worker.timeout_planned:
-        worker.timeout_planned = True
-        at.plan(s, row.deadline_ns, at.TIMEOUT, worker.number, 0)
+    at.plan(s, row.deadline_ns, at.TIMEOUT, number, row.probe)
     at.append(worker.probing, number)
 
 
@@ -213,31 +207,16 @@ def _reply(s: State, number: int, status: int, now: int) -> None:
     row = s.rows[number]
     worker = s.workers[row.worker]
     row.probe, row.status = 0, status
-    if row.due_before >= 0:
-        s.rows[row.due_before].due_after = row.due_after
-    else:
-        worker.due_first = row.due_after
-    if row.due_after >= 0:
-        s.rows[row.due_after].due_before = row.due_before
-    else:
-        worker.due_last = row.due_before
     at.append(worker.answered, number)
     batch.interrupt(s, worker, now)
 
 
 @compiled
-def _end_timeouts(s: State, pools: int, worker: Worker, now: int) -> None:
-    """End the probes that have timed out."""
-    worker.timeout_planned = False
-    while worker.due_first >= 0:
-        row = s.rows[worker.due_first]
-        if row.deadline_ns > now:
-            worker.timeout_planned = True
-            at.plan(s, row.deadline_ns, at.TIMEOUT, worker.number, 0)
-            return
-        if row.query >= 0:
-            pool.cancel(pools, row.query)
-        _reply(s, worker.due_first, TIMED_OUT, now)
+def _time_out(s: State, pools: int, number: int, now: int) -> None:
+    """End a row's probe at its deadline."""
+    if s.rows[number].query >= 0:
+        pool.cancel(pools, s.rows[number].query)
+    _reply(s, number, TIMED_OUT, now)
 
 
 @compiled

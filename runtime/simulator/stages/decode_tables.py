@@ -3,7 +3,7 @@
 from ipc.native.records import Array, Record, record, record_at
 from runtime.simulator.stages.pool_tables import Gpu, compiled
 
-RUN_ENDS, VECTOR, TIMEOUT = range(3)  # kinds of events; subject: a worker, a row, a worker
+RUN_ENDS, VECTOR, TIMEOUT = range(3)  # kinds of events; subject: a worker, a row, a row
 
 
 @record
@@ -31,8 +31,6 @@ class Row(Record):
     deadline_ns: int  # of the probe
     query: int  # the pool's, or -1
     status: int  # of the probe's answer
-    due_before: int  # neighbours in the worker's list by deadline
-    due_after: int
 
 
 @record
@@ -58,9 +56,6 @@ class Worker(Record):
     stall_ns: int
     counted_ns: int  # until when `stall_ns` counts
     embedded_ns: int  # when the last vector is ready
-    due_first: int  # rows by their probes' deadline: a linked list
-    due_last: int
-    timeout_planned: bool
     callback: bool  # Python is called between every two runs (`decode`)
     gpu: Array[Gpu]  # with the pool on the same GPU, if any
     group: int  # of pools
