@@ -8,11 +8,9 @@ import numpy.typing as npt
 from gpu.cuda import layout
 from gpu.cuda.batch_shape import BatchShape
 from gpu.cuda.driver import Driver, PinnedMemory
-from gpu.cuda.upload import DeviceArrays, check_fits, device_arrays
+from gpu.cuda.upload import DeviceArrays, check_fits, device_arrays, padded_bytes
 from gpu.index.data import IndexData
 from gpu.slots import MAX_COLLECTIONS
-
-_ALIGNMENT = 256
 
 
 class BatchMemory:
@@ -104,14 +102,14 @@ class BatchMemory:
 
     def _allocate(self, stream: int, nbytes: int) -> int:
         """Allocate zeroed device memory."""
-        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        size = padded_bytes(nbytes)
         address = self._driver.allocate(size)
         self._device.append(address)
         self._driver.fill(stream, address, 0, size // 4)
         return address
 
     def _allocate_pinned(self, nbytes: int) -> PinnedMemory:
-        memory = self._driver.allocate_pinned(-(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+        memory = self._driver.allocate_pinned(padded_bytes(nbytes))
         self._pinned.append(memory)
         return PinnedMemory(memory.view[:nbytes], memory.address)
 

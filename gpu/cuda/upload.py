@@ -65,8 +65,7 @@ class DeviceArrays:
         self._driver = driver
         self._pending_stream = 0  # a stream
         sizes = {name: padded_bytes(array.nbytes) for name, array in arrays.items()}
-        self.nbytes = sum(sizes.values())
-        self._base = driver.allocate(self.nbytes)
+        self._base = driver.allocate(sum(sizes.values()))
         self.address: dict[str, int] = {}
         place = self._base
         for name, size in sizes.items():

@@ -1,11 +1,10 @@
 """Virtual clock: a heap of planned events. Uses neither a real clock nor random numbers."""
 
 from array import array
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
-T = TypeVar("T", bound=Hashable)
 Action = Callable[[], None]
 NEVER_NS = 1 << 62
 PLANNED, NEXT = range(2)  # words of `Events.clock`
@@ -66,41 +65,6 @@ class Events:
     def stop(self) -> None:
         """End `run` after the current event; planned events stay planned."""
         self._stopped = True
-
-
-class Timeouts(Generic[T]):
-    """Timeouts with a common delay, most of which are cancelled: uses one planned event at a time instead of one
-    each."""
-
-    def __init__(self, events: Events, delay_ns: int, due: Callable[[T], None]) -> None:
-        self._events, self._delay_ns, self._due = events, delay_ns, due
-        self._started: dict[T, int] = {}  # item → due time, earliest first
-        self._planned = False
-
-    def start(self, item: T) -> int:
-        """Start a timeout of `delay_ns`. Return when it is due."""
-        due_ns = self._started[item] = self._events.now_ns + self._delay_ns
-        self._plan(due_ns)
-        return due_ns
-
-    def cancel(self, item: T) -> None:
-        """Cancel a timeout."""
-        self._started.pop(item, None)
-
-    def _plan(self, when_ns: int) -> None:
-        if not self._planned:
-            self._planned = True
-            self._events.at(when_ns, self._expire_due)
-
-    def _expire_due(self) -> None:
-        self._planned = False
-        while self._started:
-            item, due_ns = next(iter(self._started.items()))
-            if due_ns > self._events.now_ns:
-                self._plan(due_ns)
-                return
-            del self._started[item]
-            self._due(item)
 
 
 def ns(seconds: float) -> int:

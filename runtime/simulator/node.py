@@ -21,7 +21,7 @@ from runtime.node.worker_config import KvWorkerSection
 from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Hello, Report, Role
 from runtime.serving.prefill.job import Disaggregation
-from runtime.simulator.events import Events, Timeouts, ns
+from runtime.simulator.events import Events, ns
 from runtime.simulator.kv.prompt_blocks import PromptBlocks, prompt_blocks
 from runtime.simulator.kv.routing import Knowledge
 from runtime.simulator.result import Result, Sample
@@ -57,10 +57,9 @@ class Simulation:
         self.events = Events()
         self.requests: list[SimRequest] = []
         self.refused: dict[str, int] = {}
-        self._ended = 0
+        self._ended = self._oldest = 0  # `_oldest`: of the requests that may still expire
         self._samples: list[Sample] = []
         self._timeout_ns = ns(setup.config.http.request_timeout_s)
-        self._timeouts: Timeouts[SimRequest] = Timeouts(self.events, self._timeout_ns, self._expire)
         config = setup.config
         self.router = Router(
             max_in_flight=config.http.max_in_flight,
@@ -212,8 +211,9 @@ class Simulation:
             return
         deadline_ns = now + self._timeout_ns
         request = SimRequest(arrival, now, deadline_ns, placement)
+        if self._oldest == len(self.requests):
+            self.events.at(deadline_ns, self._expire)
         self.requests.append(request)
-        self._timeouts.start(request)
         self.prefills[placement.prefill].receive(request)
 
     def _report(self, report: Report) -> None:
@@ -233,10 +233,16 @@ class Simulation:
         if not request.ended:
             self.end(request, outcome)
 
-    def _expire(self, request: SimRequest) -> None:
-        """End a request at its deadline, as the frontend does; the workers drop it later."""
-        self._end_once(request, "deadline_exceeded")
-        self._decode_of(request).expire(request)
+    def _expire(self) -> None:
+        """End requests at their deadlines, as the frontend does; the workers drop them later."""
+        for request in self.requests[self._oldest :]:
+            if not request.ended:
+                if request.deadline_ns > self.events.now_ns:
+                    self.events.at(request.deadline_ns, self._expire)
+                    return
+                self.end(request, "deadline_exceeded")
+                self._decode_of(request).expire(request)
+            self._oldest += 1
 
     def end(self, request: SimRequest, outcome: str) -> None:
         request.outcome, request.end_ns = outcome, self.events.now_ns
@@ -245,7 +251,6 @@ class Simulation:
         slos = self._setup.slos
         self._judged += 1
         self._missed += not request.met(slos.ttft_s, slos.tpot_s)
-        self._timeouts.cancel(request)
         self._count_end()
         self.router.finished(request.placement, prefilled=request.left_prefill)
 
