@@ -14,18 +14,23 @@ from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.log import Upsert, decode_vectors
 from runtime.retrieval.collections.part import OnDocument, Part, Rows, ignore
+from runtime.retrieval.keywords.index import Postings
 
 _INITIAL_ROWS = 8192  # untouched pages take no memory
 _PART = 64  # documents that are appended at once, with up to 256 strings in each list: some ms
 
 
 class GrowingSegment(Part):
-    """Consecutive rows from `first` on, which are appended."""
+    """Consecutive rows from `first` on, which are appended.
+
+    postings: of the first rows; keyword searches add the others (`keyword_search`).
+    """
 
     def __init__(self, first: int, dim: int, metric: str) -> None:
         super().__init__(0, _INITIAL_ROWS)
         self.first = first
         self.documents: list[Document] = []
+        self.postings = Postings()
         self._dim, self._metric = dim, metric
         self._columns = Columns()
         self._matrix = self._allocate(_INITIAL_ROWS)

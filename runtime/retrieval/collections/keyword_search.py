@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +15,9 @@ from numpy.typing import NDArray
 from runtime.errors import Unavailable
 from runtime.retrieval.attributes.evaluation import Work, check_deadline
 from runtime.retrieval.attributes.filters import Filter
-from runtime.retrieval.collections.growing_segment import GrowingSegment
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.state import Snapshot, State, vectors_of
-from runtime.retrieval.keywords.index import Postings, Searched, search_indexes
+from runtime.retrieval.keywords.index import Searched, search_indexes
 from runtime.retrieval.neighbors import Neighbors
 
 _ADD_S = 0.25  # how long a search adds rows, or waits for another one that does
@@ -29,9 +27,7 @@ class KeywordSearch:
     """Keyword search over a `State` that its owner advances. Thread-safe."""
 
     def __init__(self, state: State, clock: Callable[[], float] = time.monotonic) -> None:
-        self._state, self._clock = state, clock
-        self._lock, self._adding = threading.Lock(), threading.Lock()
-        self._grown: WeakKeyDictionary[GrowingSegment, Postings] = WeakKeyDictionary()
+        self._state, self._clock, self._adding = state, clock, threading.Lock()
 
     def search_keywords(
         self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int
@@ -49,8 +45,7 @@ class KeywordSearch:
 
     def _searched(self, snapshot: Snapshot, filter: Filter | None, work: Work) -> list[Searched]:
         passing, growing = snapshot.passing(filter, work), snapshot.growing
-        postings = self._postings_of(growing)
-        count = len(postings)
+        count = len(growing.postings)
         if count < len(passing[-1]):  # the rows whose newer versions are not in the index yet remain visible
             until = growing.first + count
             rows = growing.replaced_by(until + np.flatnonzero(snapshot.alive[-1][count:]), until)
@@ -64,18 +59,14 @@ class KeywordSearch:
             if isinstance(part, Segment) and part.lacks_keywords:
                 where = self._state.directory
                 raise Unavailable(f"{where} has a segment without a keyword index: `trinity index compact` makes one")
-            words = part.keywords if isinstance(part, Segment) else postings
+            words = part.keywords if isinstance(part, Segment) else growing.postings
             if words is not None:
                 found.append(Searched(words, part.rows, bits))
         return found
 
-    def _postings_of(self, growing: GrowingSegment) -> Postings:
-        with self._lock:
-            return self._grown.setdefault(growing, Postings())
-
     def _add_rows(self, snapshot: Snapshot) -> None:
         """Add the growing rows to the index: all that can be in `_ADD_S`, or one more."""
-        until, postings, count = self._clock() + _ADD_S, self._postings_of(snapshot.growing), len(snapshot.alive[-1])
+        until, postings, count = self._clock() + _ADD_S, snapshot.growing.postings, len(snapshot.alive[-1])
         while len(postings) < count:
             with self._adding:
                 if len(postings) < count:
