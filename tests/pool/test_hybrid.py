@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest
+from runtime.errors import DeadlineExceeded, InvalidRequest
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.description import KEYWORDS
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.passages import Passage, ignore_size
 from runtime.retrieval.retrieval_steps import RetrievalResult
@@ -119,21 +117,6 @@ def test_keyword_results_are_of_the_build_that_answers(tmp_path: Path, make_pool
         pool.table.set_knob("reload", 1.0)
         until(lambda: pool.metric(PoolMetrics.RELOAD) == 1.0, lambda: asker.sleep((), 1))
         until(lambda: ask(asker, "n78", hybrid=1.0)[0].id == "g2-78")
-
-
-def test_an_altered_keyword_index_is_detected(tmp_path: Path, make_pool: MakePool) -> None:
-    build(tmp_path / "docs")
-    Collection.verify(tmp_path / "docs")
-    path = tmp_path / "docs" / "segments/0" / KEYWORDS
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(CollectionError, match=r"keywords\.sqlite is damaged"):
-        Collection.verify(tmp_path / "docs")
-    plan = plan_of(tmp_path / "docs")
-    make_pool(plan).start()
-    with retriever(plan) as asker:
-        until(lambda: "keywords.sqlite is damaged" in asker.client.unavailable.get("docs", ""), asker.poll)
 
 
 def test_asyncio_searches_return_the_same_results(plan: NodePlan, make_pool: MakePool) -> None:
