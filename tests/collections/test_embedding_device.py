@@ -90,16 +90,6 @@ def test_documents_are_upserted_with_vectors_of_the_gpu(tmp_path: Path, docs: Pa
     assert gpus == ["cuda:0"]
 
 
-def test_documents_that_no_gpu_embeds_are_upserted_all_the_same(
-    tmp_path: Path, docs: Path, gpus: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("runtime.retrieval.embedding.bert_files.torch_cuda", lambda: None)
-    told = run("index", "upsert", docs, lines(tmp_path / "a.jsonl", 2), "--device", "cuda")
-    assert gpus == []
-    assert "texts are embedded on the CPU: the embedder m" in told
-    assert "2 documents stored" in told
-
-
 def test_an_update_embeds_and_builds_the_graph_on_the_gpu(
     tmp_path: Path, gpus: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
