@@ -32,11 +32,6 @@ def build(out: Path, **options: Any) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("built") / "docs")
-
-
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     return build(tmp_path / "docs")
@@ -45,21 +40,6 @@ def copy(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def vectors() -> np.ndarray:
     return np.random.default_rng(5).normal(size=(200, 24)).astype(np.float32)
-
-
-def test_a_question_finds_its_document(built: Path) -> None:
-    with Collection.open(built) as collection:
-        assert (collection.embedder, collection.description.metric, collection.index.size) == (
-            "hashing-256",
-            "cosine",
-            43,
-        )
-        query = load_embedder("hashing-256").embed(
-            ["Which board game has two players?", "What comes from below the surface?"]
-        )
-        ids, distances = collection.index.search(query, k=3)
-        assert [collection.get(row)[0].id for row in ids] == ["chess", "volcano"]
-        assert (np.diff(distances, axis=1) >= 0).all()
 
 
 def test_vectors_alone_make_a_collection_without_documents(tmp_path: Path, vectors: np.ndarray) -> None:
