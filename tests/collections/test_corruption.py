@@ -46,7 +46,7 @@ def test_a_torn_log_is_truncated_after_the_last_whole_record_and_reported(tmp_pa
             assert len(contents(reader)) == kept + 1
 
 
-def test_a_log_corrupt_before_whole_records_is_an_error_of_readers_and_writers_and_is_not_truncated(
+def test_a_log_corrupt_before_whole_records_is_an_error_and_is_not_truncated(
     tmp_path: Path,
 ) -> None:
     whole, path = tmp_path / "whole", log_path(tmp_path / "whole", 0)
