@@ -14,6 +14,7 @@ lock, and the others wait and load its code.
 import contextlib
 import fcntl
 import os
+import threading
 import time
 from importlib.util import cache_from_source
 from pathlib import Path
@@ -133,6 +134,7 @@ class Lock:
     def __init__(self, path: Path, longest_s: float = _LONGEST_S) -> None:
         self._path, self._longest_s = path, longest_s
         self._file: int | None = None
+        self._releasing = threading.Lock()
 
     def acquire(self) -> bool:
         """Wait for the lock, unless this object holds it. Return whether it was taken now.
@@ -162,15 +164,16 @@ class Lock:
             return True
 
     def release(self) -> None:
-        """Release the lock, if this object holds it.
+        """Release the lock, if this object holds it. Several threads may at once, which have compiled the function.
 
         Its file is removed: the processes that wait for it find the code.
         """
-        if self._file is not None:
+        with self._releasing:
+            file, self._file = self._file, None
+        if file is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
-            os.close(self._file)
-            self._file = None
+            os.close(file)
 
 
 def machine_code(function: Any, stamp: str, kind: str) -> MachineCode | None:

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 from numba.core import event
 
 import ipc
@@ -196,3 +197,17 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         assert not Lock(path, longest_s=0.0).acquire()
         holder.kill()
     assert Lock(path).acquire()
+
+
+def test_a_lock_that_several_threads_release_is_released_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, unlink = Lock(tmp_path / "code.lock"), Path.unlink
+    assert lock.acquire()
+
+    def meanwhile(path: Path) -> None:  # the other thread comes in between
+        unlink(path)
+        lock.release()
+
+    monkeypatch.setattr(Path, "unlink", meanwhile)
+    lock.release()
+    assert lock.acquire()
+    lock.release()
