@@ -62,26 +62,6 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_bulk_load_is_put_into_deleted_from_and_replaced_in(tmp_path: Path, shards: int) -> None:
-    directory = bulk(tmp_path / "docs", shards)
-    with CollectionReader(directory) as reader:
-        assert not reader.was_written
-        with open_writer(directory) as writer:
-            writer.upsert([given("new", 100), given("d3", 103)])
-            writer.delete(["d4"])
-            reader.poll()
-            assert reader.was_written
-            assert nearest(reader, 100) == ["new"]
-            assert nearest(reader, 103) == ["d3"]
-            assert not {"d3", "d4"} & set(nearest(reader, 3)) | {"d4"} & set(nearest(reader, 4))
-            assert len(contents(writer)) == ROWS
-    with CollectionReader(directory) as again:
-        assert contents(again)["d3"] == "text 103"
-        assert "d4" not in contents(again)
-    assert Collection.verify(directory) == ""
-
-
-@pytest.mark.parametrize("shards", [1, 2])
 def test_seals_and_merges_replace_a_bulk_load_and_remove_its_files(tmp_path: Path, shards: int) -> None:
     directory = bulk(tmp_path / "docs", shards)
     with CollectionReader(directory) as reader, open_writer(directory) as writer:
