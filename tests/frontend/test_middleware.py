@@ -1,17 +1,12 @@
 """HTTP middleware: encodings, API keys and open paths, HEAD, CORS and the Host header."""
 
-import asyncio
 from collections.abc import Iterator
 
 import httpx
 import pytest
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
 
 from runtime.errors import ConfigError
 from runtime.node.config import parse_config
-from runtime.serving.http.authentication import AuthMiddleware
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 
@@ -98,27 +93,6 @@ def test_only_certain_paths_can_be_open() -> None:
     assert parse_config({"http": {"open_paths": []}}).http.open_paths == ()
     with pytest.raises(ConfigError, match=r"^http\.open_paths"):
         parse_config({"http": {"open_paths": ["/v1"]}})
-
-
-def test_a_servers_start_passes_authentication() -> None:
-    seen = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        seen.append(scope["type"])
-
-    async def unused(*_: Request | Exception) -> Response:
-        raise AssertionError("it is no request")
-
-    async def none() -> Message:
-        raise AssertionError("nobody receives")
-
-    async def nothing(message: Message) -> None:
-        raise AssertionError("nobody sends")
-
-    auth = AuthMiddleware(app, ["secret"], (), "localhost", {}, {"/v1/retrieval": unused}, unused)
-    start: Scope = {"type": "lifespan"}  # of another server than ours: without a path
-    asyncio.run(auth(start, none, nothing))
-    assert seen == ["lifespan"]
 
 
 # ---- pages whose name was made to resolve to loopback

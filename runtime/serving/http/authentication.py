@@ -56,11 +56,11 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope.setdefault("state", {})["access"] = FULL_ACCESS
-        if scope["type"] == "http" and (refusal := self._check(scope)) is not None:
+        if (refusal := self._check(scope)) is not None:
             headers = {"WWW-Authenticate": "Bearer"} if isinstance(refusal, Unauthorized) else {}
             await error_response(refusal, headers)(scope, receive, send)
             return
-        route = self._direct.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        route = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
         try:
             if route is not None:
                 http = Request(scope, receive, send)
@@ -72,7 +72,7 @@ class AuthMiddleware:
             else:
                 await self._app(scope, receive, send)
         except Exception:
-            if scope["type"] != "http" or scope["state"]["unsent"].started:
+            if scope["state"]["unsent"].started:
                 raise
             log.exception("%s %s failed", scope["method"], scope["path"])
             response = error_response(InternalError("internal error; the server's log has more"))

@@ -35,9 +35,6 @@ class RequestContextMiddleware:
         self._on_response, self._memory, self._clock = on_response, memory, clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         begin, path = self._clock(), scope["path"]
         own_id, client_id = self._new_id(path), client_id_in(scope["headers"])
         traced = any(name == b"traceparent" for name, _ in scope["headers"])
