@@ -10,7 +10,6 @@ from runtime.serving import stages
 from runtime.serving.frontend.observability import MAX_PROBES, Traces
 from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Placement
-from runtime.serving.http.service import Settings
 from runtime.serving.messages import Generation, Probe, Retrieved, Sampling, Tokens
 from tests.clock import Clock
 from tests.frontend.cluster import Cluster
@@ -89,12 +88,6 @@ def test_http_returns_the_trace_of_an_answer_by_its_id() -> None:
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "request_not_found")
         assert http.get(f"/v1/traces/{'x' * 500}").status_code == 400
         assert http.get("/v1/traces/a%20b").status_code == 400
-
-
-def test_traces_need_a_key() -> None:
-    with Cluster(settings=Settings(model="tiny", api_keys=("secret",))) as cluster, cluster.http() as http:
-        assert http.get("/v1/traces/x").status_code == 401
-        assert http.get("/v1/traces/x", headers={"Authorization": "Bearer secret"}).status_code == 404
 
 
 def test_a_search_is_traced_from_its_vector_to_its_passages() -> None:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ipc.errors import InvalidArgument
 from runtime.errors import (
     ContextLengthExceeded,
     InternalError,
@@ -14,7 +13,7 @@ from runtime.errors import (
 from runtime.serving.frontend.requests import ClientDisconnected, RequestOutcome
 from runtime.serving.messages import Cancel, Failed, Retrieval, Retrieved, Tokens, encode
 from tests.frontend.fake_workers import PASSAGES, FakeWorker
-from tests.frontend.link_harness import EPOCH, LinkHarness, error_of, running_link
+from tests.frontend.link_harness import EPOCH, error_of, running_link
 
 
 async def test_a_request_reaches_its_workers_and_its_pieces_return() -> None:
@@ -128,9 +127,3 @@ async def test_an_invalid_worker_is_refused(hello: dict[str, Any]) -> None:
         await strange.send(strange.me)
         await strange.settle()
         assert harness.link.missing() == ["prefill", "decode"]
-
-
-async def test_an_endpoint_in_use_is_an_error() -> None:
-    async with running_link() as harness:
-        with pytest.raises(InvalidArgument, match="in use"):
-            LinkHarness(endpoint=harness.link.endpoint)
