@@ -32,8 +32,7 @@ from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.http.admission import Admission
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig, Timeouts
-from runtime.serving.http.forwarding import Forwarder
-from runtime.serving.http.http_worker import answering_or_forwarding
+from runtime.serving.http.forwarding import Forwarder, answering_or_forwarding
 from runtime.serving.http.middleware import id_source
 from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.response_memory import ResponseMemory
@@ -296,7 +295,7 @@ class Cluster:
         def with_id(refusal: ASGIApp) -> ASGIApp:
             return RequestContextMiddleware(refusal, new_id, lambda: False, lambda *response: None, ResponseMemory())
 
-        return answering_or_forwarding(forward, forward, with_id, lambda: None)
+        return answering_or_forwarding(forward, forward, (), with_id, lambda: None)
 
     async def _drain(self, wanted: bool) -> None:
         self.drain_requests.append(wanted)

@@ -11,8 +11,7 @@ from starlette.types import ASGIApp
 from runtime.node.config import HttpSection
 from runtime.node.supervisor.listen import listen_private
 from runtime.serving.http.connections import HttpConfig
-from runtime.serving.http.forwarding import Forwarder
-from runtime.serving.http.http_worker import answering_or_forwarding
+from runtime.serving.http.forwarding import Forwarder, answering_or_forwarding
 from runtime.serving.http.middleware import id_source
 from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.response_memory import ResponseMemory
@@ -26,7 +25,7 @@ class Front:
         self.path, self.forwarded, self.failures = str(home / "frontend.sock"), 0, 0
         limits, new_id = HttpSection(), id_source(1)
         self.forward = Forwarder(self.path, "the frontend")
-        worker = answering_or_forwarding(own, self.forward, self._with_id, self._count)
+        worker = answering_or_forwarding(own, self.forward, ("/v1/retrieval",), self._with_id, self._count)
         config = HttpConfig(worker, limits, new_id, 1.0)
         listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = listener.getsockname()[1]

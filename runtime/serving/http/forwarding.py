@@ -16,12 +16,13 @@ client's, so nothing needs to be trusted that a client could forge.
 import asyncio
 import contextlib
 import select
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.errors import Unavailable, WorkerLost
+from runtime.errors import TrinityError, Unavailable, WorkerLost
+from runtime.serving.http.middleware import error_response
 
 _PART_BYTES = 64 << 10
 _KEPT = 64  # connections without a request
@@ -231,7 +232,7 @@ def asking_others(app: ASGIApp, others: Collection[ASGIApp], prefix: str) -> ASG
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(prefix):
+        if not scope["path"].startswith(prefix):
             await app(scope, receive, send)
             return
         headers = [header for header in scope["headers"] if header[0] not in _OF_BODY]
@@ -253,5 +254,31 @@ def asking_others(app: ASGIApp, others: Collection[ASGIApp], prefix: str) -> ASG
             response = not_found
         for message in response:
             await send(message)
+
+    return answer
+
+
+def answering_or_forwarding(
+    app: ASGIApp,
+    forward: ASGIApp,
+    paths: Collection[str],
+    refuse: Callable[[ASGIApp], ASGIApp],
+    on_forwarded: Callable[[], None],
+) -> ASGIApp:
+    """Return the application of an HTTP worker: `app` answers the POST requests to `paths`, which change nothing, and
+    `forward` lets the frontend answer the rest.
+
+    refuse: adds what every response has to that to an error of `forward`.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST" and scope["path"] in paths:
+            await app(scope, receive, send)
+            return
+        on_forwarded()
+        try:
+            await forward(scope, receive, send)
+        except TrinityError as error:
+            await refuse(error_response(error))(scope, receive, send)
 
     return answer

@@ -1,5 +1,5 @@
-"""Frontend process: an HTTP server that submits requests to the engine and streams the answers. Its loop is
-asyncio's."""
+"""The processes that serve HTTP: the frontend, which submits requests to the engine and streams the answers, and HTTP
+workers (`http_worker.py`), which own nothing that has state. Their loop is asyncio's."""
 
 import asyncio
 import logging
@@ -10,12 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from starlette.types import ASGIApp
+
 from runtime.errors import Unavailable
 from runtime.node.api_keys import read_api_keys
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.metrics.worker_metrics import CacheEvent, FrontendMetrics
 from runtime.node.stores_config import STORES
 from runtime.node.supervisor.admin import admin_request
+from runtime.node.supervisor.listen import listen_private
 from runtime.node.worker import Worker
 from runtime.retrieval.answer_store import AnswerStore
 from runtime.retrieval.async_retriever import AsyncRetriever
@@ -34,8 +37,10 @@ from runtime.serving.frontend.observability import RequestMetrics, exported_span
 from runtime.serving.http.admission import Admission
 from runtime.serving.http.app import TRACES, create_app
 from runtime.serving.http.connections import HttpConfig
-from runtime.serving.http.forwarding import Forwarder, asking_others
+from runtime.serving.http.forwarding import Forwarder, answering_or_forwarding, asking_others
 from runtime.serving.http.middleware import id_source
+from runtime.serving.http.request_context import RequestContextMiddleware
+from runtime.serving.http.response_memory import ResponseMemory
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.routes.tokenize import Tokens
 from runtime.serving.http.search_parts import SearchParts
@@ -79,8 +84,8 @@ EngineFactory = Callable[[Worker, RequestMetrics, SearchSource], Awaitable[Engin
 
 
 async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
-    plan = worker.plan
-    config = plan.config
+    plan, config = worker.plan, worker.plan.config
+    owner = worker.placement.role == "frontend"  # of what has state
     metrics = RequestMetrics(worker.table, config.slo)
     parts = SearchParts.open(worker)
     registry, search = parts.registry, parts.search
@@ -91,11 +96,14 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     engine.traces.spans = spans
     supervisor = SupervisorLink(plan.endpoint("control"))
     readiness = Readiness(min(config.http.drain_notice_s, config.node.drain_s / 2))
-    new_id = id_source(worker.epoch)
-    own = config.own_model
-    tokens = Tokens(partial(_tokenizer, own.name)) if own else None
+    numbered, suffix = id_source(worker.epoch), "" if owner else f"-{worker.name}"  # unique within the node
+
+    def new_id(path: str) -> str:
+        return numbered(path) + suffix
+
+    tokens = Tokens(partial(_tokenizer, config.own_model.name)) if config.own_model else None
     writes = None
-    if search is not None:
+    if search is not None and owner:
         places = {collection.name: Path(collection.path) for collection in config.searchable}
         writes = WriterService(
             places,
@@ -104,22 +112,33 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
             partial(worker.table.observe, FrontendMetrics.WRITE_TIME),
         )
     stores = None
-    path = Path(config.stores.path) if config.stores.path else None
+    path = Path(config.stores.path) if config.stores.path and owner else None
     catalogue = Catalogue(path and path / "catalogue.sqlite")
     if writes is not None and path is not None:
         stores = Stores(config.stores, catalogue, writes, partial(registry.embedder, STORES))
     answers = None
-    if config.stores_answers:
+    if config.stores_answers and owner:
         client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))
         answers = _open_answer_cache(worker, client)
     service = Service(
         engine, parts.collections, supervisor.metrics_text, answers, tokens, parts.collections, parts.reranking, writes,
-        stores, ResponseStore(catalogue), readiness, supervisor.drain, metrics.record_response,
+        stores, ResponseStore(catalogue), readiness, supervisor.drain if owner else None, metrics.record_response,
         partial(observe_search, worker.table),
     )  # fmt: skip
-    others = [Forwarder(plan.http_socket(one.name), one.name) for one in plan.of_role("http")]
     own_app = create_app(service, settings, new_id)
-    app = asking_others(own_app, others, TRACES)
+    if owner:
+        others = [Forwarder(plan.http_socket(one.name), one.name) for one in plan.of_role("http")]
+        app = asking_others(own_app, others, TRACES)
+    else:
+        others, refusals = [Forwarder(plan.http_socket("frontend-0"), "the frontend")], ResponseMemory()
+
+        def refuse(refusal: ASGIApp) -> ASGIApp:
+            return RequestContextMiddleware(
+                refusal, new_id, lambda: readiness.draining, metrics.record_response, refusals
+            )
+
+        count = partial(worker.table.add, FrontendMetrics.FORWARDED)
+        app = answering_or_forwarding(own_app, others[0], own_app.limits, refuse, count)
     raise_descriptor_limit(config.http.max_connections * config.http.workers)
 
     def on_refused(path: str, status: int) -> None:
@@ -127,10 +146,12 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
 
     admission = Admission(own_app.limits, lambda: readiness.draining)
     http = HttpConfig(app, config.http, new_id, config.node.drain_s, on_refused, admission)
-    servers = [Server(http, worker.listening_socket())]
+    servers = [Server(http, worker.listening_socket(), lambda: None if owner else _record_closed(worker))]
     if others:
-        http = HttpConfig(app, private_limits(config.http), new_id, config.node.drain_s, on_refused, admission)
-        servers.append(Server(http, worker.private_socket()))
+        private = worker.private_socket() if owner else listen_private(plan.http_socket(worker.name))
+        limits, answers_here = private_limits(config.http), app if owner else own_app
+        http = HttpConfig(answers_here, limits, new_id, config.node.drain_s, on_refused, admission)
+        servers.append(Server(http, private))
 
     async def serve() -> None:
         if answers is not None:
@@ -166,6 +187,11 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
             answers.close()
         if spans is not None:
             spans.close()
+
+
+def _record_closed(worker: Worker) -> None:
+    """An HTTP worker accepts no connections any more, and still passes on requests."""
+    worker.table.state = State.CLOSED
 
 
 async def _wait_for_workers(worker: Worker, missing: Callable[[], list[str]]) -> None:
