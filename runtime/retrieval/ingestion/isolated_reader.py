@@ -4,17 +4,18 @@ The child is `python -m runtime.retrieval.ingestion.isolated_reader`. A Word fil
 its parser busy for hours or exhaust memory. Then only the child dies: the file is skipped, and a new child reads the
 next one.
 
-A request is two messages, the file's name and its content; a response is one, of msgpack. Each message follows its
-length, 4 bytes, little endian.
+A request is two messages, the file's name and its content; a response is one, of msgpack. They pass through a socket,
+which is the child's standard input.
 """
 
-import contextlib
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
-from typing import IO, Self
+from multiprocessing.connection import Connection
+from typing import Self
 
 import msgspec
 
@@ -39,19 +40,17 @@ class IsolatedReader:
 
     def __init__(self, seconds: int = READ_S, memory: int = READ_BYTES) -> None:
         self._seconds, self._memory = seconds, memory
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
 
     def read(self, name: str, content: bytes) -> ParsedFile:
         """See `read_file`. Raises `UnreadableFile` also if the file exceeds a limit or crashes the child."""
-        if self._process is None:
-            self._process = self._start()
-        process = self._process
-        assert process.stdin is not None, "a pipe"
-        assert process.stdout is not None, "a pipe"
+        if self._child is None:
+            self._child = self._start()
+        process, connection = self._child
         try:
-            _send(process.stdin, name.encode())
-            _send(process.stdin, content)
-            response = msgspec.msgpack.decode(_receive(process.stdout), type=_ReadResponse)
+            connection.send_bytes(name.encode())
+            connection.send_bytes(content)
+            response = msgspec.msgpack.decode(connection.recv_bytes(MAX_TEXT_BYTES), type=_ReadResponse)
         except (OSError, EOFError):
             code = process.wait()
             self.close()
@@ -62,11 +61,12 @@ class IsolatedReader:
 
     def close(self) -> None:
         """Kill the child. Idempotent."""
-        process, self._process = self._process, None
-        if process is not None:
+        child, self._child = self._child, None
+        if child is not None:
+            process, connection = child
+            connection.close()
             process.kill()
-            with contextlib.suppress(BrokenPipeError), process:  # closes the pipes and waits
-                pass
+            process.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -74,15 +74,17 @@ class IsolatedReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable,
-            "-m",
-            "runtime.retrieval.ingestion.isolated_reader",
-            str(self._seconds),
-            str(self._memory),
-        ]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        module, limits = "runtime.retrieval.ingestion.isolated_reader", (str(self._seconds), str(self._memory))
+        ours, its = socket.socketpair()
+        with its:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *limits],
+                stdin=its.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        return process, Connection(ours.detach())
 
     def _exit_reason(self, code: int) -> str:
         if code == _NO_MEMORY:
@@ -92,44 +94,29 @@ class IsolatedReader:
         return f"its reader ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
 
 
-def _send(stream: IO[bytes], message: bytes) -> None:
-    stream.write(len(message).to_bytes(4, "little"))
-    stream.write(message)  # separately: a copy of a large file would hold the interpreter's lock
-    stream.flush()
-
-
-def _receive(stream: IO[bytes]) -> bytes:
-    """Raises `EOFError`."""
-    if len(head := stream.read(4)) < 4:
-        raise EOFError
-    message = stream.read(size := int.from_bytes(head, "little"))
-    if len(message) < size:
-        raise EOFError
-    return message
-
-
 def _set_limit(limit: int, value: int) -> None:
     _, hard = resource.getrlimit(limit)
     resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def main(seconds: int, memory: int) -> None:
-    """Serve read requests until the parent closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent, whose end closes the pipe
+    """Serve read requests until the parent closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent, whose end closes the connection
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     _set_limit(resource.RLIMIT_CORE, 0)
     _set_limit(resource.RLIMIT_AS, memory)
+    connection = Connection(sys.stdin.fileno())
     try:
         while True:
-            _serve_one(seconds)
+            _serve_one(connection, seconds)
     except EOFError:
         return
     except MemoryError:
         os._exit(_NO_MEMORY)
 
 
-def _serve_one(seconds: int) -> None:
-    name, content = _receive(sys.stdin.buffer).decode(), _receive(sys.stdin.buffer)
+def _serve_one(connection: Connection, seconds: int) -> None:
+    name, content = connection.recv_bytes().decode(), connection.recv_bytes()
     used = resource.getrusage(resource.RUSAGE_SELF)
     _set_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
     try:
@@ -138,7 +125,7 @@ def _serve_one(seconds: int) -> None:
             raise UnreadableFile(f"its text has over {MAX_TEXT_BYTES >> 20} MiB")
     except UnreadableFile as error:
         response = msgspec.msgpack.encode(_ReadResponse(error=str(error)))
-    _send(sys.stdout.buffer, response)
+    connection.send_bytes(response)
 
 
 if __name__ == "__main__":
