@@ -1,6 +1,6 @@
 """A frontend with a collection of its own on disk, embedded by hashing, searched without a pool."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,27 +19,18 @@ from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.neighbors import fuse_ranks
 from runtime.retrieval.passages import OnRead, Passage
-from runtime.retrieval.reranking.reranker import Batch, Scored
 from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.search.query import Query
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.ranking import Ranker
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
+from tests.retrieval.test_reranking import ByLength
 
 HASHING = HashingEmbedder(64)
 KEY = "a-key"
 RARE = {"id": "rare", "text": "E1042", "vector": (-HASHING.embed(["E1042"], "query")[0]).tolist()}
 """A document with the vector opposite to its text's: only keyword search finds it."""
-
-
-class ByLength:
-    """A reranker for which longer texts are more relevant."""
-
-    name, max_concurrency = "by-length", 1
-
-    def batches(self, query: str, texts: Sequence[str]) -> list[Batch]:
-        return [Batch(range(len(texts)), lambda _: Scored([float(len(text)) for text in texts], 0))]
 
 
 class Notes:
