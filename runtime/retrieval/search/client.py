@@ -90,8 +90,9 @@ class SearchClient:
 
         client = cls(info.pools, name, find=find, collections=info.collections)
         end = time.monotonic_ns() + int(timeout_s * 1e9)
-        while (now := time.monotonic_ns()) < end and client.dispatcher.pools.sessions:
-            if client.dispatcher.pools.maintain(now) and not client.dispatcher.pools.connecting:
+        while time.monotonic_ns() < end and client.dispatcher.pools.sessions:
+            client.dispatcher.collect()
+            if client.live and not client.dispatcher.pools.connecting:
                 return client
             time.sleep(0.002)
         if not client.live:

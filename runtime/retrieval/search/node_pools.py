@@ -41,13 +41,6 @@ class NodePools:
     def _session(self, endpoint: str) -> PoolSession:
         return PoolSession(endpoint, self._name, self._settings, self._retry_ns)
 
-    def maintain(self, now_ns: int) -> bool:
-        """Connect to pools without a session. Return whether there is a session with any."""
-        for number, pool in enumerate(self.sessions):
-            self.update(number, pool.maintain(now_ns))
-        self.rediscover(now_ns)
-        return any(self._up)
-
     def update(self, number: int, live: bool) -> None:
         """Record whether a pool has a session now; what it serves may differ from the session before."""
         up = self.sessions[number].opened if live else 0
