@@ -43,11 +43,8 @@ class ResponseStore:
         with self._catalogue.transaction():
             self._catalogue.put(response)
             self._remove_expired()
-            while self._is_full(tenant) and (old := self._catalogue.oldest(StoredResponse, _TRIMMED, tenant)):
-                for one in old:
-                    if not self._is_full(tenant):
-                        return
-                    self._catalogue.remove(StoredResponse, one.id)
+            while self._is_full(tenant) and (old := self._catalogue.oldest(StoredResponse, 1, tenant)):
+                self._catalogue.remove(StoredResponse, old[0].id)
 
     def _remove_expired(self) -> None:
         for old in self._catalogue.oldest(StoredResponse, _TRIMMED):
