@@ -34,6 +34,18 @@ def network(tiny_directory: Path) -> Any:
 
 
 @pytest.fixture
+def cache(tiny_directory: Path) -> Any:
+    """A paged cache for it, of random numbers."""
+    import torch
+
+    from runtime.serving.network.paged_cache import PagedCache
+    from tests.serving.replays import BLOCK, BLOCKS
+
+    shape = ModelInfo.read(tiny_directory).kv_shape(BLOCKS, BLOCK)
+    return PagedCache(torch.randn(shape, generator=torch.Generator().manual_seed(1)), "gathered")
+
+
+@pytest.fixture
 def start(tiny_directory: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
     """Return a factory of workers on CPUs or, if a test requests "GPU", on emulated GPUs with slow copies."""
     started: list[Workers] = []

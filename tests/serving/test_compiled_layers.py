@@ -9,19 +9,17 @@ import numpy as np
 import pytest
 
 from runtime.serving.model.compilation import ModelSetup
-from runtime.serving.model.model_info import ModelInfo, WeightsType, read_config
+from runtime.serving.model.model_info import ModelInfo, read_config
 from runtime.testing.reference import Reference
 from runtime.testing.tiny_model import make_tiny_llama
 from tests.cuda.emulation import require_compiler
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
 from runtime.serving.network import decoder  # noqa: E402
 from runtime.serving.network.llama import Llama, WeightFiles  # noqa: E402
-from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span  # noqa: E402
-from tests.serving.replays import Replays  # noqa: E402
+from runtime.serving.network.paged_cache import PagedBatch, PagedCache  # noqa: E402
+from tests.serving.replays import Operations, Replays, greedy  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in torch's compiler
 BLOCK, BLOCKS = 16, 60
@@ -33,43 +31,10 @@ def _compiler() -> None:
     require_compiler()
 
 
-def loaded(directory: Path, kind: WeightsType = "float32") -> tuple[Llama, PagedCache]:
+def loaded(directory: Path) -> tuple[Llama, PagedCache]:
     info = ModelInfo.read(directory)
-    network = Llama.load(read_config(directory), info, WeightFiles(directory), "cpu", kind)
-    return network, PagedCache(torch.zeros(info.kv_shape(BLOCKS, BLOCK), dtype=getattr(torch, kind)), "gathered")
-
-
-def greedy(network: Llama, cache: PagedCache, steps: int, follow: list[list[int]] | None = None) -> list[list[int]]:
-    """Return greedy tokens of three rows in scattered blocks; with `follow`, each after the given ones."""
-    random = np.random.default_rng(4)
-    order = random.permutation(BLOCKS).tolist()
-    tables, prompts = [order[6 * row : 6 * row + 6] for row in range(3)], prompts_of(random)
-    spans: list[Span] = [(table, 0, len(prompt)) for table, prompt in zip(tables, prompts, strict=True)]
-    with torch.inference_mode():
-        logits = network.logits(PagedBatch(cache, spans, [token for prompt in prompts for token in prompt]))
-        found = [[int(token)] for token in logits.argmax(-1)]
-        for step in range(steps - 1):
-            spans = [(table, len(prompt) + step, 1) for table, prompt in zip(tables, prompts, strict=True)]
-            logits = network.logits(PagedBatch(cache, spans, [row[step] for row in follow or found]))
-            for row, token in zip(found, logits.argmax(-1), strict=True):
-                row.append(int(token))
-    return found
-
-
-def prompts_of(random: Any) -> list[list[int]]:
-    return [random.integers(0, 259, length).tolist() for length in LENGTHS]
-
-
-class Operations(TorchDispatchMode):
-    """Counts torch operations that are no views."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
+    network = Llama.load(read_config(directory), info, WeightFiles(directory), "cpu")
+    return network, PagedCache(torch.zeros(info.kv_shape(BLOCKS, BLOCK)), "gathered")
 
 
 @pytest.fixture
@@ -95,14 +60,15 @@ def test_three_programs_serve_all_layers_and_sizes_with_transformers_tokens(
     metrics.reset()
     assert network.compile(cache)
     assert not cache.kv.any()
-    answers = greedy(network, cache, 6)
+    order = random.permutation(BLOCKS).tolist()
+    prompts = [random.integers(0, 259, length).tolist() for length in LENGTHS]
+    answers = greedy(network, cache, [order[6 * row : 6 * row + 6] for row in range(3)], prompts, 6)
     assert fresh_compiler.utils.counters["stats"]["unique_graphs"] == 3
     fused = metrics.generated_kernel_count
     assert eager.count >= 40 * 3, "operations a layer"
     assert 3 <= fused <= 40, "kernels of all three programs, most of them in loops of one"
-    random.permutation(BLOCKS)
     reference = Reference(directory)
-    assert answers == [reference.generate(prompt, 6) for prompt in prompts_of(random)]
+    assert answers == [reference.generate(prompt, 6) for prompt in prompts]
 
 
 def test_two_layers_leave_in_torchs_cache_what_the_whole_model_compiles(tmp_path: Path, fresh_compiler: Any) -> None:

@@ -1,39 +1,18 @@
 """Tests of decode steps by captured graphs, over CPU tensors, where replaying a graph runs the pass again."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
-
-from runtime.serving.model.model_info import ModelInfo
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from runtime.serving.network.decode_graphs import DecodeGraphs  # noqa: E402
 from runtime.serving.network.llama import Llama  # noqa: E402
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span  # noqa: E402
-from tests.serving.replays import Replays  # noqa: E402
-
-BLOCK, BLOCKS = 16, 96
-
-
-@pytest.fixture
-def cache(tiny_directory: Path) -> PagedCache:
-    info = ModelInfo.read(tiny_directory)
-    random = torch.Generator().manual_seed(1)
-    return PagedCache(torch.randn(info.kv_shape(BLOCKS, BLOCK), generator=random), "gathered")
+from tests.serving.replays import Replays, pass_of  # noqa: E402
 
 
 def spans_of(seed: int, lengths: list[int]) -> tuple[list[Span], list[int]]:
     """Return rows of the given lengths in their own blocks, and their next tokens."""
-    random = np.random.default_rng(seed)
-    order = random.permutation(BLOCKS).tolist()
-    spans: list[Span] = []
-    for length in lengths:
-        count = length // BLOCK + 1
-        spans.append((order[:count], length, 1))
-        order = order[count:]
-    return spans, random.integers(0, 259, len(lengths)).tolist()
+    return pass_of(seed, [(length, 1) for length in lengths])
 
 
 @pytest.mark.parametrize("lengths", [[0], [5, 300], [1, 17, 40], [255, 256, 31, 2, 100]])

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from runtime.testing.reference import Reference
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
+from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
 from runtime.serving.network.sampling import sample  # noqa: E402
+from tests.serving.replays import Operations  # noqa: E402
 
 VOCABULARY = 259
 
@@ -167,21 +168,6 @@ def test_a_batch_writes_only_the_positions_of_its_chunks(model: LanguageModel) -
             written[table(model, row)[position // 16], position % 16] = True
     changed = (model.kv != 7.0).any(5).any(3)  # [layers, 2, blocks, block_tokens]
     assert torch.equal(changed, written.expand_as(changed))
-
-
-class Operations(TorchDispatchMode):
-    """Records the names of torch operations."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("index", "index_put_") and any(at is not None and at.dtype == torch.bool for at in args[1]):
-            name = "nonzero"  # torch counts the mask's true entries
-        self.names[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_step_returns_the_tokens_sampled_from_the_logits_of_a_pass(model: LanguageModel) -> None:

@@ -16,8 +16,8 @@ from runtime.cuda_graphs import Captured  # noqa: E402
 from runtime.serving.network.decode_attention import PagedAttention  # noqa: E402
 from runtime.serving.network.decode_graphs import DecodeGraphs, supports_paged_attention  # noqa: E402
 from runtime.serving.network.llama import Llama  # noqa: E402
-from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span, attend, store  # noqa: E402
-from tests.serving.replays import Replays  # noqa: E402
+from runtime.serving.network.paged_cache import PagedBatch, PagedCache, attend, store  # noqa: E402
+from tests.serving.replays import Replays, greedy  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in torch's compiler
 BLOCK, BLOCKS, STEPS = 16, 40, 20
@@ -34,27 +34,15 @@ def empty_kv(directory: Path, kind: WeightsType) -> Any:
     return torch.zeros(ModelInfo.read(directory).kv_shape(BLOCKS, BLOCK), dtype=getattr(torch, kind))
 
 
-def answers(network: Llama, cache: PagedCache, follow: list[list[int]] | None = None) -> list[list[int]]:
-    """Return `STEPS` greedy tokens of each of three rows in scattered blocks, two of which share one. With `follow`,
-    each token is chosen after the given tokens instead of those chosen before."""
+def answers(network: Llama, cache: PagedCache) -> list[list[int]]:
+    """Return `STEPS` greedy tokens of each of three rows in scattered blocks, two of which share one."""
     random = np.random.default_rng(4)
     order = random.permutation(BLOCKS).tolist()
     tables = [order[8 * row : 8 * row + 8] for row in range(3)]
     prompts = [random.integers(0, 259, length).tolist() for length in LENGTHS]
     prompts[2][:BLOCK] = prompts[1][:BLOCK]
     tables[2][0] = tables[1][0]
-    graphs = DecodeGraphs(network, cache, Replays())
-    with torch.inference_mode():
-        spans: list[Span] = [(table, 0, len(prompt)) for table, prompt in zip(tables, prompts, strict=True)]
-        logits = network.logits(PagedBatch(cache, spans, [token for prompt in prompts for token in prompt]))
-        found = [[int(token)] for token in logits.argmax(-1)]
-        for step in range(STEPS - 1):
-            previous = [row[step] for row in (follow or found)]
-            spans = [(table, len(prompt) + step, 1) for table, prompt in zip(tables, prompts, strict=True)]
-            logits = graphs.logits(spans, previous) if step % 4 else network.logits(PagedBatch(cache, spans, previous))
-            for row, token in zip(found, logits.argmax(-1), strict=True):
-                row.append(int(token))
-    return found
+    return greedy(network, cache, tables, prompts, STEPS, DecodeGraphs(network, cache, Replays()))
 
 
 def test_float32_gives_the_greedy_tokens_of_gathered_attention(network: Llama, tiny_directory: Path) -> None:

@@ -1,40 +1,17 @@
 """Tests of passes with prompts by captured graphs, over CPU tensors, where replaying a graph runs its program again."""
 
 from itertools import pairwise
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from runtime.node.worker_config import PrefillSection
-from runtime.serving.model.model_info import ModelInfo
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from runtime.serving.network.llama import Llama  # noqa: E402
-from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span  # noqa: E402
+from runtime.serving.network.paged_cache import PagedBatch, PagedCache  # noqa: E402
 from runtime.serving.network.prefill_graphs import MAX_TOKENS, PrefillGraphs, sizes_up_to  # noqa: E402
-from tests.serving.replays import Replays  # noqa: E402
-
-BLOCK, BLOCKS = 16, 160
-
-
-@pytest.fixture
-def cache(tiny_directory: Path) -> PagedCache:
-    random = torch.Generator().manual_seed(1)
-    shape = ModelInfo.read(tiny_directory).kv_shape(BLOCKS, BLOCK)
-    return PagedCache(torch.randn(shape, generator=random), "gathered")
-
-
-def pass_of(seed: int, parts: list[tuple[int, int]]) -> tuple[list[Span], list[int]]:
-    """Return chunks of (start, tokens), each in blocks of its own, and their tokens."""
-    random = np.random.default_rng(seed)
-    order, spans = random.permutation(BLOCKS).tolist(), list[Span]()
-    for start, count in parts:
-        blocks = -(-(start + count) // BLOCK)
-        spans.append((order[:blocks], start, count))
-        order = order[blocks:]
-    return spans, random.integers(0, 259, sum(count for _, count in parts)).tolist()
+from tests.serving.replays import Replays, pass_of  # noqa: E402
 
 
 @pytest.mark.parametrize(

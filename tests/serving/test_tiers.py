@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.errors import ConfigError
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
@@ -20,6 +19,7 @@ from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.file_tier import FileTier
 from runtime.serving.kv.tiers import Tiers
 from runtime.testing.reference import Reference
+from tests.serving.replays import Operations
 from tests.serving.workers import Workers
 
 SIZE = 4096
@@ -53,18 +53,6 @@ def read(tier: FileTier, number: int) -> bytes | None:
     return bytes(into) if tier.load(key(number), memoryview(into)) else None
 
 
-class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts copies between tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += operation is torch.ops.aten.copy_.default
-        return operation(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_blocks_of_both_types_round_trip(tmp_path: Path, kind: str) -> None:
     kv = torch.randn(2, 2, 3, 2, 8, 16).to(getattr(torch, kind))
@@ -73,14 +61,13 @@ def test_blocks_of_both_types_round_trip(tmp_path: Path, kind: str) -> None:
     tiers, table, tokens = Tiers([tier], blocks, kv), blocks.open(range(8)), range(8)
     blocks.grow(table, 8)
     blocks.fill(table, tokens, 8)
-    with Copies() as copies:
+    with Operations() as operations:
         assert tiers.write()
-        assert copies.count == 1, "all layers at once"
+        assert operations.names["copy_"] == 1, "all layers at once"
         stored = kv[:, :, table.blocks[0]].clone()
         kv.zero_()
-        copies.count = 0
         assert tiers.load_block(next(blocks.keys(range(9))), 1)
-        assert copies.count == 1
+        assert operations.names["copy_"] == 2
     assert torch.equal(kv[:, :, 1], stored)
     assert not kv[:, :, [0, 2]].any()
     tiers.close()
