@@ -10,6 +10,7 @@ multiply integers several times as fast as float32; without, onnxruntime's produ
 """
 
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ def has_integer_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def with_integer_products(model: bytes) -> bytes:
-    """Return an ONNX model with its products by stored int8 weights rewritten; it is returned as it is without any."""
+    """Return an ONNX model with its products by stored int8 weights rewritten, and GELU as one operator; it is returned
+    as it is without such products."""
     parsed = _model_class().FromString(model)
     graph = parsed.graph
     stored = {one.name: one for one in graph.initializer}
@@ -45,7 +47,8 @@ def with_integer_products(model: bytes) -> bytes:
             used_by.setdefault(name, []).append(node)
     rewritten = type(graph)()
     split: set[str] = set()
-    added: set[str] = set()  # outputs of biases that a product adds itself
+    fused = _gelus(graph.node, used_by)
+    replaced: set[str] = {name for step in fused.values() for name in step}  # outputs that another node gives
 
     def add(op_type: str, inputs: list[str], outputs: list[str], domain: str = "") -> None:
         rewritten.node.add(op_type=op_type, input=inputs, output=outputs, domain=domain)
@@ -53,7 +56,9 @@ def with_integer_products(model: bytes) -> bytes:
     for node in graph.node:
         product = _weights(node.input[1], made_by, stored) if node.op_type == "MatMul" else None
         if product is None:
-            if node.output[0] not in added:
+            if (y := node.output[0]) in fused:
+                add("Gelu", [made_by[fused[y][0]].input[0]], [y], _MICROSOFT)
+            elif y not in replaced:
                 rewritten.node.append(node)
             continue
         weights, scale = product
@@ -70,7 +75,7 @@ def with_integer_products(model: bytes) -> bytes:
             (other,) = (name for name in users[0].input if name != y)
             if other in stored and list(stored[other].dims) == [weights.dims[1]]:
                 bias, y = other, users[0].output[0]
-                added.add(y)
+                replaced.add(y)
         for half, number, beside in (("high", 1, bias), ("low", 2, "")):
             inputs = [f"{x}_{half}", weights.name, f"{x}_s{number}", scale.name, f"{x}_z{number}", "", beside]
             add("MatMulIntegerToFloat", inputs, [f"{y}_{half}"], _MICROSOFT)
@@ -82,6 +87,24 @@ def with_integer_products(model: bytes) -> bytes:
     if all(one.domain != _MICROSOFT for one in parsed.opset_import):
         parsed.opset_import.add(domain=_MICROSOFT, version=1)
     found: bytes = parsed.SerializeToString()
+    return found
+
+
+def _gelus(nodes: Iterable[Any], used_by: dict[str, list[Any]]) -> dict[str, list[str]]:
+    """Return the outputs x · (½ · (erf(x / √2) + 1)), an order that onnxruntime does not fuse, and what is computed on
+    the way to each, the quotient first. The constants are not looked at: only MiniLM is rewritten."""
+    found = {}
+    for node in nodes:
+        way, at = [], node
+        for op_type in ("Div", "Erf", "Add", "Mul"):
+            users = used_by.get(at.output[0], [])
+            if at.op_type != op_type or len(users) != 1:
+                break
+            way.append(at.output[0])
+            at = users[0]
+        else:
+            if at.op_type == "Mul" and node.input[0] in at.input:
+                found[at.output[0]] = way
     return found
 
 
