@@ -22,6 +22,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from gpu.cpu import queries, tables
 from gpu.cpu.extend import code_scan, filtered, rabitq, results, stages
+from ipc.native.compiled import can_cache
 from ipc.native.records import Array, numba_type
 from ipc.ring.exchange import ClientTable
 from runtime.node.worker import DRAIN_SIGNAL, die_with_parent
@@ -89,10 +90,11 @@ def is_cached() -> bool:
 def compiled_in_background(device: str = "cpu", cores: Collection[int] | None = None) -> Iterator[None]:
     """Compile the parts in processes of their own during the block, and at its end in this one, too, until all are.
 
-    Does nothing where the loop is cached. `device`: that of the engine which the block compiles. `cores`: those to use,
-    by default the parent process's, because a pool worker may have a single one; one is left to this process.
+    Does nothing where the loop is cached, or nothing can be. `device`: that of the engine which the block compiles.
+    `cores`: those to use, by default the parent process's, because a pool worker may have a single one; one is left to
+    this process.
     """
-    if is_cached():
+    if is_cached() or not can_cache():
         yield
         return
     cores = _cores_of_parent() if cores is None else cores

@@ -90,11 +90,15 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_no_process_is_started_where_the_loop_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_parts, "_forked", lambda *_: pytest.fail("a process was started"))
-    monkeypatch.setattr(loop_parts, "is_cached", lambda: True)
-    with compiled_in_background():
+@pytest.mark.parametrize(("cached", "writable"), [(True, True), (False, False)])
+def test_nothing_is_compiled_beside_where_the_loop_is_cached_or_cannot_be(
+    cached: bool, writable: bool, compiled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_parts, "is_cached", lambda: cached)
+    monkeypatch.setattr(loop_parts, "can_cache", lambda: writable)
+    with compiled_in_background(cores=range(2)):
         pass
+    assert not list(compiled.iterdir())
 
 
 def test_all_parts_are_compiled_by_processes_during_the_block(compiled: Path) -> None:
