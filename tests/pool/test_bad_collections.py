@@ -164,8 +164,8 @@ def test_a_query_in_flight_on_a_removed_collection_is_answered(both: tuple[Path,
     def opener(section: CollectionSection, worker: int) -> Shard:
         shard = open_shard(section, worker)
         if section.name == "code":
-            opened.append(HeldChecksums(shard.reader.state))
-            shard = replace(shard, checksums=opened[0])
+            shard.reader.checksums = checksums = HeldChecksums(shard.reader.state)
+            opened.append(checksums)
         return shard
 
     pool = make_pool(plan_with(both), opener=opener)

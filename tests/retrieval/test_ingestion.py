@@ -68,7 +68,7 @@ class Handbook:
         with Collection.open(self.out) as collection:
             documents = self.documents
             vectors = CountingEmbedder().embed([f"{document.title}\n{document.text}" for document in documents])
-            kept = collection.vectors(np.arange(len(documents)))
+            kept = collection.state.vectors(np.arange(len(documents)))
         np.testing.assert_allclose(kept, vectors, atol=1e-3)
 
 

@@ -101,9 +101,9 @@ class PoolCatalogue:
     def _opened(self, section: CollectionSection, check: bool) -> Shard:
         shard = self._open(section, self._worker)
         if check:
-            shard.checksums.verify()
+            shard.reader.checksums.verify()
         elif section.verify == "never":
-            shard.checksums.close()
+            shard.reader.checksums.close()
         return shard
 
     # ---- state
@@ -132,7 +132,7 @@ class PoolCatalogue:
     @property
     def checked_share(self) -> float:
         """Verified share of the served collections' bytes that are to be verified, 0 to 1."""
-        due = [e.shard.checksums for e in self._entries.values() if e.shard and e.section.verify != "never"]
+        due = [e.shard.reader.checksums for e in self._entries.values() if e.shard and e.section.verify != "never"]
         total = sum(checksums.total_bytes for checksums in due)
         return sum(checksums.read_bytes for checksums in due) / total if total else 1.0
 
@@ -204,8 +204,8 @@ class PoolCatalogue:
         if any(entry.checking for entry in self._entries.values()):
             return
         for entry in self._entries.values():
-            if entry.shard is not None and entry.shard.checksums.pending:
-                checksums = entry.shard.checksums
+            if entry.shard is not None and entry.shard.reader.checksums.pending:
+                checksums = entry.shard.reader.checksums
                 entry.checking = BackgroundTask("checksums", lambda work: checksums.verify(work.throttle))  # noqa: B023
                 return
 
@@ -241,9 +241,9 @@ class PoolCatalogue:
                 return None
             shard = self._open(section, self._worker)
             if section.verify == "never":
-                shard.checksums.close()
+                shard.reader.checksums.close()
             else:
-                shard.checksums.verify(work.check_cancelled)
+                shard.reader.checksums.verify(work.check_cancelled)
             if shard.served.identity == identity:
                 shard.reader.close()
                 return None
@@ -294,7 +294,7 @@ class PoolCatalogue:
             entry.checking.cancel()
             entry.checking = None
         if entry.shard is not None:
-            entry.shard.checksums.close()
+            entry.shard.reader.checksums.close()
 
     def close(self) -> None:
         """Stop background tasks."""
@@ -331,6 +331,6 @@ def _note(name: str, entry: _Entry) -> str:
     if entry.reload_error:
         found.append(f"not reloaded: {entry.reload_error}")
     if entry.checking is not None and entry.shard is not None:
-        share = entry.shard.checksums.read_bytes / max(entry.shard.checksums.total_bytes, 1)
+        share = entry.shard.reader.checksums.read_bytes / max(entry.shard.reader.checksums.total_bytes, 1)
         found.append(f"checksums {share:.0%} compared")
     return f"collection {name}: {', '.join(found)}" if found else ""

@@ -9,7 +9,6 @@ import numpy as np
 from ipc import Served
 from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
-from runtime.retrieval.collections.checksums import SegmentChecksums
 from runtime.retrieval.collections.reader import CollectionReader
 
 _WARM_UP_QUERIES = 8
@@ -21,7 +20,6 @@ class Shard:
 
     served: Served
     reader: CollectionReader
-    checksums: SegmentChecksums
 
     @property
     def key(self) -> str:
@@ -57,4 +55,4 @@ def open_shard(section: CollectionSection, worker: int) -> Shard:
         reader.close()
         raise
     served = Served(section.name, about.dim, shard, section.shards, about.identity, schema, about.demanded or "")
-    return Shard(served, reader, reader.checksums)
+    return Shard(served, reader)

@@ -21,7 +21,6 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.log import log_files
 from runtime.retrieval.collections.part import ignore
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.embedding.embedder import Vectors
 
 
 class Collection(CollectionReader):
@@ -58,10 +57,6 @@ class Collection(CollectionReader):
         if None in found:
             raise CollectionError(f"{self.directory} has no row {rows[found.index(None)]}")
         return [one for one in found if one is not None]
-
-    def vectors(self, rows: NDArray[np.int64]) -> Vectors:
-        """Return the vectors of these rows, float32 [n, d], in the precision of the index."""
-        return self.state.vectors(rows)
 
     # ---- sizes on disk, in bytes
 

@@ -274,7 +274,7 @@ class _IngestJob:
         assert self._before is not None, "only an update reuses vectors"
         rows = np.array(self._rows, np.int64)
         had = np.flatnonzero(rows >= 0)
-        return had, self._before.collection.vectors(rows[had])
+        return had, self._before.collection.state.vectors(rows[had])
 
     def _kept(self, before: _ExistingCollection) -> Iterator[Document]:
         again = {found.source for found in self._files} - set(self._checksums) - set(self.report.skipped)
