@@ -44,14 +44,14 @@ def test_a_bulk_load_is_served_as_one_index_until_it_is_written_to(
     pool = make_pool(plan)
     (served,) = pool.pool.catalogue.served
     assert pool.engine.dims == {f"{served.key}/0": DIM}
-    assert served.served.in_place
+    assert served.offered.in_place
     with CollectionWriter(tmp_path / "docs", background=False) as writer:
         writer.upsert([document("new", 100)])
         pool.start()
         client = attached(make_client(plan))
         writer.delete(["d3"])
         assert 3 not in client.search(vector_of(3), ROWS).ids
-    assert not pool.pool.catalogue.served[0].served.in_place
+    assert not pool.pool.catalogue.served[0].offered.in_place
     assert len(pool.engine.dims) == 2
 
 

@@ -11,11 +11,9 @@ Files are opened and verified in background tasks; `poll` returns the resulting 
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-
-from msgspec import structs
 
 from ipc import Catalogue, Stage, Unserved
 from ipc.session.messages import MAX_REASON
@@ -120,9 +118,9 @@ class PoolCatalogue:
 
     @property
     def offer(self) -> Catalogue:
-        """The catalogue for new sessions."""
+        """The catalogue for new sessions, as of now."""
         unserved = (Unserved(name, entry.reason) for name, entry in self._entries.items() if entry.shard is None)
-        return Catalogue(tuple(shard.served for shard in self.served), tuple(unserved), self._stage)
+        return Catalogue(tuple(shard.offered for shard in self.served), tuple(unserved), self._stage)
 
     @property
     def unavailable(self) -> int:
@@ -185,13 +183,6 @@ class PoolCatalogue:
         entry.shard, entry.reason, entry.reload_requested = change.new, "", False
         entry.offered = False
         self._log.info("collection %s: %s is served", change.name, change.new.served.identity[:12])
-
-    def set_offered(self, name: str, *, attributes: dict[str, str], in_place: bool) -> None:
-        """Update what sessions are told of a served collection."""
-        entry = self._entries[name]
-        assert entry.shard is not None
-        served = structs.replace(entry.shard.served, attributes=attributes, in_place=in_place)
-        entry.shard = replace(entry.shard, served=served)
 
     def refuse(self, change: Change, reason: str) -> None:
         """Record that the new shard cannot be served; the old one still is."""

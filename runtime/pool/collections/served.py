@@ -33,7 +33,6 @@ from runtime.pool.collections.scopes import (
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import Filter
-from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.collections.description import Description, SegmentInfo
 from runtime.retrieval.collections.growing_segment import GrowingSegment
 from runtime.retrieval.collections.log_watch import LogWatch
@@ -125,11 +124,7 @@ class ServedCollection:
         self._position: ReaderPosition | None = None
         self.scope = scopes.add_collection(self._update_parts())
         """The scope of all rows that are not deleted, and the collection's number in the client table."""
-        scopes.register(self.scope, FilterableCollection(lambda: self.schema, self._passing, demanded))
-
-    @property
-    def schema(self) -> Schema:
-        return self.reader.state.schema
+        scopes.register(self.scope, FilterableCollection(lambda: reader.state.schema, self._passing, demanded))
 
     def step(self, in_use: Callable[[], InUse], invalidate: Invalidate) -> None:
         """Apply new writes. Raises `CollectionError`, `GpuError`; the previous state is still served then."""
@@ -148,11 +143,6 @@ class ServedCollection:
             self._scopes.drop_unused(in_use)
         if self._load_error is not None:
             raise self._load_error
-
-    @property
-    def reads_in_place(self) -> bool:
-        """Whether all rows are in one index, so that vectors of requests may stay in a GPU's memory."""
-        return not self.reader.was_written and len(self._segments) == 1
 
     @property
     def loading(self) -> bool:
@@ -331,10 +321,6 @@ class ServedCollections:
     def indexes(self) -> dict[str, GraphIndex]:
         """The sealed segments' indexes, by their names in the engine."""
         return {key: index for live in self._served.values() for key, index in live.indexes.items()}
-
-    def schema(self, key: str) -> Schema:
-        """Return the current schema of a served collection."""
-        return self._served[key].schema
 
     def step(self, now_ns: int, in_use: Callable[[], InUse], invalidate: Invalidate) -> None:
         """Apply new writes of all collections, if that is due."""

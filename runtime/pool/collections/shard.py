@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from ipc import Served
 from runtime.errors import CollectionError
@@ -16,10 +17,22 @@ _WARM_UP_QUERIES = 8
 
 @dataclass(frozen=True)
 class Shard:
-    """An opened shard: the reader of its segments, which are mapped and their edges checked, and of the log."""
+    """An opened shard: the reader of its segments, which are mapped and their edges checked, and of the log.
+
+    served: what does not change of what sessions are told of it.
+    """
 
     served: Served
     reader: CollectionReader
+
+    @property
+    def offered(self) -> Served:
+        """What sessions are told of it, as of now. Without writes, vectors of requests may stay in a GPU's memory if
+        all rows are in one index."""
+        reader = self.reader
+        schema = {name: str(kind) for name, kind in reader.state.schema.items()}
+        in_place = not reader.was_written and len(reader.state.segments) == 1
+        return structs.replace(self.served, attributes=schema, in_place=in_place)
 
     @property
     def key(self) -> str:
@@ -47,12 +60,8 @@ def open_shard(section: CollectionSection, worker: int) -> Shard:
     directory, shard = Path(section.path), worker % section.shards
     reader = CollectionReader(directory, background=True, shard=shard)
     about = reader.description
-    try:
-        if about.shards != section.shards:
-            raise CollectionError(f"{directory} was built with {about.shards} shards, not {section.shards}")
-        schema = {name: str(kind) for name, kind in reader.state.schema.items()}
-    except CollectionError:
+    if about.shards != section.shards:
         reader.close()
-        raise
-    served = Served(section.name, about.dim, shard, section.shards, about.identity, schema, about.demanded or "")
+        raise CollectionError(f"{directory} was built with {about.shards} shards, not {section.shards}")
+    served = Served(section.name, about.dim, shard, section.shards, about.identity, demanded=about.demanded or "")
     return Shard(served, reader)

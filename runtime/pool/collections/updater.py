@@ -27,7 +27,7 @@ class CollectionUpdater:
     ) -> None:
         self._catalogue, self._server, self._table = catalogue, server, table
         self._loop, self._live = loop, live
-        self._names = catalogue.names
+        self._names, self._offered = catalogue.names, catalogue.offer.served
         self._unloading: dict[str, Shard] = {}
         self._pending: list[Change] = []
         table.begin_knob("reload", 0.0)
@@ -42,7 +42,7 @@ class CollectionUpdater:
         for change in (*pending, *self._catalogue.poll(now_ns)):
             renewed |= self._apply(change)
         if renewed:
-            self._server.renew(self._catalogue.offer)
+            self._renew()
         renewed |= self.update_live(now_ns)
         for key, shard in tuple(self._unloading.items()):
             if self._server.in_use(shard.served.name, shard.served.identity):
@@ -86,19 +86,16 @@ class CollectionUpdater:
         if now_ns < self._live.due_ns:
             return False
         self._live.step(now_ns, self._loop.parts_in_use, self._loop.filters_changed)
-        changed = False
-        for shard in self._catalogue.served:
-            served = shard.served
-            found = self._live.find(shard.key)
-            if found is None:
-                continue
-            schema = {name: str(kind) for name, kind in found.schema.items()}
-            if (schema, found.reads_in_place) != (served.attributes, served.in_place):
-                self._catalogue.set_offered(served.name, attributes=schema, in_place=found.reads_in_place)
-                changed = True
+        changed = self._catalogue.offer.served != self._offered
         if changed:
-            self._server.renew(self._catalogue.offer)
+            self._renew()
         return changed
+
+    def _renew(self) -> None:
+        """Tell the sessions what is served now."""
+        offer = self._catalogue.offer
+        self._offered = offer.served
+        self._server.renew(offer)
 
     def _report(self) -> None:
         """Write the collections' state into the metrics table."""
