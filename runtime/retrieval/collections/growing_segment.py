@@ -101,6 +101,12 @@ class GrowingSegment(Part):
             found += [row] if row >= 0 else []
         return np.array(found, np.int64)
 
+    def may_replace(self, row: int, old: int) -> bool:
+        """Whether a row replaced an older one, at once or one after the other, as far as growing rows tell."""
+        while row > old and row >= self.first:
+            row = self._replaced.get(row, -1)
+        return row >= 0
+
     def document_lookup(self) -> Callable[[int], Document | None]:
         """Return a lookup of the documents by row that does not keep the vectors in memory."""
         first, documents = self.first, self.documents

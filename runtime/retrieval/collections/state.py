@@ -234,14 +234,22 @@ class State:
             return self._retired.find(row)
 
     def present(self, rows: Sequence[int]) -> list[int | None]:
-        """Return the row of the present version of each row's document; None if that is deleted, or the row unknown."""
+        """Return the row of the present version of each row's document; None if that is deleted, or the row unknown.
+
+        A document that was deleted and made again is another one, while its first row is among the growing ones.
+        """
         deleted = self.deleted(rows)
         if not any(deleted):
             return list(rows)
         dead = list(compress(rows, deleted))
         ids = {row: one.id for row, one in zip(dead, self.documents(dead), strict=True) if one is not None}
         living = self.rows_of([*ids.values()])
-        replaced_by = {row: living.get(name) for row, name in ids.items()}
+        with self.lock:
+            replaced_by = {
+                row: living[name]
+                for row, name in ids.items()
+                if name in living and self.growing.may_replace(living[name], row)
+            }
         return [replaced_by.get(row) if is_dead else row for row, is_dead in zip(rows, deleted, strict=True)]
 
     def deleted(self, rows: Sequence[int]) -> list[bool]:
