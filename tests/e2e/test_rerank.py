@@ -18,13 +18,13 @@ QUESTION = "How does a with statement call __exit__?"
 @pytest.fixture(scope="module")
 def ranked(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> Node:
     model = write_tiny_cross_encoder(tmp_path_factory.mktemp("models") / "tiny-ranker", max_tokens=512)
-    return start_node(more=f'\n[rerank]\nmodel = "{model}"\ntimeout_s = 30\n')
+    return start_node(more=f'\n[rerank]\nmodel = "{model}"\n')
 
 
 @pytest.fixture(scope="module")
 def gateway(ranked: Node, collection: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     config = tmp_path_factory.mktemp("gateway") / "node.toml"
-    rerank = f'\n[rerank]\nmodel = "tiny-ranker"\nurl = "{ranked.info.url}/v1"\ntimeout_s = 30\n'
+    rerank = f'\n[rerank]\nmodel = "tiny-ranker"\nurl = "{ranked.info.url}/v1"\n'
     config.write_text(GATEWAY.format(url=ranked.info.url, collection=collection) + rerank)
     found = Node(config)
     yield found
@@ -48,7 +48,7 @@ def test_a_chat_has_the_most_relevant_of_more_passages(where: str, request: pyte
     _, search = node.post("/v1/retrieval", {"collection": "docs", "query": QUESTION, "k": 12})
     texts = [f"{one['title']}\n{one['text']}" if one["title"] else one["text"] for one in search["passages"]]
     _, order = node.post("/v1/rerank", {"query": QUESTION, "documents": texts, "top_n": 3})
-    answer = passages(node, True)
+    answer = passages(node, {"timeout_s": 30})
     found = answer["retrieval"]["passages"]
     best = [search["passages"][one["index"]]["id"] for one in order["results"]]
     assert [one["id"] for one in found] == best[: len(found)]
