@@ -17,7 +17,7 @@ from ipc import Memo, SearchSpec, Stage
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import find_node
-from runtime.node.worker_config import SEARCH_WIDTH, PoolSection
+from runtime.node.worker_config import PoolSection
 from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
 from runtime.retrieval.search.batch_search import BatchSearch
 from runtime.retrieval.search.dispatcher import Dispatcher
@@ -118,8 +118,7 @@ class SearchClient:
         flow: int = 0,
     ) -> Query:
         """Check the arguments of a search and return it as a query, for the `dispatcher`. Raises as `submit`."""
-        width = SEARCH_WIDTH if search_width is None else search_width
-        parameters = (k, collection, stage, top_m, width, patience)
+        parameters = (k, collection, stage, top_m, search_width, patience)
         try:
             spec = self._specs[*parameters, *map(type, parameters)]  # True is not 1 here
         except TypeError:  # unhashable: `make_spec` raises an error that names it
@@ -201,23 +200,10 @@ class SearchClient:
             raise
         return batch.result()
 
-    def batch(
-        self,
-        vectors: Any,
-        k: int,
-        deadline_ms: float | None,
-        *,
-        collection: str = "",
-        stage: Stage = "prefill",
-        top_m: int | None = None,
-        search_width: int | None = None,
-        patience: int | None = None,
-        filter: FilterLike = None,
-    ) -> BatchSearch:
+    def batch(self, vectors: Any, k: int, deadline_ms: float | None, **options: Unpack[SearchOptions]) -> BatchSearch:
         """Return a batch of which nothing is sent yet. Raises `InvalidRequest`, `Unavailable`."""
         self.dispatcher.check_open()
-        width = SEARCH_WIDTH if search_width is None else search_width
-        spec = make_spec(k, collection, stage, top_m, width, patience, deadline_after_ms(deadline_ms), filter)
+        spec = make_spec(k, deadline_ns=deadline_after_ms(deadline_ms), **options)
         rows = as_vectors(vectors, "vectors")
         if rows.ndim != 2 and rows.shape != (0,):
             raise InvalidRequest(f"vectors must have the shape (n, d), got {rows.shape}", "vectors")

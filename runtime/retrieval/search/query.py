@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ipc import STAGES, SearchSpec, Stage
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
+from runtime.node.worker_config import SEARCH_WIDTH
 from runtime.retrieval.attributes.evaluation import MAX_COMPARED
 from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
 from runtime.retrieval.neighbors import merge_neighbors
@@ -30,11 +31,11 @@ _MAX_DEADLINE_MS = 86_400_000  # a deadline more than a day away is a mistake
 
 def make_spec(
     k: Any,
-    collection: Any,
-    stage: Any,
-    top_m: Any,
-    search_width: Any,
-    patience: Any,
+    collection: Any = "",
+    stage: Any = "prefill",
+    top_m: Any = None,
+    search_width: Any = None,
+    patience: Any = None,
     deadline_ns: Any = 0,
     filter: FilterLike = None,
 ) -> SearchSpec:
@@ -53,7 +54,7 @@ def make_spec(
         k,
         stage,
         top_m,
-        _integer("search_width", search_width, 1, _MAX_PARAMETER),
+        SEARCH_WIDTH if search_width is None else _integer("search_width", search_width, 1, _MAX_PARAMETER),
         None if patience is None else _integer("patience", patience, 1, _MAX_PARAMETER),
         check_deadline(deadline_ns),
         filter_bytes(filter),
