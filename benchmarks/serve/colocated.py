@@ -29,7 +29,7 @@ def main() -> None:
     prefill, decode = PrefillWorker(workers[0]), DecodeWorker(workers[1])
     prefill._sleep = decode._sleep = lambda: None  # type: ignore[method-assign]
     poller = zmq.Poller()
-    for socket in (prefill._link.socket, prefill._source.socket, decode.link.socket, decode._sink.socket):
+    for socket in (prefill.link.socket, prefill._source.socket, decode.link.socket, decode._sink.socket):
         poller.register(socket, zmq.POLLIN)
     for worker in workers:
         worker.ready()

@@ -24,7 +24,7 @@ from runtime.node.metrics.worker_metrics import OfferOutcome
 from runtime.node.placement.layout import lay_out
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retrieval_steps import RetrievalResult
-from runtime.serving import stages
+from runtime.serving import kv_worker, stages
 from runtime.serving.decode import handover_queue
 from runtime.serving.decode import process as decode_process
 from runtime.serving.frontend.router import Placement, Router
@@ -259,10 +259,10 @@ def run_workers(
     ]
     frontend = Frontend(clock, {"prefill": plan.config.prefill.slots, "decode": plan.config.decode.slots})
     links = [Link(clock, name, frontend) for name in ("prefill-0", "decode-0")]
-    for parts in (prefill._link, prefill.retriever, decode.link, decode._retriever):
-        parts.close()
-    prefill._link, prefill.retriever = links[0], retrievers[0]
-    decode.link, decode._retriever = links[1], retrievers[1]
+    for worker, link, retriever in zip((prefill, decode), links, retrievers, strict=True):
+        worker.link.close()
+        worker.retriever.close()
+        worker.link, worker.retriever = link, retriever
     loops = [
         Loop(worker, clock, partial(cost, times), (mail, link.mail, retriever.embedding, retriever.searching))
         for worker, cost, mail, link, retriever in zip(
@@ -305,7 +305,7 @@ def _prompt(number: int, arrival: Arrival) -> tuple[int, ...]:
 @contextmanager
 def _on(clock: Clock) -> Iterator[None]:
     """Patch the clock into the modules that take the stages' timestamps."""
-    modules: tuple[Any, ...] = (prefill_process, decode_process, handover_queue)
+    modules: tuple[Any, ...] = (prefill_process, decode_process, kv_worker, handover_queue)
     for module in modules:
         module.time = clock
     try:

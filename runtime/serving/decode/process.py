@@ -12,24 +12,16 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import InternalError, TrinityError
 from runtime.node.metrics.worker_metrics import DecodeMetrics
-from runtime.node.placement.plan import CPU
-from runtime.node.startup import run_early
 from runtime.node.worker import Worker
-from runtime.retrieval.build_follower import BuildFollower
-from runtime.retrieval.collection_registry import CollectionRegistry
-from runtime.retrieval.retriever import Retriever
-from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
 from runtime.serving.decode.batch import Batch, Row
 from runtime.serving.decode.handover_queue import SLICE_NS, WAITING_SHARE, HandoverQueue
 from runtime.serving.decode.probes import Probes
-from runtime.serving.frontend_link import FrontendLink
-from runtime.serving.kv.block_events import BlockEvents
-from runtime.serving.kv.blocks import BlockManager, BlockTable
-from runtime.serving.kv.tiers import BUSY_SHARE, Tiers
+from runtime.serving.kv.blocks import BlockTable
+from runtime.serving.kv.tiers import BUSY_SHARE
 from runtime.serving.kv.transport import Transport, transport_for
-from runtime.serving.messages import Cancel, Decode, Failed, Hello, Taken, Tokens, Welcome
-from runtime.serving.model.compilation import Compilation, ModelSetup
+from runtime.serving.kv_worker import KvWorker
+from runtime.serving.messages import Cancel, Decode, Taken, Tokens, Welcome
 from runtime.serving.model.language_model import SampledToken
 from runtime.serving.model.sampler import Sampler
 from runtime.serving.model.text import TextStream
@@ -38,8 +30,10 @@ if TYPE_CHECKING:
     import torch
 
 
-class DecodeWorker:
+class DecodeWorker(KvWorker):
     """Runs the requests of one decode worker: offers → rows."""
+
+    role, metrics = "decode", DecodeMetrics
 
     def __init__(
         self,
@@ -50,71 +44,27 @@ class DecodeWorker:
         waiting_share: float = WAITING_SHARE,
     ) -> None:
         """`transport`: by default the one for the worker's device. `idle_ms`: the longest sleep, between heartbeats."""
-        self._idle_ms = idle_ms
-        config, model = worker.plan.config, worker.plan.config.own_model
-        assert model is not None
-        self._worker, self._limits, self._slice_ns = worker, config.decode, slice_ns
         transport = transport or transport_for(worker.placement.device)
-        device = worker.placement.embedder
-        loading = run_early(lambda: CollectionRegistry.warm(worker.plan, device), captures=device != CPU)
-        setup = ModelSetup.of(config, "decode", transport, worker.plan.block_tokens, worker.placement.threads)
-        blocks, block_tokens = setup.blocks, setup.block_tokens
-        self._model = setup.load(stamp=worker.startup.mark)
-        self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
-        self._compilation = Compilation(self._model, setup, self._blocks)
-        if worker.placement.spare is not None:
-            self._compilation.finish()
-        registry = loading()
-        worker.startup.mark("embedder")
-        if worker.await_assignment():
-            registry.refresh()
-        self._table, self._log = worker.table, worker.log
-        client = SearchClient.of_plan(worker.plan, worker.name)
-        self._retriever = Retriever(registry, client, threads=worker.placement.threads)
-        self._retriever.warm_up()
-        worker.startup.mark("first search")
-        self._follower = BuildFollower(
-            self._retriever.registry, self._retriever.client.identities, worker.table, self._retriever.report
-        )
-        endpoint = worker.plan.endpoint(worker.name)
-        kv = self._model.kv_array
+        super().__init__(worker, transport, idle_ms)
+        config, endpoint = worker.plan.config, worker.plan.endpoint(worker.name)
+        self._limits, self._slice_ns = config.decode, slice_ns
         self._sink = transport.sink(endpoint)
-        self._tiers = Tiers.of_plan(worker.plan, self._blocks, kv)
         self.handovers = HandoverQueue(
-            self._sink, self._blocks, kv, self._tiers, self._model.identity, waiting_share=waiting_share
-        )
-        self._batch = Batch(config.decode.slots, self._blocks, self._tiers, self.handovers)
-        self.probes = Probes(
-            self._retriever,
-            self._model.tokenizer,
-            model.context_tokens,
-            self._table,
-            worker.log,
-        )
+            self._sink, self._blocks, self._model.kv_array, self._tiers, self._model.identity,
+            waiting_share=waiting_share,
+        )  # fmt: skip
+        self._batch = Batch(self._slots, self._blocks, self._tiers, self.handovers)
+        self.probes = Probes(self.retriever, self._model.tokenizer, self._setup.context_tokens, self._table, self._log)
         self._step_ns = self._slice_ns * BUSY_SHARE  # moving average of step times
         self._plain_step_ns = 0  # the same for steps without prompts or passages
         self._counted_ns = time.monotonic_ns()
-        self.link = FrontendLink(
-            worker.plan.endpoint("frontend"),
-            Hello(
-                role="decode", worker=worker.name, epoch=worker.epoch, pid=worker.pid, slots=config.decode.slots,
-                limit_tokens=model.context_tokens, endpoint=endpoint, block_tokens=block_tokens, blocks=blocks,
-                model=self._model.identity,
-            ),
-            BlockEvents(self._blocks),
-        )  # fmt: skip
-
-    @property
-    def released(self) -> bool:
-        """Whether the frontend has released this draining worker."""
-        return self.link.released
+        self._connect(self._sink.socket, endpoint)
 
     @property
     def busy(self) -> bool:
         return bool(self._batch.rows or len(self.handovers))
 
     def step(self) -> None:
-        """Run one iteration of the loop."""
         self._table.beat()
         self._count_row_time()
         self._receive()
@@ -122,11 +72,8 @@ class DecodeWorker:
         self._pull()
         stepped = self._decode()
         self._publish()
-        self._compilation.advance()
-        if stepped:
-            self._tiers.write(self._step_ns // BUSY_SHARE)
-        elif not self.handovers.pulling and not any(self._batch.loading) and not self._tiers.write():
-            self._sleep()
+        idle = not self.handovers.pulling and not any(self._batch.loading)
+        self._end_step(self._step_ns if stepped else 0, idle=idle)
 
     def _count_row_time(self) -> None:
         """Add the time since the last iteration to the row time and, for rows stalled by a probe, to the stall time."""
@@ -298,30 +245,21 @@ class DecodeWorker:
                 self._log.debug("finished: %s, %d tokens", row.finish, row.generated, extra={"request": row.id})
                 stages.observe(self._table, request.stages, row.generated, computed=not request.has_kv)
                 self._remove(row)
-        self._report()
+        self._publish_load()
 
-    def _report(self) -> None:
+    def _publish_load(self) -> None:
         batch, blocks, table = self._batch, self._blocks, self._table
         waiting = self.handovers.waiting + len(batch.rows) - batch.running
-        self._follower.step(time.monotonic_ns())
-        table.set(DecodeMetrics.WAITING, waiting)
-        table.set(DecodeMetrics.RUNNING, batch.running)
-        table.set(DecodeMetrics.UNCOMPILED, self._compilation.uncompiled)
         table.set(DecodeMetrics.KV_USED, blocks.held / blocks.total)
-        self._tiers.publish(table, DecodeMetrics)
         for counter, value in (
             (DecodeMetrics.HANDOVER_BYTES, self.handovers.pulled_bytes),
             (DecodeMetrics.LINK_BUSY_SECONDS, self.handovers.busy_ns / 1e9),
             (DecodeMetrics.PREEMPTIONS, batch.preemptions),
             (DecodeMetrics.SWAPPED, batch.swapped),
-            (DecodeMetrics.MALFORMED, self.link.malformed.count + self._sink.malformed),
         ):
             table.total(counter, value)
-        free_slots = self._limits.slots - min(len(batch.rows), self._limits.slots)
-        self.link.report(
-            waiting, batch.running, free_slots, self._worker.stopping, blocks.available,
-            self._plain_step_ns, load_saves=self._tiers.load_saves,
-        )  # fmt: skip
+        free_slots = self._slots - min(len(batch.rows), self._slots)
+        self._report(waiting, batch.running, free_slots, self._sink.malformed, self._plain_step_ns)
 
     # ---- ends
 
@@ -330,8 +268,7 @@ class DecodeWorker:
         try:
             action(row)
         except TrinityError as error:
-            self._log.info("failed: %s: %s", error.code, error.message, extra={"request": row.id})
-            self.link.send(Failed(row.id, error.code, error.message, error.param))
+            self._fail(row.id, error)
             self._remove(row)
 
     def _cancel(self, request_id: str) -> None:
@@ -345,22 +282,11 @@ class DecodeWorker:
             self.probes.cancel(row, row.ticket)
         self._batch.remove(row)
 
-    def _sleep(self) -> None:
-        """Wait for a message of the frontend, prefill or the pool."""
-        self._retriever.sleep((self.link.socket, self._sink.socket), self._idle_ms)
-
     def close(self) -> None:
-        self.link.close()
+        super().close()
         self._sink.close()
-        self._tiers.close()
-        self._retriever.close()
-        self._compilation.close()
 
 
 def run(worker: Worker) -> None:
-    """Serve until the worker is stopped and its requests are finished (the supervisor bounds the drain)."""
-    decode = DecodeWorker(worker)
-    worker.ready()
-    while worker.should_continue(busy=decode.busy, released=decode.released):
-        decode.step()
-    decode.close()
+    """Run the process."""
+    DecodeWorker(worker).run()

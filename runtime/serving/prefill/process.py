@@ -8,107 +8,67 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 from ipc import IpcError
 from runtime.errors import InternalError, TrinityError, WorkerLost
 from runtime.node.metrics.worker_metrics import OfferOutcome, PrefillMetrics
-from runtime.node.placement.plan import CPU
-from runtime.node.startup import run_early
 from runtime.node.worker import Worker
-from runtime.retrieval.build_follower import BuildFollower
-from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.passages import without_text
-from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.retrieval_steps import RetrievalResult
-from runtime.retrieval.retriever import Retriever
-from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
-from runtime.serving.frontend_link import FrontendLink
-from runtime.serving.kv.block_events import BlockEvents
-from runtime.serving.kv.blocks import BlockManager
-from runtime.serving.kv.tiers import BUSY_SHARE, LOAD_NS, SavedRow, Tiers
+from runtime.serving.kv.tiers import LOAD_NS, SavedRow
 from runtime.serving.kv.transport import Transport, transport_for
-from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Retrieved, Welcome, encode
-from runtime.serving.model.compilation import Compilation, ModelSetup
+from runtime.serving.kv_worker import KvWorker
+from runtime.serving.messages import Cancel, Prefill, Retrieved, Welcome, encode
 from runtime.serving.model.language_model import Chunk, SampledToken
 from runtime.serving.model.model_info import ModelInfo, kv_type
 from runtime.serving.prefill.job import Disaggregation, Job, virtual_deadline_ns
 from runtime.serving.prefill.prompts import Prompts, common_prefix
 
 
-class PrefillWorker:
+class PrefillWorker(KvWorker):
     """Runs the requests of one prefill worker: queues → KV blocks → offers."""
+
+    role, metrics = "prefill", PrefillMetrics
 
     def __init__(self, worker: Worker, transport: Transport | None = None, idle_ms: int = 100) -> None:
         """`transport`: by default the one for the worker's device. `idle_ms`: the longest sleep, between heartbeats."""
-        self._idle_ms = idle_ms
+        super().__init__(worker, transport or transport_for(worker.placement.device), idle_ms)
+        self._source.name = worker.name  # assigned meanwhile to a standby worker
         config = worker.plan.config
-        self._worker, self._limits = worker, config.prefill
         self._through_pool = config.handover.mode == "pool"
         self._disaggregation = Disaggregation(
             config.handover.disaggregate, config.slo.tpot_s, config.decode.chunk_tokens
         )
-        transport = transport or transport_for(worker.placement.device)
-        plan, device = worker.plan, worker.placement.embedder
-        loading = run_early(
-            lambda: (CollectionRegistry.warm(plan, device), Reranking.load(plan)), captures=device != CPU
-        )
-        setup = ModelSetup.of(config, "prefill", transport, worker.plan.block_tokens, worker.placement.threads)
-        blocks, block_tokens, context_tokens = setup.blocks, setup.block_tokens, setup.context_tokens
-        kind = kv_type(setup.weights, transport.kernels)
-        self._source = transport.source(
-            worker.name,
-            leases=config.prefill.slots,
-            kv_bytes=ModelInfo.read(setup.name).kv_bytes(blocks, block_tokens, kind),
-            epoch=worker.epoch,
-        )
-        self._model = setup.load(buffer=self._source.memory, stamp=worker.startup.mark)
-        self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
-        self._compilation = Compilation(self._model, setup, self._blocks)
-        if worker.placement.spare is not None:
-            self._compilation.finish()
-        self._tiers = Tiers.of_plan(worker.plan, self._blocks, self._model.kv_array)
         self.chunk_tokens = config.prefill.pass_tokens
         self._prompts = Prompts(
-            self._model.tokenizer, self._model.info.vocabulary, context_tokens, config.prompts.passage_tokens
-        )
-        registry, reranker = loading()
-        worker.startup.mark("embedder")
-        if worker.await_assignment():
-            registry.refresh()
-            self._source.name = worker.name
-        self._table, self._log = worker.table, worker.log
-        client, threads = SearchClient.of_plan(worker.plan, worker.name), worker.placement.threads
-        reranking = Reranking.of_plan(worker.plan, reranker, worker.table, threads)
-        self.retriever = Retriever(registry, client, threads=threads, reranking=reranking)
-        self.retriever.warm_up()
-        worker.startup.mark("first search")
-        self._follower = BuildFollower(registry, client.identities, worker.table, self.retriever.report)
+            self._model.tokenizer, self._model.info.vocabulary, self._setup.context_tokens,
+            config.prompts.passage_tokens,
+        )  # fmt: skip
         self._retrieving: dict[int, Job] = {}  # ticket → job that waits for its passages
         self._waiting: list[Job] = []  # prompts that wait for a lease and blocks
         self._running: list[Job] = []  # prompts that have blocks and are not computed completely
         self._offered: dict[int, Job] = {}  # offer id → job whose KV waits to be pulled
-        self._link = FrontendLink(
-            worker.plan.endpoint("frontend"),
-            Hello(
-                role="prefill", worker=worker.name, epoch=worker.epoch, pid=worker.pid, slots=config.prefill.slots,
-                limit_tokens=context_tokens, block_tokens=block_tokens, blocks=blocks, model=self._model.identity,
-            ),
-            BlockEvents(self._blocks),
-        )  # fmt: skip
+        self._connect(self._source.socket)
 
-    @property
-    def released(self) -> bool:
-        """Whether the frontend has released this draining worker."""
-        return self._link.released
+    def _kv_memory(self, transport: Transport) -> Any:
+        """Return memory that decode can map."""
+        setup = self._setup
+        kind = kv_type(setup.weights, transport.kernels)
+        self._source = transport.source(
+            self._worker.name,
+            leases=self._slots,
+            kv_bytes=ModelInfo.read(setup.name).kv_bytes(setup.blocks, setup.block_tokens, kind),
+            epoch=self._worker.epoch,
+        )
+        return self._source.memory
 
     @property
     def busy(self) -> bool:
         return bool(self._jobs())
 
     def step(self) -> None:
-        """Run one iteration of the loop."""
         self._table.beat()
         self._receive()
         self._retrieve()
@@ -116,17 +76,13 @@ class PrefillWorker:
         took_ns = self._prefill()
         self._collect_outcomes()
         self._publish()
-        self._compilation.advance()
-        if took_ns:
-            self._tiers.write(took_ns // BUSY_SHARE)
-        elif not self._running and not self._tiers.write():
-            self._sleep()
+        self._end_step(took_ns, idle=not self._running)
 
     # ---- receive
 
     def _receive(self) -> None:
         arrived: list[Job] = []
-        for message in self._link.receive():
+        for message in self.link.receive():
             match message:
                 case Prefill(generation=generation, resume=resume):
                     stamps = {stages.RECEIVED: generation.received_ns}
@@ -183,7 +139,7 @@ class PrefillWorker:
         job.build = result.build if prompt.used else ""
         texts = prompt.texts if generation.retrieval and generation.retrieval.quote else ()
         used = without_text(prompt.used)
-        self._link.send(Retrieved(job.id, used, 0, (), job.stages, texts, result.ranking, prefix_tokens))
+        self.link.send(Retrieved(job.id, used, 0, (), job.stages, texts, result.ranking, prefix_tokens))
         self._enqueue(job)
 
     # ---- prefill
@@ -309,23 +265,14 @@ class PrefillWorker:
             self._release(job)
             if not outcome.accepted:
                 reason = f"{job.request.decode_worker} rejected the hand-over: {outcome.reason}"
-                self._fail(job, WorkerLost(reason))  # the frontend restarts it, from the tokens sent so far
+                self._fail(job.id, WorkerLost(reason))  # the frontend restarts it, from the tokens sent so far
 
     def _publish(self) -> None:
         waiting, running = len(self._waiting) + len(self._retrieving), len(self._running) + len(self._offered)
-        offers, table = self._source.statistics(), self._table
-        self._follower.step(time.monotonic_ns())
-        self._tiers.publish(table, PrefillMetrics)
-        table.set(PrefillMetrics.WAITING, waiting)
-        table.set(PrefillMetrics.RUNNING, running)
-        table.set(PrefillMetrics.UNCOMPILED, self._compilation.uncompiled)
-        table.total(PrefillMetrics.MALFORMED, self._link.malformed.count + offers.malformed)
+        offers = self._source.statistics()
         for outcome in get_args(OfferOutcome):
-            table.total(PrefillMetrics.OFFERS[outcome], getattr(offers, outcome))
-        self._link.report(
-            waiting, running, self._source.free_leases, self._worker.stopping, self._blocks.available,
-            load_saves=self._tiers.load_saves,
-        )  # fmt: skip
+            self._table.total(PrefillMetrics.OFFERS[outcome], getattr(offers, outcome))
+        self._report(waiting, running, self._source.free_leases, offers.malformed)
 
     def _record(self, job: Job) -> None:
         self._table.add(PrefillMetrics.PROMPT_TOKENS, len(job.tokens))
@@ -340,12 +287,7 @@ class PrefillWorker:
             action(job)
         except (TrinityError, IpcError) as error:
             self._release(job)
-            self._fail(job, error)
-
-    def _fail(self, job: Job, error: TrinityError | IpcError) -> None:
-        known = error if isinstance(error, TrinityError) else WorkerLost(str(error))
-        self._log.info("failed: %s: %s", known.code, known.message, extra={"request": job.id})
-        self._link.send(Failed(job.id, known.code, known.message, known.param))
+            self._fail(job.id, error if isinstance(error, TrinityError) else WorkerLost(str(error)))
 
     def _cancel(self, request_ids: set[str]) -> None:
         for job in (job for job in self._jobs() if job.id in request_ids):
@@ -378,22 +320,11 @@ class PrefillWorker:
             self._blocks.close(job.table)
             job.lease = None
 
-    def _sleep(self) -> None:
-        """Wait for a message of the frontend, decode or the pool."""
-        self.retriever.sleep((self._link.socket, self._source.socket), self._idle_ms)
-
     def close(self) -> None:
-        self._link.close()
+        super().close()
         self._source.close()
-        self._tiers.close()
-        self.retriever.close()
-        self._compilation.close()
 
 
 def run(worker: Worker) -> None:
-    """Serve until the worker is stopped and its requests are finished (the supervisor bounds the drain)."""
-    prefill = PrefillWorker(worker)
-    worker.ready()
-    while worker.should_continue(busy=prefill.busy, released=prefill.released):
-        prefill.step()
-    prefill.close()
+    """Run the process."""
+    PrefillWorker(worker).run()
