@@ -8,6 +8,7 @@ import signal
 import psutil
 import pytest
 
+from runtime.retrieval.ingestion import isolated_reader
 from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
 from runtime.retrieval.ingestion.sections import ParsedFile, Section, UnreadableFile
 from tests.retrieval import sample_files
@@ -56,6 +57,16 @@ def test_a_crashing_reader_makes_its_file_unreadable_and_the_next_is_read() -> N
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(UnreadableFile, match=r"its reader ended with SIGKILL"):
             reader.read(*GOOD)
+        assert reader.read(*GOOD) == READ
+
+
+def test_a_reader_that_sends_more_than_the_limit_is_killed_and_the_next_file_is_read() -> None:
+    with IsolatedReader() as reader, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isolated_reader, "MAX_TEXT_BYTES", 8)  # of this process: the reader has the real one
+        with pytest.raises(UnreadableFile, match=r"its reader ended with SIGKILL"):
+            reader.read(*GOOD)
+        assert not readers()
+        patch.undo()
         assert reader.read(*GOOD) == READ
 
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from multiprocessing.connection import Connection
 from typing import Self
 
@@ -41,30 +42,39 @@ class IsolatedReader:
     def __init__(self, seconds: int = READ_S, memory: int = READ_BYTES) -> None:
         self._seconds, self._memory = seconds, memory
         self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
+        self._closed = False
+        self._lock = threading.Lock()  # of these: another thread may close it
 
     def read(self, name: str, content: bytes) -> ParsedFile:
         """See `read_file`. Raises `UnreadableFile` also if the file exceeds a limit or crashes the child."""
-        if self._child is None:
-            self._child = self._start()
-        process, connection = self._child
+        with self._lock:
+            if self._closed:
+                raise UnreadableFile("its reader was closed")
+            if self._child is None:
+                self._child = self._start()
+            process, connection = self._child
         try:
             connection.send_bytes(name.encode())
             connection.send_bytes(content)
-            response = msgspec.msgpack.decode(connection.recv_bytes(MAX_TEXT_BYTES), type=_ReadResponse)
+            answer = connection.recv_bytes(MAX_TEXT_BYTES)  # which the child checks too, of the whole message
         except (OSError, EOFError):
-            code = process.wait()
-            self.close()
-            raise UnreadableFile(self._exit_reason(code)) from None
+            self._kill()  # a child that ended keeps its exit code; one that sends too much is killed
+            raise UnreadableFile(self._exit_reason(process.wait())) from None
+        response = msgspec.msgpack.decode(answer, type=_ReadResponse)
         if response.file is None:
             raise UnreadableFile(response.error)
         return response.file
 
     def close(self) -> None:
-        """Kill the child. Idempotent."""
+        """Kill the child, also while it reads, and start no other. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self._kill()
+
+    def _kill(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            process, connection = child
-            connection.close()
+            process, _ = child  # the connection closes with its last user: another thread may wait for an answer
             process.kill()
             process.wait()
 
