@@ -152,10 +152,6 @@ class Scopes:
         """Return the scope of a filter that has been evaluated."""
         return self._numbers.get((collection, encoded))
 
-    def filter_of(self, number: int) -> bytes:
-        """Return the filter of a scope."""
-        return self._scopes[number].encoded
-
     def parts_of(self, number: int) -> Parts:
         """Return the parts of a filter's scope."""
         return self._scopes[number].parts
