@@ -57,6 +57,7 @@ class LogSection(Section, frozen=True):
     directory: str = ""
 
 
+_CONNECTIONS = 1024  # that a process has room for, however few requests: those of a proxy, too
 RESTART_WAIT_S = 60.0  # the node's own workers and servers that restart take less
 
 
@@ -72,8 +73,8 @@ class HttpSection(Section, frozen=True):
     - `open_paths`: paths that need no key.
     - `cors_origins`: origins whose pages may send requests from a browser; ["*"] allows all.
     - `max_in_flight`: maximum number of accepted requests; further ones are refused with status 503. Each of the
-      `workers` has eight times as many open connections at most, since clients keep idle ones; one client address may
-      have half of them. All connections through a proxy have one address.
+      `workers` has eight times as many open connections at most, and at least 1,024, since clients keep idle ones; one
+      client address may have half of them. All connections through a proxy have one address.
     - `request_timeout_s`: deadline of a request, and the time that a drained worker has to finish its requests.
     - `overlap_weight`: routing picks the worker, or model server, with the fewest requests. One that has the whole
       prompt cached (or recently received it, if that is unknown) counts `overlap_weight` requests fewer, one that has a
@@ -100,7 +101,7 @@ class HttpSection(Section, frozen=True):
     @property
     def max_connections(self) -> int:
         """Maximum number of open connections of each process that accepts them."""
-        return 8 * self.max_in_flight
+        return max(_CONNECTIONS, 8 * self.max_in_flight)
 
     @property
     def max_connections_per_peer(self) -> int:

@@ -16,15 +16,20 @@ from runtime.testing.waiting import eventually
 from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import WAIT
 
-LIMITS = HttpSection(max_in_flight=75)
 
+class Few(HttpSection, frozen=True):
+    """Limits with so many connections, of which one address may have `share`."""
 
-class OnePeer(HttpSection, frozen=True):
-    """Limits of a test whose connections all have one address."""
+    connections: int = 600
+    share: float = 0.5
+
+    @property
+    def max_connections(self) -> int:
+        return self.connections
 
     @property
     def max_connections_per_peer(self) -> int:
-        return self.max_connections
+        return int(self.connections * self.share)
 
 
 TIMEOUTS = Timeouts(head_s=1.0, idle_s=2.0, send_s=0.5)
@@ -33,7 +38,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(limits=LIMITS, timeouts=TIMEOUTS, send_buffer=4096) as cluster:
+    with Cluster(limits=Few(), timeouts=TIMEOUTS, send_buffer=4096) as cluster:
         yield cluster
 
 
@@ -117,8 +122,8 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(cluster: Cluster) -> 
 @pytest.mark.parametrize(
     ("limits", "says"),
     [
-        (OnePeer(max_in_flight=1), "8 connections are open, the limit"),
-        (HttpSection(max_in_flight=1), "4 connections from 127.0.0.1 are open, the limit for one"),
+        (Few(connections=8, share=1.0), "8 connections are open, the limit"),
+        (Few(connections=8), "4 connections from 127.0.0.1 are open, the limit for one"),
     ],
 )
 def test_connections_beyond_the_limit_are_refused_at_once_until_one_has_ended(limits: HttpSection, says: str) -> None:
