@@ -134,8 +134,9 @@ def test_a_process_that_was_killed_is_replaced(template: Callable[[], Template])
     heard(made)
     assert not made.can_fork("pool")  # another one imports
     heard(made)
-    with made.fork(ENVIRONMENT, DESCRIPTORS).stdin:
+    with (worker := made.fork(ENVIRONMENT, DESCRIPTORS)).stdin:
         pass
+    worker.wait(WAIT_S)
 
 
 def test_a_worker_is_forked_though_the_process_it_is_forked_from_is_killed_meanwhile(
