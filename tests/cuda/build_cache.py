@@ -12,8 +12,8 @@ from pathlib import Path
 from gpu.cuda import compiler, nvrtc
 from gpu.cuda.compiler import Usage
 
-_CPU_LIMIT_S = 40.0
-"""Of a compilation: kernels take at most 20 s on an idle core, and a core's time on a busy machine is worth half."""
+_CPU_LIMIT_S = 20.0
+"""Of a compilation, in processor time: the longest that an architecture may take. The kernels take about 3 s."""
 _FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trinity" / "tests"
 
 
