@@ -10,7 +10,7 @@ import pytest
 
 from runtime.testing.waiting import until
 
-FUNCTIONS = Path(__file__).parents[1] / ".ci" / "background"
+FUNCTIONS, ENVIRONMENTS = (Path(__file__).parents[1] / ".ci" / name for name in ("background", "environments"))
 SLEEPER = "background sleeper sh -c 'sleep 600 & echo $! > sleeper.new; mv sleeper.new sleeper; wait'\n"
 
 
@@ -37,3 +37,19 @@ def test_whatever_ends_the_run_nothing_stays_in_the_background(tmp_path: Path, e
     assert run.returncode == code
     until(lambda: not psutil.pid_exists(int((tmp_path / "sleeper").read_text())))
     assert [path.name for path in tmp_path.iterdir()] == ["sleeper"]
+
+
+@pytest.mark.parametrize(("ci", "code", "told"), [("true", 1, ""), ("", 0, "goes on\n")])
+def test_what_cannot_be_installed_in_two_attempts_fails_the_run_in_ci_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ci: str, code: int, told: str
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    attempt = "attempt() { echo x >> attempts; [ $(wc -l < attempts) = $1 ]; }\n"
+    run = started(
+        tmp_path,
+        f". {ENVIRONMENTS}\n{attempt}background second twice attempt 2\nfinish second\nrm attempts\n"
+        "background never twice attempt 3\nfinish never || required_in_ci missing\necho goes on",
+    )
+    assert run.communicate(timeout=60)[0] == told
+    assert run.returncode == code
+    assert (tmp_path / "attempts").read_text() == "x\nx\n"
