@@ -178,10 +178,11 @@ def test_a_padded_record_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
         compiler.c_header()
 
 
-def test_the_versions_named_in_an_error_are_those_that_ci_compiles_with() -> None:
+def test_ci_compiles_with_the_oldest_version_that_the_extra_allows_and_the_newest_that_an_error_names() -> None:
     root = Path(__file__).parents[2]
     ends = (root / "tests/cuda/oldest.txt", root / "launchers/constraints.txt")
     oldest, newest = (re.search(r"^nvidia-cuda-nvrtc==(\S+)$", end.read_text(), re.MULTILINE) for end in ends)
     assert oldest is not None
     assert newest is not None
     assert f"nvidia-cuda-nvrtc>={oldest[1]},<={newest[1]}" == compiler.TESTED
+    assert f'"nvidia-cuda-nvrtc>={oldest[1]}; ' in (root / "pyproject.toml").read_text()
