@@ -51,9 +51,11 @@ def diagnose(
     probe: Probe | None = None,
     torch_probe: GpuProbe | None = None,
     kernel_probe: GpuProbe | None = None,
+    copy_probe: GpuProbe | None = None,
 ) -> Iterator[Finding]:
     """Yield all findings, cheap checks first. `probe` tests CUDA IPC from one GPU to another, `torch_probe` tests torch
-    on a GPU, `kernel_probe` compiles the search's kernels for it; all return "" on success, else the error."""
+    on a GPU, `kernel_probe` compiles the search's kernels for it, `copy_probe` that of the KV hand-over; all return ""
+    on success, else the error."""
     gpus = gpus or Gpus()
     machine = Machine.read(gpus)
     yield from _versions()
@@ -68,7 +70,7 @@ def diagnose(
     models = config is not None and any(device != "cpu" for role in _model_roles(config) for device in role.devices)
     yield from _pairs(gpus, machine, probe or cuda_ipc, models)
     if config is not None:
-        yield from _kernels(config, machine, kernel_probe or kernels_compile)
+        yield from _kernels(config, machine, kernel_probe or kernels_compile, copy_probe or copy_compiles)
         if models or embeds:
             yield from _torch(config, machine, torch_probe or torch_works)
         if isinstance(config.model, OpenAiSection):
@@ -162,13 +164,18 @@ def _torch(config: NodeConfig, machine: Machine, probe: GpuProbe) -> Iterator[Fi
             yield Finding.of(not failure, f"GPU {gpu.index} torch", failure or "works", advice, "error")
 
 
-def _kernels(config: NodeConfig, machine: Machine, probe: GpuProbe) -> Iterator[Finding]:
-    """Check that the search's kernels compile for the pool's GPUs, once for each architecture."""
-    advice = 'install a tested version of NVRTC, or search on the CPU (pool.devices = ["cpu"])'
-    used = [gpu for gpu in machine.gpus if any(gpu.matches(name) for name in config.pool.devices)]
-    for arch, gpu in {gpu.arch: gpu for gpu in used}.items():
-        failure = probe(gpu)
-        yield Finding.of(not failure, f"kernels for {arch}", failure or "compile, and are cached", advice, "error")
+def _kernels(config: NodeConfig, machine: Machine, search: GpuProbe, copy: GpuProbe) -> Iterator[Finding]:
+    """Check that kernels compile, once for each architecture: the search's for the pool's GPUs, the KV hand-over's for
+    decode's, which copy the blocks."""
+    decode = config.decode.devices if config.own_model is not None else ()
+    for subject, devices, probe, otherwise in (
+        ("kernels", config.pool.devices, search, 'search on the CPU (pool.devices = ["cpu"])'),
+        ("KV copy", decode, copy, "run the model on CPUs (`devices` of [prefill] and [decode])"),
+    ):
+        used = [gpu for gpu in machine.gpus if any(gpu.matches(name) for name in devices)]
+        for arch, gpu in {gpu.arch: gpu for gpu in used}.items():
+            failure, advice = probe(gpu), f"install a tested version of NVRTC, or {otherwise}"
+            yield Finding.of(not failure, f"{subject} for {arch}", failure or "compiled, and cached", advice, "error")
 
 
 def _pairs(gpus: Gpus, machine: Machine, probe: Probe, models: bool) -> Iterator[Finding]:
@@ -285,8 +292,19 @@ def kernels_compile(gpu: Gpu) -> str:
     """Compile the search's kernels for a GPU, which caches them."""
     from gpu.cuda.compiler import compile_kernels  # loads numba
 
+    return _failure(compile_kernels, gpu)
+
+
+def copy_compiles(gpu: Gpu) -> str:
+    """Compile the kernel that copies KV blocks for a GPU, which caches it."""
+    from gpu.cuda.block_copy import compile_block_copy
+
+    return _failure(compile_block_copy, gpu)
+
+
+def _failure(compile_: Callable[[str], bytes], gpu: Gpu) -> str:
     try:
-        compile_kernels(gpu.arch)
+        compile_(gpu.arch)
     except (DeviceError, OSError) as error:
         return str(error)
     return ""

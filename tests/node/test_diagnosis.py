@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launchers.main import command_line
-from runtime.checks.diagnosis import GpuProbe, Probe, cuda_ipc, diagnose, torch_works
+from runtime.checks.diagnosis import GpuProbe, Probe, copy_compiles, cuda_ipc, diagnose, kernels_compile, torch_works
 from runtime.checks.finding import Finding
 from runtime.node.config import NodeConfig, parse_config
 from runtime.node.placement.gpus import Gpu, Gpus
@@ -30,9 +30,10 @@ def findings(
     probe: Probe = works,
     torch: GpuProbe = works_too,
     kernels: GpuProbe = works_too,
+    copy: GpuProbe = works_too,
 ) -> dict[str, Finding]:
     gpus = Gpus(nvml or FakeNvml([], broken="Driver Not Loaded"))
-    return {finding.subject: finding for finding in diagnose(config, gpus, probe, torch, kernels)}
+    return {finding.subject: finding for finding in diagnose(config, gpus, probe, torch, kernels, copy)}
 
 
 def test_a_missing_driver_is_a_warning_for_cpu_nodes_and_an_error_for_gpu_nodes(tmp_path: Path) -> None:
@@ -90,6 +91,32 @@ def test_kernels_that_do_not_compile_for_a_gpu_of_the_pool_are_an_error_before_a
         "error",
         "with NVRTC 13.0 they do not",
     )
+
+
+def test_a_kv_copy_that_does_not_compile_for_a_gpu_of_decode_is_an_error_before_a_node_starts() -> None:
+    cards = [Card("GPU-aaaaaaaa", capability=(8, 0)), *(Card(f"GPU-{name * 8}") for name in "bc")]
+    model = {"prefill": {"devices": ["cuda:0"]}, "decode": {"devices": ["cuda:1", "cuda:2"], "workers": 2}}
+    asked = []
+
+    def compiles(gpu: Gpu) -> str:
+        asked.append(gpu.arch)
+        return "with NVRTC 13.0 it does not"
+
+    found = findings(parse_config({"model": {"name": "m"}, **model}), FakeNvml(cards), copy=compiles)
+    assert asked == ["sm_90"]  # decode's, which copies, once
+    assert (found["KV copy for sm_90"].level, found["KV copy for sm_90"].text) == (
+        "error",
+        "with NVRTC 13.0 it does not",
+    )
+    assert "kernels for sm_90" not in found  # there is no pool on a GPU
+    findings(parse_config({"model": {"name": "m"}}), FakeNvml(cards), copy=compiles)
+    assert asked == ["sm_90"]
+
+
+@pytest.mark.parametrize("compiles", [kernels_compile, copy_compiles])
+def test_the_reason_why_kernels_do_not_compile_is_reported(compiles: GpuProbe) -> None:
+    pytest.importorskip("cuda.bindings")
+    assert "'sm_10' is unknown to NVRTC" in compiles(Gpu("0", "GPU-aaaaaaaa", "old", "", 1, 1, arch="sm_10"))
 
 
 def test_a_model_on_gpus_without_cuda_ipc_is_an_error(tmp_path: Path) -> None:
