@@ -1,6 +1,8 @@
 """Tests of the GPU check: every step works on the CPU backend, and its parts behave as documented."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +12,19 @@ import pytest
 from benchmarks.gpu_check import bench as gpu_check
 from benchmarks.gpu_check.bench import Section
 from benchmarks.gpu_check.report import Outcome
-from benchmarks.gpu_check.sections import forms
+from benchmarks.gpu_check.sections import forms, sanitizer, small_run
 from benchmarks.gpu_check.targets import verdicts
 from benchmarks.gpu_check.time_limit import Skipped
+from gpu.cuda import compiler
+from tests.cuda.emulation import EmulatedDriver, emulator
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine on a CUDA device has an emulated one, whose faults `close` raises."""
+    made = SimpleNamespace(CudaDriver=lambda device: EmulatedDriver(emulator(), block_threads=32))
+    monkeypatch.setitem(sys.modules, "gpu.cuda.cuda_driver", made)
+    monkeypatch.setattr(compiler, "compile_kernels", lambda arch: b"")
 
 
 def put_sections(monkeypatch: pytest.MonkeyPatch, **checks: Any) -> None:
@@ -75,6 +87,48 @@ def test_the_last_line_of_an_engine_that_fails_is_the_reason() -> None:
     setup: Any = SimpleNamespace(device="cuda:99")
     with pytest.raises(AssertionError, match=r"DeviceUnavailable"):
         forms.check(setup, Outcome(), limit_s=60.0)
+
+
+@pytest.mark.parametrize("form", ["plain", "resident"])
+def test_what_the_sanitizer_runs_answers_every_query_in_the_requested_form(
+    form: str, emulated: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[Any] = []
+    engine_of = small_run.engine_of
+
+    def seen(*arguments: Any) -> Any:
+        opened.append(engine_of(*arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(small_run, "engine_of", seen)
+    small_run.main("cuda:0", form)
+    assert capsys.readouterr().out.startswith("23 queries in ")
+    assert [set(engine.forms.values()) for engine in opened] == [{form}]
+
+
+def test_each_sanitizer_runs_both_forms_and_only_with_a_persistent_kernel_may_one_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong, endless = ("racecheck", "plain"), [("memcheck", "plain"), ("racecheck", "resident")]
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        what = command[2], command[-1]
+        if what in endless:
+            raise subprocess.TimeoutExpired(command, 1)
+        return SimpleNamespace(returncode=9 * (what == wrong), stdout="===== ERROR SUMMARY: 0 errors\n", stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("shutil.which", lambda name, path=None: name)
+    outcome, setup = Outcome(), SimpleNamespace(device="cuda:0", on_gpu=True)
+    sanitizer.check(setup, outcome)  # type: ignore[arg-type]
+    lines = {tuple(what.split(", ")): value for what, value in outcome.lines}
+    tools = ("memcheck", "racecheck", "synccheck")
+    assert list(lines) == [(tool, form) for form in ("plain", "resident") for tool in tools]
+    assert lines.pop(wrong).startswith("FAILED: ")
+    assert lines.pop(endless[0]).startswith("FAILED: ")
+    assert lines.pop(endless[1]).startswith("skipped: the tool does not end")
+    assert set(lines.values()) == {"ERROR SUMMARY: 0 errors"}
+    assert outcome.failed
 
 
 def test_a_section_that_exceeds_its_time_is_terminated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
