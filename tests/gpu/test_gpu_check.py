@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.gpu_check import bench as gpu_check
@@ -87,6 +88,17 @@ def test_the_last_line_of_an_engine_that_fails_is_the_reason() -> None:
     setup: Any = SimpleNamespace(device="cuda:99")
     with pytest.raises(AssertionError, match=r"DeviceUnavailable"):
         forms.check(setup, Outcome(), limit_s=60.0)
+
+
+def test_every_form_finds_the_cpu_engines_ids_and_one_that_does_not_ends_the_run(
+    emulated: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forms.main("cuda:0")
+    same = "100.0% of the CPU engine's ids"
+    assert capsys.readouterr().out.splitlines() == [f"{form}: {same}" for form in ("plain", "loop", "resident")]
+    monkeypatch.setattr(forms, "_search", lambda engine, queries: np.zeros((len(queries), 10), np.int64))
+    with pytest.raises(AssertionError, match=r"^form plain: 0\.\d% of the ids are the CPU engine's$"):
+        forms.main("cuda:0")
 
 
 @pytest.mark.parametrize("form", ["plain", "resident"])
