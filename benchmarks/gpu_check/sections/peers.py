@@ -98,12 +98,12 @@ class Peer:
         self._resources.sync()
         return nodes
 
-    def threads(self, queries: Any, top_m: int, block: int) -> tuple[Rate, np.ndarray]:
+    def threads(self, queries: Any, top_m: int, block: int, seconds: float) -> tuple[Rate, np.ndarray]:
         """Search single queries in 8 threads through the C library, by calls or with the persistent kernel."""
         if self._threaded is None:
             self._threaded = ThreadedCuvs(self._cupy, *self._held, self._metric)
         params = self._threaded.params(top_m, block, _PERSISTENT_S if block else 0.0)
-        return self._threaded.single_queries(queries, 10, params, threads=_THREADS, seconds=_THREADS_S)
+        return self._threaded.single_queries(queries, 10, params, threads=_THREADS, seconds=seconds)
 
     def ids(self, found: Any) -> np.ndarray:
         """Copy ids to the host."""
@@ -129,12 +129,12 @@ class StandIn:
             raise Skipped("no persistent kernel")
         return nearest(self._base, queries, k)
 
-    def threads(self, queries: np.ndarray, top_m: int, block: int) -> tuple[Rate, np.ndarray]:
-        """See `Peer.threads`: calls only, one thread."""
+    def threads(self, queries: np.ndarray, top_m: int, block: int, seconds: float) -> tuple[Rate, np.ndarray]:
+        """See `Peer.threads`: calls only, one thread, every query once."""
         begin = time.perf_counter()
         found = np.concatenate([self.search(queries[i : i + 1], 10, top_m, block) for i in range(len(queries))])
-        seconds = time.perf_counter() - begin
-        return Rate(len(queries) / seconds, seconds / len(queries)), found
+        taken = time.perf_counter() - begin
+        return Rate(len(queries) / taken, taken / len(queries)), found
 
     def ids(self, found: np.ndarray) -> np.ndarray:
         """See `Peer.ids`."""
@@ -199,14 +199,17 @@ def one_query(peer: Any, queries: np.ndarray, top_m: int, outcome: Outcome) -> d
     return found
 
 
-def by_threads(setup: Setup, peer: Any, top_m: int, outcome: Outcome) -> dict[str, Any]:
-    """Return the rate, median seconds and recall of single queries in 8 threads, by each available method."""
+def by_threads(setup: Setup, peer: Any, top_m: int, outcome: Outcome, seconds: float = _THREADS_S) -> dict[str, Any]:
+    """Return the rate, median seconds and recall of single queries in 8 threads, by each available method.
+
+    seconds: of each method; every query is searched at least once.
+    """
     queries, found = setup.data.queries, {}
     on_device = peer.put(queries)
     for name, block in _METHODS.items():
         what = f"single queries by {_THREADS} threads, {peer.name}'s C library, {name}"
         with _reported(what, outcome):
-            measured, ids = peer.threads(on_device, top_m, block)
+            measured, ids = peer.threads(on_device, top_m, block, seconds)
             recall = setup.data.recall(ids)
             found[name] = {**measured._asdict(), "recall": recall}
             outcome.add(what, f"{rate(measured.per_s)}, p50 {micros(measured.p50_s)}, recall@10 {recall:.4f}")
