@@ -55,13 +55,27 @@ def started(config: Path) -> tuple[float, Node]:
     """Start a node. Return the seconds until all of it was ready, and the node."""
     begin = time.time()
     node = Node(config, look_s=_LOOK_S)
-    return _logged_at(node, "supervisor: node .* serves at") - begin, node
+    return _logged_at(node, "supervisor: node .* serves at", begin) - begin, node
 
 
-def _logged_at(node: Node, pattern: str) -> float:
-    """Return the wall time in seconds of the last line of the node's log with this pattern."""
-    lines = [line for line in node.log.read_text(errors="replace").splitlines() if re.search(pattern, line)]
-    return datetime.fromisoformat(lines[-1].split()[0]).timestamp()
+def _logged_at(node: Node, pattern: str, since: float) -> float:
+    """Wait for a line with this pattern in the node's log from `since` on, and return the wall time in seconds of the
+    first: a worker logs that it is ready after its state says so."""
+    found: list[float] = []
+
+    def is_logged() -> bool:
+        found[:] = logged_times(node.log.read_text(errors="replace"), pattern, since)
+        return bool(found)
+
+    node.wait(is_logged, what=f"a line with {pattern!r} in the log")
+    return found[0]
+
+
+def logged_times(log: str, pattern: str, since: float) -> list[float]:
+    """Return the wall times in seconds of the lines of a log with this pattern, of those from `since` on."""
+    lines = [line for line in log.splitlines() if re.search(pattern, line)]
+    times = [datetime.fromisoformat(line.split()[0]).timestamp() for line in lines]
+    return [time for time in times if time >= since]
 
 
 def add_phases(node: Node, times: dict[str, list[float]], before: str = "") -> None:
@@ -97,15 +111,7 @@ def _recovery_s(node: Node, name: str) -> float:
     worker = next(found for found in node.status().workers if found.name == name)
     begin = time.time()
     os.kill(worker.pid, signal.SIGKILL)
-
-    def recovered() -> bool:
-        return any(
-            found.name == name and found.epoch > worker.epoch and found.phase == "ready"
-            for found in node.status().workers
-        )
-
-    node.wait(recovered)
-    return _logged_at(node, f"{name}: ready after") - begin
+    return _logged_at(node, f"{name}: ready after", begin) - begin
 
 
 def cold_starts(config: Path, times: dict[str, list[float]]) -> None:
