@@ -1,6 +1,7 @@
 """Inputs of the sections: device, index, queries with their exact neighbours."""
 
 import argparse
+import importlib.metadata
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from benchmarks.common.data import DataSet, data_sets
 from benchmarks.common.machine import machine
 from benchmarks.gpu_check.time_limit import Skipped
 from gpu import Engine, GraphIndex, SearchParams, check_device, open_engine
+from runtime.node.placement.gpus import Gpus
 
 if TYPE_CHECKING:
     from gpu.cuda.engine import CudaEngine
@@ -17,6 +19,16 @@ if TYPE_CHECKING:
 _DIMS, SMALL_DIMS = (96, 768), (32, 48)
 _ROWS, _SMALL_ROWS = 1_000_000, 900
 DEFAULT_TOP_M = 64
+_PACKAGES = {
+    "CUDA runtime": "nvidia-cuda-runtime",
+    "NVRTC": "nvidia-cuda-nvrtc",
+    "torch": "torch",
+    "cuVS": "cuvs-cu13",
+    "cuda-bindings": "cuda-bindings",
+    "cuda-core": "cuda-core",
+    "numpy": "numpy",
+    "numba": "numba",
+}
 
 
 @dataclass(frozen=True)
@@ -88,7 +100,7 @@ def prepare(options: argparse.Namespace) -> list[Setup]:
     """Return a setup for each data set, without its data. Raises DeviceUnavailable for a missing device."""
     device = "cpu" if options.dry_run else options.device
     check_device(device)
-    name, where = "CPU", machine()
+    name, where = "CPU", machine() | versions()
     if device != "cpu":
         from gpu.cuda.cuda_driver import CudaDriver
 
@@ -101,6 +113,19 @@ def prepare(options: argparse.Namespace) -> list[Setup]:
         Setup(device, name, source, options.dtype, options.top_m, slots, options.dry_run, where)
         for source in _sources(options)
     ]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the driver and of the packages that results depend on, by name."""
+    gpus = Gpus()
+    return {"driver": gpus.driver() or gpus.missing} | {name: _version(package) for name, package in _PACKAGES.items()}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _sources(options: argparse.Namespace) -> list[Source]:

@@ -18,6 +18,7 @@ PACKS = {
         "cuda-bindings>=13",
         "cuda-core>=1",
         "nvidia-cuda-nvrtc>=13",
+        "nvidia-ml-py>=12",
         "pyzmq>=26",
         "msgspec>=0.19",
         "psutil>=6",
@@ -57,7 +58,7 @@ def pack_wheels(directory: Path, fetch: Fetch = fetch) -> None:
     print("on the target machine, in the checkout, with the pieces beside it:")
     print(f"  cat {' '.join(f'{pack}-*.piece | tar x; cat' for pack in PACKS).removesuffix('; cat')}")
     print("  python -m pip install --no-index --find-links wheels numba cuda-bindings cuda-core nvidia-cuda-nvrtc \\")
-    print("      pyzmq msgspec psutil cuvs-cu13   # cuvs-cu13 only with its pieces")
+    print("      nvidia-ml-py pyzmq msgspec psutil cuvs-cu13   # cuvs-cu13 only with its pieces")
     print("  python -m benchmarks.gpu_check")
 
 

@@ -1,5 +1,6 @@
 """Tests of the GPU check: every step works on the CPU backend, and its parts behave as documented."""
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from benchmarks.gpu_check.sections import forms, sanitizer, small_run
 from benchmarks.gpu_check.targets import verdicts
 from benchmarks.gpu_check.time_limit import Skipped
 from gpu.cuda import compiler
+from runtime.node.placement.gpus import Gpus
 from tests.cuda.emulation import EmulatedDriver, emulator
+from tests.node.fake_nvml import FakeNvml
 
 
 @pytest.fixture
@@ -58,6 +61,27 @@ def test_a_failed_or_late_section_keeps_its_results_and_does_not_stop_the_others
     assert "| fourth | speed | 1/s |" in page
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path), "--seconds", "-1"]) == 0
     assert (tmp_path / "gpu-dry-run.md").read_text().count("skipped:") == 4
+
+
+def test_the_report_begins_with_the_versions_of_the_driver_and_of_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        if package == "cuvs-cu13":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return f"1.0 of {package}"
+
+    put_sections(monkeypatch, first=speed)
+    monkeypatch.setattr("importlib.metadata.version", version)
+    monkeypatch.setattr("benchmarks.gpu_check.setup.Gpus", lambda: Gpus(FakeNvml([])))
+    assert gpu_check.main(["--dry-run", "--out", str(tmp_path)]) == 0
+    head = (tmp_path / "gpu-dry-run.md").read_text().split("\n\n")[1]
+    assert head.endswith(
+        "driver: 580.1, CUDA runtime: 1.0 of nvidia-cuda-runtime, NVRTC: 1.0 of nvidia-cuda-nvrtc, "
+        "torch: 1.0 of torch, cuVS: not installed, cuda-bindings: 1.0 of cuda-bindings, cuda-core: 1.0 of cuda-core, "
+        "numpy: 1.0 of numpy, numba: 1.0 of numba."
+    )
+    assert json.loads((tmp_path / "gpu-dry-run.json").read_text())["machine"]["cuVS"] == "not installed"
 
 
 def test_the_run_ends_with_one_line_if_the_engine_does_not_start(
