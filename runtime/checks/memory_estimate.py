@@ -139,6 +139,8 @@ def _embedders_on_gpu(worker: WorkerPlan, plan: NodePlan) -> int:
         embedder = _read(collection, lambda found: found.embedder)
         if embedder is not None:
             sizes[embedder] = gpu_files(embedder, embedder_location(collection))
+    if plan.config.stores.path:
+        sizes[MINILM] = gpu_files(MINILM)
     found = [*sizes.values()]
     if worker.role == "frontend" and plan.config.stores_answers:
         found.append(gpu_files(MINILM))
@@ -154,6 +156,8 @@ def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:
             found[embedder] = _ONNXRUNTIME + model_bytes(embedder, embedder_location(collection))
         elif embedder is not None:
             found[embedder] = _EMBEDDERS.get(str(embedder), 0)
+    if plan.config.stores.path:
+        found[MINILM] = _EMBEDDERS[MINILM]
     return found
 
 
