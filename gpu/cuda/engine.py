@@ -99,8 +99,8 @@ class CudaEngine(Engine):
             self._start(self._functions(), handle.table)
             for number, one in enumerate(data):
                 handle.load(number, one)
-            memory.doorbell[0] = graphs.resident  # ends a resident warm-up launch at once
             for graph in handle.graphs:  # warm up with no active slot: first launches are slower
+                memory.doorbell[0] = 1  # ends a launch of many extends, or a resident one, at once
                 if _launch(handle.address, graph) < 0:
                     self._check()
         except BaseException:

@@ -68,6 +68,13 @@ def test_a_conditional_loop_is_captured_around_the_two_kernels(index: GraphIndex
         assert graph[1].arguments[1].value == 16
 
 
+def test_a_start_makes_one_extend_in_each_graph_however_many_a_launch_may_make(index: GraphIndex) -> None:
+    driver = RecordingDriver()
+    device = ScriptedDevice(driver)
+    CudaEngine(driver, b"image", {"docs": index}, slots=40, max_top_m=64, extends_per_launch=1024)
+    assert device.covered == [1, 8, 32, 40]
+
+
 @pytest.mark.parametrize("form", ["loop", None])
 def test_plain_replay_is_the_fallback_on_a_limited_device(index: GraphIndex, form: Any) -> None:
     driver = RecordingDriver(can_loop=False)
