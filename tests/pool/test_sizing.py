@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu import GraphIndex, SearchParams
-from gpu.cuda.engine import CudaEngine
+from gpu.cuda.engine import MAX_EXTENDS_PER_LAUNCH, CudaEngine
 from gpu.cuda.graphs import LaunchForm
 from gpu.slots import Collections
-from runtime.pool.process import slots_of
+from runtime.pool.process import AUTO_GPU_SLOTS, slots_of
 from runtime.pool.sizing import FIXED_SHARE, LOOP_NS, ExtendCost, fewest_slots, measure, sizes_to
 from tests.cuda.conftest import new_driver as new_driver
 from tests.cuda.emulation import LOOK_NS
@@ -135,17 +135,16 @@ def test_an_index_whose_vectors_are_all_refused_is_not_measured() -> None:
     assert measured_over(Refusing(1, 1), 8) == []
 
 
-@pytest.mark.parametrize(("form", "limit", "most"), [("resident", 1024, 512), (None, 64, 128)])
-def test_hundreds_of_slots_are_measured_on_a_device_in_the_time_given(
-    new_driver: Any, form: LaunchForm | None, limit: int, most: int
-) -> None:
+@pytest.mark.parametrize("form", ["resident", None])
+def test_hundreds_of_slots_are_measured_on_a_device_in_the_time_given(new_driver: Any, form: LaunchForm | None) -> None:
+    most, limit = AUTO_GPU_SLOTS, MAX_EXTENDS_PER_LAUNCH  # a pool's
     engine = CudaEngine(
         new_driver(), b"", {"docs": INDEX}, slots=1024, max_top_m=64, extends_per_launch=limit, form=form,
         fault_poll_ns=LOOK_NS,
     )  # fmt: skip
     begin = time.monotonic()
     costs = measure(engine.backend(), INDEX.data, 0, 32, 2, most)
-    assert time.monotonic() - begin < 30.0  # a second on a device; here every wait is Python's
+    assert time.monotonic() - begin < 5.0  # a second, and the call that it ends in
     assert engine.free_slots == 1024
     assert 1 <= slots_of("auto", [costs]) <= most
     engine.close()
