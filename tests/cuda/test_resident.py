@@ -35,8 +35,8 @@ def searched(query: FloatArray, params: SearchParams = PARAMS) -> list[int]:
 
 
 def opened(driver: Any, slots: int = 12, **options: Any) -> CudaEngine:
-    options = {"extends_per_launch": 1024, "max_top_m": 64, "fault_poll_ns": LOOK_NS, **options}
-    return CudaEngine(driver, b"", {"docs": INDEX}, slots=slots, form="resident", **options)
+    options = {"form": "resident", "extends_per_launch": 1024, "max_top_m": 64, "fault_poll_ns": LOOK_NS, **options}
+    return CudaEngine(driver, b"", {"docs": INDEX}, slots=slots, **options)
 
 
 def one_block(driver: EmulatedDriver) -> EmulatedDriver:
@@ -231,8 +231,10 @@ def counts_calls(counted: int) -> Any:
     return 0
 
 
-def test_the_host_looks_for_arrivals_every_2_us_at_most(new_driver: NewDriver) -> None:
-    engine = opened(new_driver(), slots=1, fault_poll_ns=20_000_000)
+@pytest.mark.parametrize("form", ["resident", "loop"])
+def test_the_host_looks_for_arrivals_every_2_us_at_most(new_driver: NewDriver, form: str) -> None:
+    engine = opened(new_driver(), slots=1, fault_poll_ns=20_000_000, form=form)
+    assert set(engine.forms.values()) == {form}
     counted, host, waits = np.zeros(1, np.int64), engine.handle.host, 0
     host.interrupt, host.interrupt_argument = counts_calls.address, counted.ctypes.data
     before = engine.waited_ns
