@@ -35,7 +35,7 @@ from benchmarks.common.report import keep  # noqa: E402
 from benchmarks.gpu_check.compiling import compile_in_background  # noqa: E402
 from benchmarks.gpu_check.report import Outcome, markdown  # noqa: E402
 from benchmarks.gpu_check.setup import Setup, prepare  # noqa: E402
-from benchmarks.gpu_check.targets import verdicts  # noqa: E402
+from benchmarks.gpu_check.targets import SET_TARGETS, verdicts  # noqa: E402
 from benchmarks.gpu_check.time_limit import OutOfTime, Skipped, within  # noqa: E402
 from benchmarks.gpu_check.wheels import pack_wheels  # noqa: E402
 from gpu import DeviceUnavailable  # noqa: E402
@@ -139,12 +139,16 @@ def run(setups: Sequence[Setup], begin: float, seconds: float, path: Path) -> di
 
 
 def verdicts_of(setups: Sequence[Setup], outcomes: Mapping[str, Outcome]) -> list[tuple[str, str, str]]:
-    """Return the verdicts on the results so far, for each data set."""
+    """Return the verdicts on the results so far: for each data set, then of the sections that run once."""
     judged = []
     for setup in setups:
         found = {name: outcomes[key].data for name in SECTIONS if (key := f"{name}, {setup.source.name}") in outcomes}
-        judged += [(f"{what}, {setup.source.name}", figure, verdict) for what, figure, verdict in verdicts(found)]
-    return judged
+        dim = setup.given[1].dim if setup.given else setup.source.dim
+        judged += [
+            (f"{what}, {setup.source.name}", figure, verdict)
+            for what, figure, verdict in verdicts(found, SET_TARGETS, dim)
+        ]
+    return judged + verdicts({name: outcome.data for name, outcome in outcomes.items()})
 
 
 def write(setups: Sequence[Setup], outcomes: Mapping[str, Outcome], path: Path) -> None:

@@ -15,7 +15,7 @@ from benchmarks.gpu_check import bench as gpu_check
 from benchmarks.gpu_check.bench import Section
 from benchmarks.gpu_check.report import Outcome
 from benchmarks.gpu_check.sections import forms, sanitizer, small_run
-from benchmarks.gpu_check.targets import verdicts
+from benchmarks.gpu_check.targets import SET_TARGETS, verdicts
 from benchmarks.gpu_check.time_limit import Skipped
 from gpu.cuda import compiler
 from runtime.node.placement.gpus import Gpus
@@ -185,22 +185,63 @@ def test_the_sections_of_both_sets_together_stay_below_nine_minutes() -> None:
     assert sum(seconds) <= 540
 
 
-def cuvs_found(recall: float, per_s: float, p99_s: float, alone_s: float) -> dict[str, Any]:
-    theirs = {"recall": 0.95, "per_s": 1000.0, "stream": {"p99_s": 1.0}, "alone_s": 1.0}
-    ours = {"recall": recall, "per_s": per_s, "stream": {"p99_s": p99_s}, "alone_s": alone_s}
-    return {"ours": ours, "theirs": theirs}
+def form(per_s: float, p99_s: float, alone_s: float, host_s: float = 3e-7) -> dict[str, Any]:
+    return {"per_s": per_s, "stream": {"p99_s": p99_s}, "alone_s": alone_s, "host_s": host_s}
 
 
-def test_each_bar_passes_reaches_its_target_or_fails_and_missing_values_are_not_measured() -> None:
-    kernels = {"copy_bytes_s": 100.0, "distance_bytes_s": 60.0}
-    good = {"cuvs": cuvs_found(0.96, 1300.0, 0.1, 0.4), "kernels": kernels}
-    assert [verdict for _, _, verdict in verdicts(good)[:5]] == ["aim", "aim", "aim", "aim", "pass"]
-    assert verdicts(good)[4][1] == "0.600 ≥ 0.5, aim 0.7"
-    fair = {"cuvs": cuvs_found(0.94, 900.0, 0.4, 1.0), "kernels": None}
-    assert [verdict for _, _, verdict in verdicts(fair)[:5]] == ["FAIL", "pass", "pass", "pass", "not measured"]
-    assert {verdict for _, _, verdict in verdicts({"cuvs": None})} == {"not measured"}
-    nobody_was_answered = {"cuvs": cuvs_found(0.96, 700.0, float("nan"), 1.1)}
-    assert [verdict for _, _, verdict in verdicts(nobody_was_answered)][1:4] == ["FAIL", "FAIL", "FAIL"]
+def found_of(resident: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """Return results beside a cuVS with 4 million queries/s, a p99 of 1 ms and 100 µs for one query."""
+    cuvs = {"ours": {"recall": 0.96}, "theirs": form(4e6, 1e-3, 1e-4)}
+    return {"cuvs": cuvs, "resident": {"staged": form(1e6, 1e-3, 1e-4), "resident": resident}, **sections}
+
+
+def judged(found: dict[str, Any], dim: int = 96) -> list[tuple[str, str]]:
+    return [(figure, verdict) for _, figure, verdict in verdicts(found, SET_TARGETS, dim)]
+
+
+def test_figures_are_judged_by_the_bars_of_their_dimension_and_missing_ones_are_not_measured() -> None:
+    flood = {name: {"alone_p99_s": 1e-4, "flood_p99_s": 1.5e-4} for name in ("auto", "launches")}
+    kernels = {"copy_bytes_s": 100.0, "distance_bytes_s": 55.0}
+    good = found_of(form(3e6, 5e-5, 1.5e-5), flood=flood, kernels=kernels)
+    assert judged(good)[:8] == [
+        ("0.960 ≥ 0.95", "pass"),
+        ("0.150 ≤ 0.35, aim 0.2", "aim"),
+        ("0.050", "no bar"),
+        ("0.750 ≥ 0.35, aim 0.7", "aim"),
+        ("0.333 ≤ 0.35, aim 0.2", "pass"),
+        ("1.500 ≤ 1.3, aim 1.1", "FAIL"),
+        ("1.500 ≤ 2, aim 1.1", "pass"),
+        ("0.550 ≥ 0.35, aim 0.5", "aim"),
+    ]
+    wide = judged(good, 768)
+    assert wide[2:4] == [("0.050 ≤ 0.1, aim 0.03", "pass"), ("0.750 ≥ 0.9, aim 1.2", "FAIL")]
+    assert wide[7] == ("0.550 ≥ 0.6, aim 0.75", "FAIL")
+    assert {verdict for _, verdict in judged({"cuvs": None})} == {"not measured"}
+    nobody_was_answered = found_of(form(1e6, float("nan"), 4e-5))
+    assert [verdict for _, verdict in judged(nobody_was_answered, 768)[1:4]] == ["FAIL"] * 3
+
+
+@pytest.mark.parametrize(
+    ("per_s", "host_s", "told"),
+    [(5e6, 1e-7, ("0.200 ≤ 0.35, aim 0.2", "aim")), (1e6, 4e-7, ("1.000 ≤ 0.35, aim 0.2", "FAIL"))],
+)
+def test_the_hosts_time_of_a_query_is_the_loops_and_unknown_where_the_device_may_be_the_limit(
+    per_s: float, host_s: float, told: tuple[str, str]
+) -> None:
+    assert judged(found_of(form(per_s, 1.0, 1.0, host_s)))[4] == told
+    assert judged(found_of(form(1e6, 1.0, 1.0, 3e-7)))[4] == ("≤ 0.35, aim 0.2", "not measured")
+
+
+def test_the_arena_and_the_hand_over_of_kv_are_judged_once() -> None:
+    handover = {
+        "in order": {"pull_s": 1.3e-4, "copy_s": 1e-4, "host_s": 5e-5},
+        "scattered": {"pull_s": 3e-4, "copy_s": 1e-4, "host_s": 1.1e-4},
+    }
+    exchange = {"write_s": [4e-6, 9e-6, 3e-6], "take_s": [6e-6]}
+    outcomes = {"exchange": Outcome(data=exchange), "handover": Outcome(data=handover)}
+    assert [verdict for _, _, verdict in gpu_check.verdicts_of([], outcomes)] == ["pass", "FAIL", "aim", "FAIL", "FAIL"]
+    assert gpu_check.verdicts_of([], outcomes)[0][1] == "4.000 ≤ 5"
+    assert {verdict for _, _, verdict in gpu_check.verdicts_of([], {})} == {"not measured"}
 
 
 def test_results_are_written_before_a_section_that_kills_the_process(

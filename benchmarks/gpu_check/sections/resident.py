@@ -36,9 +36,13 @@ def check(setup: Setup, outcome: Outcome) -> None:
             offered = offered or SHARE * per_s
             count = min(int(offered * 2), most)
             late = run_load(engine, repeated(stream, count), setup.params, poisson(offered, count), _LIMIT_S)
-        outcome.data[form] = {"alone_s": float(np.median(alone)), "per_s": per_s, "stream": figures(late)}
+        host_s = found.host_s / found.finished
+        outcome.data[form] = {
+            "alone_s": float(np.median(alone)), "per_s": per_s, "host_s": host_s, "stream": figures(late),
+        }  # fmt: skip
         outcome.add(f"{form}: one query alone, p50", micros(outcome.data[form]["alone_s"]))
         outcome.add(f"{form}: all at once", f"{rate(per_s)} at recall@10 {recall_of(setup, found):.4f}")
+        outcome.add("… of it the host, without waits, a query", micros(host_s) if setup.on_gpu else "skipped: no GPU")
         outcome.add(f"{form}: Poisson at {rate(offered)}", summary(late))
         first = first or found
         _same(first, found, form)
