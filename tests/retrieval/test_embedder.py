@@ -85,6 +85,7 @@ def test_minilms_products_in_integers_give_the_vectors_of_those_in_float32() -> 
     random = np.random.default_rng(0)
     for rows, length in ((1, 3), (1, 14), (8, 30), (2, 256)):
         batch = random.integers(1000, 30_000, (rows, length)).tolist()
+        batch[0] = batch[0][: length // rows]  # the others are longer
         one, other = (session.run(session.outputs[0], batch)[0] for session in (exact, integers))
         np.testing.assert_allclose(other, one, atol=5e-3, err_msg="of values up to 6")
         assert not np.array_equal(other, one), "they are computed in another way"

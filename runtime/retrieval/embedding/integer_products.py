@@ -18,12 +18,21 @@ from typing import Any
 _FIELDS: dict[str, list[tuple[str, int, str]]] = {
     "Model": [("graph", 7, "Graph"), ("opset_import", 8, "Opset*")],
     "Opset": [("domain", 1, "string"), ("version", 2, "int64")],
-    "Graph": [("node", 1, "Node*"), ("initializer", 5, "Tensor*")],
-    "Node": [("input", 1, "string*"), ("output", 2, "string*"), ("op_type", 4, "string"), ("domain", 7, "string")],
+    "Graph": [("node", 1, "Node*"), ("initializer", 5, "Tensor*"), ("output", 12, "Value*")],
+    "Value": [("name", 1, "string")],
+    "Node": [
+        ("input", 1, "string*"),
+        ("output", 2, "string*"),
+        ("op_type", 4, "string"),
+        ("attribute", 5, "Attribute*"),
+        ("domain", 7, "string"),
+    ],
+    "Attribute": [("name", 1, "string"), ("ints", 8, "int64*"), ("type", 20, "int32")],
     "Tensor": [("dims", 1, "int64*"), ("data_type", 2, "int32"), ("name", 8, "string")],
 }
 """Of ONNX's messages, those used here; protobuf keeps the others. *: repeated."""
 _INT8, _MICROSOFT = 3, "com.microsoft"
+_INTS = 7  # type of an attribute
 
 
 def has_integer_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -35,10 +44,11 @@ def has_integer_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def with_integer_products(model: bytes) -> bytes:
-    """Return an ONNX model with its products by stored int8 weights rewritten, and GELU as one operator; it is returned
-    as it is without such products."""
+    """Return an ONNX model with its products by stored int8 weights rewritten, GELU as one operator and attention with
+    fewer; it is returned as it is without such products."""
     parsed = _model_class().FromString(model)
     graph = parsed.graph
+    _shorten_attention(graph.node)
     stored = {one.name: one for one in graph.initializer}
     made_by = {output: node for node in graph.node for output in node.output}
     used_by: dict[str, list[Any]] = {}
@@ -82,12 +92,33 @@ def with_integer_products(model: bytes) -> bytes:
         add("Add", [f"{y}_high", f"{y}_low"], [y])
     if not split:
         return model
+    used, kept = {one.name for one in graph.output}, []
+    for node in reversed(rewritten.node):
+        if not used.isdisjoint(node.output):
+            used.update(node.input)
+            kept.append(node)
     graph.ClearField("node")
-    graph.node.extend(rewritten.node)
+    graph.node.extend(reversed(kept))
     if all(one.domain != _MICROSOFT for one in parsed.opset_import):
         parsed.opset_import.add(domain=_MICROSOFT, version=1)
     found: bytes = parsed.SerializeToString()
     return found
+
+
+def _shorten_attention(nodes: Iterable[Any]) -> None:
+    """Transpose the keys in one step, not through a matrix a head whose shape is computed for each layer; and look for
+    no NaN after the softmax: what is masked has the least float32, not minus infinity, so there is none."""
+    made_by = {output: node for node in nodes for output in node.output}
+    for node in nodes:
+        way, at = [node.op_type], node
+        while len(way) < 4 and at.input and (at := made_by.get(at.input[0])) is not None:
+            way.append(at.op_type)
+        if way == ["Reshape", "Transpose", "Reshape", "Transpose"]:
+            node.op_type, node.input[:] = "Transpose", [at.output[0]]
+            node.ClearField("attribute")
+            node.attribute.add(name="perm", ints=[0, 1, 3, 2], type=_INTS)
+        elif way[:3] == ["Where", "IsNaN", "Softmax"]:
+            node.op_type, node.input[:] = "Identity", [node.input[2]]
 
 
 def _gelus(nodes: Iterable[Any], used_by: dict[str, list[Any]]) -> dict[str, list[str]]:
