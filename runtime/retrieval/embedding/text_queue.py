@@ -96,9 +96,10 @@ class Waiting:
         """Whether it can be embedded in one forward pass with others without much padding, as far as is known."""
         if self.tokenizing is None:
             return True
-        longest, rows = max(self.length, *(one.length for one in taken)), len(taken)
-        padding = abs(self.length - taken[0].length) * rows
-        return padding <= self.tokenizing.pass_tokens and longest * (rows + 1) <= self.tokenizing.batch_tokens
+        lengths = [self.length, *(one.length for one in taken)]
+        padded = max(lengths) * len(lengths)
+        padding = padded - sum(lengths)
+        return padding <= self.tokenizing.pass_tokens and padded <= self.tokenizing.batch_tokens
 
 
 class TextQueue:

@@ -29,7 +29,7 @@ from runtime.retrieval.embedding.text_embedder import Pooling
 CAPTURED_LENGTHS = (16, 32, 64)
 CAPTURED_ROWS = tuple(1 << power for power in range(9))
 _ALIGNED = 8  # tokens of a row of other batches are a multiple, which attention's kernels want
-_PASS_TOKENS = 1024
+_PASS_TOKENS = 2048  # of padding, of which rows have some anyway, up to the captured lengths
 
 
 class TorchEncoder:
