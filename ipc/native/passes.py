@@ -37,6 +37,14 @@ class ShortCompiler(Compiler):  # type: ignore[misc]
             passes.finalize()
         return pipelines
 
+    def _compile_core(self) -> Any:
+        before = types.Function.get_call_type  # functions that others compile in this process have numba's own
+        types.Function.get_call_type = _call_type
+        try:
+            return super()._compile_core()
+        finally:
+            types.Function.get_call_type = before
+
 
 _look_up = types.Function.get_call_type
 _known: dict[tuple[Any, ...], Any] = {}
@@ -44,10 +52,7 @@ _known: dict[tuple[Any, ...], Any] = {}
 
 def _call_type(function: Any, context: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """numba's hook for the signature of a built-in function's call: of `a + b` it tries up to thirty templates."""
-    call = (function, args, tuple(keywords.items()))
+    call = (function, tuple(args), tuple(keywords.items()))
     if (found := _known.get(call)) is None:
         found = _known[call] = _look_up(function, context, args, keywords)
     return found
-
-
-types.Function.get_call_type = _call_type

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from numba import njit, types
+
 from ipc.native.compiled import EntryPoints, can_cache, compiled
 
 
@@ -20,6 +22,13 @@ def test_code_is_compiled_without_a_cache_directory() -> None:
     entry_point("int64(int64, int64)")(add)
     entry_point.compile()
     assert names["add"](2, 3) == 5
+
+
+def test_functions_that_others_compile_in_this_process_have_numbas_own_compiler() -> None:
+    add = without_a_place("def add(a, b):\n    return a + b\n", "add")
+    assert compiled(add)(2, 3) == 5
+    assert types.Function.get_call_type.__module__ == types.Function.__module__
+    assert njit(add)(2, 3) == 5
 
 
 def test_machine_code_can_be_cached_here() -> None:
