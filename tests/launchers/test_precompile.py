@@ -1,5 +1,7 @@
 """`trinity precompile` leaves nothing to compile at a node's start."""
 
+import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -14,13 +16,42 @@ from launchers.commands.precompile import precompile as command
 from runtime.errors import ConfigError, UsageError
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.machine import Machine
-from runtime.pool.loop_parts import is_cached
 from runtime.serving.model.compilation import ModelSetup
 
+ROOT = Path(__file__).parents[2]
+IS_CACHED = "from runtime.pool.loop_parts import is_cached; print(is_cached())"
+REMOVED = (
+    "runtime/pool/__pycache__/loop_driver.*.nbi",
+    "runtime/pool/__pycache__/sizing.*.nbi",
+    "gpu/cpu/__pycache__/backend.admit-*.nbi",
+    "gpu/cuda/__pycache__/resident.stop-*.nbi",
+)
+"""What is compiled again: the functions of the loop that Python calls, and one of each engine."""
 
-def test_the_loop_and_the_engines_are_compiled() -> None:
-    program = [sys.executable, "-m", "launchers.entry", "precompile"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=280, check=False)
+
+@pytest.fixture
+def incomplete(tmp_path: Path) -> Path:
+    """A copy of the sources with their machine code, without that of some functions."""
+    for folder in ("dashboards", "gpu", "ipc", "launchers", "runtime"):
+        being_written = shutil.ignore_patterns("*.lock", "*.tmp*")
+        shutil.copytree(ROOT / folder, tmp_path / folder, copy_function=os.symlink, ignore=being_written)
+    for pattern in REMOVED:
+        for code in tmp_path.glob(pattern):
+            code.unlink()
+    return tmp_path
+
+
+def test_the_loop_and_the_engines_are_compiled(incomplete: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, *arguments]
+        return subprocess.run(
+            command, cwd=incomplete, env=environment, capture_output=True, text=True, timeout=280, check=False
+        )
+
+    assert run("-c", IS_CACHED).stdout == "False\n"
+    done = run("-m", "launchers.entry", "precompile")
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
         "modules",
@@ -28,7 +59,8 @@ def test_the_loop_and_the_engines_are_compiled() -> None:
         "model on CPUs",
         "search engine on GPUs",
     ]
-    assert is_cached()
+    assert [pattern for pattern in REMOVED if not any(incomplete.glob(pattern))] == []
+    assert run("-c", IS_CACHED).stdout == "True\n"
 
 
 def test_an_unknown_architecture_is_refused_before_anything_is_compiled(capsys: pytest.CaptureFixture[str]) -> None:
