@@ -13,6 +13,7 @@ from tests.frontend.socketless import Client
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
+MANY = (64 << 10) // len(GET) + 1  # so many fill the room for what is not parsed yet
 EXPECT = b"Expect: 100-continue\r\n\r\n"
 
 
@@ -39,19 +40,43 @@ def test_reading_stops_while_requests_wait_even_if_the_application_waits_for_a_d
             await watch
 
         client = Client(slow)
-        await client.sends(GET + ahead)
+        await client.sends(GET + ahead + GET * MANY)
         for _ in range(3):
             await client.sends(GET)
             assert not client.reads
         go_on.set()
-        await client.idle()
         if ahead == GET:
-            assert client.received.count(b"200 OK") == 5
+            while client.received.count(b"200 OK") < MANY + 5:
+                await client.idle()
             assert client.reads
         else:
+            await client.idle()
             assert client.received.count(b"200 OK") == 1
             assert client.received.count(b"400 Bad Request") == 1
         client.abort()
+
+    in_loop(test)
+
+
+@pytest.mark.parametrize("ahead", [b"\r\n", b"G", GET, GET * 100, b"no HTTP\r\n\r\n", b"\r\n" * MANY * len(GET)])
+def test_a_client_that_sent_more_and_leaves_is_noticed_while_its_answer_is_computed(ahead: bytes) -> None:
+    async def test() -> None:
+        noticed: list[str] = []
+
+        async def generate(scope: Scope, receive: Receive, send: Send) -> None:
+            while (message := await receive())["type"] != "http.disconnect":
+                assert not message["more_body"]
+            noticed.append(scope["path"])
+
+        client = Client(generate)
+        await client.sends(GET)
+        await client.sends(ahead)
+        assert client.reads
+        client.connection.eof_received()
+        assert client.closing
+        client.connection.connection_lost(None)
+        await client.idle()
+        assert noticed == ["/"]
 
     in_loop(test)
 
@@ -62,6 +87,17 @@ def test_a_head_that_began_during_an_answer_has_its_timeout() -> None:
         await client.sends(GET + b"GET /")
         await client.closed.wait()
         assert b" 408 " in client.received
+        client.abort()
+
+    in_loop(test)
+
+
+def test_a_line_break_after_a_request_begins_no_other_one() -> None:
+    async def test() -> None:
+        client = Client(respond, Timeouts(head_s=2 * WAIT, idle_s=0.01))
+        await client.sends(GET + b"\r\n")
+        await client.closed.wait()
+        assert client.received.count(b"HTTP/1.1 ") == 1
         client.abort()
 
     in_loop(test)

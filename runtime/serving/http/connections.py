@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import uvicorn
 from starlette.types import ASGIApp, Scope
-from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 from uvicorn.server import ServerState
 
@@ -83,7 +83,8 @@ class BoundedConnection(asyncio.Protocol):
     """One connection, created by uvicorn's server with an `HttpConfig`.
 
     httptools parses requests; each is answered when its head is complete. One that a client sends without waiting for
-    the answer before (pipelining) is parsed after that; meanwhile reading pauses.
+    the answer before (pipelining) is parsed after that. Meanwhile reading goes on, as that is how a client is noticed
+    that has left, and pauses only while much is unparsed.
     """
 
     transport: asyncio.Transport
@@ -162,8 +163,9 @@ class BoundedConnection(asyncio.Protocol):
                 self._refuse(error)
             return
         if data:
-            self._unparsed += data
-            self._flow.pause_reading()  # also again, if the application waits for a disconnect
+            self._unparsed = (self._unparsed + data).lstrip(b"\r\n")  # line breaks before a request mean nothing
+            if len(self._unparsed) > HIGH_WATER_LIMIT:
+                self._flow.pause_reading()  # also again, if the application waits for a disconnect
         if self._answering is not None or self.transport.is_closing():
             self._head_timer.stop()
         elif self._requests.complete:  # the rest of a body that nobody read
