@@ -27,13 +27,23 @@ def post(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Json:
 def stream(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Generator[Json, None, None]:
     """Iterate over the events of a streamed response. Raises the `TrinityError` that ended it, if any."""
     with _response("POST", url + path, timeout_s, {**body, "stream": True}) as response:
-        for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
+        for line in _lines(response):
+            data = line.removeprefix(b"data: ")
+            if not line.startswith(b"data: ") or data == b"[DONE]":
                 continue
-            event = json.loads(line.removeprefix("data: "))
+            event = json.loads(data)
             if "error" in event:
-                raise error_from_response(response.status_code, line.removeprefix("data: "))
+                raise error_from_response(response.status_code, data)
             yield event
+
+
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """Iterate over the lines of a body. httpx's own also end at U+2028, U+2029 and U+0085, which a JSON string may
+    contain."""
+    rest = b""
+    for part in response.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
 
 
 @contextmanager
