@@ -171,3 +171,4 @@ class BlockMachine(RuleBasedStateMachine):
 
 
 BlockMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestBlockMachine = BlockMachine.TestCase
