@@ -53,7 +53,7 @@ def test_head_returns_the_headers_of_get_without_a_body(http: httpx.Client, path
 def test_with_keys_every_path_but_the_open_ones_needs_a_key(guarded: Cluster) -> None:
     with guarded.http() as http:
         assert http.get("/health").status_code == 200
-        for path in ("/metrics", "/v1/models", "/v1", "/nothing", "//health", "/health/"):
+        for path in ("/metrics", "/v1/models", "/v1/traces/req-1", "/v1", "/nothing", "//health", "/health/"):
             answer = http.get(path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         assert http.get("/metrics", headers=KEY).status_code == 200

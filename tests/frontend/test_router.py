@@ -75,6 +75,14 @@ def test_an_overlap_outweighs_as_many_waiting_requests_as_configured() -> None:
         made.finished(placement, prefilled=False)
 
 
+def test_a_decode_worker_with_a_free_slot_is_preferred() -> None:
+    made = router("p0", "d1")
+    made.add(hello("decode", "d0", slots=100))
+    made.report(report("d0", running=50, free=0))
+    made.report(report("d1", running=3, free=1))
+    assert made.place(()).decode == "d1"
+
+
 def test_the_least_utilized_decode_worker_with_free_slots_is_selected() -> None:
     made = router("p0", "d1")
     made.add(hello("decode", "d0", slots=100))
