@@ -68,7 +68,7 @@ _END = r"\Z"
 
 REMOVED = {
     "answer_cache.embedder": "questions are embedded by all-minilm-l6-v2",
-    "answer_cache.enabled": "set answer_cache.threshold, such as 0.97",
+    "answer_cache.enabled": "remove it; the cache is on if answer_cache.threshold, such as 0.97, is set",
     "answer_cache.entries": "the latest 1,000 answers are kept",
     "collections.demand": "a collection demands an attribute if it was built with --demand",
     "control.enabled": "the control loop runs",

@@ -17,6 +17,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"http": {"vllm_metrics": True}},
         "http.vllm_metrics: this key was removed: /metrics has vLLM's names, too",
     ),
+    "a switch that another key became": (
+        {"answer_cache": {"enabled": False, "threshold": 0.9}},
+        "answer_cache.enabled: this key was removed: remove it; the cache is on if answer_cache.threshold",
+    ),
     "an unknown key of a collection": (
         {"collections": [{"name": "a", "path": "b"}, {"name": "a", "pth": "b"}]},
         "collections[1].pth: unknown key; did you mean 'path'?",
