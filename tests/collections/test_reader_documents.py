@@ -147,6 +147,42 @@ def test_filters_are_checked_against_the_documents_of_now(tmp_path: Path) -> Non
         reading.close()
 
 
+@contextmanager
+def overtaken(path: Path, times: int) -> Iterator[CollectionDocuments]:
+    """Documents 0 to 2, whose segment, and so often the next ones, is merged away while it is opened."""
+    with new_writer(path) as writer, CollectionDocuments(path) as reading:
+        writer.upsert([replace(document, attributes={"fresh": 1}) for document in documents(range(3))])
+        writer.flush()
+        open_now, left = reading.state.open_segments, iter(range(times))
+
+        def overtake(infos: Sequence[SegmentInfo]) -> Loaded:
+            if (number := next(left, None)) is not None:
+                writer.upsert([document("more", number)])
+                writer.flush()
+                writer.compact()
+            return open_now(infos)
+
+        reading.state.open_segments = overtake  # type: ignore[method-assign]
+        yield reading
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_acknowledged_writes_are_found_while_the_writer_merges_the_segments_that_are_opened(
+    tmp_path: Path, times: int
+) -> None:
+    with overtaken(tmp_path / "a", times) as reading:
+        assert [found and found.id for found in reading.get(range(3))] == ["0", "1", "2"]
+    with overtaken(tmp_path / "b", times) as reading:
+        reading.check_filter(Comparison("fresh", "eq", (1,)))
+
+
+def test_a_reader_whose_segments_are_always_merged_away_says_so_and_recovers(tmp_path: Path) -> None:
+    with overtaken(tmp_path / "a", 5) as reading:
+        with pytest.raises(CollectionError, match="cannot be read"):
+            reading.get(range(3))
+        assert [found and found.id for found in reading.get(range(3))] == ["0", "1", "2"]
+
+
 # ---- replaced documents: a pool may find the old row or the new one
 
 

@@ -116,11 +116,14 @@ class CollectionReader:
         """Apply the writes since the last call; return whether there were any. Takes microseconds if there were none.
 
         budget_ns: apply large writes in parts, for about so long in each call; none is visible before it is complete.
-        Raises `CollectionError` for damaged files; the state so far stays usable.
+        Raises `CollectionError` for damaged files, and if the writer replaces each manifest while its segments are
+        opened; the state so far stays usable.
         """
-        stat = self._manifest_stat()
         changed = self.replaced = False
-        if stat != self._last_stat:
+        for attempt in range(_ATTEMPTS):
+            stat = self._manifest_stat()
+            if stat == self._last_stat:
+                break
             self.replaced = read_identity(self.directory) != self.description.identity
             if self.replaced:
                 return False
@@ -130,12 +133,15 @@ class CollectionReader:
             if manifest.generation != self.manifest.generation:
                 try:
                     changed = self._advance(manifest)
-                except CollectionError:
-                    if self._manifest_stat() != stat:  # another manifest in the meantime: the next poll reads it
-                        return False
-                    raise
+                except CollectionError:  # the writer may have installed another manifest in the meantime
+                    if self._manifest_stat() == stat or attempt == _ATTEMPTS - 1:
+                        raise
+                    if self._loads_in_background:
+                        return False  # the next poll reads it
+                    continue  # who asks for documents now is told of all acknowledged writes
             if manifest.generation == self.manifest.generation:
                 self._last_stat = stat
+            break
         if self._log_was_replaced():
             raise self._restored_error()
         return self._apply_records(budget_ns) or changed
