@@ -45,6 +45,20 @@ def test_a_filter_that_is_too_much_work_is_refused_before_it_begins() -> None:
     assert columns.matching(wanted, Work(limit=60_000)).any()
 
 
+@pytest.mark.parametrize(("joint", "operator"), [("or", "eq"), ("or", "in"), ("and", "ne"), ("and", "nin")])
+def test_many_values_in_comparisons_of_one_attribute_are_as_much_work_as_in_one(joint: str, operator: str) -> None:
+    columns, names = _strings(1000), [f"n{number:05}" for number in range(0, 508, 4)]
+    parts = [
+        {"type": operator, "key": "name", "value": [name] if operator in ("in", "nin") else name} for name in names
+    ]
+    other = {"type": "eq", "key": "team", "value": "t1"}
+    found = columns.matching(parse_filter({"type": joint, "filters": [*parts, other]}), Work(limit=9_400))
+    listed = [number % 4 == 0 and number < 508 for number in range(1000)]
+    assert found.tolist() == [
+        one or number % 7 == 1 if joint == "or" else not one and number % 7 == 1 for number, one in enumerate(listed)
+    ]
+
+
 def test_an_evaluation_can_be_ended_between_two_passes() -> None:
     columns, wanted = _strings(100), parse_filter({"type": "or", "filters": [
         {"type": "gt", "key": "name", "value": "n00050"}, {"type": "eq", "key": "team", "value": "t1"},

@@ -89,8 +89,24 @@ def _depth(wanted: dict[str, Any]) -> int:
 @settings(max_examples=60)
 @given(documents=_DOCUMENTS, wanted=_FILTERS)
 def test_a_filter_matches_a_plain_python_reference(documents: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
-    if _depth(wanted) > MAX_DEPTH:
-        return
+    if _depth(wanted) <= MAX_DEPTH:
+        _check_matching(documents, wanted)
+
+
+@settings(max_examples=200)
+@given(
+    documents=some.lists(some.fixed_dictionaries({**_VALUES, "tags": some.lists(_WORDS, max_size=4)}), min_size=3),
+    joint=some.sampled_from(["and", "or"]),
+    parts=some.sampled_from(sorted(SCHEMA)).flatmap(lambda key: some.lists(_comparisons(key), min_size=2, max_size=5)),
+    others=some.lists(some.one_of([_comparisons(key) for key in SCHEMA]), max_size=2),
+)
+def test_comparisons_of_one_attribute_in_one_and_or_or_match_a_plain_python_reference(
+    documents: list[dict[str, Any]], joint: str, parts: list[dict[str, Any]], others: list[dict[str, Any]]
+) -> None:
+    _check_matching([*documents, {}], {"type": joint, "filters": [*parts, *others]})
+
+
+def _check_matching(documents: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
     parsed = parse_filter(wanted)
     check_filter(parsed, SCHEMA)
     columns = Columns.from_documents(documents, SCHEMA)

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from runtime.errors import DeadlineExceeded, InvalidFilter
-from runtime.retrieval.attributes.filters import AllOf, Comparison, Filter, Not
+from runtime.retrieval.attributes.filters import AllOf, Comparison, Filter, Not, Scalar
 from runtime.retrieval.attributes.ordered import Bits, OrderedValues
 
 MAX_COMPARED = 1 << 29
@@ -47,9 +47,30 @@ def evaluate(filter: Filter, column: Callable[[str], OrderedValues], size: int, 
 
     Raises `InvalidFilter` before the first pass over the rows if that is too much work.
     """
-    ordered = cache(column)
+    filter, ordered = _merged(filter), cache(column)
     work.reserve(_cost(filter, ordered, size))
     return _passing(filter, ordered, work)
+
+
+def _merged(filter: Filter) -> Filter:
+    """Return an equal filter in which the values that an `or` compares an attribute with by eq and in are one `in`, and
+    those that an `and` excludes by ne and nin are one `nin`: many values take the time of few."""
+    if isinstance(filter, Comparison):
+        return filter
+    if isinstance(filter, Not):
+        return Not(_merged(filter.filter))
+    every = isinstance(filter, AllOf)
+    values: dict[str, dict[Scalar, None]] = {}
+    others: list[Filter] = []
+    for part in filter.filters:
+        compared = part if not every else part.filter if isinstance(part, Not) else None
+        if isinstance(compared, Comparison) and compared.operator in ("eq", "in"):
+            values.setdefault(compared.key, {}).update(dict.fromkeys(compared.values))
+        else:
+            others.append(_merged(part))
+    joined: list[Filter] = [Comparison(key, "in", tuple(different)) for key, different in values.items()]
+    parts = [*(map(Not, joined) if every else joined), *others]
+    return parts[0] if len(parts) == 1 else type(filter)(tuple(parts))
 
 
 def _cost(filter: Filter, column: Callable[[str], OrderedValues], size: int) -> int:
