@@ -17,7 +17,7 @@ PACKS = {
         "numba",
         "cuda-bindings>=13",
         "cuda-core>=1",
-        "nvidia-cuda-nvrtc>=13",
+        "nvidia-cuda-nvrtc>=13.0.88",
         "nvidia-ml-py>=12",
         "pyzmq>=26",
         "msgspec>=0.19",
