@@ -1,7 +1,7 @@
 """Request bodies as strict pydantic models (parsed by `parsing.py`), and their conversion to the workers' messages."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
@@ -117,12 +117,24 @@ def chat_message(value: object) -> object:
     return {name: entry for name, entry in value.items() if name in ("role", "content")}
 
 
-def _false_is_none(value: object) -> object:
+def _validate_retrieval(value: object) -> object:
+    if not isinstance(value, dict) and value is not False:
+        raise field_error(f"retrieval must be an object or false, not {given(value)}")
     return None if value is False else value
 
 
 def _validate_rerank(value: object) -> object:
-    return {} if value is True else _false_is_none(value)
+    if isinstance(value, bool):
+        return {} if value else None
+    if not isinstance(value, dict):
+        raise field_error(f"rerank must be an object, true or false, not {given(value)}")
+    return value
+
+
+def _validate_obfuscation(value: object) -> object:
+    if value is not False:
+        raise field_error(f"include_obfuscation must be false, not {given(value)}")
+    return value
 
 
 RerankField = Annotated[RerankOptions | None, BeforeValidator(_validate_rerank)]
@@ -137,7 +149,7 @@ class StreamOptions(StrictModel, extra="forbid"):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: Annotated[bool, BeforeValidator(_validate_obfuscation)] = False
 
 
 class ProbeOptions(StrictModel):
@@ -236,7 +248,7 @@ class GenerateBody(Prioritized):
     ignore_eos: bool = False
     return_token_ids: bool = False
     answer_cache: bool = True
-    retrieval: Annotated[RetrievalOptions | None, BeforeValidator(_false_is_none)] = None
+    retrieval: Annotated[RetrievalOptions | None, BeforeValidator(_validate_retrieval)] = None
 
     def token_limit(self, default: int) -> int:
         """Return the maximum number of answer tokens; `default` if the body has none."""

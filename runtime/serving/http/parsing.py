@@ -120,8 +120,10 @@ def _error_message(error_type: str, message: str, value: object, param: str) -> 
 
 
 def given(value: object) -> str:
-    """Format a value for an error message: a string or a number itself, any other by its JSON type."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    """Format a value for an error message: a string, a number or a boolean itself, any other by its JSON type."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if not isinstance(value, str | int | float):
         return json_name(value)
     given = repr(value)
     return given if len(given) <= 64 else given[:61] + "..."
