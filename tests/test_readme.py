@@ -66,6 +66,14 @@ def test_the_configuration_page_is_the_output_of_trinity_config() -> None:
     assert TEXTS["docs/configuration.md"] == reference(), "trinity config > docs/configuration.md"
 
 
+def test_the_configuration_page_gives_no_default_that_its_key_refuses() -> None:
+    for text in TEXTS["docs/configuration.md"].split("\n## ")[1:]:
+        for key, default, values in re.findall(r"^\| `(\w+)` \| `(.*?)` \| (.*) \|$", text, re.MULTILINE):
+            least = re.match(r"(?:integer|number) (from|above) ([\d.]+)", values)
+            if least and default != "{}":
+                assert float(default) > float(least[2]) or (least[1], default) == ("from", least[2]), key
+
+
 def test_configurations_load_without_unknown_keys(tmp_path: Path) -> None:
     path, loaded = tmp_path / "node.toml", []
     for text in re.findall(r"```toml\n(.*?)```", EVERYTHING, re.DOTALL):

@@ -97,7 +97,7 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if field.default is msgspec.NODEFAULT:
         return "`{}`"
-    return f"`{_toml(field.default)}`"
+    return "not set" if field.default is None else f"`{_toml(field.default)}`"
 
 
 def _toml(value: Any) -> str:
