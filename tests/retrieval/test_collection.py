@@ -209,6 +209,24 @@ def test_an_invalid_manifest_with_a_valid_checksum_is_refused(copy: Path, change
             call(copy)
 
 
+@pytest.mark.parametrize(
+    ("embedder", "copied", "says"),
+    [
+        ("hashing-256", ["segments/0/index"], "meta.json is damaged: its checksum"),
+        ("hashing-64", ["segments", "MANIFEST"], "is not an index of this collection"),
+    ],
+)
+def test_the_index_of_another_collection_is_refused(
+    copy: Path, tmp_path: Path, embedder: str, copied: list[str], says: str
+) -> None:
+    bulk_load.build(DOCUMENTS[::-1], tmp_path / "other", embedder=embedder, degree=8)
+    for name in copied:
+        (copy / name).rename(tmp_path / Path(name).name)
+        (tmp_path / "other" / name).rename(copy / name)
+    with pytest.raises(CollectionError, match=says):
+        Collection.open(copy)
+
+
 def test_recall_counts_the_true_neighbours_in_any_order() -> None:
     truth = np.array([[1, 2, 3, 9], [4, 5, 6, 9]])
     assert recall(np.array([[3, 2, 1], [6, 7, -1]]), truth) == pytest.approx(4 / 6)
