@@ -84,6 +84,11 @@ def test_a_page_of_another_origin_cannot_upload(cluster: Cluster) -> None:
     assert post(cluster, form(PURPOSE, FILE)).status_code == 200
 
 
+def test_a_files_name_may_have_unicodes_line_separator(cluster: Cluster) -> None:
+    made = post(cluster, form(PURPOSE, ('"file"; filename="a\u2028b\x85.txt"', b"abc")))
+    assert (made.status_code, made.json()["filename"]) == (200, "ab.txt"), made.text
+
+
 def test_a_file_of_any_cut_into_chunks_is_stored_as_it_was_sent(cluster: Cluster) -> None:
     content = b"\r\n--b1 \r\n-\r\n--b" + bytes(range(256))
     body = form(PURPOSE, ('"file"; filename="a.bin"', content))

@@ -162,7 +162,8 @@ class _Parser:
 
 def _disposition(head: str) -> tuple[str, str | None]:
     """Return the name of a part, and its file's name, without folders; None for a field."""
-    line = next((one for one in head.splitlines() if one.lower().startswith("content-disposition:")), "")
+    lines = re.split(r"\r?\n", head)  # no other line ends: a name may have U+2028
+    line = next((one for one in lines if one.lower().startswith("content-disposition:")), "")
     found = {key: re.sub(r"\\(.)", r"\1", value) for key, value in _PARAMETER.findall(line)}
     if extended := _EXTENDED.search(line):
         found["filename"] = unquote(extended[1])
