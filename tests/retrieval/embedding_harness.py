@@ -58,7 +58,7 @@ class Embedder:
 
 
 class Words:
-    """Tokens of the embedder: of each word its length. A forward pass has up to 12, and costs as much as two more."""
+    """Tokens of the embedder: of each word its length. A forward pass has up to 12, of which two are padding."""
 
     batch_tokens, pass_tokens = 12, 2
 

@@ -115,7 +115,7 @@ def test_a_forward_pass_has_a_bounded_number_of_tokens_and_little_padding(harnes
     assert [[len(text.split()) for text in batch] for batch in batches] == [[2, 2], [4, 4], [10], [10]]
 
 
-def test_texts_share_a_forward_pass_while_all_of_its_padding_costs_less_than_another_one(harness: Harness) -> None:
+def test_texts_share_a_forward_pass_while_all_of_its_padding_is_within_the_bound(harness: Harness) -> None:
     harness.embedder.tokenizing = Words(harness.embedder)
     asked = [harness.ask("w " * words + f"{number:05}") for number, words in enumerate((2, 2, 1, 1, 4))]
     batches = harness.after(*asked)

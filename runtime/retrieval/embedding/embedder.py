@@ -130,7 +130,7 @@ class Embedder(Protocol):
 class Tokenizing(Protocol):
     """An embedder's two steps, so that texts can be batched by their tokens. Thread-safe.
 
-    `batch_tokens`: bound of a forward pass, padding included; `pass_tokens`: it costs as much as so many tokens more.
+    `batch_tokens`: bound of a forward pass, padding included; `pass_tokens`: of its padding.
     """
 
     @property

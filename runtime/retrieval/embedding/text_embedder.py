@@ -27,7 +27,7 @@ class Encoding:
 
 class Encoder(Protocol):
     """A model with its tokenizer on one device. `batch_tokens`: bound of a forward pass, padding included;
-    `pass_tokens`: it costs as much as so many tokens more."""
+    `pass_tokens`: of its padding."""
 
     tokenizer: Any
     batch_tokens: int
