@@ -92,10 +92,12 @@ def test_a_head_that_began_during_an_answer_has_its_timeout() -> None:
     in_loop(test)
 
 
-def test_a_line_break_after_a_request_begins_no_other_one() -> None:
+@pytest.mark.parametrize("sent", [(GET + b"\r\n",), (GET, b"\r\n")])
+def test_a_line_break_after_a_request_begins_no_other_one(sent: tuple[bytes, ...]) -> None:
     async def test() -> None:
         client = Client(respond, Timeouts(head_s=2 * WAIT, idle_s=0.01))
-        await client.sends(GET + b"\r\n")
+        for part in sent:
+            await client.sends(part)
         await client.closed.wait()
         assert client.received.count(b"HTTP/1.1 ") == 1
         client.abort()

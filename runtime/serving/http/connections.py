@@ -151,6 +151,10 @@ class BoundedConnection(asyncio.Protocol):
     # ---- requests
 
     def data_received(self, data: bytes) -> None:
+        if self._answering is None and self._requests.complete:
+            data = data.lstrip(b"\r\n")  # line breaks between requests mean nothing: the connection stays idle
+            if not data:
+                return
         self._idle_timer.stop()
         try:
             while data and (self._answering is None or not self._answering.arrived):
