@@ -289,3 +289,9 @@ def test_http_1_0_is_answered_without_chunks_and_closed(cluster: Cluster) -> Non
     assert b"chunked" not in head
     assert body.startswith(b"data: {")
     assert body.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_process_has_room_for_eight_connections_a_request_and_at_least_for_those_of_a_proxy() -> None:
+    few, many = HttpSection(max_in_flight=1), HttpSection(max_in_flight=1000)
+    assert (few.max_connections, few.max_connections_per_peer) == (1024, 512)
+    assert (many.max_connections, many.max_connections_per_peer) == (8000, 4000)

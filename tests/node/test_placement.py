@@ -14,7 +14,12 @@ from rich.console import Console
 
 from launchers.status import show_placement
 from runtime.checks import preflight
-from runtime.checks.memory_estimate import embedding_only, estimate_added_bytes, estimate_device_bytes
+from runtime.checks.memory_estimate import (
+    embedding_only,
+    estimate_added_bytes,
+    estimate_device_bytes,
+    estimate_host_bytes,
+)
 from runtime.errors import CollectionError, ConfigError, ModelError, ResourceBusy
 from runtime.node.config import KvSection, parse_config
 from runtime.node.placement.gpus import Gpu
@@ -215,6 +220,17 @@ def test_weights_and_kv_must_fit_in_the_gpus_free_memory(tmp_path: Path) -> None
     together = replace(found, workers=tuple(replace(w, gpu="GPU-0") if w.gpu else w for w in found.workers))
     with pytest.raises(ResourceBusy, match=r"the node needs prefill-0 0\.5, decode-0 0\.7: lower"):
         preflight.check_memory(together, machine)
+
+
+def test_what_embeds_for_stores_counts_in_every_process_that_searches_before_the_first_store_is_made(
+    tmp_path: Path,
+) -> None:
+    without, found = (
+        estimate_host_bytes(plan(tmp_path, **MODEL, collections=[], stores={"path": path}))
+        for path in ("", str(tmp_path / "stores"))
+    )
+    (more,) = {found[name] - without[name] for name in ("prefill-0", "decode-0", "frontend-0")}
+    assert more > 100 << 20
 
 
 @pytest.mark.usefixtures("torch_with_cuda")
