@@ -26,7 +26,7 @@ from runtime.retrieval.fair_queue import FairQueue
 Part = Literal["prefill", "decode", "bulk"]
 WEIGHTS: dict[Part, float] = {"prefill": 1.0, "decode": 8.0, "bulk": 8.0}
 """What a second of a part counts: where all wait in one queue, prefill gets eight times the time of each other part."""
-_TEXT_COST = 32  # of each text besides its characters: a forward pass costs as much as 8 tokens more
+_TEXT_COST = 32  # characters, of each text besides its own: its share of a forward pass, which costs 10 to 15 tokens
 _LONGEST = 2048  # characters that count of one text: models truncate longer ones
 _NEWEST = 0.1  # weight of the newest measurement
 _WINDOW = 64  # texts of a key and part among which one of similar length is chosen
