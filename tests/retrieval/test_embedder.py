@@ -91,6 +91,15 @@ def test_minilms_products_in_integers_give_the_vectors_of_those_in_float32() -> 
         assert not np.array_equal(other, one), "they are computed in another way"
 
 
+@needs_minilm
+def test_minilms_rewritten_graph_has_none_of_the_steps_that_shorter_attention_replaces() -> None:
+    given = minilm_files()[0].read_bytes()
+    rewritten = with_integer_products(given)
+    # ONNX's field op_type of a node: its tag, its length, its name.
+    counts = [[model.count(b'"\x05' + op_type) for op_type in (b"IsNaN", b"Slice")] for model in (given, rewritten)]
+    assert counts == [[6, 19], [0, 1]], "what is left cuts the positions"
+
+
 def test_rows_share_a_batch_by_length_within_its_tokens_and_the_bound_of_all_of_its_padding() -> None:
     lengths = [5, 2, 4, 3, 2, 3, 6, 30, 30]
     assert batches_by_length(lengths, limit=20, pass_tokens=2) == [[1, 4, 3, 5], [2, 0], [6], [7], [8]]
