@@ -4,6 +4,9 @@ import contextlib
 import importlib.util
 import os
 import signal
+import subprocess
+import threading
+from typing import Any
 
 import psutil
 import pytest
@@ -31,6 +34,20 @@ def readers() -> list[psutil.Process]:
             if "runtime.retrieval.ingestion.isolated_reader" in child.cmdline():
                 found.append(child)
     return found
+
+
+class AnnouncedLock:
+    """A lock that sets `requested` before a thread waits for it."""
+
+    def __init__(self) -> None:
+        self._lock, self.requested = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> None:
+        self.requested.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 @needs_docx
@@ -82,3 +99,33 @@ def test_no_process_is_left() -> None:
         reader.read(*GOOD)
         assert readers()
     assert not readers()
+
+
+def test_a_reader_closed_while_its_process_starts_leaves_none_and_starts_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lock, start = AnnouncedLock(), subprocess.Popen
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "Lock", lambda: lock)
+        reader = IsolatedReader()
+
+    def close() -> None:
+        reader.close()
+        lock.requested.set()  # or it is over, without waiting for the start
+
+    closer = threading.Thread(target=close)
+
+    def start_during_close(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        lock.requested.clear()
+        closer.start()
+        assert lock.requested.wait(60)
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start_during_close)
+    with contextlib.suppress(UnreadableFile):  # its process may answer before it is killed
+        reader.read(*GOOD)
+    closer.join(60)
+    assert not readers()
+    monkeypatch.undo()
+    with pytest.raises(UnreadableFile, match="was closed"):
+        reader.read(*GOOD)
