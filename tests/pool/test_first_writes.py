@@ -10,6 +10,7 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.testing.pool import plan_of
+from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakeClient, MakePool, MakeServed
 from tests.pool.written_collection import DIM
@@ -44,14 +45,18 @@ def test_a_bulk_load_is_served_as_one_index_until_it_is_written_to(
     pool = make_pool(plan)
     (served,) = pool.pool.catalogue.served
     assert pool.engine.dims == {f"{served.key}/0": DIM}
-    assert served.offered.in_place
     with CollectionWriter(tmp_path / "docs", background=False) as writer:
-        writer.upsert([document("new", 100)])
+        with pool.attach() as session:
+            assert session.in_place == {"docs"}
+            writer.upsert([document("new", 100)])
+            until(lambda: not served.offered.in_place, pool.step)
+            assert session.draining  # its client attaches again, to learn of it
+        with pool.attach() as session:
+            assert not session.in_place
         pool.start()
         client = attached(make_client(plan))
         writer.delete(["d3"])
         assert 3 not in client.search(vector_of(3), ROWS).ids
-    assert not pool.pool.catalogue.served[0].offered.in_place
     assert len(pool.engine.dims) == 2
 
 
