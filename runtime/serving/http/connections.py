@@ -151,11 +151,6 @@ class BoundedConnection(asyncio.Protocol):
     # ---- requests
 
     def data_received(self, data: bytes) -> None:
-        if self._answering is None and self._requests.complete:
-            data = data.lstrip(b"\r\n")  # line breaks between requests mean nothing: the connection stays idle
-            if not data:
-                return
-        self._idle_timer.stop()
         try:
             while data and (self._answering is None or not self._answering.arrived):
                 data = self._requests.feed(data)
@@ -167,19 +162,21 @@ class BoundedConnection(asyncio.Protocol):
                 self._refuse(error)
             return
         if data:
-            self._unparsed = (self._unparsed + data).lstrip(b"\r\n")  # line breaks before a request mean nothing
+            self._unparsed = (self._unparsed + data).lstrip(b"\r\n")  # as the parser does: none may pause reading
             if len(self._unparsed) > HIGH_WATER_LIMIT:
                 self._flow.pause_reading()  # also again, if the application waits for a disconnect
         if self._answering is not None or self.transport.is_closing():
             self._head_timer.stop()
         elif self._requests.complete:  # the rest of a body that nobody read
             self._head_timer.stop()
-            self._idle_timer.start()
+            self._idle_timer.start()  # unless it runs, too: a line break leaves the connection idle
         else:
+            self._idle_timer.stop()
             self._head_timer.start()  # unless it runs: received bytes do not restart it
 
     def _begin(self, head: Head) -> Body:
         """Answer a request or refuse it; return where its body goes."""
+        self._idle_timer.stop()
         raw_path, _, query = head.target.partition(b"?")
         path = unquote(path) if "%" in (path := raw_path.decode()) else path
         limit = None

@@ -108,6 +108,8 @@ class Requests:
 
         Raises `InvalidRequest` once; the connection has to end then.
         """
+        if self.complete:
+            data = data.lstrip(b"\r\n")  # line breaks between requests mean nothing (RFC 9112, 2.2)
         self._complete = False
         while data and self._error is None and not self._complete:
             part = self._next_part(data)
