@@ -6,7 +6,8 @@ rewritten  high, s1 = int8 of x       low, s2 = int8 of x - s1 · high
            x @ W = scale · (s1 · (high @ q) + s2 · (low @ q))
 ```
 Both halves of x together have 16 bits, as float16 has at x's largest value; q is exact. Processors with VNNI or AMX
-multiply integers several times as fast as float32; without, onnxruntime's products of int8 saturate.
+multiply integers several times as fast as float32; without, onnxruntime's products of int8 saturate. What then takes
+most of the time beside the products, GELU and the steps of attention, is rewritten too.
 """
 
 import re
@@ -156,7 +157,7 @@ def _weights(name: str, made_by: dict[str, Any], stored: dict[str, Any]) -> tupl
 @cache
 def _model_class() -> Any:
     """Return a class for ONNX's outermost message."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # onnxruntime requires it
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field_type: Any = descriptor_pb2.FieldDescriptorProto
     file: Any = descriptor_pb2.FileDescriptorProto(name="onnx.proto", package="onnx", syntax="proto2")
