@@ -36,7 +36,7 @@ class KvWorker(ABC):
         self._worker, self._idle_ms = worker, idle_ms
         plan, device, threads = worker.plan, worker.placement.embedder, worker.placement.threads
         reranks = self.role == "prefill"
-        self._slots = plan.config.prefill.slots if reranks else plan.config.decode.slots
+        self._slots = (plan.config.prefill if self.role == "prefill" else plan.config.decode).slots
         loading = run_early(
             lambda: (CollectionRegistry.warm(plan, device), Reranking.load(plan) if reranks else None),
             captures=device != CPU,
