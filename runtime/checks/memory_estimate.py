@@ -19,7 +19,13 @@ from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan
 from runtime.node.retrieval_config import RerankSection
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec
-from runtime.retrieval.embedding.loading import embedder_location, gpu_files, model_bytes
+from runtime.retrieval.embedding.loading import (
+    DEFAULT_LOCATION,
+    EmbedderLocation,
+    embedder_location,
+    gpu_files,
+    model_bytes,
+)
 from runtime.retrieval.embedding.model_directory import read_model_directory
 from runtime.retrieval.embedding.onnx_model import MINILM
 from runtime.serving.model.model_info import ModelInfo, WeightsType, kernels_on, kv_type, weights_type
@@ -114,7 +120,7 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
         return _Parts(
             process + (vllm.host_bytes(config.model, worker.stage) if isinstance(config.model, VllmSection) else 0), 0
         )
-    process += sum(_embedders(plan).values()) + (_reranker(config.rerank) if worker.role != "decode" else 0)
+    process += _embedders_on_host(plan) + (_reranker(config.rerank) if worker.role != "decode" else 0)
     if worker.role in ("frontend", "http") and worker.embedder != CPU:
         process += _TORCH
     if worker.role == "http":
@@ -134,30 +140,31 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
 
 def _embedders_on_gpu(worker: WorkerPlan, plan: NodePlan) -> int:
     """Return the bytes of the embedders that a worker runs on a GPU, CUDA's own not included."""
-    sizes = {}
-    for collection in plan.config.collections:
-        embedder = _read(collection, lambda found: found.embedder)
-        if embedder is not None:
-            sizes[embedder] = gpu_files(embedder, embedder_location(collection))
-    if plan.config.stores.path:
-        sizes[MINILM] = gpu_files(MINILM)
-    found = [*sizes.values()]
+    found = [gpu_files(embedder, location) for embedder, location in _embedders(plan).items()]
     if worker.role == "frontend" and plan.config.stores_answers:
         found.append(gpu_files(MINILM))
     return sum(files.gpu_bytes for files in found if files is not None)
 
 
-def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:
-    """Return the bytes of the embedders that every client of the pool loads."""
-    found: dict[EmbedderSpec | None, int] = {}
+def _embedders_on_host(plan: NodePlan) -> int:
+    """Return the bytes of the embedders that a client of the pool runs on the CPU."""
+    return sum(
+        _ONNXRUNTIME + model_bytes(embedder, location)
+        if isinstance(embedder, DirectorySpec)
+        else _EMBEDDERS.get(str(embedder), 0)
+        for embedder, location in _embedders(plan).items()
+    )
+
+
+def _embedders(plan: NodePlan) -> dict[EmbedderSpec, EmbedderLocation]:
+    """Return the embedders that every client of the pool loads, of collections and stores, and where they are."""
+    found: dict[EmbedderSpec, EmbedderLocation] = {}
     for collection in plan.config.collections:
         embedder = _read(collection, lambda found: found.embedder)
-        if isinstance(embedder, DirectorySpec):
-            found[embedder] = _ONNXRUNTIME + model_bytes(embedder, embedder_location(collection))
-        elif embedder is not None:
-            found[embedder] = _EMBEDDERS.get(str(embedder), 0)
+        if embedder is not None:
+            found[embedder] = embedder_location(collection)
     if plan.config.stores.path:
-        found[MINILM] = _EMBEDDERS[MINILM]
+        found[MINILM] = DEFAULT_LOCATION
     return found
 
 
