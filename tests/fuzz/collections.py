@@ -264,6 +264,8 @@ def reseal(collection: Path, *, whole: bool) -> None:
         (description.MANIFEST, description.Manifest),
     ):
         path = collection / name
+        if not path.is_file():  # a damage may have made it a FIFO, which would be waited for
+            continue
         try:
             found: Any = msgspec.json.decode(path.read_bytes(), type=kind)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
