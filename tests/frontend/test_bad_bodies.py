@@ -45,7 +45,9 @@ def test_a_body_over_the_limit_is_refused_with_size_and_limit(http: httpx.Client
 
 
 @pytest.mark.parametrize(("messages", "awaited"), [([(b"x" * 50, False)], 1), ([(b"x" * 50, True), (b"x", False)], 2)])
-def test_after_a_body_over_the_limit_only_its_rest_is_awaited(messages: list[tuple[bytes, bool]], awaited: int) -> None:
+async def test_after_a_body_over_the_limit_only_its_rest_is_awaited(
+    messages: list[tuple[bytes, bool]], awaited: int
+) -> None:
     """Whoever goes on using the connection would wait too."""
     received: list[bytes] = []
     sent: list[Message] = []
@@ -58,13 +60,10 @@ def test_after_a_body_over_the_limit_only_its_rest_is_awaited(messages: list[tup
     async def send(message: Message) -> None:
         sent.append(message)
 
-    async def ask() -> None:
-        scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-        with pytest.raises(BodyTooLarge) as refusal:
-            await bounded_body(Request(scope, receive), BodyMemory(), 40)
-        await error_response(refusal.value)(scope, receive, send)
-
-    asyncio.run(ask())
+    scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    with pytest.raises(BodyTooLarge) as refusal:
+        await bounded_body(Request(scope, receive), BodyMemory(), 40)
+    await error_response(refusal.value)(scope, receive, send)
     assert len(received) == awaited
     assert sent[0]["status"] == 413
     assert not sent[-1].get("more_body", False)
@@ -99,32 +98,29 @@ def test_a_body_that_does_not_arrive_times_out() -> None:
     assert b"connection: close" in answer.lower()
 
 
-def test_bodies_that_arrive_slowly_are_given_up_when_others_need_the_memory() -> None:
-    async def test() -> None:
-        memory = BodyMemory(100)
-        queues = [asyncio.Queue[Message]() for _ in range(4)]
-        scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-        bodies = [asyncio.create_task(bounded_body(Request(scope, queue.get), memory, 60)) for queue in queues]
+async def test_bodies_that_arrive_slowly_are_given_up_when_others_need_the_memory() -> None:
+    memory = BodyMemory(100)
+    queues = [asyncio.Queue[Message]() for _ in range(4)]
+    scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    bodies = [asyncio.create_task(bounded_body(Request(scope, queue.get), memory, 60)) for queue in queues]
 
-        async def arrive(number: int, size: int, more: bool = True) -> None:
-            await queues[number].put({"type": "http.request", "body": b"x" * size, "more_body": more})
-            for _ in range(10):
-                await asyncio.sleep(0)
+    async def arrive(number: int, size: int, more: bool = True) -> None:
+        await queues[number].put({"type": "http.request", "body": b"x" * size, "more_body": more})
+        for _ in range(10):
+            await asyncio.sleep(0)
 
-        await arrive(0, 40)
-        await arrive(1, 40)
-        await arrive(2, 30)  # 110 bytes: the first body is the oldest
-        with pytest.raises(RequestTooSlow, match="others need the memory; 40 bytes received"):
-            await bodies[0]
-        await arrive(3, 30)
-        await arrive(1, 10, more=False)
-        assert await bodies[1] == b"x" * 50
-        await arrive(3, 30, more=False)
-        assert await bodies[3] == b"x" * 60
-        assert not bodies[2].done()
-        bodies[2].cancel()
-
-    asyncio.run(test())
+    await arrive(0, 40)
+    await arrive(1, 40)
+    await arrive(2, 30)  # 110 bytes: the first body is the oldest
+    with pytest.raises(RequestTooSlow, match="others need the memory; 40 bytes received"):
+        await bodies[0]
+    await arrive(3, 30)
+    await arrive(1, 10, more=False)
+    assert await bodies[1] == b"x" * 50
+    await arrive(3, 30, more=False)
+    assert await bodies[3] == b"x" * 60
+    assert not bodies[2].done()
+    bodies[2].cancel()
 
 
 def test_a_client_that_disconnects_within_its_body_leaks_nothing(cluster: Cluster, http: httpx.Client) -> None:

@@ -11,7 +11,6 @@ from runtime.serving.kv.block_events import BATCH_KEYS, BlockEvents
 from runtime.serving.kv.blocks import BlockManager, block_keys
 from runtime.serving.messages import Cached, Generation, Hello, ListCached, Message, Report, Retrieval, Role, Sampling
 from tests.clock import Clock
-from tests.frontend.fake_workers import run
 from tests.frontend.link_harness import running_link
 
 BLOCK = 32
@@ -273,19 +272,16 @@ def test_what_is_learned_of_a_chat_with_passages_is_what_precedes_them() -> None
     assert known.whole == (3 * 300 + 20) // BLOCK_CHARS
 
 
-def test_a_frontend_that_misses_a_batch_asks_the_worker_for_all_its_blocks() -> None:
-    async def testing() -> None:
-        async with running_link() as harness:
-            prefill = await harness.worker("prefill", "prefill-0")
-            await prefill.report(77, cached_batch=3)
-            assert await prefill.receive() == ListCached()
-            await prefill.send(Cached("prefill-0", 1, 4, True, b"", b""))
-            await prefill.report(77, cached_batch=4)
-            await prefill.settle()
-            (worker,) = harness.router.workers()
-            assert worker.cached.current
-            await prefill.send(Cached("prefill-0", 2, 5, False, bytes(16), b""))  # of another process
-            await prefill.settle()
-            assert len(worker.cached) == 0
-
-    run(testing())
+async def test_a_frontend_that_misses_a_batch_asks_the_worker_for_all_its_blocks() -> None:
+    async with running_link() as harness:
+        prefill = await harness.worker("prefill", "prefill-0")
+        await prefill.report(77, cached_batch=3)
+        assert await prefill.receive() == ListCached()
+        await prefill.send(Cached("prefill-0", 1, 4, True, b"", b""))
+        await prefill.report(77, cached_batch=4)
+        await prefill.settle()
+        (worker,) = harness.router.workers()
+        assert worker.cached.current
+        await prefill.send(Cached("prefill-0", 2, 5, False, bytes(16), b""))  # of another process
+        await prefill.settle()
+        assert len(worker.cached) == 0

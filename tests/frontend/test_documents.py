@@ -1,6 +1,5 @@
 """Writes to collections over HTTP: idempotent upserts and deletes, typed errors, durability over a restart."""
 
-import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -174,22 +173,19 @@ def test_deleting_needs_ids_or_a_filter(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(("error", "kept"), [(NoRoom("full"), True), (CollectionError("the disk failed"), False)])
-def test_a_writer_reopens_after_a_failed_sync_and_continues_after_a_full_disk(
+async def test_a_writer_reopens_after_a_failed_sync_and_continues_after_a_full_disk(
     writes: WriterService, monkeypatch: pytest.MonkeyPatch, error: CollectionError, kept: bool
 ) -> None:
     def fails(self: CollectionWriter, documents: object, owner: object) -> int:
         raise error
 
-    async def both() -> None:
-        await writes.upsert("notes", [UpsertDocument("a", "t")])
-        with monkeypatch.context() as patch:
-            patch.setattr(CollectionWriter, "upsert", fails)
-            with pytest.raises(NoRoom if kept else Unavailable, match=error.message):
-                await writes.upsert("notes", [UpsertDocument("b", "t")])
-        assert ("notes" in await writes.states()) == kept
-        assert (await writes.upsert("notes", [UpsertDocument("b", "t")])).count == 1
-
-    asyncio.run(both())
+    await writes.upsert("notes", [UpsertDocument("a", "t")])
+    with monkeypatch.context() as patch:
+        patch.setattr(CollectionWriter, "upsert", fails)
+        with pytest.raises(NoRoom if kept else Unavailable, match=error.message):
+            await writes.upsert("notes", [UpsertDocument("b", "t")])
+    assert ("notes" in await writes.states()) == kept
+    assert (await writes.upsert("notes", [UpsertDocument("b", "t")])).count == 1
 
 
 def test_a_delete_whose_filter_takes_long_delays_neither_writes_nor_the_state(

@@ -4,45 +4,34 @@ from runtime.errors import WorkerLost
 from runtime.serving.frontend.requests import Request
 from runtime.serving.http.responses import ChatResponse, events
 from runtime.serving.messages import Generation, Sampling, Tokens
-from tests.frontend.fake_workers import run
 
 
 def request() -> Request:
     return Request("r", Generation(Sampling(16), 0, 1, prompt="x"))
 
 
-def parts(asked: Request) -> list[bytes]:
+async def parts(asked: Request) -> list[bytes]:
     """The parts of a stream whose pieces are all there after the first."""
-
-    async def stream() -> list[bytes]:
-        answer, first = ChatResponse("r", "m", 0), Tokens("r", "one", (1,))
-        answer.add(first)
-        return [part async for part in events(answer, asked, first, lambda: None)]
-
-    found: list[bytes] = []
-
-    async def test() -> None:
-        found.extend(await stream())
-
-    run(test())
-    return found
+    answer, first = ChatResponse("r", "m", 0), Tokens("r", "one", (1,))
+    answer.add(first)
+    return [part async for part in events(answer, asked, first, lambda: None)]
 
 
-def test_pending_pieces_are_written_together() -> None:
+async def test_pending_pieces_are_written_together() -> None:
     asked = request()
     for piece in (Tokens("r", "two", (2,)), Tokens("r", "three", (3,), "stop")):
         asked.put(piece)
-    opening, rest, closing = parts(asked)
+    opening, rest, closing = await parts(asked)
     assert b'"one"' in opening
     assert rest.count(b"data: ") == 2
     assert rest.index(b'"two"') < rest.index(b'"three"')
     assert closing == b"data: [DONE]\n\n"
 
 
-def test_pieces_before_an_error_are_written_before_it() -> None:
+async def test_pieces_before_an_error_are_written_before_it() -> None:
     asked = request()
     asked.put(Tokens("r", "two", (2,)))
     asked.put(WorkerLost("gone"))
-    _, rest, error = parts(asked)
+    _, rest, error = await parts(asked)
     assert b'"two"' in rest
     assert b"worker_lost" in error

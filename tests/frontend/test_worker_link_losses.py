@@ -7,7 +7,7 @@ import pytest
 from runtime.errors import WorkerLost
 from runtime.serving.frontend import worker_link
 from runtime.serving.messages import Cancel, Release, Retrieval, Taken, Tokens, Welcome
-from tests.frontend.fake_workers import FakeWorker, run
+from tests.frontend.fake_workers import FakeWorker
 from tests.frontend.link_harness import EPOCH, LOST_AFTER_S, LinkHarness, error_of, running_link
 
 
@@ -124,23 +124,19 @@ async def test_a_worker_of_the_previous_frontend_is_asked_to_register() -> None:
         assert harness.link.missing() == ["decode"]
 
 
-def test_lost_workers_free_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_workers_free_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_link, "MAX_WORKERS", 2)
-
-    async def test() -> None:
-        async with running_link() as harness:
-            await harness.worker("prefill", "p0")
-            await harness.worker("prefill", "p1")
-            third = FakeWorker(harness.link.endpoint, "prefill", "p2")
-            harness.workers.append(third)
-            await third.send(third.me)
-            await third.settle()
-            assert len(harness.link.router.workers()) == 2
-            harness.link.worker_lost("p0", "killed")
-            await third.hello()
-            assert len(harness.link.router.workers()) == 2
-
-    run(test())
+    async with running_link() as harness:
+        await harness.worker("prefill", "p0")
+        await harness.worker("prefill", "p1")
+        third = FakeWorker(harness.link.endpoint, "prefill", "p2")
+        harness.workers.append(third)
+        await third.send(third.me)
+        await third.settle()
+        assert len(harness.link.router.workers()) == 2
+        harness.link.worker_lost("p0", "killed")
+        await third.hello()
+        assert len(harness.link.router.workers()) == 2
 
 
 async def test_sending_to_a_closed_connection_loses_the_worker_and_retries_the_request() -> None:
