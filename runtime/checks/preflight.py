@@ -1,6 +1,7 @@
-"""Preflight checks of a plan: devices, collections, embedders, log directory, model, memory."""
+"""Preflight checks of a plan: devices, collections, embedders, directories, model, memory."""
 
 import contextlib
+import errno
 import logging
 import tempfile
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, EmbedderLocati
 from runtime.retrieval.reranking.reranker import check_reranker
 from runtime.serving.model import smollm
 from runtime.serving.model.model_info import ModelInfo, model_directory
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 log = logging.getLogger("supervisor")
 
@@ -97,8 +100,10 @@ def check_without_start(plan: NodePlan) -> None:
     if isinstance(plan.config.model, VllmSection):
         check_arguments(plan.config.model)
         check_transfer(plan.config.model, nixl=find_vllm(plan.config.model).nixl)
-    if plan.config.log.directory:
-        _check_log_directory(Path(plan.config.log.directory))
+    _check_directory("log.directory", plan.config.log.directory, "log files")
+    _check_directory("stores.path", plan.config.stores.path, "files")
+    if plan.config.own_model is not None:
+        _check_directory("kv.disk_path", plan.config.kv.disk_path, "files")
 
 
 def _check_embedder(collection: CollectionSection, embedder: EmbedderSpec, device: str) -> None:
@@ -135,16 +140,20 @@ def _check_model(plan: NodePlan, model: ModelSection) -> None:
         check_files(model.name, Path(model.name))
 
 
-def _check_log_directory(directory: Path) -> None:
+def _check_directory(key: str, path: str, files: str) -> None:
     """Try to create a file: permissions alone do not tell whether that is possible. Nothing is left behind."""
-    missing: list[Path] = []
+    if not path:
+        return
+    directory, missing = Path(path), list[Path]()
     try:
         missing += (path for path in (directory, *directory.parents) if not path.exists())
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
     except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) in _NO_ROOM and directory.is_dir() and key != "log.directory":
+            return  # what is there can be served, and deleted
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"log.directory = {str(directory)!r}: cannot create log files there: {reason}") from error
+        raise ConfigError(f"{key} = {path!r}: cannot create {files} there: {reason}") from error
     finally:
         for path in missing:  # innermost first
             with contextlib.suppress(OSError, ValueError):

@@ -1,6 +1,9 @@
 """`serve --dry-run` and `doctor` refuse what `serve` refuses, and leave no files."""
 
+import errno
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a log directory under a file": ({"log": {"directory": "file/logs"}}, "cannot create log files there: "),
     "a log directory that is a file": ({"log": {"directory": "file"}}, "cannot create log files there: "),
     "a log directory under /proc": ({"log": {"directory": "/proc/x"}}, "log.directory = '/proc/x': cannot create log"),
+    "stores in a file": ({"stores": {"path": "file"}}, "/file': cannot create files there: File exists"),
+    "stores under /proc": ({"stores": {"path": "/proc/x"}}, "stores.path = '/proc/x': cannot create files there: "),
+    "a disk tier in a file": (
+        {"kv": {"disk_mib": 64, "disk_path": "file"}, "model": {"name": "smollm2-135m-instruct"}},
+        "/file': cannot create files there: File exists",
+    ),
 }
 
 
@@ -65,8 +74,8 @@ def test_dry_run_and_doctor_refuse_what_a_start_refuses(case: str, tmp_path: Pat
     assert says in doctor.output
 
 
-def test_a_valid_node_passes_and_no_log_directory_is_left(tmp_path: Path) -> None:
-    dry = ask(tmp_path, {"log": {"directory": "new/logs"}}, "serve", "--dry-run")
+def test_a_valid_node_passes_and_no_directory_is_left(tmp_path: Path) -> None:
+    dry = ask(tmp_path, {"log": {"directory": "new/logs"}, "stores": {"path": "new/stores"}}, "serve", "--dry-run")
     assert dry.exit_code == 0, dry.output
     assert "pool-0" in dry.output
     assert "checksums" not in dry.output
@@ -78,6 +87,15 @@ def test_an_unusable_log_directory_is_refused_before_anything_runs(tmp_path: Pat
     sections = {"log": {"directory": str(tmp_path / "file")}, "model": OPENAI}
     with pytest.raises(ConfigError, match=r"log\.directory = .*: cannot create log files there: "):
         preflight.check(lay_out(parse_config(sections)))
+
+
+def test_a_full_disk_does_not_keep_a_node_from_its_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(dir: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    (tmp_path / "stores").mkdir()
+    assert ask(tmp_path, {"stores": {"path": "stores"}}, "serve", "--dry-run").exit_code == 0
 
 
 @pytest.mark.parametrize("command", [("serve", "--dry-run"), ("doctor",)])
