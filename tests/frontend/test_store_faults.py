@@ -10,6 +10,8 @@ import httpx
 import openai
 import pytest
 
+from runtime.errors import CollectionError
+from runtime.retrieval.stores.collection import ensure
 from runtime.retrieval.stores.file_folder import FileFolder
 from runtime.serving.http.multipart import FORM_BYTES
 from runtime.serving.http.service import Settings
@@ -45,6 +47,12 @@ def form(*parts: tuple[str, bytes], end: bytes = b"--\r\n") -> bytes:
 
 ANCHOR = ('"expires_after[anchor]"', b"created_at")
 PURPOSE, FILE = ('"purpose"', b"assistants"), ('"file"; filename="a.txt"', b"abc")
+
+
+def test_a_folder_that_cannot_be_created_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CollectionError, match=r"/file cannot be created: File exists"):
+        ensure(tmp_path / "file" / "collection", "hashing-64")
 
 
 @pytest.mark.parametrize(

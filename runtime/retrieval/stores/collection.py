@@ -9,7 +9,7 @@ the store, so the same column may mean another name in another store.
 from collections.abc import Mapping
 from pathlib import Path
 
-from runtime.errors import InvalidFilter, InvalidRequest
+from runtime.errors import CollectionError, InvalidFilter, InvalidRequest
 from runtime.retrieval.attributes.filters import (
     AllOf,
     AnyOf,
@@ -37,7 +37,10 @@ Columns = Mapping[str, str]
 
 def ensure(directory: Path, embedder: str) -> None:
     """Create the collection if it is missing. Raises `CollectionError`, `ModelError`."""
-    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CollectionError(f"{directory.parent} cannot be created: {error.strerror}") from error
     columns = {f"{kind}{n}": of for kind, of in _TYPES.items() for n in range(COLUMNS_PER_TYPE)}
     schema = dict.fromkeys((STORE, FILE, FILENAME), AttributeType.STRING) | columns
     bulk_load.ensure(directory, embedder_dim(embedder), embedder=embedder, demanded=STORE, schema=schema)
