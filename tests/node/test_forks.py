@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from runtime.node.forking import ONE_THREAD
@@ -143,6 +144,7 @@ def test_a_worker_is_forked_though_the_process_it_is_forked_from_is_killed_meanw
     template: Callable[[], Template], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KILLED_AS_IT_FORKS", "1")
+    others = psutil.Process().children()
     made = template()
     with (worker := made.fork(ENVIRONMENT, DESCRIPTORS)).stdin as stdin:
         heard(made)
@@ -150,6 +152,8 @@ def test_a_worker_is_forked_though_the_process_it_is_forked_from_is_killed_meanw
         assert worker.poll() is None
         stdin.write(b"hello\n")
     assert worker.wait(WAIT_S) == 5
+    made.close()
+    assert psutil.Process().children() == others  # the process between is not left as a zombie
 
 
 def test_a_process_that_cannot_fork_says_so_at_once(

@@ -204,8 +204,9 @@ class Template:
         code = 0
         if self._socket and self._process:
             self._socket.close()
-            self._process.kill()
+            kill_group(self._process.pid)  # a process between it and a worker, too, and a worker that has not answered
             code = self._process.wait()
+            _reap_group(self._process.pid)
         self._socket = self._process = None
         return code
 
@@ -219,6 +220,19 @@ def _parent_of_orphans() -> Iterator[None]:
         yield
     finally:
         prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process group; ignored if no process of it is left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: only zombies are left
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _reap_group(leader: int) -> None:
+    """Reap the killed processes of a group whose parent this one has become, see `_parent_of_orphans`."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-leader, 0)
 
 
 def describe_exit(code: int) -> str:

@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from runtime.errors import EXIT_CONFIG
 from runtime.node.config import NodeConfig
-from runtime.node.supervisor.forks import describe_exit
+from runtime.node.supervisor.forks import describe_exit, kill_group
 from runtime.node.supervisor.supervised_worker import (
     MAX_FAILED_STARTS,
     Desired,
     Phase,
     SupervisedWorker,
     close_input,
-    kill_group,
 )
 from runtime.node.worker import DRAIN_SIGNAL
 

@@ -1,7 +1,6 @@
 """State that the supervisor keeps for each worker, and helpers that start, feed and kill its process."""
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from runtime.node.forking import LISTEN, PRIVATE, STACK
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.backoff import Backoff
-from runtime.node.supervisor.forks import Process, Template
+from runtime.node.supervisor.forks import Process, Template, kill_group
 from runtime.node.worker import WorkerSpec
 
 MAX_FAILED_STARTS = 3  # consecutive failed starts after which a worker is reported as unable to run
@@ -167,9 +166,3 @@ def close_input(process: Process) -> None:
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-
-
-def kill_group(leader: int) -> None:
-    """Kill a process group; ignored if no process of it is left."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: only zombies are left
-        os.killpg(leader, signal.SIGKILL)
