@@ -116,7 +116,10 @@ def test_a_document_without_a_vector_is_embedded_and_one_with_a_vector_is_not(
         ({"documents": [{"id": "a"}, {"id": "a"}]}, "contains the id 'a' twice"),
         ({"documents": [{"id": "a", "vector": [1, 2]}]}, "have 16 dimensions"),
         ({"documents": [{"id": "a", "attributes": {"x": {}}}]}, "attribute 'x' is {}"),
-        ({"documents": [{"id": "ok"}, {"id": "a", "attributes": {"n": "text"}}]}, "it was an integer before"),
+        (
+            {"documents": [{"id": "ok"}, {"id": "a", "attributes": {"n": "text"}}]},
+            "document 'a': attribute 'n' is a string, 'text'; it was an integer before",
+        ),
     ],
 )
 def test_invalid_documents_are_refused_by_name_and_none_of_their_batch_is_stored(

@@ -11,7 +11,7 @@ from gpu import GpuError
 from gpu.index.rows import checked_vectors
 from runtime.errors import Forbidden, InvalidDocument
 from runtime.retrieval.attributes.filters import AttributeBinding
-from runtime.retrieval.attributes.schema import AttributeType, Schema, preview
+from runtime.retrieval.attributes.schema import AttributeType, Schema, extend_schema, preview
 from runtime.retrieval.collections.description import Description
 from runtime.retrieval.embedding.bulk import embed_passages
 from runtime.retrieval.embedding.embedder import Embedder, embedding_text
@@ -56,6 +56,16 @@ def check_batch(documents: Sequence[UpsertDocument]) -> None:
         if document.id in seen:
             raise InvalidDocument(f"the batch contains the id {document.id!r} twice", "id")
         seen.add(document.id)
+
+
+def schema_with(schema: Schema, documents: Sequence[UpsertDocument]) -> Schema:
+    """Return the schema extended by the documents' attributes. Raises `InvalidDocument`, which names the document."""
+    for document in documents:
+        try:
+            schema = extend_schema(schema, document.attributes)
+        except InvalidDocument as error:
+            raise InvalidDocument(f"document {document.id!r}: {error.message}", error.param) from error
+    return schema
 
 
 def check_owner(documents: Sequence[UpsertDocument], owner: AttributeBinding) -> None:

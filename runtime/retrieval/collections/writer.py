@@ -20,7 +20,6 @@ from runtime.retrieval.collections.part import Rows
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.reader_barrier import ReaderBarrier
 from runtime.retrieval.collections.sources import Progress, no_progress
-from runtime.retrieval.collections.state import extended_schema
 from runtime.retrieval.collections.upgrade import upgrade
 from runtime.retrieval.collections.validation import (
     UpsertDocument,
@@ -28,6 +27,7 @@ from runtime.retrieval.collections.validation import (
     check_new_attributes,
     check_owner,
     resolve_vectors,
+    schema_with,
     to_stored_value,
     with_bound_attribute,
 )
@@ -226,8 +226,7 @@ class CollectionWriter:
     ) -> int:
         if owner is not None:
             documents = with_bound_attribute(documents, owner, group.schema)
-        attributes = [document.attributes for document in documents]
-        schema = extended_schema(group.schema, attributes)
+        schema = schema_with(group.schema, documents)
         if owner is not None:
             check_new_attributes(owner, schema.keys() - group.schema.keys())
         ids = [document.id for document in documents]
