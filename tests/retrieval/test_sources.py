@@ -128,13 +128,14 @@ def _archive() -> bytes:
     [
         b"",
         b"not an array",
+        b"\x80\x04pickled",
         b"\x93NUMPY\x01\x00\xff\xff{",
         _huge_header(),
         _saved(np.zeros((9, 9), np.float32))[:-1],
         _saved(np.array([{"a": 1}], object), allow_pickle=True),
         _archive(),
     ],
-    ids=["empty", "text", "header cut", "header of petabytes", "data cut", "pickled objects", "archive"],
+    ids=["empty", "text", "a pickle", "header cut", "header of petabytes", "data cut", "pickled objects", "archive"],
 )
 def test_files_that_are_not_npy_are_refused_without_allocating_their_claimed_size(
     tmp_path: Path, content: bytes
@@ -143,6 +144,7 @@ def test_files_that_are_not_npy_are_refused_without_allocating_their_claimed_siz
     with pytest.raises(CollectionError, match=r"v\.npy (is not a readable|is an archive)") as raised:
         read_vectors(tmp_path / "v.npy")
     assert "\n" not in raised.value.message
+    assert "allow_pickle" not in raised.value.message
 
 
 def test_ids_are_unique_integers(tmp_path: Path) -> None:

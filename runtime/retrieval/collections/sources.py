@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
+from numpy.lib.format import MAGIC_PREFIX
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
@@ -148,6 +149,10 @@ def _mapped(path: Path) -> NDArray[Any]:
     except OSError as error:
         raise CollectionError(f"{path}: {error.strerror or error}") from error
     try:
+        with path.open("rb") as file:
+            begin = file.read(len(MAGIC_PREFIX))
+        if begin[:2] != b"PK" and begin != MAGIC_PREFIX:  # numpy would take it for a pickle, and advise to allow it
+            raise ValueError("it does not begin as one; write it with numpy.save")
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy parses the header with Python's parser, so a damaged one may raise any error
         raise CollectionError(f"{path} is not a readable .npy file: {error}") from error
