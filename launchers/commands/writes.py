@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -139,6 +140,7 @@ def _documents(source: Path) -> Iterator[UpsertDocument]:
     try:
         with sys.stdin.buffer if str(source) == "-" else source.open("rb") as file:
             for number, line in enumerate(iter(partial(file.readline, _MAX_LINE), b""), 1):
+                line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 if not line.strip():
                     continue
                 try:

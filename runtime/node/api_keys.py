@@ -35,7 +35,7 @@ def read_api_keys(config: NodeConfig) -> tuple[ApiKey, ...]:
     if not path:
         return ()
     try:
-        text = read_regular(path).decode()
+        text = read_regular(path).decode("utf-8-sig")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         reason = getattr(error, "strerror", error)
         raise ConfigError(f"http.api_keys_file: cannot read {path}: {reason}") from error
@@ -63,7 +63,7 @@ def read_key(path: str, whose: str) -> str:
     if not path:
         return ""
     try:
-        key = read_regular(path).decode().partition("\n")[0].strip()
+        key = read_regular(path).decode("utf-8-sig").partition("\n")[0].strip()
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         reason = getattr(error, "strerror", error)
         raise ConfigError(f"{whose} key cannot be read from {path}: {reason}") from error

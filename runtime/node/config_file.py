@@ -21,7 +21,7 @@ def load_config(path: Path, name: str = "", port: int | None = None) -> NodeConf
     name, port: override those of the file, so that several nodes can run from one file.
     """
     try:
-        text = read_regular(path).decode()
+        text = read_regular(path).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -106,6 +106,13 @@ def test_invalid_commands_are_refused(tmp_path: Path) -> None:
             _trinity(*arguments)
 
 
+def test_documents_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    docs, file = tmp_path / "docs", tmp_path / "a.jsonl"
+    file.write_text('{"id": "1", "vector": [1, 0, 0]}\n', encoding="utf-8-sig")
+    _trinity("index", "build", "--out", docs, "--dim", "3")
+    assert "1 document stored" in _trinity("index", "upsert", docs, file)
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -15,6 +15,13 @@ def test_keys_are_read_one_a_line_without_comments(tmp_path: Path) -> None:
     assert found == (ApiKey("first"), ApiKey("second"))
 
 
+def test_a_byte_order_mark_before_the_first_key_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(b"\xef\xbb\xbffirst\r\nsecond\r\n")
+    found = read_api_keys(plan(tmp_path, http={"api_keys_file": str(path)}).config)
+    assert found == (ApiKey("first"), ApiKey("second"))
+
+
 def test_a_key_is_bound_to_collections_and_attributes(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("all\none notes/tenant=acme\ntwo  notes/tenant='acme inc=/x' docs \n")

@@ -111,6 +111,12 @@ def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
     assert load_config(path) == NodeConfig()
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_bytes(b"\xef\xbb\xbf[node]\r\nname = 'a'\r\n")
+    assert load_config(path).node.name == "a"
+
+
 def test_relative_paths_are_relative_to_the_file_and_packaged_names_are_not_paths(tmp_path: Path) -> None:
     text = """
     node.run_dir = "run"

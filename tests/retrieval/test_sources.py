@@ -2,6 +2,7 @@
 
 import gzip
 import io
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,14 @@ def test_an_invalid_line_is_reported_by_number(tmp_path: Path, line: bytes, mess
     with pytest.raises(CollectionError, match=rf"documents{suffix}, {message}") as raised:
         list(read_documents(path))
     assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_a_byte_order_mark_before_the_first_line_is_dropped(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"documents{suffix}"
+    content = BOM_UTF8 + GOOD
+    path.write_bytes(gzip.compress(content) if suffix.endswith(".gz") else content)
+    assert list(read_documents(path)) == TWO
 
 
 def test_a_file_that_is_missing_empty_or_a_directory_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Every error is a `CollectionError` that names the file and the line or row.
 import gzip
 import json
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -116,7 +117,7 @@ def _next_line(stream: BinaryIO | gzip.GzipFile, path: Path, number: int) -> byt
         raise CollectionError(f"{path}, line {number}: the gzip stream is damaged: {error}") from error
     if len(line) > MAX_LINE_BYTES:
         raise CollectionError(f"{path}, line {number}: longer than {MAX_LINE_BYTES:,} bytes")
-    return line
+    return line.removeprefix(BOM_UTF8) if number == 1 else line
 
 
 def _document(line: bytes, where: str) -> Document:
