@@ -41,7 +41,7 @@ def read_api_keys(config: NodeConfig) -> tuple[ApiKey, ...]:
         raise ConfigError(f"http.api_keys_file: cannot read {path}: {reason}") from error
     keys: dict[str, ApiKey] = {}
     known = {found.name for found in config.collections}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip() or line.strip().startswith("#"):
             continue
         where = f"http.api_keys_file: line {number} of {path}"

@@ -22,6 +22,15 @@ def test_a_byte_order_mark_before_the_first_key_is_dropped(tmp_path: Path) -> No
     assert found == (ApiKey("first"), ApiKey("second"))
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1e"])
+def test_only_a_line_feed_ends_a_line_so_that_the_rest_of_a_value_is_no_key(separator: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f'one notes/tenant="acme{separator}inc"\n', encoding="utf-8")
+    assert read_api_keys(plan(tmp_path, http={"api_keys_file": str(path)}, collections=_two(tmp_path)).config) == (
+        ApiKey("one", {"notes": ("tenant", f"acme{separator}inc")}),
+    )
+
+
 def test_a_key_is_bound_to_collections_and_attributes(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("all\none notes/tenant=acme\ntwo  notes/tenant='acme inc=/x' docs \n")
