@@ -8,8 +8,8 @@ from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import METRICS, DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.retrieval.passages import SearchTimes
 
-RECEIVED = "received"  # the frontend has read the request or search
-DEQUEUED = "dequeued"  # a prefill worker starts on it
+RECEIVED = "received"  # the frontend has read the request, or all of a search has arrived
+DEQUEUED = "dequeued"  # a prefill worker starts on it, or the frontend on a search
 BATCHED = "batched"  # a batch of texts begins with its question
 EMBEDDED = "embedded"  # its query vector is ready
 FOUND = "found"  # the pool has returned its result

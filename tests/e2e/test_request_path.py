@@ -171,8 +171,8 @@ def test_retrieval_of_texts_and_vectors_equals_a_search_of_the_index(node: Node,
         trace = json.loads(get(node.info.url, f"/v1/traces/{answer['id']}"))
         assert (trace["kind"], trace["state"], trace["passages"]) == ("search", "found", 5)
         stages = [stage["name"] for stage in trace["stages"]]
-        assert stages == ["batch"] * ("query" in question) + ["embed", "retrieval", "passages", "respond"]
-    for stage in ("batch", "embed", "retrieval", "passages", "respond"):
+        assert stages == ["queue", *["batch"] * ("query" in question), "embed", "retrieval", "passages", "respond"]
+    for stage in ("queue", "batch", "embed", "retrieval", "passages", "respond"):
         assert node.metric(f"trinity_request_{stage}_time_seconds_count", worker="frontend-0") >= 1
     assert node.metric("trinity_embedding_wait_seconds_total", worker="frontend-0") > 0
 

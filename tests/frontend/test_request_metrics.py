@@ -106,14 +106,14 @@ def test_every_http_answer_is_counted_by_its_status_even_when_the_application_cr
 
 
 def test_a_search_records_its_stages_up_to_its_response(table: WorkerTable) -> None:
-    stamps = {stages.RECEIVED: 0, stages.EMBEDDED: 30}
+    stamps = {stages.RECEIVED: 0, stages.DEQUEUED: 10, stages.EMBEDDED: 30}
     stages.stamp_search_end(stamps, SearchTimes(batched_ns=20, found_ns=50), 60)
     stages.observe_search(table, stamps | {stages.RESPONDED: 70, stages.END: 80})
     by_vector = {stages.RECEIVED: 0, stages.EMBEDDED: 1, stages.FOUND: 5, stages.SEARCHED: 6}
     stages.observe_search(table, by_vector)  # whose response was too large
     seen = {stage.name: sum(table.read(stage.time)[:-1]) for stage in stages.STAGES if stage.time in table}
     assert {name: count for name, count in seen.items() if count} == {
-        "batch": 1, "embed": 1, "retrieval": 2, "passages": 2, "respond": 1,
+        "queue": 1, "batch": 1, "embed": 1, "retrieval": 2, "passages": 2, "respond": 1,
     }  # fmt: skip
 
 

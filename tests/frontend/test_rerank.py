@@ -180,7 +180,9 @@ def test_a_search_with_rerank_fetches_more_and_returns_the_best(cluster: Cluster
     assert answer["reranked"] is True
     assert asked(cluster).spec.k == 8
     trace = http.get(f"/v1/traces/{answer['id']}").json()
-    assert [stage["name"] for stage in trace["stages"]] == ["embed", "retrieval", "passages", "rerank", "respond"]
+    assert [stage["name"] for stage in trace["stages"]] == [
+        "queue", "embed", "retrieval", "passages", "rerank", "respond",
+    ]  # fmt: skip
 
 
 def test_after_the_time_of_a_request_the_order_stays_and_is_marked(http: httpx.Client, ended: Any) -> None:

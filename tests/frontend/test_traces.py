@@ -90,11 +90,13 @@ def test_http_returns_the_trace_of_an_answer_by_its_id() -> None:
         assert http.get("/v1/traces/a%20b").status_code == 400
 
 
-def test_a_search_is_traced_from_its_vector_to_its_passages() -> None:
+def test_a_search_is_traced_from_its_arrival_to_its_response() -> None:
     clock = Clock()
     traces = Traces(4, clock)
+    received = clock()
+    clock.advance(0.002)
     zero = clock()
-    traces.start_search("ret-1")
+    traces.start_search("ret-1", received_ns=received)
     clock.advance(0.001)
     traces.stamp("ret-1", stages.EMBEDDED)
     assert (traces.trace("ret-1").state, traces.trace("ret-1").kind) == ("running", "search")
@@ -103,12 +105,12 @@ def test_a_search_is_traced_from_its_vector_to_its_passages() -> None:
     clock.advance(0.001)
     traces.stamp("ret-1", stages.RESPONDED)
     stamps = traces.end_search("ret-1", "found", 3)
-    assert stamps[stages.END] - stamps[stages.RECEIVED] == 4 * MS
+    assert stamps[stages.END] - stamps[stages.RECEIVED] == 6 * MS
     found = traces.trace("ret-1")
-    assert (found.state, found.passages, found.elapsed_s) == ("found", 3, 0.004)
+    assert (found.state, found.passages, found.elapsed_s) == ("found", 3, 0.006)
     assert [(s.name, s.begin_s, s.end_s) for s in found.stages] == [
-        ("batch", 0.0, 0.0005), ("embed", 0.0005, 0.001), ("retrieval", 0.001, 0.002), ("passages", 0.002, 0.003),
-        ("respond", 0.003, 0.004),
+        ("queue", 0.0, 0.002), ("batch", 0.002, 0.0025), ("embed", 0.0025, 0.003), ("retrieval", 0.003, 0.004),
+        ("passages", 0.004, 0.005), ("respond", 0.005, 0.006),
     ]  # fmt: skip
 
 

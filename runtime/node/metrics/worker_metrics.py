@@ -195,7 +195,9 @@ class PrefillMetrics(KvMetrics):
     WAITING = Gauge("trinity_prefill_waiting", "Requests that wait for a prefill slot")
     RUNNING = Gauge("trinity_prefill_running", "Requests in prefill or waiting for their hand-over")
     QUEUE_TIME = Histogram(
-        "trinity_request_queue_time_seconds", "Time from the frontend to the start in a prefill worker", _WAITS
+        "trinity_request_queue_time_seconds",
+        "Time from the frontend to the start in a prefill worker, or from a search's arrival to its start",
+        _WAITS,
     )
     BATCH_TIME = Histogram(
         "trinity_request_batch_time_seconds", "Time until a query's text goes into a batch of texts", _WAITS
@@ -349,6 +351,7 @@ class FrontendMetrics(RetrievingMetrics):
     STALL_SECONDS = DecodeMetrics.STALL_SECONDS
     PROMPT_TOKENS = PrefillMetrics.PROMPT_TOKENS
     GENERATION_TOKENS = DecodeMetrics.GENERATION_TOKENS
+    QUEUE_TIME = PrefillMetrics.QUEUE_TIME
     BATCH_TIME = PrefillMetrics.BATCH_TIME
     EMBED_TIME = PrefillMetrics.EMBED_TIME
     RETRIEVAL_TIME = PrefillMetrics.RETRIEVAL_TIME

@@ -111,9 +111,13 @@ class Traces:
         stamps = {stages.RECEIVED: request.generation.received_ns}
         self._begin(_RunningTrace(request.id, client_id, stamps, request), request.generation.retrieval)
 
-    def start_search(self, search_id: str, client_id: str = "", retrieval: Retrieval | None = None) -> None:
-        """Start the trace of an accepted search."""
-        self._begin(_RunningTrace(search_id, client_id, {stages.RECEIVED: self._clock()}), retrieval)
+    def start_search(
+        self, search_id: str, client_id: str = "", retrieval: Retrieval | None = None, received_ns: int = 0
+    ) -> None:
+        """Start the trace of an accepted search, which has waited since it was received (0: it has not)."""
+        now = self._clock()
+        stamps = {stages.RECEIVED: received_ns, stages.DEQUEUED: now} if received_ns else {stages.RECEIVED: now}
+        self._begin(_RunningTrace(search_id, client_id, stamps), retrieval)
 
     def record(self, request: Request, piece: Piece) -> None:
         """Record the stamps and probes of a piece."""

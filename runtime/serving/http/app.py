@@ -33,6 +33,7 @@ from runtime.serving.http.middleware import (
     Application,
     BodyMemory,
     CompressedBody,
+    arrived_ns,
     client_id_of,
     error_response,
     id_source,
@@ -286,8 +287,9 @@ class _Routes:
             return passages_response(result | ranking_json(passages.ranking))
 
         return await self._searches.run(
-            query, request_id(http), client_id_of(http), respond=respond, reserve=unsent_response(http).reserve
-        )
+            query, request_id(http), client_id_of(http), respond=respond, reserve=unsent_response(http).reserve,
+            received_ns=arrived_ns(http),
+        )  # fmt: skip
 
     def add_collection_routes(self, app: Application) -> None:
         """Add the routes of collections, documents and embedders."""

@@ -195,7 +195,9 @@ class BoundedConnection(asyncio.Protocol):
             scope, self.transport, self._flow, self._server.default_headers, self._answered, self._close,
             limit, keep_alive=head.keep_alive, expects_continue=head.expects_continue,
         )  # fmt: skip
-        scope["state"] = {**self._state, "arrived_body": exchange.arrived_body}
+        scope["state"] = {
+            **self._state, "arrived_body": exchange.arrived_body, "arrived_ns": exchange.arrived_ns,
+        }  # fmt: skip
         self._answering = exchange
         task = self._loop.create_task(exchange.run(self._config.loaded_app))
         task.add_done_callback(self._server.tasks.discard)

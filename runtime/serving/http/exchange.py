@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import TypeAlias
@@ -42,6 +43,7 @@ class Exchange:
         self._limit, self.keep_alive = limit, keep_alive
         self._expects_continue = expects_continue
         self._body, self.arrived, self._received = bytearray(), False, False
+        self._arrived_ns = 0
         self._waiting: asyncio.Future[None] | None = None  # of `receive`
         self.disconnected = self.started = self.ended = False
         self._start: tuple[int, Iterable[tuple[bytes, bytes]]] | None = (
@@ -62,7 +64,7 @@ class Exchange:
 
     def end_body(self) -> None:
         """The request's body is complete."""
-        self.arrived = True
+        self.arrived, self._arrived_ns = True, time.monotonic_ns()
         if self._limit is not None:
             self._limit.arrived += 1
         if self._waiting is not None:
@@ -106,6 +108,10 @@ class Exchange:
         self._received = True
         body, self._body = bytes(self._body), bytearray()
         return body
+
+    def arrived_ns(self) -> int:
+        """Return when all of the body had arrived, in monotonic ns; 0: it has not."""
+        return self._arrived_ns
 
     async def receive(self) -> Message:
         """Return what has arrived of the body, or wait for more; after all of it, for the end or a disconnect."""

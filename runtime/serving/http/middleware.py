@@ -219,6 +219,12 @@ def request_id(http: Request) -> str:
     return str(http.scope["state"]["request_id"])
 
 
+def arrived_ns(http: Request) -> int:
+    """Return when all of a request had arrived, in monotonic ns; 0: it has not, or there is no server of ours."""
+    when: Callable[[], int] = http.scope["state"].get("arrived_ns", int)
+    return when()
+
+
 def client_id_of(http: Request) -> str:
     """Return the client's id of a request; "" if it sent none or an invalid one."""
     return str(http.scope["state"]["client_id"])

@@ -115,19 +115,20 @@ class Searches:
         *,
         respond: Callable[[FoundPassages], R],
         reserve: Callable[[int], None] = lambda size: None,
+        received_ns: int = 0,
     ) -> R:
         """Return the response, by `respond`, with the passages that a query finds, which is restricted to what its key
         may find.
 
-        `reserve`: see `UnsentResponse.reserve`. Raises Overloaded (before the search starts), DeadlineExceeded, or
-        errors of the source and of `reserve`.
+        `received_ns`: since when it waits, 0: since now. `reserve`: see `UnsentResponse.reserve`. Raises Overloaded
+        (before the search starts), DeadlineExceeded, or errors of the source and of `reserve`.
         """
         flow, limit = query.spec.flow, self.limit
         if not limit.entered(flow):
             await limit.enter(flow)
         try:
             traces, state, found = self._traces, "internal_error", 0
-            traces.start_search(request_id, client_id, Retrieval(query.spec.collection, query.spec.k))
+            traces.start_search(request_id, client_id, Retrieval(query.spec.collection, query.spec.k), received_ns)
             try:
                 passages = await self._search(query, request_id, reserve)
                 traces.stamp_search_end(request_id, passages.times)

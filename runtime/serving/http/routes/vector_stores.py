@@ -26,7 +26,7 @@ from runtime.retrieval.stores.records import Store, new_id
 from runtime.retrieval.stores.service import NewEntry, Stores
 from runtime.serving.http.access import access_of
 from runtime.serving.http.api_types import MAX_TOKENS, filter_at
-from runtime.serving.http.middleware import ReadBody, client_id_of, request_id
+from runtime.serving.http.middleware import ReadBody, arrived_ns, client_id_of, request_id
 from runtime.serving.http.parsing import StrictModel, check_bytes, field_error, parse, parse_object
 from runtime.serving.http.ranking import Ranker, ranking_json
 from runtime.serving.http.response_memory import UnsentResponse, unsent_response
@@ -181,9 +181,12 @@ class StoreRoutes:
         lists: list[FoundPassages] = []
         for number, query in enumerate(body.query):
             ids = (request_id(http), client_id_of(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
+            since = arrived_ns(http) if number == 0 else 0
             reserve = _addition_to(unsent_response(http))
             search = Query(spec, text=query, hybrid=ranking.hybrid, rerank=rerank)
-            lists.append(await self._searches.run(search, *ids, respond=FoundPassages.of, reserve=reserve))
+            lists.append(
+                await self._searches.run(search, *ids, respond=FoundPassages.of, reserve=reserve, received_ns=since)
+            )
         state = next((found.ranking for found in lists if found.ranking != RERANKED), RERANKED)
         scores = _best_scores(lists, metric, reranked=state == RERANKED, by_rank=bool(ranking.hybrid or rerank))
         threshold = ranking.score_threshold if body.ranking_options and rerank is None else -math.inf
