@@ -117,7 +117,13 @@ def test_a_search_records_its_stages_up_to_its_response(table: WorkerTable) -> N
     }  # fmt: skip
 
 
-def test_the_time_that_a_client_takes_to_read_does_not_count() -> None:
+@pytest.mark.parametrize(
+    ("arrived_ns", "seconds"),
+    [(0, 0.0), (700_000_000, 0.3), (1_200_000_000, 0.0)],  # unknown; before the application ran; after the response
+)
+def test_a_request_counts_from_its_arrival_and_the_time_that_a_client_takes_to_read_does_not(
+    arrived_ns: int, seconds: float
+) -> None:
     now_s = 1.0
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -140,5 +146,6 @@ def test_the_time_that_a_client_takes_to_read_does_not_count() -> None:
         ResponseMemory(),
         clock=lambda: now_s,
     )
-    asyncio.run(app({"type": "http", "path": "/x", "headers": []}, receive, read))
-    assert seen == [("/x", 200, 0.0)]
+    scope = {"type": "http", "path": "/x", "headers": [], "state": {"arrived_ns": lambda: arrived_ns}}
+    asyncio.run(app(scope, receive, read))
+    assert seen == [("/x", 200, pytest.approx(seconds))]

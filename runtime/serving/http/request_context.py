@@ -19,7 +19,8 @@ class RequestContextMiddleware:
 
     While the node drains, responses close their connection, so a load balancer does not send a request over a kept one
     that is just being closed. `on_response` is called with every response's path, status and seconds, from the
-    request's head to that of the response: how fast the client reads does not count.
+    request's arrival to the head of the response: how fast the client sends and reads does not count, and how long the
+    request waits for the event loop does.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class RequestContextMiddleware:
         finally:
             unsent.release()
             now = self._clock() if response.begun_at is None else response.begun_at
-            self._on_response(path, response.status, now - begin)
+            arrived = state.get("arrived_ns", int)() / 1e9
+            self._on_response(path, response.status, now - (arrived if 0.0 < arrived <= now else begin))
 
 
 class ResponseSender:
