@@ -7,22 +7,18 @@ from collections.abc import Mapping
 
 from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
-from dashboards.overview_panels import HERE, here, lines, nixl, percentiles, tile
+from dashboards.overview_panels import HERE, OF_WORKER, WORKER, here, lines, nixl, percentiles, tile
+from dashboards.overview_requests import latency, searches
 from runtime.node.metrics.worker_metrics import (
     DecodeMetrics,
     FrontendMetrics,
     KvMetrics,
     PoolMetrics,
     PrefillMetrics,
-    RetrievingMetrics,
 )
 from runtime.node.supervisor_metrics import ControlMetrics, GpuMetrics, NamedMetric, NodeMetrics, ProcessMetrics
-from runtime.serving.stages import TO_FIRST_TOKEN
 
 UID = "trinity-overview"
-_WORKER = ("node", "worker")  # worker names repeat across nodes
-_OF_WORKER = "{{node}} {{worker}}"
-_NIXL_FAILURES = {"failed_transfers": "lost", "failed_notifications": "not notified", "kv_expired_reqs": "expired"}
 _SLO = f'{HERE},slo="$slo"'
 
 
@@ -33,7 +29,7 @@ def overview() -> Json:
         label_variable("model", "Model", NodeMetrics.INFO, "model_name"),
         label_variable("slo", "SLO", FrontendMetrics.SLO_REQUESTS, "slo", only="all"),
     ]
-    rows = (_slos, _health, _queues, _saturation, _kv, _latency, _control_loop, _collections, _workers_and_gpus)
+    rows = (_slos, _health, _queues, _saturation, _kv, latency, searches, _control_loop, _collections, _workers)
     return dashboard(UID, "Trinity: overview", [row() for row in rows], variables)
 
 
@@ -160,17 +156,17 @@ def _saturation() -> Row:
         Query(f"sum({here(PoolMetrics.PAUSED_SLOTS)})", "paused"),
     ]
     extending, looping = (
-        q.rate(here(seconds), _WORKER) for seconds in (PoolMetrics.EXTEND_SECONDS, PoolMetrics.LOOP_SECONDS)
+        q.rate(here(seconds), WORKER) for seconds in (PoolMetrics.EXTEND_SECONDS, PoolMetrics.LOOP_SECONDS)
     )
     # Extends and loop are summed here: a stacked panel would stack the workers on each other.
     busy = [
-        Query(extending, f"{_OF_WORKER} extends"),
-        Query(f"{extending} + {looping}", f"{_OF_WORKER} extends and loop"),
+        Query(extending, f"{OF_WORKER} extends"),
+        Query(f"{extending} + {looping}", f"{OF_WORKER} extends and loop"),
     ]
-    blocks = [Query(here(DecodeMetrics.KV_USED), _OF_WORKER)]
+    blocks = [Query(here(DecodeMetrics.KV_USED), OF_WORKER)]
     link = [
-        Query(q.rate(here(DecodeMetrics.LINK_BUSY_SECONDS), _WORKER), _OF_WORKER),
-        Query(q.rate(nixl("xfer_time_seconds_sum"), _WORKER), f"{_OF_WORKER}, NIXL"),
+        Query(q.rate(here(DecodeMetrics.LINK_BUSY_SECONDS), WORKER), OF_WORKER),
+        Query(q.rate(nixl("xfer_time_seconds_sum"), WORKER), f"{OF_WORKER}, NIXL"),
         Query(f"max({here(ControlMetrics.LINK_TARGET)})", "target"),
     ]
     bandwidth = [
@@ -247,43 +243,10 @@ def _kv() -> Row:
     )
 
 
-def _latency() -> Row:
-    means = [Query(q.mean(stage.time, HERE), stage.name) for stage in TO_FIRST_TOKEN]
-    computed = [Query(q.rate(here(PrefillMetrics.PROMPTS), ("by",)), "by {{by}}")]
-    handed_over = [
-        Query(q.rate(here(DecodeMetrics.HANDOVER_BYTES), _WORKER), _OF_WORKER),
-        Query(q.rate(nixl("bytes_transferred_sum"), _WORKER), f"{_OF_WORKER}, NIXL"),
-    ]
-    causes = ("rejected", "lost", "expired")
-    failed = [Query(q.rate(here(PrefillMetrics.OFFERS, outcome=cause)), cause) for cause in causes]
-    failed += [Query(q.rate(nixl(f"num_{what}_total")), f"NIXL, {name}") for what, name in _NIXL_FAILURES.items()]
-    reranks = [
-        Query(q.rate(here(RetrievingMetrics.RERANKS), ("outcome",)), "{{outcome}}"),
-        Query(q.rate(here(RetrievingMetrics.RERANK_PAIRS)), "pairs"),
-    ]
-    return Row(
-        "Latency",
-        [
-            lines(
-                "TTFT by stage (mean)", "Mean time of each stage before the first token", means, "s", 8, stacked=True
-            ),
-            percentiles(
-                "Time to first token", "Time from the request's arrival to its first token", DecodeMetrics.TTFT
-            ),
-            percentiles("Inter-token latency", "Time between two consecutive tokens", DecodeMetrics.INTER_TOKEN),
-            lines("Prompts", "Prompts computed per second, by role", computed, "reqps", 8),
-            lines("KV handed over", "Bytes of KV that decode received per second", handed_over, "Bps", 8),
-            lines("Failed hand-overs", "Failed KV hand-overs per second, by cause", failed, "reqps", 8),
-            percentiles("Reranking", "Time of reranking a search's passages", RetrievingMetrics.RERANK_TIME),
-            lines("Reranks", "Lists reranked per second by outcome, and their texts", reranks, "reqps", 16),
-        ],
-    )
-
-
 def _control_loop() -> Row:
     reserve = [
         Query(here(ControlMetrics.RESERVE), "{{node}} target"),
-        Query(here(PoolMetrics.RESERVE), _OF_WORKER),
+        Query(here(PoolMetrics.RESERVE), OF_WORKER),
     ]
     flush = [Query(here(ControlMetrics.FLUSH_PREFILL), "{{node}} τ_pre")]
     stall = [
@@ -345,7 +308,7 @@ def _collections() -> Row:
     )
 
 
-def _workers_and_gpus() -> Row:
+def _workers() -> Row:
     by = "by (node, role, worker, device, uuid)"
     placed = f"max {by} ({here(ProcessMetrics.INFO)})"
 

@@ -6,6 +6,8 @@ from dashboards import queries as q
 from dashboards.grafana import Panel, Query
 from runtime.node.supervisor_metrics import NamedMetric
 
+WORKER = ("node", "worker")  # worker names repeat across nodes
+OF_WORKER = "{{node}} {{worker}}"
 HERE = 'node=~"$node",model_name=~"$model"'
 
 
