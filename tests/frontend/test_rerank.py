@@ -215,7 +215,7 @@ def test_a_wrong_wish_is_refused(http: httpx.Client, wish: dict[str, Any], messa
 def test_stores_are_searched_with_the_nodes_reranker_unless_none_is_named(
     client: openai.OpenAI, cluster: Cluster
 ) -> None:
-    for ranker in ("auto", "default-2024-11-15", "default_2024_08_21", "tiny-ranker", None):
+    for ranker in ("auto", "default-2024-11-15", "default-2024-08-21", "tiny-ranker", None):
         options: Any = openai.NOT_GIVEN if ranker is None else {"ranker": ranker}
         page = client.vector_stores.search("docs", query="cat sleeps", max_num_results=2, ranking_options=options)
         assert [one.file_id for one in page.data] == ["p3", "p2"]

@@ -172,7 +172,7 @@ def test_openais_hybrid_weights_set_the_keyword_weight(
         ({"query": "leave", "max_num_results": 0}, "max_num_results", "greater than or equal to 1"),
         ({"query": "leave", "filters": {"type": "eq", "key": "page"}}, "filters", "has key, type, value"),
         ({"query": "leave", "filters": "page = 3"}, "filters", "a filter must be an object with a type"),
-        ({"query": "leave", "rewrite_query": True}, "rewrite_query", "rewrite_query is not supported"),
+        ({"query": "leave", "rewrite_query": 1}, "rewrite_query", "valid boolean"),
         ({"query": "leave", "ranking_options": {"ranker": "x"}}, "ranking_options.ranker", "known: none, auto, "),
         (
             {"query": "leave", "ranking_options": {"hybrid_search": {"embedding_weight": 1}}},

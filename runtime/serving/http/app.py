@@ -309,11 +309,12 @@ class _Routes:
     # ---- the node
 
     async def models(self, http: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model_json()] if self._settings.model else []})
+        names = (self._settings.model, *self._settings.model_aliases) if self._settings.model else ()
+        return json_response({"object": "list", "data": [self._model_json(name) for name in names]})
 
     async def one_model(self, http: Request) -> Response:
-        self.check_model(http.path_params["model"])
-        return json_response(self._model_json())
+        self.check_model(model := http.path_params["model"])
+        return json_response(self._model_json(model))
 
     async def trace(self, http: Request) -> Response:
         found = self._service.engine.traces.trace(http.path_params["traced"])
@@ -356,14 +357,14 @@ class _Routes:
             raise ClientDisconnected("the client closed the connection before its body was complete") from None
 
     def check_model(self, model: str) -> None:
-        """Raise `UnknownModel` for another model than the node's."""
+        """Raise `UnknownModel` for a name that the node's model does not have."""
         served = self._settings.model
-        if not served or model != served:
+        if not served or model not in (served, *self._settings.model_aliases):
             served = repr(served) if served else "none"
             raise UnknownModel(f"model {model[:128]!r} is not served; served: {served}", "model")
 
-    def _model_json(self) -> Json:
-        model = {"id": self._settings.model, "object": "model", "created": self._created, "owned_by": "trinity"}
+    def _model_json(self, name: str) -> Json:
+        model = {"id": name, "object": "model", "created": self._created, "owned_by": "trinity"}
         context = self._settings.context_tokens
         return model | {"max_model_len": context} if context else model
 

@@ -10,7 +10,7 @@ from runtime.retrieval.passages import RERANKED
 from runtime.retrieval.search.query import Rerank
 from runtime.serving.http.parsing import StrictModel
 
-_DEFAULT_RANKERS = ("auto", "default-2024-11-15", "default_2024_08_21")
+_DEFAULT_RANKERS = ("auto", "default-2024-11-15", "default-2024-08-21", "default_2024_08_21")
 """OpenAI's names, which here mean the node's reranker, if it has one."""
 
 

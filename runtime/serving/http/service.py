@@ -210,10 +210,10 @@ class Service:
 class Settings:
     """Settings of the HTTP application: names, keys, limits, default timeouts.
 
-    `model` is "" on a node without generation; `collections`: name → dimension, 0 while it is unknown. Prompt bytes
-    count UTF-8 text. `access` contains the keys without full access. `open_paths` require no key; without keys the Host
-    header of a request must be a loopback name or `host`. `cors_origins` are allowed by CORS. A body without a token
-    limit gets `default_max_tokens` (a chat) or OpenAI's 16 (a completion).
+    `model` is "" on a node without generation, `model_aliases` are its other names; `collections`: name → dimension, 0
+    while it is unknown. Prompt bytes count UTF-8 text. `access` contains the keys without full access. `open_paths`
+    require no key; without keys the Host header of a request must be a loopback name or `host`. `cors_origins` are
+    allowed by CORS. A body without a token limit gets `default_max_tokens` (a chat) or OpenAI's 16 (a completion).
     Raises ConfigError for a key that is empty or cannot be sent in a header.
     """
 
@@ -237,6 +237,7 @@ class Settings:
     search_timeout_s: float = 10.0
     body_timeout_s: float = BODY_TIMEOUT_S
     context_tokens: int = 0  # of the model; 0: unknown
+    model_aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for position, key in enumerate(self.api_keys):

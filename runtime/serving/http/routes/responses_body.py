@@ -13,6 +13,7 @@ from runtime.serving.http.routes.vector_stores import RankingOptions
 _TEXTS = ("input_text", "output_text", "text")
 MAX_INPUT_FILES = 16  # each is read anew
 RESULTS = "file_search_call.results"
+_FIRST_RESULTS = "output[*].file_search_call.search_results"  # its first name, which OpenAI's cookbook still has
 
 
 class InputFile(NamedTuple):
@@ -94,10 +95,10 @@ def _validate_choice(value: object) -> object:
 
 
 def _validate_include(value: object) -> object:
-    unknown = [one for one in value if one != RESULTS] if isinstance(value, list) else [value]
+    unknown = [one for one in value if one not in (RESULTS, _FIRST_RESULTS)] if isinstance(value, list) else [value]
     if unknown:
         raise field_error(f"include: {str(unknown[0])[:64]!r} is not supported, only {RESULTS}")
-    return value
+    return [RESULTS] if value else []
 
 
 class FileSearchTool(ProbeOptions, extra="forbid"):

@@ -57,12 +57,6 @@ def _validate_query(value: object) -> object:
     return queries
 
 
-def _validate_rewriting(value: object) -> object:
-    if value is not False:
-        raise field_error("rewrite_query is not supported other than false: queries are not rewritten")
-    return value
-
-
 class HybridSearch(StrictModel, extra="forbid"):
     """Weights of vector and keyword search in reciprocal rank fusion."""
 
@@ -100,7 +94,7 @@ class StoreSearchBody(StrictModel):
     query: Annotated[list[str], BeforeValidator(_validate_query)]
     max_num_results: int = Field(10, ge=1, le=MAX_TOKENS)
     ranking_options: RankingOptions | None = None
-    rewrite_query: Annotated[bool, BeforeValidator(_validate_rewriting)] = False
+    rewrite_query: bool = False  # without effect: the response's search_query tells what was searched
     filters: Annotated[Any, BeforeValidator(filter_at("filters"))] = None
 
 
