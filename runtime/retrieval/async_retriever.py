@@ -135,8 +135,8 @@ class AsyncRetriever:
         query = replace(query, spec=spec, ticket=next(self._tickets))
         retrieve = partial(self._steps.retrieve, on_embedded=on_embedded, on_read=on_read)
         steps = retrieve(query) if self._reranking is None else self._reranking.retrieve(query, retrieve)
-        found = await run_steps(steps, self._outcome)
-        return FoundPassages(found.passages, ranking=found.ranking, times=found.times)
+        retrieved = await run_steps(steps, self._outcome)
+        return FoundPassages(retrieved.passages, ranking=retrieved.ranking, times=retrieved.times)
 
     async def _outcome(self, step: Step) -> Any:
         match step:

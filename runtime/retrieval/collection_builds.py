@@ -78,10 +78,10 @@ class CollectionBuilds:
         """Open the build that the directory contains now. Raises `CollectionError`."""
         return self._keep(CollectionDocuments(self.directory))
 
-    def _keep(self, found: CollectionDocuments) -> CollectionDocuments:
-        if found.identity in self.by_identity:
-            found.close()
-        return self.by_identity.setdefault(found.identity, found)
+    def _keep(self, documents: CollectionDocuments) -> CollectionDocuments:
+        if documents.identity in self.by_identity:
+            documents.close()
+        return self.by_identity.setdefault(documents.identity, documents)
 
     def follow(self, served: Sequence[str]) -> bool:
         """Make the builds that the pools serve available, and close those that have not been served for long.

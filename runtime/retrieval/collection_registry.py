@@ -78,10 +78,10 @@ class DocumentLookup(msgspec.Struct, frozen=True, eq=False):
             return error
         if known is None:
             return None
-        found, size = known
+        documents, size = known
         check_size(size, len(self.rows))
         on_read(size)
-        return found
+        return documents
 
     def _count(self, on_read: OnRead) -> Callable[[Document], None]:
         """Return a function that counts the size of the documents that it was called with. It raises
@@ -232,13 +232,15 @@ class CollectionRegistry:
 
     def embedders(self) -> dict[str, Embedder]:
         """Return the collections' embedders by short name, or by full name where two share one (`embedder_name`)."""
-        found = {}
+        by_name = {}
         for name, builds in self._builds.items():
             if builds.current is not None and builds.current.embedder is not None:
                 embedder = self.embedder(name)
-                found[embedder.name] = embedder
-        short = Counter(name.partition("@")[0] for name in found)
-        return {name.partition("@")[0] if short[name.partition("@")[0]] == 1 else name: e for name, e in found.items()}
+                by_name[embedder.name] = embedder
+        short = Counter(name.partition("@")[0] for name in by_name)
+        return {
+            name.partition("@")[0] if short[name.partition("@")[0]] == 1 else name: e for name, e in by_name.items()
+        }
 
     def warm_up(self) -> None:
         """Use every embedder once. A server that does not answer is logged: it may answer later."""
@@ -314,15 +316,15 @@ class CollectionRegistry:
         collection: str,
         result: SearchResult,
         lookup: DocumentLookup,
-        found: Sequence[Document | None] | CollectionError,
+        documents: Sequence[Document | None] | CollectionError,
     ) -> tuple[Passage, ...]:
-        """Return the passages of a search result, of which `found` are the documents, without those deleted since, and
-        without title and text for a collection of bare vectors. Raises `Unavailable` if they cannot be read."""
-        if isinstance(found, CollectionError):  # only this collection fails, until its file is whole again
-            self.builds_of(collection).discard(lookup.build, found.message)
-            raise Unavailable(f"collection {collection!r} is unavailable: {found.message}") from found
+        """Return the passages of a search result, whose documents these are, without those deleted since, and without
+        title and text for a collection of bare vectors. Raises `Unavailable` if they cannot be read."""
+        if isinstance(documents, CollectionError):  # only this collection fails, until its file is whole again
+            self.builds_of(collection).discard(lookup.build, documents.message)
+            raise Unavailable(f"collection {collection!r} is unavailable: {documents.message}") from documents
         return tuple([
             Passage(document.id, document.title, distance, document.text, document.attributes)
-            for document, distance in zip(found, result.distances.tolist(), strict=False)
+            for document, distance in zip(documents, result.distances.tolist(), strict=False)
             if document is not None
         ])  # fmt: skip

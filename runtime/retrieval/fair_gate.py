@@ -43,13 +43,13 @@ class FairGate:
             raise
 
     def _leave(self) -> None:
-        found = self._waiting.pop()
-        while found is not None and found[1].done():  # cancelled
-            found = self._waiting.pop()
-        if found is None:
+        waiter = self._waiting.pop()
+        while waiter is not None and waiter[1].done():  # cancelled
+            waiter = self._waiting.pop()
+        if waiter is None:
             self._free += 1
         else:
-            found[1].set_result(None)
+            waiter[1].set_result(None)
 
 
 class FairLimit:

@@ -181,8 +181,8 @@ class RetrievalSteps:
             accept = registry.accept(collection, embedder, build)
             result = yield from self._search(Query(spec, vector, accept=accept, ticket=query.ticket), embedded_ns)
             if ranking is not None:
-                found: Neighbors = yield ranking
-                fuse = partial(registry.fuse, collection, result, found, k, query.hybrid)
+                by_words: Neighbors = yield ranking
+                fuse = partial(registry.fuse, collection, result, by_words, k, query.hybrid)
                 result = yield Read(fuse)  # the log of a collection
         finally:
             if ranking is not None:

@@ -85,7 +85,7 @@ class Retriever:
             with suppress(TrinityError):  # it may become searchable later
                 waiting.add(self.submit(query))
         while self._clock() < end:
-            waiting -= {found.ticket for found in self.poll()}
+            waiting -= {result.ticket for result in self.poll()}
             if not (waiting and self.client.reachable):
                 break
             self.sleep((), 10)
@@ -134,8 +134,8 @@ class Retriever:
                 retrieval.future = None
                 self._advance(retrieval, DeadlineExceeded("it took longer than its limit"))
         for result in self.client.poll():
-            if (found := self._running.get(result.ticket)) is not None:  # else it was cancelled, and answered
-                self._advance(found, result.error, result)
+            if (running := self._running.get(result.ticket)) is not None:  # else it was cancelled, and answered
+                self._advance(running, result.error, result)
         ended, self._ended = self._ended, []
         return ended
 

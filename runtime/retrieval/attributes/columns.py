@@ -204,14 +204,14 @@ class Columns:
     def append(self, documents: Sequence[Attributes], schema: Schema) -> None:
         """Append rows. Attributes that are not in `schema`, or have another type there, are left out: a deleted
         document's may be."""
-        found: dict[str, tuple[list[int], list[Any]]] = {}
+        by_name: dict[str, tuple[list[int], list[Any]]] = {}
         for row, attributes in enumerate(documents, self.size):
             for name, value in attributes.items():
                 if name in schema and holds(schema[name], value):
-                    rows, values = found.setdefault(name, ([], []))
+                    rows, values = by_name.setdefault(name, ([], []))
                     rows.append(row)
                     values.append(value)
-        for name, (rows, values) in found.items():
+        for name, (rows, values) in by_name.items():
             self._columns.setdefault(name, Column(schema[name])).append(rows, values)
         self.size += len(documents)
 
@@ -273,13 +273,13 @@ class FilterCache:
     def matching(self, filter: Filter, work: Work | None = None) -> Bits:
         """As `Columns.matching`. The result is shared: do not write into it."""
         with self._lock:
-            found = self._found.pop(filter, None)
-            if found is not None:
-                self._found[filter] = found
-                return found
-        found = self._columns.matching(filter, work)
+            bits = self._found.pop(filter, None)
+            if bits is not None:
+                self._found[filter] = bits
+                return bits
+        bits = self._columns.matching(filter, work)
         with self._lock:
-            self._found[filter] = found
+            self._found[filter] = bits
             while len(self._found) > min(self._most, _FILTERS_KEPT):
                 del self._found[next(iter(self._found))]
-        return found
+        return bits

@@ -85,12 +85,12 @@ def _passing(filter: Filter, column: Callable[[str], OrderedValues], work: Work)
         work.check()
         return column(filter.key).passing(filter)
     if isinstance(filter, Not):
-        found = _passing(filter.filter, column, work)
-        return np.logical_not(found, out=found)
+        passing = _passing(filter.filter, column, work)
+        return np.logical_not(passing, out=passing)
     every = isinstance(filter, AllOf)
-    found = _passing(filter.filters[0], column, work)
+    passing = _passing(filter.filters[0], column, work)
     for part in filter.filters[1:]:
-        if not found.any() if every else found.all():
+        if not passing.any() if every else passing.all():
             break  # no row can pass, or none can fail, any more
-        (np.logical_and if every else np.logical_or)(found, _passing(part, column, work), out=found)
-    return found
+        (np.logical_and if every else np.logical_or)(passing, _passing(part, column, work), out=passing)
+    return passing

@@ -75,11 +75,11 @@ def canonical(filter: Filter) -> bytes:
 def decode_filter(content: bytes) -> Filter:
     """Decode and validate the output of `canonical`. Raises `InvalidFilter`."""
     try:
-        found: Filter = _decode(content)
+        filter: Filter = _decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidFilter(f"this is not a filter: {error}", "filter") from error
-    _check_size(found, 2 * MAX_DEPTH)  # `ne` and `nin` take two levels
-    return found
+    _check_size(filter, 2 * MAX_DEPTH)  # `ne` and `nin` take two levels
+    return filter
 
 
 def _check_size(filter: Filter, depth: int) -> int:
@@ -161,8 +161,8 @@ class AttributeBinding(NamedTuple):
 
     def holds(self, attributes: Mapping[str, Any]) -> bool:
         """Return whether a document with these attributes has this value and no other."""
-        found = attributes.get(self.key)
-        values = found if isinstance(found, list | tuple) else [found]
+        attribute = attributes.get(self.key)
+        values = attribute if isinstance(attribute, list | tuple) else [attribute]
         return len(values) > 0 and all(value == self.value for value in values)
 
 
@@ -192,7 +192,7 @@ def comparisons(filter: Filter) -> list[Comparison]:
             return [filter]
         case Not():
             return comparisons(filter.filter)
-    return [found for part in filter.filters for found in comparisons(part)]
+    return [comparison for part in filter.filters for comparison in comparisons(part)]
 
 
 def _levels(source: object) -> int:
@@ -202,7 +202,7 @@ def _levels(source: object) -> int:
         levels += 1
         joined = [part.get("filters") for part in parts]
         parts = [part.get("filter") for part in parts]
-        parts += [part for found in joined if isinstance(found, list) for part in found]
+        parts += [part for filters in joined if isinstance(filters, list) for part in filters]
     return levels
 
 

@@ -66,21 +66,21 @@ class OrderedValues:
         """Return whether each row has a value that satisfies a comparison, bool [size]."""
         ranges = self._ranges(comparison)
         if not self.single:
-            found = np.zeros(self.size, bool)
+            bits = np.zeros(self.size, bool)
             for first, last in ranges:
                 end = int(self._ends[last])
                 for begin in range(int(self._ends[first]), end, _AT_ONCE):
-                    found[self._rows[begin : min(begin + _AT_ONCE, end)]] = True
-            return found
+                    bits[self._rows[begin : min(begin + _AT_ONCE, end)]] = True
+            return bits
         if len(ranges) > _FEW:
             satisfying = np.zeros(self._count + 1, bool)
             for begin, end in ranges:
                 satisfying[begin + 1 : end + 1] = True
             return satisfying.take(self._codes)
-        found = self._within(*ranges[0]) if ranges else np.zeros(self.size, bool)
+        bits = self._within(*ranges[0]) if ranges else np.zeros(self.size, bool)
         for begin, end in ranges[1:]:
-            np.logical_or(found, self._within(begin, end), out=found)
-        return found
+            np.logical_or(bits, self._within(begin, end), out=bits)
+        return bits
 
     def _within(self, begin: int, end: int) -> Bits:
         """Return whether each row's value is at one of the positions `begin` to `end` - 1 of the order."""
@@ -90,8 +90,8 @@ class OrderedValues:
         return above if end == self._count else np.logical_and(above, self._codes <= end, out=above)
 
     def _ranges(self, comparison: Comparison) -> list[tuple[int, int]]:
-        found = [self._range(comparison.operator, value) for value in comparison.values]
-        return [(begin, end) for begin, end in found if begin < end]
+        ranges = [self._range(comparison.operator, value) for value in comparison.values]
+        return [(begin, end) for begin, end in ranges if begin < end]
 
     def _range(self, operator: str, value: Any) -> tuple[int, int]:
         """Return the range of positions that satisfy a comparison with a value."""

@@ -48,8 +48,8 @@ _KINDS: Mapping[type, AttributeType] = {
 
 
 def _kind_of(value: object) -> AttributeType | None:
-    found = _KINDS.get(type(value))
-    return found or next((kind for base, kind in _KINDS.items() if isinstance(value, base)), None)
+    kind_of_type = _KINDS.get(type(value))
+    return kind_of_type or next((kind for base, kind in _KINDS.items() if isinstance(value, base)), None)
 
 
 def attribute_type(name: str, value: object) -> AttributeType:
@@ -89,8 +89,8 @@ def scalar_fault(value: object) -> str:
 
 def holds(kind: AttributeType, value: object) -> bool:
     """Return whether a valid value can be stored under a type. An integer is a valid value of a float attribute."""
-    found = _kind_of(value)
-    return found is kind or (kind is AttributeType.FLOAT and found is AttributeType.INTEGER)
+    actual = _kind_of(value)
+    return actual is kind or (kind is AttributeType.FLOAT and actual is AttributeType.INTEGER)
 
 
 def by_shape(documents: Iterable[Attributes]) -> dict[object, Attributes]:

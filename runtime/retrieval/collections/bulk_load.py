@@ -308,14 +308,14 @@ def _embed(
         missing = np.setdiff1d(missing, rows)
     size, done = list_size(model, threads), 0
     texts = (
-        [embedding_text(found.title, found.text) for found in documents.get(missing[begin : begin + size])]
+        [embedding_text(document.title, document.text) for document in documents.get(missing[begin : begin + size])]
         for begin in range(0, len(missing), size)
     )
     progress("embed", 0.0)
     with contextlib.closing(embed_passages(model, texts, threads)) as embedded:
-        for found in embedded:
-            vectors[missing[done : done + len(found)]] = found
-            done += len(found)
+        for batch in embedded:
+            vectors[missing[done : done + len(batch)]] = batch
+            done += len(batch)
             progress("embed", done / len(missing))
     progress("embed", 1.0)
     return vectors

@@ -53,10 +53,10 @@ class Collection(CollectionReader):
 
     def get(self, rows: Sequence[int] | NDArray[np.int64]) -> list[Document]:
         """Return the documents of rows, in order. Raises `CollectionError` for a row that is not there."""
-        found = self.state.documents([int(row) for row in rows])
-        if None in found:
-            raise CollectionError(f"{self.directory} has no row {rows[found.index(None)]}")
-        return [one for one in found if one is not None]
+        documents = self.state.documents([int(row) for row in rows])
+        if None in documents:
+            raise CollectionError(f"{self.directory} has no row {rows[documents.index(None)]}")
+        return [one for one in documents if one is not None]
 
     # ---- sizes on disk, in bytes
 
@@ -85,18 +85,18 @@ class Collection(CollectionReader):
 
         Raises `CollectionError` that names the damaged file.
         """
-        with cls.open(directory) as found:
-            found.checksums.verify()
-            found.check_log()
-            for segment in found.state.segments:
+        with cls.open(directory) as collection:
+            collection.checksums.verify()
+            collection.check_log()
+            for segment in collection.state.segments:
                 segment.check()
                 if segment.store is not None:
                     rows = np.fromiter((document.row for document in segment.store.all()), np.int64)
                     if not np.array_equal(rows, np.sort(segment.rows)):
                         raise CollectionError(f"{segment.store.path} does not have the documents of the index")
-            if read_manifest(directory).generation != found.manifest.generation:
+            if read_manifest(directory).generation != collection.manifest.generation:
                 raise CollectionError(f"{directory} was written to during the verification: verify it again")
-            torn_bytes = found.torn_bytes
+            torn_bytes = collection.torn_bytes
         if not torn_bytes:
             return ""
         return f"the last {torn_bytes} bytes of the log are an incomplete record; the next writer cuts them"

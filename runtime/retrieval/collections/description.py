@@ -248,25 +248,25 @@ def read_description(directory: Path) -> Description:
     content = read_bytes(path)
     match _format_of(content):
         case "trinity-collection":
-            found = decoded(path, content, Description)
+            description = decoded(path, content, Description)
         case "trinity-live-collection":
-            found = _converted(decoded(path, content, _OldDescription))
+            description = _converted(decoded(path, content, _OldDescription))
         case _:
             raise CollectionError(f"{directory} is not a collection: {path} was not written by Trinity")
-    if found.dtype == "int8":
+    if description.dtype == "int8":
         raise CollectionError(f"{path} is of int8 rows, which no longer exist: build it anew (float16 is smaller)")
-    if found.metric not in METRICS or found.dtype not in DTYPES:
-        raise CollectionError(f"{path} is damaged: metric {found.metric!r:.40}, dtype {found.dtype!r:.40}")
-    return found
+    if description.metric not in METRICS or description.dtype not in DTYPES:
+        raise CollectionError(f"{path} is damaged: metric {description.metric!r:.40}, dtype {description.dtype!r:.40}")
+    return description
 
 
 def read_manifest(directory: Path) -> Manifest:
     """Read and check the manifest. Raises `CollectionError`."""
     path = directory / MANIFEST
-    found = decoded(path, read_bytes(path), Manifest)
-    if len({segment.number for segment in found.segments}) != len(found.segments):
+    manifest = decoded(path, read_bytes(path), Manifest)
+    if len({segment.number for segment in manifest.segments}) != len(manifest.segments):
         raise CollectionError(f"{path} is damaged: segments have the same number")
-    return found
+    return manifest
 
 
 def read_tombstones(directory: Path, manifest: Manifest) -> NDArray[np.int64]:
@@ -316,14 +316,14 @@ def _converted(old: _OldDescription) -> Description:
 def decoded(path: Path, content: bytes, struct: type[_T]) -> _T:
     """Decode and check a struct that `encode_with_checksum` encoded. Raises `CollectionError`."""
     try:
-        found: Any = msgspec.json.decode(content, type=struct)
+        value: Any = msgspec.json.decode(content, type=struct)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CollectionError(f"{path} is damaged: {error}") from error
-    if found.version != VERSION:
-        raise CollectionError(f"{path} has version {found.version}; this Trinity reads {VERSION}: build it again")
-    if found.sha256 != _digest(found):
+    if value.version != VERSION:
+        raise CollectionError(f"{path} has version {value.version}; this Trinity reads {VERSION}: build it again")
+    if value.sha256 != _digest(value):
         raise CollectionError(f"{path} is damaged: its checksum does not match its content")
-    return found  # type: ignore[no-any-return]
+    return value  # type: ignore[no-any-return]
 
 
 def _format_of(content: bytes) -> str:

@@ -145,7 +145,7 @@ class DocumentStore:
     def find(self, rows: Rows, on_read: Callable[[Document], None] = lambda document: None) -> dict[int, Document]:
         """Return the documents of those rows that are here; `on_read` is called with each before the next is read, in
         any order."""
-        found: dict[int, Document] = {}
+        by_row: dict[int, Document] = {}
         wanted = [int(row) for row in rows]
         for begin in range(0, len(wanted), _MAX_IDS):
             part = wanted[begin : begin + _MAX_IDS]
@@ -153,19 +153,19 @@ class DocumentStore:
 
             def read(connection: sqlite3.Connection, sql: str = sql, part: list[int] = part) -> None:
                 for columns in connection.execute(sql, part):
-                    found[columns[0]] = one = self._document(*columns)
+                    by_row[columns[0]] = one = self._document(*columns)
                     on_read(one)
 
             self._read(read)
-        return found
+        return by_row
 
     def get(self, rows: Rows, on_read: Callable[[Document], None] = lambda document: None) -> list[Document]:
         """Return the documents of rows, in order. Raises `CollectionError` for a row that is not here."""
-        found = self.find(rows, on_read)
-        missing = next((row for row in rows if row not in found), None)
+        by_row = self.find(rows, on_read)
+        missing = next((row for row in rows if row not in by_row), None)
         if missing is not None:
             raise CollectionError(f"{self.path} has no row {missing}: its last one is {self.last_row}")
-        return [found[int(row)] for row in rows]
+        return [by_row[int(row)] for row in rows]
 
     def all(self) -> Iterator[Document]:
         """Yield the documents, by row."""
@@ -176,12 +176,12 @@ class DocumentStore:
 
     def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
         """Return the rows of those ids that exist."""
-        found: dict[str, int] = {}
+        rows: dict[str, int] = {}
         for begin in range(0, len(ids), _MAX_IDS):
             part = ids[begin : begin + _MAX_IDS]
             placeholders = ", ".join("?" * len(part))
-            found.update(self._query(f"SELECT id, row FROM documents WHERE id IN ({placeholders})", *part))
-        return found
+            rows.update(self._query(f"SELECT id, row FROM documents WHERE id IN ({placeholders})", *part))
+        return rows
 
     def sources(self) -> Sources | None:
         """Return the files that documents were read from; None if none were."""

@@ -44,10 +44,10 @@ class Files:
 
     def __init__(self, state: State) -> None:
         """Raises `CollectionError` for damaged attributes."""
-        self._state, found = state, state.snapshot()
+        self._state, snapshot = state, state.snapshot()
         self._parts: list[tuple[Rows, Sequence[str], NDArray[np.int32]]] = []
         """The rows that are not deleted, names in order, and the number of each row's name, from 1 on; 0: none."""
-        for part, alive in zip(found.parts, found.alive, strict=True):
+        for part, alive in zip(snapshot.parts, snapshot.alive, strict=True):
             names, numbers = part.columns.strings(SOURCE, len(alive))
             self._parts.append((part.rows[: len(alive)][alive], names, numbers[alive]))
 
@@ -62,13 +62,13 @@ class Files:
 
     def rows_of(self, file: str) -> list[int]:
         """Return the rows of a file's documents, ascending; none if there is no such file."""
-        found: list[int] = []
+        of_file: list[int] = []
         for rows, names, numbers in self._parts:
             at = bisect_left(names, file)
             if at < len(names) and names[at] == file:
-                found += rows[numbers == at + 1].tolist()
+                of_file += rows[numbers == at + 1].tolist()
         row = self._state.rows_of([file]).get(file)
-        return [row] if not found and row is not None and row in self._unnamed else sorted(found)
+        return [row] if not of_file and row is not None and row in self._unnamed else sorted(of_file)
 
     def page(self, limit: int, after: str, before: str, *, descending: bool) -> tuple[list[CollectionFile], bool]:
         """Return one page of the files, and whether more follow. after, before: files, "": none.
@@ -95,5 +95,5 @@ class Files:
         count = len(self._names)
         rows = [int(self._unnamed[at - count]) for at in places if at >= count]
         documents = dict(zip(rows, self._state.documents(rows), strict=True))
-        found = (documents[int(self._unnamed[at - count])] if at >= count else self._names[at] for at in places)
-        return [_named(one) if isinstance(one, str) else file_of(one) for one in found if one is not None]
+        entries = (documents[int(self._unnamed[at - count])] if at >= count else self._names[at] for at in places)
+        return [_named(one) if isinstance(one, str) else file_of(one) for one in entries if one is not None]

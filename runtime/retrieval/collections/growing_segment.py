@@ -56,8 +56,8 @@ class GrowingSegment(Part):
         return Vectors(self._metric, "float32", self._dim, self._matrix, centre, 1.0)
 
     def vectors(self, positions: Rows) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = self._matrix[positions, : self._dim]
-        return found
+        vectors: NDArray[np.float32] = self._matrix[positions, : self._dim]
+        return vectors
 
     def append(self, operation: Upsert, schema: Schema) -> None:
         """Append the rows of an upsert. Raises `CollectionError` if they are not the next rows."""
@@ -94,12 +94,12 @@ class GrowingSegment(Part):
 
     def replaced_by(self, rows: Rows, before: int) -> Rows:
         """Return the rows before `before` that some rows replaced, at once or one after the other."""
-        found = []
+        replaced = []
         for row in rows.tolist():
             while row >= before:
                 row = self._replaced.get(row, -1)
-            found += [row] if row >= 0 else []
-        return np.array(found, np.int64)
+            replaced += [row] if row >= 0 else []
+        return np.array(replaced, np.int64)
 
     def may_replace(self, row: int, old: int) -> bool:
         """Whether a row replaced an older one, at once or one after the other, as far as growing rows tell."""
@@ -114,10 +114,10 @@ class GrowingSegment(Part):
 
     def find(self, rows: Sequence[int], on_read: OnDocument = ignore) -> dict[int, Document]:
         first, documents = self.first, self.documents
-        found = {row: documents[row - first] for row in rows if 0 <= row - first < len(documents)}
-        for document in found.values():
+        by_row = {row: documents[row - first] for row in rows if 0 <= row - first < len(documents)}
+        for document in by_row.values():
             on_read(document)
-        return found
+        return by_row
 
     def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
         return {name: self.first + self._by_id[name] for name in ids if name in self._by_id}

@@ -54,15 +54,15 @@ class KeywordSearch:
                 at, passing[number] = at[at < len(passing[number])], passing[number].copy()
                 passing[number][at] = True if filter is None else part.passing(filter)[at]
             passing[-1] = passing[-1][:count]
-        found = []
+        searched = []
         for part, bits in zip(snapshot.parts, passing, strict=True):
             if isinstance(part, Segment) and part.lacks_keywords:
                 where = self._state.directory
                 raise Unavailable(f"{where} has a segment without a keyword index: `trinity index compact` makes one")
             words = part.keywords if isinstance(part, Segment) else growing.postings
             if words is not None:
-                found.append(Searched(words, part.rows, bits))
-        return found
+                searched.append(Searched(words, part.rows, bits))
+        return searched
 
     def _add_rows(self, snapshot: Snapshot) -> None:
         """Add the growing rows to the index: all that can be in `_ADD_S`, or one more."""

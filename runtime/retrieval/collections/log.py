@@ -144,8 +144,8 @@ def contains_record(file: BinaryIO, begin: int, end: int, identity: str) -> bool
         file.seek(begin)
         if not (content := file.read(min(_SCANNED_BYTES, end - begin))):
             return False  # it was cut
-        for found in re.finditer(_MARK_BYTES, content):
-            if _payload_at(file, begin + found.start(), end, identity, None) is not None:
+        for mark in re.finditer(_MARK_BYTES, content):
+            if _payload_at(file, begin + mark.start(), end, identity, None) is not None:
                 return True
         begin += max(len(content) - len(_MARK_BYTES), 0) + 1  # a mark may begin in the last bytes
     return False
@@ -234,23 +234,23 @@ class LogFollower:
 
         Raises `CollectionError` for damage before complete records, at every call.
         """
-        found: list[bytes] = []
+        payloads: list[bytes] = []
         while True:
-            found += self._read()
+            payloads += self._read()
             if self._torn and any(first > self.first for first, _ in log_files(self._directory)):
-                found += self._read()  # the writer completed this file before it created the next
+                payloads += self._read()  # the writer completed this file before it created the next
                 if self._torn:
                     raise self._damaged(self.end, ", and is not the last file of the log")
             following = log_path(self._directory, self.sequence)
             if self.sequence == self.first or not following.exists():
-                return found
-            found += self._read()  # records that were written before the next file was created
+                return payloads
+            payloads += self._read()  # records that were written before the next file was created
             if log_path(self._directory, self.sequence) == following:
                 try:
                     self._open(self.sequence)
                 except OSError as error:  # a file that is gone was sealed: the manifest has the next position
-                    if found or isinstance(error, FileNotFoundError):
-                        return found  # the next call tries again
+                    if payloads or isinstance(error, FileNotFoundError):
+                        return payloads  # the next call tries again
                     raise storage_error(error, f"{following} cannot be read") from error
 
     @property
@@ -284,17 +284,17 @@ class LogFollower:
         self._torn = size > self.end
         if not self._torn:
             return []
-        found, end = [], self.end
+        payloads, end = [], self.end
         with open(self._fd, "rb", closefd=False) as file:
             file.seek(end)
             for payload, end in complete_records(file, size, self._identity, self.sequence):  # noqa: B007
-                found.append(payload)
+                payloads.append(payload)
             self._torn = end < size
             if self._torn and contains_record(file, end, size, self._identity):
                 raise self._damaged(end, ": complete records follow")
         self.end = end
-        self.sequence += len(found)
-        return found
+        self.sequence += len(payloads)
+        return payloads
 
     def _damaged(self, at: int, detail: str) -> CollectionError:
         return CollectionError(f"{log_path(self._directory, self.first)} is damaged at byte {at}{detail}")

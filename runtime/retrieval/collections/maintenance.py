@@ -201,8 +201,8 @@ class Maintenance:
 
     def _remove_obsolete_files(self) -> None:
         with self._commits.lock:  # so that no build begins or is installed in the meantime
-            found = obsolete_files(self._state.directory, self._manifest, self.building)
-        for path in found:
+            obsolete = obsolete_files(self._state.directory, self._manifest, self.building)
+        for path in obsolete:
             self._disk.remove(path)
 
 

@@ -86,10 +86,10 @@ class CollectionReader:
             self.description = about = read_description(self.directory)
             opened: list[State | LogFollower] = []
             try:
-                self.manifest = found = read_manifest(self.directory)
-                self.state = State(self.directory, about, found, shard, self._retired, self._prepare)
+                self.manifest = manifest = read_manifest(self.directory)
+                self.state = State(self.directory, about, manifest, shard, self._retired, self._prepare)
                 opened.append(self.state)
-                self.log, self._parts = self._follow(found), None
+                self.log, self._parts = self._follow(manifest), None
                 opened.append(self.log)
                 self._apply_records()
                 if read_identity(self.directory) != about.identity:  # the files may be of either
@@ -274,9 +274,9 @@ class CollectionReader:
 
     def _manifest_stat(self) -> tuple[int, int, int] | None:
         try:
-            found = os.stat(self._manifest_path)
+            status = os.stat(self._manifest_path)
         except (FileNotFoundError, NotADirectoryError):  # the directory was moved
             return None
         except OSError as error:
             raise storage_error(error, f"{self.directory / MANIFEST} cannot be read") from error
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return status.st_ino, status.st_mtime_ns, status.st_size

@@ -30,4 +30,4 @@ class RetiredDocuments:
 
     def find(self, row: int) -> Document | None:
         """Return the document of a row."""
-        return next((found for _, lookup in self._retired if (found := lookup(row)) is not None), None)
+        return next((document for _, lookup in self._retired if (document := lookup(row)) is not None), None)

@@ -41,15 +41,15 @@ def search(
         raise InvalidRequest(f"this collection demands a filter that binds {demanded!r} by eq or in", "filter")
     if filter is not None:
         check_filter(filter, state.schema)  # which only grows
-    found = state.snapshot()
-    *allowed, growing = found.passing(filter, Work())
+    snapshot = state.snapshot()
+    *allowed, growing = snapshot.passing(filter, Work())
     try:
         parts = []
-        for segment, whole, bits in zip(found.segments, found.whole, allowed, strict=False):
+        for segment, whole, bits in zip(snapshot.segments, snapshot.whole, allowed, strict=False):
             mask = None if whole and filter is None else bits
             parts.append(search_segment(segment.index, queries, k, top_m, search_width, mask, threads, patience))
         if not parts or (len(growing) and growing.any()):
-            parts.append(_search_growing(found.growing, queries, k, growing))
+            parts.append(_search_growing(snapshot.growing, queries, k, growing))
     except GpuError as error:
         raise InvalidRequest(str(error)) from error
     return parts[0] if len(parts) == 1 else merge_neighbors(parts, k)

@@ -295,16 +295,16 @@ def _close(fd: int) -> None:
 
 def sources_of(segments: Sequence[Segment]) -> Sources | None:
     """Return the files that the documents of some segments were read from; None if none were."""
-    found = [sources for segment in segments if segment.store and (sources := segment.store.sources())]
-    if not found:
+    of_segments = [sources for segment in segments if segment.store and (sources := segment.store.sources())]
+    if not of_segments:
         return None
-    files = {path: checksum for sources in found for path, checksum in sources.files.items()}
-    return Sources(found[0].root, found[0].passage_tokens, files)
+    files = {path: checksum for sources in of_segments for path, checksum in sources.files.items()}
+    return Sources(of_segments[0].root, of_segments[0].passage_tokens, files)
 
 
 def locate_rows(rows: NDArray[np.int64], queried: NDArray[np.int64]) -> tuple[Bits, NDArray[np.int64]]:
     """Return which of the queried rows are among `rows`, which ascend, and the positions of those."""
-    found = np.searchsorted(rows, queried)
-    here = found < len(rows)
-    here[here] = rows[found[here]] == queried[here]
-    return here, found[here]
+    positions = np.searchsorted(rows, queried)
+    here = positions < len(rows)
+    here[here] = rows[positions[here]] == queried[here]
+    return here, positions[here]

@@ -180,11 +180,11 @@ def obsolete_files(directory: Path, manifest: Manifest, building: Collection[int
     for number in building:
         kept |= {directory / "segments" / str(number), building_path(directory, number)}
     kept.add(manifest.tombstones_path(directory))
-    found: list[Path] = []
+    obsolete: list[Path] = []
     with contextlib.suppress(OSError):
         for folder in ("segments", "tombstones"):
-            found += [path for path in (directory / folder).iterdir() if path not in kept]
-        found += [path for first, path in log_files(directory) if first < manifest.sequence]
+            obsolete += [path for path in (directory / folder).iterdir() if path not in kept]
+        obsolete += [path for first, path in log_files(directory) if first < manifest.sequence]
         flat = [*directory.glob(f"{INDEX}*"), *(directory / name for name in _FLAT_FILES)]  # before an upgrade
-        found += [path for path in flat if path.exists()]
-    return found
+        obsolete += [path for path in flat if path.exists()]
+    return obsolete

@@ -118,9 +118,9 @@ class CollectionDocuments(CollectionReader):
         """
         with self._lock:
             self.poll()
-            found = self.state.documents(rows, on_read)
-            self._recent.add((row, one) for row, one in zip(rows, found, strict=True) if one is not None)
-            return _shown(self.state, rows, found)
+            documents = self.state.documents(rows, on_read)
+            self._recent.add((row, one) for row, one in zip(rows, documents, strict=True) if one is not None)
+            return _shown(self.state, rows, documents)
 
     def get_known(
         self, rows: Sequence[int], since_ns: int = 1, now_ns: int = 0
@@ -169,8 +169,8 @@ class CollectionDocuments(CollectionReader):
         with self._lock:
             self.poll()
             present = dict(zip(rows, self.state.present(rows), strict=True))
-        found = {version: row for row, version in sorted(present.items()) if version is not None}
-        versions = {row: row if version is None else found[version] for row, version in present.items()}
+        row_of = {version: row for row, version in sorted(present.items()) if version is not None}
+        versions = {row: row if version is None else row_of[version] for row, version in present.items()}
         first, second = (
             np.array([versions.get(row, row) for row in ids.tolist()], np.int64) for ids in (one[0], other[0])
         )
@@ -185,13 +185,13 @@ class CollectionDocuments(CollectionReader):
         return self._keywords.search_keywords(text, vector, depth, filter, deadline_ns)
 
 
-def _shown(state: State, rows: Sequence[int], found: Sequence[Document | None]) -> list[Document | None]:
+def _shown(state: State, rows: Sequence[int], documents: Sequence[Document | None]) -> list[Document | None]:
     """Return the documents found, None for a deleted one and for an older version of another."""
     present = state.present(rows)
     shown = {version: row for row, version in sorted(zip(rows, present, strict=True))}
     return [
         one if version is not None and shown[version] == row else None
-        for row, version, one in zip(rows, present, found, strict=True)
+        for row, version, one in zip(rows, present, documents, strict=True)
     ]
 
 

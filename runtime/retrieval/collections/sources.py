@@ -50,7 +50,7 @@ def read_documents(path: Path, progress: Progress = no_progress) -> Iterator[Doc
 
     Other fields and blank lines are ignored. Reads one line at a time, of at most 4 MiB.
     """
-    found = 0
+    count = 0
     with _opened(path) as file:
         size = max(path.stat().st_size, 1)
         stream = gzip.GzipFile(fileobj=file) if path.name.endswith(".gz") else file
@@ -59,9 +59,9 @@ def read_documents(path: Path, progress: Progress = no_progress) -> Iterator[Doc
             if number % 1000 == 0:
                 progress("read", min(file.tell() / size, 1.0))
             if stripped := line.strip():
-                found += 1
+                count += 1
                 yield _document(stripped, f"{path}, line {number}")
-    if not found:
+    if not count:
         raise CollectionError(f"{path} contains no documents")
     progress("read", 1.0)
 
@@ -122,15 +122,15 @@ def _next_line(stream: BinaryIO | gzip.GzipFile, path: Path, number: int) -> byt
 
 def _document(line: bytes, where: str) -> Document:
     try:
-        found = _decode_line(line)
+        fields = _decode_line(line)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CollectionError(f"{where}: {explain_decode_error(line, error)}") from error
-    identity = str(found.id)
+    identity = str(fields.id)
     if not 1 <= len(identity) <= MAX_ID_CHARACTERS:
         raise CollectionError(f"{where}: an id has 1 to {MAX_ID_CHARACTERS} characters, not {len(identity)}")
-    if not found.text.strip():
+    if not fields.text.strip():
         raise CollectionError(f"{where}: document {identity!r} has an empty text")
-    return Document(identity, found.title or "", found.text, found.attributes or {})
+    return Document(identity, fields.title or "", fields.text, fields.attributes or {})
 
 
 def explain_decode_error(line: bytes, error: Exception) -> str:

@@ -153,8 +153,8 @@ class State:
         """Return the deleted rows of a manifest's segments; `fresh` are those that are not installed yet."""
         known, dead = {segment.info: segment for segment in self.segments}, self.dead_rows()
         installed = [known[info].dead_rows() for info in manifest.segments if info in known]
-        found = (np.intersect1d(segment.rows, dead) for segment in fresh.values())
-        return np.concatenate([np.empty(0, np.int64), *installed, *found])
+        fresh_dead = (np.intersect1d(segment.rows, dead) for segment in fresh.values())
+        return np.concatenate([np.empty(0, np.int64), *installed, *fresh_dead])
 
     @property
     def count(self) -> int:
@@ -179,12 +179,12 @@ class State:
     def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
         """Return the rows of those ids that exist, in order."""
         with self.lock:
-            found: dict[str, int] = {}
+            row_by_id: dict[str, int] = {}
             for part in reversed(self.parts):
-                here = part.rows_of([name for name in ids if name not in found])
+                here = part.rows_of([name for name in ids if name not in row_by_id])
                 alive = part.has_alive(np.array([*here.values()], np.int64))
-                found |= dict(compress(here.items(), alive))
-        return {name: found[name] for name in ids if name in found}
+                row_by_id |= dict(compress(here.items(), alive))
+        return {name: row_by_id[name] for name in ids if name in row_by_id}
 
     def snapshot(self) -> "Snapshot":
         """Return one state of all rows. Evaluate filters over it, not under the lock, which others need."""
@@ -196,8 +196,8 @@ class State:
     def rows_passing(self, filter: Filter, work: Work | None = None) -> Rows:
         """Return the rows that are not deleted and pass a filter, int64. Raises `InvalidFilter`."""
         check_filter(filter, self.schema)
-        found = self.snapshot()
-        passing = zip(found.parts, found.passing(filter, work or Work()), strict=True)
+        snapshot = self.snapshot()
+        passing = zip(snapshot.parts, snapshot.passing(filter, work or Work()), strict=True)
         return np.concatenate([part.rows[: len(bits)][bits] for part, bits in passing])
 
     def held_by(self, owner: AttributeBinding, rows: Rows) -> Bits:
@@ -218,14 +218,14 @@ class State:
         """
         with self.lock:
             parts = self.parts
-        found: dict[int, Document] = {}
+        by_row: dict[int, Document] = {}
         for part in parts:
-            found |= part.find([row for row in rows if row not in found], on_read)
+            by_row |= part.find([row for row in rows if row not in by_row], on_read)
         for row in rows:
-            if row not in found and (document_then := self._retired_document(row)) is not None:
-                found[row] = document_then
+            if row not in by_row and (document_then := self._retired_document(row)) is not None:
+                by_row[row] = document_then
                 on_read(document_then)
-        return [found.get(row) for row in rows]
+        return [by_row.get(row) for row in rows]
 
     def _retired_document(self, row: int) -> Document | None:
         if self._retired is None:
@@ -257,12 +257,12 @@ class State:
         wanted = np.array(rows, np.int64)
         with self.lock:
             first, *others = self.parts
-            found = first.has_alive(wanted)
+            alive = first.has_alive(wanted)
             for part in others:
-                if found.all():  # most often in the first
+                if alive.all():  # most often in the first
                     break
-                found |= part.has_alive(wanted)
-        return [not one for one in found.tolist()]
+                alive |= part.has_alive(wanted)
+        return [not one for one in alive.tolist()]
 
     def close(self) -> None:
         close(self.segments)
@@ -296,11 +296,11 @@ class Snapshot(NamedTuple):
 
 def vectors_of(parts: Sequence[Part], rows: Rows, dim: int) -> NDArray[np.float32]:
     """Return the vectors of rows that are in some parts, float32 [n, d]."""
-    found = np.empty((len(rows), dim), np.float32)
+    vectors = np.empty((len(rows), dim), np.float32)
     for part in parts:
         here, at = part.locate(rows)
-        found[here] = part.vectors(at)
-    return found
+        vectors[here] = part.vectors(at)
+    return vectors
 
 
 def extended_schema(schema: Schema, documents: Iterable[Attributes]) -> Schema:

@@ -114,8 +114,8 @@ def _is_flat(directory: Path, description: Description) -> bool:
 
 def _was_written(directory: Path) -> bool:
     """Return whether there is more of a log than an upgrade begins with: the header of its first file."""
-    found = log_files(directory) if status_of(directory / "log") else []
-    return any(first > 0 or path.stat().st_size > HEADER.size for first, path in found)
+    logs = log_files(directory) if status_of(directory / "log") else []
+    return any(first > 0 or path.stat().st_size > HEADER.size for first, path in logs)
 
 
 def _checked_files(directory: Path, description: Description) -> dict[str, FileChecksum]:

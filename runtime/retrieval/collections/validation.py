@@ -125,10 +125,10 @@ def resolve_vectors(
         raise InvalidDocument(f"document {documents[texts[0]].id!r} has no vector, and the collection has no embedder")
     if texts and embedder is not None:
         passages = [embedding_text(documents[number].title, documents[number].text) for number in texts]
-        (found,) = embed_passages(embedder, [passages], threads)
-        if found.shape[1] != description.dim:
-            raise InvalidDocument(f"the embedder's vectors have {found.shape[1]} dimensions, not {description.dim}")
-        matrix[texts] = found
+        (embedded,) = embed_passages(embedder, [passages], threads)
+        if embedded.shape[1] != description.dim:
+            raise InvalidDocument(f"the embedder's vectors have {embedded.shape[1]} dimensions, not {description.dim}")
+        matrix[texts] = embedded
     for number, document in enumerate(documents):
         if document.vector is not None:
             try:

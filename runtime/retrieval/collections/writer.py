@@ -85,19 +85,19 @@ class CollectionWriter:
         self.lock_fd = acquire_lock(directory)
         try:
             upgrade(disk, directory)
-            found = CollectionReader(directory)
-            self.state, torn = found.state, found.torn_bytes
+            reader = CollectionReader(directory)
+            self.state, torn = reader.state, reader.torn_bytes
             try:
-                found.check_log()
-                if found.manifest.next_row >= MAX_ROWS:
-                    last = found.manifest.next_row - 1
+                reader.check_log()
+                if reader.manifest.next_row >= MAX_ROWS:
+                    last = reader.manifest.next_row - 1
                     raise CollectionError(f"{directory} has the id {last}: documents cannot be added behind it")
-                self.commits = GroupCommit(disk, self.state, self.lock_fd, found.log.first, found.log.end)
-                self.maintenance = Maintenance(disk, self.state, self.commits, found.manifest, seal_rows, threads)
+                self.commits = GroupCommit(disk, self.state, self.lock_fd, reader.log.first, reader.log.end)
+                self.maintenance = Maintenance(disk, self.state, self.commits, reader.manifest, seal_rows, threads)
             except BaseException:
-                found.close()
+                reader.close()
                 raise
-            found.log.close()
+            reader.log.close()
         except BaseException:
             os.close(self.lock_fd)
             raise
@@ -256,10 +256,10 @@ class CollectionWriter:
         return len(ids)
 
     def _prepare_delete(self, group: WriteGroup, ids: Sequence[str], owner: AttributeBinding | None) -> int:
-        found = self._rows_of(group, list(dict.fromkeys(ids)))
-        rows = self._own(np.array(sorted(found.values()), np.int64), owner)
+        row_by_id = self._rows_of(group, list(dict.fromkeys(ids)))
+        rows = self._own(np.array(sorted(row_by_id.values()), np.int64), owner)
         group.operations += [Delete(rows.tolist())] if len(rows) else []
-        group.rows |= {name: None for name, row in found.items() if row in rows}
+        group.rows |= {name: None for name, row in row_by_id.items() if row in rows}
         return len(rows)
 
     def _own(self, rows: Rows, owner: AttributeBinding | None) -> Rows:

@@ -46,15 +46,15 @@ class Bert:
 
         def read(name: str, *shape: int) -> Tensor:
             """Return a tensor in float32 on the host; a size 0 is any."""
-            found = weights.get(prefix + name)
+            weight = weights.get(prefix + name)
             if (
-                found is None
-                or found.dim() != len(shape)
-                or any(size and size != has for size, has in zip(shape, found.shape, strict=True))
+                weight is None
+                or weight.dim() != len(shape)
+                or any(size and size != has for size, has in zip(shape, weight.shape, strict=True))
             ):
-                has = "is missing" if found is None else f"has shape {list(found.shape)}"
+                has = "is missing" if weight is None else f"has shape {list(weight.shape)}"
                 raise ModelError(f"{files.whose} cannot run on a GPU: its weight {prefix + name} {has}")
-            return found.float()
+            return weight.float()
 
         def affine(name: str, rows: int, columns: int = 0) -> _Affine:
             weight = read(f"{name}.weight", rows, columns) if columns else read(f"{name}.weight", rows)

@@ -45,11 +45,11 @@ class BertFiles:
         if not (directory / WEIGHTS).is_file():
             raise ModelError(f"{whose} cannot run on a GPU: {directory} has no {WEIGHTS}, only a form for CPUs")
         try:
-            found: Any = json.loads(read_regular(path, _MAX_JSON_BYTES))
-            kind, activation = found["model_type"], found["hidden_act"]
-            sizes = {name: int(found[name]) for name in _LARGEST}
-            eps, padding = float(found["layer_norm_eps"]), int(found.get("pad_token_id") or 0)
-            positions = found.get("position_embedding_type") or "absolute"
+            settings: Any = json.loads(read_regular(path, _MAX_JSON_BYTES))
+            kind, activation = settings["model_type"], settings["hidden_act"]
+            sizes = {name: int(settings[name]) for name in _LARGEST}
+            eps, padding = float(settings["layer_norm_eps"]), int(settings.get("pad_token_id") or 0)
+            positions = settings.get("position_embedding_type") or "absolute"
         except OSError as error:
             raise ModelError(f"{whose} cannot run on a GPU: {path}: {error.strerror}") from error
         except (ValueError, TypeError, KeyError, RecursionError) as error:

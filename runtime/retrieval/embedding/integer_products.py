@@ -102,8 +102,8 @@ def with_integer_products(model: bytes) -> bytes:
     graph.node.extend(reversed(kept))
     if all(one.domain != _MICROSOFT for one in parsed.opset_import):
         parsed.opset_import.add(domain=_MICROSOFT, version=1)
-    found: bytes = parsed.SerializeToString()
-    return found
+    content: bytes = parsed.SerializeToString()
+    return content
 
 
 def _shorten_attention(nodes: Iterable[Any]) -> None:
@@ -125,7 +125,7 @@ def _shorten_attention(nodes: Iterable[Any]) -> None:
 def _gelus(nodes: Iterable[Any], used_by: dict[str, list[Any]]) -> dict[str, list[str]]:
     """Return the outputs x · (½ · (erf(x / √2) + 1)), an order that onnxruntime does not fuse, and what is computed on
     the way to each, the quotient first. The constants are not looked at: only MiniLM is rewritten."""
-    found = {}
+    gelus = {}
     for node in nodes:
         way, at = [], node
         for op_type in ("Div", "Erf", "Add", "Mul"):
@@ -136,8 +136,8 @@ def _gelus(nodes: Iterable[Any], used_by: dict[str, list[Any]]) -> dict[str, lis
             at = users[0]
         else:
             if at.op_type == "Mul" and node.input[0] in at.input:
-                found[at.output[0]] = way
-    return found
+                gelus[at.output[0]] = way
+    return gelus
 
 
 def _weights(name: str, made_by: dict[str, Any], stored: dict[str, Any]) -> tuple[Any, Any] | None:

@@ -193,8 +193,8 @@ def _tokenize(new: Sequence[Waiting]) -> None:
         with contextlib.suppress(Exception):
             tokenizing = texts[0].texts.embedder.tokenizing
             if tokenizing is not None:
-                found = tokenizing.tokenize([one.text for one in texts], texts[0].texts.kind)
-                for one, tokens in zip(texts, found, strict=True):
+                tokenized = tokenizing.tokenize([one.text for one in texts], texts[0].texts.kind)
+                for one, tokens in zip(texts, tokenized, strict=True):
                     one.set_tokens(tokens, tokenizing)
 
 

@@ -94,13 +94,13 @@ def load_embedder(
         retries = BUILD_RETRIES if for_build else REQUEST_RETRIES
         key = read_key(location.key_file, "the embedder's")
         return ServerEmbedder(spec, key=key, url=location.override, retries=retries)
-    found = _directory(spec, location)
-    if found.sha256() != spec.sha256:
+    files = _directory(spec, location)
+    if files.sha256() != spec.sha256:
         raise ModelError(
-            f"{found.directory} contains another model than the {spec.name} that the collection was built with: "
+            f"{files.directory} contains another model than the {spec.name} that the collection was built with: "
             "the checksum of its files differs"
         )
-    embedder = _of_directory(found, spec, location.device)
+    embedder = _of_directory(files, spec, location.device)
     if embedder.dim != spec.dim:
         raise ModelError(f"the embedder {spec.name} returns vectors of {embedder.dim} dimensions, not {spec.dim}")
     return embedder
@@ -180,13 +180,13 @@ def choose_embedder(
         if prefixes:
             raise ConfigError(f"the embedder {named!r} takes no prefixes")
         return named, load_embedder(named, location=EmbedderLocation(device=device))
-    found = read_model_directory(Path(named))
-    own = {"query_prefix": found.encoding.query_prefix, "passage_prefix": found.encoding.passage_prefix}
+    files = read_model_directory(Path(named))
+    own = {"query_prefix": files.encoding.query_prefix, "passage_prefix": files.encoding.passage_prefix}
     spec = DirectorySpec(
-        name=found.name, dim=1, directory=str(found.directory), model_file=found.model_file, sha256=found.sha256(),
+        name=files.name, dim=1, directory=str(files.directory), model_file=files.model_file, sha256=files.sha256(),
         **(own | prefixes),
     )  # fmt: skip
-    embedder = _of_directory(found, spec, device)
+    embedder = _of_directory(files, spec, device)
     spec = msgspec.structs.replace(spec, dim=embedder.dim)
     embedder.name = embedder_name(spec)
     return spec, embedder
@@ -219,10 +219,10 @@ def _directory(spec: DirectorySpec, location: EmbedderLocation) -> ModelDirector
     return read_model_directory(named)
 
 
-def _of_directory(found: ModelDirectory, spec: DirectorySpec, device: str) -> TextEmbedder:
-    encoding = replace(found.encoding, query_prefix=spec.query_prefix, passage_prefix=spec.passage_prefix)
-    model, tokenizer = found.directory / found.model_file, found.directory / "tokenizer.json"
-    return _on_device(embedder_name(spec), model, tokenizer, encoding, lambda: found.directory, device)
+def _of_directory(files: ModelDirectory, spec: DirectorySpec, device: str) -> TextEmbedder:
+    encoding = replace(files.encoding, query_prefix=spec.query_prefix, passage_prefix=spec.passage_prefix)
+    model, tokenizer = files.directory / files.model_file, files.directory / "tokenizer.json"
+    return _on_device(embedder_name(spec), model, tokenizer, encoding, lambda: files.directory, device)
 
 
 def _on_device(

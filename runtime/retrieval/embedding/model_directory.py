@@ -112,12 +112,12 @@ def _model_file(path: Path) -> tuple[Path, str]:
     for name in ("onnx/model.onnx", "model.onnx"):
         if (path / name).is_file():
             return path.absolute(), name
-    found = sorted(path.glob("onnx/model*.onnx"))
-    if not found:
+    models = sorted(path.glob("onnx/model*.onnx"))
+    if not models:
         raise ModelError(f"{path} has no onnx/model.onnx: a model in ONNX form is needed")
-    if len(found) > 1:
-        raise ModelError(f"{path} has several models: specify one of {', '.join(str(one) for one in found)}")
-    return path.absolute(), found[0].relative_to(path).as_posix()
+    if len(models) > 1:
+        raise ModelError(f"{path} has several models: specify one of {', '.join(str(one) for one in models)}")
+    return path.absolute(), models[0].relative_to(path).as_posix()
 
 
 def _modules(directory: Path) -> dict[str, str]:
@@ -198,10 +198,10 @@ def _json(directory: Path, name: str) -> dict[str, Any]:
     """Read a settings file; {} if there is none."""
     if not (directory / name).is_file():
         return {}
-    found = _read_json(directory / name)
-    if not isinstance(found, dict):
+    content = _read_json(directory / name)
+    if not isinstance(content, dict):
         raise ModelError(f"{directory / name} is not a JSON object")
-    return found
+    return content
 
 
 def _read_json(path: Path) -> Any:

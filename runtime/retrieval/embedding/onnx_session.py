@@ -71,21 +71,21 @@ class OnnxSession:
         given = dict(zip(_INPUTS, (ids, mask, kinds, positions), strict=True))
         inputs = {name: np.ascontiguousarray(given[name], dtype) for name, dtype in self._inputs.items()}
         try:
-            (found,) = self._session.run([output], inputs)
+            (values,) = self._session.run([output], inputs)
         except Exception as error:  # onnxruntime has exception classes of its own
             raise ModelError(f"{self._whose} failed: {str(error).partition(chr(10))[0]}") from error
-        return np.asarray(found, np.float32), mask
+        return np.asarray(values, np.float32), mask
 
     def _known_inputs(self) -> dict[str, Any]:
-        found = {}
+        dtypes = {}
         for given in self._session.get_inputs():
             if given.name not in _INPUTS or given.type not in _INTEGERS:
                 raise ModelError(
                     f"{self._whose}: its model requires the input {given.name!r} ({given.type}); "
                     f"supported are {', '.join(_INPUTS)} as integers"
                 )
-            found[given.name] = _INTEGERS[given.type]
-        return found
+            dtypes[given.name] = _INTEGERS[given.type]
+        return dtypes
 
 
 def batches_by_length(lengths: Sequence[int], limit: int, pass_tokens: int = PASS_TOKENS) -> list[list[int]]:

@@ -98,8 +98,8 @@ class ServerEmbedder:
         """See `Embedder.embed`."""
         prefix = self._spec.query_prefix if kind == "query" else self._spec.passage_prefix
         batches = _batches([prefix + truncate_text(text) or " " for text in texts])  # many servers refuse an empty text
-        found = [self._embedded(batch) for batch in batches]
-        return np.concatenate(found) if found else np.empty((0, self.dim), np.float32)
+        vectors = [self._embedded(batch) for batch in batches]
+        return np.concatenate(vectors) if vectors else np.empty((0, self.dim), np.float32)
 
     def _embedded(self, texts: list[str]) -> Vectors:
         """Return one batch's vectors; retries with exponential back-off and jitter."""

@@ -110,8 +110,8 @@ class TorchEncoder:
                 self._graphs[rows, tokens] = sent, capture(partial(self._bert.encode, sent))
 
     def _on_host(self, vectors: Tensor) -> Vectors:
-        found: Vectors = vectors.cpu().numpy()  # waits for this stream, not for the device
-        return found
+        on_host: Vectors = vectors.cpu().numpy()  # waits for this stream, not for the device
+        return on_host
 
     @contextlib.contextmanager
     def _typed(self, what: str) -> Any:

@@ -20,10 +20,10 @@ class VectorCache:
 
     def find(self, key: Key) -> Vectors | None:
         """Return the vector [dim] of a text; it is read-only."""
-        found = self._vectors.get(key)
-        if found is not None:
+        vector = self._vectors.get(key)
+        if vector is not None:
             self._vectors.move_to_end(key)
-        return found
+        return vector
 
     def put(self, key: Key, vector: Vectors) -> None:
         """Keep a vector; it becomes read-only."""

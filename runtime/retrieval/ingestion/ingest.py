@@ -207,17 +207,17 @@ class _IngestJob:
         """Compare files with the collection; return whether anything changed."""
         assert self._before is not None, "only an update compares"
         self._find()
-        for number, found in enumerate(self._files):
+        for number, file in enumerate(self._files):
             self._progress("compare", number / len(self._files))
             try:
-                digest = checksum(found)
+                digest = checksum(file)
             except UnreadableFile as error:
-                self._skip(found, error)
+                self._skip(file, error)
                 continue
-            if self._before.files.get(found.source) == digest:
-                self._checksums[found.source] = digest
+            if self._before.files.get(file.source) == digest:
+                self._checksums[file.source] = digest
         self._progress("compare", 1.0)
-        present = {found.source for found in self._files}
+        present = {file.source for file in self._files}
         self._gone = {path for path in self._before.expected - present if not self._is_unread(path)}
         self.report.gone, self.report.unchanged = len(self._gone), len(self._checksums)
         return bool(self._gone) or bool(present - set(self._checksums) - set(self.report.skipped))
@@ -232,18 +232,18 @@ class _IngestJob:
             self._find()
         read = set[str]()
         to_read = [f for f in self._files if f.source not in self._checksums and f.source not in self.report.skipped]
-        for number, found in enumerate(to_read):
+        for number, file in enumerate(to_read):
             self._progress("read", number / len(to_read))
-            old = list(self._before.get(self._before.by_file.get(found.source, []))) if self._before else []
+            old = list(self._before.get(self._before.by_file.get(file.source, []))) if self._before else []
             try:
-                digest, passages = self._read(found)
+                digest, passages = self._read(file)
             except UnreadableFile as error:
-                self._skip(found, error)
+                self._skip(file, error)
                 if old and self._before:  # its old passages are kept, and the file is retried next time
-                    self.sources.files[found.source] = self._before.files[found.source]
+                    self.sources.files[file.source] = self._before.files[file.source]
                     yield from (self._record(document, row) for row, document in old)
                 continue
-            self.sources.files[found.source] = digest
+            self.sources.files[file.source] = digest
             self.report.read += 1
             rows = {embedding_text(document.title, document.text): row for row, document in old}
             for document in passages:
@@ -263,7 +263,7 @@ class _IngestJob:
     def _find(self) -> None:
         self._files = find_files(self._paths, Path(self.sources.root), self._unread)
         self.report.skipped |= self._unread
-        check_packages(found.source for found in self._files)
+        check_packages(file.source for file in self._files)
 
     def _is_unread(self, path: str) -> bool:
         """Return whether a file is in a folder that could not be listed."""
@@ -277,7 +277,7 @@ class _IngestJob:
         return had, self._before.collection.state.vectors(rows[had])
 
     def _kept(self, before: _ExistingCollection) -> Iterator[Document]:
-        again = {found.source for found in self._files} - set(self._checksums) - set(self.report.skipped)
+        again = {source_file.source for source_file in self._files} - set(self._checksums) - set(self.report.skipped)
         kept = (rows for file, rows in before.by_file.items() if file not in again | self._gone)
         for row, document in before.get(sorted(itertools.chain.from_iterable(kept))):
             self.sources.files[document.file] = before.files[document.file]
@@ -289,28 +289,28 @@ class _IngestJob:
         self.report.embedded += row < 0
         return msgspec.structs.replace(document, row=-1)
 
-    def _skip(self, found: SourceFile, error: UnreadableFile) -> None:
-        self.report.skipped[found.source] = str(error)
+    def _skip(self, file: SourceFile, error: UnreadableFile) -> None:
+        self.report.skipped[file.source] = str(error)
 
-    def _read(self, found: SourceFile) -> tuple[str, Iterator[Document]]:
+    def _read(self, file: SourceFile) -> tuple[str, Iterator[Document]]:
         """Return a file's checksum and passages; those of JSON lines are read lazily. Raises `UnreadableFile`."""
-        if found.is_jsonl:
-            digest, lines = checksum(found), read_documents(found.path, self._progress)
-            return digest, (Document(line.id, line.title, line.text, line.attributes, found.source) for line in lines)
-        content = read_bytes(found)  # read once, so that the checksum is that of the passages' text
-        return hashlib.sha256(content).hexdigest(), self._passages(found, content)
+        if file.is_jsonl:
+            digest, lines = checksum(file), read_documents(file.path, self._progress)
+            return digest, (Document(line.id, line.title, line.text, line.attributes, file.source) for line in lines)
+        content = read_bytes(file)  # read once, so that the checksum is that of the passages' text
+        return hashlib.sha256(content).hexdigest(), self._passages(file, content)
 
-    def _passages(self, found: SourceFile, content: bytes) -> Iterator[Document]:
-        read = (read_file if found.source.lower().endswith(PLAIN) else self._reader.read)(found.source, content)
+    def _passages(self, file: SourceFile, content: bytes) -> Iterator[Document]:
+        read = (read_file if file.source.lower().endswith(PLAIN) else self._reader.read)(file.source, content)
         passages: list[Document] = []
-        for one in file_passages(read, found.path.stem, self.sources.passage_tokens, self._embedder.count_tokens):
-            attributes: dict[str, Attribute] = {"source": found.source}
+        for one in file_passages(read, file.path.stem, self.sources.passage_tokens, self._embedder.count_tokens):
+            attributes: dict[str, Attribute] = {"source": file.source}
             if one.heading:
                 attributes["heading"] = one.heading
             if one.page:
                 attributes["page"] = one.page
-            name = f"{found.source}#{len(passages) + 1}"
-            passages.append(Document(name, one.title, one.text, attributes, found.source))
+            name = f"{file.source}#{len(passages) + 1}"
+            passages.append(Document(name, one.title, one.text, attributes, file.source))
         if not passages:
             raise UnreadableFile("there is no text in it")
         return iter(passages)

@@ -108,13 +108,13 @@ def _ends(cut: re.Pattern[str], text: str) -> Iterator[int]:
     begin, window = 0, _WINDOW
     while begin < len(text):
         end = begin + window
-        found = cut.search(text, begin, end)
-        if found is None and end >= len(text):
+        separator = cut.search(text, begin, end)
+        if separator is None and end >= len(text):
             return
-        stop = found.end() if found else begin + len(text[begin:end].rstrip())  # the next match may begin there
-        if stop == begin or (found and stop == end < len(text)):
+        stop = separator.end() if separator else begin + len(text[begin:end].rstrip())  # the next match may begin there
+        if stop == begin or (separator and stop == end < len(text)):
             window *= 2  # the match may go on behind it
             continue
         begin, window = stop, _WINDOW
-        if found:
+        if separator:
             yield stop

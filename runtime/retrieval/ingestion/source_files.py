@@ -48,7 +48,7 @@ def find_files(paths: Sequence[Path], root: Path, unread: dict[str, str]) -> lis
     explicitly. Folders that cannot be listed are added to `unread`, with the reason, by their path relative to `root`.
     Raises `CollectionError` for missing paths and unsupported files, `BuildRefused` for too many files.
     """
-    found: dict[str, SourceFile] = {}
+    files: dict[str, SourceFile] = {}
     for path in paths:
         absolute = Path(os.path.abspath(path))
         folder = absolute if absolute.is_dir() else None
@@ -62,41 +62,41 @@ def find_files(paths: Sequence[Path], root: Path, unread: dict[str, str]) -> lis
             inside = [absolute]
         for one in inside:
             source = _relative(one, root)
-            found.setdefault(source, SourceFile(one, source, folder))
-            if len(found) > MAX_FILES:
+            files.setdefault(source, SourceFile(one, source, folder))
+            if len(files) > MAX_FILES:
                 raise BuildRefused(f"{path}: there are more than {MAX_FILES:,} files, the limit")
-    return [found[source] for source in sorted(found)]
+    return [files[source] for source in sorted(files)]
 
 
-def read_bytes(found: SourceFile) -> bytes:
+def read_bytes(source_file: SourceFile) -> bytes:
     """Return a file's content; its size is checked first. Raises `UnreadableFile`."""
-    with _opened(found, MAX_FILE_BYTES) as file:
+    with _opened(source_file, MAX_FILE_BYTES) as file:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:  # it grew
         raise UnreadableFile(f"it has more than {MAX_FILE_BYTES:,} bytes, the limit")
     return content
 
 
-def checksum(found: SourceFile) -> str:
+def checksum(source_file: SourceFile) -> str:
     """Return the SHA-256 of a file's content. Raises `UnreadableFile`, also for a name that is not UTF-8."""
-    if not found.is_jsonl:
-        return hashlib.sha256(read_bytes(found)).hexdigest()
-    with _opened(found) as file:  # without size limit: it is read line by line
+    if not source_file.is_jsonl:
+        return hashlib.sha256(read_bytes(source_file)).hexdigest()
+    with _opened(source_file) as file:  # without size limit: it is read line by line
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
-def _opened(found: SourceFile, max_bytes: int | None = None) -> Iterator[BufferedReader]:
+def _opened(source_file: SourceFile, max_bytes: int | None = None) -> Iterator[BufferedReader]:
     """Open a regular file that is not a link out of its folder. Raises `UnreadableFile`."""
     try:
-        found.source.encode()
+        source_file.source.encode()
     except UnicodeEncodeError as error:
         raise UnreadableFile("its name is not UTF-8") from error
     try:
-        with open(open_regular(found.path, max_bytes=max_bytes), "rb") as file:
-            if found.folder is not None:
+        with open(open_regular(source_file.path, max_bytes=max_bytes), "rb") as file:
+            if source_file.folder is not None:
                 opened = Path(f"/proc/self/fd/{file.fileno()}").resolve()  # the opened file: the name may have changed
-                if not opened.is_relative_to(found.folder.resolve()):
+                if not opened.is_relative_to(source_file.folder.resolve()):
                     raise UnreadableFile("it is a link to a file outside of the folder: specify that file itself")
             yield file
     except OSError as error:

@@ -157,10 +157,10 @@ class KeywordFile:
             tables = connection.execute("SELECT type, sql FROM sqlite_master ORDER BY name").fetchall()
             if own != _APPLICATION_ID or tables != [("table", _DOCUMENTS), ("table", _POSTINGS)]:
                 raise CollectionError(f"{path} is damaged: its tables have another schema")
-            found = cls(connection, str(path))
-            if len(found.lengths) != size:
-                raise CollectionError(f"{path} is damaged: it has {len(found.lengths)} documents, not {size}")
-            return found
+            index = cls(connection, str(path))
+            if len(index.lengths) != size:
+                raise CollectionError(f"{path} is damaged: it has {len(index.lengths)} documents, not {size}")
+            return index
         except (sqlite3.Error, ValueError, TypeError, CollectionError) as error:
             if connection is not None:
                 connection.close()
@@ -177,8 +177,8 @@ class KeywordFile:
         try:
             with self._lock:
                 cursor = self._connection.execute(sql, (word,))
-            while (found := self._next(cursor)) is not None:
-                yield found
+            while (entry := self._next(cursor)) is not None:
+                yield entry
         except sqlite3.ProgrammingError as error:
             raise CollectionReplaced(f"{self._name} is closed") from error
         except sqlite3.Error as error:
@@ -186,8 +186,8 @@ class KeywordFile:
 
     def _next(self, cursor: sqlite3.Cursor) -> tuple[int, bytes] | None:
         with self._lock:
-            found: tuple[int, bytes] | None = cursor.fetchone()
-            return found
+            entry: tuple[int, bytes] | None = cursor.fetchone()
+            return entry
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -243,19 +243,19 @@ def search_indexes(
     the errors of `KeywordFile.entries`.
     """
     words = words_of(text[:_MAX_QUERY_CHARACTERS])[:_MAX_READ]
-    lengths = [one.words.lengths[: len(one.visible)] for one in indexes]
+    lengths = [index.words.lengths[: len(index.visible)] for index in indexes]
     matches = {}
     for word in islice(dict.fromkeys(stem(word) for word in words), MAX_WORDS):
         if clock() >= deadline_ns:
             raise DeadlineExceeded("the keyword search exceeded its deadline")
         matches[word] = _matches(word, indexes, lengths)
-    counted = [found[one.visible] for one, found in zip(indexes, lengths, strict=True)]
+    counted = [sizes[index.visible] for index, sizes in zip(indexes, lengths, strict=True)]
     return _ranked(_rarest(matches), np.concatenate([np.empty(0, np.uint32), *counted]))[:depth]
 
 
 def _matches(word: str, indexes: Sequence[Searched], lengths: Sequence[Lengths]) -> Matches:
     """Return the visible documents with a stem. Stops when there are over `MAX_ROWS`."""
-    found, size = [np.empty((3, 0), np.int64)], 0
+    columns, size = [np.empty((3, 0), np.int64)], 0
     for (words, rows, visible), sizes in zip(indexes, lengths, strict=True):
         for first, content in words.entries(word):
             try:
@@ -266,17 +266,17 @@ def _matches(word: str, indexes: Sequence[Searched], lengths: Sequence[Lengths])
             numbers, entries = numbers[numbers < len(visible)], entries[numbers < len(visible)]
             here = visible[numbers]
             numbers, counts = numbers[here], entries[here] & 255
-            found.append(np.stack([rows[numbers], counts, sizes[numbers]]))
+            columns.append(np.stack([rows[numbers], counts, sizes[numbers]]))
             size += len(numbers)
             if size > MAX_ROWS:
-                return np.concatenate(found, axis=1)
-    return np.concatenate(found, axis=1)
+                return np.concatenate(columns, axis=1)
+    return np.concatenate(columns, axis=1)
 
 
 def _rarest(matches: Mapping[str, Matches]) -> list[Matches]:
     """Return the rarest stems' matches, which together are at most `MAX_ROWS`."""
     rows_left, rare = MAX_ROWS, []
-    for _, word in sorted((found.shape[1], word) for word, found in matches.items()):
+    for _, word in sorted((matching.shape[1], word) for word, matching in matches.items()):
         rows_left -= matches[word].shape[1]
         if rows_left >= 0:
             rare.append(matches[word])
@@ -287,10 +287,10 @@ def _ranked(matches: Sequence[Matches], counted: Lengths) -> Rows:
     """Return the rows of some stems' matches by descending BM25 score, ties by row. counted: the lengths of all visible
     documents."""
     rows, counts, lengths = np.concatenate([np.empty((3, 0), np.int64), *matches], axis=1)
-    frequencies = np.array([found.shape[1] for found in matches], np.float64)
+    frequencies = np.array([matching.shape[1] for matching in matches], np.float64)
     weights = np.log1p((len(counted) - frequencies + 0.5) / (frequencies + 0.5))
     weights = np.repeat(weights, frequencies.astype(np.int64))
     relative = lengths / max(counted.mean() if len(counted) else 0.0, 1.0)
-    found, at = np.unique(rows, return_inverse=True)
-    scores = np.bincount(at, weights * counts * (_K1 + 1) / (counts + _K1 * (1 - _B + _B * relative)), len(found))
-    return found[np.lexsort((found, -scores))]
+    documents, at = np.unique(rows, return_inverse=True)
+    scores = np.bincount(at, weights * counts * (_K1 + 1) / (counts + _K1 * (1 - _B + _B * relative)), len(documents))
+    return documents[np.lexsort((documents, -scores))]

@@ -21,12 +21,12 @@ class CrossEncoder:
 
     max_concurrency = 1
 
-    def __init__(self, found: ModelDirectory) -> None:
-        self.name = found.name
-        self._whose = f"the reranker {found.name}"
-        self._session = OnnxSession(self._whose, found.directory / found.model_file, found.directory / "tokenizer.json")
+    def __init__(self, model: ModelDirectory) -> None:
+        self.name = model.name
+        self._whose = f"the reranker {model.name}"
+        self._session = OnnxSession(self._whose, model.directory / model.model_file, model.directory / "tokenizer.json")
         self._tokenizer = self._session.tokenizer
-        self._tokenizer.enable_truncation(found.encoding.max_tokens, strategy="longest_first")
+        self._tokenizer.enable_truncation(model.encoding.max_tokens, strategy="longest_first")
         self._output = "logits" if "logits" in self._session.outputs else self._session.outputs[0]
         try:
             self.batches("a first query", ["a first text"])[0].score(0)

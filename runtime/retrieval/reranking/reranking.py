@@ -86,12 +86,12 @@ class Reranking:
         """Return the steps of a retrieval with reranking, if the query wants it, from those of one without."""
         if query.rerank is None:
             return (yield from retrieve(query))
-        found = yield from retrieve(self.candidates(query))
-        times = replace(found.times, read_ns=self._clock())
-        passages, ranking = yield from self.rank(query, found.passages)
-        return replace(found, passages=tuple(passages), ranking=ranking, times=times)
+        retrieved = yield from retrieve(self.candidates(query))
+        times = replace(retrieved.times, read_ns=self._clock())
+        passages, ranking = yield from self.rank(query, retrieved.passages)
+        return replace(retrieved, passages=tuple(passages), ranking=ranking, times=times)
 
-    def rank(self, query: Query, found: Sequence[Passage]) -> Generator[Until, Any, tuple[list[Passage], str]]:
+    def rank(self, query: Query, passages: Sequence[Passage]) -> Generator[Until, Any, tuple[list[Passage], str]]:
         """Return the steps to the passages of a query in their final order, and whether they were reranked
         (`FoundPassages.ranking`)."""
         assert query.rerank is not None, "it wants it"
@@ -99,14 +99,14 @@ class Reranking:
         limit_ns = query.rerank.timeout_s * 1e9
         if query.spec.deadline_ns:
             limit_ns = min(limit_ns, _SHARE * (query.spec.deadline_ns - now))
-        texts = [embedding_text(passage.title, passage.text) for passage in found]
+        texts = [embedding_text(passage.title, passage.text) for passage in passages]
         try:
             scored = yield from self.score(query.text, texts, query.spec.flow, now + int(limit_ns))
         except TrinityError as error:
             self._report(error)
-            return list(found[:k]), error.code
+            return list(passages[:k]), error.code
         self._failing = False
-        best = sorted(zip(scored.scores, found, strict=True), key=lambda pair: -pair[0])[:k]
+        best = sorted(zip(scored.scores, passages, strict=True), key=lambda pair: -pair[0])[:k]
         least = query.rerank.min_score
         return [replace(one, score=score) for score, one in best if score >= least], RERANKED
 

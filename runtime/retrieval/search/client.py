@@ -84,9 +84,9 @@ class SearchClient:
         info = find_node(node)
 
         def find() -> Iterable[str]:
-            found = find_node(node)
-            client._collections = found.collections
-            return found.pools
+            node_info = find_node(node)
+            client._collections = node_info.collections
+            return node_info.pools
 
         client = cls(info.pools, name, find=find, collections=info.collections)
         end = time.monotonic_ns() + int(timeout_s * 1e9)

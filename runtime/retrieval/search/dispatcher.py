@@ -275,11 +275,11 @@ class Dispatcher:
             self._fail(query, Unavailable(damaged))
         elif result.status == "ok":
             wait_ns, search_ns = result.begin_ns - result.enqueue_ns, result.end_ns - result.begin_ns
-            found = SearchResult(
+            answered = SearchResult(
                 query.ticket, result.ids, result.distances, result.extends, wait_ns, search_ns,
                 identity=query.identity,
             )  # fmt: skip
-            whole = found if gather is None else gather.add(found)
+            whole = answered if gather is None else gather.add(answered)
             query.ended = True
             if query.in_flight:
                 for pool in self.pools.sessions:

@@ -79,16 +79,16 @@ _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13  # DLDeviceType, dlpack.h
 
 def as_vectors(vectors: Any, name: str = "vector") -> Vectors:
     """Convert to float32: host memory is always copied, GPU memory never. Raises `InvalidRequest`."""
-    found = vectors
+    read = vectors
     if type(vectors) is not np.ndarray:
         if hasattr(vectors, "__cuda_array_interface__"):
-            found = _CudaReader(name).from_cuda_array(vectors)
+            read = _CudaReader(name).from_cuda_array(vectors)
         elif hasattr(vectors, "__dlpack_device__"):
-            found = _from_dlpack(vectors, name)
-    if isinstance(found, DeviceVectors):
-        return found
+            read = _from_dlpack(vectors, name)
+    if isinstance(read, DeviceVectors):
+        return read
     try:
-        array = np.asarray(found)
+        array = np.asarray(read)
         if array.dtype.kind not in _NUMBERS:
             raise InvalidRequest(f"{name}: not an array of real numbers: its type is {array.dtype}", name)
         return np.array(array, dtype=np.float32)
@@ -158,9 +158,9 @@ class _CudaReader:
     def from_cuda_array(self, vectors: Any) -> DeviceVectors | npt.NDArray[Any]:
         """Read `__cuda_array_interface__`, after its producer's stream has written the array."""
         try:
-            found = vectors.__cuda_array_interface__
-            shape, dtype, address = tuple(found["shape"]), np.dtype(found["typestr"]), int(found["data"][0])
-            strides, stream = found.get("strides"), found.get("stream")
+            interface = vectors.__cuda_array_interface__
+            shape, dtype, address = tuple(interface["shape"]), np.dtype(interface["typestr"]), int(interface["data"][0])
+            strides, stream = interface.get("strides"), interface.get("stream")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             message = f"{self._name}: its __cuda_array_interface__ cannot be read: {error}"
             raise InvalidRequest(message, self._name) from error

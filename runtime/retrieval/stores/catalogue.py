@@ -115,10 +115,10 @@ class Catalogue:
 
     def get(self, kind: type[R], id: str, tenant: str | None, parent: str = "") -> R:
         """Return a record that a tenant may see; None sees all. Raises `UnknownObject`."""
-        found = self.find(kind, id, parent)
-        if found is None or tenant not in (None, found.tenant) or _is_deleted(found):
+        entry = self.find(kind, id, parent)
+        if entry is None or tenant not in (None, entry.tenant) or _is_deleted(entry):
             raise UnknownObject(f"no {_NOUNS[kind]} has the id {id[:128]!r}", "id")
-        return found
+        return entry
 
     def remove(self, kind: type[Record], id: str, parent: str = "") -> None:
         """Remove a record, if it exists."""
@@ -163,8 +163,8 @@ class Catalogue:
         rows = self._rows(
             f"SELECT body FROM records WHERE {where} ORDER BY number {order} LIMIT ?", *values, page.limit + 1
         )
-        found = [msgspec.json.decode(row[0], type=kind) for row in rows[: page.limit]]
-        return found[::-1] if backwards else found, len(rows) > page.limit
+        entries = [msgspec.json.decode(row[0], type=kind) for row in rows[: page.limit]]
+        return entries[::-1] if backwards else entries, len(rows) > page.limit
 
     def ids(self, kind: type[Record], tenant: str | None) -> list[str]:
         """Return the ids of the records that a tenant may see, the newest first."""

@@ -52,19 +52,19 @@ def _type_of(value: Scalar) -> str:
 
 def with_columns(columns: Columns, attributes: Mapping[str, Scalar]) -> dict[str, str]:
     """Return a store's columns, extended by those of a file's attributes. Raises `InvalidRequest` beyond the limit."""
-    found = dict(columns)
+    assigned = dict(columns)
     for name, value in attributes.items():
         key, kind = f"{_type_of(value)}:{name}", _type_of(value)
-        if key in found:
+        if key in assigned:
             continue
-        used = sum(column.startswith(kind) for column in found.values())
+        used = sum(column.startswith(kind) for column in assigned.values())
         if used == COLUMNS_PER_TYPE:
             raise InvalidRequest(
                 f"attribute {name!r}: the files of a vector store have {used} attributes that are a {kind}, the limit",
                 "attributes",
             )
-        found[key] = f"{kind}{used}"
-    return found
+        assigned[key] = f"{kind}{used}"
+    return assigned
 
 
 def stored_attributes(
@@ -92,8 +92,8 @@ def store_filter(stores: Mapping[str, Columns], wanted: Filter | None = None) ->
     parts = [
         both_filters(Comparison(STORE, "eq", (name,)), _translated(columns, wanted)) for name, columns in stores.items()
     ]
-    found = tuple(part for part in parts if part is not None)
-    return found[0] if len(found) == 1 else AnyOf(found)
+    filters = tuple(part for part in parts if part is not None)
+    return filters[0] if len(filters) == 1 else AnyOf(filters)
 
 
 def _translated(columns: Columns, wanted: Filter) -> Filter:
@@ -122,8 +122,8 @@ def _in_columns(columns: Columns, wanted: Comparison) -> Filter:
             column = FILENAME
         if column is not None:
             by_column.setdefault(column, []).append(value)
-    found = tuple(Comparison(column, operator, tuple(values)) for column, values in by_column.items())
-    return AnyOf(found) if len(found) > 1 else found[0] if found else _NOTHING
+    comparisons = tuple(Comparison(column, operator, tuple(values)) for column, values in by_column.items())
+    return AnyOf(comparisons) if len(comparisons) > 1 else comparisons[0] if comparisons else _NOTHING
 
 
 def file_filter(store: str, file: str) -> Filter:

@@ -211,11 +211,11 @@ class Indexer:
         """Read a file and split it, on a thread."""
         read, title = self._parsed(file), PurePosixPath(file.name).stem[:200]
         limit = chunking.max_tokens or passage_limit(0, embedder)
-        found = list(file_passages(read, title, limit, embedder.count_tokens, chunking.overlap_tokens))
-        if not found:
+        passages = list(file_passages(read, title, limit, embedder.count_tokens, chunking.overlap_tokens))
+        if not passages:
             raise UnreadableFile("there is no text in it")
-        size = sum(len(one.title.encode()) + len(one.text.encode()) for one in found)
-        return found, size + 4 * embedder.dim * len(found)
+        size = sum(len(one.title.encode()) + len(one.text.encode()) for one in passages)
+        return passages, size + 4 * embedder.dim * len(passages)
 
     def _parsed(self, file: StoredFile) -> ParsedFile:
         """Read a file, on a thread."""

@@ -27,11 +27,11 @@ class ResponseStore:
 
     async def get(self, id: str, tenant: str) -> StoredResponse:
         """Return a response. Raises `UnknownObject`, also for one whose time is over."""
-        found = await asyncio.to_thread(self._catalogue.get, StoredResponse, id, tenant or None)
-        if found.created_at + TTL_S <= self._clock():
+        response = await asyncio.to_thread(self._catalogue.get, StoredResponse, id, tenant or None)
+        if response.created_at + TTL_S <= self._clock():
             await asyncio.to_thread(self._catalogue.remove, StoredResponse, id)
             raise UnknownObject(f"no response has the id {id[:128]!r}", "id")
-        return found
+        return response
 
     async def delete(self, id: str, tenant: str) -> None:
         """Delete a response. Raises `UnknownObject`."""

@@ -106,8 +106,8 @@ class Stores:
                         await self.delete_file(file.id, "")
             for store in await asyncio.to_thread(self._catalogue.with_status, Store, "expiring"):
                 if self.is_expired(store):
-                    while (found := await self.entries(store.id, Page(100), ""))[0]:
-                        for entry in found[0]:
+                    while (page := await self.entries(store.id, Page(100), ""))[0]:
+                        for entry in page[0]:
                             with suppress(UnknownObject):
                                 await self.remove_file(store.id, entry.id, "")
         except TrinityError as error:
@@ -269,12 +269,12 @@ class Stores:
         """Return the entries of (store, file) that exist, with the names of the files."""
 
         def look_up() -> dict[tuple[str, str], tuple[StoreFile, str]]:
-            found = {}
+            names_by_entry = {}
             for store, id in dict.fromkeys(store_files):
                 entry, file = self._catalogue.find(StoreFile, id, store), self._catalogue.find(StoredFile, id)
                 if entry is not None and entry.status != "deleted" and file is not None:
-                    found[store, id] = entry, file.name
-            return found
+                    names_by_entry[store, id] = entry, file.name
+            return names_by_entry
 
         return await asyncio.to_thread(look_up)
 
