@@ -109,12 +109,12 @@ class Pusher:
 
     def _folder_change(self) -> Change:
         item = f"folder {self._folder!r}"
-        found = self._get(lambda: self._api.folder.get_folder(FOLDER_UID))
-        if found is None:
+        folder = self._get(lambda: self._api.folder.get_folder(FOLDER_UID))
+        if folder is None:
             return Change(item, "create", lambda: self._api.folder.create_folder(self._folder, uid=FOLDER_UID))
-        if found["title"] == self._folder:
+        if folder["title"] == self._folder:
             return _unchanged(item)
-        version = found["version"]
+        version = folder["version"]
         return Change(
             item, "update", lambda: self._api.folder.update_folder(FOLDER_UID, title=self._folder, version=version)
         )
@@ -123,12 +123,12 @@ class Pusher:
         item = f"dashboard {uid!r}"
         desired = _tagged(board)
         body = {"dashboard": desired, "folderUid": FOLDER_UID, "overwrite": True, "message": "trinity dashboards push"}
-        found = self._get(lambda: self._api.dashboard.get_dashboard(uid))
-        if found is not None and found["meta"].get("provisioned"):
+        existing = self._get(lambda: self._api.dashboard.get_dashboard(uid))
+        if existing is not None and existing["meta"].get("provisioned"):
             return Change(item, "provisioned", lambda: None)
-        if found is None:
+        if existing is None:
             return Change(item, "create", lambda: self._api.dashboard.update_dashboard(body))
-        same = _hash_in(found["dashboard"]) == _hash_in(desired) and found["meta"].get("folderUid") == FOLDER_UID
+        same = _hash_in(existing["dashboard"]) == _hash_in(desired) and existing["meta"].get("folderUid") == FOLDER_UID
         return _unchanged(item) if same else Change(item, "update", lambda: self._api.dashboard.update_dashboard(body))
 
     def _get(self, read: Callable[[], Json]) -> Json | None:

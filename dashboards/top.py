@@ -54,8 +54,8 @@ class MetricWindow:
 
     def total(self, name: str | NamedMetric, **labels: str) -> float | None:
         """Return the sum of a metric's series."""
-        found = [value for _, value in self.select(name, **labels)]
-        return sum(found) if found else None
+        values = [value for _, value in self.select(name, **labels)]
+        return sum(values) if values else None
 
     def highest(self, name: str | NamedMetric, **labels: str) -> float | None:
         """Return the maximum of a metric's series."""
@@ -64,11 +64,11 @@ class MetricWindow:
     def increase(self, name: str | NamedMetric, **labels: str) -> float | None:
         """Return a counter's increase over the window, the sum of its series'; after a decrease, which is a reset, a
         series' is its value."""
-        found = list(self.select(name, **labels))
-        if len(self._scrapes) < 2 or not found:
+        current = list(self.select(name, **labels))
+        if len(self._scrapes) < 2 or not current:
             return None
         before = {tuple(series.items()): value for series, value in _select(self._scrapes[0][1], str(name), labels)}
-        pairs = [(now, before.get(tuple(series.items()), 0.0)) for series, now in found]
+        pairs = [(now, before.get(tuple(series.items()), 0.0)) for series, now in current]
         return sum(now - was if now >= was else now for now, was in pairs)
 
     def rate(self, name: str | NamedMetric, **labels: str) -> float | None:
@@ -84,7 +84,7 @@ class MetricWindow:
     def quantile(self, q: float, histogram: NamedMetric, **labels: str) -> float | None:
         """Return a quantile as histogram_quantile does: linear within a bucket, the last finite edge beyond it."""
         name = f"{histogram}_bucket"
-        edges = sorted({found["le"] for found, _ in self.select(name, **labels)}, key=float)
+        edges = sorted({series["le"] for series, _ in self.select(name, **labels)}, key=float)
         counts = [self.increase(name, le=edge, **labels) or 0.0 for edge in edges]
         if not counts or not counts[-1]:
             return None
@@ -93,7 +93,7 @@ class MetricWindow:
 
 
 def _select(samples: Samples, name: str, labels: Labels) -> Iterator[tuple[Labels, float]]:
-    return ((found, value) for found, value in samples.get(name, ()) if labels.items() <= found.items())
+    return ((series, value) for series, value in samples.get(name, ()) if labels.items() <= series.items())
 
 
 # ---- sections: named values as text, coloured by their limits
@@ -119,17 +119,17 @@ def sections(window: MetricWindow) -> dict[str, Section]:
 
 def _slos(window: MetricWindow) -> Section:
     budget = 1 - (window.highest(NodeMetrics.SLO_OBJECTIVE) or 0.99)
-    found = {}
+    shown_by_slo = {}
     for slo in ("all", "ttft", "tpot", "search"):
         violations = window.ratio(FrontendMetrics.SLO_VIOLATIONS, FrontendMetrics.SLO_REQUESTS, slo=slo)
         burn = None if violations is None else violations / budget
         shown = NO_DATA if violations is None else f"{percent(1 - violations)}, burns {burn:.1f}×"
-        found[slo] = _coloured(shown, burn, 6, 14.4)
+        shown_by_slo[slo] = _coloured(shown, burn, 6, 14.4)
     ttft = window.quantile(0.95, DecodeMetrics.TTFT)
     limit = window.highest(NodeMetrics.SLO_LIMIT, slo="ttft") or 1.0
-    found["TTFT p95"] = _coloured(seconds(ttft), ttft, limit, 2 * limit)
-    found["token p95"] = Text(seconds(window.quantile(0.95, DecodeMetrics.INTER_TOKEN)))
-    return found
+    shown_by_slo["TTFT p95"] = _coloured(seconds(ttft), ttft, limit, 2 * limit)
+    shown_by_slo["token p95"] = Text(seconds(window.quantile(0.95, DecodeMetrics.INTER_TOKEN)))
+    return shown_by_slo
 
 
 def _health(window: MetricWindow) -> Section:
@@ -149,15 +149,15 @@ def _health(window: MetricWindow) -> Section:
 
 def _queues(window: MetricWindow) -> Section:
     target = window.highest(ControlMetrics.WAIT_TARGET) or 0.01
-    found = {}
+    lines = {}
     for stage, queue in (("prefill", "Q_pre"), ("decode", "Q_dec")):
         wait = window.quantile(0.95, PoolMetrics.WAIT, stage=stage)
         shown = f"{number(window.total(PoolMetrics.QUEUE_DEPTH, stage=stage), 0)} waiting, p95 {seconds(wait)}"
-        found[queue] = _coloured(shown, wait if stage == "prefill" else None, target, 2 * target)
+        lines[queue] = _coloured(shown, wait if stage == "prefill" else None, target, 2 * target)
     for role, metrics in (("prefill", PrefillMetrics), ("decode", DecodeMetrics)):
         waiting, running = (number(window.total(metric), 0) for metric in (metrics.WAITING, metrics.RUNNING))
-        found[role] = Text(f"{waiting} waiting, {running} running")
-    return found
+        lines[role] = Text(f"{waiting} waiting, {running} running")
+    return lines
 
 
 def _saturation(window: MetricWindow) -> Section:
@@ -206,7 +206,7 @@ def workers(window: MetricWindow) -> Table:
     table = Table("worker", "device", "state", "restarts", "heartbeat", "CPU", "memory", box=None, padding=(0, 2, 0, 0))
     for labels, _ in window.select(ProcessMetrics.STATE):
         name, state = labels["worker"], labels["state"]
-        device = next((found["device"] for found, _ in window.select(ProcessMetrics.INFO, worker=name)), NO_DATA)
+        device = next((series["device"] for series, _ in window.select(ProcessMetrics.INFO, worker=name)), NO_DATA)
         memory = window.total(ProcessMetrics.RESIDENT, worker=name) or 0.0
         table.add_row(
             name,

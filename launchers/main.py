@@ -86,9 +86,9 @@ def serve(
             preflight.check_memory(plan, machine)
             return
         preflight.check(plan, _logged_once(log), machine)
-        for found in gpu_sharing.findings(plan):
-            if found.level != "ok":
-                log.warning("%s %s; %s", found.subject, found.text, found.advice)
+        for finding in gpu_sharing.findings(plan):
+            if finding.level != "ok":
+                log.warning("%s %s; %s", finding.subject, finding.text, finding.advice)
         raise typer.Exit(Supervisor(plan, device_bytes=estimate_added_bytes(plan, machine)).run(announce))
 
 
@@ -165,11 +165,11 @@ def command_line(arguments: Sequence[str] = ()) -> typer.Typer:
     for name in [named] if named in own | LAZY_COMMANDS else LAZY_COMMANDS:
         if name in LAZY_COMMANDS:
             module, attribute = LAZY_COMMANDS[name]
-            found = getattr(importlib.import_module(f"launchers.{module}"), attribute)
-            if isinstance(found, typer.Typer):
-                app.add_typer(found, name=name)
+            target = getattr(importlib.import_module(f"launchers.{module}"), attribute)
+            if isinstance(target, typer.Typer):
+                app.add_typer(target, name=name)
             else:
-                app.command(name)(found)
+                app.command(name)(target)
     return app
 
 

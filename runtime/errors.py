@@ -246,7 +246,7 @@ class InternalError(TrinityError):
 
 
 def _hierarchy(root: type[TrinityError]) -> list[type[TrinityError]]:
-    return [root, *(found for child in root.__subclasses__() for found in _hierarchy(child))]
+    return [root, *(error for child in root.__subclasses__() for error in _hierarchy(child))]
 
 
 _BY_CODE = {found.code: found for found in reversed(_hierarchy(TrinityError))}

@@ -27,6 +27,6 @@ def torch_cuda() -> str | None:
     assert spec is not None, "require_packages has found it"
     assert spec.submodule_search_locations is not None, "torch is a package"
     # Importing torch would cost the supervisor seconds and 200 MB for this one attribute of version.py.
-    found = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "version.py"))
-    cuda = found.get("cuda")
+    names = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "version.py"))
+    cuda = names.get("cuda")
     return None if cuda is None else str(cuda)

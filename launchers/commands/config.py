@@ -50,19 +50,19 @@ def reference() -> str:
 
 def _sections() -> Iterator[tuple[str, type[msgspec.Struct]]]:
     for field in fields(NodeConfig):
-        for found in _structs(field.type):
-            yield field.name, found
-            yield from _tables_within(field.name, found)
+        for struct in _structs(field.type):
+            yield field.name, struct
+            yield from _tables_within(field.name, struct)
 
 
 def _tables_within(name: str, section: type[msgspec.Struct]) -> Iterator[tuple[str, type[msgspec.Struct]]]:
     """Iterate over nested tables; tables of one type share a description."""
     names: dict[type[msgspec.Struct], list[str]] = {}
     for field in fields(section):
-        for found in _structs(field.type):
-            names.setdefault(found, []).append(f"{name}.{field.name}")
-    for found, alike in names.items():
-        yield "] and [".join(alike), found
+        for struct in _structs(field.type):
+            names.setdefault(struct, []).append(f"{name}.{field.name}")
+    for struct, alike in names.items():
+        yield "] and [".join(alike), struct
 
 
 def _structs(kind: Any) -> Iterator[type[msgspec.Struct]]:

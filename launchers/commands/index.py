@@ -237,17 +237,17 @@ def reload(
 @index_app.command()
 def info(directory: Directory) -> None:
     """Describe a collection."""
-    with Collection.open(directory) as found:
-        _print_described(found)
+    with Collection.open(directory) as collection:
+        _print_described(collection)
 
 
-def _print_described(found: Collection) -> None:
-    about, state = found.description, found.state
+def _print_described(collection: Collection) -> None:
+    about, state = collection.description, collection.state
     sizes = {name: f"yes, {size / 1e6:,.1f} MB" if size else "no" for name, size in (
         ("documents", state.file_bytes(DOCUMENTS)), ("keyword index", state.file_bytes(KEYWORDS)),
     )}  # fmt: skip
     for name, value in {
-        "vectors": f"{found.size:,}",
+        "vectors": f"{collection.size:,}",
         "dimensions": about.dim,
         "metric": about.metric,
         "dtype": about.dtype,
@@ -255,16 +255,17 @@ def _print_described(found: Collection) -> None:
         "shards": about.shards,
         "segments": ", ".join(f"{one.info.number}: {one.size:,}" for one in state.segments) or "none",
         "tombstones": f"{sum(one.size - one.count for one in state.segments):,}",
-        "log": f"{state.growing.size:,} rows, {found.log_bytes / 1e6:,.1f} MB",
-        "index": f"{found.index_bytes / 1e6:,.1f} MB, of which neighbour codes {found.code_bytes / 1e6:,.1f} MB",
+        "log": f"{state.growing.size:,} rows, {collection.log_bytes / 1e6:,.1f} MB",
+        "index": f"{collection.index_bytes / 1e6:,.1f} MB, "
+        f"of which neighbour codes {collection.code_bytes / 1e6:,.1f} MB",
         **sizes,
         "attributes": ", ".join(f"{name} ({kind})" for name, kind in sorted(state.schema.items())) or "none",
         "demanded": about.demanded or "none",
-        "embedder": _describe(found.embedder),
+        "embedder": _describe(collection.embedder),
     }.items():
         print(f"{name:13} {value}")
-    if found.torn_bytes:
-        print(f"the last {found.torn_bytes} bytes of the log are an incomplete record; the next writer cuts them")
+    if collection.torn_bytes:
+        print(f"the last {collection.torn_bytes} bytes of the log are an incomplete record; the next writer cuts them")
 
 
 @index_app.command()
@@ -313,8 +314,8 @@ def search(
         seconds = time.perf_counter() - begin
     if out is not None:
         _write(out, ids)
-    found = "" if true_ids is None else f", recall@{k} {recall(ids, true_ids):.4f}"
-    print(f"{len(vectors):,} queries in {seconds:.3f} s: {len(vectors) / seconds:,.0f} queries/s{found}")
+    reached = "" if true_ids is None else f", recall@{k} {recall(ids, true_ids):.4f}"
+    print(f"{len(vectors):,} queries in {seconds:.3f} s: {len(vectors) / seconds:,.0f} queries/s{reached}")
 
 
 def _check(option: str, value: int, high: int) -> None:

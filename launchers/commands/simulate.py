@@ -95,11 +95,11 @@ def simulate_node(
     if settings.handover.mode == "pool":
         console.print('handover.mode is "pool"; every hand-over is simulated as "p2p"')
     if plan:
-        found = plans(setup, arrivals, gpus, progress=lambda text: console.print(f"  {text}"))
-        console.print(_plans_table(found))
+        candidates = plans(setup, arrivals, gpus, progress=lambda text: console.print(f"  {text}"))
+        console.print(_plans_table(candidates))
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-            (out / "plan.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
+            (out / "plan.json").write_bytes(msgspec.json.format(msgspec.json.encode(candidates), indent=2))
         return
     setup = setup.with_collectives(gpus)
     if rate:
@@ -159,11 +159,11 @@ def _result_table(result: "Result") -> Table:
     return table
 
 
-def _plans_table(found: "list[Plan]") -> Table:
+def _plans_table(candidates: "list[Plan]") -> Table:
     table = Table(title="Greatest rate at which 90% of the sent requests meet both SLOs")
     for name in ("placement", "prefill", "decode", "pool", "slots", "busiest", "capacity/s", "rate/s"):
         table.add_column(name, justify="left" if name in ("placement", "busiest") else "right")
-    for plan in found:
+    for plan in candidates:
         table.add_row(
             plan.placement, str(plan.prefill), str(plan.decode), str(plan.pool), str(plan.decode_slots),
             plan.busiest, f"{plan.capacity:.2f}", f"{plan.rate:.2f}",

@@ -50,7 +50,7 @@ def trace(
         show(msgspec.json.decode(body, type=Trace), Console())
 
 
-def show(found: Trace, console: Console) -> None:
+def show(trace: Trace, console: Console) -> None:
     """Print a trace, one line per stage, with bars proportional to time."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for header in ("", "at ms", "ms", "%"):
@@ -59,50 +59,50 @@ def show(found: Trace, console: Console) -> None:
     table.add_column("", no_wrap=True, width=width)
 
     def line(label: str, kind: str, begin_s: float, end_s: float) -> None:
-        share = (end_s - begin_s) / found.elapsed_s if found.elapsed_s > 0 else 0.0
-        bar = _bar(begin_s, end_s, found.elapsed_s, width)
+        share = (end_s - begin_s) / trace.elapsed_s if trace.elapsed_s > 0 else 0.0
+        bar = _bar(begin_s, end_s, trace.elapsed_s, width)
         table.add_row(
             label, f"{begin_s * 1e3:.1f}", f"{(end_s - begin_s) * 1e3:.1f}", f"{share:.1%}",
             f"[{_STAGES.get(kind, 'default')}]{bar}[/]",
         )  # fmt: skip
 
-    for stage in found.stages:
+    for stage in trace.stages:
         line(stage.name, stage.name, stage.begin_s, stage.end_s)
-    if found.state == "running":
-        known = max([0.0, found.first_token_s or 0.0, *(stage.end_s for stage in found.stages)])
-        line("… until now", "running", known, found.elapsed_s)
-    shown = sorted(found.probes, key=lambda probe: probe.begin_s - probe.end_s)[:_MAX_PROBES]
+    if trace.state == "running":
+        known = max([0.0, trace.first_token_s or 0.0, *(stage.end_s for stage in trace.stages)])
+        line("… until now", "running", known, trace.elapsed_s)
+    shown = sorted(trace.probes, key=lambda probe: probe.begin_s - probe.end_s)[:_MAX_PROBES]
     for probe in sorted(shown, key=lambda probe: probe.begin_s):
         line(f"  probe @{probe.at_token}", "probe", probe.begin_s, probe.end_s)
 
-    end = escape(f"{found.state} after {found.elapsed_s * 1e3:.1f} ms")
-    called = escape(f" ({found.client_id})") if found.client_id else ""
-    console.print(f"[bold]{escape(found.id)}[/bold]{called}  {end}")
-    console.print(escape(_summary(found)))
+    end = escape(f"{trace.state} after {trace.elapsed_s * 1e3:.1f} ms")
+    called = escape(f" ({trace.client_id})") if trace.client_id else ""
+    console.print(f"[bold]{escape(trace.id)}[/bold]{called}  {end}")
+    console.print(escape(_summary(trace)))
     console.print(table)
-    if found.first_token_s is not None:
-        later = found.completion_tokens - 1
-        each = f", {(found.elapsed_s - found.first_token_s) / later * 1e3:.1f} ms per later token" if later > 0 else ""
-        console.print(f"first token after {found.first_token_s * 1e3:.1f} ms{each}")
-    if found.probes:
-        console.print(_probes_line(found))
-    hidden = len(found.probes) - len(shown) + found.probes_left_out
+    if trace.first_token_s is not None:
+        later = trace.completion_tokens - 1
+        each = f", {(trace.elapsed_s - trace.first_token_s) / later * 1e3:.1f} ms per later token" if later > 0 else ""
+        console.print(f"first token after {trace.first_token_s * 1e3:.1f} ms{each}")
+    if trace.probes:
+        console.print(_probes_line(trace))
+    hidden = len(trace.probes) - len(shown) + trace.probes_left_out
     if hidden:
         console.print(f"{hidden} shorter probes not shown")
 
 
-def _summary(found: Trace) -> str:
-    if found.kind == "search":
-        return f"search, {found.passages} passages"
-    restarts = f", restarted {found.restarts} times" if found.restarts else ""
-    workers = f"{found.prefill_worker} → {found.decode_worker}"
-    return f"{workers}, {found.prompt_tokens} tokens → {found.completion_tokens}{restarts}"
+def _summary(trace: Trace) -> str:
+    if trace.kind == "search":
+        return f"search, {trace.passages} passages"
+    restarts = f", restarted {trace.restarts} times" if trace.restarts else ""
+    workers = f"{trace.prefill_worker} → {trace.decode_worker}"
+    return f"{workers}, {trace.prompt_tokens} tokens → {trace.completion_tokens}{restarts}"
 
 
-def _probes_line(found: Trace) -> str:
-    probes = found.probes
+def _probes_line(trace: Trace) -> str:
+    probes = trace.probes
     stalled = sum(probe.stalled_s for probe in probes)
-    number, passages = len(probes) + found.probes_left_out, sum(probe.passages for probe in probes)
+    number, passages = len(probes) + trace.probes_left_out, sum(probe.passages for probe in probes)
     line = f"{number} probe{'s' * (number != 1)} stalled the answer for {stalled * 1e3:.1f} ms and added "
     line += f"{passages} new passage{'s' * (passages != 1)}"
     odd = [probe.outcome for probe in probes if probe.outcome != "answered"]

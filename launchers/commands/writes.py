@@ -120,8 +120,8 @@ def query(
     vector = load_embedder(spec).embed([text], "query")
     with CollectionReader(directory) as reader:
         rows, distances = reader.search(vector, k, max(64, k), filter=_filter(filter) if filter else None)
-        found = reader.documents(rows[0][rows[0] >= 0].tolist())
-    for document, distance in zip(found, distances[0], strict=False):
+        documents = reader.documents(rows[0][rows[0] >= 0].tolist())
+    for document, distance in zip(documents, distances[0], strict=False):
         if document is not None:
             words = " ".join(f"{document.title} {document.text}".split())
             print(f"{distance:.4f}  {escape_control(document.id)}  {escape_control(words[:100])}")
@@ -144,10 +144,10 @@ def _documents(source: Path) -> Iterator[UpsertDocument]:
                 if not line.strip():
                     continue
                 try:
-                    found = decoder.decode(line)
+                    document = decoder.decode(line)
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     raise InvalidDocument(f"{source}, line {number}: {explain_decode_error(line, error)}") from error
-                yield UpsertDocument(found.id, found.text, found.title, found.attributes, found.vector)
+                yield UpsertDocument(document.id, document.text, document.title, document.attributes, document.vector)
     except OSError as error:
         raise CollectionError(f"{source} cannot be read: {error.strerror}") from error
 

@@ -155,11 +155,11 @@ class _Node:
         while self._process.poll() is None:
             await asyncio.sleep(_POLL_S)
             try:
-                found = find_node(Path(run_dir))
+                node = find_node(Path(run_dir))
             except Unavailable:
                 continue
-            if found.pid == self._process.pid and await self._healthy(found.url):
-                return found.url
+            if node.pid == self._process.pid and await self._healthy(node.url):
+                return node.url
         raise Unavailable(f"the node exited with {self._process.returncode} before it was ready")
 
     async def _exit_with_node(self) -> None:

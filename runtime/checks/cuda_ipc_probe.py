@@ -28,10 +28,10 @@ def main(part: str) -> int:
     else:
         reference = msgspec.json.decode(sys.stdin.buffer.readline(), type=CudaReference)
         memory = CudaMemory.open(reference, "cuda:0")
-        found = np.zeros_like(pattern)
-        memory.read(0, found)
+        content = np.zeros_like(pattern)
+        memory.read(0, content)
         memory.flush()
-        if not np.array_equal(found, pattern):
+        if not np.array_equal(content, pattern):
             print("the memory was opened, but its content differs", file=sys.stderr)
             return 1
     memory.close()

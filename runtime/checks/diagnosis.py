@@ -202,15 +202,15 @@ def _pairs(gpus: Gpus, machine: Machine, probe: Probe, models: bool) -> Iterator
 
 def _engine(section: OpenAiSection) -> Iterator[Finding]:
     """Check that the model's servers can be reached and support what the node needs."""
-    for url, found in check_servers(section):
+    for url, answer in check_servers(section):
         subject = f"engine {url}"
-        if isinstance(found, ConfigError):
-            yield Finding("error", subject, found.message, "fix [model], or the server")
-        elif isinstance(found, TrinityError):
-            yield Finding("error", subject, found.message, "start it; a running node uses it as soon as it answers")
+        if isinstance(answer, ConfigError):
+            yield Finding("error", subject, answer.message, "fix [model], or the server")
+        elif isinstance(answer, TrinityError):
+            yield Finding("error", subject, answer.message, "start it; a running node uses it as soon as it answers")
         else:
-            yield Finding("ok", subject, f"{section.name}, {section.described[url]}; {found}")
-            for missing in found.limitations():
+            yield Finding("ok", subject, f"{section.name}, {section.described[url]}; {answer}")
+            for missing in answer.limitations():
                 yield Finding("warning", subject, missing, "not needed by every client; see docs/engines.md")
 
 
@@ -218,8 +218,8 @@ def _embedders(config: NodeConfig) -> Iterator[Finding]:
     """Check that the embedding servers answer, with vectors of the right dimension."""
     for collection in config.collections:
         try:
-            with Collection.open(Path(collection.path)) as found:
-                embedder = found.embedder
+            with Collection.open(Path(collection.path)) as opened:
+                embedder = opened.embedder
         except TrinityError:
             continue  # reported by `preflight`
         if not isinstance(embedder, ServerSpec):

@@ -112,7 +112,7 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
     config, process = plan.config, _PROCESS[worker.role]
     if worker.role == "pool":
         holders = len(plan.of_role("pool"))
-        indexes = {one: _read(one, lambda found: found.index_bytes) or 0 for one in config.collections}
+        indexes = {one: _read(one, lambda opened: opened.index_bytes) or 0 for one in config.collections}
         if worker.device != "cpu":
             return _Parts(process, sum(size // collection.shards for collection, size in indexes.items()))
         return _Parts(process, 0, mapped=sum(indexes.values()) // holders)  # replicas map the same files
@@ -140,10 +140,10 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
 
 def _embedders_on_gpu(worker: WorkerPlan, plan: NodePlan) -> int:
     """Return the bytes of the embedders that a worker runs on a GPU, CUDA's own not included."""
-    found = [gpu_files(embedder, location) for embedder, location in _embedders(plan).items()]
+    of_embedders = [gpu_files(embedder, location) for embedder, location in _embedders(plan).items()]
     if worker.role == "frontend" and plan.config.stores_answers:
-        found.append(gpu_files(MINILM))
-    return sum(files.gpu_bytes for files in found if files is not None)
+        of_embedders.append(gpu_files(MINILM))
+    return sum(files.gpu_bytes for files in of_embedders if files is not None)
 
 
 def _embedders_on_host(plan: NodePlan) -> int:
@@ -158,14 +158,14 @@ def _embedders_on_host(plan: NodePlan) -> int:
 
 def _embedders(plan: NodePlan) -> dict[EmbedderSpec, EmbedderLocation]:
     """Return the embedders that every client of the pool loads, of collections and stores, and where they are."""
-    found: dict[EmbedderSpec, EmbedderLocation] = {}
+    locations: dict[EmbedderSpec, EmbedderLocation] = {}
     for collection in plan.config.collections:
-        embedder = _read(collection, lambda found: found.embedder)
+        embedder = _read(collection, lambda opened: opened.embedder)
         if embedder is not None:
-            found[embedder] = embedder_location(collection)
+            locations[embedder] = embedder_location(collection)
     if plan.config.stores.path:
-        found[MINILM] = DEFAULT_LOCATION
-    return found
+        locations[MINILM] = DEFAULT_LOCATION
+    return locations
 
 
 def _reranker(section: RerankSection) -> int:
@@ -178,8 +178,8 @@ def _read(collection: CollectionSection, read: Callable[[Collection], T]) -> T |
     """Return what `read` does of a collection, None for an optional one that does not exist. Raises
     `CollectionError`."""
     try:
-        with Collection.open(Path(collection.path)) as found:
-            return read(found)
+        with Collection.open(Path(collection.path)) as opened:
+            return read(opened)
     except CollectionError:
         if collection.required:
             raise

@@ -27,17 +27,17 @@ def findings(section: VllmSection) -> Iterator[Finding]:
     """Yield the findings of `trinity doctor`."""
     try:
         check_arguments(section)
-        found = find_vllm(section)
-        check_transfer(section, nixl=found.nixl)
+        vllm = find_vllm(section)
+        check_transfer(section, nixl=vllm.nixl)
     except ConfigError as error:
         yield Finding("error", "vLLM", error.message, "fix [model], or install it there")
         return
     counts = " and ".join(f"{stage.instances} {name}".rstrip() for name, stage in section.stages.items())
     connector = ""
     if section.prefill is not None:
-        connector = f", KV by {NIXL if found.nixl else FILES}"
+        connector = f", KV by {NIXL if vllm.nixl else FILES}"
         connector = f", KV as {TRANSFER} says" if has_own_transfer(section, "prefill") else connector
-    yield Finding("ok", "vLLM", f"{found.version}, {counts} × {section.loads}{connector}")
+    yield Finding("ok", "vLLM", f"{vllm.version}, {counts} × {section.loads}{connector}")
 
 
 def host_bytes(section: VllmSection, stage: Stage) -> int:

@@ -33,10 +33,10 @@ class TrinityRetriever(BaseRetriever):  # type: ignore[misc]
         super().__init__()
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        found = self._client.search(query_bundle.query_str, self._k, self._filter, self._hybrid, self._rerank)
+        passages = self._client.search(query_bundle.query_str, self._k, self._filter, self._hybrid, self._rerank)
         return [
             NodeWithScore(node=TextNode(id_=one.id, text=one.text, metadata=one.metadata), score=one.score)
-            for one in found
+            for one in passages
         ]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:

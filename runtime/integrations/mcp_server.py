@@ -35,10 +35,10 @@ def mcp_server(client: CollectionClient, collection: str) -> MCPServer:
         rerank: Annotated[bool | None, Field(description=_RERANK)] = None,
     ) -> list[dict[str, Any]]:
         try:
-            found = await asyncio.to_thread(client.search, query, k, filter, hybrid, rerank)
+            passages = await asyncio.to_thread(client.search, query, k, filter, hybrid, rerank)
         except TrinityError as error:  # the model reads the message and can correct its filter
             raise ToolError(error.message) from error
-        return [{"id": one.id, "text": one.text, "score": one.score, "metadata": one.metadata} for one in found]
+        return [{"id": one.id, "text": one.text, "score": one.score, "metadata": one.metadata} for one in passages]
 
     about = f"Passages of {collection!r} that are relevant to a question, the nearest first."
     server.add_tool(search, description=about, annotations=ToolAnnotations(read_only_hint=True))

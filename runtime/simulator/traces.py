@@ -177,12 +177,12 @@ class RagPulse:
     def __init__(self, directory: Path) -> None:
         self._tokens: dict[int, int] = {}  # part → its tokens; ids of different kinds differ
         for number, name in enumerate(("sys_prompt", "passages", "history", "user_input", "web_search"), 1):
-            found = next((one for one in sorted(directory.glob(f"{number}_{name}.jsonl*")) if one.is_file()), None)
-            for at, line in enumerate(_lines(found) if found else (), 1):
+            path = next((one for one in sorted(directory.glob(f"{number}_{name}.jsonl*")) if one.is_file()), None)
+            for at, line in enumerate(_lines(path) if path else (), 1):
                 try:
                     part, tokens = msgspec.json.decode(line, type=dict[str, _Tokens]).values()
                 except ValueError as error:
-                    raise TraceError(f"{found}:{at}: {error}") from error
+                    raise TraceError(f"{path}:{at}: {error}") from error
                 self._tokens[part] = tokens
         self._chats: dict[str, _Chat] = {}  # by session
         self._seen: set[int] = set()
@@ -219,7 +219,7 @@ class RagPulse:
 
     def _blocks(self, parts: Sequence[tuple[int, int]]) -> list[int]:
         """Return hashes of the full blocks' contents: which tokens of which parts they have."""
-        found: list[int] = []
+        hashes: list[int] = []
         content: list[tuple[int, int, int]] = []
         room = self._BLOCK
         for part, tokens in parts:
@@ -229,9 +229,9 @@ class RagPulse:
                 content.append((part, at, taken))
                 at, room = at + taken, room - taken
                 if not room:
-                    found.append(hash(tuple(content)))
+                    hashes.append(hash(tuple(content)))
                     content, room = [], self._BLOCK
-        return found
+        return hashes
 
 
 def _arrival(at_s: float, prompt: int, output: int, hashes: Sequence[int] = (), block_tokens: int = 0) -> Arrival:

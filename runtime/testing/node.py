@@ -64,10 +64,10 @@ class Node:
     @functools.cached_property
     def info(self) -> NodeInfo:
         """Endpoints of the node. Raises `Unavailable` until it has started."""
-        found = find_node(self.run_dir)
-        if found.pid != self.process.pid:
-            raise Unavailable(f"another node, of process {found.pid}, runs in {self.run_dir}")
-        return found
+        info = find_node(self.run_dir)
+        if info.pid != self.process.pid:
+            raise Unavailable(f"another node, of process {info.pid}, runs in {self.run_dir}")
+        return info
 
     def status(self) -> NodeStatus:
         return node_status(self.info)
@@ -85,7 +85,7 @@ class Node:
         return {"supervisor": self.process.pid} | {w.name: w.pid for w in (*status.workers, *status.spares) if w.pid}
 
     def pid(self, worker: str) -> int:
-        return next(found.pid for found in self.status().workers if found.name == worker)
+        return next(process.pid for process in self.status().workers if process.name == worker)
 
     def wait(self, condition: Callable[[], object], within_s: float = _START_S, what: str = "it") -> float:
         """Wait until `condition()` holds; returns the seconds. Raises `TimeoutError`, and `RuntimeError` if the node
@@ -176,6 +176,6 @@ def token_of(info: NodeInfo) -> str:
 
 def leftovers(token: str, pids: Iterable[int], *directories: Path) -> list[str]:
     """Return what an ended node has left behind: processes, abstract sockets, these directories."""
-    found = [f"process {pid}" for pid in pids if psutil.pid_exists(pid)]
-    found += [f"socket {line}" for line in Path("/proc/net/unix").read_text().splitlines() if token in line]
-    return found + [f"directory {directory}" for directory in directories if directory.exists()]
+    left = [f"process {pid}" for pid in pids if psutil.pid_exists(pid)]
+    left += [f"socket {line}" for line in Path("/proc/net/unix").read_text().splitlines() if token in line]
+    return left + [f"directory {directory}" for directory in directories if directory.exists()]

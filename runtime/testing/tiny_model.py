@@ -79,11 +79,11 @@ def _weights(seed: int, vocabulary: int, layers: int, hidden: int) -> "dict[str,
         for layer in range(layers):
             for name, size in sizes.items():
                 parts[f"model.layers.{layer}.{name}"] = nn.Linear(*size, bias=False)
-        found = {f"{name}.weight": _initialized(part) for name, part in parts.items()}
-        found["lm_head.weight"] = _initialized(nn.Linear(hidden, vocabulary, bias=False))
-    found["model.embed_tokens.weight"][2] = 0.0  # the padding token
+        weights = {f"{name}.weight": _initialized(part) for name, part in parts.items()}
+        weights["lm_head.weight"] = _initialized(nn.Linear(hidden, vocabulary, bias=False))
+    weights["model.embed_tokens.weight"][2] = 0.0  # the padding token
     norms = [f"layers.{n}.{name}_layernorm" for n in range(layers) for name in ("input", "post_attention")]
-    return found | {f"model.{name}.weight": torch.ones(hidden) for name in (*norms, "norm")}
+    return weights | {f"model.{name}.weight": torch.ones(hidden) for name in (*norms, "norm")}
 
 
 def _initialized(part: Any) -> "torch.Tensor":

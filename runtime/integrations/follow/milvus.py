@@ -61,8 +61,8 @@ class Milvus:
 
     def get(self, keys: Sequence[int | str], vectors: bool) -> list[Point]:
         shape = self._output_fields(None, vectors)
-        found = call_with_retries(self._name, self._client.get, self._collection, list(keys), output_fields=shape)
-        return [self._point(row, vectors) for row in found]
+        rows = call_with_retries(self._name, self._client.get, self._collection, list(keys), output_fields=shape)
+        return [self._point(row, vectors) for row in rows]
 
     def _output_fields(self, fields: Sequence[str] | None, vectors: bool) -> list[str]:
         """Return the output fields. Of an object the whole field is requested; "*" always includes the vectors."""

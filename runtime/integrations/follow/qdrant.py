@@ -30,8 +30,8 @@ class Qdrant:
             self._filter = Filter.model_validate(json.loads(filter)) if filter else None
         except ValueError as error:
             raise ConfigError(f"the filter is not a valid Qdrant filter: {error}") from error
-        found = call_with_retries(self._name, client.get_collection, collection).config.params.vectors
-        named = dict(found) if isinstance(found, Mapping) else {"": found}
+        vectors = call_with_retries(self._name, client.get_collection, collection).config.params.vectors
+        named = dict(vectors) if isinstance(vectors, Mapping) else {"": vectors}
         if not vector and len(named) == 1:
             vector = next(iter(named))
         if named.get(vector) is None:
@@ -53,17 +53,17 @@ class Qdrant:
         arguments: dict[str, Any] = {"scroll_filter": self._filter, "limit": size, **self._shape(fields, vectors)}
         offset: Any = None
         while True:
-            found, offset = call_with_retries(
+            records, offset = call_with_retries(
                 self._name, self._client.scroll, self._collection, offset=offset, **arguments
             )
-            yield [self._point(record) for record in found]
+            yield [self._point(record) for record in records]
             if offset is None:
                 return
 
     def get(self, keys: Sequence[int | str], vectors: bool) -> list[Point]:
         shape = self._shape(None, vectors)
-        found = call_with_retries(self._name, self._client.retrieve, self._collection, list(keys), **shape)
-        return [self._point(record) for record in found]
+        records = call_with_retries(self._name, self._client.retrieve, self._collection, list(keys), **shape)
+        return [self._point(record) for record in records]
 
     def _shape(self, fields: Sequence[str] | None, vectors: bool) -> dict[str, Any]:
         which = [self._vector] if self._vector else True

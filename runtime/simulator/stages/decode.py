@@ -104,12 +104,12 @@ class SimDecode:
                 continue
             self.free -= 1
             self.free_blocks -= self._row_blocks(request.arrival)
-            found = self.prompts.take(request) if self.prompts is not None else 0
+            cached_tokens = self.prompts.take(request) if self.prompts is not None else 0
             if request.by_decode:
-                request.done_tokens = request.found_tokens = found
+                request.done_tokens = request.found_tokens = cached_tokens
                 self._computing.append(Pull(request, pulled, 0))
             else:
-                copied = request.arrival.prompt_tokens - found
+                copied = request.arrival.prompt_tokens - cached_tokens
                 self.link_busy_ns += ns(self._times.copy_s(copied))
                 took_ns = ns(self._times.copy_s(min(copied, request.last_pass_tokens)))
                 self._pulling.append(Pull(request, pulled, took_ns))

@@ -121,12 +121,12 @@ def next_ns(s: State) -> int:
 @compiled
 def _due(s: State, when: int) -> int:
     """Return the pool whose run ends at that time; of several the one whose run was planned first."""
-    found = -1
+    due = -1
     for p in range(s.pool_count):
         pool = s.pools[p]
-        if pool.end_ns == when and (found < 0 or pool.planned < s.pools[found].planned):
-            found = p
-    return found
+        if pool.end_ns == when and (due < 0 or pool.planned < s.pools[due].planned):
+            due = p
+    return due
 
 
 @compiled
@@ -248,14 +248,14 @@ def _finish_run(s: State, pool: Pool, steps: int) -> None:
 @compiled
 def _next_finished(pool: Pool) -> int:
     """Return the finished query that joined first; -1 without one."""
-    found, members, active = -1, pool.members, pool.tables[0].active
+    first, members, active = -1, pool.members, pool.tables[0].active
     for stage in range(2):
         for i in range(active[stage].count):
             entry = active[stage].numbers[i]
-            sooner = found < 0 or members[entry].order < members[found].order
+            sooner = first < 0 or members[entry].order < members[first].order
             if members[entry].last_step <= pool.taken and sooner:
-                found = entry
-    return found
+                first = entry
+    return first
 
 
 @compiled
