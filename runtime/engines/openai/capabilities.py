@@ -59,21 +59,21 @@ class Capabilities:
 
     def limitations(self) -> list[str]:
         """Return the features that this server rules out, one sentence each."""
-        found = []
+        missing = []
         if not self.chat:
-            found.append("no chats: /chat/completions is refused")
+            missing.append("no chats: /chat/completions is refused")
         if not self.completions:
-            found.append("no completions: /completions is refused")
+            missing.append("no completions: /completions is refused")
         if self.chat and not self.chat_continuation:
-            found.append(
+            missing.append(
                 "no probes in chats, and no retry elsewhere once a chat's answer has begun: it neither returns token"
                 " ids and tokenizes, nor continues a chat's last turn, nor renders a chat"
             )
         if not self.usage:
-            found.append("no usage: it ignores stream_options, so stream_options.include_usage is refused")
+            missing.append("no usage: it ignores stream_options, so stream_options.include_usage is refused")
         if not self.token_ids:
-            found.append("no token ids: return_token_ids is refused")
-        return found
+            missing.append("no token ids: return_token_ids is refused")
+        return missing
 
     def __str__(self) -> str:
         context = f"context {self.context_tokens}" if self.context_tokens else "context unknown"
@@ -105,11 +105,13 @@ async def detect_capabilities(server: Server, section: ServedSection) -> Capabil
 
 async def _detect(server: Server, section: ServedSection) -> Capabilities:
     context = await _read_context(server, section)
-    found = await _try_endpoints(server, section.name, context)
-    if not found.continues_by_tokens and found.chat:
+    capabilities = await _try_endpoints(server, section.name, context)
+    if not capabilities.continues_by_tokens and capabilities.chat:
         continues_chats = await _continues_chats(server, section.name)
-        found = replace(found, continues_chats=continues_chats, renders_chats=await _renders_chats(server))
-    return found
+        capabilities = replace(
+            capabilities, continues_chats=continues_chats, renders_chats=await _renders_chats(server)
+        )
+    return capabilities
 
 
 async def _read_context(server: Server, section: ServedSection) -> int:
@@ -142,15 +144,15 @@ async def _try_endpoints(server: Server, model: str, context: int) -> Capabiliti
     completion = await _try_stream(server, "/completions", base | {"prompt": "Count to nine."})
     if chat is None and completion is None:
         raise ConfigError(f"model.url = {server.url!r}: neither /chat/completions nor /completions works there")
-    streams = [found for found in (chat, completion) if found is not None]
-    ids = next((found.prompt_ids for found in streams if found.prompt_ids), None)
+    streams = [stream for stream in (chat, completion) if stream is not None]
+    ids = next((stream.prompt_ids for stream in streams if stream.prompt_ids), None)
     by_ids = completion is not None and ids is not None
     return Capabilities(
         chat=chat is not None,
         completions=completion is not None,
         context_tokens=context,
-        usage=all(found.usage for found in streams),
-        token_ids=all(found.token_ids for found in streams),
+        usage=all(stream.usage for stream in streams),
+        token_ids=all(stream.token_ids for stream in streams),
         token_prompts=by_ids and await _try_stream(server, "/completions", base | {"prompt": ids}) is not None,
         tokenizes=by_ids and await tokenize(server, model, "one two") is not None,
     )
@@ -167,24 +169,24 @@ async def _try_stream(server: Server, path: str, body: Json) -> _Stream | None:
     """Request a one-token stream, with fewer extra fields if the server refuses them; None if it refuses them all."""
     extras = {"stream_options": {"include_usage": True}, "return_token_ids": True}
     for more in (extras, {"stream_options": extras["stream_options"]}, {}):
-        found = _Stream()
+        stream = _Stream()
         try:
             async with server.stream(path, body | more | server.unpaired_fields) as chunks:
                 async for chunk in chunks:
-                    _inspect(found, chunk)
+                    _inspect(stream, chunk)
         except InvalidRequest as error:
             log.debug("%s%s with %s: %s", server.url, path, list(more), error.message)
         else:
-            return found
+            return stream
     return None
 
 
-def _inspect(found: _Stream, chunk: Json) -> None:
-    found.usage = found.usage or isinstance(chunk.get("usage"), dict)
+def _inspect(stream: _Stream, chunk: Json) -> None:
+    stream.usage = stream.usage or isinstance(chunk.get("usage"), dict)
     for choice in chunk.get("choices") or ():
-        found.token_ids = found.token_ids or bool(choice.get("token_ids"))
+        stream.token_ids = stream.token_ids or bool(choice.get("token_ids"))
         prompt = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
-        found.prompt_ids = prompt or found.prompt_ids
+        stream.prompt_ids = prompt or stream.prompt_ids
 
 
 async def tokenize(server: Server, model: str, text: str) -> list[int] | None:

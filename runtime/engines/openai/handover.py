@@ -196,13 +196,13 @@ def computed_tokens(answer: Json) -> int:
 
 def _object(holder: Json, name: str) -> Json:
     """Return the object at `name`; empty if there is none."""
-    found = holder.get(name)
-    return found if isinstance(found, dict) else {}
+    value = holder.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _number(holder: Json, name: str) -> int:
-    found = holder.get(name)
-    return found if type(found) is int and 0 <= found < 1 << 31 else 0
+    value = holder.get(name)
+    return value if type(value) is int and 0 <= value < 1 << 31 else 0
 
 
 def prompt_tokens(body: Json) -> int:

@@ -37,7 +37,7 @@ def parse_load(metrics: str) -> Load | None:
 
     Of several engines behind one server, requests are summed and the fullest KV cache counts.
     """
-    found: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = {}
     for name, value in _METRIC.findall(metrics):
         try:
             number = float(value)
@@ -45,10 +45,10 @@ def parse_load(metrics: str) -> Load | None:
             return None
         if not isfinite(number):
             return None
-        found.setdefault(name, []).append(number)
-    counts = [found.get(name) for name in ("num_requests_running", "num_requests_waiting")]
+        samples.setdefault(name, []).append(number)
+    counts = [samples.get(name) for name in ("num_requests_running", "num_requests_waiting")]
     if None in counts:
         return None
     running, waiting = (int(sum(count or ())) for count in counts)
-    link_busy_s = sum(sum(values) for name, values in found.items() if name.endswith(_LINK))
-    return Load(running, waiting, max(found.get("kv_cache_usage_perc", [0.0])), link_busy_s)
+    link_busy_s = sum(sum(values) for name, values in samples.items() if name.endswith(_LINK))
+    return Load(running, waiting, max(samples.get("kv_cache_usage_perc", [0.0])), link_busy_s)

@@ -289,9 +289,9 @@ class LoadBalancer:
         before = backend.reported
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                backend.reported = found = parse_load(await backend.server.metrics())
-            if before is not None and found is not None:
-                backend.link_busy_s += max(found.link_busy_s - before.link_busy_s, 0.0)  # less: it was restarted
+                backend.reported = load = parse_load(await backend.server.metrics())
+            if before is not None and load is not None:
+                backend.link_busy_s += max(load.link_busy_s - before.link_busy_s, 0.0)  # less: it was restarted
         except (TrinityError, TimeoutError) as error:
             backend.reported = None
             if isinstance(error, EngineUnreachable | TimeoutError):
@@ -307,7 +307,7 @@ class LoadBalancer:
 
     async def _check(self, backend: Backend) -> None:
         try:
-            found = await self._detect(backend.server)
+            capabilities = await self._detect(backend.server)
         except ConfigError:
             raise
         except TrinityError as error:
@@ -316,12 +316,12 @@ class LoadBalancer:
             if is_new:
                 log.warning("%s: it is not used until it answers%s", error.message, self._advice)
             return
-        backend.capabilities, backend.up_ns = found, self._clock()
+        backend.capabilities, backend.up_ns = capabilities, self._clock()
         backend.last_error, backend.consecutive_failures = "", 0
         backend.check_timeout_s, backend.reported, backend.has_metrics = _TIMEOUT_S, None, True
         backend.prefixes = PrefixHistory()  # it may be another process
-        log.info("%s answers: %s", backend.name, found)
-        for limitation in found.limitations():
+        log.info("%s answers: %s", backend.name, capabilities)
+        for limitation in capabilities.limitations():
             log.warning("%s: %s", backend.name, limitation)
         self.changed.set()
         self.changed.clear()

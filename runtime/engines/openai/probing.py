@@ -64,9 +64,9 @@ class Probing:
         """Wait for the running probe; return the passages that the answer does not have, nearest first."""
         assert self._search_task is not None, "a probe is running"
         outcome: ProbeOutcome = "answered"
-        found: list[Passage] = []
+        passages: list[Passage] = []
         try:
-            found = await self._search_task
+            passages = await self._search_task
         except DeadlineExceeded:
             outcome = "late"
         except TrinityError:
@@ -74,7 +74,7 @@ class Probing:
         self._search_task = None
         new: list[Passage] = []
         if outcome == "answered":
-            outcome, new = new_passages(self._trigger, found, self._seen)
+            outcome, new = new_passages(self._trigger, passages, self._seen)
         return new, Probe(self._begin_token, self._begin_ns, self._clock(), 0, 0, outcome)
 
     def cancel(self) -> Probe | None:

@@ -295,10 +295,10 @@ def _cached_tokens(usage: Json) -> int:
 
 def _ids(value: Any) -> list[int]:
     """Parse a list of token ids; empty if missing. Raises TypeError."""
-    found = value or []
-    if not isinstance(found, list) or not all(type(one) is int and 0 <= one <= _MAX_INT for one in found):
+    ids = value or []
+    if not isinstance(ids, list) or not all(type(one) is int and 0 <= one <= _MAX_INT for one in ids):
         raise TypeError("its token_ids are not a list of token ids")
-    return found
+    return ids
 
 
 def _set_text(choice: Json, text: str) -> None:

@@ -124,8 +124,8 @@ class AnswerWriter:
         text = last_question(self._generation.messages) if self._chat else str(self._generation.prompt)
         left_s = max(1e-3, (self._generation.deadline_ns - self._deps.clock()) / 1e9)
         query, search = retrieval.query(text, "prefill"), self._deps.search.search
-        found = await search(query, on_embedded=on_embedded, on_read=ignore_size, timeout_s=left_s)
-        self._found = FoundPassages.of(found)
+        retrieved = await search(query, on_embedded=on_embedded, on_read=ignore_size, timeout_s=left_s)
+        self._found = FoundPassages.of(retrieved)
         self._passages = within(self._found, retrieval.max_distance)
         stages.stamp_search_end(stamps, self._found.times, self._deps.clock())
         texts = [turn.content for turn in self._generation.messages] if self._chat else [str(self._generation.prompt)]

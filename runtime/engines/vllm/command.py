@@ -48,11 +48,11 @@ class Installation:
 def find_vllm(section: VllmSection) -> Installation:
     """Return the installation at `model.python`. Raises `ConfigError` if vLLM is missing or too old."""
     try:
-        found = subprocess.run([section.python, "-c", _DETECT], capture_output=True, text=True, timeout=_TIMEOUT_S)
+        detected = subprocess.run([section.python, "-c", _DETECT], capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"model.python = {section.python!r} cannot be run: {error}") from error
-    version, _, nixl = found.stdout.strip().partition(" ")
-    if found.returncode or not version:
+    version, _, nixl = detected.stdout.strip().partition(" ")
+    if detected.returncode or not version:
         raise ConfigError(
             f"model.python = {section.python!r}: vLLM is not installed there: `{section.python} -m pip install vllm`, "
             "or set it to the interpreter of an environment that has it"
@@ -132,8 +132,8 @@ def environment(section: VllmSection, plan: NodePlan, place: WorkerPlan) -> dict
     kept = {name: value for name, value in os.environ.items() if name not in ONE_THREAD}  # it chooses its own
     numbered = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if place.gpu_numbers else {}
     bound = {} if place.gpu_numbers else _core_binding(section, plan, place, sorted(os.sched_getaffinity(0)))
-    found = bound | kept | numbered | section.environment
-    return found | transfer_environment(found) if place.stage else found
+    variables = bound | kept | numbered | section.environment
+    return variables | transfer_environment(variables) if place.stage else variables
 
 
 def _core_binding(section: VllmSection, plan: NodePlan, place: WorkerPlan, cores: Sequence[int]) -> dict[str, str]:

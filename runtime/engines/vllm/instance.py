@@ -42,8 +42,8 @@ class LogForwarder:
         line = line.rstrip()
         if not line:
             return
-        if (found := _ERROR.search(line)) and not any(words in line for words in _FOLLOW_UPS):
-            self.last_error = found[1][:500]
+        if (error := _ERROR.search(line)) and not any(words in line for words in _FOLLOW_UPS):
+            self.last_error = error[1][:500]
         parts = _LINE.fullmatch(line)
         level, text = (parts[1], parts[2]) if parts else ("INFO", line)
         self.log.log(logging.getLevelNamesMapping()[level], "%s", text)

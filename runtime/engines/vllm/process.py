@@ -64,14 +64,14 @@ def run(worker: Worker) -> None:
     section = worker.plan.config.model
     assert isinstance(section, VllmSection), "role engine is planned only with engine = vllm"
     check_arguments(section)
-    found = find_vllm(section)
-    check_transfer(section, nixl=found.nixl)
-    worker.log.info("vLLM %s", found.version)
+    vllm = find_vllm(section)
+    check_transfer(section, nixl=vllm.nixl)
+    worker.log.info("vLLM %s", vllm.version)
     socket, metrics = worker.plan.http_socket(worker.name), worker.plan.engine_metrics(worker.name)
     for leftover in (socket, f"{socket}.old", metrics):  # of a killed predecessor
         Path(leftover).unlink(missing_ok=True)
     remove_files(worker.plan, worker.placement)
-    arguments = command(section, worker.plan, worker.placement, nixl=found.nixl, events=found.events)
+    arguments = command(section, worker.plan, worker.placement, nixl=vllm.nixl, events=vllm.events)
     worker.log.info("%s", " ".join(arguments))
     try:
         instance = Instance(arguments, environment(section, worker.plan, worker.placement), LogForwarder(worker.log))

@@ -47,12 +47,12 @@ def check_transfer(section: VllmSection, *, nixl: bool) -> None:
 
 def transfer_config(plan: NodePlan, place: WorkerPlan, *, nixl: bool) -> dict[str, Any]:
     """Return an instance's `--kv-transfer-config`. KV that does not arrive is recomputed by the decode instance."""
-    found: dict[str, Any] = {"kv_role": _ROLES[place.stage], "kv_load_failure_policy": "recompute"}
+    config: dict[str, Any] = {"kv_role": _ROLES[place.stage], "kv_load_failure_policy": "recompute"}
     if nixl:
-        return found | {"kv_connector": NIXL}
+        return config | {"kv_connector": NIXL}
     options = {"directory": str(plan.kv_directory), "owner": place.name, "lease_s": _LEASE_S}
     files = {"kv_connector": FILES, "kv_connector_module_path": _FILES_MODULE}
-    return found | files | {"kv_connector_extra_config": options}
+    return config | files | {"kv_connector_extra_config": options}
 
 
 def transfer_environment(given: Mapping[str, str]) -> dict[str, str]:

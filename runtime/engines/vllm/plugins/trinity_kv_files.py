@@ -123,11 +123,11 @@ class TrinityKvFiles(KVConnectorBase_V1):  # type: ignore[misc]
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """Schedule the load or save of a request that runs in this step, with these blocks."""
         params = request.kv_transfer_params or {}
-        found = self._found.pop(request.request_id, None)
+        source = self._found.pop(request.request_id, None)
         if params.get("do_remote_prefill"):
             params["do_remote_prefill"] = False  # once: after a preemption the prompt is recomputed
-            if found is not None and num_external_tokens > 0:
-                name, first = found
+            if source is not None and num_external_tokens > 0:
+                name, first = source
                 count = num_external_tokens // self._block_tokens
                 self._step.loads.append(Load(name, first, blocks.get_block_ids()[0][first : first + count]))
             elif isinstance(unread := params.get("kv_file"), str) and _NAME.match(unread):
@@ -234,8 +234,8 @@ class TrinityKvFiles(KVConnectorBase_V1):  # type: ignore[misc]
             return
         self._swept = now
         before = time.time() - self._lease_s
-        with contextlib.suppress(OSError), os.scandir(self._directory) as found:
-            for entry in found:
+        with contextlib.suppress(OSError), os.scandir(self._directory) as entries:
+            for entry in entries:
                 with contextlib.suppress(OSError):  # removed by another instance
                     if entry.stat().st_mtime < before:
                         os.unlink(entry)
