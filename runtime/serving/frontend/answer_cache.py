@@ -135,8 +135,8 @@ class AnswerCache:
                     filter=self._store.filter(digest),
                     deadline_ms=_LOOKUP_TIMEOUT_S * 1e3,
                 )
-            found = self._store.resolve(result)
-            hit = found and CacheHit(_decoder.decode(found.text), found.similarity, found.age_s)
+            answer = self._store.resolve(result)
+            hit = answer and CacheHit(_decoder.decode(answer.text), answer.similarity, answer.age_s)
         except (TrinityError, TimeoutError, msgspec.MsgspecError) as error:
             self._store.log_state("found", str(error) or "the lookup timed out")
             return None

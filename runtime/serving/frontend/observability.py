@@ -162,8 +162,8 @@ class Traces:
         for name in (request_id, self.client_names.get(request_id, "")):
             if running := self._running.get(name):
                 return _trace(running, RUNNING, self._clock())
-            if found := self._ended.get(name):
-                return found if isinstance(found, Trace) else _trace(found, found.state, found.stamps[stages.END])
+            if ended := self._ended.get(name):
+                return ended if isinstance(ended, Trace) else _trace(ended, ended.state, ended.stamps[stages.END])
         raise UnknownRequest(
             f"no trace of request {request_id!r}: it is unknown, or {self._keep} others have ended since", "request_id"
         )
@@ -181,9 +181,9 @@ class Traces:
         if running.request is None and running.span_ended is None:
             self._ended[running.id] = running
         else:
-            found = self._ended[running.id] = _trace(running, state, running.stamps[stages.END])
+            trace = self._ended[running.id] = _trace(running, state, running.stamps[stages.END])
             if running.span_ended is not None:
-                running.span_ended(found)
+                running.span_ended(trace)
         while len(self._ended) > self._keep:
             _, evicted = self._ended.popitem(last=False)
             if self.client_names.get(evicted.client_id) == evicted.id:

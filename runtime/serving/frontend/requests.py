@@ -270,8 +270,8 @@ class RequestTable:
         if request.has_passages and any(isinstance(piece, Tokens) for piece in request.held):
             request.opened = True
             pieces, request.held = request.held, []
-            found = list(filter(_found_before_prefill, pieces))
-            for piece in (*found, *(piece for piece in pieces if piece not in found)):
+            early = list(filter(_found_before_prefill, pieces))
+            for piece in (*early, *(piece for piece in pieces if piece not in early)):
                 self._forward(request, piece)
         return True
 

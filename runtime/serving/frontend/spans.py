@@ -59,9 +59,9 @@ class RequestSpans:
         Return a callback for the trace at its end.
         """
         zero = self._wall() - self._clock() + received_ns
-        found = {} if retrieval is None else _retrieval_attributes(retrieval)
+        retrieved = {} if retrieval is None else _retrieval_attributes(retrieval)
         if generation is None:
-            name, attributes = f"retrieval {found.get('gen_ai.data_source.id', '')}".rstrip(), found
+            name, attributes = f"retrieval {retrieved.get('gen_ai.data_source.id', '')}".rstrip(), retrieved
         else:
             operation = "chat" if generation.messages else "text_completion"
             name, attributes = f"{operation} {self._model}", _generation_attributes(operation, self._model, generation)
@@ -73,27 +73,27 @@ class RequestSpans:
 
         def ended(trace: Trace) -> None:
             if span.is_recording():
-                self._children(span, zero, trace, found)
+                self._children(span, zero, trace, retrieved)
                 span.set_attributes(_outcome_attributes(trace))
                 _set_error(span, trace.state)
             span.end(zero + _ns(trace.elapsed_s))
 
         return ended
 
-    def _children(self, span: Span, zero: int, trace: Trace, found: Attributes) -> None:
+    def _children(self, span: Span, zero: int, trace: Trace, retrieved: Attributes) -> None:
         context = set_span_in_context(span)
-        retrieval_name = f"retrieval {found.get('gen_ai.data_source.id', '')}".rstrip()
+        retrieval_name = f"retrieval {retrieved.get('gen_ai.data_source.id', '')}".rstrip()
         for stage in trace.stages:
             is_retrieval = stage.name == "retrieval" and trace.kind == "generation"
             child = self._tracer.start_span(
                 retrieval_name if is_retrieval else stage.name, context,
-                SpanKind.CLIENT if is_retrieval else SpanKind.INTERNAL, found if is_retrieval else {},
+                SpanKind.CLIENT if is_retrieval else SpanKind.INTERNAL, retrieved if is_retrieval else {},
                 start_time=zero + _ns(stage.begin_s),
             )  # fmt: skip
             child.end(zero + _ns(stage.end_s))
         for probe in trace.probes:
             attributes: Attributes = {
-                **found,
+                **retrieved,
                 "trinity.probe.at_token": probe.at_token,
                 "trinity.probe.stalled_s": probe.stalled_s,
                 "trinity.probe.passages": probe.passages,

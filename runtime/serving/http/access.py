@@ -94,6 +94,6 @@ def access_by_key(keys: Iterable[ApiKey]) -> dict[str, Access]:
 
 def access_of(http: Request) -> Access:
     """Return the access rights that the middleware has determined for a request."""
-    found = http.scope["state"]["access"]
-    assert isinstance(found, Access)
-    return found
+    access = http.scope["state"]["access"]
+    assert isinstance(access, Access)
+    return access

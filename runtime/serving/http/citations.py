@@ -36,10 +36,10 @@ class Citations:
     def add(self, text: str) -> Iterator[Citation]:
         """Add a part of the text; yield the citations of the sentences that it completes."""
         self._rest += text
-        while found := _END.search(self._rest):
-            yield from self._cite(self._rest[: found.end()])
-            self._begin += found.end()
-            self._rest = self._rest[found.end() :]
+        while mark := _END.search(self._rest):
+            yield from self._cite(self._rest[: mark.end()])
+            self._begin += mark.end()
+            self._rest = self._rest[mark.end() :]
 
     def finish(self) -> Iterator[Citation]:
         """Yield the citation of the last sentence."""

@@ -251,7 +251,7 @@ class BoundedConnection(asyncio.Protocol):
         """Send an error response without the application."""
         request_id, body = client_id or self._config.new_id(path), to_json(error_json(error))
         log.debug("refused: %s", error.message, extra={"request": request_id})
-        found = [
+        fields = [
             *self._server.default_headers,
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
@@ -260,7 +260,7 @@ class BoundedConnection(asyncio.Protocol):
             *([(b"retry-after", b"%d" % RETRY_AFTER_S)] if error.status == 503 else []),
         ]
         self._config.on_refused(path, error.status)
-        self.transport.write(head_of(error.status, found) + body)
+        self.transport.write(head_of(error.status, fields) + body)
 
     def _close(self) -> None:
         """Close the connection as soon as its client has read what was sent, or reads too slowly."""

@@ -52,11 +52,11 @@ async def receive_form(http: Request, limit: int, timeout_s: float, write: Write
     timeout_s: for the first and any following part, and until the form's end, which is put off by `MIN_BYTES_S`.
     Raises `InvalidRequest`, `BodyTooLarge`, `RequestTooSlow`, `ClientDisconnected`, and the errors of `write`.
     """
-    found = _BOUNDARY.search(http.headers.get("content-type", ""))
-    if found is None:
+    boundary = _BOUNDARY.search(http.headers.get("content-type", ""))
+    if boundary is None:
         raise InvalidRequest("the body's Content-Type has no boundary")
     try:
-        return await _Parser(_chunks(http, timeout_s), found[1] or found[2], limit, write).form()
+        return await _Parser(_chunks(http, timeout_s), boundary[1] or boundary[2], limit, write).form()
     except TimeoutError:
         raise RequestTooSlow("the file did not arrive in time") from None
     except ClientDisconnect:
@@ -164,10 +164,10 @@ def _disposition(head: str) -> tuple[str, str | None]:
     """Return the name of a part, and its file's name, without folders; None for a field."""
     lines = re.split(r"\r?\n", head)  # no other line ends: a name may have U+2028
     line = next((one for one in lines if one.lower().startswith("content-disposition:")), "")
-    found = {key: re.sub(r"\\(.)", r"\1", value) for key, value in _PARAMETER.findall(line)}
+    parameters = {key: re.sub(r"\\(.)", r"\1", value) for key, value in _PARAMETER.findall(line)}
     if extended := _EXTENDED.search(line):
-        found["filename"] = unquote(extended[1])
-    if "filename" not in found:
-        return found.get("name", "")[:64], None
-    name = re.split(r"[/\\]", found["filename"].replace("%22", '"'))[-1]
-    return found.get("name", "")[:64], "".join(c for c in name if c.isprintable())[:MAX_NAME] or "file"
+        parameters["filename"] = unquote(extended[1])
+    if "filename" not in parameters:
+        return parameters.get("name", "")[:64], None
+    name = re.split(r"[/\\]", parameters["filename"].replace("%22", '"'))[-1]
+    return parameters.get("name", "")[:64], "".join(c for c in name if c.isprintable())[:MAX_NAME] or "file"

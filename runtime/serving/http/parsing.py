@@ -39,11 +39,11 @@ def parse(model: type[Body], body: bytes) -> Body:
 
 def parse_fields(model: type[BaseModel], body: bytes) -> dict[str, Any]:
     """Parse a JSON body into the fields of a model. Raises InvalidRequest for others, unless they have no effect."""
-    found = supported_fields(parse_object(body), model.model_fields)
-    for name in found:
+    supported = supported_fields(parse_object(body), model.model_fields)
+    for name in supported:
         if name not in model.model_fields:
             raise InvalidRequest(f"unknown field {name[:64]!r}{suggestion(name, model.model_fields)}", name[:64])
-    return found
+    return supported
 
 
 def without_null(fields: dict[str, Any]) -> dict[str, Any]:

@@ -120,12 +120,12 @@ class ResponseSender:
     def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """Record the beginning of the response; return its headers."""
         self.status, self.begun_at, self._unsent.started = status, self._clock(), True
-        found = [header for header in headers if header[0] != _REQUEST_ID]
-        found.append((_REQUEST_ID, self._request_id.encode()))
+        sent = [header for header in headers if header[0] != _REQUEST_ID]
+        sent.append((_REQUEST_ID, self._request_id.encode()))
         if self._draining():
-            found = [header for header in found if header[0] != b"connection"]
-            found.append((b"connection", b"close"))
-        return found
+            sent = [header for header in sent if header[0] != b"connection"]
+            sent.append((b"connection", b"close"))
+        return sent
 
 
 def _no_connection() -> None:

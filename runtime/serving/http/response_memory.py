@@ -119,6 +119,6 @@ class UnsentResponse:
 
 def unsent_response(http: Request) -> UnsentResponse:
     """Return the memory of the response to a request."""
-    found = http.scope["state"]["unsent"]
-    assert isinstance(found, UnsentResponse)
-    return found
+    unsent = http.scope["state"]["unsent"]
+    assert isinstance(unsent, UnsentResponse)
+    return unsent

@@ -52,11 +52,11 @@ class ResponseBuilder:
         self.completion_tokens += len(piece.token_ids)
         if isinstance(piece, Relayed):
             self.completion_tokens = piece.completion_tokens
-        found = list(self._citations.add(piece.text))
+        citations = list(self._citations.add(piece.text))
         if piece.finish_reason is not None:
             self.last = piece
-            found += self._citations.finish()
-        for citation in found:
+            citations += self._citations.finish()
+        for citation in citations:
             cited = self.results[citation.passage]
             self.annotations.append({
                 "type": "file_citation",

@@ -79,10 +79,10 @@ def error_json(error: TrinityError) -> Json:
 def passage_json(passage: Passage) -> Json:
     """Return a passage without its text, with its attributes if it has any; a NaN or infinite distance is null."""
     distance = passage.distance if math.isfinite(passage.distance) else None
-    found: Json = {"id": passage.id, "title": passage.title, "distance": distance}
+    result: Json = {"id": passage.id, "title": passage.title, "distance": distance}
     if passage.score is not None:
-        found["relevance_score"] = passage.score
-    return found | {"attributes": passage.attributes} if passage.attributes else found
+        result["relevance_score"] = passage.score
+    return result | {"attributes": passage.attributes} if passage.attributes else result
 
 
 class FoundJson(msgspec.Struct, omit_defaults=True):

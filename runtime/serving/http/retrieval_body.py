@@ -69,12 +69,12 @@ _decode = msgspec.json.Decoder(_Sent).decode
 def parse_retrieval(body: bytes) -> RetrievalBody | PlainBody:
     """Parse a `RetrievalBody`: `parse` says what is wrong with it, and reads what a `PlainBody` has not."""
     try:
-        found: PlainBody = _decode(body)
-        if found.vector is not None:
-            found.vector = _float32(found.vector)
+        parsed: PlainBody = _decode(body)
+        if parsed.vector is not None:
+            parsed.vector = _float32(parsed.vector)
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
         return parse(RetrievalBody, body)
-    return found
+    return parsed
 
 
 def _float32(numbers: list[float]) -> NDArray[np.float32]:

@@ -78,9 +78,9 @@ def searched_collection(name: str, k: int, access: Access, settings: Settings, p
             loaded = ", ".join(names) or "none"
             raise InvalidRequest(f"{prefix}collection is missing; loaded: {loaded}", f"{prefix}collection")
         name = names[0]
-    found = access.resolve(name, known, f"{prefix}collection")
+    resolved = access.resolve(name, known, f"{prefix}collection")
     check_k(k, settings, f"{prefix}k")
-    return found
+    return resolved
 
 
 def query_of(body: RetrievalBody | PlainBody, access: Access, settings: Settings) -> Query:

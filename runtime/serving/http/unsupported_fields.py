@@ -63,16 +63,16 @@ def supported_fields(sent: Mapping[str, Any], known: Container[str]) -> dict[str
 
     Raises InvalidRequest for an unsupported field with another value than a neutral one.
     """
-    found = {}
+    supported = {}
     for name, value in sent.items():
         if value is None:
             continue
         if name in known or (name not in NEUTRAL and name not in IGNORED):
-            found[name] = value
+            supported[name] = value
         elif name in NEUTRAL and is_set(value, NEUTRAL[name]):
             allowed = " or ".join(json.dumps(neutral) for neutral in NEUTRAL[name])
             raise InvalidRequest(f"{name} is not supported" + (f" other than {allowed}" if allowed else ""), name)
-    return found
+    return supported
 
 
 def unsupported_table() -> str:

@@ -186,10 +186,10 @@ class BlockManager:
 
     def row_keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
         """Return the hashes of all blocks of `tokens`, also of the last one if it is partial."""
-        found = list(self.keys(tokens, 0, salt=salt))
-        if rest := tokens[len(found) * self.block_tokens :]:
-            found.append(_chained(found[-1] if found else self._root(salt), rest))
-        return found
+        keys = list(self.keys(tokens, 0, salt=salt))
+        if rest := tokens[len(keys) * self.block_tokens :]:
+            keys.append(_chained(keys[-1] if keys else self._root(salt), rest))
+        return keys
 
     def _match(self, tokens: Sequence[int], compute: int, root: bytes) -> list[tuple[bytes, int]]:
         matched: list[tuple[bytes, int]] = []

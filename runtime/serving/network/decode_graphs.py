@@ -124,9 +124,9 @@ def supports_paged_attention(
                 side[used] = torch.randn(blocks, kv_heads, size, head_dim, generator=random).to(kv.device, kv.dtype)
             if captured:
                 captured.replay()
-            found = captured.output if captured else paged()
+            output = captured.output if captured else paged()
             expected = GatheredAttention(tables, visible, blocks * size, size).attend(query, keys, values, scaling)
-            right = torch.allclose(found.float(), expected.float(), rtol=near, atol=near)
+            right = torch.allclose(output.float(), expected.float(), rtol=near, atol=near)
         reason = "" if right else "returned a wrong result"
     except Exception as error:  # a missing compiler, another version of torch: anything
         reason = f"failed: {str(error)[:300]}"

@@ -162,7 +162,7 @@ def _works(layer: Callable[[torch.Tensor, torch.Tensor], Linear], atol: float, r
     x[1] = weight[0] = 1.0  # the largest possible sum
     try:
         with torch.inference_mode():
-            found, expected = layer(weight, bias)(x).float(), functional.linear(x, weight, bias)
-            return torch.allclose(found, expected, atol=atol, rtol=rtol)
+            computed, expected = layer(weight, bias)(x).float(), functional.linear(x, weight, bias)
+            return torch.allclose(computed, expected, atol=atol, rtol=rtol)
     except (AttributeError, RuntimeError, TypeError):
         return False

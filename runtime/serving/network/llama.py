@@ -180,8 +180,8 @@ class Llama:
             with torch.inference_mode():
                 expected = self.logits(PagedBatch(cache, [([block], 0, len(tokens))], tokens)).clone()
                 self.programs = compiled_programs()
-                found = self.logits(PagedBatch(cache, [([block], 0, len(tokens))], tokens))
-                difference = float((found - expected).norm() / expected.norm())
+                computed = self.logits(PagedBatch(cache, [([block], 0, len(tokens))], tokens))
+                difference = float((computed - expected).norm() / expected.norm())
             reason = "" if difference <= near else f"the logits differ by {difference:.1e} of their norm"
         except Exception as error:  # a missing compiler, another version of torch: anything
             reason = str(error)[:300]

@@ -39,14 +39,14 @@ class CollectionFiles:
     async def list_files(self, http: Request, name: str) -> Response:
         page = page_of(http.query_params)
 
-        found, more = await self._run(
+        files, more = await self._run(
             http,
             name,
             lambda documents: documents.files().page(page.limit, page.after, page.before, descending=page.descending),
         )
         if http.query_params.get("filter") not in (None, "completed"):
-            found, more = [], False
-        return json_response(list_json([self._file_json(name, file) for file in found], more))
+            files, more = [], False
+        return json_response(list_json([self._file_json(name, file) for file in files], more))
 
     async def get(self, http: Request, name: str) -> Response:
         return json_response(self._file_json(name, await self._find(http, name)))
@@ -116,8 +116,8 @@ def _rows_of(documents: CollectionDocuments, file: str) -> list[int]:
     return _check(documents.files().rows_of(file), file)
 
 
-def _check(found: T | None, file: str) -> T:
+def _check(content: T | None, file: str) -> T:
     """Return what was found of a file. Raises `UnknownObject` for nothing."""
-    if not found:
+    if not content:
         raise UnknownObject(f"no file of the vector store has the id {file[:128]!r}", "id")
-    return found
+    return content

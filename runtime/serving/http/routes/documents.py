@@ -102,9 +102,9 @@ class DocumentRoutes:
     async def state(self, http: Request) -> Response:
         name = self._name(http)
         access_of(http).require_whole_collection(name)
-        found = (await self._writes.states()).get(name)
-        state: Json = {"object": "collection", "id": name, "writing": found is not None}
-        return json_response(state if found is None else state | found._asdict())
+        writing = (await self._writes.states()).get(name)
+        state: Json = {"object": "collection", "id": name, "writing": writing is not None}
+        return json_response(state if writing is None else state | writing._asdict())
 
     def _name(self, http: Request) -> str:
         return access_of(http).resolve(str(http.path_params["name"]), self._collections, "collection")

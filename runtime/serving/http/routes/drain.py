@@ -75,8 +75,8 @@ class DrainRoute:
     async def drain(self, http: Request) -> Response:
         """Raises NotDirect, Forbidden."""
         access_of(http).require_operator()
-        if found := [name for name in _PROXY_HEADERS if name in http.headers]:
-            raise NotDirect(f"the request has the header {found[0]!r}: send it to the node itself, without a proxy")
+        if proxied := [name for name in _PROXY_HEADERS if name in http.headers]:
+            raise NotDirect(f"the request has the header {proxied[0]!r}: send it to the node itself, without a proxy")
         if http.method in ("POST", "DELETE"):
             wanted = http.method == "POST"
             await self._persist(wanted)

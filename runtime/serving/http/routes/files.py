@@ -53,8 +53,8 @@ class FileRoutes:
 
     async def list_files(self, http: Request) -> Response:
         page = page_of(http.query_params, MAX_FILES_LISTED, MAX_FILES_LISTED)
-        found, more = await self._stores.files(page, http.query_params.get("purpose"), tenant_of(http))
-        return json_response(list_json([file_json(file) for file in found], more))
+        files, more = await self._stores.files(page, http.query_params.get("purpose"), tenant_of(http))
+        return json_response(list_json([file_json(file) for file in files], more))
 
     async def get(self, http: Request) -> Response:
         return json_response(file_json(await self._stores.file(http.path_params["file"], tenant_of(http))))
@@ -69,11 +69,11 @@ class FileRoutes:
         headers = {"x-content-type-options": "nosniff"}
         path = self._stores.content_path(file)
         try:
-            found = await asyncio.to_thread(path.stat)
+            status = await asyncio.to_thread(path.stat)
         except FileNotFoundError:  # deleted meanwhile
             raise UnknownObject(f"no file has the id {file.id!r}", "id") from None
         kind = "application/octet-stream"
-        return FileResponse(path, headers=headers, media_type=kind, filename=file.name, stat_result=found)
+        return FileResponse(path, headers=headers, media_type=kind, filename=file.name, stat_result=status)
 
     def _check_origin(self, http: Request) -> None:
         """Refuse pages of other origins: browsers send them forms without asking first, unlike JSON."""

@@ -70,8 +70,8 @@ class ResponsesRoutes:
         app.add_route("/v1/responses/{response}", self.delete, methods=["DELETE"])
 
     async def get(self, http: Request) -> Response:
-        found = await self._stored.get(http.path_params["response"], tenant_of(http))
-        return Response(bytes(found.body), media_type="application/json")
+        stored = await self._stored.get(http.path_params["response"], tenant_of(http))
+        return Response(bytes(stored.body), media_type="application/json")
 
     async def delete(self, http: Request) -> Response:
         id = http.path_params["response"]
@@ -113,10 +113,10 @@ class ResponsesRoutes:
     async def store(self, response: StoredResponse) -> None:
         await self._stored.put(response)
 
-    async def results(self, http: Request, found: Retrieved, metric: str) -> tuple[list[Json], list[str]]:
+    async def results(self, http: Request, retrieved: Retrieved, metric: str) -> tuple[list[Json], list[str]]:
         """Return OpenAI's results for passages, and the texts that the model was given."""
-        given = dict(zip((one.id for one in found.passages), found.texts, strict=False))
-        pairs = await results_of(self._service.stores, found.passages)
+        given = dict(zip((one.id for one in retrieved.passages), retrieved.texts, strict=False))
+        pairs = await results_of(self._service.stores, retrieved.passages)
         results = [
             {
                 "file_id": result["file_id"],
@@ -243,13 +243,13 @@ class _Answer:
                 return piece
             await self.add_search(piece)
 
-    async def add_search(self, found: Retrieved) -> None:
+    async def add_search(self, retrieved: Retrieved) -> None:
         """Add the passages of a search."""
-        if found.texts:
-            self._block = passages_block(found.texts)
-        if found.ranking:
-            self._builder.ranking = ranking_json(found.ranking)
-        self._builder.add_results(*await self._routes.results(self._http, found, self._conversation.metric))
+        if retrieved.texts:
+            self._block = passages_block(retrieved.texts)
+        if retrieved.ranking:
+            self._builder.ranking = ranking_json(retrieved.ranking)
+        self._builder.add_results(*await self._routes.results(self._http, retrieved, self._conversation.metric))
 
     async def events(self, first: Tokens | None) -> AsyncIterator[bytes]:
         """Yield the events; with a search from its start on (first: None), otherwise from the first tokens on."""

@@ -134,8 +134,8 @@ class AddBatchBody(StrictModel):
 
 def counts_json(counts: Mapping[str, Usage]) -> dict[str, int]:
     """Return OpenAI's file_counts."""
-    found = {status: counts.get(status, Usage()).number for status in _STATUSES}
-    return found | {"total": sum(found.values())}
+    numbers = {status: counts.get(status, Usage()).number for status in _STATUSES}
+    return numbers | {"total": sum(numbers.values())}
 
 
 async def store_json(stores: Stores, store: Store) -> Json:

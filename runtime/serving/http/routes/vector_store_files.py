@@ -74,8 +74,8 @@ class StoreFileRoutes:
         if batch is not None:
             await self._stores.batch(store, batch, tenant_of(http))
         wanted = cast("FileStatus | None", status)
-        found, more = await self._stores.entries(store, page, tenant_of(http), wanted, batch)
-        return json_response(list_json([store_file_json(entry) for entry in found], more))
+        entries, more = await self._stores.entries(store, page, tenant_of(http), wanted, batch)
+        return json_response(list_json([store_file_json(entry) for entry in entries], more))
 
     async def get(self, http: Request) -> Response:
         if (name := self._collection(http)) is not None:
