@@ -40,7 +40,7 @@ def read_api_keys(config: NodeConfig) -> tuple[ApiKey, ...]:
         reason = getattr(error, "strerror", error)
         raise ConfigError(f"http.api_keys_file: cannot read {path}: {reason}") from error
     keys: dict[str, ApiKey] = {}
-    known = {found.name for found in config.collections}
+    known = {collection.name for collection in config.collections}
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip() or line.strip().startswith("#"):
             continue
@@ -84,13 +84,13 @@ def _grants(text: str, where: str, known: set[str]) -> dict[str, tuple[str, str]
         raise ConfigError(f"{where}: {error}") from error
     grants: dict[str, tuple[str, str] | None] = {}
     for number, word in enumerate(words, 1):
-        found = _GRANT.fullmatch(word)
-        if found is None:  # not shown: it may be part of a key
+        grant = _GRANT.fullmatch(word)
+        if grant is None:  # not shown: it may be part of a key
             raise ConfigError(f"{where}: grant {number} is neither COLLECTION nor COLLECTION/ATTRIBUTE=VALUE")
-        name = found["collection"]
+        name = grant["collection"]
         if name not in known:
             raise ConfigError(f"{where}: grant {number} names an unknown collection; known: {', '.join(sorted(known))}")
         if name in grants:
             raise ConfigError(f"{where}: collection {name!r} is listed twice")
-        grants[name] = (found["attribute"], found["value"]) if found["attribute"] else None
+        grants[name] = (grant["attribute"], grant["value"]) if grant["attribute"] else None
     return grants

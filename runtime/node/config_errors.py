@@ -153,9 +153,9 @@ def _at(raw: Any, path: str) -> Any:
 
 def _known(config: type[msgspec.Struct], path: str, raw: dict[str, Any]) -> list[str]:
     """Return the known keys of the section at a path. Of several section types (engines) the one that `raw` selects."""
-    found = _at(raw, path)
+    table = _at(raw, path)
     for kind in _types_at(config, path):
-        if isinstance(kind, StructType) and (kind.tag_field is None or found.get(kind.tag_field) == kind.tag):
+        if isinstance(kind, StructType) and (kind.tag_field is None or table.get(kind.tag_field) == kind.tag):
             return [field.encode_name for field in kind.fields]
     return []
 

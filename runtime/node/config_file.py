@@ -34,8 +34,8 @@ def load_config(path: Path, name: str = "", port: int | None = None) -> NodeConf
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     try:
         for section, key, value in (("node", "name", name or None), ("http", "port", port)):
-            if value is not None and isinstance(found := raw.setdefault(section, {}), dict):
-                found[key] = value
+            if value is not None and isinstance(table := raw.setdefault(section, {}), dict):
+                table[key] = value
         return _absolute(parse_config(raw), path.resolve().parent)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from error
@@ -65,14 +65,14 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
     http = replace(config.http, api_keys_file=under("http.api_keys_file", config.http.api_keys_file))
     collections = tuple(
         replace(
-            found,
-            path=under(f"collections[{index}].path", found.path),
-            embedder=found.embedder
-            if found.embedder.startswith(("http://", "https://"))
-            else under(f"collections[{index}].embedder", found.embedder),
-            embedder_key_file=under(f"collections[{index}].embedder_key_file", found.embedder_key_file),
+            collection,
+            path=under(f"collections[{index}].path", collection.path),
+            embedder=collection.embedder
+            if collection.embedder.startswith(("http://", "https://"))
+            else under(f"collections[{index}].embedder", collection.embedder),
+            embedder_key_file=under(f"collections[{index}].embedder_key_file", collection.embedder_key_file),
         )
-        for index, found in enumerate(config.collections)
+        for index, collection in enumerate(config.collections)
     )
     model = config.model
     if isinstance(model, ModelSection) and _is_path(model.name):

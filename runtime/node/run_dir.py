@@ -116,7 +116,7 @@ class RunDir:
         os.close(self._fd)
 
     def _engine_files(self) -> list[Path]:
-        return [found for pattern in ("*.sock", "*.sock.old", "*.prom", "*.new") for found in self.path.glob(pattern)]
+        return [path for pattern in ("*.sock", "*.sock.old", "*.prom", "*.new") for path in self.path.glob(pattern)]
 
 
 def _remove_stale(run_dir: Path) -> None:

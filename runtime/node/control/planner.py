@@ -120,23 +120,23 @@ class Planner:
         if min(work.workers.values()) < 1 or work.workers != before.workers:
             return None  # a window with a move in it mixes two configurations
         delta = work.since(before)
-        found = self._measure(now_s - then_s, delta)
+        demand = self._measure(now_s - then_s, delta)
         last = dict(self._work)
-        self._average(found, min(max(delta.prompts / _AVERAGED_PROMPTS, _MIN_WEIGHT), _MAX_WEIGHT))
+        self._average(demand, min(max(delta.prompts / _AVERAGED_PROMPTS, _MIN_WEIGHT), _MAX_WEIGHT))
         self.loads = self._loads(work.workers)
-        growing = {role for role in last if found[role] > _GROWTH * last[role]}
+        growing = {role for role in last if demand[role] > _GROWTH * last[role]}
         return self._confirm(now_s, self._decide(work.workers, delta, growing))
 
-    def _average(self, found: dict[Stage, float], weight: float) -> None:
+    def _average(self, measured: dict[Stage, float], weight: float) -> None:
         """Add a window's work to the averages. Their standard errors follow from how much windows differ from the ones
         before, so that a slow change of the load is no error."""
         self._windows += 1
-        for role, work in found.items():
+        for role, work in measured.items():
             self._work[role] += (work - self._work[role]) * weight
             variance = (work - self._found.get(role, work)) ** 2 / 2
             self._variance[role] += (variance - self._variance[role]) * max(_MIN_WEIGHT, 1 / self._windows)
             self._errors[role] = (weight / (2 - weight) * self._variance[role]) ** 0.5
-        self._found = found
+        self._found = measured
 
     def _confirm(self, now_s: float, move: Move | None) -> Move | None:
         """Return this window's move once it has been the best one often enough."""
@@ -159,21 +159,21 @@ class Planner:
         if delta.passed_tokens > 0:
             self._token_s = delta.pass_s / delta.passed_tokens
         workers = delta.workers
-        found: dict[Stage, float] = {"prefill": delta.arrived_tokens * self._token_s / passed_s, "decode": 0.0}
+        work: dict[Stage, float] = {"prefill": delta.arrived_tokens * self._token_s / passed_s, "decode": 0.0}
         if delta.tokens > 0 and delta.row_s > 0:
             decode_prompts = delta.decode_prompt_tokens * self._token_s / passed_s / workers["decode"]
             token_s = delta.row_s / delta.tokens * max(1 - decode_prompts, 0.1)
             least_s = min(self._min_token_s, token_s)
             if decode_prompts <= _MAX_PROMPTS:  # of a burst most may be computed after this window
                 self._min_token_s = least_s
-            found["decode"] = (1 - least_s / token_s) * workers["decode"]
+            work["decode"] = (1 - least_s / token_s) * workers["decode"]
         wait_s = (delta.prefill_waiting + delta.decode_waiting) * passed_s / max(delta.prompts, 1)
         wait = min(wait_s / self._slo.ttft_s, _MAX_WAIT)
         if delta.decode_waiting > workers["decode"]:  # prefill holds its slots until decode has pulled the KV
-            found["decode"] += wait * workers["decode"] * self._max_rows
+            work["decode"] += wait * workers["decode"] * self._max_rows
         else:
-            found["prefill"] += wait * workers["prefill"]
-        return found
+            work["prefill"] += wait * workers["prefill"]
+        return work
 
     @property
     def _max_rows(self) -> float:

@@ -61,7 +61,7 @@ class LogLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def escape_control(text: str) -> str:
     """Escape control characters and line separators."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class Formatter(logging.Formatter):

@@ -89,7 +89,7 @@ def engine_families(files: Mapping[str, Path]) -> Iterator[Metric]:
         with contextlib.suppress(OSError, ValueError):  # ValueError: malformed text
             parsed = text_string_to_metric_families(read_regular(file, _MAX_SCRAPE_BYTES).decode())
             for family in [
-                found for found in parsed if found.name.startswith(_PREFIX)
+                its_own for its_own in parsed if its_own.name.startswith(_PREFIX)
             ]:  # parsed completely before any is merged
                 merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 merged.samples += [s._replace(labels={"worker": worker} | s.labels) for s in family.samples]

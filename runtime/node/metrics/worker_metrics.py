@@ -365,10 +365,10 @@ class FrontendMetrics(RetrievingMetrics):
 def _of(owner: type) -> tuple[Metric, ...]:
     """Return the metrics that a class and its bases declare, in that order."""
     declared = [value for cls in owner.__mro__ for value in vars(cls).values()]
-    found: list[Metric] = []
+    metrics: list[Metric] = []
     for value in declared:
-        found += [value] if isinstance(value, Metric) else value.values() if isinstance(value, ByLabel) else ()
-    return tuple(found)
+        metrics += [value] if isinstance(value, Metric) else value.values() if isinstance(value, ByLabel) else ()
+    return tuple(metrics)
 
 
 METRICS: dict[Role, tuple[Metric, ...]] = {

@@ -91,12 +91,12 @@ class Gpus:
         reason = "" if self._nvml else self.missing
         yield GpuMetrics.NVML_UP.of({reason: not reason})
         for metric, read in self._metrics():
-            found: dict[tuple[str, ...], float] = {}
+            values: dict[tuple[str, ...], float] = {}
             for index, handle, _ in self._handles:
                 with contextlib.suppress(self._nvml.NVMLError):  # not supported by this GPU or instance
-                    found[index, self._uuid(handle)] = read(handle)
-            if found:
-                yield metric.of(found)
+                    values[index, self._uuid(handle)] = read(handle)
+            if values:
+                yield metric.of(values)
 
     def _metrics(self) -> Sequence[tuple[SupervisorMetric, Callable[[Any], float]]]:
         if (nvml := self._nvml) is None:

@@ -54,11 +54,13 @@ class Machine:
 
     def find(self, device: str, key: str) -> Gpu:
         """Return the GPU with that name, the value of a key. Raises `ConfigError`, which lists the available ones."""
-        found = [gpu for gpu in self.gpus if gpu.matches(device)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise ConfigError(f"{key}: {device!r} matches {len(found)} GPUs: {', '.join(gpu.uuid for gpu in found)}")
+        matching = [gpu for gpu in self.gpus if gpu.matches(device)]
+        if len(matching) == 1:
+            return matching[0]
+        if matching:
+            raise ConfigError(
+                f"{key}: {device!r} matches {len(matching)} GPUs: {', '.join(gpu.uuid for gpu in matching)}"
+            )
         available = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in self.gpus)
         missing = f"none ({self.missing})" if self.missing else "none"
         raise ConfigError(f"{key}: {device!r} is not a GPU of this machine; available: {available or missing}")
@@ -74,15 +76,15 @@ def check_host_memory(needed_bytes: int, whose: str) -> None:
 
 
 def _node_cores(system: Path, allowed: set[int]) -> dict[int, tuple[int, ...]]:
-    found = {}
+    by_node = {}
     for path in sorted(system.glob("node[0-9]*/cpulist")):
         try:
             cores = parse_cores(path.read_text())
         except (OSError, ValueError):
             continue
         if usable := tuple(sorted(cores & allowed)):
-            found[int(path.parent.name.removeprefix("node"))] = usable
-    return found
+            by_node[int(path.parent.name.removeprefix("node"))] = usable
+    return by_node
 
 
 def parse_cores(text: str) -> set[int]:

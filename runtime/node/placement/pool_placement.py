@@ -41,8 +41,8 @@ def first_pools(stages: Sequence[Stage], stage: Stage) -> tuple[int, ...]:
     """Return the numbers of the pool workers that a stage's queries go to first: the stage's, else those of both,
     else all. `stages`: as from `pool_stages`."""
     for first in (stage, ""):
-        if found := tuple(number for number, served in enumerate(stages) if served == first):
-            return found
+        if numbers := tuple(number for number, served in enumerate(stages) if served == first):
+            return numbers
     return tuple(range(len(stages)))
 
 
@@ -62,7 +62,7 @@ def resolve_pool_placement(config: NodeConfig) -> NodeConfig:
     if not config.needs_pool or not roles:
         return config
     by_stage = _places(config)
-    places = [place for found in by_stage.values() for place in found]
+    places = [place for of_stage in by_stage.values() for place in of_stage]
     if not places:
         raise ConfigError(
             f"{setting}: this node runs no {' or '.join(roles)} workers for pool workers to be beside: remove it, and "
@@ -81,7 +81,7 @@ def resolve_pool_placement(config: NodeConfig) -> NodeConfig:
     resolved: dict[str, object] = {"workers": len(places), "devices": devices, "cores": cores if any(cores) else ()}
     if not own:
         _check_unset(pool, resolved, f"{setting}, which sets it to {{}} ({beside})")
-    stages = pool_stages(pool, {stage: len(found) for stage, found in by_stage.items()})
+    stages = pool_stages(pool, {stage: len(of_stage) for stage, of_stage in by_stage.items()})
     return replace(config, pool=replace(pool, stages=stages, **resolved))
 
 
@@ -103,14 +103,14 @@ def _check_unset(pool: PoolSection, resolved: Mapping[str, object], setting: str
 
 def _places(config: NodeConfig) -> dict[Paired, list[_Place]]:
     """Return the model workers that get a pool worker beside them, by stage."""
-    found: dict[Paired, list[_Place]] = {}
+    places: dict[Paired, list[_Place]] = {}
     for stage in PAIRED_ROLES[config.pool.placement]:
         if isinstance(config.model, VllmSection):
-            found[stage] = _instances(config.model, stage)
+            places[stage] = _instances(config.model, stage)
         elif config.own_model is not None:
             section = config.prefill if stage == "prefill" else config.decode
-            found[stage] = [(f"{stage}-{n}", *place) for n, place in enumerate(worker_devices(stage, section))]
-    return found
+            places[stage] = [(f"{stage}-{n}", *place) for n, place in enumerate(worker_devices(stage, section))]
+    return places
 
 
 def _instances(section: VllmSection, stage: Paired) -> list[_Place]:

@@ -41,12 +41,12 @@ def usage_of(pid: int, *, descendants: bool = False) -> Usage:
     """Return the usage of a process, or of all that it has started too; 0 if it has ended or `pid` is 0."""
     try:
         process = psutil.Process(pid) if pid else None
-        found = [] if process is None else [process, *(process.children(recursive=True) if descendants else ())]
-        times = [one.cpu_times() for one in found]
+        processes = [] if process is None else [process, *(process.children(recursive=True) if descendants else ())]
+        times = [one.cpu_times() for one in processes]
         return Usage(
             sum(time.user + time.system for time in times),
-            sum(int(one.memory_info().rss) for one in found),
-            sum(one.num_fds() for one in found),
+            sum(int(one.memory_info().rss) for one in processes),
+            sum(one.num_fds() for one in processes),
         )
     except psutil.Error:
         return Usage()
