@@ -146,7 +146,7 @@ def _check_directory(key: str, path: str, files: str) -> None:
         return
     directory, missing = Path(path), list[Path]()
     try:
-        missing += (path for path in (directory, *directory.parents) if not path.exists())
+        missing += (folder for folder in (directory, *directory.parents) if not folder.exists())
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
     except (OSError, ValueError) as error:
@@ -155,9 +155,9 @@ def _check_directory(key: str, path: str, files: str) -> None:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{key} = {path!r}: cannot create {files} there: {reason}") from error
     finally:
-        for path in missing:  # innermost first
+        for folder in missing:  # innermost first
             with contextlib.suppress(OSError, ValueError):
-                path.rmdir()
+                folder.rmdir()
 
 
 def check_files(name: str, directory: Path) -> None:
