@@ -149,4 +149,5 @@ def test_a_request_counts_from_its_arrival_and_the_time_that_a_client_takes_to_r
     scope = {"type": "http", "path": "/x", "headers": [], "state": {"arrived_ns": lambda: arrived_ns}}
     asyncio.run(app(scope, receive, read))
     ((path, status, took_s),) = seen
-    assert (path, status, took_s) == ("/x", 200, pytest.approx(seconds))
+    assert (path, status) == ("/x", 200)
+    assert took_s == pytest.approx(seconds)
