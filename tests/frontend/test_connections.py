@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import resource
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,8 @@ import httpx
 import pytest
 
 from runtime.node.config import HttpSection
-from runtime.serving.http.connections import Timeouts, peer_of
+from runtime.serving.http.connections import HttpConfig, Timeouts, peer_of
+from runtime.serving.http.server import connections_with_files
 from runtime.testing.waiting import eventually
 from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import WAIT
@@ -295,3 +297,17 @@ def test_a_process_has_room_for_eight_connections_a_request_and_at_least_for_tho
     few, many = HttpSection(max_in_flight=1), HttpSection(max_in_flight=1000)
     assert (few.max_connections, few.max_connections_per_peer) == (1024, 512)
     assert (many.max_connections, many.max_connections_per_peer) == (8000, 4000)
+
+
+@pytest.mark.parametrize(("files", "processes", "connections"), [(100_000, 2, 1024), (1024, 2, 384), (128, 2, 16)])
+def test_a_process_accepts_no_more_connections_than_there_are_files_for(
+    files: int, processes: int, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, files))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: raised.append(limits))
+    http = HttpSection(max_in_flight=1, workers=processes)
+    assert connections_with_files(http) == connections
+    assert raised == [(min(files, 2 * 1024 + 256), files)]
+    config = HttpConfig(lambda *call: None, http, str, drain_s=1, connections=connections)  # type: ignore[arg-type]
+    assert (config.max_connections, config.max_per_peer) == (connections, connections // 2)

@@ -46,7 +46,8 @@ class Timeouts:
 
 class HttpConfig(uvicorn.Config):
     """uvicorn's configuration with our `limits`. `new_id` generates ids for requests that are refused here, by their
-    path, "" for malformed ones; `on_refused` is called with the path and the status of the response."""
+    path, "" for malformed ones; `on_refused` is called with the path and the status of the response. `connections`:
+    those that there are files for, if that is fewer than the limit."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class HttpConfig(uvicorn.Config):
         on_refused: Callable[[str, int], None] = lambda path, status: None,
         admission: Admission | None = None,
         timeouts: Timeouts = Timeouts(),
+        connections: int | None = None,
     ) -> None:
         super().__init__(
             app,
@@ -71,7 +73,9 @@ class HttpConfig(uvicorn.Config):
             timeout_graceful_shutdown=math.ceil(drain_s),
         )
         self.timeout_keep_alive = timeouts.idle_s  # type: ignore[assignment]  # passed to call_later
-        self.limits = limits
+        self.max_connections, self.max_per_peer = limits.max_connections, limits.max_connections_per_peer
+        if connections is not None and connections < self.max_connections:
+            self.max_connections, self.max_per_peer = connections, max(1, connections // 2)
         self.timeouts = timeouts
         self.new_id = new_id
         self.on_refused = on_refused
@@ -114,14 +118,13 @@ class BoundedConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         self.transport, self._flow = transport, FlowControl(transport)
         self._server.connections.add(self)  # type: ignore[arg-type]  # declared for uvicorn's own
-        client, limits, peers = get_remote_addr(transport), self._config.limits, self._config.peers
+        client, config, peers = get_remote_addr(transport), self._config, self._config.peers
         self._addresses: Scope = {"server": get_local_addr(transport), "client": client, "scheme": "http"}
         self._peer = peer_of(client[0] if client else "")
         peers[self._peer] += 1
-        if len(self._server.connections) > limits.max_connections:
-            self._refuse(Overloaded(f"{limits.max_connections} connections are open, the limit; try again later"))
-        elif peers[self._peer] > limits.max_connections_per_peer:
-            limit = limits.max_connections_per_peer
+        if len(self._server.connections) > config.max_connections:
+            self._refuse(Overloaded(f"{config.max_connections} connections are open, the limit; try again later"))
+        elif peers[self._peer] > (limit := config.max_per_peer):
             self._refuse(Overloaded(f"{limit} connections from {self._peer} are open, the limit for one peer"))
         else:
             self._head_timer.start()

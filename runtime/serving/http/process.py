@@ -47,8 +47,8 @@ from runtime.serving.http.search_parts import SearchParts
 from runtime.serving.http.server import (
     HEARTBEAT_S,
     Server,
+    connections_with_files,
     private_limits,
-    raise_descriptor_limit,
     run_process,
     serve_beside,
 )
@@ -139,13 +139,13 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
 
         count = partial(worker.table.add, FrontendMetrics.FORWARDED)
         app = answering_or_forwarding(own_app, others[0], own_app.limits, refuse, count)
-    raise_descriptor_limit(config.http.max_connections * config.http.workers)
+    connections = connections_with_files(config.http)
 
     def on_refused(path: str, status: int) -> None:
         metrics.record_response(path, status, 0.0)
 
     admission = Admission(own_app.limits, lambda: readiness.draining)
-    http = HttpConfig(app, config.http, new_id, config.node.drain_s, on_refused, admission)
+    http = HttpConfig(app, config.http, new_id, config.node.drain_s, on_refused, admission, connections=connections)
     servers = [Server(http, worker.listening_socket(), lambda: None if owner else _record_closed(worker))]
     if others:
         private = worker.private_socket() if owner else listen_private(plan.http_socket(worker.name))

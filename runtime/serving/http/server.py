@@ -78,12 +78,24 @@ def private_limits(limits: HttpSection) -> HttpSection:
     return replace(limits, max_in_flight=_PRIVATE_REQUESTS)
 
 
-def raise_descriptor_limit(connections: int) -> None:
-    """Raise the limit of open files to what so many connections need, up to the process's hard limit."""
-    wanted = connections + _RESERVED_DESCRIPTORS
+def connections_with_files(http: HttpSection) -> int:
+    """Raise the limit of open files to what this process's connections need, up to the hard limit. Return how many
+    connections there are files for: without a file for a socket, ZeroMQ ends the process.
+
+    Each of the `http.workers` may pass on as many connections as it accepts, or receive those of the others.
+    """
+    wanted = http.max_connections * http.workers + _RESERVED_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    if soft == resource.RLIM_INFINITY:
+        return http.max_connections
+    if soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        if soft < wanted:
-            log.warning("%d connections (http.max_in_flight) may be open, but only %d files", connections, soft)
+    possible = (soft - min(_RESERVED_DESCRIPTORS, soft * 3 // 4)) // http.workers
+    if possible < http.max_connections:
+        log.warning(
+            "%d connections may be open instead of %d (eight times http.max_in_flight, at least 1,024): the hard limit "
+            "of open files is %d (ulimit -Hn, LimitNOFILE=)",
+            possible, http.max_connections, soft,
+        )  # fmt: skip
+    return min(possible, http.max_connections)
