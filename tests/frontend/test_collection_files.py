@@ -106,6 +106,20 @@ def test_files_are_listed_shown_read_and_deleted(client: openai.OpenAI) -> None:
         listed(client, after="x")
 
 
+def test_files_of_a_collection_that_every_pool_found_damaged_are_not_shown(
+    cluster: Cluster, client: openai.OpenAI
+) -> None:
+    cluster.search.unavailable_collections["docs"] = "documents.sqlite is damaged"
+    files = client.with_options(max_retries=0).vector_stores.files
+    for call in (files.retrieve, files.content, files.delete):
+        with pytest.raises(openai.InternalServerError, match=r"'docs' is unavailable: documents\.sqlite is damaged"):
+            call(LEAVE, vector_store_id="docs")
+    with pytest.raises(openai.InternalServerError, match="is unavailable"):
+        files.list("docs")
+    cluster.search.unavailable_collections.clear()
+    assert len(listed(client)) == 5
+
+
 def test_a_key_for_a_part_of_the_collection_sees_no_list_of_all_files(cluster: Cluster) -> None:
     with cluster.client(ACME) as acme:
         for call in (

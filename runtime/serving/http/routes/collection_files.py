@@ -1,7 +1,7 @@
 """The files of configured collections as those of a vector store: list, show, content, delete."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -30,10 +30,15 @@ T = TypeVar("T")
 
 class CollectionFiles:
     """Handlers for the file routes, of the configured collection `name`. For keys that may access all of it: a list
-    would show what others have."""
+    would show what others have. `unavailable`: the collections that no pool can serve → reason."""
 
-    def __init__(self, catalogue: CollectionCatalogue, writes: WriterService | None) -> None:
-        self._catalogue, self._writes = catalogue, writes
+    def __init__(
+        self,
+        catalogue: CollectionCatalogue,
+        writes: WriterService | None,
+        unavailable: Callable[[], Mapping[str, str]],
+    ) -> None:
+        self._catalogue, self._writes, self._unavailable = catalogue, writes, unavailable
         self._limit = FairLimit(_CONCURRENT, "requests for the files of collections")
 
     async def list_files(self, http: Request, name: str) -> Response:
@@ -104,6 +109,8 @@ class CollectionFiles:
         """Read a collection's documents on a thread. Raises `Forbidden`, `Overloaded`, `Unavailable`."""
         access = access_of(http)
         access.require_whole_collection(name)
+        if reason := self._unavailable().get(name):  # as for searches: what was found damaged is not shown
+            raise Unavailable(f"collection {name!r} is unavailable: {reason}")
         documents = self._catalogue.documents(name)
         async with self._limit.counted(access.flow):
             try:
