@@ -89,7 +89,10 @@ def serve(
         for finding in gpu_sharing.findings(plan):
             if finding.level != "ok":
                 log.warning("%s %s; %s", finding.subject, finding.text, finding.advice)
-        raise typer.Exit(Supervisor(plan, device_bytes=estimate_added_bytes(plan, machine)).run(announce))
+        code = Supervisor(plan, device_bytes=estimate_added_bytes(plan, machine)).run(announce)
+        for kind in (signal.SIGINT, signal.SIGTERM):  # the node has stopped: a late signal does not change the code
+            signal.signal(kind, signal.SIG_IGN)
+        raise typer.Exit(code)
 
 
 def _logged_once(log: logging.Logger) -> Callable[[str, float], None]:

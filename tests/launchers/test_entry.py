@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from launchers.main import command_line
 from tests.retrieval.long_builds import long_source, wait_until_it_reads
 
 # `python -m launchers.entry` that gets Ctrl-C as it begins to import the module named in the environment. A signal from
@@ -80,3 +82,19 @@ def test_ctrl_c_during_a_command_runs_its_cleanup(tmp_path: Path) -> None:
         assert "Traceback" not in process.communicate(timeout=60)[1]
         assert process.returncode == 130
     assert os.listdir(out.parent) == []
+
+
+def test_a_signal_after_the_node_has_stopped_does_not_end_the_command_in_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "node.toml").write_text('model = {engine = "openai", name = "m", url = "http://127.0.0.1:9/v1"}')
+    monkeypatch.setattr("launchers.main.Supervisor.run", lambda self, announce: 0)
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        ended = CliRunner().invoke(command_line(), ["serve", "--config", str(tmp_path / "node.toml"), "--port", "0"])
+        for kind in before:  # the second Ctrl-C, while the interpreter ends
+            os.kill(os.getpid(), kind)
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+    assert ended.exit_code == 0, ended.output
