@@ -19,12 +19,13 @@ from ipc.native.compiled import can_cache
 from runtime.checks import gpu_sharing, permissions, preflight, vllm
 from runtime.checks.finding import Finding, Level
 from runtime.engines.openai.capabilities import check_servers
-from runtime.errors import ConfigError, EmbedderUnreachable, TrinityError
-from runtime.node.config import NodeConfig
+from runtime.errors import ConfigError, EmbedderUnreachable, ResourceBusy, TrinityError
+from runtime.node.config import HttpSection, NodeConfig
 from runtime.node.engine_config import OpenAiSection, VllmSection
 from runtime.node.placement.gpus import Gpu, Gpus
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
+from runtime.node.supervisor.listen import listen
 from runtime.node.worker_config import KvWorkerSection
 from runtime.packages import torch_cuda
 from runtime.retrieval.collections.collection import Collection
@@ -79,6 +80,7 @@ def diagnose(
             yield from vllm.findings(config.model)
         yield from _embedders(config)
         yield from permissions.findings(config)
+        yield _port(config.http)
         yield _files(config, machine)
         with contextlib.suppress(TrinityError):  # `_files` has reported it
             yield from gpu_sharing.findings(lay_out(config, machine))
@@ -245,6 +247,17 @@ def _files(config: NodeConfig, machine: Machine) -> Finding:
         return Finding("error", "model, index and placement", error.message, "fix the configuration or the named files")
     pairs = "".join(f"; {pool.name} beside {pool.paired_with}" for pool in plan.of_role("pool") if pool.paired_with)
     return Finding("ok", "model, index and placement", f"complete, and they fit{pairs}")
+
+
+def _port(http: HttpSection) -> Finding:
+    """Check that HTTP can listen. A port in use is a warning: the node itself may run."""
+    try:
+        listen(http).close()
+    except ResourceBusy as error:
+        return Finding("warning", "port", error.message, "nothing to do if it is this node that runs")
+    except ConfigError as error:
+        return Finding("error", "port", error.message, "fix [http]")
+    return Finding("ok", "port", f"{http.host}:{http.port} is free" if http.port else "any free one")
 
 
 def _limit(value: int) -> str:

@@ -166,6 +166,17 @@ def test_an_unreachable_server_is_an_error_with_its_address(tmp_path: Path) -> N
     assert found[f"engine {url}"].advice.startswith("start it")
 
 
+def test_a_port_in_use_is_a_warning_and_one_that_cannot_be_used_an_error() -> None:
+    model = {"engine": "openai", "name": "big", "url": "http://127.0.0.1:9/v1"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = findings(parse_config({"model": model, "http": {"port": port}}))["port"]
+        assert (found.level, f"http.port = {port}" in found.text) == ("warning", True)
+    assert findings(parse_config({"model": model, "http": {"port": port}}))["port"].level == "ok"
+    elsewhere = {"host": "192.0.2.1", "port": 0, "api_keys_file": "/keys"}
+    assert findings(parse_config({"model": model, "http": elsewhere}))["port"].level == "error"
+
+
 def test_an_unwritable_compile_cache_is_reported_with_an_alternative(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

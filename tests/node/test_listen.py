@@ -54,5 +54,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
 def test_a_port_in_use_is_a_temporary_error() -> None:
     with listen(HttpSection(port=0)) as first:
         port = first.getsockname()[1]
-        with pytest.raises(ResourceBusy, match=rf"http\.port = {port}: cannot listen on 127\.0\.0\.1: .*in use"):
+        with pytest.raises(
+            ResourceBusy, match=rf"http\.port = {port}: cannot listen on 127\.0\.0\.1: .*in use: set another"
+        ):
             listen(HttpSection(port=port))

@@ -39,8 +39,10 @@ def listen(http: HttpSection) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        error_type = ResourceBusy if error.errno == errno.EADDRINUSE else ConfigError
-        raise error_type(f"http.port = {http.port}: cannot listen on {http.host}: {error.strerror}") from error
+        message = f"http.port = {http.port}: cannot listen on {http.host}: {error.strerror}"
+        if error.errno == errno.EADDRINUSE:
+            raise ResourceBusy(f"{message}: set another port, or stop what uses it (`ss -ltnp`)") from error
+        raise ConfigError(message) from error
     return listener
 
 
