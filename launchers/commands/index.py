@@ -300,13 +300,18 @@ def search(
     threads: Annotated[int, typer.Option(help="Cores to use.", min=1)] = 1,
 ) -> None:
     """Search a collection for a batch of vectors; print queries per second, and recall if the truth is given."""
-    kept = max(64, k) if top_m is None else top_m
-    _check("--k" if top_m is None else "--top-m", kept, MAX_TOP_M)
-    _check("--k", k, kept)
+    if top_m is not None:
+        _check("--top-m", top_m, MAX_TOP_M)
+    _check("--k", k, top_m or MAX_TOP_M)
+    kept = top_m or max(64, k)
     _check("--search-width", search_width, MAX_SEARCH_WIDTH)
     vectors = read_vectors(queries)
     true_ids = None if truth is None else read_truth(truth, len(vectors), k)
     with Collection.open(directory) as collection:
+        if vectors.shape[1] != (dim := collection.description.dim):
+            raise CollectionError(
+                f"{queries}: its vectors have {vectors.shape[1]} dimensions, those of {directory} {dim}"
+            )
         # The first search compiles or loads machine code, and is excluded from the measurement.
         collection.search(vectors[:1], k, kept, search_width, patience, threads)
         begin = time.perf_counter()

@@ -106,7 +106,6 @@ def test_a_stopped_node_is_named_in_one_line(tmp_path: Path, fork_server: ForkSe
         ("index", "delete", "none"),
         ("workers", "drain", "--gpu", "three"),
         ("mcp", "notes", "--url", "n"),
-        ("search", "none", "--queries", "none.npy", "--k", "0"),
         ("search", "none", "--queries", "none.npy", "--k", "5000"),
         ("search", "none", "--queries", "none.npy", "--k", "9", "--top-m", "8"),
     ],

@@ -164,7 +164,10 @@ def test_every_user_error_is_one_line_and_a_non_zero_exit(
         (("index", "info", tmp_path / "nowhere"), "there is no collection at"),
         (("index", "verify", tmp_path), "is not a collection"),
         (("search", docs, "--queries", tmp_path / "none.npy"), "none.npy: No such file"),
-        (("search", docs, "--queries", tmp_path / "narrow.npy"), "8"),
+        (
+            ("search", docs, "--queries", tmp_path / "narrow.npy"),
+            f"narrow.npy: its vectors have 8 dimensions, those of {docs} ",
+        ),
         (("search", docs, "--queries", tmp_path / "inf.npy"), "query 5 holds inf"),
         (("search", docs, "--queries", tmp_path / "v.npy", "--truth", tmp_path / "v.npy"), "truth for 9 queries"),
         (("search", docs, "--queries", tmp_path / "v.npy", "--out", tmp_path / "no" / "i.npy"), "cannot be written"),
@@ -203,6 +206,22 @@ def test_an_invalid_argument_is_refused_before_anything_is_read(
     assert told.startswith(f"trinity: error: {message}")
     assert len(told.splitlines()) == 1
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--k", 0), "--k is 0, outside 1..4096"),
+        (("--k", 5000), "--k is 5000, outside 1..4096"),
+        (("--k", 9, "--top-m", 8), "--k is 9, outside 1..8"),
+        (("--top-m", 0), "--top-m is 0, outside 1..4096"),
+    ],
+)
+def test_a_search_names_the_limit_of_what_it_refuses(
+    trinity: Trinity, arguments: tuple[object, ...], message: str
+) -> None:
+    code, _, told = trinity("search", "none", "--queries", "none.npy", *arguments)
+    assert (code, told) == (EXIT_USAGE, f"trinity: error: {message}\n")
 
 
 def test_too_many_shards_are_refused_before_anything_is_embedded(trinity: Trinity, tmp_path: Path) -> None:
