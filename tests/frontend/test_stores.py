@@ -62,6 +62,11 @@ def test_a_store_is_made_updated_listed_and_deleted(client: openai.OpenAI) -> No
     assert client.vector_stores.retrieve(made.id) == changed
 
 
+def test_a_name_that_is_too_long_is_refused_with_its_length(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="name should have at most 256 characters, not 257"):
+        client.vector_stores.create(name="x" * 257)
+
+
 def test_a_file_in_a_store_is_found_by_its_text_and_its_attributes(client: openai.OpenAI) -> None:
     store = client.vector_stores.create(file_ids=[upload(client)])
     travel = client.vector_stores.files.create_and_poll(

@@ -115,7 +115,10 @@ def _error_message(error_type: str, message: str, value: object, param: str) -> 
         return f"{param} is missing"
     if error_type in ("too_short", "string_too_short"):
         return f"{param} is empty"
-    message = _TYPE_ERRORS.get(error_type, message.removeprefix("Input "))
+    _, should, wanted = message.partition(" should ")  # pydantic's messages begin with Input, String, List
+    message = _TYPE_ERRORS.get(error_type, f"should {wanted}" if should else message)
+    if error_type == "string_too_long":
+        return f"{param} {message}, not {len(str(value))}"
     return f"{param} {message}, not {given(value)}"
 
 
