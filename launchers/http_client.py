@@ -7,15 +7,20 @@ from typing import Any
 
 import httpx
 
-from runtime.errors import Unavailable, error_from_response
+from runtime.errors import Unauthorized, Unavailable, error_from_response
 
 Json = dict[str, Any]
 
 
 def get(url: str, path: str, key: str = "") -> bytes:
     """GET a body, with an API key if given. Raises the `TrinityError` that the node returned."""
-    with _response("GET", url + path, 10.0, key=key) as response:
-        return response.read()
+    try:
+        with _response("GET", url + path, 10.0, key=key) as response:
+            return response.read()
+    except Unauthorized as error:
+        raise Unauthorized(
+            f"{url}: the API key is {'wrong' if key else 'missing'}: give --key, or TRINITY_API_KEY"
+        ) from error
 
 
 def post(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Json:

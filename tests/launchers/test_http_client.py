@@ -1,10 +1,11 @@
 """The node's own commands read streamed responses, whatever their texts contain."""
 
+import httpx
 import msgspec
 import pytest
 
-from launchers.http_client import stream
-from runtime.errors import Overloaded
+from launchers.http_client import get, stream
+from runtime.errors import Overloaded, Unauthorized
 from tests.retrieval.model_server import ModelServer, serving
 
 TEXTS = ["a\u2028b\u2029c\x85d", "e\x0bf\x0cg\x1c", "", "h\r\ni"]
@@ -25,3 +26,14 @@ def test_an_error_in_a_stream_ends_it() -> None:
         assert next(events) == {"text": "a"}
         with pytest.raises(Overloaded, match="try\u2028later"):
             next(events)
+
+
+@pytest.mark.parametrize(("key", "said"), [("", "missing"), ("k", "wrong")])
+def test_a_command_without_the_right_key_is_told_the_option_that_sets_it(
+    key: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = {"error": {"message": "send the header", "code": "invalid_api_key", "param": None}}
+    node = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(401, json=error)))
+    monkeypatch.setattr(httpx, "stream", lambda *request, trust_env, **options: node.stream(*request, **options))
+    with pytest.raises(Unauthorized, match=f"the API key is {said}: give --key, or TRINITY_API_KEY"):
+        get("http://node", "/models", key)
