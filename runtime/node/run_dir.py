@@ -23,6 +23,7 @@ from runtime.node.placement.plan import ANSWERS_FOLDER, KV_FOLDER, default_run_d
 
 _PAUSE_S = 0.01  # between two tries
 LOGS = "logs"  # folder of the log files, unless log.directory is set
+_SUFFIXES = (".sock", ".old", ".prom", ".new", ".kv", ".rep")  # of what a killed node may have left
 _TRIES = 300  # of locking; one fails only during a concurrent `find_node` or removal
 
 log = logging.getLogger("supervisor")
@@ -72,6 +73,7 @@ class RunDir:
             try:
                 _check_private(path, os.fstat(fd))
                 if _lock(fd, fcntl.LOCK_EX):
+                    _check_own(path, fd)
                     with contextlib.suppress(FileNotFoundError):  # of a killed node; at once, since others read it
                         os.unlink("node.json", dir_fd=fd)
                     if _is_at(path, fd):
@@ -123,6 +125,23 @@ def _remove_stale(run_dir: Path) -> None:
     """Remove KV and stored answers, which end with their node, also those that a killed node has left."""
     for stale in (run_dir / KV_FOLDER, *run_dir.glob(f"{ANSWERS_FOLDER}*")):
         shutil.rmtree(stale, ignore_errors=True)
+
+
+def _check_own(path: Path, fd: int) -> None:
+    """Refuse a directory with somebody's files: a node removes `kv`, `logs/*.log` and more from its run directory."""
+    with os.scandir(fd) as entries:
+        foreign = [
+            entry.name
+            for entry in entries
+            if entry.name not in ("node.json", ".node.json")
+            and not entry.name.endswith(_SUFFIXES)
+            and entry.is_file(follow_symlinks=False)
+        ]
+    if foreign:
+        raise ConfigError(
+            f"node.run_dir: {path} has a file {min(foreign)!r} that no node wrote, and nodes remove files there: give "
+            "a directory of its own"
+        )
 
 
 def _check_private(path: Path, status: os.stat_result) -> None:

@@ -116,6 +116,18 @@ def test_the_directory_of_a_killed_node_is_ignored_and_reused(tmp_path: Path) ->
     held.release()
 
 
+def test_a_directory_with_files_of_somebody_is_refused_and_nothing_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    kept = [tmp_path / "node.toml", tmp_path / "kv" / "data", tmp_path / "a.sock"]
+    for path in kept:
+        path.touch()
+    with pytest.raises(ConfigError, match=r"has a file 'node\.toml' that no node wrote"):
+        RunDir.acquire(tmp_path)
+    assert all(path.exists() for path in kept)
+    kept[0].unlink()
+    RunDir.acquire(tmp_path).release()
+
+
 def test_a_directory_writable_by_others_is_refused_and_ignored(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
