@@ -10,16 +10,18 @@ import httpx
 import openai
 import pytest
 
-from runtime.errors import CollectionError
+from runtime.errors import CollectionError, NoRoom
+from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.collection import ensure
 from runtime.retrieval.stores.file_folder import FileFolder
+from runtime.retrieval.stores.records import StoreFile
 from runtime.serving.http.multipart import FORM_BYTES
 from runtime.serving.http.service import Settings
 from runtime.testing.waiting import eventually
 from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import WAIT
 from tests.frontend.store_node import StoreSearch, store_node
-from tests.frontend.test_stores import LEAVE, upload
+from tests.frontend.test_stores import LEAVE, upload, wait_indexed
 
 BOUNDARY = "b0"
 
@@ -148,6 +150,35 @@ def test_indexing_that_was_interrupted_is_continued_by_the_next_process(tmp_path
         eventually(lambda: client.vector_stores.retrieve(store).status == "completed", 60, "the file to be indexed")
         assert client.vector_stores.retrieve(store).name == "kept"
         assert client.vector_stores.search(store, query="leave").data
+
+
+def test_what_ends_on_a_full_disk_is_recorded_once_there_is_room(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = {"put", "remove"}
+
+    def unless_full(change: str) -> Any:
+        done = getattr(Catalogue, change)
+
+        def changed(catalogue: Catalogue, *record: Any) -> None:
+            ends = change == "remove" or (isinstance(record[0], StoreFile) and record[0].status == "completed")
+            if ends and change in full:
+                full.discard(change)
+                raise NoRoom("the disk is full")
+            done(catalogue, *record)
+
+        return changed
+
+    for change in ("put", "remove"):
+        monkeypatch.setattr(Catalogue, change, unless_full(change))
+    with cluster.client() as client:
+        file, store = upload(client), client.vector_stores.create().id
+        client.vector_stores.files.create(store, file_id=file)
+        wait_indexed(client, store)
+        assert full == {"remove"}
+        assert client.vector_stores.retrieve(store).file_counts.completed == 1
+        assert client.vector_stores.delete(store).deleted
+        assert not full
 
 
 def test_a_file_that_is_added_changed_and_removed_while_it_is_indexed_ends_in_the_last_state(cluster: Cluster) -> None:

@@ -5,6 +5,7 @@ unfinished is found there, and repeated: passages have the same ids again, and r
 """
 
 import asyncio
+import itertools
 import logging
 import queue
 import zlib
@@ -16,7 +17,7 @@ from pathlib import PurePosixPath
 
 from msgspec.structs import replace
 
-from runtime.errors import BuildRefused, CollectionBusy, Overloaded, TrinityError, Unavailable
+from runtime.errors import BuildRefused, CollectionBusy, NoRoom, Overloaded, TrinityError, Unavailable
 from runtime.files import read_regular
 from runtime.node.stores_config import STORES
 from runtime.retrieval.attributes.filters import Comparison, Filter
@@ -144,7 +145,7 @@ class Indexer:
                 except (Overloaded, Unavailable, CollectionBusy) as error:
                     log.info("file %s waits to be indexed: %s", key[1], error.message)
                     self._wanted.add(key)
-                    await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+                    await _pause(attempt)
                     attempt += 1
         except Exception:  # without an end it would stay in progress, and its client would wait
             log.exception("file %s cannot be indexed", key[1])
@@ -191,7 +192,17 @@ class Indexer:
                     ended = replace(now, status=status, usage_bytes=size, error_code=code, error=error[:1000])
                     self._catalogue.put(ended)
 
-        await asyncio.to_thread(record)
+        await self._record(record)
+
+    async def _record(self, change: Callable[[], None]) -> None:
+        """Change the catalogue on a thread, and again until the disk has room: what has ended must be recorded."""
+        for attempt in itertools.count():
+            try:
+                await asyncio.to_thread(change)
+                return
+            except NoRoom as error:
+                log.warning("what was indexed or removed waits to be recorded: %s", error.message)
+                await _pause(attempt)
 
     async def _write(self, store: Store, entry: StoreFile, filename: str, passages: list[FilePassage]) -> None:
         attributes = stored_attributes(store.id, entry.id, filename, store.columns, entry.attributes)
@@ -241,7 +252,7 @@ class Indexer:
         await self._delete_passages(
             file_filter(store, file) if file else Comparison(STORE, "eq", (store,)), flow_of(removed.tenant)
         )
-        await asyncio.to_thread(self._remove_records, removed)
+        await self._record(partial(self._remove_records, removed))
         if file:
             self._stopped.discard(key)
         else:
@@ -256,13 +267,17 @@ class Indexer:
                 self._catalogue.remove(StoreFile, removed.id, removed.store)
 
     async def _delete_passages(self, filter: Filter, flow: int) -> None:
-        for attempt in range(1 << 30):
+        for attempt in itertools.count():
             try:
                 await self._writes.delete_where(STORES, filter, None, flow)
                 return
-            except (Overloaded, Unavailable, CollectionBusy) as error:
+            except (Overloaded, Unavailable, CollectionBusy, NoRoom) as error:
                 log.info("passages wait to be deleted: %s", error.message)
-                await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+                await _pause(attempt)
+
+
+async def _pause(attempt: int) -> None:
+    await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
 
 
 def flow_of(tenant: str) -> int:
