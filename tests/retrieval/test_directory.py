@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.errors import EXIT_BUSY, EXIT_CONFIG, CollectionBusy, CollectionError, OutputRefused
+from runtime.errors import EXIT_BUSY, EXIT_CONFIG, CollectionBusy, CollectionError, NoRoom, OutputRefused
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.directory import atomic_directory
 from tests.retrieval.long_builds import long_source, wait_until_it_reads
@@ -58,6 +58,14 @@ def test_too_little_room_is_told_from_what_would_not_help_to_try_again(
     ):
         raise error
     assert raised.value.exit_code == code
+
+
+def test_numpys_error_of_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
+    with (
+        pytest.raises(NoRoom, match=r"docs cannot be built: no room for a file: 9 requested and 5 written bytes$"),
+        atomic_directory(tmp_path / "docs", replace=False),
+    ):
+        raise OSError("9 requested and 5 written")
 
 
 def test_an_error_of_another_file_names_it(tmp_path: Path) -> None:

@@ -88,8 +88,9 @@ def storage_error(error: OSError | sqlite3.Error | MemoryError, message: str) ->
     """Convert to `NoRoom` if the disk, a quota or memory is exhausted, else `CollectionError`."""
     match error:
         case OSError():
-            full = error.errno in _NO_ROOM or _NUMPY_NO_ROOM.fullmatch(str(error)) is not None
-            reason = f"{message}: {error.strerror or error}"
+            short = _NUMPY_NO_ROOM.fullmatch(str(error)) is not None
+            full = error.errno in _NO_ROOM or short
+            reason = f"{message}: {f'no room for a file: {error} bytes' if short else error.strerror or error}"
             known = error.filename is None or str(error.filename) in message
             return (NoRoom if full else CollectionError)(reason if known else f"{reason}: {error.filename}")
         case sqlite3.Error():
