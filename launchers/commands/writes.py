@@ -14,7 +14,15 @@ import typer
 
 from launchers.commands.embedding_device import EmbeddingDevice, load_for_documents
 from launchers.progress import BuildProgress, counted
-from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, Overloaded, UsageError
+from runtime.errors import (
+    BuildRefused,
+    CollectionError,
+    InvalidDocument,
+    InvalidFilter,
+    Overloaded,
+    TrinityError,
+    UsageError,
+)
 from runtime.node.logs.log import escape_control
 from runtime.retrieval.attributes.filters import Filter, parse_filter
 from runtime.retrieval.attributes.schema import NAME, AttributeType
@@ -64,12 +72,17 @@ def upsert(
         if writer.repaired:
             print(writer.repaired, file=sys.stderr)
         waiting: list[UpsertDocument] = []
-        for document in _documents(source):
-            waiting.append(document)
-            if len(waiting) == batch:
-                stored += _stored(writer, waiting)
-                waiting = []
-        stored += _stored(writer, waiting)
+        try:
+            for document in _documents(source):
+                waiting.append(document)
+                if len(waiting) == batch:
+                    stored += _stored(writer, waiting)
+                    waiting = []
+            stored += _stored(writer, waiting)
+        except TrinityError as error:
+            if stored:
+                raise type(error)(f"{error.message}; stored before: {counted(stored, 'document')}") from error
+            raise
         print(
             f"{counted(stored, 'document')} stored in {time.monotonic() - begin:.1f} s; "
             f"{writer.state.count:,} in the collection"

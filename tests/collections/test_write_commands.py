@@ -106,6 +106,16 @@ def test_invalid_commands_are_refused(tmp_path: Path) -> None:
             _trinity(*arguments)
 
 
+def test_a_refused_batch_is_reported_with_what_was_stored_before(tmp_path: Path) -> None:
+    docs, file = tmp_path / "docs", tmp_path / "a.jsonl"
+    _trinity("index", "build", "--out", docs, "--dim", "3")
+    file.write_text('{"id": "1", "vector": [1, 0, 0]}\n{"id": "2", "vector": [1, 0]}\n')
+    with pytest.raises(InvalidDocument, match=r"vector of document '2'.*; stored before: 1 document$"):
+        _trinity("index", "upsert", docs, file, "--batch", 1)
+    with pytest.raises(InvalidDocument, match="have 3 dimensions$"):
+        _trinity("index", "upsert", docs, file)
+
+
 def test_documents_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     docs, file = tmp_path / "docs", tmp_path / "a.jsonl"
     file.write_text('{"id": "1", "vector": [1, 0, 0]}\n', encoding="utf-8-sig")
