@@ -112,7 +112,7 @@ def test_a_refused_batch_is_reported_with_what_was_stored_before(tmp_path: Path)
     file.write_text('{"id": "1", "vector": [1, 0, 0]}\n{"id": "2", "vector": [1, 0]}\n')
     with pytest.raises(InvalidDocument, match=r"vector of document '2'.*; stored before: 1 document$"):
         _trinity("index", "upsert", docs, file, "--batch", 1)
-    with pytest.raises(InvalidDocument, match="have 3 dimensions$"):
+    with pytest.raises(InvalidDocument, match=r"have 3 dimensions$"):
         _trinity("index", "upsert", docs, file)
 
 
