@@ -49,8 +49,7 @@ class Node:
         try:
             self.wait_ready()
         except BaseException:
-            self.process.kill()
-            self.process.wait(timeout=_END_S)
+            self.stop()  # not killed: it removes its run directory
             raise
 
     @staticmethod

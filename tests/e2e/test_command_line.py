@@ -50,6 +50,19 @@ def test_status_shows_every_worker(node: Node) -> None:
         assert worker in run.stdout
 
 
+def test_a_start_that_is_given_up_leaves_no_run_directory(
+    without_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(node: Node) -> None:
+        node.wait((tmp_path / "run" / "node.json").exists, START_S, "the node to begin")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Node, "wait_ready", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Node(without_model)
+    assert not (tmp_path / "run").exists()
+
+
 def test_stop_returns_when_the_node_is_gone(tmp_path: Path) -> None:
     node = TinyNode(tmp_path)
     node.ready()
