@@ -227,6 +227,8 @@ def _map(path: Path, facts: dict[str, Any], shape: tuple[int, ...], dtype: npt.D
     try:
         with _HEADERS:
             array: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")  # no pickles, no archives
+    except OSError as error:
+        raise IndexFormatError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # numpy parses the header with Python's parser: any error is possible
         raise IndexFormatError(f"{path} is not an array: {error}") from None
     expected = shape

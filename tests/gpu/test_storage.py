@@ -1,5 +1,6 @@
 """Tests of an index's storage: saving, loading and rejection of damaged files."""
 
+import errno
 import gc
 import hashlib
 import json
@@ -202,6 +203,15 @@ def test_contents_at_a_wrong_offset_are_rejected(saved: Path) -> None:
     (saved / "codes.npy").write_bytes(content[:8] + b"\x77" + content[9:127] + b" \n" + content[128:])
     reseal(saved)
     with pytest.raises(IndexFormatError, match=r"codes.npy is damaged: .* boundary of 64 bytes"):
+        GraphIndex.load(saved)
+
+
+def test_an_array_that_may_not_be_read_is_told_from_a_damaged_one(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path, mode: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(np.lib.format, "open_memmap", denied)
+    with pytest.raises(IndexFormatError, match=r"\.npy cannot be read: Permission denied$"):
         GraphIndex.load(saved)
 
 

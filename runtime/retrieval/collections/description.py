@@ -279,7 +279,9 @@ def read_tombstones(directory: Path, manifest: Manifest) -> NDArray[np.int64]:
         if checksum_of(content) != manifest.tombstones:
             raise CollectionError(f"{path} is damaged: its checksum differs from the manifest's")
         rows = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CollectionError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
         raise CollectionError(f"{path} is damaged: {error}") from error
     if rows.ndim != 1 or rows.dtype != np.int64:
         raise CollectionError(f"{path} is damaged: it contains {rows.dtype} of shape {list(rows.shape)}")
