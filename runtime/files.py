@@ -80,3 +80,14 @@ def read_only_database(path: Path) -> sqlite3.Connection:
     Raises `sqlite3.Error`.
     """
     return sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1", uri=True, check_same_thread=False)
+
+
+def database_error(path: Path, error: Exception) -> str:
+    """Return what a database's error says of its file: why it cannot be opened, or that it is damaged."""
+    if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_CANTOPEN:
+        return f"{path} is damaged: {error}"
+    try:
+        check_regular(path)
+    except OSError as reason:
+        return f"{path} cannot be opened: {reason.strerror or reason}"
+    return f"{path} cannot be opened: {error}"

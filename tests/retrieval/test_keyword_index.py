@@ -1,9 +1,14 @@
 """The keyword index: BM25 results, bounded work, and arbitrary query text."""
 
+import errno
+import os
 import sqlite3
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,11 +201,23 @@ def test_a_file_that_cannot_be_opened_is_a_collection_error(tmp_path: Path, monk
     KeywordFile.create(path, TEXTS)
 
     def refuse(*_: object, **__: object) -> None:
-        raise sqlite3.OperationalError("unable to open database file")
+        error = sqlite3.OperationalError("unable to open database file")
+        error.sqlite_errorcode = sqlite3.SQLITE_CANTOPEN
+        raise error
 
     monkeypatch.setattr("runtime.files.sqlite3.connect", refuse)
-    with pytest.raises(CollectionError, match=r"keywords\.sqlite is damaged: unable to open"):
+    with pytest.raises(CollectionError, match=r"keywords\.sqlite cannot be opened: unable to open"):
         KeywordFile.open(path, len(TEXTS))
+    with monkeypatch.context() as denied:
+        denied.setattr(os, "open", partial(_denied, os.open, path))
+        with pytest.raises(CollectionError, match=r"keywords\.sqlite cannot be opened: Permission denied"):
+            KeywordFile.open(path, len(TEXTS))
+
+
+def _denied(open_: Callable[..., int], path: Path, wanted: Path, *options: Any, **named: Any) -> int:
+    if wanted == path:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    return open_(wanted, *options, **named)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
-from runtime.files import read_only_database
+from runtime.files import database_error, read_only_database
 from runtime.retrieval.passages import Attributes
 
 MAX_DOCUMENTS = 50_000_000
@@ -240,7 +240,7 @@ class DocumentStore:
             try:
                 return query(self._connected())
             except (sqlite3.Error, UnicodeDecodeError) as error:
-                raise CollectionError(f"{self.path} is damaged: {error}") from error
+                raise CollectionError(database_error(self.path, error)) from error
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is None or self._owner != os.getpid():  # a SQLite connection must not be used after a fork

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, CollectionReplaced, DeadlineExceeded
-from runtime.files import read_only_database
+from runtime.files import database_error, read_only_database
 from runtime.retrieval.keywords.words import stem, words_of
 
 MAX_WORDS = 32  # in a query
@@ -166,7 +166,7 @@ class KeywordFile:
                 connection.close()
             if isinstance(error, CollectionError):
                 raise
-            raise CollectionError(f"{path} is damaged: {error}") from error
+            raise CollectionError(database_error(path, error)) from error
 
     def entries(self, word: str) -> Iterator[tuple[int, bytes]]:
         """Yield the number of the first document and the entries of a stem, of each chunk that has it.
