@@ -45,7 +45,8 @@ def options(
 
 
 def serve(
-    config: Annotated[Path, typer.Option(help="Configuration file of the node (TOML).")],
+    # readable: like other errors of files, one that may not be read is found by reading it, and exits with 78, not 2
+    config: Annotated[Path, typer.Option(readable=False, help="Configuration file of the node (TOML).")],
     quiet: Annotated[bool, typer.Option(help="Log warnings and errors only.")] = False,
     with_parent: Annotated[
         int | None, typer.Option(metavar="PID", help="Drain and stop when this parent process ends.")

@@ -119,7 +119,9 @@ _COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Option(help="Also check the requirements of this configuration.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(readable=False, help="Also check the requirements of this configuration.")
+    ] = None,
 ) -> None:
     """Check whether this machine can run a node. Exits with 1 on errors."""
     console = Console(soft_wrap=True)

@@ -40,7 +40,7 @@ index_app.command()(follow)
 for command in (writes.upsert, writes.delete, writes.flush, writes.compact, writes.query):
     index_app.command()(command)
 
-Directory = Annotated[Path, typer.Argument(help="A collection's directory.")]
+Directory = Annotated[Path, typer.Argument(readable=False, help="A collection's directory.")]
 
 
 @index_app.command()
@@ -49,8 +49,9 @@ def build(
     sources: Annotated[
         list[Path] | None,
         typer.Argument(
+            readable=False,
             help=f"Folders and files ({', '.join(SUFFIXES)}), .jsonl or .jsonl.gz (id, text, title), or .npy vectors. "
-            "None: an empty collection."
+            "None: an empty collection.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The collection's new directory.")],
@@ -78,7 +79,9 @@ def build(
     vectors: Annotated[
         Path | None, typer.Option(help="Precomputed vectors of the texts: .npy, one row per text.")
     ] = None,
-    ids: Annotated[Path | None, typer.Option(help="Ids of .npy vectors: .npy integers. Default: row numbers.")] = None,
+    ids: Annotated[
+        Path | None, typer.Option(readable=False, help="Ids of .npy vectors: .npy integers. Default: row numbers.")
+    ] = None,
     dim: Annotated[int, typer.Option(help="Dimensions of the vectors, of an empty collection without embedder.")] = 0,
     demand: Annotated[str, typer.Option(help="An attribute that the filter of every search must bind.")] = "",
     attribute: Annotated[
@@ -156,7 +159,8 @@ def build(
 @index_app.command()
 def add(
     sources: Annotated[
-        list[Path], typer.Argument(help=f"Folders and files ({', '.join(SUFFIXES)}), .jsonl or .jsonl.gz.")
+        list[Path],
+        typer.Argument(readable=False, help=f"Folders and files ({', '.join(SUFFIXES)}), .jsonl or .jsonl.gz."),
     ],
     out: Annotated[Path, typer.Option(help="The collection's directory.")],
     embedder_at: Annotated[str, typer.Option(help="The directory or URL of its embedder, if it has moved.")] = "",
@@ -286,11 +290,11 @@ def upgrade(directory: Directory) -> None:
 
 def search(
     directory: Directory,
-    queries: Annotated[Path, typer.Option(help="Query vectors: .npy, one row a query.")],
+    queries: Annotated[Path, typer.Option(readable=False, help="Query vectors: .npy, one row a query.")],
     k: Annotated[int, typer.Option(help="Nearest vectors to find.")] = 10,
     out: Annotated[Path | None, typer.Option(help="Output file of the ids: .npy of int64, k for each query.")] = None,
     truth: Annotated[
-        Path | None, typer.Option(help="The true ids: .npy, at least k for each query, nearest first.")
+        Path | None, typer.Option(readable=False, help="The true ids: .npy, at least k for each query, nearest first.")
     ] = None,
     top_m: Annotated[
         int | None, typer.Option(help="Candidate list length; more raises recall and time. Default: 64, or k.")

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 def simulate_node(
-    config: Annotated[Path, typer.Option(help="Configuration file of the node (TOML).")],
-    trace: Annotated[Path, typer.Option(help="Trace file: Azure .csv, Mooncake or RAGPulse .jsonl[.gz].")],
+    config: Annotated[Path, typer.Option(readable=False, help="Configuration file of the node (TOML).")],
+    trace: Annotated[
+        Path, typer.Option(readable=False, help="Trace file: Azure .csv, Mooncake or RAGPulse .jsonl[.gz].")
+    ],
     policy: Annotated[str, typer.Option(help="Pool policy: configured, fixed:r, trinity or paper")] = "configured",
     placement: Annotated[
         PoolPlacement | None, typer.Option(help="Placement of the pool.", show_default="pool.placement")
@@ -119,7 +121,7 @@ def simulate_node(
 
 
 def calibrate_machine(
-    config: Annotated[Path, typer.Option(help="Configuration file of the node to measure (TOML).")],
+    config: Annotated[Path, typer.Option(readable=False, help="Configuration file of the node to measure (TOML).")],
     out: Annotated[
         Path,
         typer.Option(help="Output file (.json), for simulate --times.", dir_okay=False, writable=True),

@@ -33,7 +33,7 @@ from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.loading import load_embedder
 
-Directory = Annotated[Path, typer.Argument(help="The collection's directory.")]
+Directory = Annotated[Path, typer.Argument(readable=False, help="The collection's directory.")]
 Filtered = Annotated[str, typer.Option("--filter", help='A filter: {"type": "eq", "key": "year", "value": 2024}.')]
 _MAX_LINE = 64 << 20
 
@@ -59,7 +59,9 @@ def declared(attribute: str) -> tuple[str, AttributeType]:
 
 def upsert(
     directory: Directory,
-    source: Annotated[Path, typer.Argument(help='JSON lines of id, text, title, attributes, vector; or "-".')],
+    source: Annotated[
+        Path, typer.Argument(readable=False, help='JSON lines of id, text, title, attributes, vector; or "-".')
+    ],
     batch: Annotated[int, typer.Option(help="Documents stored in a batch.", min=1, max=4096)] = 256,
     threads: Annotated[int, typer.Option(help="Cores to use; 0: all that this process may use.", min=0)] = 0,
     device: EmbeddingDevice = "cpu",

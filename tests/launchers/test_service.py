@@ -1,6 +1,7 @@
 """The systemd unit is valid and agrees with the exit codes of its commands."""
 
 import configparser
+import os
 import shlex
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from typer.testing import CliRunner
 
 from launchers.main import command_line
 from runtime.errors import (
@@ -19,6 +21,7 @@ from runtime.errors import (
     EXIT_USAGE,
     OutputRefused,
     ResourceBusy,
+    TrinityError,
     error_from_code,
 )
 from runtime.node.config import NodeSection
@@ -91,6 +94,30 @@ def test_a_missing_file_exits_with_78_for_every_command(
     assert (run.returncode, run.stderr.count("\n")) == (EXIT_CONFIG, 1), run.stderr
     assert run.stderr.startswith("trinity: error: ")
     assert "none" in run.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serve", "--config", "none"),
+        ("doctor", "--config", "none"),
+        ("simulate", "--config", "none", "--trace", "none"),
+        ("index", "info", "none"),
+        ("index", "build", "none", "--out", "new"),
+        ("index", "add", "none", "--out", "new"),
+        ("index", "upsert", "none", "none"),
+        ("search", "none", "--queries", "none"),
+    ],
+)
+def test_a_file_that_may_not_be_read_is_no_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "none").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda *asked, **options: False)
+    run = CliRunner().invoke(command_line(), words)
+    assert isinstance(run.exception, TrinityError), run.output
+    assert run.exception.exit_code == EXIT_CONFIG
 
 
 @pytest.mark.parametrize("command", ["status", "stop"])
