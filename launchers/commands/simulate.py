@@ -2,6 +2,7 @@
 `trinity calibrate`: measurement of the service times that it needs.
 """
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from runtime.errors import ConfigError, UsageError
 from runtime.node.worker_config import PoolPlacement
 from runtime.simulator.traces import MAX_REQUESTS
 
@@ -76,6 +78,9 @@ def simulate_node(
     from runtime.simulator.traces import at_rate, load_trace, mean_rate
     from runtime.simulator.workload import Slos, Workload
 
+    for option, value in (("--ttft", ttft), ("--tpot", tpot)):
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{option} is {value:g}; it must be a number above 0")
     settings = load_config(config)
     if placement is not None:
         settings = replace(settings, pool=replace(settings.pool, placement=placement))
@@ -91,6 +96,8 @@ def simulate_node(
         seed=seed,
     )
     arrivals = load_trace(trace, limit)
+    if out is not None:
+        _make(out)
     console = Console()
     console.print(f"{len(arrivals)} requests, {mean_rate(arrivals):.2f}/s; service times: {setup.times.source}")
     console.print(f"SLO: first token within {setup.slos.ttft_s:g} s, {setup.slos.tpot_s * 1e3:g} ms per later token")
@@ -100,8 +107,7 @@ def simulate_node(
         candidates = plans(setup, arrivals, gpus, progress=lambda text: console.print(f"  {text}"))
         console.print(_plans_table(candidates))
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "plan.json").write_bytes(msgspec.json.format(msgspec.json.encode(candidates), indent=2))
+            _write(out / "plan.json", candidates)
         return
     setup = setup.with_collectives(gpus)
     if rate:
@@ -115,8 +121,7 @@ def simulate_node(
     result = simulate(setup, arrivals)
     console.print(_result_table(result))
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2))
+        _write(out / "result.json", result)
         console.print(f"wrote {out}/result.json")
 
 
@@ -132,11 +137,26 @@ def calibrate_machine(
     from runtime.simulator.times.calibrate import calibrate
     from runtime.simulator.times.service import ServiceTimes
 
-    out.parent.mkdir(parents=True, exist_ok=True)  # fail before the measurement, not after it
+    _make(out.parent)
     console = Console()
     measured = calibrate(load_config(config), ServiceTimes(), lambda text: console.print(f"measuring {text}"))
     measured.save(out)
     console.print(f"wrote {out}: {measured.source}")
+
+
+def _make(folder: Path) -> None:
+    """Create the folder of the output: before minutes of work, which would be lost."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: {folder} cannot be created: {error.strerror}") from error
+
+
+def _write(path: Path, found: object) -> None:
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
+    except OSError as error:
+        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from error
 
 
 def _result_table(result: "Result") -> Table:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from launchers.commands import simulate
 from launchers.main import command_line
+from runtime.errors import ConfigError, UsageError
 from runtime.simulator.times.service import ServiceTimes
 
 
@@ -24,6 +25,25 @@ def test_the_output_folder_is_created_before_measuring(tmp_path: Path, monkeypat
     monkeypatch.setattr("runtime.simulator.times.calibrate.calibrate", measured)
     simulate.calibrate_machine(tmp_path / "node.toml", out)
     assert ServiceTimes.load(out) == ServiceTimes()
+
+
+def test_an_output_folder_that_cannot_be_created_is_refused_before_anything_is_simulated(
+    simulated: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.simulator.node.simulate", lambda *setup: pytest.fail("simulated"))
+    for taken in ("node.toml", "node.toml/below"):
+        with pytest.raises(ConfigError, match=f"^--out: {tmp_path / taken} cannot be created: "):
+            simulated("", "--out", str(tmp_path / taken))
+    (tmp_path / "new").touch()
+    with pytest.raises(ConfigError, match=f"^--out: {tmp_path / 'new'} cannot be created: File exists"):
+        simulate.calibrate_machine(tmp_path / "node.toml", tmp_path / "new" / "times.json")
+
+
+@pytest.mark.parametrize("option", ["--ttft", "--tpot"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_an_slo_that_is_no_time_is_refused(simulated: Callable[..., str], option: str, value: str) -> None:
+    with pytest.raises(UsageError, match=f"{option} is {value}; it must be a number above 0"):
+        simulated("", option, value)
 
 
 @pytest.fixture
