@@ -328,12 +328,13 @@ def decoded(path: Path, content: bytes, struct: type[_T]) -> _T:
     return value  # type: ignore[no-any-return]
 
 
-def _format_of(content: bytes) -> str:
-    class Format(msgspec.Struct):
-        format: str
+class _Format(msgspec.Struct):
+    format: str
 
+
+def _format_of(content: bytes) -> str:
     try:
-        return msgspec.json.decode(content, type=Format).format
+        return msgspec.json.decode(content, type=_Format).format
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
 

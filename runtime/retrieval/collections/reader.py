@@ -17,7 +17,6 @@ from runtime.retrieval.collections.description import (
     MANIFEST,
     Manifest,
     SegmentInfo,
-    read_description,
     read_identity,
     read_manifest,
 )
@@ -82,8 +81,7 @@ class CollectionReader:
         """
         for attempt in range(_ATTEMPTS):
             self._last_stat = self._manifest_stat()
-            upgrade_if_flat(self.directory)
-            self.description = about = read_description(self.directory)
+            self.description = about = upgrade_if_flat(self.directory)
             opened: list[State | LogFollower] = []
             try:
                 self.manifest = manifest = read_manifest(self.directory)

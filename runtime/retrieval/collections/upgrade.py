@@ -50,12 +50,12 @@ from runtime.retrieval.collections.segment_build import (
 _RETRY_S = 0.05
 
 
-def upgrade_if_flat(directory: Path) -> None:
-    """Convert a flat bulk load, or wait until another process has.
+def upgrade_if_flat(directory: Path) -> Description:
+    """Convert a flat bulk load, or wait until another process has; return the description.
 
     Raises `CollectionError`, also if this process may not write to it, and `NoRoom`.
     """
-    while _is_flat(directory, read_description(directory)):
+    while _is_flat(directory, description := read_description(directory)):
         if not os.access(directory, os.W_OK):
             raise CollectionError(
                 f"an earlier version made {directory}, which this process may not write to, and it must be converted: "
@@ -66,6 +66,7 @@ def upgrade_if_flat(directory: Path) -> None:
                 upgrade(Disk(), directory)
         except CollectionBusy:
             time.sleep(_RETRY_S)
+    return description
 
 
 def upgrade(disk: Disk, directory: Path) -> None:
