@@ -264,3 +264,18 @@ def test_statistics_of_all_documents_need_an_unrestricted_key(cluster: Cluster) 
         for method in ("POST", "GET", "DELETE"):
             assert acme.request(method, "/drain").json()["error"]["code"] == "forbidden"
         assert cluster.drain_requests == []
+
+
+def test_a_tenant_sees_the_traces_of_its_own_requests_only(searched: Cluster) -> None:
+    found: dict[str, str] = {}
+    with asking(searched, ALL) as all_of_it, asking(searched) as acme, asking(searched, BLUE) as blue:
+        for http, key in ((acme, ACME), (blue, BLUE)):
+            mine = {"x-request-id": "mine"}
+            search = {"collection": "notes", "query": "x"}
+            found[key] = http.post("/v1/retrieval", json=search, headers=mine).json()["id"]
+            chat = {"model": "tiny", "messages": [{"role": "user", "content": "say=1"}]}
+            found[f"chat of {key}"] = http.post("/v1/chat/completions", json=chat).json()["id"]
+        for id in (found[ACME], found[f"chat of {ACME}"]):
+            assert [http.get(f"/v1/traces/{id}").status_code for http in (all_of_it, acme, blue)] == [200, 200, 404]
+        named = [http.get("/v1/traces/mine").json()["id"] for http in (all_of_it, acme, blue)]
+        assert named == [found[BLUE], found[ACME], found[BLUE]]

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 CLIENT_ID = re.compile(r"[!-~]{1,128}")  # valid `x-request-id` of a client: visible ASCII
 MAX_PROBES = 256  # kept per request; further ones are only counted
 RUNNING = "running"
+current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
+"""Whose the current request is: "" of a key without restriction, which sees all traces; others see their own."""
 _EXPORTERS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 """OpenTelemetry's variables that name a collector."""
 
@@ -96,14 +98,15 @@ class _RunningTrace:
 class Traces:
     """Traces of all running requests and searches, and of the last `keep` that ended; `clock` returns monotonic ns.
 
-    `client_id` is the client's own id ("": none). If two requests have the same, it refers to the later one.
+    `client_id` is the client's own id ("": none). If two of a tenant have the same, it is that of the later one.
     """
 
     def __init__(self, keep: int, clock: Callable[[], int]) -> None:
         self._keep, self._clock = keep, clock
         self._running: dict[str, _RunningTrace] = {}
         self._ended: OrderedDict[str, Trace | _RunningTrace] = OrderedDict()  # of searches: traced when asked for
-        self.client_names: dict[str, str] = {}  # client id → request id, for the traces above
+        self.client_names: dict[tuple[str, str], str] = {}  # tenant and client id → request id, for the traces above
+        self._tenants: dict[str, str] = {}  # of those traces that are a tenant's
         self.spans: RequestSpans | None = None
 
     def start(self, request: Request, client_id: str = "") -> None:
@@ -156,10 +159,16 @@ class Traces:
         return running.stamps
 
     def trace(self, request_id: str) -> Trace:
-        """Return the trace with this request id or client id. Raises InvalidRequest, UnknownRequest."""
+        """Return the trace with this request id or client id, which the current tenant may see.
+
+        Raises InvalidRequest, UnknownRequest.
+        """
         if not CLIENT_ID.fullmatch(request_id):
             raise InvalidRequest("a request id has 1 to 128 visible ASCII characters", "request_id")
-        for name in (request_id, self.client_names.get(request_id, "")):
+        tenant = current_tenant.get()
+        for name in (request_id, self.client_names.get((tenant, request_id), "")):
+            if tenant and self._tenants.get(name) != tenant:
+                continue
             if running := self._running.get(name):
                 return _trace(running, RUNNING, self._clock())
             if ended := self._ended.get(name):
@@ -173,8 +182,11 @@ class Traces:
         if self.spans is not None:
             generation = None if running.request is None else running.request.generation
             running.span_ended = self.spans.start(running.stamps[stages.RECEIVED], generation, retrieval)
+        if tenant := current_tenant.get():
+            self._tenants[running.id] = tenant
         if running.client_id:
-            self.client_names[running.client_id] = running.id
+            for seer in {tenant, ""}:
+                self.client_names[seer, running.client_id] = running.id
 
     def _end(self, running: _RunningTrace, state: str) -> None:
         running.state = state
@@ -186,8 +198,9 @@ class Traces:
                 running.span_ended(trace)
         while len(self._ended) > self._keep:
             _, evicted = self._ended.popitem(last=False)
-            if self.client_names.get(evicted.client_id) == evicted.id:
-                del self.client_names[evicted.client_id]
+            for seer in {self._tenants.pop(evicted.id, ""), ""}:
+                if self.client_names.get((seer, evicted.client_id)) == evicted.id:
+                    del self.client_names[seer, evicted.client_id]
 
 
 def _trace(running: _RunningTrace, state: str, now_ns: int) -> Trace:

@@ -3,6 +3,7 @@ documents."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 
 from starlette.requests import Request
@@ -27,12 +28,18 @@ class Access:
     grants: Mapping[str, AttributeBinding | None] | None = None
     flow: int = field(default=0, compare=False)
 
-    @property
+    @cached_property
     def salt(self) -> bytes:
         """KV cache salt: keys with the same access rights share cached prefixes; b"" for full access."""
         if self.grants is None:
             return b""
         return blake2b(repr(sorted(self.grants.items())).encode(), digest_size=16).digest()
+
+    @property
+    def tenant(self) -> str:
+        """Whose files, stores, responses and traces the key sees; "" for full access: keys with the same access rights
+        share one."""
+        return self.salt.hex()
 
     def head_start_s(self, wanted_s: float) -> float:
         """Return the head start of a prompt: a restricted key may let others go first, not go before them."""

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ipc import Memo
 from ipc.ring.descriptors import MAX_U16
 from runtime.errors import InternalError, TrinityError, Unauthorized
+from runtime.serving.frontend.observability import current_tenant
 from runtime.serving.http.access import FULL_ACCESS, Access
 from runtime.serving.http.middleware import HostNotAllowed, error_response
 
@@ -60,6 +61,7 @@ class AuthMiddleware:
             headers = {"WWW-Authenticate": "Bearer"} if isinstance(refusal, Unauthorized) else {}
             await error_response(refusal, headers)(scope, receive, send)
             return
+        current_tenant.set(scope["state"]["access"].tenant)
         route = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
         try:
             if route is not None:

@@ -83,8 +83,8 @@ class FileRoutes:
 
 
 def tenant_of(http: Request) -> str:
-    """Return the tenant of a request, "" for a key without restriction: keys with the same access share one."""
-    return access_of(http).salt.hex()
+    """Return the tenant of a request: see `Access.tenant`."""
+    return access_of(http).tenant
 
 
 def _lifetime_s(fields: dict[str, str]) -> int:
