@@ -51,8 +51,8 @@ def follow(
     directory: Annotated[
         Path,
         typer.Argument(
-            help="The collection: an empty one of `trinity index build`, with the queries' embedder. If it is "
-            "missing, it is created without an embedder."
+            help="The collection: one of `trinity index build`, with the queries' embedder, empty or with --take-over. "
+            "If it is missing, it is created without an embedder."
         ),
     ],
     url: Annotated[str, typer.Option(help="The database's address, or a path for its client's local mode.")],
@@ -73,6 +73,10 @@ def follow(
     embed: Annotated[
         bool,
         typer.Option("--embed", help="Compute vectors from the texts by the collection's embedder."),
+    ] = False,
+    take_over: Annotated[
+        bool,
+        typer.Option("--take-over", help="Begin with a collection that has documents; those not in the source go."),
     ] = False,
     every: Annotated[float, typer.Option(help="Seconds between two passes.", min=0.1)] = 30.0,
     once: Annotated[bool, typer.Option("--once", help="Run one pass.")] = False,
@@ -100,7 +104,7 @@ def follow(
         CollectionWriter(directory, embedder=model, threads=threads) as writer,
         BuildProgress(sys.stderr) as progress,
     ):
-        _check_followed(writer, followed)
+        _check_followed(writer, followed, take_over)
         fields = FieldMapping(text, title, tuple(attribute or ()))
         follower = Follower(
             source, writer, fields, version=version, embeds=embed, batch=batch, report=_report, progress=progress,
@@ -150,16 +154,16 @@ def _stop_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _check_followed(writer: CollectionWriter, followed: _Followed) -> None:
-    """Record the source of an empty collection. Raises `ConfigError` if it has other documents or another source."""
+def _check_followed(writer: CollectionWriter, followed: _Followed, take_over: bool) -> None:
+    """Record the source of a collection. Raises `ConfigError` if it has another source, or documents of none."""
     path = writer.directory / _FOLLOWED
     try:
         before = msgspec.json.decode(read_regular(path, 1 << 16), type=_Followed)
     except FileNotFoundError:
-        if writer.state.count:
+        if writer.state.count and not take_over:
             raise ConfigError(
                 f"{writer.directory} has {writer.state.count:,} documents that are not from a source, and following "
-                "would delete them: give an empty collection"
+                "deletes those that the source does not have: give an empty collection, or --take-over"
             ) from None
         before = followed
     except OSError as error:

@@ -12,9 +12,10 @@ from runtime.integrations.follow.document_mapper import FieldMapping
 from runtime.integrations.follow.follower import Follower, SyncResult
 from runtime.integrations.follow.source import call_with_retries
 from runtime.retrieval.attributes.filters import parse_filter
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.bulk_load import create
+from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.search import search
-from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from tests.collections.small_collections import contents
@@ -283,7 +284,7 @@ def trinity(tmp_path: Path) -> Callable[..., Any]:
 
 
 @needs_qdrant
-def test_the_command_follows_and_refuses_a_collection_with_other_documents(
+def test_the_command_follows_and_takes_over_a_collection_with_other_documents_only_if_told(
     tmp_path: Path, trinity: Callable[..., str]
 ) -> None:
     database = QdrantDatabase(tmp_path)
@@ -297,14 +298,13 @@ def test_the_command_follows_and_refuses_a_collection_with_other_documents(
     with pytest.raises(ConfigError, match="has no embedder"):
         trinity(*follow, "a", "--embed")
 
-    create(tmp_path / "notes", DIM)
-    with CollectionWriter(tmp_path / "notes", background=False) as writer:
-        writer.upsert([UpsertDocument("mine", "text", vector=UP)])
+    loaded = [Document("1", "", "one"), Document("mine", "", "text")]
+    bulk_load.build(loaded, tmp_path / "notes", vectors=np.array([UP, UP], np.float32))
     notes = ("index", "follow", "qdrant", tmp_path / "notes", *follow[4:], "a")
-    with pytest.raises(ConfigError, match="1 documents that are not from a source"):
+    with pytest.raises(ConfigError, match=r"2 documents that are not from a source.*--take-over"):
         trinity(*notes)
-    trinity("index", "delete", tmp_path / "notes", "mine")
-    assert trinity(*notes) == "2 stored, 0 deleted, 0 unchanged; 2 in the collection\n"
+    assert trinity(*notes, "--take-over") == "1 stored, 1 deleted, 1 unchanged; 2 in the collection\n"
+    assert trinity(*notes) == "0 stored, 0 deleted, 2 unchanged; 2 in the collection\n"
 
     (tmp_path / "docs" / "followed.json").write_text("{}")
     with pytest.raises(CollectionError, match="damaged"):
