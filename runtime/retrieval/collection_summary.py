@@ -7,13 +7,11 @@ from dataclasses import dataclass
 class CollectionSummary:
     """A collection's size and properties. `is_open`: its documents are open in this process.
 
-    `files`: source files, or documents if the collection has none. `created_at`: time of the build, Unix time in
-    seconds.
+    `created_at`: time of the build, Unix time in seconds.
     """
 
     is_open: bool = False
     size: int = 0
-    files: int = 0
     document_bytes: int = 0
     created_at: int = 0
     dim: int = 0

@@ -82,6 +82,10 @@ def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
         yield client
 
 
+def counted(client: openai.OpenAI) -> int:
+    return client.vector_stores.retrieve("docs").file_counts.total
+
+
 def listed(client: openai.OpenAI, **options: Any) -> list[str]:
     return [file.id for file in client.vector_stores.files.list("docs", **options)]
 
@@ -92,6 +96,7 @@ def test_files_are_listed_shown_read_and_deleted(client: openai.OpenAI) -> None:
     assert listed(client, limit=2, order="asc") == ["0.txt", "1.txt", "2.txt", "3.txt", LEAVE]
     assert listed(client, filter="completed") == listed(client)
     assert listed(client, filter="failed") == []
+    assert counted(client) == 5
     leave = files.retrieve(LEAVE, vector_store_id="docs")
     assert (leave.id, leave.vector_store_id, leave.status, leave.created_at) == (LEAVE, "docs", "completed", 1.7e9)
     assert leave.attributes == {"source": LEAVE}
@@ -99,6 +104,7 @@ def test_files_are_listed_shown_read_and_deleted(client: openai.OpenAI) -> None:
     assert texts == [WEEKS, RETURN]
     assert files.delete(LEAVE, vector_store_id="docs").deleted
     assert listed(client) == ["3.txt", "2.txt", "1.txt", "0.txt"]
+    assert counted(client) == 4
     for call in (files.retrieve, files.content, files.delete):
         with pytest.raises(openai.NotFoundError, match=r"no file of .* the id 'hr/leave of all\.md'"):
             call(LEAVE, vector_store_id="docs")

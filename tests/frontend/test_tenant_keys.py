@@ -35,7 +35,7 @@ class Stores(NoCollections):
     """Summaries of the collections."""
 
     def summary(self, collection: str) -> CollectionSummary:
-        return CollectionSummary(True, 900, 30, 12_345, 1_700_000_000, DIM, "l2", "hashing")
+        return CollectionSummary(True, 900, 12_345, 1_700_000_000, DIM, "l2", "hashing")
 
 
 def directory_in(path: Path) -> Path:

@@ -260,7 +260,7 @@ def test_jsonl_documents_and_files_can_be_combined_and_both_are_updated(handbook
     note = handbook.write("note.txt", "note")
     handbook.ingest(lines, note)
     assert handbook.texts == {"a": "alpha", "b": "beta", "note.txt#1": "note"}
-    assert CollectionDocuments(handbook.out).summary.files == 3  # as many as searches can name
+    assert CollectionDocuments(handbook.out).file_count() == 3  # as many as searches can name
     handbook.write("lines.jsonl", '{"id": "b", "text": "beta"}\n{"id": "c", "text": "gamma"}\n')
     done, embedded = handbook.add(lines)
     assert (done.embedded, done.kept, embedded) == (1, 2, ["gamma"])

@@ -70,14 +70,13 @@ class Sources(msgspec.Struct):
 class DocumentStore:
     """Documents in a SQLite file, which any number of processes may read. Thread-safe.
 
-    file_count: files in `sources`, and the documents that are of none, or of a file with one document a line. Methods
-    raise `CollectionError` for damaged files.
+    Methods raise `CollectionError` for damaged files.
     """
 
     def __init__(self, path: Path) -> None:
         """Use `open`."""
         self.path = path
-        self.file_count = self.last_row = 0
+        self.last_row = 0
         self._lock = threading.Lock()  # a row takes microseconds, so a connection a thread would not be faster
         self._connection: sqlite3.Connection | None = None
         self._owner = 0
@@ -132,8 +131,6 @@ class DocumentStore:
             store._version = version
             (last,) = connection.execute("SELECT max(row) FROM documents").fetchone()
             store.last_row = -1 if last is None else int(last)
-            if version == _VERSION:
-                (store.file_count,) = connection.execute(_COUNT_FILES).fetchone()
 
         try:
             store._read(read)
@@ -250,10 +247,6 @@ class DocumentStore:
         return self._connection
 
 
-_COUNT_FILES = """
-WITH lines AS (SELECT number FROM files WHERE path GLOB '*.jsonl' OR path GLOB '*.jsonl.gz')
-SELECT (SELECT count(*) FROM files) - (SELECT count(*) FROM lines)
-     + CASE WHEN EXISTS (SELECT 1 FROM lines) THEN (SELECT count(*) FROM documents WHERE file IN lines) ELSE 0 END"""
 _decode_attributes = msgspec.json.Decoder(Attributes).decode
 _decode_binary = msgspec.msgpack.Decoder(Attributes).decode
 

@@ -51,6 +51,9 @@ class Files:
             names, numbers = part.columns.strings(SOURCE, len(alive))
             self._parts.append((part.rows[: len(alive)][alive], names, numbers[alive]))
 
+    def __len__(self) -> int:
+        return len(self._names) + len(self._unnamed)
+
     @cached_property
     def _names(self) -> list[str]:
         counts = ((names, np.bincount(numbers)) for _, names, numbers in self._parts)
@@ -77,7 +80,7 @@ class Files:
         """
         begin, end = (before, after) if descending else (after, before)
         low = self._place(begin, "before" if descending else "after") + 1 if begin else 0
-        high = self._place(end, "after" if descending else "before") if end else len(self._names) + len(self._unnamed)
+        high = self._place(end, "after" if descending else "before") if end else len(self)
         between = range(low, max(low, high))
         page = between[-limit:] if descending != (bool(before) and not after) else between[:limit]
         return self._files(page[::-1] if descending else page), len(between) > limit

@@ -77,6 +77,7 @@ class CollectionDocuments(CollectionReader):
         super().__init__(directory, retired=RetiredDocuments(), prepare=lambda segment: segment.keywords)
         self._lock, self._recent = threading.Lock(), RecentDocuments()
         self._current_ns = 0  # when the files were looked at last, and had nothing new
+        self._counting, self._counted = threading.Lock(), ((-1, -1), 0)  # the state whose files were counted last
         self._keywords = KeywordSearch(self.state, clock)
 
     @property
@@ -90,12 +91,9 @@ class CollectionDocuments(CollectionReader):
     def summary(self) -> CollectionSummary:
         """The collection's size and properties as of now."""
         state, about = self.state, self.description
-        size = state.count
-        sealed = [(segment.store.file_count if segment.store else 0) or segment.size for segment in state.segments]
         return CollectionSummary(
             is_open=True,
-            size=size,
-            files=min(sum(sealed) + state.growing.size, size),
+            size=state.count,
             document_bytes=state.file_bytes(DOCUMENTS),
             created_at=self._created_at,
             dim=about.dim,
@@ -155,6 +153,16 @@ class CollectionDocuments(CollectionReader):
             for one in recent.values():
                 one.shown_at = sequence
         return [one.document for one in recent.values()], size
+
+    def file_count(self) -> int:
+        """Return the number of files, of the present state: see `Files`. Raises `CollectionError`."""
+        with self._counting:
+            with self._lock:
+                self.poll()
+                now = self.state.sequence, self.manifest.generation
+            if self._counted[0] != now:
+                self._counted = now, len(Files(self.state))
+            return self._counted[1]
 
     def files(self) -> Files:
         """Return the files of the documents, of the present state. Raises `CollectionError`."""

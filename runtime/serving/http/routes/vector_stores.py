@@ -4,8 +4,10 @@ A configured collection is a store, and its name the store's id; it can be liste
 passage; its file is the one it was ingested from, or the document itself.
 """
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any
@@ -17,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ipc import SearchSpec
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, TrinityError
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.passages import RERANKED, FoundPassages, Passage
 from runtime.retrieval.search.query import Query, Rerank
@@ -213,9 +215,12 @@ class StoreRoutes:
     async def _store(self, name: str, http: Request) -> Json:
         if self._stores is not None and name.startswith(STORE_PREFIX):
             return await store_json(self._stores, await self._stores.store(name, tenant_of(http)))
-        summary = self._catalogue.summary(self._name(name, http))
+        summary, files = self._catalogue.summary(self._name(name, http)), 0
         if access_of(http).restriction(name) is not None:  # do not disclose the totals of other tenants
-            summary = replace(summary, files=0, document_bytes=0)
+            summary = replace(summary, document_bytes=0)
+        elif summary.is_open:
+            with suppress(TrinityError):  # which searches report
+                files = await asyncio.to_thread(self._catalogue.documents(name).file_count)
         counts = {"in_progress": 0, "failed": 0, "cancelled": 0}
         return {
             "id": name,
@@ -225,7 +230,7 @@ class StoreRoutes:
             "last_active_at": None,
             "status": "completed" if summary.is_open else "in_progress",
             "usage_bytes": summary.document_bytes,
-            "file_counts": counts | {"completed": summary.files, "total": summary.files},
+            "file_counts": counts | {"completed": files, "total": files},
             "metadata": {"embedder": summary.embedder, "dimensions": str(summary.dim), "metric": summary.metric},
         }
 
