@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.serving.frontend.answer_cache import AnswerCache
@@ -36,7 +37,7 @@ async def client(
     *behaviours: Behaviour, answers: AnswerCache | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, EngineHarness]]:
     async with running_engine(*behaviours) as harness:
-        settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096)
+        settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096, model_aliases=("gpt-4o",))
         service = Service(harness.engine, harness.library, metrics, answers, catalogue=Catalogue())
         app = create_app(service, settings)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as made:
@@ -138,6 +139,17 @@ async def test_content_parts_tools_and_unknown_fields_are_forwarded() -> None:
         assert (sent["mm_processor_kwargs"], sent["top_k"]) == ({"x": 1}, 3)
         assert {name: sent[name] for name in hints} == hints
         assert "retrieval" not in sent
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+async def test_a_request_with_an_alias_reaches_the_server_with_the_models_own_name(path: str) -> None:
+    asked: dict[str, Json] = {
+        "/v1/chat/completions": CHAT, "/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}
+    }  # fmt: skip
+    async with client() as (http, harness):
+        answer = await http.post(path, json=asked[path] | {"model": "gpt-4o"})
+        assert (answer.status_code, answer.json()["model"]) == (200, MODEL)
+        assert [sent["model"] for sent in harness.fake.generations()] == [MODEL]
 
 
 async def test_errors_are_http_errors_before_the_first_token_and_events_afterwards() -> None:
