@@ -1,11 +1,14 @@
-"""Every process of a node is killed during a streamed answer with file search, an upload and the indexing of a batch.
+"""Every process of a node is killed during a streamed answer with file search, an upload, the indexing of a batch and
+deletes.
 
 The answer ends once, with a result or a typed error; only the deaths of frontend and supervisor may cut connections.
-What was acknowledged is there afterwards: files with their content, the batch, the stored response.
+What was acknowledged is there afterwards: files with their content, the batch, the stored response; what was deleted is
+not.
 """
 
 import contextlib
 import http.client
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,7 +24,7 @@ from tests.e2e.conftest import STORES, StartNode
 VICTIMS = ("prefill-0", "decode-0", "pool-0", "frontend-0", "supervisor")
 CUTTING = ("frontend-0", "supervisor")
 """Those that hold the connections of clients."""
-BATCH = 12  # files
+BATCH, DELETED = 12, 4  # files
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 BOUNDARY = "b0"
 
@@ -95,21 +98,48 @@ def client_of(node: Node, retries: int) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{node.info.url}/v1", api_key="none", max_retries=retries, timeout=120)
 
 
+def upload(client: openai.OpenAI, names: list[str]) -> dict[str, str]:
+    """Upload files; return their names by id."""
+    return {client.files.create(file=(name, text_of(name)), purpose="assistants").id: name for name in names}
+
+
+def delete(client: openai.OpenAI, files: list[str], deleted: list[str]) -> None:
+    """Delete files until one fails; add those whose delete is acknowledged to `deleted`."""
+    with contextlib.suppress(openai.APIError, httpx.HTTPError):
+        for id in files:
+            client.files.delete(id)
+            deleted.append(id)
+
+
 def disturb(
-    node: Node, client: openai.OpenAI, victim: str, store: str, files: list[str]
-) -> tuple[Node, Ended, bool, str]:
-    """Kill a process while an answer is streamed, a file uploaded and a batch indexed; return the node, how the answer
-    ended, whether the upload was acknowledged, and the batch."""
+    node: Node, client: openai.OpenAI, victim: str, store: str, files: list[str], doomed: list[str]
+) -> tuple[Node, Ended, bool, str, list[str]]:
+    """Kill a process while an answer is streamed, a file uploaded, a batch indexed and files deleted; return the node,
+    how the answer ended, whether the upload was acknowledged, the batch, and which deletes were acknowledged."""
     tool: Any = {"type": "file_search", "vector_store_ids": [store]}
     stream = client.responses.create(
         model="tiny", input=f"say much about {victim}", tools=[tool], stream=True, max_output_tokens=800, temperature=0
     )
     next(event for event in stream if event.type == "response.output_text.delta")
     batch = client.vector_stores.file_batches.create(store, file_ids=files).id
-    half = Upload(node.info.url, f"{victim}-half.txt")
+    half, deleted = Upload(node.info.url, f"{victim}-half.txt"), list[str]()
+    deletes = threading.Thread(target=delete, args=(client, doomed, deleted))
+    deletes.start()
     node = kill(node, victim)
     finished = half.finish()
-    return node, end_of(stream), finished, batch
+    deletes.join()
+    return node, end_of(stream), finished, batch, deleted
+
+
+def finish_deletes(client: openai.OpenAI, store: str, doomed: dict[str, str], deleted: list[str]) -> None:
+    """Check that deleted files are gone, and delete the others of `doomed`."""
+    left = {file.id for file in client.files.list()}
+    assert left.isdisjoint(deleted)
+    for id in deleted:
+        filters: Any = {"type": "eq", "key": "filename", "value": doomed[id]}
+        assert not client.vector_stores.search(store, query=f"unique{doomed[id]}", filters=filters).data
+    for id in left & doomed.keys():
+        client.files.delete(id)
 
 
 def check(client: openai.OpenAI, store: str, batch: str, files: list[str], names: dict[str, str]) -> None:
@@ -133,15 +163,18 @@ def test_whoever_dies_an_answer_ends_once_and_nothing_acknowledged_is_lost(nodes
         store = client.vector_stores.create(name="kept").id
     for killed, victim in enumerate(VICTIMS, 1):
         with client_of(nodes[-1], 0) as client:
-            for number in range(BATCH):
-                name = f"{victim}-{number}.txt"
-                names[client.files.create(file=(name, text_of(name)), purpose="assistants").id] = name
-            node, ended, finished, batch = disturb(nodes[-1], client, victim, store, files := list(names)[-BATCH:])
+            doomed = upload(client, [f"{victim}-gone-{number}.txt" for number in range(DELETED)])
+            client.vector_stores.file_batches.create_and_poll(store, file_ids=list(doomed), poll_interval_ms=50)
+            new_files = upload(client, [f"{victim}-{number}.txt" for number in range(BATCH)])
+            names |= new_files
+            files = list(new_files)
+            node, ended, finished, batch, deleted = disturb(nodes[-1], client, victim, store, files, list(doomed))
         nodes.append(node)
         assert finished == (victim not in CUTTING)
         assert ended.kind in ENDS or victim in CUTTING, ended  # it may have ended before its connection was cut
         node.wait_ready()
         with client_of(node, 8) as client:
+            finish_deletes(client, store, doomed, deleted)
             if ended.kind == "response.failed":
                 assert ended.response.error.code
             elif ended.response is not None:
