@@ -19,7 +19,7 @@ from tests.frontend.test_stores import wait_indexed
 from tests.retrieval.sample_files import pdf
 
 MODEL, SMALL_MODEL = "gpt-4o", "gpt-4o-mini"
-SETTINGS = Settings("tiny", {"notes": 64}, model_aliases=(MODEL, SMALL_MODEL))
+SETTINGS = Settings("tiny", {"notes": 64}, model_aliases=(MODEL, SMALL_MODEL, "tiny"))
 FACTS = {
     "Deep research": "Deep research reads many pages of the web for one answer.",
     "Operator": "Operator clicks and types in a browser of its own.",

@@ -310,7 +310,7 @@ class _Routes:
 
     async def models(self, http: Request) -> Response:
         names = (self._settings.model, *self._settings.model_aliases) if self._settings.model else ()
-        return json_response({"object": "list", "data": [self._model_json(name) for name in names]})
+        return json_response({"object": "list", "data": [self._model_json(name) for name in dict.fromkeys(names)]})
 
     async def one_model(self, http: Request) -> Response:
         self.check_model(model := http.path_params["model"])
