@@ -69,8 +69,8 @@ def dashboard(uid: str, title: str, rows: Sequence[Row], variables: Sequence[Jso
         for panel in row.panels:
             if x + panel.width > _COLUMNS:
                 x, y, tallest = 0, y + tallest, 0
-            place = {"h": panel.height, "w": panel.width, "x": x, "y": y}
-            panels.append(_panel(panel, len(panels) + 1, place))
+            grid_position = {"h": panel.height, "w": panel.width, "x": x, "y": y}
+            panels.append(_panel(panel, len(panels) + 1, grid_position))
             x, tallest = x + panel.width, max(tallest, panel.height)
         y += tallest
     return {
@@ -121,7 +121,7 @@ def _datasource_variable() -> Json:
     }
 
 
-def _panel(panel: Panel, number: int, place: Json) -> Json:
+def _panel(panel: Panel, number: int, grid_position: Json) -> Json:
     steps = [
         {"color": colour, "value": None if i == 0 else value} for i, (value, colour) in enumerate(panel.thresholds)
     ]
@@ -132,7 +132,7 @@ def _panel(panel: Panel, number: int, place: Json) -> Json:
         "title": panel.title,
         "description": panel.description,
         "datasource": SOURCE,
-        "gridPos": place,
+        "gridPos": grid_position,
         "fieldConfig": {
             "defaults": {
                 "unit": panel.unit,

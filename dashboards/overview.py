@@ -35,7 +35,7 @@ def overview() -> Json:
 
 def _slos() -> Row:
     burning = ((0, "green"), (6, "orange"), (14.4, "red"))
-    kept = ((0, "red"), (0.95, "orange"), (0.99, "green"))
+    colors = ((0, "red"), (0.95, "orange"), (0.99, "green"))
     attainment = Query(f"1 - ({q.violation_ratio(HERE)})", "{{node}} {{slo}}")
     return Row(
         "SLOs",
@@ -45,7 +45,7 @@ def _slos() -> Row:
                 "Share of requests that met the SLO $slo, over the last hour",
                 f"1 - ({q.violation_ratio(_SLO, '1h')})",
                 "percentunit",
-                thresholds=kept,
+                thresholds=colors,
             ),
             tile(
                 "Burn rate, 1 h",
@@ -76,7 +76,7 @@ def _slos() -> Row:
 def _health() -> Row:
     ended = q.rate(here(FrontendMetrics.REQUESTS))
     alarm = ((0, "green"), (0.001, "orange"), (0.01, "red"))
-    one = ((0, "green"), (1, "red"))
+    colors = ((0, "green"), (1, "red"))
     return Row(
         "Health",
         [
@@ -85,7 +85,7 @@ def _health() -> Row:
                 "Workers of the plan that do not serve",
                 f"sum(1 - {here(ProcessMetrics.UP)})",
                 "short",
-                thresholds=one,
+                thresholds=colors,
             ),
             tile(
                 "Oldest heartbeat",
@@ -99,7 +99,7 @@ def _health() -> Row:
                 "Worker restarts over the last 15 minutes",
                 f"sum(increase({here(ProcessMetrics.RESTARTS)}[15m]))",
                 "short",
-                thresholds=one,
+                thresholds=colors,
             ),
             tile("Requests", "Completed generations per second", ended, "reqps"),
             tile(

@@ -77,8 +77,8 @@ def show_placement(plan: NodePlan, machine: Machine, needed: Mapping[str, int], 
         table.add_column(column, justify="right" if column in ("needs", "free") else "left", no_wrap=True)
     free = {gpu.uuid: gpu.free_bytes for gpu in machine.gpus}
     for worker in plan.processes:
-        place = "" if machine.simulated or worker.only_embeds_on_gpu else worker.gpu
-        sizes = needed.get(worker.name, 0), free.get(place, machine.free_bytes)
+        device = "" if machine.simulated or worker.only_embeds_on_gpu else worker.gpu
+        sizes = needed.get(worker.name, 0), free.get(device, machine.free_bytes)
         table.add_row(*_where(worker, machine), *map(_mib, sizes))
     console.print(table)
     model = plan.config.model

@@ -197,8 +197,8 @@ def _build_empty(
     if not dim:
         spec, loaded = choose_embedder(embedder or DEFAULT_EMBEDDER, model=model, key_file=key_file)
         dim = loaded.dim
-    kept = ("metric", "dtype", "degree", "demanded", "schema", "shards")
-    bulk_load.create(out, dim, embedder=spec, **{name: options[name] for name in kept})
+    names = ("metric", "dtype", "degree", "demanded", "schema", "shards")
+    bulk_load.create(out, dim, embedder=spec, **{name: options[name] for name in names})
     print(f"{out}: an empty collection of vectors of {dim} dimensions")
 
 
@@ -222,9 +222,9 @@ def _describe(embedder: EmbedderSpec | None) -> str:
     """Describe an embedder, with its location when the collection was built."""
     if embedder is None or isinstance(embedder, str):
         return embedder or "none: queries must be vectors"
-    place = embedder.directory if isinstance(embedder, DirectorySpec) else embedder.url
+    origin = embedder.directory if isinstance(embedder, DirectorySpec) else embedder.url
     prefixes = f"prefixes {embedder.query_prefix!r} of queries, {embedder.passage_prefix!r} of passages"
-    return f"{embedder_name(embedder)}, of {place}; {prefixes}"
+    return f"{embedder_name(embedder)}, of {origin}; {prefixes}"
 
 
 @index_app.command()
@@ -307,7 +307,7 @@ def search(
     if top_m is not None:
         _check("--top-m", top_m, MAX_TOP_M)
     _check("--k", k, top_m or MAX_TOP_M)
-    kept = top_m or max(64, k)
+    list_length = top_m or max(64, k)
     _check("--search-width", search_width, MAX_SEARCH_WIDTH)
     vectors = read_vectors(queries)
     true_ids = None if truth is None else read_truth(truth, len(vectors), k)
@@ -317,9 +317,9 @@ def search(
                 f"{queries}: its vectors have {vectors.shape[1]} dimensions, those of {directory} {dim}"
             )
         # The first search compiles or loads machine code, and is excluded from the measurement.
-        collection.search(vectors[:1], k, kept, search_width, patience, threads)
+        collection.search(vectors[:1], k, list_length, search_width, patience, threads)
         begin = time.perf_counter()
-        ids, _ = collection.search(vectors, k, kept, search_width, patience, threads)
+        ids, _ = collection.search(vectors, k, list_length, search_width, patience, threads)
         seconds = time.perf_counter() - begin
     if out is not None:
         _write(out, ids)

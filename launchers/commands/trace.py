@@ -103,8 +103,8 @@ def _probes_line(trace: Trace) -> str:
     probes = trace.probes
     stalled = sum(probe.stalled_s for probe in probes)
     number, passages = len(probes) + trace.probes_left_out, sum(probe.passages for probe in probes)
-    line = f"{number} probe{'s' * (number != 1)} stalled the answer for {stalled * 1e3:.1f} ms and added "
-    line += f"{passages} new passage{'s' * (passages != 1)}"
+    line = f"{number} {'probe' if number == 1 else 'probes'} stalled the answer for {stalled * 1e3:.1f} ms and added "
+    line += f"{passages} new {'passage' if passages == 1 else 'passages'}"
     odd = [probe.outcome for probe in probes if probe.outcome != "answered"]
     if odd:
         line += "; " + ", ".join(f"{odd.count(outcome)} {outcome}" for outcome in sorted(set(odd)))

@@ -70,12 +70,14 @@ def estimate_device_bytes(plan: NodePlan, machine: Machine | None = None) -> dic
     Raises `CollectionError`, `ConfigError` and `ModelError`.
     """
     needed = {}
-    for place in plan.processes:
-        parts = _parts_of(place, plan)
-        needed[place.name] = parts.data + parts.mapped + (parts.process if place.device == "cpu" else 0)
-        if isinstance(section := plan.config.model, VllmSection) and place.role == "engine":
-            on_gpu = place.gpu and machine is not None and not machine.simulated
-            needed[place.name] = vllm.gpu_bytes(section, place, machine) if on_gpu and machine else parts.process
+    for placement in plan.processes:
+        parts = _parts_of(placement, plan)
+        needed[placement.name] = parts.data + parts.mapped + (parts.process if placement.device == "cpu" else 0)
+        if isinstance(section := plan.config.model, VllmSection) and placement.role == "engine":
+            on_gpu = placement.gpu and machine is not None and not machine.simulated
+            needed[placement.name] = (
+                vllm.gpu_bytes(section, placement, machine) if on_gpu and machine else parts.process
+            )
     return needed
 
 
@@ -83,9 +85,9 @@ def estimate_host_bytes(plan: NodePlan) -> dict[str, int]:
     """Return the bytes of host memory that must be free, by worker and shared part: all but the pages of a mapped
     index."""
     needed = {}
-    for place in plan.processes:
-        parts = _parts_of(place, plan)
-        needed[place.name] = parts.process + (parts.data if place.device == "cpu" else 0)
+    for placement in plan.processes:
+        parts = _parts_of(placement, plan)
+        needed[placement.name] = parts.process + (parts.data if placement.device == "cpu" else 0)
     needed[IMPORTS] = _TEMPLATE
     if plan.config.own_model is not None:
         needed[IMPORTS] = _TEMPLATE_WITH_TORCH
@@ -105,7 +107,9 @@ def estimate_added_bytes(plan: NodePlan, machine: Machine | None = None) -> dict
     """Return the bytes that must be free for another worker like each one: on its GPU, or on the host, where an index
     that is larger than the memory may be mapped."""
     host, device = estimate_host_bytes(plan), estimate_device_bytes(plan, machine)
-    return {place.name: (host if place.device == "cpu" else device)[place.name] for place in plan.processes}
+    return {
+        placement.name: (host if placement.device == "cpu" else device)[placement.name] for placement in plan.processes
+    }
 
 
 def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:

@@ -55,10 +55,10 @@ def host_bytes(section: VllmSection, stage: Stage) -> int:
     return _PROCESSES + kv + _weights(section, stage)
 
 
-def gpu_bytes(section: VllmSection, place: WorkerPlan, machine: Machine) -> int:
+def gpu_bytes(section: VllmSection, placement: WorkerPlan, machine: Machine) -> int:
     """Return the bytes that an instance allocates on each of its GPUs, for weights and KV. 0 without such a GPU."""
-    total = next((gpu.memory_bytes for gpu in machine.gpus if gpu.uuid == place.gpu), 0)
-    return int(gpu_memory_share(section, place.stage) * total)
+    total = next((gpu.memory_bytes for gpu in machine.gpus if gpu.uuid == placement.gpu), 0)
+    return int(gpu_memory_share(section, placement.stage) * total)
 
 
 def _weights(section: VllmSection, stage: Stage) -> int:

@@ -117,11 +117,11 @@ def _batches(documents: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     batch: list[bytes] = []
     size = 0
     for document in documents:
-        one = _json(document)
-        if batch and (size + len(one) > _BODY_BYTES or len(batch) == _BODY_DOCUMENTS):
+        line = _json(document)
+        if batch and (size + len(line) > _BODY_BYTES or len(batch) == _BODY_DOCUMENTS):
             yield b'{"documents": [%s]}' % b",".join(batch)
             batch, size = [], 0
-        batch.append(one)
-        size += len(one) + 1
+        batch.append(line)
+        size += len(line) + 1
     if batch:
         yield b'{"documents": [%s]}' % b",".join(batch)

@@ -173,7 +173,7 @@ def _parts(path: str) -> list[str]:
 def _types_at(config: type[msgspec.Struct], path: str) -> list[Type]:
     kinds: list[Type] = [inspect.type_info(config)]
     for part in _parts(path):
-        kinds = [kind for one in kinds for kind in _under(one, part)]
+        kinds = [kind for outer in kinds for kind in _under(outer, part)]
     return kinds
 
 

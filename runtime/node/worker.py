@@ -71,17 +71,15 @@ class Worker:
 
     def _apply(self, spec: WorkerSpec) -> None:
         self.plan = spec.plan
-        self.placement = next(place for place in spec.plan.processes if place.name == spec.worker)
+        self.placement = next(placement for placement in spec.plan.processes if placement.name == spec.worker)
         self.name = spec.worker
         self.epoch = spec.epoch
         self.table = WorkerTable.open(spec.table, self.placement.role, spec.plan.config.slo)
         self.table.begin(spec.epoch, self.pid)
         self.log = logging.getLogger(spec.worker)
         self.node_ready = spec.node_ready
-        self.faulted = -spec.last_exit in (
-            signal.SIGBUS,
-            signal.SIGSEGV,
-        )  # the previous process ended on a memory fault
+        # the previous process ended on a memory fault
+        self.faulted = -spec.last_exit in (signal.SIGBUS, signal.SIGSEGV)
 
     def open_logs(self) -> None:
         """Open the configured log outputs under the worker's current name."""

@@ -88,9 +88,9 @@ class DocumentLookup(msgspec.Struct, frozen=True, eq=False):
         `ResponseTooLarge` at the first too many."""
         size = 0
 
-        def count(one: Document) -> None:
+        def count(document: Document) -> None:
             nonlocal size
-            size += size_of(one.id, one.title, one.text, one.attributes)
+            size += size_of(document.id, document.title, document.text, document.attributes)
             check_size(size, len(self.rows))
             on_read(size)
 

@@ -23,9 +23,9 @@ class Reference:
 
         Answers are cached: the first tokens of a longer answer are a shorter answer.
         """
-        kept = self._generated.get(tuple(prompt), [])
-        if len(kept) >= tokens:
-            return kept[:tokens]
+        known = self._generated.get(tuple(prompt), [])
+        if len(known) >= tokens:
+            return known[:tokens]
         ids = self._torch.tensor([list(prompt)], device=self._device)
         output = self._network.generate(
             ids,

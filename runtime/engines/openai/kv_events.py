@@ -137,11 +137,11 @@ class ServerBlocks(CachedBlocks):
         elif kind == "BlockStored" and not event.get("group_idx"):
             self._store(event)
         elif kind == "BlockRemoved" and not event.get("group_idx"):
-            place = self._place(event)
+            keys = self._place(event)
             for name in _hashes(event["block_hashes"]):
                 key = self._keys.get(name)
                 if key is not None:
-                    place.discard(key)
+                    keys.discard(key)
                     if key not in self._gpu and key not in self._tier:
                         del self._keys[name]
 
@@ -160,17 +160,17 @@ class ServerBlocks(CachedBlocks):
             self.block_tokens, self.prefixes = size, self._known.setdefault(size, self.prefixes)
         if root is None or salted or size != self.block_tokens:
             return
-        place = self._place(event)
+        keys = self._place(event)
         for name, key in zip(names, block_keys(tokens, size, root), strict=True):
             self._keys[name] = key
-            place.add(key)
+            keys.add(key)
 
     def _place(self, event: Event) -> set[bytes]:
         return self._gpu if event.get("medium") in (None, "GPU") else self._tier
 
     def _clear(self) -> None:
-        for place in (self._keys, self._gpu, self._tier):
-            place.clear()
+        for keys in (self._keys, self._gpu, self._tier):
+            keys.clear()
         self._unpublished_ns = None
 
     def _reject(self, reason: object) -> bool:

@@ -190,9 +190,8 @@ class Server:
         ):
             return ContextLengthExceeded(message, param)
         if status == 404 and "model" in f"{code} {message}".lower():
-            return EngineFailed(
-                summary
-            )  # the name was valid when capabilities were detected: the server has changed since
+            # the name was valid when capabilities were detected: the server has changed since
+            return EngineFailed(summary)
         refused = InvalidRequest(message or summary, param)
         refused.status = status
         return refused

@@ -93,9 +93,9 @@ def gpu_memory_share(section: VllmSection, stage: Stage = "") -> float:
         raise ConfigError(f"model.extra_args: --gpu-memory-utilization {given!r} is not a number") from None
 
 
-def event_endpoints(plan: NodePlan, place: WorkerPlan) -> EventEndpoints:
+def event_endpoints(plan: NodePlan, placement: WorkerPlan) -> EventEndpoints:
     """Return where an instance publishes its KV events, in the private run directory."""
-    return EventEndpoints(f"ipc://{plan.run_dir}/{place.name}.kv", f"ipc://{plan.run_dir}/{place.name}.rep")
+    return EventEndpoints(f"ipc://{plan.run_dir}/{placement.name}.kv", f"ipc://{plan.run_dir}/{placement.name}.rep")
 
 
 def _publishes_events(section: VllmSection, plan: NodePlan, stage: Stage) -> bool:
@@ -105,38 +105,38 @@ def _publishes_events(section: VllmSection, plan: NodePlan, stage: Stage) -> boo
 
 
 def command(
-    section: VllmSection, plan: NodePlan, place: WorkerPlan, *, nixl: bool = False, events: bool = False
+    section: VllmSection, plan: NodePlan, placement: WorkerPlan, *, nixl: bool = False, events: bool = False
 ) -> Sequence[str]:
     """Return the command line of an instance. Raises `ModelError` if a packaged model cannot be converted."""
-    loads, stage = section.loads, section.stages[place.stage]
+    loads, stage = section.loads, section.stages[placement.stage]
     if loads == smollm.NAME:
         loads = str(smollm.ensure_converted())
-    options = ["--model", loads, "--served-model-name", section.name, "--uds", plan.http_socket(place.name)]
+    options = ["--model", loads, "--served-model-name", section.name, "--uds", plan.http_socket(placement.name)]
     options += ["--tensor-parallel-size", str(stage.tensor_parallel_size)]
-    if not place.gpu_numbers:
+    if not placement.gpu_numbers:
         options += ["--block-size", _CPU_BLOCK_TOKENS]
     options += ["--disable-uvicorn-access-log"]  # it logs every health check
-    if place.stage and not has_own_transfer(section, place.stage):
-        options += [TRANSFER, json.dumps(transfer_config(plan, place, nixl=nixl))]
-    if events and _publishes_events(section, plan, place.stage):
-        at = event_endpoints(plan, place)
+    if placement.stage and not has_own_transfer(section, placement.stage):
+        options += [TRANSFER, json.dumps(transfer_config(plan, placement, nixl=nixl))]
+    if events and _publishes_events(section, plan, placement.stage):
+        at = event_endpoints(plan, placement)
         published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": at.events}
         options += ["--kv-events-config", json.dumps(published | {"replay_endpoint": at.replay})]
-    if place.stage == "prefill":
+    if placement.stage == "prefill":
         options += ["--enable-prompt-tokens-details"]  # the hand-over's cost model needs the cached tokens
     return [section.python, "-m", _SERVER, *options, *section.extra_args, *stage.extra_args]
 
 
-def environment(section: VllmSection, plan: NodePlan, place: WorkerPlan) -> dict[str, str]:
+def environment(section: VllmSection, plan: NodePlan, placement: WorkerPlan) -> dict[str, str]:
     """Return the environment variables of an instance's processes."""
-    kept = {name: value for name, value in os.environ.items() if name not in ONE_THREAD}  # it chooses its own
-    numbered = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if place.gpu_numbers else {}
-    bound = {} if place.gpu_numbers else _core_binding(section, plan, place, sorted(os.sched_getaffinity(0)))
-    variables = bound | kept | numbered | section.environment
-    return variables | transfer_environment(variables) if place.stage else variables
+    inherited = {name: value for name, value in os.environ.items() if name not in ONE_THREAD}  # it chooses its own
+    numbered = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if placement.gpu_numbers else {}
+    bound = {} if placement.gpu_numbers else _core_binding(section, plan, placement, sorted(os.sched_getaffinity(0)))
+    variables = bound | inherited | numbered | section.environment
+    return variables | transfer_environment(variables) if placement.stage else variables
 
 
-def _core_binding(section: VllmSection, plan: NodePlan, place: WorkerPlan, cores: Sequence[int]) -> dict[str, str]:
+def _core_binding(section: VllmSection, plan: NodePlan, placement: WorkerPlan, cores: Sequence[int]) -> dict[str, str]:
     """Return the variable that binds a CPU instance to its own cores; empty for a single instance.
 
     By default each vLLM binds its threads to the same cores, where two instances slow each other down. As in vLLM, one
@@ -152,6 +152,6 @@ def _core_binding(section: VllmSection, plan: NodePlan, place: WorkerPlan, cores
     own_cores = [
         usable[begin:end] or [usable[rank % len(usable)]]
         for rank, (name, begin, end) in enumerate(zip(ranks, ends, ends[1:], strict=False))
-        if name == place.name
+        if name == placement.name
     ]
     return {_BIND: "|".join(",".join(map(str, part)) for part in own_cores)}

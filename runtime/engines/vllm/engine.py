@@ -18,12 +18,12 @@ async def vllm_engine(
     """Create the engine; instances join as they become ready, which the node's health reports."""
     instances = [
         Server(
-            f"http://{place.name}/v1",
-            http=AioHttp(worker.plan.http_socket(place.name)),
-            stage=place.stage,
-            ranks=section.stages[place.stage].tensor_parallel_size,
-            events=event_endpoints(worker.plan, place),
+            f"http://{placement.name}/v1",
+            http=AioHttp(worker.plan.http_socket(placement.name)),
+            stage=placement.stage,
+            ranks=section.stages[placement.stage].tensor_parallel_size,
+            events=event_endpoints(worker.plan, placement),
         )
-        for place in worker.plan.of_role("engine")
+        for placement in worker.plan.of_role("engine")
     ]
     return await engine_over(instances, worker, section, metrics, search, max_backoff_s=_MAX_BACKOFF_S)

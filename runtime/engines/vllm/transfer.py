@@ -45,12 +45,12 @@ def check_transfer(section: VllmSection, *, nixl: bool) -> None:
         )
 
 
-def transfer_config(plan: NodePlan, place: WorkerPlan, *, nixl: bool) -> dict[str, Any]:
+def transfer_config(plan: NodePlan, placement: WorkerPlan, *, nixl: bool) -> dict[str, Any]:
     """Return an instance's `--kv-transfer-config`. KV that does not arrive is recomputed by the decode instance."""
-    config: dict[str, Any] = {"kv_role": _ROLES[place.stage], "kv_load_failure_policy": "recompute"}
+    config: dict[str, Any] = {"kv_role": _ROLES[placement.stage], "kv_load_failure_policy": "recompute"}
     if nixl:
         return config | {"kv_connector": NIXL}
-    options = {"directory": str(plan.kv_directory), "owner": place.name, "lease_s": _LEASE_S}
+    options = {"directory": str(plan.kv_directory), "owner": placement.name, "lease_s": _LEASE_S}
     files = {"kv_connector": FILES, "kv_connector_module_path": _FILES_MODULE}
     return config | files | {"kv_connector_extra_config": options}
 
@@ -61,9 +61,9 @@ def transfer_environment(given: Mapping[str, str]) -> dict[str, str]:
     return {"PYTHONPATH": path} | ({} if _NIXL_PORT in given else {_NIXL_PORT: str(_free_port())})
 
 
-def remove_files(plan: NodePlan, place: WorkerPlan) -> None:
+def remove_files(plan: NodePlan, placement: WorkerPlan) -> None:
     """Remove the KV files of an instance: those of an earlier process may be invalid, and later ones are never read."""
-    for file in plan.kv_directory.glob(f"{place.name}-*"):
+    for file in plan.kv_directory.glob(f"{placement.name}-*"):
         file.unlink(missing_ok=True)
 
 

@@ -188,9 +188,9 @@ class Scaler:
     def _role(self, role: str, *more: Role) -> Role:
         """Return `role` if its workers can be scaled: prefill, decode or one of `more`. Raises `InvalidRequest`."""
         known = self._roles(*more)
-        for one in known:
-            if role == one:
-                return one
+        for scalable in known:
+            if role == scalable:
+                return scalable
         roles = ", ".join(known) or "none without a [model]"
         raise InvalidRequest(f"this command does not accept role {role!r}; accepted on this node: {roles}")
 

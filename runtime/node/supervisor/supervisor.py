@@ -150,9 +150,8 @@ class Supervisor:
             if not self._was_ready and all(worker.phase is Phase.READY for worker in self.workers):
                 self._was_ready = True
                 on_ready(self._info)
-                self._template.load(
-                    worker.placement.role for worker in self.workers
-                )  # their next processes start sooner
+                # their next processes start sooner
+                self._template.load(worker.placement.role for worker in self.workers)
             self._wait(control)
             self._serve_admin(control)
 

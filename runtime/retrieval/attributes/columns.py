@@ -156,8 +156,8 @@ class Column:
         """Return the code of a string, -1 for none. A stored dictionary is in order, without `_codes`."""
         if string in self._codes:
             return self._codes[string]
-        place = bisect_left(self._ascending, string)
-        return int(self._ascending_codes[place]) if self._ascending[place : place + 1] == [string] else -1
+        position = bisect_left(self._ascending, string)
+        return int(self._ascending_codes[position]) if self._ascending[position : position + 1] == [string] else -1
 
     def _code(self, string: str) -> int:
         code = self._codes.setdefault(string, len(self._strings))
@@ -252,8 +252,8 @@ class Columns:
         columns = cls()
         try:
             columns.size, stored = msgspec.msgpack.decode(content, type=tuple[int, dict[str, _Stored]])
-            for name, one in stored.items():
-                columns._columns[name] = Column.from_stored(one, columns.size)
+            for name, column in stored.items():
+                columns._columns[name] = Column.from_stored(column, columns.size)
         except (msgspec.MsgspecError, ValueError, UnicodeDecodeError) as error:
             raise CollectionError(f"the attributes of a segment are damaged: {error}") from error
         return columns

@@ -68,9 +68,9 @@ def attribute_type(name: str, value: object) -> AttributeType:
                 raise InvalidDocument(
                     f"attribute {name!r} has {preview(item)} in its list; only strings are allowed", "attributes"
                 )
-    for one in value if isinstance(value, list | tuple) else (value,):
-        if fault := scalar_fault(one):
-            raise InvalidDocument(f"attribute {name!r} is {preview(one)}, which {fault}", "attributes")
+    for scalar in value if isinstance(value, list | tuple) else (value,):
+        if fault := scalar_fault(scalar):
+            raise InvalidDocument(f"attribute {name!r} is {preview(scalar)}, which {fault}", "attributes")
     return kind
 
 
@@ -95,7 +95,7 @@ def holds(kind: AttributeType, value: object) -> bool:
 
 def by_shape(documents: Iterable[Attributes]) -> dict[object, Attributes]:
     """Return one of the valid documents for each combination of names and types: they extend a schema as all do."""
-    return {tuple([(name, type(value)) for name, value in one.items()]): one for one in documents}
+    return {tuple([(name, type(value)) for name, value in attributes.items()]): attributes for attributes in documents}
 
 
 def agrees(schema: Schema, documents: Iterable[Attributes]) -> bool:

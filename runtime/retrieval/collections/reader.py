@@ -94,8 +94,8 @@ class CollectionReader:
                     raise CollectionError(f"{self.directory} was replaced by another collection while it was opened")
                 return
             except CollectionError:  # the writer may have installed another manifest in the meantime
-                for one in opened:
-                    one.close()
+                for segment in opened:
+                    segment.close()
                 same = self._manifest_stat() == self._last_stat and read_identity(self.directory) == about.identity
                 if same or attempt == _ATTEMPTS - 1:
                     raise

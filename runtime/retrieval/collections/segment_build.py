@@ -61,8 +61,8 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
             segment.verify()  # a damaged one must not be sealed again under a new checksum
             positions = np.flatnonzero(segment.snapshot_alive())
             positions = positions[np.argsort(segment.rows[positions])]  # by row, as its documents are
-            kept = set(segment.rows[positions].tolist())
-            documents += [document for document in segment.documents() if document.row in kept]
+            rows = set(segment.rows[positions].tolist())
+            documents += [document for document in segment.documents() if document.row in rows]
             parts.append(segment.vectors(positions))
             progress("rows", number / len(merged))
     else:
@@ -176,14 +176,14 @@ def obsolete_files(directory: Path, manifest: Manifest, building: Collection[int
 
     Excludes the segments that are being built, by number.
     """
-    kept = {segment_path(directory, info) for info in manifest.segments}
+    in_use = {segment_path(directory, info) for info in manifest.segments}
     for number in building:
-        kept |= {directory / "segments" / str(number), building_path(directory, number)}
-    kept.add(manifest.tombstones_path(directory))
+        in_use |= {directory / "segments" / str(number), building_path(directory, number)}
+    in_use.add(manifest.tombstones_path(directory))
     obsolete: list[Path] = []
     with contextlib.suppress(OSError):
         for folder in ("segments", "tombstones"):
-            obsolete += [path for path in (directory / folder).iterdir() if path not in kept]
+            obsolete += [path for path in (directory / folder).iterdir() if path not in in_use]
         obsolete += [path for first, path in log_files(directory) if first < manifest.sequence]
         flat = [*directory.glob(f"{INDEX}*"), *(directory / name for name in _FLAT_FILES)]  # before an upgrade
         obsolete += [path for path in flat if path.exists()]

@@ -93,13 +93,13 @@ def with_integer_products(model: bytes) -> bytes:
         add("Add", [f"{y}_high", f"{y}_low"], [y])
     if not split:
         return model
-    used, kept = {one.name for one in graph.output}, []
+    used, needed_nodes = {one.name for one in graph.output}, []
     for node in reversed(rewritten.node):
         if not used.isdisjoint(node.output):
             used.update(node.input)
-            kept.append(node)
+            needed_nodes.append(node)
     graph.ClearField("node")
-    graph.node.extend(reversed(kept))
+    graph.node.extend(reversed(needed_nodes))
     if all(one.domain != _MICROSOFT for one in parsed.opset_import):
         parsed.opset_import.add(domain=_MICROSOFT, version=1)
     content: bytes = parsed.SerializeToString()
@@ -165,11 +165,11 @@ def _model_class() -> Any:
         described = file.message_type.add(name=message)
         for field, number, kind in fields:
             label = field_type.LABEL_REPEATED if kind.endswith("*") else field_type.LABEL_OPTIONAL
-            one = described.field.add(name=field, number=number, label=label)
+            declared = described.field.add(name=field, number=number, label=label)
             if (kind := kind.rstrip("*")) in _FIELDS:
-                one.type, one.type_name = field_type.TYPE_MESSAGE, f".onnx.{kind}"
+                declared.type, declared.type_name = field_type.TYPE_MESSAGE, f".onnx.{kind}"
             else:
-                one.type = field_type.Type.Value(f"TYPE_{kind.upper()}")
+                declared.type = field_type.Type.Value(f"TYPE_{kind.upper()}")
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("onnx.Model"))

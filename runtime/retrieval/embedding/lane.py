@@ -126,20 +126,20 @@ class Lane:
         ended: dict[Texts, TrinityError | None] = {}
         now = self._clock()
         size, share = 0, self._share(now)
-        while len(taken) < most and size < share and (one := self.queue.pop(taken, characters)) is not None:
-            texts = one.texts
+        while len(taken) < most and size < share and (waiting := self.queue.pop(taken, characters)) is not None:
+            texts = waiting.texts
             if not texts.wanted:
                 ended[texts] = None
             elif texts.deadline_ns and texts.deadline_ns <= now and texts.begin_ns < 0:
                 ended[texts] = DeadlineExceeded("its text was not embedded in time")
             else:
                 texts.begin_ns = now if texts.begin_ns < 0 else texts.begin_ns
-                self.queue.begun(one)
-                taken.append(one)
-                size += one.size
-                characters -= len(one.text)
+                self.queue.begun(waiting)
+                taken.append(waiting)
+                size += waiting.size
+                characters -= len(waiting.text)
                 self.waited_ns += now - texts.submitted_ns
-        self._ends[threading.get_ident()] = now + self.queue.ns_of(one.size for one in taken)
+        self._ends[threading.get_ident()] = now + self.queue.ns_of(waiting.size for waiting in taken)
         return taken, ended
 
     def _share(self, now: int) -> float:
@@ -153,27 +153,27 @@ class Lane:
         embedder, kind = group[0].texts.embedder, group[0].texts.kind
         try:
             vectors = _embed(group, embedder, kind)
-            for one, vector in zip(group, vectors, strict=True):
-                one.texts.vectors[one.number] = vector
+            for waiting, vector in zip(group, vectors, strict=True):
+                waiting.texts.vectors[waiting.number] = vector
         except Exception as raised:  # of a library we do not know: the next text may be fine
-            callers = list(dict.fromkeys(one.texts for one in group))
+            callers = list(dict.fromkeys(waiting.texts for waiting in group))
             fails_all = isinstance(raised, EmbedderUnreachable | DeviceFailed)
             if len(callers) > 1 and not fails_all:  # it may be the fault of one
                 for caller in callers:
-                    self.embed([one for one in group if one.texts is caller], ended)
+                    self.embed([waiting for waiting in group if waiting.texts is caller], ended)
                 return
             error = raised if isinstance(raised, TrinityError) else None
             ended.update(dict.fromkeys(callers, error or ModelError(f"the embedder {embedder.name} failed: {raised}")))
 
     def finish(self, taken: list[Waiting], ended: dict[Texts, TrinityError | None], begin_ns: int, now_ns: int) -> None:
-        counts = [_count(one) if one.texts.counted and one.texts not in ended else 0 for one in taken]
+        counts = [_count(waiting) if waiting.texts.counted and waiting.texts not in ended else 0 for waiting in taken]
         with self._changed:
             self._ends.pop(threading.get_ident())
-            for one, tokens in zip(taken, counts, strict=True):
-                one.texts.tokens += tokens
-                one.texts.missing -= 1
-                if not one.texts.missing:
-                    ended.setdefault(one.texts, None)
+            for waiting, tokens in zip(taken, counts, strict=True):
+                waiting.texts.tokens += tokens
+                waiting.texts.missing -= 1
+                if not waiting.texts.missing:
+                    ended.setdefault(waiting.texts, None)
             if taken:
                 self.queue.measured(taken, now_ns - begin_ns)
                 self.embedded += len(taken)
@@ -188,27 +188,27 @@ class Lane:
 
 def _tokenize(new: Sequence[Waiting]) -> None:
     """Set the tokens of texts whose embedder has any. Errors are those of `embed`, which says whose text it is."""
-    for _, group in itertools.groupby(new, key=lambda one: (id(one.texts.embedder), one.texts.kind)):
+    for _, group in itertools.groupby(new, key=lambda waiting: (id(waiting.texts.embedder), waiting.texts.kind)):
         texts = list(group)
         with contextlib.suppress(Exception):
             tokenizing = texts[0].texts.embedder.tokenizing
             if tokenizing is not None:
-                tokenized = tokenizing.tokenize([one.text for one in texts], texts[0].texts.kind)
-                for one, tokens in zip(texts, tokenized, strict=True):
-                    one.set_tokens(tokens, tokenizing)
+                tokenized = tokenizing.tokenize([waiting.text for waiting in texts], texts[0].texts.kind)
+                for waiting, tokens in zip(texts, tokenized, strict=True):
+                    waiting.set_tokens(tokens, tokenizing)
 
 
 def _embed(group: Sequence[Waiting], embedder: Embedder, kind: TextKind) -> Vectors:
     """Embed texts by their tokens, if these are known."""
-    tokens = [one.tokens for one in group if one.tokens is not None]
+    tokens = [waiting.tokens for waiting in group if waiting.tokens is not None]
     tokenizing = group[0].tokenizing
     if tokenizing is None or len(tokens) < len(group):
-        return embedder.embed([one.text for one in group], kind)
+        return embedder.embed([waiting.text for waiting in group], kind)
     return tokenizing.embed_tokens(tokens)
 
 
-def _count(one: Waiting) -> int:
+def _count(waiting: Waiting) -> int:
     """Return the number of a text's own tokens."""
-    if one.tokenizing is None or one.tokens is None:
-        return one.texts.embedder.count_tokens(one.text)
-    return one.tokenizing.count(one.text, one.tokens, one.texts.kind)
+    if waiting.tokenizing is None or waiting.tokens is None:
+        return waiting.texts.embedder.count_tokens(waiting.text)
+    return waiting.tokenizing.count(waiting.text, waiting.tokens, waiting.texts.kind)

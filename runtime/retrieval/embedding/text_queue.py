@@ -96,7 +96,7 @@ class Waiting:
         """Whether it can be embedded in one forward pass with others without much padding, as far as is known."""
         if self.tokenizing is None:
             return True
-        lengths = [self.length, *(one.length for one in taken)]
+        lengths = [self.length, *(waiting.length for waiting in taken)]
         padded = max(lengths) * len(lengths)
         padding = padded - sum(lengths)
         return padding <= self.tokenizing.pass_tokens and padded <= self.tokenizing.batch_tokens
@@ -153,11 +153,11 @@ class TextQueue:
         part = parts.turn()
         assert part is not None, "each text is in both queues"
         line = self._due[flow, part]
-        place = _nearest(line, taken, characters) if taken else 0
-        if place is None:
+        position = _nearest(line, taken, characters) if taken else 0
+        if position is None:
             return None
-        waiting = line.pop(place)[2]
-        if place:
+        waiting = line.pop(position)[2]
+        if position:
             line[0][2].overtaken += 1
         self._keys.pop()
         parts.pop()
@@ -174,11 +174,11 @@ class TextQueue:
 
     def measured(self, taken: list[Waiting], took_ns: int) -> None:
         """Record what a batch took; it is charged in place of what was expected."""
-        size = sum(one.size for one in taken)
+        size = sum(waiting.size for waiting in taken)
         expected, now = max(self.ns_per_size, 1.0), took_ns / size
         self.ns_per_size = now if self.ns_per_size == 0.0 else (1 - _NEWEST) * self.ns_per_size + _NEWEST * now
-        for one in taken:
-            self._charge(one, one.size * (now - expected))
+        for waiting in taken:
+            self._charge(waiting, waiting.size * (now - expected))
 
     def ns_of(self, sizes: Iterable[int]) -> float:
         """Return the time that texts of these sizes are expected to take on one thread; 0 while that is not known."""
@@ -210,11 +210,11 @@ class TextQueue:
 def _nearest(line: list[tuple[int, int, Waiting]], taken: Sequence[Waiting], characters: int) -> int | None:
     """Return the place of the text that costs least padding beside others; None if it cannot be embedded with them."""
     best, nearest, beside = None, math.inf, taken[0]
-    for place in range(1 if line[0][2].overtaken >= _WINDOW else min(len(line), _WINDOW)):
-        one = line[place][2]
-        difference = abs(one.length - beside.length)
-        if difference < nearest and one.goes_with(beside) and len(one.text) <= characters:
-            best, nearest = place, difference
+    for position in range(1 if line[0][2].overtaken >= _WINDOW else min(len(line), _WINDOW)):
+        waiting = line[position][2]
+        difference = abs(waiting.length - beside.length)
+        if difference < nearest and waiting.goes_with(beside) and len(waiting.text) <= characters:
+            best, nearest = position, difference
             if difference < 1:
                 break
     return best if best is not None and line[best][2].fits(taken) else None

@@ -303,14 +303,14 @@ class _IngestJob:
     def _passages(self, file: SourceFile, content: bytes) -> Iterator[Document]:
         read = (read_file if file.source.lower().endswith(PLAIN) else self._reader.read)(file.source, content)
         passages: list[Document] = []
-        for one in file_passages(read, file.path.stem, self.sources.passage_tokens, self._embedder.count_tokens):
+        for passage in file_passages(read, file.path.stem, self.sources.passage_tokens, self._embedder.count_tokens):
             attributes: dict[str, Attribute] = {"source": file.source}
-            if one.heading:
-                attributes["heading"] = one.heading
-            if one.page:
-                attributes["page"] = one.page
+            if passage.heading:
+                attributes["heading"] = passage.heading
+            if passage.page:
+                attributes["page"] = passage.page
             name = f"{file.source}#{len(passages) + 1}"
-            passages.append(Document(name, one.title, one.text, attributes, file.source))
+            passages.append(Document(name, passage.title, passage.text, attributes, file.source))
         if not passages:
             raise UnreadableFile("there is no text in it")
         return iter(passages)

@@ -60,9 +60,9 @@ def find_files(paths: Sequence[Path], root: Path, unread: dict[str, str]) -> lis
             raise CollectionError(f"{path}: No such file or directory")
         else:
             inside = [absolute]
-        for one in inside:
-            source = _relative(one, root)
-            files.setdefault(source, SourceFile(one, source, folder))
+        for inside_path in inside:
+            source = _relative(inside_path, root)
+            files.setdefault(source, SourceFile(inside_path, source, folder))
             if len(files) > MAX_FILES:
                 raise BuildRefused(f"{path}: there are more than {MAX_FILES:,} files, the limit")
     return [files[source] for source in sorted(files)]

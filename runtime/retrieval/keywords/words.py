@@ -77,8 +77,8 @@ def _replaced(word: str, endings: Mapping[str, str], measure: int) -> str:
     for size in range(min(7, len(word)), 1, -1):
         ending = endings.get(word[-size:])
         if ending is not None:
-            kept = word[:-size] + (ending if measure else "")
-            return word[:-size] + ending if _measure(kept) > measure else word
+            stem = word[:-size] + (ending if measure else "")
+            return word[:-size] + ending if _measure(stem) > measure else word
     return word
 
 

@@ -202,9 +202,8 @@ class Dispatcher:
                     self._send(query, [other for other in self._route(query) if other not in stalled], now)
 
     def _retry_parked(self, now: int) -> None:
-        unavailable: set[tuple[str, str, int]] = (
-            set()
-        )  # (collection, build, shard) without a pool that is up and has room
+        # (collection, build, shard) without a pool that is up and has room
+        unavailable: set[tuple[str, str, int]] = set()
         for _ in range(len(self._parked)):
             query = self._parked.popleft()
             if query.gather is not None:

@@ -27,10 +27,8 @@ from runtime.node.worker_config import PoolSection
 from runtime.retrieval.search.query import PoolState, PoolStatistics, Query
 from runtime.retrieval.search.vectors import DeviceVectors
 
-_CONNECT_MS = (
-    400.0,
-    1600.0,
-)  # timeout of attaching, first and maximum; a running pool answers in about 1 ms
+_CONNECT_MS = (400.0, 1600.0)
+"""Timeout of attaching, first and maximum; a running pool answers in about 1 ms."""
 _ROUND_TRIPS = 1024
 
 

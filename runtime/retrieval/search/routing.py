@@ -37,13 +37,13 @@ class RoutingTable:
         self._no_pool = True
         for number, catalogue in live:
             self._no_pool = False
-            for one in catalogue.served:
-                self._served[one.name] = one
-                if one.demanded:
-                    self._demanded.add(one.name)
-                build = self._builds.setdefault(one.name, {}).setdefault(one.identity, _Build(one.shards))
-                if one.shards == len(build.pools):
-                    build.pools[one.shard] = (*build.pools[one.shard], number)
+            for entry in catalogue.served:
+                self._served[entry.name] = entry
+                if entry.demanded:
+                    self._demanded.add(entry.name)
+                build = self._builds.setdefault(entry.name, {}).setdefault(entry.identity, _Build(entry.shards))
+                if entry.shards == len(build.pools):
+                    build.pools[entry.shard] = (*build.pools[entry.shard], number)
             for other in catalogue.unserved:
                 self._unserved[other.name] = other.reason
         self.direct = {

@@ -123,8 +123,8 @@ def check_finite(vector: npt.NDArray[np.float32]) -> None:
     """Raise `InvalidRequest` that names the first non-finite value of `vector` [d]."""
     finite = np.isfinite(vector)
     if not finite.all():
-        place = int(np.argmin(finite))
-        raise InvalidRequest(f"vector[{place}] is {vector[place]}: not finite", "vector")
+        position = int(np.argmin(finite))
+        raise InvalidRequest(f"vector[{position}] is {vector[position]}: not finite", "vector")
 
 
 def check_length(vector: npt.NDArray[np.float32]) -> None:
@@ -201,8 +201,8 @@ class _CudaReader:
         # Synchronize here: the copy into a pool's arena runs on a stream that does not wait for others.
         self._check(self._cuda.cudaStreamSynchronize(stream))
         if dtype == np.float32 and 1 <= len(shape) <= 2:
-            (place,) = self._check(self._cuda.cudaPointerGetAttributes(address))
-            return DeviceVectors(owner, address, shape, int(place.device), self._copy_out)
+            (attributes,) = self._check(self._cuda.cudaPointerGetAttributes(address))
+            return DeviceVectors(owner, address, shape, int(attributes.device), self._copy_out)
         self._copy_out(target, address)
         return target
 

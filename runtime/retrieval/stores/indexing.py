@@ -108,7 +108,7 @@ class Indexer:
 
         def read() -> str:
             sections = self._parsed(file).sections
-            return "\n\n".join("\n".join(filter(None, (one.heading, one.text.strip()))) for one in sections)
+            return "\n\n".join("\n".join(filter(None, (section.heading, section.text.strip()))) for section in sections)
 
         async with self._gate.place(flow_of(tenant)):
             text = await asyncio.get_running_loop().run_in_executor(self._threads, read)
@@ -208,8 +208,8 @@ class Indexer:
         attributes = stored_attributes(store.id, entry.id, filename, store.columns, entry.attributes)
         for begin in range(0, len(passages), _BATCH):
             documents = [
-                UpsertDocument(f"{store.id}/{entry.id}/{number}", one.text, one.title, attributes)
-                for number, one in enumerate(passages[begin : begin + _BATCH], begin)
+                UpsertDocument(f"{store.id}/{entry.id}/{number}", passage.text, passage.title, attributes)
+                for number, passage in enumerate(passages[begin : begin + _BATCH], begin)
             ]
             if not self._stopped.isdisjoint(((store.id, entry.id), (store.id, ""))):
                 raise _Stopped
@@ -225,7 +225,7 @@ class Indexer:
         passages = list(file_passages(read, title, limit, embedder.count_tokens, chunking.overlap_tokens))
         if not passages:
             raise UnreadableFile("there is no text in it")
-        size = sum(len(one.title.encode()) + len(one.text.encode()) for one in passages)
+        size = sum(len(passage.title.encode()) + len(passage.text.encode()) for passage in passages)
         return passages, size + 4 * embedder.dim * len(passages)
 
     def _parsed(self, file: StoredFile) -> ParsedFile:

@@ -121,13 +121,13 @@ class Choice:
         self._overlap_weight = overlap_weight
         self._choices = 0
 
-    def cost(self, one: Candidate, prefix: Sequence[int], blocks: int = 0, *, full: bool = False) -> float:
+    def cost(self, candidate: Candidate, prefix: Sequence[int], blocks: int = 0, *, full: bool = False) -> float:
         """Return the cost of one more request there. full: it may have to wait for room in the KV cache."""
-        return one.load - self._overlap_weight * one.overlap(prefix, blocks) + full
+        return candidate.load - self._overlap_weight * candidate.overlap(prefix, blocks) + full
 
     def choose(self, candidates: Iterable[C], order: Callable[[C], tuple[float, ...]]) -> C:
         """Return the candidate that is first in this order, ties by the least recent choice."""
-        chosen = min(candidates, key=lambda one: (*order(one), one.last_chosen))
+        chosen = min(candidates, key=lambda candidate: (*order(candidate), candidate.last_chosen))
         self._choices += 1
         chosen.last_chosen = self._choices
         return chosen

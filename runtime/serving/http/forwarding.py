@@ -242,11 +242,11 @@ def asking_others(app: ASGIApp, others: Collection[ASGIApp], prefix: str) -> ASG
         async def keep(message: Message) -> None:
             response.append(message)
 
-        for one in (app, *others):
+        for asked in (app, *others):
             response = []
             state = {**scope["state"], "arrived_body": lambda limit: b""}
             with contextlib.suppress(Unavailable, WorkerLost):  # what it had is lost with it
-                await one({**scope, "headers": headers, "state": state}, receive, keep)
+                await asked({**scope, "headers": headers, "state": state}, receive, keep)
             not_found = not_found or response
             if response and response[0]["status"] != 404:
                 break

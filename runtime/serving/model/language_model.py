@@ -144,12 +144,12 @@ class LanguageModel:
         from runtime.serving.network.llama import Llama, WeightFiles
 
         stamp("torch")
-        kept: WeightsType = "bfloat16" if weights == "int8" and prompts_only else weights
+        stored: WeightsType = "bfloat16" if weights == "int8" and prompts_only else weights
         torch.set_num_threads(threads)
         check_device(device)
         tokenizer = run_in_background(lambda: Tokenizer.load(directory))
         try:
-            network = Llama.load(read_config(directory), info, WeightFiles(directory), device, kept)
+            network = Llama.load(read_config(directory), info, WeightFiles(directory), device, stored)
             memory = torch.from_numpy(host_kv()) if host_kv is not None else _device_kv(kv_bytes, buffer, device)
         except torch.OutOfMemoryError as error:
             raise ResourceBusy(f"{info.name!r} and {blocks} KV blocks do not fit on {device}: {error}") from error
@@ -314,9 +314,8 @@ def check_device(device: str) -> None:
 def _host_kv(size: int, buffer: memoryview | CudaArray | None) -> npt.NDArray[np.uint8]:
     """Return zeros in the buffer, or in new memory. Writing them faults the pages in before the first prompt."""
     if buffer is None:
-        buffer = memoryview(
-            mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        )  # page-aligned, unlike numpy's allocations
+        # page-aligned, unlike numpy's allocations
+        buffer = memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     elif not isinstance(buffer, memoryview) or buffer.readonly or buffer.nbytes < size:
         held = buffer.nbytes if isinstance(buffer, memoryview) else 0
         raise ConfigError(f"the KV buffer has {held} bytes; it must be writable and have {size}")

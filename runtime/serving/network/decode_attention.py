@@ -149,8 +149,8 @@ def _paged_attention(
 ) -> torch.Tensor:  # fmt: skip
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    def seen(row: Any, head: Any, member: Any, place: Any) -> Any:
-        return (place // size != last[row]) | (place % size < tail[row])
+    def seen(row: Any, head: Any, member: Any, position: Any) -> Any:
+        return (position // size != last[row]) | (position % size < tail[row])
 
     mask = BlockMask.from_kv_blocks(
         counts, pages, BLOCK_SIZE=(128, size), mask_mod=seen, seq_lengths=(query.shape[2], keys.shape[2]),

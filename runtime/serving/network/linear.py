@@ -138,8 +138,8 @@ def linear_layer(weight: torch.Tensor, bias: torch.Tensor | None, weights: Weigh
     if weight.numel() < _MIN_PACKED_SIZE:
         return PlainLinear(weight, bias)
     dtype = torch.bfloat16 if weights == "int8" else getattr(torch, weights)
-    kept, on_cpu = weight.to(dtype), weight.device.type == "cpu"
-    wide: Linear = PackedLinear(kept, bias) if on_cpu and packing_works(dtype) else PlainLinear(kept, bias)
+    converted, on_cpu = weight.to(dtype), weight.device.type == "cpu"
+    wide: Linear = PackedLinear(converted, bias) if on_cpu and packing_works(dtype) else PlainLinear(converted, bias)
     return Int8Linear(weight, bias, wide) if weights == "int8" and int8_works() else wide
 
 

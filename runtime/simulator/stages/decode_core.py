@@ -125,8 +125,8 @@ def _advance_row(s: State, worker: Worker, number: int, now: int) -> None:
 @compiled
 def _join_pending(s: State, worker: Worker) -> None:
     every = s.probe_interval
-    for place in range(worker.joining.count):
-        number = worker.joining.rows[place]
+    for position in range(worker.joining.count):
+        number = worker.joining.rows[position]
         row = s.rows[number]
         left = row.output - row.generated
         batch.join(s, worker, number, min(left, every - row.generated % every) if every else left)
@@ -183,8 +183,8 @@ def _probe(s: State, worker: Worker, number: int, now: int) -> None:
 @compiled
 def _embed(s: State, pools: int, worker: Worker, now: int, boundary: int) -> None:
     """Plan the probes' queries: after the step that begins now, or when the vector is ready, whichever is later."""
-    for place in range(worker.probing.count):
-        number = worker.probing.rows[place]
+    for position in range(worker.probing.count):
+        number = worker.probing.rows[position]
         worker.embedded_ns = max(worker.embedded_ns, now) + s.embed_ns
         if worker.embedded_ns <= boundary:
             _send(s, pools, number, boundary)
@@ -223,8 +223,8 @@ def _time_out(s: State, pools: int, number: int, now: int) -> None:
 def _process_answers(s: State, worker: Worker, now: int) -> None:
     """Continue the rows whose probes have ended."""
     _add_stall_time(worker, now)
-    for place in range(worker.answered.count):
-        number = worker.answered.rows[place]
+    for position in range(worker.answered.count):
+        number = worker.answered.rows[position]
         row = s.rows[number]
         worker.stalled -= 1
         row.stall_ns += now - row.deadline_ns + s.timeout_ns

@@ -143,15 +143,15 @@ def plan(s: State, when_ns: int, kind: int, subject: int, probe: int) -> None:
     clock = s.clock[0]
     clock.planned += 1
     clock.next_ns = min(clock.next_ns, when_ns)
-    place = s.event_count
+    position = s.event_count
     s.event_count += 1
-    while place:
-        above = (place - 1) >> 1
+    while position:
+        above = (position - 1) >> 1
         if s.events[above].when_ns <= when_ns:  # planned earlier, so it stays first
             break
-        _move(s.events[above], s.events[place])
-        place = above
-    event = s.events[place]
+        _move(s.events[above], s.events[position])
+        position = above
+    event = s.events[position]
     event.when_ns, event.planned, event.kind, event.subject, event.probe = when_ns, clock.planned, kind, subject, probe
 
 
@@ -162,18 +162,18 @@ def pop(s: State) -> tuple[int, int, int]:
     popped = first.kind, first.subject, first.probe
     s.event_count -= 1
     last = s.events[s.event_count]
-    place = 0
+    position = 0
     while True:
-        below = 2 * place + 1
+        below = 2 * position + 1
         if below >= s.event_count:
             break
         if below + 1 < s.event_count and _before(s.events[below + 1], s.events[below]):
             below += 1
         if not _before(s.events[below], last):
             break
-        _move(s.events[below], s.events[place])
-        place = below
-    _move(last, s.events[place])
+        _move(s.events[below], s.events[position])
+        position = below
+    _move(last, s.events[position])
     return popped
 
 

@@ -155,8 +155,8 @@ class Pools:
 
     def times_of(self, number: int) -> tuple[int, int]:
         """Return when a query was admitted to a slot and when it was answered, until its number is reused."""
-        one = self._state.queries[number]
-        return one.begun_ns, one.ended_ns
+        query = self._state.queries[number]
+        return query.begun_ns, query.ended_ns
 
     def cancel(self, number: int) -> None:
         """Cancel a query: its reply is not called."""

@@ -106,11 +106,13 @@ class SimPrefill:
     def _enqueue(self, request: SimRequest) -> None:
         request.searched_ns = self._events.now_ns
         self.retrieving -= 1
-        place, tokens = request.placement, request.arrival.prompt_tokens
+        placement, tokens = request.placement, request.arrival.prompt_tokens
         own = tokens - self.prompts.cached_tokens(request.arrival) if self.prompts is not None else tokens
         self.arrived_tokens += own
         now_ns = self._events.now_ns
-        if self._disaggregation.route_to_decode(now_ns, place.decode, own, self._queued_tokens, place.decode_load):
+        if self._disaggregation.route_to_decode(
+            now_ns, placement.decode, own, self._queued_tokens, placement.decode_load
+        ):
             request.by_decode = True
             self.decode_prompt_tokens += own
             self._events.after(0, partial(self._offer, request, lambda: None))

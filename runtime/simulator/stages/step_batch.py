@@ -61,11 +61,11 @@ def end_run(worker: Worker, now: int) -> int:
 def next_done(s: State, worker: Worker) -> int:
     """Remove and return the row that is done and joined first; -1 without one."""
     members, done, there = worker.members, -1, -1
-    for place in range(members.count):
-        number = members.rows[place]
+    for position in range(members.count):
+        number = members.rows[position]
         sooner = done < 0 or s.rows[number].order < s.rows[done].order
         if s.rows[number].ends <= worker.taken and sooner:
-            done, there = number, place
+            done, there = number, position
     if done >= 0:
         members.count -= 1
         members.rows[there] = members.rows[members.count]
@@ -81,8 +81,8 @@ def begin_run(s: State, worker: Worker, now: int, most: int, each_ns: int, extra
         worker.idle = True
         return
     ends = NEVER_NS
-    for place in range(members.count):
-        ends = min(ends, s.rows[members.rows[place]].ends)
+    for position in range(members.count):
+        ends = min(ends, s.rows[members.rows[position]].ends)
     steps = max(min(ends - worker.taken, most), 1)
     worker.begin_ns, worker.steps, worker.each_ns, worker.first_ns = now, steps, each_ns, each_ns + extra_ns
     worker.end_ns = now + extra_ns + steps * each_ns

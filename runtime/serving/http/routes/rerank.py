@@ -77,8 +77,8 @@ class RerankRoute:
         if body.model not in (None, reranking.name):
             raise UnknownModel(f"reranker {body.model[:128]!r} is not served; served: {reranking.name!r}", "model")
         check_bytes(len(body.query.encode(errors="replace")), self._settings.max_prompt_bytes, "query")
-        kept = body.documents if body.return_documents else []
-        unsent_response(http).reserve(len(body.documents) * 80 + sum(map(len, kept)))
+        returned = body.documents if body.return_documents else []
+        unsent_response(http).reserve(len(body.documents) * 80 + sum(map(len, returned)))
 
         async def outcome(step: Until) -> Any:
             if await http.is_disconnected():

@@ -32,14 +32,14 @@ def _check_fields(value: object, types: Any, allowed: str) -> object:
         raise field_error(f"must be an object, not {json_name(value)}")
     if len(value) > _MAX_FIELDS:
         raise field_error(f"has {len(value)} keys, the limit is {_MAX_FIELDS}")
-    for name, one in value.items():
+    for name, field in value.items():
         if not 1 <= len(name) <= _MAX_KEY:
             raise field_error(f"the key {name[:80]!r} has {len(name)} characters, allowed are 1 to {_MAX_KEY}")
-        if not isinstance(one, types):
-            raise field_error(f"{name!r} must be {allowed}, not {json_name(one)}")
-        if isinstance(one, str) and len(one) > _MAX_VALUE:
-            raise field_error(f"{name!r} has {len(one)} characters, the limit is {_MAX_VALUE}")
-        if isinstance(one, int | float) and not abs(one) < 2.0**63:
+        if not isinstance(field, types):
+            raise field_error(f"{name!r} must be {allowed}, not {json_name(field)}")
+        if isinstance(field, str) and len(field) > _MAX_VALUE:
+            raise field_error(f"{name!r} has {len(field)} characters, the limit is {_MAX_VALUE}")
+        if isinstance(field, int | float) and not abs(field) < 2.0**63:
             raise field_error(f"{name!r} does not fit into 64 bits")
     return value
 
