@@ -5,7 +5,6 @@ the template (`runtime.node.forking`).
 """
 
 import contextlib
-import importlib
 import os
 import socket
 import sys
@@ -15,10 +14,6 @@ from functools import partial
 from runtime.node.config import Role
 from runtime.node.forking import serve
 from runtime.node.worker import Worker, die_with_parent, main
-
-_SHARED = ("runtime.retrieval.search.client",)
-"""What workers of every role import, with numba and its compiled functions of rings."""
-_MODEL = ("runtime.serving.network.llama",)
 
 
 def loop_of(role: Role) -> Callable[[Worker], None]:
@@ -41,9 +36,11 @@ def loop_of(role: Role) -> Callable[[Worker], None]:
 
 def load(roles: Sequence[Role]) -> None:
     """Import what workers of these roles do, as far as it is installed: a worker reports what is missing."""
-    for name in (*_SHARED, *(_MODEL if {"prefill", "decode"}.intersection(roles) else ())):
+    with contextlib.suppress(ImportError):  # of every role, with numba and its compiled functions of rings
+        import runtime.retrieval.search.client
+    if {"prefill", "decode"}.intersection(roles):
         with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+            import runtime.serving.network.llama  # noqa: F401
     for role in roles:
         with contextlib.suppress(ImportError):
             loop_of(role)
