@@ -3,6 +3,9 @@
 Records are formatted by the caller and written by a thread: a slow disk or a blocked reader of standard error fills the
 queue, then lines are dropped. Dropped lines are counted and reported once writing works again. A full disk loses whole
 lines, and never stops the node.
+
+The standard library's QueueHandler reports a full queue by a traceback on standard error, which may be what blocks, and
+counts nothing; its RotatingFileHandler leaves a part of a line when the disk is full, and follows links.
 """
 
 import contextlib
