@@ -80,13 +80,13 @@ class Load:
 
 def sample(node: Node) -> dict[str, dict[str, float]]:
     """Return memory, file descriptors and threads of every process of the node, by name."""
-    found = {}
+    usage = {}
     for name, pid in node.pids().items():
         process = psutil.Process(pid)
         with process.oneshot():
             memory = process.memory_info().rss / 2**20
-            found[name] = {"memory": memory, "fds": process.num_fds(), "threads": process.num_threads()}
-    return found
+            usage[name] = {"memory": memory, "fds": process.num_fds(), "threads": process.num_threads()}
+    return usage
 
 
 def run(node: Node, load: Load, seconds: float, rate: float, seed: int) -> list[tuple[float, Any]]:
@@ -114,11 +114,11 @@ def run(node: Node, load: Load, seconds: float, rate: float, seed: int) -> list[
 
 def slopes(samples: list[tuple[float, Any]], quantity: str) -> dict[str, dict[str, float]]:
     """Return by process the first and last value after the warm-up, and the slope of a fitted line per hour."""
-    after = [(at, found) for at, found in samples if at >= WARM_UP * samples[-1][0]]
+    after = [(at, usage) for at, usage in samples if at >= WARM_UP * samples[-1][0]]
     times = np.array([at for at, _ in after])
     result = {}
     for name in after[0][1]:
-        values = np.array([found[name][quantity] for _, found in after])
+        values = np.array([usage[name][quantity] for _, usage in after])
         slope = float(np.polyfit(times, values, 1)[0])
         result[name] = {"first": float(values[0]), "last": float(values[-1]), "per_hour": slope * 3600}
     return result
@@ -128,35 +128,34 @@ def draw(samples: list[tuple[float, Any]], path: Path) -> None:
     with plot(path, len(QUANTITIES)) as axes:
         for axis, (quantity, unit) in zip(axes, QUANTITIES.items(), strict=True):
             for name in samples[0][1]:
-                axis.plot([at / 60 for at, _ in samples], [found[name][quantity] for _, found in samples], label=name)
+                axis.plot([at / 60 for at, _ in samples], [usage[name][quantity] for _, usage in samples], label=name)
             axis.set(title=quantity, xlabel="minutes", ylabel=unit, ylim=(0, None))
         axes[0].legend(fontsize=7)
 
 
-def report(found: dict[str, Any]) -> str:
+def report(results: dict[str, Any]) -> str:
     """Return the report as Markdown."""
     lines = [
-        f"# Soak: {found['seconds'] / 60:.0f} minutes of mixed load",
+        f"# Soak: {results['seconds'] / 60:.0f} minutes of mixed load",
         "",
-        f"`{found['command']}`, seed {found['seed']}, {found['rate']:g} arrivals a second (Poisson).",
-        f"Machine: {found['load_before']} before, {found['load_after']} after: shared with other processes.",
+        f"`{results['command']}`, seed {results['seed']}, {results['rate']:g} arrivals a second (Poisson).",
+        f"Machine: {results['load_before']} before, {results['load_after']} after: shared with other processes.",
         "",
-        f"**{found['requests']} requests, {found['errors']} errors, {found['restarts']} restarts.** By kind and end: "
-        + ", ".join(f"{name} {count}" for name, count in sorted(found["ends"].items()))
-        + ".",
+        f"**{results['requests']} requests, {results['errors']} errors, {results['restarts']} restarts.** "
+        "By kind and end: " + ", ".join(f"{name} {count}" for name, count in sorted(results["ends"].items())) + ".",
         "",
         "First and last value after the warm-up (a fifth of the time), and the slope of a fitted line, an hour:",
         "",
     ]
     rows = []
-    for name in found["slopes"]["memory"]:
+    for name in results["slopes"]["memory"]:
         cells = []
         for quantity in QUANTITIES:
-            one = found["slopes"][quantity][name]
+            one = results["slopes"][quantity][name]
             cells += [f"{one['first']:.0f} → {one['last']:.0f}", f"{one['per_hour']:+.1f}"]
         rows.append([name, *cells])
     lines += table(("process", "memory MiB", "a h", "fds", "a h", "threads", "a h"), rows)
-    if found["seconds"] < 3600:
+    if results["seconds"] < 3600:
         lines += ["", "Slopes of such a short run are rough: detecting a slow leak takes an hour's run."]
     return "\n".join([*lines, "", "![plot](soak.png)"])
 
@@ -178,14 +177,14 @@ def main() -> int:
         samples = run(node, load, seconds, options.rate, options.seed)
         restarts = sum(worker.restarts for worker in node.status().workers)
     errors = sum(count for name, count in load.ends.items() if not name.endswith(" ok"))
-    found = {
+    results = {
         "command": "python -m benchmarks.soak --config node.toml" + (" --quick" if options.quick else ""),
         "seconds": seconds, "rate": options.rate, "seed": options.seed, "load_before": before,
         "load_after": machine_load(), "requests": sum(load.ends.values()), "errors": errors, "restarts": restarts,
         "ends": dict(load.ends), "slopes": {quantity: slopes(samples, quantity) for quantity in QUANTITIES},
         "samples": [[round(at, 1), processes] for at, processes in samples],
     }  # fmt: skip
-    write(found, report(found), options.out / "soak")
+    write(results, report(results), options.out / "soak")
     draw(samples, options.out / "soak.png")
     return 1 if errors or restarts else 0
 

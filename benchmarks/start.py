@@ -61,14 +61,14 @@ def started(config: Path) -> tuple[float, Node]:
 def _logged_at(node: Node, pattern: str, since: float) -> float:
     """Wait for a line with this pattern in the node's log from `since` on, and return the wall time in seconds of the
     first: a worker logs that it is ready after its state says so."""
-    found: list[float] = []
+    times: list[float] = []
 
     def is_logged() -> bool:
-        found[:] = logged_times(node.log.read_text(errors="replace"), pattern, since)
-        return bool(found)
+        times[:] = logged_times(node.log.read_text(errors="replace"), pattern, since)
+        return bool(times)
 
     node.wait(is_logged, what=f"a line with {pattern!r} in the log")
-    return found[0]
+    return times[0]
 
 
 def logged_times(log: str, pattern: str, since: float) -> list[float]:
@@ -82,10 +82,10 @@ def add_phases(node: Node, times: dict[str, list[float]], before: str = "") -> N
     """Add the phases of each process's startup from the node's log, their names behind `before`, and the chain."""
     text = node.log.read_text(errors="replace")
     for line in text.splitlines():
-        if found := _STARTS.search(line) or _READY.search(line):
-            worker = found.groupdict().get("worker", "supervisor")
-            waited = f", waiting for a core {found['waited']}" if found["waited"] else ""
-            for part in f"all {found['all']}{waited}, {found['phases']}".split(", "):
+        if match := _STARTS.search(line) or _READY.search(line):
+            worker = match.groupdict().get("worker", "supervisor")
+            waited = f", waiting for a core {match['waited']}" if match["waited"] else ""
+            for part in f"all {match['all']}{waited}, {match['phases']}".split(", "):
                 label, seconds = part.rsplit(" ", 1)
                 times[f"{before}{worker}: {label}"].append(float(seconds))
     times[f"{before}chain"].append(chain_s(text))
@@ -96,19 +96,19 @@ def chain_s(log: str) -> float:
     until it starts the workers, then the first start of the worker that takes longest, both without their main
     threads' waits for a core. What a process waits for otherwise (a disk, a thread, another process) is in it."""
 
-    def without_waits(found: re.Match[str]) -> float:
-        return float(found["all"]) - float(found["waited"] or 0)
+    def without_waits(match: re.Match[str]) -> float:
+        return float(match["all"]) - float(match["waited"] or 0)
 
     (begin,) = map(without_waits, _STARTS.finditer(log))
     workers: dict[str, float] = {}
-    for found in _READY.finditer(log):
-        workers.setdefault(found["worker"], without_waits(found))
+    for match in _READY.finditer(log):
+        workers.setdefault(match["worker"], without_waits(match))
     return begin + max(workers.values())
 
 
 def _recovery_s(node: Node, name: str) -> float:
     """Return the seconds from a kill -9 of a worker until its next process is ready."""
-    worker = next(found for found in node.status().workers if found.name == name)
+    worker = next(status for status in node.status().workers if status.name == name)
     begin = time.time()
     os.kill(worker.pid, signal.SIGKILL)
     return _logged_at(node, f"{name}: ready after", begin) - begin

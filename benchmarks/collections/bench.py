@@ -48,9 +48,9 @@ SLOW_S = 0.005
 Search = Callable[[Array, int], Array]
 
 
-def recall(found: Array, truth: Array) -> float:
+def recall(ids: Array, truth: Array) -> float:
     """Return the recall against truth [q, k], which is padded with -1."""
-    hits = (found[:, :, None] == truth[:, None, :]) & (truth[:, None, :] >= 0)
+    hits = (ids[:, :, None] == truth[:, None, :]) & (truth[:, None, :] >= 0)
     return float(hits.any(axis=1).sum() / (truth >= 0).sum())
 
 
@@ -61,7 +61,7 @@ def best_at(search: Search, truth: Array, queries: Array, efforts: Sequence[int]
         search(queries[:5], efforts[0])
     slow = time.process_time() - begin > 5 * SLOW_S
     measured, rounds = (queries[:10], 1) if slow else (queries, ROUNDS)
-    found = []
+    runs = []
     for effort in efforts:
         seconds = []
         for _ in range(rounds):
@@ -69,16 +69,16 @@ def best_at(search: Search, truth: Array, queries: Array, efforts: Sequence[int]
             ids = search(measured, effort)
             seconds.append(time.process_time() - begin)
         reached = recall(ids, truth[: len(measured)])
-        found.append({"effort": effort, "recall": reached, "qps": len(measured) / statistics.median(seconds)})
-        if found[-1]["recall"] >= ENOUGH:
+        runs.append({"effort": effort, "recall": reached, "qps": len(measured) / statistics.median(seconds)})
+        if runs[-1]["recall"] >= ENOUGH:
             break
-    return max(found, key=lambda one: (one["recall"] >= ENOUGH, one["recall"]))
+    return max(runs, key=lambda one: (one["recall"] >= ENOUGH, one["recall"]))
 
 
 def filters(base: Array, queries: Array, seed: int) -> dict[str, tuple[float, str, Array]]:
     """Return filters by name: selectivity, correlation with the queries, and which rows pass, bool [N]."""
     random, order = np.random.default_rng(seed), np.argsort(-(base @ queries.mean(axis=0)))
-    found: dict[str, tuple[float, str, Array]] = {}
+    by_name: dict[str, tuple[float, str, Array]] = {}
     for part in SELECTIVITIES:
         count = max(K, round(part * len(base)))
         for kind, rows in (
@@ -88,8 +88,8 @@ def filters(base: Array, queries: Array, seed: int) -> dict[str, tuple[float, st
         ):
             allowed = np.zeros(len(base), bool)
             allowed[rows] = True
-            found[f"p{len(found)}"] = part, kind, allowed
-    return found
+            by_name[f"p{len(by_name)}"] = part, kind, allowed
+    return by_name
 
 
 def filtered(base: Array, queries: Array, metric: str, seed: int, place: Path) -> list[dict[str, Any]]:
@@ -143,8 +143,8 @@ def replaced(base: Array, queries: Array, metric: str, directory: Path) -> dict[
         speed = _against_plain(writer, queries)
     held = now[truth]
     in_place = {
-        name: recall(found["live"], held) / recall(found["fresh"], held)
-        for name, found in replaced_in_place(base, count, queries, 64).items()
+        name: recall(answers["live"], held) / recall(answers["fresh"], held)
+        for name, answers in replaced_in_place(base, count, queries, 64).items()
     }
     return {
         "live": live, "compacted": recall(ids, truth), "fresh": rebuilt, "ratio": live / rebuilt, "segments": segments,

@@ -21,18 +21,18 @@ PACKAGES = {"hnswlib": "hnswlib", "faiss": "faiss-cpu", "qdrant local": "qdrant-
 
 def versions() -> dict[str, str]:
     """Return the versions of the installed packages."""
-    found = {}
+    installed = {}
     for name, package in PACKAGES.items():
         try:
-            found[name] = importlib.metadata.version(package)
+            installed[name] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def peers(base: Array, passing: Mapping[str, Array], place: Path) -> dict[str, Search]:
     """Return the installed engines, loaded with `base`. passing: which rows pass each filter, by name, bool [N]."""
-    found: dict[str, Search] = {}
+    searches: dict[str, Search] = {}
     for module, make in (
         ("hnswlib", _hnswlib), ("faiss", _faiss), ("qdrant_client", _qdrant), ("milvus_lite", _milvus)
     ):  # fmt: skip
@@ -41,8 +41,8 @@ def peers(base: Array, passing: Mapping[str, Array], place: Path) -> dict[str, S
         except ImportError:
             print(f"  {module}: not installed")
         else:
-            found |= make(package, base, passing, place)
-    return found
+            searches |= make(package, base, passing, place)
+    return searches
 
 
 def hnsw(hnswlib: Any, base: Array, **options: Any) -> Any:
@@ -97,10 +97,10 @@ def _qdrant(package: Any, base: Array, passing: Mapping[str, Array], place: Path
         out = np.full((len(queries), K), -1, np.int64)
         condition = models.FieldCondition(key=name, match=models.MatchValue(value=True))
         for place, query in enumerate(queries):
-            found = client.query_points(
+            points = client.query_points(
                 "c", query=query, query_filter=models.Filter(must=[condition]), limit=K, with_payload=False
             ).points
-            out[place, : len(found)] = [point.id for point in found]
+            out[place, : len(points)] = [point.id for point in points]
         return out
 
     return {"qdrant local": search}
@@ -129,11 +129,11 @@ def _milvus(package: Any, base: Array, passing: Mapping[str, Array], place: Path
 
     def search(name: str, queries: Array, effort: int) -> Array:
         out = np.full((len(queries), K), -1, np.int64)
-        found = collection.search(
+        answer = collection.search(
             queries.tolist(), top_k=K, metric_type="L2", expr=f"{name} == true", output_fields=["id"],
             search_params={"ef": max(effort, K)},
         )  # fmt: skip
-        for place, hits in enumerate(found):
+        for place, hits in enumerate(answer):
             out[place, : len(hits)] = [hit["id"] for hit in hits]
         return out
 
@@ -144,21 +144,21 @@ def replaced_in_place(base: Array, rows: int, queries: Array, effort: int) -> di
     """Return the results of other libraries after each row n of `base`'s first `rows` was deleted and replaced by row
     `rows` + n, one by one, and the results of their fresh builds of the same vectors: rows of `base`, int64 [q, K].
     """
-    found: dict[str, dict[str, Array]] = {}
+    ids: dict[str, dict[str, Array]] = {}
     count = len(base) - rows
     now = np.concatenate([np.arange(rows, len(base)), np.arange(count, rows)])
     try:
         package: Any = importlib.import_module("hnswlib")
     except ImportError:
-        return found
+        return ids
     fresh, live = hnsw(package, base[now]), hnsw(package, base[:rows], allow_replace_deleted=True)
     for row in range(count):
         live.mark_deleted(row)
         live.add_items(base[rows + row : rows + row + 1], [rows + row], num_threads=1, replace_deleted=True)
     for graph in (fresh, live):
         graph.set_ef(effort)
-    found["hnswlib"] = {
+    ids["hnswlib"] = {
         "live": live.knn_query(queries, K, num_threads=1)[0].astype(np.int64),
         "fresh": now[fresh.knn_query(queries, K, num_threads=1)[0].astype(np.int64)],
     }
-    return found
+    return ids

@@ -214,12 +214,12 @@ class Others:
 
     def measure(self, seconds: float) -> dict[str, list[float]]:
         """Return the milliseconds of the requests of each measurement, all of them at the same time."""
-        found: dict[str, list[float]] = {}
+        latencies: dict[str, list[float]] = {}
         failures: list[BaseException] = []
 
         def run(name: str) -> None:
             try:
-                found[name] = _window(self.measurements[name], seconds)
+                latencies[name] = _window(self.measurements[name], seconds)
             except BaseException as error:
                 failures.append(error)
 
@@ -230,7 +230,7 @@ class Others:
             thread.join()
         if failures:
             raise failures[0]
-        return found
+        return latencies
 
 
 @contextmanager
@@ -277,16 +277,16 @@ def _measured(node: Node, others: Others, rows: int, seconds: float, sizes: Sequ
     pids = node.pids()
     others.measure(_WARM_UP_S)
     _wait_for_keywords(node.info.url)
-    found: dict[str, Any] = {"rows": rows, "alone": _percentiles(others.measure(seconds)), "storms": []}
+    results: dict[str, Any] = {"rows": rows, "alone": _percentiles(others.measure(seconds)), "storms": []}
     for kind, clients in itertools.product(KINDS, sizes):
         with _storming(node.info.url, kind, clients) as end:
             time.sleep(_PAUSE_S)
             latencies = _percentiles(others.measure(seconds))
             sent = end()
         restarts = [name for name, pid in pids.items() if node.pids().get(name) != pid]
-        found["storms"].append({"kind": kind, "clients": clients, **sent, "others": latencies, "restarts": restarts})
-        print(found["storms"][-1], flush=True)
-    return found
+        results["storms"].append({"kind": kind, "clients": clients, **sent, "others": latencies, "restarts": restarts})
+        print(results["storms"][-1], flush=True)
+    return results
 
 
 def _wait_for_keywords(url: str) -> None:
@@ -297,10 +297,10 @@ def _wait_for_keywords(url: str) -> None:
             time.sleep(0.2)
 
 
-def _percentiles(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+def _percentiles(latencies: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return {
         name: {"n": len(took), "p50": round(float(np.median(took)), 2), "p99": round(float(np.percentile(took, 99)), 2)}
-        for name, took in found.items()
+        for name, took in latencies.items()
     }
 
 
@@ -314,18 +314,18 @@ def _window(request: Callable[[], None], seconds: float) -> list[float]:
     return took
 
 
-def report_storm(found: dict[str, Any], load: str = "") -> str:
+def report_storm(results: dict[str, Any], load: str = "") -> str:
     """Format the results as Markdown."""
-    names = list(found["alone"])
-    rows = [["alone", "", *(_cell(found["alone"][name]) for name in names), ""]]
-    for one in found["storms"]:
+    names = list(results["alone"])
+    rows = [["alone", "", *(_cell(results["alone"][name]) for name in names), ""]]
+    for one in results["storms"]:
         statuses = ", ".join(f"{count} × {status}" for status, count in sorted(one["statuses"].items()))
         cells = (_cell(one["others"][name]) for name in names)
         rows.append([f"{one['clients']} × {one['kind']}", f"{one['requests/s']}/s ({statuses})", *cells,
                      ", ".join(one["restarts"]) or "none"])  # fmt: skip
-    bars = [f"{name} {BAR_FACTOR * found['alone'][name]['p99'] + BAR_MS:.0f}" for name in names]
+    bars = [f"{name} {BAR_FACTOR * results['alone'][name]['p99'] + BAR_MS:.0f}" for name in names]
     return "\n".join([
-        f"{found['rows']:,} documents in a node on two cores, with the clients; {load}. p50 / p99 in ms of others' "
+        f"{results['rows']:,} documents in a node on two cores, with the clients; {load}. p50 / p99 in ms of others' "
         "requests, four connections with pauses of 20 ms",
         "",
         *table(["storm", "answered", *names, "restarts"], rows),

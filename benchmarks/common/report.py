@@ -13,11 +13,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     return ["|" + "|".join(f" {cell} " if str(cell) else " " for cell in line) + "|" for line in lines]
 
 
-def write(found: Any, text: str, out: Path | None) -> None:
+def write(results: Any, text: str, out: Path | None) -> None:
     """Print a report; with `out` also write it as `out`.md, and the results as `out`.json."""
     print(text)
     if out is not None:
-        keep(found, text, out)
+        keep(results, text, out)
 
 
 def keep(found: Any, text: str, out: Path) -> None:

@@ -117,9 +117,9 @@ def earlier(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the data sets of an earlier run in this file, if machine, versions and options are the same."""
     if not path.exists():
         return {}
-    found: dict[str, Any] = json.loads(path.read_text())
-    alike = all(found.get(name) == value for name, value in settings.items() if name != "sets")
-    return dict(found["sets"]) if alike else {}
+    results: dict[str, Any] = json.loads(path.read_text())
+    alike = all(results.get(name) == value for name, value in settings.items() if name != "sets")
+    return dict(results["sets"]) if alike else {}
 
 
 def main() -> None:

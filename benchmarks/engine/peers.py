@@ -193,8 +193,8 @@ class SymphonyQG:
             return (Path(folder) / "index").stat().st_size
 
     def search(self, queries: Array, effort: int, threads: int) -> Array:
-        found = self._index.search_batch(np.ascontiguousarray(queries, np.float32), 10, effort, threads)
-        ids = next(part for part in map(np.asarray, found) if part.dtype.kind in "iu")
+        answer = self._index.search_batch(np.ascontiguousarray(queries, np.float32), 10, effort, threads)
+        ids = next(part for part in map(np.asarray, answer) if part.dtype.kind in "iu")
         return ids.astype(np.int64)
 
 
@@ -206,8 +206,8 @@ def contenders() -> tuple[list[Contender], dict[str, str]]:
     """Return the available engines, and the versions of the peers."""
     whole = Trinity("float32")
     coded = Trinity("float32", codes=True)
-    found: list[Contender] = [coded, TrinityStepwise(coded), Trinity("float16", codes=True)]
-    found += [whole, TrinityStepwise(whole), Trinity("float16")]
+    engines: list[Contender] = [coded, TrinityStepwise(coded), Trinity("float16", codes=True)]
+    engines += [whole, TrinityStepwise(whole), Trinity("float16")]
     peers: Sequence[tuple[str, str, Callable[[], list[Any]]]] = (
         ("hnswlib", "hnswlib", lambda: [Hnswlib()]),
         ("faiss", "faiss-cpu", lambda: [Faiss(codes=False), Faiss(codes=True)]),
@@ -222,5 +222,5 @@ def contenders() -> tuple[list[Contender], dict[str, str]]:
             print(f"skipped: {package} ({error})")
             continue
         versions[package] = importlib.metadata.version(package)
-        found += make()
-    return found, versions
+        engines += make()
+    return engines, versions

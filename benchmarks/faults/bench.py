@@ -20,10 +20,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
-    found: dict[str, Any] = {"command": f"python -m benchmarks.faults --kills {options.kills} --seed {options.seed}"}
-    found["load_before"] = machine_load()
+    results: dict[str, Any] = {"command": f"python -m benchmarks.faults --kills {options.kills} --seed {options.seed}"}
+    results["load_before"] = machine_load()
     with tempfile.TemporaryDirectory(prefix="trinity-kills-") as home:
-        found["kills"] = kills.kills(Path(home), options.kills, options.seed)
-    found["load_after"] = machine_load()
-    write(found, kills.report(found), options.out / "faults-kills")
-    return 1 if kills.failures(found["kills"]) else 0
+        results["kills"] = kills.kills(Path(home), options.kills, options.seed)
+    results["load_after"] = machine_load()
+    write(results, kills.report(results), options.out / "faults-kills")
+    return 1 if kills.failures(results["kills"]) else 0

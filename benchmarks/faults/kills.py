@@ -158,29 +158,29 @@ def ask(url: str, question: Question) -> Answer:
     return Answer(tuple(tokens), _passages(passages), finished)
 
 
-def _passages(found: list[Json]) -> tuple[tuple[int, str, str], ...]:
-    return tuple((passage.get("at_token", 0), passage["id"], passage.get("text", "")) for passage in found)
+def _passages(passages: list[Json]) -> tuple[tuple[int, str, str], ...]:
+    return tuple((passage.get("at_token", 0), passage["id"], passage.get("text", "")) for passage in passages)
 
 
 def classify(known: Answer, outcome: Outcome, frontend_deaths: list[float]) -> str:
     """Classify an outcome: "right", "right, without a probe's passages", "cut", "lost", "wrong" or "twice"."""
-    found = outcome.found
+    answer = outcome.found
     cut = any(outcome.begin_s <= death <= outcome.end_s for death in frontend_deaths)
-    if found is None:
+    if answer is None:
         return "cut" if outcome.error == "connection" and cut else "lost"
-    if len(found.tokens) > len(known.tokens):
+    if len(answer.tokens) > len(known.tokens):
         return "twice"
-    lacking = [passage[0] for passage in known.passages if passage not in found.passages]
+    lacking = [passage[0] for passage in known.passages if passage not in answer.passages]
     sure = min(lacking, default=len(known.tokens))
-    if found.tokens[:sure] != known.tokens[: min(sure, len(found.tokens))]:
+    if answer.tokens[:sure] != known.tokens[: min(sure, len(answer.tokens))]:
         return "wrong"
-    if not found.whole:
+    if not answer.whole:
         return "cut" if cut else "lost"
-    if len(found.tokens) != len(known.tokens) or 0 in lacking:
+    if len(answer.tokens) != len(known.tokens) or 0 in lacking:
         return "wrong"
     if lacking:
         return "right, without a probe's passages"
-    return "right" if found == known else "wrong"
+    return "right" if answer == known else "wrong"
 
 
 class Load(Background):
@@ -331,29 +331,29 @@ def _by_kind(requests: list[Question], known: list[Answer], outcomes: list[Outco
 
 def _examples(known: list[Answer], outcomes: list[Outcome], killer: Killer) -> list[Json]:
     """Return the first outcomes that are not right."""
-    found = []
+    examples = []
     for one in outcomes:
         verdict = classify(known[one.question], one, killer.frontend_deaths)
         if verdict in ("lost", "wrong", "twice"):
             tokens = None if one.found is None else one.found.tokens
-            found.append(
+            examples.append(
                 {"verdict": verdict, "question": one.question, "seconds": one.end_s - one.begin_s, "error": one.error,
                  "says": one.message, "tokens": tokens, "known": known[one.question].tokens}
             )  # fmt: skip
-    return found[:20]
+    return examples[:20]
 
 
-def failures(found: Json) -> int:
+def failures(results: Json) -> int:
     """Return the number of lost, wrong and duplicated answers."""
-    return sum(kind.get(verdict, 0) for kind in found["answers"].values() for verdict in ("lost", "wrong", "twice"))
+    return sum(kind.get(verdict, 0) for kind in results["answers"].values() for verdict in ("lost", "wrong", "twice"))
 
 
-def report(found: Json) -> str:
+def report(results: Json) -> str:
     """Return the report as Markdown."""
-    one = found["kills"]
+    one = results["kills"]
     lines = [
-        "# Kills", "", f"`{found['command']}`",
-        f"Machine: {found['load_before']} before, {found['load_after']} after: shared with other processes.", "",
+        "# Kills", "", f"`{results['command']}`",
+        f"Machine: {results['load_before']} before, {results['load_after']} after: shared with other processes.", "",
         f"{one['kills']} kill -9 in {one['seconds'] / 60:.1f} minutes, seed {one['seed']}. "
         "Seconds from a kill until the same worker is ready again:", "",
         *table(

@@ -142,11 +142,11 @@ def verdicts_of(setups: Sequence[Setup], outcomes: Mapping[str, Outcome]) -> lis
     """Return the verdicts on the results so far: for each data set, then of the sections that run once."""
     judged = []
     for setup in setups:
-        found = {name: outcomes[key].data for name in SECTIONS if (key := f"{name}, {setup.source.name}") in outcomes}
+        results = {name: outcomes[key].data for name in SECTIONS if (key := f"{name}, {setup.source.name}") in outcomes}
         dim = setup.given[1].dim if setup.given else setup.source.dim
         judged += [
             (f"{what}, {setup.source.name}", figure, verdict)
-            for what, figure, verdict in verdicts(found, SET_TARGETS, dim)
+            for what, figure, verdict in verdicts(results, SET_TARGETS, dim)
         ]
     return judged + verdicts({name: outcome.data for name, outcome in outcomes.items()})
 

@@ -77,8 +77,8 @@ class Clients:
         assert not state[REFUSAL], f"the pool's ring rejected a client with error {state[REFUSAL]}"
         assert not state[ERRORS], f"the pool answered {state[ERRORS]} queries with an error"
         latency, seconds = np.where(took >= 0, took / 1e9, np.nan), float(state[LASTED]) / 1e9
-        found = LoadResult(ids, np.empty((count, 0), np.float32), latency, seconds, 0, 0, 0.0)
-        return found, float(state[IN_FLOOD]) / max(seconds, 1e-9)
+        load = LoadResult(ids, np.empty((count, 0), np.float32), latency, seconds, 0, 0, 0.0)
+        return load, float(state[IN_FLOOD]) / max(seconds, 1e-9)
 
     def _run_pool(self, ask: Callable[[], None], state: npt.NDArray[np.int64]) -> None:
         """Step the pool in this thread while the clients run in theirs."""

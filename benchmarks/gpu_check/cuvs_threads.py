@@ -90,8 +90,8 @@ def load_library() -> Any:
     try:
         package = importlib.import_module("libcuvs")
         package.load_library()
-        found = sorted(Path(str(package.__file__)).parent.glob("lib*/libcuvs_c.so"))
-        return ctypes.CDLL(str(found[0]) if found else "libcuvs_c.so")
+        libraries = sorted(Path(str(package.__file__)).parent.glob("lib*/libcuvs_c.so"))
+        return ctypes.CDLL(str(libraries[0]) if libraries else "libcuvs_c.so")
     except (ImportError, OSError) as error:
         raise Skipped(f"cuVS's C library is not available: {error}") from None
 
@@ -181,8 +181,8 @@ class ThreadedCuvs:
         into, none = tensor(distances), _Filter()
 
         def search(one: tuple[_Tensor, _Tensor]) -> None:
-            query, found = byref(one[0]), byref(one[1])
-            self._call("cuvsCagraSearch", resources, params, self._index, query, found, byref(into), none)
+            query, neighbors = byref(one[0]), byref(one[1])
+            self._call("cuvsCagraSearch", resources, params, self._index, query, neighbors, byref(into), none)
             self._call("cuvsStreamSync", resources)
 
         search(described[0])  # starts the persistent kernel

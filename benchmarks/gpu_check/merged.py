@@ -20,7 +20,7 @@ Lines = dict[tuple[str, str], str]  # by the line that it continues (begins with
 
 def merged(directories: Sequence[Path]) -> dict[str, Lines]:
     """Return the lines of all sections by name."""
-    found: dict[str, Lines] = {}
+    by_section: dict[str, Lines] = {}
     failed: dict[str, Lines] = {}
     for directory in directories:
         for path in sorted(directory.glob("*.json")):
@@ -30,19 +30,19 @@ def merged(directories: Sequence[Path]) -> dict[str, Lines]:
             if read["error"]:
                 failed[name] = lines | {("", ""): f"FAILED: {read['error'].strip().splitlines()[-1]}"}
             else:
-                found.setdefault(name, {}).update(lines)
+                by_section.setdefault(name, {}).update(lines)
         for path in sorted(directory.glob("*.log")):
             if model := dict(_model(path)):
-                found[MODEL] = model
-    return dict(sorted((failed | found).items()))
+                by_section[MODEL] = model
+    return dict(sorted((failed | by_section).items()))
 
 
 def _lines(lines: Sequence[Sequence[str]]) -> Lines:
-    continued, found = "", {}
+    continued, values = "", {}
     for what, value in lines:
         continued = continued if what.startswith("…") else what
-        found[continued, what] = value
-    return found
+        values[continued, what] = value
+    return values
 
 
 def _model(path: Path) -> Iterator[tuple[tuple[str, str], str]]:
@@ -52,11 +52,11 @@ def _model(path: Path) -> Iterator[tuple[tuple[str, str], str]]:
             yield (what, what), value.partition("; first")[0]
 
 
-def page(title: str, about: str, found: dict[str, Lines]) -> str:
+def page(title: str, about: str, by_section: dict[str, Lines]) -> str:
     """Format the sections as Markdown."""
     rows = [
         (section, what, " ".join(value.split())[:_LONGEST])
-        for section, lines in found.items()
+        for section, lines in by_section.items()
         for (_, what), value in lines.items()
     ]
     return "\n".join([f"# {title}", "", about, "", *table(("section", "what", "value"), rows)]) + "\n"

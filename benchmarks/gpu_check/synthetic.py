@@ -31,13 +31,13 @@ def synthetic_set(rows: int, dim: int, queries: int, seed: int, device: str) -> 
     centres = normal(max(_LEAST_CLUSTERS, rows // _ROWS_A_CLUSTER), _LATENT) * _SPREAD
 
     def draw(count: int) -> Array:
-        found = np.empty((count, dim), np.float32)
+        vectors = np.empty((count, dim), np.float32)
         for first in range(0, count, _BLOCK):
-            part = found[first : first + _BLOCK]
+            part = vectors[first : first + _BLOCK]
             cluster = torch.randint(len(centres), (len(part),), generator=random, device=device)
             points = centres[cluster] + normal(len(part), _LATENT)
             part[:] = (points @ basis + _NOISE * normal(len(part), dim)).half().cpu().numpy()
-        return found
+        return vectors
 
     base, query_vectors = draw(rows), draw(queries)
     return DataSet(f"made-{dim}-l2", "l2", base, query_vectors, nearest_on(device, base, query_vectors, 10))
@@ -56,9 +56,9 @@ def nearest_on(device: str, base: Array, queries: Array, k: int) -> Array:
         part = torch.as_tensor(base[first : first + _BLOCK], device=device).to(torch.float32) - centre
         for some in torch.split(torch.arange(len(centred), device=device), max(1, (1 << 28) // _BLOCK)):
             keys = torch.addmm(part.square().sum(dim=1), centred[some], part.T, alpha=-2)
-            keys, found = keys.topk(min(k, len(part)), largest=False)
+            keys, columns = keys.topk(min(k, len(part)), largest=False)
             keys, order = torch.cat([best[some], keys], dim=1).topk(k, largest=False)
-            best[some], nodes[some] = keys, torch.cat([nodes[some], found + first], dim=1).gather(1, order)
+            best[some], nodes[some] = keys, torch.cat([nodes[some], columns + first], dim=1).gather(1, order)
     known: Array = nodes.cpu().numpy()
     return known
 

@@ -30,8 +30,8 @@ class Target(NamedTuple):
 def _against_cuvs(figure: Callable[[Any], float]) -> Callable[[Results], float]:
     """Return the ratio of the resident kernel, the form that a pool alone on its GPU has, to cuVS."""
 
-    def ratio(found: Results) -> float:
-        return figure(found["resident"]["resident"]) / figure(found["cuvs"]["theirs"])
+    def ratio(results: Results) -> float:
+        return figure(results["resident"]["resident"]) / figure(results["cuvs"]["theirs"])
 
     return ratio
 
@@ -39,17 +39,17 @@ def _against_cuvs(figure: Callable[[Any], float]) -> Callable[[Results], float]:
 def _resident(figure: Callable[[Any], float]) -> Callable[[Results], float]:
     """Return the ratio of the resident kernel to launches of its stages."""
 
-    def ratio(found: Results) -> float:
-        forms = found["resident"]
+    def ratio(results: Results) -> float:
+        forms = results["resident"]
         return figure(forms["resident"]) / figure(forms["staged"])
 
     return ratio
 
 
-def _host_us(found: Results) -> float:
+def _host_us(results: Results) -> float:
     """Return µs of a query in the resident form's loop, all queries at once: the host's time, and the device's where
     it is the limit. Raises ValueError if only without waits, in which records are collected, it is within the bar."""
-    one = found["resident"]["resident"]
+    one = results["resident"]["resident"]
     whole, without_waits = 1e6 / one["per_s"], 1e6 * one["host_s"]
     if without_waits <= _HOST_US < whole:
         raise ValueError("the device is the limit")
@@ -71,36 +71,36 @@ def _alone_s(one: Any) -> float:
 def _flood(form: str) -> Callable[[Results], float]:
     """Return the ratio of prefill's p99 under a decode flood to its p99 alone."""
 
-    def ratio(found: Results) -> float:
-        one = found["flood"][form]
+    def ratio(results: Results) -> float:
+        one = results["flood"][form]
         return float(one["flood_p99_s"]) / float(one["alone_p99_s"])
 
     return ratio
 
 
-def _bandwidth(found: Results) -> float:
+def _bandwidth(results: Results) -> float:
     """Return the bandwidth of rows in the distance kernel, relative to a copy's reads and writes."""
-    kernels = found["kernels"]
+    kernels = results["kernels"]
     return float(kernels["distance_bytes_s"] / kernels["copy_bytes_s"])
 
 
 def _p50_us(times: str) -> Callable[[Results], float]:
     """Return the median of times of the section "exchange", in µs."""
-    return lambda found: 1e6 * median(found["exchange"][times])
+    return lambda results: 1e6 * median(results["exchange"][times])
 
 
 def _handover(order: str) -> Callable[[Results], float]:
     """Return the ratio of a hand-over's time to a plain copy's."""
 
-    def ratio(found: Results) -> float:
-        one = found["handover"][order]
+    def ratio(results: Results) -> float:
+        one = results["handover"][order]
         return float(one["pull_s"] / one["copy_s"])
 
     return ratio
 
 
-def _handover_host_us(found: Results) -> float:
-    return 1e6 * max(float(found["handover"][order]["host_s"]) for order in ("in order", "scattered"))
+def _handover_host_us(results: Results) -> float:
+    return 1e6 * max(float(results["handover"][order]["host_s"]) for order in ("in order", "scattered"))
 
 
 def _both(required: float, aim: float | None = None) -> tuple[Bar, Bar]:
@@ -136,17 +136,17 @@ TARGETS = (
 """Targets of the sections that run once."""
 
 
-def verdicts(found: Results, targets: Sequence[Target] = TARGETS, dim: int = 0) -> list[tuple[str, str, str]]:
+def verdicts(results: Results, targets: Sequence[Target] = TARGETS, dim: int = 0) -> list[tuple[str, str, str]]:
     """Return (description, figure with its limits, verdict) for each target. dim: of the vectors."""
-    return [_verdict(target, found, target.wide if dim >= WIDE else target.narrow) for target in targets]
+    return [_verdict(target, results, target.wide if dim >= WIDE else target.narrow) for target in targets]
 
 
-def _verdict(target: Target, found: Results, bar: Bar | None) -> tuple[str, str, str]:
+def _verdict(target: Target, results: Results, bar: Bar | None) -> tuple[str, str, str]:
     limits = "no bar"
     if bar is not None:
         limits = f"{'≥' if target.least else '≤'} {bar.required:g}" + (f", aim {bar.aim:g}" if bar.aim else "")
     try:
-        figure = target.figure(found)
+        figure = target.figure(results)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):  # the section was skipped, failed or has no results
         return target.what, limits, "not measured"
     if bar is None:

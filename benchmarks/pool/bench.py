@@ -59,14 +59,14 @@ Found = dict[str, float]
 
 def one_round(bench: Bench, seconds: float, seed: int, sections: Sequence[str]) -> Found:
     """Run each section once."""
-    found = {"load_average": os.getloadavg()[0]}
+    results = {"load_average": os.getloadavg()[0]}
     if "throughput" in sections or "overload" in sections:
-        found |= _throughput(bench, seconds, seed)
+        results |= _throughput(bench, seconds, seed)
     if "overload" in sections:
-        found |= _overload(bench, seconds, seed, found["pool_per_s"])
+        results |= _overload(bench, seconds, seed, results["pool_per_s"])
     if "idle" in sections:
-        found |= _idle(bench, seconds, seed)
-    return found
+        results |= _idle(bench, seconds, seed)
+    return results
 
 
 def _throughput(bench: Bench, seconds: float, seed: int) -> Found:
@@ -106,11 +106,11 @@ def _overload(bench: Bench, seconds: float, seed: int, capacity: float) -> Found
     prefill = Load("prefill", seconds, (bench.usual,), rate=_PREFILL_SHARE * capacity, seed=seed)
     flood = Load("decode", seconds, (bench.usual,), rate=_OVERLOAD * capacity, seed=seed + 1)
     (alone,) = bench.run_load(prefill)
-    found = {"alone_p50_us": alone.p(50), "alone_p99_us": alone.p(99)}
+    results = {"alone_p50_us": alone.p(50), "alone_p99_us": alone.p(99)}
     (only,) = bench.run_load(flood)
-    found["decode_only_per_cpu_s"] = only.per_second() / bench.cpu
+    results["decode_only_per_cpu_s"] = only.per_second() / bench.cpu
     first, second = bench.run_load(prefill, flood)
-    return found | {
+    return results | {
         "prefill_p50_us": first.p(50),
         "prefill_p99_us": first.p(99),
         "decode_p99_us": second.p(99),
@@ -131,13 +131,13 @@ def _idle(bench: Bench, seconds: float, seed: int) -> Found:
 
 def disturbed(*benches: Bench) -> Found:
     """Return the repeated runs since the last call, and the largest loss of the counted ones."""
-    found = {
+    results = {
         "measured_again": float(sum(bench.retries for bench in benches)),
         "lost_percent": 100 * max(bench.lost for bench in benches),
     }
     for bench in benches:
         bench.retries, bench.lost = 0, 0.0
-    return found
+    return results
 
 
 def _per_second(outcomes: list[Outcome]) -> float:
@@ -149,7 +149,7 @@ def _per_second(outcomes: list[Outcome]) -> float:
 
 def overall(rounds: list[Found]) -> Found:
     """Return the median of each figure."""
-    return {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
+    return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
 
 
 class Bar(NamedTuple):
@@ -161,10 +161,10 @@ class Bar(NamedTuple):
     value: Callable[..., float]
     names: str
 
-    def of(self, found: Found) -> float | None:
+    def of(self, results: Found) -> float | None:
         """Return the figure; None if it was not measured."""
         names = self.names.split()
-        return self.value(*(found[name] for name in names)) if set(names) <= set(found) else None
+        return self.value(*(results[name] for name in names)) if set(names) <= set(results) else None
 
 
 def bars(quick: bool) -> list[Bar]:
@@ -198,8 +198,8 @@ def markdown(report: dict[str, Any]) -> str:
         + ", ".join(f"{name} {number}" for name, number in report["versions"].items())
         + f"; seed {shown['seed']}, {shown['rounds']} rounds of {shown['seconds']:g} s; "
         f"load average {report['overall']['load_average']:.1f}; "
-        f"{sum(found['measured_again'] for found in report['rounds']):.0f} runs were disturbed and repeated, "
-        f"the counted ones lost at most {max(found['lost_percent'] for found in report['rounds']):.1f}% of its time to "
+        f"{sum(each['measured_again'] for each in report['rounds']):.0f} runs were disturbed and repeated, "
+        f"the counted ones lost at most {max(each['lost_percent'] for each in report['rounds']):.1f}% of its time to "
         f"others; took {report['took_s'] / 60:.1f} minutes.",
         "",
     ]
@@ -208,7 +208,7 @@ def markdown(report: dict[str, Any]) -> str:
         value = bar.of(report["overall"])
         if value is not None:
             met = value >= bar.bar if bar.sign == "≥" else value <= bar.bar
-            each = ", ".join(f"{bar.of(found):.2f}" for found in report["rounds"])
+            each = ", ".join(f"{bar.of(results):.2f}" for results in report["rounds"])
             rows.append((bar.figure, f"{bar.sign} {bar.bar:g}", f"{value:.2f}{'' if met else ' (missed)'}", each))
     measured = [(name, f"{value:,.1f}") for name, value in report["overall"].items()]
     lines += table(("ratio", "bar", "", "of each round"), rows)
@@ -237,8 +237,8 @@ def data_of(options: argparse.Namespace, folder: Path) -> tuple[str, Path, Vecto
     if len(files) != len(parts):
         sys.exit(f"{options.data} has {name}.{{base,query,truth}}.npy not exactly once")
     base, queries, truth = map(np.load, files)
-    found = options.collection or folder / "docs"
-    return _built(name, options, found, base.astype(np.float32), queries.astype(np.float32), truth[:, :10])
+    collection = options.collection or folder / "docs"
+    return _built(name, options, collection, base.astype(np.float32), queries.astype(np.float32), truth[:, :10])
 
 
 def _built(
@@ -249,8 +249,8 @@ def _built(
         metric = "l2" if "l2" in name else "cosine"
         bulk_load.build(base, collection, metric=metric, degree=32)  # type: ignore[arg-type]
     with Collection.open(collection) as opened:
-        found, _ = opened.index.search(queries, 10, top_m=options.top_m, search_width=options.search_width)
-    recall = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(found.tolist(), truth.tolist(), strict=True)])
+        ids, _ = opened.index.search(queries, 10, top_m=options.top_m, search_width=options.search_width)
+    recall = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(ids.tolist(), truth.tolist(), strict=True)])
     return name, collection, queries, float(recall)
 
 
@@ -290,8 +290,8 @@ def main() -> None:
             seed = options.seed + 100 * number
             rounds.append(one_round(bench, options.seconds, seed, sections))
             if small_bench is not None:
-                found = _throughput(small_bench, options.seconds, seed)
-                rounds[-1] |= {f"small_{key}": value for key, value in found.items()}
+                results = _throughput(small_bench, options.seconds, seed)
+                rounds[-1] |= {f"small_{key}": value for key, value in results.items()}
             rounds[-1] |= disturbed(*filter(None, (bench, small_bench)))
             shown = {bar.figure: bar.of(rounds[-1]) for bar in bars(options.quick)}
             line = ", ".join(f"{figure}: {value:.2f}" for figure, value in shown.items() if value is not None)
@@ -302,7 +302,7 @@ def main() -> None:
         "machine": machine(),
         "versions": {name: version(name) for name in ("numpy", "numba", "pyzmq")},
         "settings": {key: getattr(options, key) for key in ("seed", "rounds", "seconds", "slots", "quick", "only")},
-        "rounds": [{key: round(value, 2) for key, value in found.items()} for found in rounds],
+        "rounds": [{key: round(value, 2) for key, value in results.items()} for results in rounds],
         "overall": {key: round(value, 2) for key, value in overall(rounds).items()},
         "took_s": round(time.monotonic() - began, 1),
     }

@@ -102,8 +102,8 @@ class Stream:
             if result.status != "ok":
                 self._failed += 1
             elif result.end_ns <= self._end:
-                found = (result.enqueue_ns, result.begin_ns, result.end_ns, result.extends, received_ns)
-                self._answers[number].append(found)
+                times = (result.enqueue_ns, result.begin_ns, result.end_ns, result.extends, received_ns)
+                self._answers[number].append(times)
         return bool(results)
 
     def due_ms(self, now_ns: int) -> float:

@@ -117,18 +117,18 @@ def measure(node: Node, requests: Iterator[bytes], seconds: float, seed: int) ->
     """Measure closed loops, Poisson arrivals at a share of the capacity that these showed, and twice that capacity."""
     port = int(node.info.url.rsplit(":", 1)[1])
     closed_loop(port, requests, 16, 1.0)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         f"{c} connections": _measured(node.pids().values(), partial(closed_loop, port, requests, c, seconds))
         for c in CONNECTIONS
     }
-    capacity = max(row["rate"] for row in found.values())
+    capacity = max(row["rate"] for row in results.values())
     for name, share, length_s in (
         (f"Poisson, {_OPEN_SHARE:.0%} of it", _OPEN_SHARE, 4 * seconds), ("Poisson, twice it", _OVERLOAD, seconds),
     ):  # fmt: skip
-        found[name] = _measured(
+        results[name] = _measured(
             node.pids().values(), partial(open_loop, port, requests, share * capacity, length_s, seed)
         )
-    return found
+    return results
 
 
 def _measured(pids: Iterable[int], run: Callable[[], Load]) -> dict[str, Any]:
@@ -159,39 +159,39 @@ def run(data: Path, parts: Sequence[str], passages: int, seconds: float, seed: i
         for one in _lines(data / "text/squad11_passages.jsonl.gz", passages)
     ]
     model, texts = load_embedder("all-minilm-l6-v2"), [embedding_text(one.title, one.text) for one in documents]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     gc.freeze()  # a collection of all that would delay the generator
     with tempfile.TemporaryDirectory() as place:
         home = Path(place)
         vectors = _vectors(model, texts, data, len(documents))
         bulk_load.build(documents, home / "docs", vectors=vectors, embedder="all-minilm-l6-v2", model=model)
         if "raw" in parts:
-            found["raw"] = raw_rates(model, questions, seconds / 2)
-            print(found["raw"], flush=True)
+            results["raw"] = raw_rates(model, questions, seconds / 2)
+            print(results["raw"], flush=True)
         if "stage" in parts:
             measured = measure_stage(model, random.Random(seed).sample(questions, int(64 * seconds) // 64 * 64))
-            found["stage"] = stage_table(measured)
-            print("\n".join(found["stage"]), flush=True)
+            results["stage"] = stage_table(measured)
+            print("\n".join(results["stage"]), flush=True)
         if "probes" in parts:
-            found["probes"] = probes_table(measure_probes(model, questions, seconds, seed))
-            print("\n".join(found["probes"]), flush=True)
+            results["probes"] = probes_table(measure_probes(model, questions, seconds, seed))
+            print("\n".join(results["probes"]), flush=True)
         if "build" in parts:
-            found["build"] = stage_table(measure_ingestion(model, texts[: _PER_ROUND * _BATCH]))
-            print("\n".join(found["build"]), flush=True)
+            results["build"] = stage_table(measure_ingestion(model, texts[: _PER_ROUND * _BATCH]))
+            print("\n".join(results["build"]), flush=True)
         if "peer" in parts and (peer := peer_name()):
             asked = Peer(texts, vectors, home / "peer")
-            found["peer"] = {
+            results["peer"] = {
                 f"{c} clients": _measured((), partial(asked.closed_loop, questions, c, seconds)) for c in CONNECTIONS
             }
-            print(peer, json.dumps(found["peer"], indent=1), flush=True)
+            print(peer, json.dumps(results["peer"], indent=1), flush=True)
         if {"text", "vectors", "embeddings"} & set(parts):
             with _node(home, _CONFIG) as node:
-                _measure_node(node, model, questions, parts, seconds, seed, found)
+                _measure_node(node, model, questions, parts, seconds, seed, results)
         if "chats" in parts:
             with _node(home, _CONFIG + _MODEL.format(model=model_name)) as node:
-                found["chats"] = chats_table(measure_chats(node, model_name, questions, 2))
-            print("\n".join(found["chats"]), flush=True)
-    return found
+                results["chats"] = chats_table(measure_chats(node, model_name, questions, 2))
+            print("\n".join(results["chats"]), flush=True)
+    return results
 
 
 @contextmanager
@@ -206,7 +206,7 @@ def _node(home: Path, config: str) -> Iterator[Node]:
 
 def _measure_node(
     node: Node, model: Embedder, questions: Sequence[str], parts: Sequence[str], seconds: float, seed: int,
-    found: dict[str, Any],
+    results: dict[str, Any],
 ) -> None:  # fmt: skip
     bodies: list[dict[str, Any]]
     if "embeddings" in parts:  # first: queries go before lists for a while
@@ -216,19 +216,19 @@ def _measure_node(
         ]
         requests, port = iter(_Requests("/v1/embeddings", bodies)), int(node.info.url.rsplit(":", 1)[1])
         closed_loop(port, requests, 4, 1.0)
-        found["embeddings"] = {
+        results["embeddings"] = {
             f"{c} connections": _measured(node.pids().values(), partial(closed_loop, port, requests, c, seconds))
             for c in (1, 4)
         }
-        print(json.dumps(found["embeddings"], indent=1), flush=True)
+        print(json.dumps(results["embeddings"], indent=1), flush=True)
     if "text" in parts:
         bodies = [{"query": question} for question in questions]
-        found["text"] = measure(node, iter(_Requests("/v1/retrieval", bodies)), seconds, seed)
-        print(json.dumps(found["text"], indent=1), flush=True)
+        results["text"] = measure(node, iter(_Requests("/v1/retrieval", bodies)), seconds, seed)
+        print(json.dumps(results["text"], indent=1), flush=True)
     if "vectors" in parts:
         bodies = [{"vector": vector.tolist()} for vector in model.embed(questions[:512])]
-        found["vectors"] = measure(node, iter(_Requests("/v1/retrieval", bodies)), seconds, seed)
-        print(json.dumps(found["vectors"], indent=1), flush=True)
+        results["vectors"] = measure(node, iter(_Requests("/v1/retrieval", bodies)), seconds, seed)
+        print(json.dumps(results["vectors"], indent=1), flush=True)
 
 
 def _vectors(model: Embedder, texts: Sequence[str], data: Path, count: int) -> Vectors:
@@ -243,27 +243,27 @@ def _lines(path: Path, count: int) -> list[dict[str, Any]]:
         return [json.loads(line) for line in itertools.islice(file, count)]
 
 
-def report(found: dict[str, Any]) -> str:
+def report(results: dict[str, Any]) -> str:
     """Return the tables as Markdown."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("onnxruntime", "tokenizers", "uvicorn", "numpy"))
     lines = [
-        "# Retrieval by text and by vector", "", f"{found['machine']}; {found['load']}; seed {found['seed']}; "
-        f"{found['passages']:,} passages; {packages}.", "",
+        "# Retrieval by text and by vector", "", f"{results['machine']}; {results['load']}; seed {results['seed']}; "
+        f"{results['passages']:,} passages; {packages}.", "",
     ]  # fmt: skip
-    if "raw" in found:
-        rates = [(way, f"{one.rate:.0f}", f"{one.cpu_ms:.2f}") for way, one in found["raw"].items()]
+    if "raw" in results:
+        rates = [(way, f"{one.rate:.0f}", f"{one.cpu_ms:.2f}") for way, one in results["raw"].items()]
         lines += [*table(["raw embedder, questions", "texts/s", "processor ms a text"], rates), ""]
-    best = [Measured(math.nan, math.nan), *found.get("raw", {}).values()][-1]  # batches on all cores
+    best = [Measured(math.nan, math.nan), *results.get("raw", {}).values()][-1]  # batches on all cores
     for name, title, each in (
         ("text", "text over HTTP", 1), ("peer", peer_name(), 1), ("vectors", "vectors over HTTP", 1),
         ("embeddings", f"lists of {_BATCH} over HTTP", _BATCH),
     ):  # fmt: skip
-        if name in found:
+        if name in results:
             head = [title, "answers/s", "of raw", "processor ms", "raw of it", "p50 ms", "p99 ms", "refused"]
             head += ["latest refusal ms", "sent late, p99 ms"]
-            lines += [*table(head, [_cells(way, row, each, best, name) for way, row in found[name].items()]), ""]
+            lines += [*table(head, [_cells(way, row, each, best, name) for way, row in results[name].items()]), ""]
     for part in ("stage", "probes", "build", "chats"):
-        lines += [*found[part], ""] if part in found else []
+        lines += [*results[part], ""] if part in results else []
     return "\n".join(lines)
 
 
@@ -277,13 +277,13 @@ def _cells(way: str, row: dict[str, Any], each: int, best: Measured, name: str) 
     return [way, f"{row['rate']:.0f}", share, *cpu, *times, str(row["refused"]), f"{row['refusal_max_ms']:.0f}", late]
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     """Plot the answers a second and their times by connections. Does nothing without matplotlib, or without text."""
-    if find_spec("matplotlib") is None or "text" not in found:
+    if find_spec("matplotlib") is None or "text" not in results:
         return
     with plot(path, 2) as (rates, times):
         for name, label in (("text", "POST /v1/retrieval"), ("peer", "fastembed and Qdrant's client")):
-            closed = {way: row for way, row in found.get(name, {}).items() if not way.startswith("Poisson")}
+            closed = {way: row for way, row in results.get(name, {}).items() if not way.startswith("Poisson")}
             many = [int(way.split()[0]) for way in closed]
             if many:
                 rates.plot(many, [row["rate"] for row in closed.values()], marker="o", label=label)
@@ -292,9 +292,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
                 )
                 p99 = [row["p99_ms"] for row in closed.values()]
                 times.plot(many, p99, marker="o", linestyle="--", color=line.get_color(), label="p99")
-        if "raw" in found:
+        if "raw" in results:
             rates.axhline(
-                [*found["raw"].values()][-1].rate, color="gray", linestyle=":", label="the embedder alone, in batches"
+                [*results["raw"].values()][-1].rate, color="gray", linestyle=":", label="the embedder alone, in batches"
             )
         for axis, title in ((rates, "text queries/s"), (times, "ms")):
             axis.set(xscale="log", xlabel="connections", ylabel=title, ylim=(0, None))
@@ -311,12 +311,12 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--out", type=Path)
     told = parser.parse_args()
-    found = run(told.data, told.part or PARTS, told.passages, told.seconds, told.seed, told.model)
+    results = run(told.data, told.part or PARTS, told.passages, told.seconds, told.seed, told.model)
     described = machine()
-    found |= {
+    results |= {
         "machine": f"{described['processor']}, {described['cores']} cores, Python {described['python']}",
         "load": machine_load(), "seed": told.seed, "passages": told.passages,
     }  # fmt: skip
-    write(found, report(found), told.out)
+    write(results, report(results), told.out)
     if told.out is not None:
-        draw(found, told.out.with_name(f"{told.out.name}.png"))
+        draw(results, told.out.with_name(f"{told.out.name}.png"))

@@ -29,7 +29,7 @@ class Chats:
 def measure_chats(node: Node, model: str, questions: Sequence[str], each: int) -> Chats:
     """Have every client ask `each` questions, one after another."""
     unused: Iterator[str] = iter(questions)
-    found: list[dict[str, float]] = []
+    timings: list[dict[str, float]] = []
     lock = threading.Lock()
 
     def client() -> None:
@@ -43,21 +43,21 @@ def measure_chats(node: Node, model: str, questions: Sequence[str], each: int) -
             status, answer = node.post("/v1/chat/completions", body)
             assert status == 200, answer
             with lock:
-                found.append(answer["timings"])
+                timings.append(answer["timings"])
 
     clients = [threading.Thread(target=client) for _ in range(CONCURRENT)]
     for one in clients:
         one.start()
     for one in clients:
         one.join()
-    return Chats(found)
+    return Chats(timings)
 
 
-def chats_table(found: Chats) -> list[str]:
+def chats_table(chats: Chats) -> list[str]:
     """Return the stages to the first token as a Markdown table."""
     rows = [
-        (stage, f"{np.median([one.get(stage, 0.0) for one in found.seconds]) * 1e3:.1f}", f"{found.share(stage):.1%}")
+        (stage, f"{np.median([one.get(stage, 0.0) for one in chats.seconds]) * 1e3:.1f}", f"{chats.share(stage):.1%}")
         for stage in (*_STAGES, "ttft")
     ]
-    rows.append(("batch and embed", "", f"{found.share('batch', 'embed'):.1%}"))
-    return list(table([f"{CONCURRENT} chats at a time, {len(found.seconds)} in all", "p50 ms", "of TTFT"], rows))
+    rows.append(("batch and embed", "", f"{chats.share('batch', 'embed'):.1%}"))
+    return list(table([f"{CONCURRENT} chats at a time, {len(chats.seconds)} in all", "p50 ms", "of TTFT"], rows))

@@ -26,11 +26,11 @@ def measure_ingestion(model: Embedder, texts: Sequence[str], rounds: int = 3) ->
     with tempfile.TemporaryDirectory() as place:
         if find_spec("fastembed") is not None:
             ways |= _fastembed(Path(place), texts, cores)
-        found: dict[str, list[Measured]] = {way: [] for way in ways}
+        results: dict[str, list[Measured]] = {way: [] for way in ways}
         for _ in range(rounds):
             for way, measure in ways.items():
-                found[way].append(measure())
-    return found
+                results[way].append(measure())
+    return results
 
 
 def _build(model: Embedder, texts: Sequence[str], threads: int) -> Measured:

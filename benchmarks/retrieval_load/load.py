@@ -59,8 +59,8 @@ class _Connection(asyncio.Protocol):
         head = self._received.find(b"\r\n\r\n")
         if head < 0:
             return
-        found = _LENGTH.search(self._received, 0, head)
-        if found and len(self._received) >= head + 4 + int(found[1]):
+        length = _LENGTH.search(self._received, 0, head)
+        if length and len(self._received) >= head + 4 + int(length[1]):
             status, self._received = int(self._received[9:12]), b""
             self._run.answered(self, status)
 

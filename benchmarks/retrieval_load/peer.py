@@ -69,11 +69,11 @@ class Peer:
             while (begin := time.perf_counter()) < until:
                 with lock:
                     question = next(unused)
-                found = self.ask(question)
+                answer = self.ask(question)
                 now = time.perf_counter()
                 with lock:
                     if now <= until:
-                        load.add(200 if found else 404, now - begin)
+                        load.add(200 if answer else 404, now - begin)
                     else:
                         load.after += 1
 

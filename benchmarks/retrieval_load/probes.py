@@ -37,18 +37,18 @@ def measure_probes(
     sys.setswitchinterval(_SWITCH_S)
     cores = len(os.sched_getaffinity(0))
     rate = SHARE * raw(model, texts[: int(64 * seconds)], cores, 64).rate
-    found: dict[str, list[Latencies]] = {"prefill alone": [], f"beside {_OUTSTANDING} probes at once": []}
+    results: dict[str, list[Latencies]] = {"prefill alone": [], f"beside {_OUTSTANDING} probes at once": []}
     unused = iter(texts)
     for number in range(rounds):
-        for way, outstanding in zip(found, (0, _OUTSTANDING), strict=True):
-            found[way].append(_measured(model, unused, cores, rate, outstanding, seconds, seed + number))
-    return found
+        for way, outstanding in zip(results, (0, _OUTSTANDING), strict=True):
+            results[way].append(_measured(model, unused, cores, rate, outstanding, seconds, seed + number))
+    return results
 
 
-def probes_table(found: dict[str, list[Latencies]]) -> list[str]:
+def probes_table(results: dict[str, list[Latencies]]) -> list[str]:
     """Return the medians as a Markdown table; ratios round by round."""
-    alone, rows = next(iter(found.values())), []
-    for way, rounds in found.items():
+    alone, rows = next(iter(results.values())), []
+    for way, rounds in results.items():
         ratios = [one.p99_ms / of.p99_ms for one, of in zip(rounds, alone, strict=True)]
         figures = [[one.p50_ms for one in rounds], [one.p99_ms for one in rounds]]
         rows.append([

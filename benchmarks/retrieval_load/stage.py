@@ -39,18 +39,18 @@ def measure_stage(model: Embedder, texts: Sequence[str], rounds: int = 3) -> dic
         f"stage, lists of {_BATCH}, one at a time": lambda: _stage(model, texts, cores, 1, _BATCH),
         f"stage, lists of {_BATCH}, four at once": lambda: _stage(model, texts, cores, 4, _BATCH),
     }
-    found: dict[str, list[Measured]] = {way: [] for way in ways}
+    results: dict[str, list[Measured]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, measure in ways.items():
-            found[way].append(measure())
-    return found
+            results[way].append(measure())
+    return results
 
 
-def stage_table(found: dict[str, list[Measured]]) -> list[str]:
+def stage_table(results: dict[str, list[Measured]]) -> list[str]:
     """Return the medians as a Markdown table; the raw way above a row is its measure, round by round."""
     rows = []
     raw: list[Measured] = []
-    for way, rounds in found.items():
+    for way, rounds in results.items():
         raw = rounds if way.startswith("raw") else raw
         pairs = list(zip(rounds, raw, strict=True))
         rows.append([

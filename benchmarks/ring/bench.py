@@ -42,7 +42,7 @@ ONE_WAY = {"ring": ring_one_way, "pyzmq": zmq_one_way}
 
 def measure(rounds: int, busy: int, idle: int, one_way: int) -> dict[str, Any]:
     """Measure percentiles in µs and vectors/s of every transport in every round."""
-    found: list[dict[str, dict[str, float]]] = []
+    results: list[dict[str, dict[str, float]]] = []
     for _ in range(rounds):
         this: dict[str, dict[str, float]] = {}
         for name, trips in ROUND_TRIPS.items():
@@ -53,22 +53,22 @@ def measure(rounds: int, busy: int, idle: int, one_way: int) -> dict[str, Any]:
                 for q in (50, 99)
             }
             this[name]["vectors_per_s"] = ONE_WAY[name](one_way)
-        found.append(this)
-    columns = list(found[0]["ring"])
+        results.append(this)
+    columns = list(results[0]["ring"])
     medians = {
-        name: {column: float(np.median([this[name][column] for this in found])) for column in columns}
+        name: {column: float(np.median([this[name][column] for this in results])) for column in columns}
         for name in ROUND_TRIPS
     }
     ratios = {
         "ring": {
-            column: float(np.median([_ratio_to_zmq(this, "ring", column) for this in found])) for column in columns
+            column: float(np.median([_ratio_to_zmq(this, "ring", column) for this in results])) for column in columns
         }
     }
     quietest = {
-        name: {column: _best(column)(this[name][column] for this in found) for column in columns}
+        name: {column: _best(column)(this[name][column] for this in results) for column in columns}
         for name in ROUND_TRIPS
     }
-    return {"medians": medians, "ratios": ratios, "quietest": quietest, "rounds": found}
+    return {"medians": medians, "ratios": ratios, "quietest": quietest, "rounds": results}
 
 
 def _ratio_to_zmq(this: dict[str, dict[str, float]], name: str, column: str) -> float:

@@ -30,9 +30,9 @@ def arrivals(data: Path | None, rate: float, seconds: float, seed: int, shape: S
         return list(_drawn(rate, seconds, np.random.default_rng(seed), shape))
     path = data / "azure-2023-conv.csv" if data.is_dir() else data
     count = max(1, round(rate * seconds))
-    found = load_trace(path, limit=count * 50)
-    begin = seed * count % max(1, len(found) - count)
-    window = found[begin : begin + count]
+    trace = load_trace(path, limit=count * 50)
+    begin = seed * count % max(1, len(trace) - count)
+    window = trace[begin : begin + count]
     window = [replace(arrival, at_s=arrival.at_s - window[0].at_s) for arrival in window]
     prompt = shape.prompt_tokens / fmean(arrival.prompt_tokens for arrival in window)
     output = shape.output_tokens / fmean(arrival.output_tokens for arrival in window)

@@ -119,8 +119,8 @@ class Bench:
     def load(self, rate: float, seconds: float, seed: int, **more: Any) -> list[tuple[float, Body]]:
         """Return timed requests, from the run's trace or random."""
         random = np.random.default_rng(seed)
-        found = arrivals(self.data, rate, seconds, seed, self.shape)
-        return [(a.at_s, self.body(random, a.prompt_tokens, a.output_tokens, **more)) for a in found]
+        trace = arrivals(self.data, rate, seconds, seed, self.shape)
+        return [(a.at_s, self.body(random, a.prompt_tokens, a.output_tokens, **more)) for a in trace]
 
 
 def question(random: np.random.Generator) -> str:

@@ -63,8 +63,8 @@ def markdown(sections: Sequence[Section], about: dict[str, str]) -> str:
 
 def write(sections: Sequence[Section], about: dict[str, str], out: Path) -> None:
     """Write `out`.md, .json and, if there are curves, .png."""
-    found = {"about": about, "sections": [asdict(section) for section in sections]}
-    keep(found, markdown(sections, about), out)
+    results = {"about": about, "sections": [asdict(section) for section in sections]}
+    keep(results, markdown(sections, about), out)
     panels = [(name, lines) for section in sections for name, lines in section.curves.items()]
     if panels:
         _draw(panels, out.with_suffix(".png"))

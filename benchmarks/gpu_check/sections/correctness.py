@@ -34,27 +34,27 @@ def check(setup: Setup, outcome: Outcome) -> None:
         )
         exact = DataSet(made.name, metric, made.base, made.queries, _exact(made.base, made.queries, metric))
         engine = open_engine(setup.device, {"docs": index}, slots=min(64, setup.slots), max_top_m=128)
-        found = _checked(engine, index, exact, SearchParams(10, 128, 4))
+        checked = _checked(engine, index, exact, SearchParams(10, 128, 4))
         engine.close()
-        outcome.add(f"random, {dim} dimensions, {metric}, {dtype}: recall@10", f"{found['recall']:.4f}")
-        outcome.add("… same ids as the CPU engine", f"{found['same_as_cpu']:.2%}")
-        outcome.data[f"random-{metric}-{dtype}"] = found
+        outcome.add(f"random, {dim} dimensions, {metric}, {dtype}: recall@10", f"{checked['recall']:.4f}")
+        outcome.add("… same ids as the CPU engine", f"{checked['same_as_cpu']:.2%}")
+        outcome.data[f"random-{metric}-{dtype}"] = checked
     engine = setup.engine(min(256, setup.slots))
     sample = setup.data.queries[: 50 if setup.small else 2000]
     real = DataSet(setup.data.name, setup.data.metric, setup.data.base, sample, setup.data.truth[: len(sample)])
-    found = _checked(engine, setup.index, real, setup.params)
+    checked = _checked(engine, setup.index, real, setup.params)
     engine.close()
-    outcome.add(f"{setup.data.name}: recall@10", f"{found['recall']:.4f}")
-    outcome.add("… same ids as the CPU engine", f"{found['same_as_cpu']:.2%}")
-    outcome.data[setup.data.name] = found
+    outcome.add(f"{setup.data.name}: recall@10", f"{checked['recall']:.4f}")
+    outcome.add("… same ids as the CPU engine", f"{checked['same_as_cpu']:.2%}")
+    outcome.data[setup.data.name] = checked
 
 
 def _checked(engine: Engine, index: GraphIndex, data: DataSet, params: SearchParams) -> dict[str, Any]:
     poisoned = poison(engine)
-    found = run_load(engine, data.queries, params)
+    load = run_load(engine, data.queries, params)
     again = run_load(engine, data.queries[::-1].copy(), params)
-    assert found.finished == len(data.queries), f"{found.finished} of {len(data.queries)} queries finished"
-    ids, distances = found.ids, found.distances
+    assert load.finished == len(data.queries), f"{load.finished} of {len(data.queries)} queries finished"
+    ids, distances = load.ids, load.distances
     assert ids.min() >= 0, "an id is missing or a poison value"
     assert ids.max() < index.size, f"id {ids.max()} of {index.size}"
     assert np.isfinite(distances).all(), "a distance is not finite"
@@ -103,8 +103,8 @@ def _distances(
     """Return the metric's distances of queries to found rows, in double precision."""
     rows, vectors = base[ids].astype(np.float64), queries[:, None].astype(np.float64)
     if metric == "l2":
-        found: npt.NDArray[np.float64] = np.square(rows - vectors).sum(axis=2)
-        return found
+        distances: npt.NDArray[np.float64] = np.square(rows - vectors).sum(axis=2)
+        return distances
     dots = (rows * vectors).sum(axis=2)
     if metric == "ip":
         return np.asarray(-dots)

@@ -50,7 +50,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
         texts = _texts(queries + passages)
         mine, theirs = embedder.embed(texts), reference.embed(texts)
         cosine = float((mine * theirs).sum(axis=1).min())
-        nearest = [np.argsort(-found[:queries] @ found[queries:].T, axis=1)[:, :10] for found in (mine, theirs)]
+        nearest = [np.argsort(-vectors[:queries] @ vectors[queries:].T, axis=1)[:, :10] for vectors in (mine, theirs)]
         same = float(np.mean([len({*one} & {*other}) / 10 for one, other in zip(*nearest, strict=True)]))
         outcome.add("least cosine with the CPU's float32", f"{cosine:.6f}")
         outcome.add("recall@10 against the CPU's float32", f"{same:.4f}")

@@ -53,7 +53,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
     client.start()
     theirs.close()
     try:
-        found, took = [], []
+        answers, took = [], []
         for number in range(1, len(queries) + 1):
             if not ours.poll(_JOIN_S):
                 raise AssertionError("the client did not write its next query in time")
@@ -65,9 +65,9 @@ def check(setup: Setup, outcome: Outcome) -> None:
             took.append(time.perf_counter() - begin)
             while search not in engine.extend():
                 pass
-            found.append(engine.result(search)[0])
+            answers.append(engine.result(search)[0])
             engine.release(search)
-            ours.send_bytes(found[-1].tobytes())
+            ours.send_bytes(answers[-1].tobytes())
         write_s = ours.recv() if ours.poll(_JOIN_S) else []
         client.join(_JOIN_S)
         assert client.exitcode == 0, f"the client ended with {client.exitcode}"
@@ -79,11 +79,11 @@ def check(setup: Setup, outcome: Outcome) -> None:
         engine.close()
         arena.close()
         words.close()
-    same = float(np.mean(np.array(found) == direct))
+    same = float(np.mean(np.array(answers) == direct))
     assert same == 1.0, f"only {same:.1%} of the ids are those of the queries handed over directly"
     outcome.data |= {"write_s": write_s, "take_s": took}
     for what, value in (
-        ("queries from another process, same answers", f"{len(found)} of {len(queries)}"),
+        ("queries from another process, same answers", f"{len(answers)} of {len(queries)}"),
         ("client: write vector and word, p50", micros(float(np.median(write_s)))),
         ("pool: wait until it is written, admit in place, p50", micros(float(np.median(took)))),
     ):

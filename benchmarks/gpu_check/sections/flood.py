@@ -48,19 +48,19 @@ def check(setup: Setup, outcome: Outcome) -> None:
             slots = int(pool.metric(PoolMetrics.SLOTS))
             reserve = float(pool.metric(PoolMetrics.RESERVE))
             outcome.add(f"{name}: slots", f"{slots}, {_blocks(resident, setup, pool)}, r = {reserve:g}")
-            outcome.data[form] = found = {"resident": resident, "slots": slots, "reserve": reserve}
+            outcome.data[form] = results = {"resident": resident, "slots": slots, "reserve": reserve}
             with closing(Clients(pool, setup.params, setup.data.queries)) as clients:
-                _measure(setup, outcome, clients, name, found)
+                _measure(setup, outcome, clients, name, results)
 
 
-def _measure(setup: Setup, outcome: Outcome, clients: Clients, name: str, found: dict[str, Any]) -> None:
+def _measure(setup: Setup, outcome: Outcome, clients: Clients, name: str, results: dict[str, Any]) -> None:
     seconds, most = (0.02, _SMALL_RING_SLOTS) if setup.small else (0.5, _RING_SLOTS)
     no_arrivals = poisson(1.0, 0)
     clients.run(no_arrivals, most, seconds / 2, _LIMIT_S)  # the pool calibrates its cost estimates
     _, capacity = clients.run(no_arrivals, most, seconds, _LIMIT_S)
     offered = _PREFILL_SHARE * capacity
     outcome.add(f"{name}: decode's flood without prefill", rate(capacity))
-    found |= {"capacity_per_s": capacity, "offered_per_s": offered}
+    results |= {"capacity_per_s": capacity, "offered_per_s": offered}
     ran: dict[str, list[tuple[LoadResult, float]]] = {"alone": [], "flood": []}
     for number in range(_ROUNDS):
         arrivals = _BEFORE_S + poisson(offered, max(20, int(offered * seconds)), seed=number)
@@ -68,21 +68,21 @@ def _measure(setup: Setup, outcome: Outcome, clients: Clients, name: str, found:
         ran["flood"].append(clients.run(arrivals, most, 0.0, _LIMIT_S))
     for what, both in ran.items():
         runs = [one for one, _ in both]
-        p99_s = found[f"{what}_p99_s"] = median(map(p99_of, runs))
-        found[what] = [{**figures(one), "decode_per_s": per_s} for one, per_s in both]
+        p99_s = results[f"{what}_p99_s"] = median(map(p99_of, runs))
+        results[what] = [{**figures(one), "decode_per_s": per_s} for one, per_s in both]
         text = f"p50 {micros(median(one.percentile(0.5) for one in runs))}, p99 {micros(p99_s)}"
         if late := sum(len(one.latency_s) - one.finished for one in runs):
             text += f", {late} not answered in time"
         shown = f"{name}: prefill at {rate(offered)} alone" if what == "alone" else "… under decode's flood"
         outcome.add(shown, f"{text}, recall@10 {recall_of(setup, runs[0]):.4f}")
-    decode = found["decode_per_s"] = median(per_s for _, per_s in ran["flood"])
+    decode = results["decode_per_s"] = median(per_s for _, per_s in ran["flood"])
     share = decode / (capacity - offered)
     outcome.add("… decode queries answered meanwhile", f"{rate(decode)}, {share:.0%} of the rate that prefill leaves")
 
 
-def p99_of(found: LoadResult) -> float:
+def p99_of(load: LoadResult) -> float:
     """Return the p99 over all queries: infinite if more than 1% have no answer."""
-    latency = sorted(float("inf") if one != one else float(one) for one in found.latency_s)
+    latency = sorted(float("inf") if one != one else float(one) for one in load.latency_s)
     return latency[int(0.99 * len(latency))]
 
 

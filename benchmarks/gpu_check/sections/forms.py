@@ -56,8 +56,8 @@ def main(device: str) -> None:
     expected = index.search(data.queries, 10, 64, 4)[0]
     for form, options in forms_on(device):
         with closing(_open(device, index, options)) as engine:
-            found = _search(engine, data.queries)
-            same = float(np.mean(found == expected))
+            ids = _search(engine, data.queries)
+            same = float(np.mean(ids == expected))
             reason = getattr(engine, "fallback_reason", "")
             assert same > 0.99, f"form {form}: {same:.1%} of the ids are the CPU engine's"
             print(
@@ -76,14 +76,14 @@ def _open(device: str, index: GraphIndex, options: dict[str, object]) -> Engine:
 
 def _search(engine: Engine, queries: np.ndarray) -> np.ndarray:
     """Search one query after another."""
-    found = []
+    ids = []
     for query in queries:
         slot = engine.admit(query, _PARAMS, "docs")
         while slot not in engine.extend():
             pass
-        found.append(engine.result(slot)[0])
+        ids.append(engine.result(slot)[0])
         engine.release(slot)
-    return np.array(found)
+    return np.array(ids)
 
 
 if __name__ == "__main__":

@@ -43,14 +43,14 @@ def check(setup: Setup, outcome: Outcome) -> None:
         "scattered": np.random.default_rng(0).permutation(2 * count)[:count].tolist(),
     }
     try:
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for name, taken in orders.items():
             for _ in range(_ROUNDS):
                 source.offer(endpoint, 0, json.dumps(taken).encode())
                 ended = _outcome(source)
                 assert ended.accepted, f"the hand-over was rejected: {ended.reason}"
             assert ours.poll(_LEASE_MS / 1e3), "the other process did not answer in time"
-            found[name] = ours.recv()
+            results[name] = ours.recv()
         puller.join(_LEASE_MS / 1e3)
         assert puller.exitcode == 0, f"the other process ended with {puller.exitcode}"
     finally:
@@ -59,9 +59,9 @@ def check(setup: Setup, outcome: Outcome) -> None:
             puller.join(_LEASE_MS / 1e3)
         ours.close()
         source.close()
-    megabytes = found["in order"]["bytes"] / 2**20
-    outcome.data |= found
-    for name, took in found.items():
+    megabytes = results["in order"]["bytes"] / 2**20
+    outcome.data |= results
+    for name, took in results.items():
         outcome.add(f"{_TOKENS} tokens, {megabytes:,.0f} MiB, blocks {name}: whole, p50", micros(took["pull_s"]))
         outcome.add("… of it the host was busy", micros(took["host_s"]))
         outcome.add("… against a plain copy", f"{took['pull_s'] / took['copy_s']:.2f}×")

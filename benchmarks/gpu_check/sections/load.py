@@ -25,9 +25,9 @@ def check(setup: Setup, outcome: Outcome) -> None:
         for share in _SHARES:
             offered = share * capacity
             count = max(20, min(int(offered * seconds), len(queries)))
-            found = run_load(engine, queries[:count], setup.params, poisson(offered, count), 4 * seconds)
-            outcome.add(f"Poisson at {share:.0%} ({rate(offered)})", summary(found))
-            outcome.data["rates"].append({"offered_per_s": offered, **figures(found)})
+            load = run_load(engine, queries[:count], setup.params, poisson(offered, count), 4 * seconds)
+            outcome.add(f"Poisson at {share:.0%} ({rate(offered)})", summary(load))
+            outcome.data["rates"].append({"offered_per_s": offered, **figures(load)})
 
 
 def repeated(queries: np.ndarray, count: int) -> np.ndarray:
@@ -36,21 +36,21 @@ def repeated(queries: np.ndarray, count: int) -> np.ndarray:
     return np.ascontiguousarray(np.tile(queries, (times, 1))[:count])
 
 
-def recall_of(setup: Setup, found: LoadResult) -> float:
+def recall_of(setup: Setup, load: LoadResult) -> float:
     """Return the recall@10 of the first round of repeated queries."""
-    known = min(len(setup.data.queries), len(found.ids))
+    known = min(len(setup.data.queries), len(load.ids))
     truth = setup.data.truth[:known, None, :10]
-    return float((found.ids[:known, :10, None] == truth).any(axis=2).mean())
+    return float((load.ids[:known, :10, None] == truth).any(axis=2).mean())
 
 
-def figures(found: LoadResult) -> dict[str, float]:
+def figures(load: LoadResult) -> dict[str, float]:
     """Return a run's figures for the JSON file."""
-    latencies = {f"p{share * 100:g}_s": found.percentile(share) for share in (0.5, 0.9, 0.99)}
-    return {"finished": found.finished, "asked": len(found.ids), "seconds": found.seconds, **latencies}
+    latencies = {f"p{share * 100:g}_s": load.percentile(share) for share in (0.5, 0.9, 0.99)}
+    return {"finished": load.finished, "asked": len(load.ids), "seconds": load.seconds, **latencies}
 
 
-def summary(found: LoadResult) -> str:
+def summary(load: LoadResult) -> str:
     """Format a run's latencies for the table."""
-    late = len(found.ids) - found.finished
-    text = f"p50 {micros(found.percentile(0.5))}, p99 {micros(found.percentile(0.99))}"
-    return text if not late else f"{text}, {late} of {len(found.ids)} not finished in time"
+    late = len(load.ids) - load.finished
+    text = f"p50 {micros(load.percentile(0.5))}, p99 {micros(load.percentile(0.99))}"
+    return text if not late else f"{text}, {late} of {len(load.ids)} not finished in time"

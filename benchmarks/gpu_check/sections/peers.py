@@ -105,9 +105,9 @@ class Peer:
         params = self._threaded.params(top_m, block, _PERSISTENT_S if block else 0.0)
         return self._threaded.single_queries(queries, 10, params, threads=_THREADS, seconds=seconds)
 
-    def ids(self, found: Any) -> np.ndarray:
+    def ids(self, on_device: Any) -> np.ndarray:
         """Copy ids to the host."""
-        known: np.ndarray = self._cupy.asnumpy(found)
+        known: np.ndarray = self._cupy.asnumpy(on_device)
         return known
 
 
@@ -132,13 +132,13 @@ class StandIn:
     def threads(self, queries: np.ndarray, top_m: int, block: int, seconds: float) -> tuple[Rate, np.ndarray]:
         """See `Peer.threads`: calls only, one thread, every query once."""
         begin = time.perf_counter()
-        found = np.concatenate([self.search(queries[i : i + 1], 10, top_m, block) for i in range(len(queries))])
+        ids = np.concatenate([self.search(queries[i : i + 1], 10, top_m, block) for i in range(len(queries))])
         taken = time.perf_counter() - begin
-        return Rate(len(queries) / taken, taken / len(queries)), found
+        return Rate(len(queries) / taken, taken / len(queries)), ids
 
-    def ids(self, found: np.ndarray) -> np.ndarray:
+    def ids(self, on_device: np.ndarray) -> np.ndarray:
         """See `Peer.ids`."""
-        return found
+        return on_device
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
@@ -151,8 +151,8 @@ def check(setup: Setup, outcome: Outcome) -> None:
     with closing(setup.engine()) as engine:
         stream = repeated(queries, full)
         run_load(engine, stream[: full // 10], setup.params)
-        found = run_load(engine, stream, setup.params)
-        recall, ours["per_s"] = recall_of(setup, found), found.finished / found.seconds
+        load = run_load(engine, stream, setup.params)
+        recall, ours["per_s"] = recall_of(setup, load), load.finished / load.seconds
         ours["recall"] = recall
         outcome.add("recall@10, ours", f"{recall:.4f} (top_m {setup.params.top_m})")
         outcome.add("full batch, ours, one query at a time admitted", rate(ours["per_s"]))
@@ -185,7 +185,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
 
 def one_query(peer: Any, queries: np.ndarray, top_m: int, outcome: Outcome) -> dict[str, float]:
     """Return the median seconds of one query, by each available method."""
-    on_device, found = peer.put(queries), {}
+    on_device, medians = peer.put(queries), {}
     for name, block in _METHODS.items():
         what = f"one query alone, p50, {peer.name}, {name}"
         with _reported(what, outcome):
@@ -194,9 +194,9 @@ def one_query(peer: Any, queries: np.ndarray, top_m: int, outcome: Outcome) -> d
                 _timed(lambda i=i, block=block: peer.search(on_device[i : i + 1], 10, top_m, block))
                 for i in range(len(on_device))
             ]
-            found[name] = float(np.median(times))
-            outcome.add(what, micros(found[name]))
-    return found
+            medians[name] = float(np.median(times))
+            outcome.add(what, micros(medians[name]))
+    return medians
 
 
 def by_threads(setup: Setup, peer: Any, top_m: int, outcome: Outcome, seconds: float = _THREADS_S) -> dict[str, Any]:
@@ -204,16 +204,16 @@ def by_threads(setup: Setup, peer: Any, top_m: int, outcome: Outcome, seconds: f
 
     seconds: of each method; every query is searched at least once.
     """
-    queries, found = setup.data.queries, {}
+    queries, measurements = setup.data.queries, {}
     on_device = peer.put(queries)
     for name, block in _METHODS.items():
         what = f"single queries by {_THREADS} threads, {peer.name}'s C library, {name}"
         with _reported(what, outcome):
             measured, ids = peer.threads(on_device, top_m, block, seconds)
             recall = setup.data.recall(ids)
-            found[name] = {**measured._asdict(), "recall": recall}
+            measurements[name] = {**measured._asdict(), "recall": recall}
             outcome.add(what, f"{rate(measured.per_s)}, p50 {micros(measured.p50_s)}, recall@10 {recall:.4f}")
-    return found
+    return measurements
 
 
 @contextlib.contextmanager
@@ -249,12 +249,12 @@ def windowed(peer: Any, queries: np.ndarray, top_m: int, arrivals: np.ndarray, l
 
 def _equal(setup: Setup, peer: Peer | StandIn, recall: float) -> tuple[int, float]:
     """Return the smallest itopk with our recall, or the largest tried; and its recall."""
-    on_device, found = peer.put(setup.data.queries), 0.0
+    on_device, reached = peer.put(setup.data.queries), 0.0
     for top_m in _TOP_MS:
-        found = setup.data.recall(peer.ids(peer.search(on_device, 10, top_m)))
-        if found >= recall - _ALLOWED:
-            return top_m, found
-    return _TOP_MS[-1], found
+        reached = setup.data.recall(peer.ids(peer.search(on_device, 10, top_m)))
+        if reached >= recall - _ALLOWED:
+            return top_m, reached
+    return _TOP_MS[-1], reached
 
 
 def _timed(act: Any) -> float:

@@ -31,21 +31,21 @@ def check(setup: Setup, outcome: Outcome) -> None:
         with closing(_engine(setup, form, outcome)) as engine:
             run_load(engine, stream[: full // 10], setup.params)
             alone = [run_load(engine, stream[i : i + 1], setup.params).latency_s[0] for i in range(singles)]
-            found = run_load(engine, stream, setup.params)
-            per_s = found.finished / found.seconds
+            load = run_load(engine, stream, setup.params)
+            per_s = load.finished / load.seconds
             offered = offered or SHARE * per_s
             count = min(int(offered * 2), most)
             late = run_load(engine, repeated(stream, count), setup.params, poisson(offered, count), _LIMIT_S)
-        host_s = found.host_s / found.finished
+        host_s = load.host_s / load.finished
         outcome.data[form] = {
             "alone_s": float(np.median(alone)), "per_s": per_s, "host_s": host_s, "stream": figures(late),
         }  # fmt: skip
         outcome.add(f"{form}: one query alone, p50", micros(outcome.data[form]["alone_s"]))
-        outcome.add(f"{form}: all at once", f"{rate(per_s)} at recall@10 {recall_of(setup, found):.4f}")
+        outcome.add(f"{form}: all at once", f"{rate(per_s)} at recall@10 {recall_of(setup, load):.4f}")
         outcome.add("… of it the host, without waits, a query", micros(host_s) if setup.on_gpu else "skipped: no GPU")
         outcome.add(f"{form}: Poisson at {rate(offered)}", summary(late))
-        first = first or found
-        _same(first, found, form)
+        first = first or load
+        _same(first, load, form)
 
 
 def _engine(setup: Setup, form: str, outcome: Outcome) -> Engine:
@@ -58,6 +58,6 @@ def _engine(setup: Setup, form: str, outcome: Outcome) -> Engine:
     return engine
 
 
-def _same(first: LoadResult, found: LoadResult, form: str) -> None:
-    same = float(np.mean(found.ids == first.ids))
+def _same(first: LoadResult, load: LoadResult, form: str) -> None:
+    same = float(np.mean(load.ids == first.ids))
     assert same > 0.999, f"{form} finds {same:.2%} of the ids that the staged form finds"  # ties may differ

@@ -38,8 +38,8 @@ def check(setup: Setup, outcome: Outcome) -> None:
     for what, run in runs.items():
         try:
             text = run.result()
-            found = next((line for line in reversed(text.splitlines()) if "SUMMARY" in line), "no summary")
-            outcome.add(what, found.strip("= "))
+            summary = next((line for line in reversed(text.splitlines()) if "SUMMARY" in line), "no summary")
+            outcome.add(what, summary.strip("= "))
         except subprocess.TimeoutExpired as error:
             text = str(error)
             if what.endswith("resident"):  # its host and its blocks wait for each other, which a tool may serialise

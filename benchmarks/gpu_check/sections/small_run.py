@@ -21,13 +21,13 @@ def main(device: str, form: str) -> None:
     if form != "resident":  # with which it would finish
         engine.extend()
     engine.pause(paused)
-    found = run_load(engine, data.queries[1:], SearchParams(5, 32, 2))
+    load = run_load(engine, data.queries[1:], SearchParams(5, 32, 2))
     engine.resume(paused)
     engine.extend()
     engine.release(paused)
     engine.close()
-    assert found.finished == len(data.queries) - 1
-    print(f"{found.finished} queries in {found.steps} steps")
+    assert load.finished == len(data.queries) - 1
+    print(f"{load.finished} queries in {load.steps} steps")
 
 
 def engine_of(device: str, form: str, collections: dict[str, GraphIndex]) -> Engine:

@@ -42,26 +42,26 @@ def check(setup: Setup, outcome: Outcome) -> None:
             continue
         with closing(setup.cuda_engine(extends_per_launch=limit, form=form)) as tuned:
             made, reason = sorted(set(tuned.forms.values())), tuned.fallback_reason
-            found = run_load(tuned, queries, setup.params)
+            load = run_load(tuned, queries, setup.params)
         with closing(setup.cuda_engine(1, extends_per_launch=limit, form=form)) as single:
             alone = run_load(single, queries[:50], setup.params)
-        same = float(np.mean(found.ids == shipped.ids))
+        same = float(np.mean(load.ids == shipped.ids))
         what += "" if made == [form] else f" (the device gave {', '.join(made)}: {reason})"
-        outcome.add(what, f"{found.finished / found.seconds:,.0f} queries/s, {same:.1%} same ids as shipped")
+        outcome.add(what, f"{load.finished / load.seconds:,.0f} queries/s, {same:.1%} same ids as shipped")
         outcome.add(f"… one query at a time, {form}, p50", micros(float(np.median(np.diff(_ends(alone))))))
-        outcome.data["forms"][form] = {**_form(found), "made": made, "same_ids": same}
+        outcome.data["forms"][form] = {**_form(load), "made": made, "same_ids": same}
 
 
-def _ends(found: LoadResult) -> Any:
+def _ends(load: LoadResult) -> Any:
     """Return the finish times of queries in a single slot, all of which arrived at the start."""
-    return np.sort(found.latency_s[np.isfinite(found.latency_s)])
+    return np.sort(load.latency_s[np.isfinite(load.latency_s)])
 
 
-def _form(found: LoadResult) -> dict[str, float]:
+def _form(load: LoadResult) -> dict[str, float]:
     return {
-        "queries_per_s": found.finished / found.seconds,
-        "steps": found.steps,
-        "extends": found.extends,
-        "host_s": found.host_s,
-        "seconds": found.seconds,
+        "queries_per_s": load.finished / load.seconds,
+        "steps": load.steps,
+        "extends": load.extends,
+        "host_s": load.host_s,
+        "seconds": load.seconds,
     }

@@ -52,9 +52,9 @@ class RequestProfile:
         self._bench = bench
         random, shape = np.random.default_rng(bench.seed), bench.shape
         bodies = [bench.body(random, shape.prompt_tokens, shape.output_tokens) for _ in range(6)]
-        found = sequential(node.url, bodies)
-        self.ttft_s = _TTFT_SCALE * percentile([o.timings["ttft"] for o in found], 50)
-        self.tpot_s = _TPOT_SCALE * percentile([o.timings["tpot"] for o in found], 50)
+        outcomes = sequential(node.url, bodies)
+        self.ttft_s = _TTFT_SCALE * percentile([o.timings["ttft"] for o in outcomes], 50)
+        self.tpot_s = _TPOT_SCALE * percentile([o.timings["tpot"] for o in outcomes], 50)
         full = [body for _, body in bench.load(100.0, bench.seconds(1.5), bench.seed + 200)]
         begin = time.monotonic()
         answered = sum(outcome.completed for outcome in closed_loop(node.url, full, _FULL))
@@ -73,8 +73,8 @@ class RequestProfile:
 
     def attained(self, system: System, rate: float, seconds: float, seed: int) -> float:
         """Return the share of requests that meet their limits at this rate."""
-        found = open_loop(system.url, self._bench.load(rate, seconds, seed), self.timeout_s)
-        met = [_met(outcome, self.ttft_s, self.tpot_s) for outcome in found]
+        outcomes = open_loop(system.url, self._bench.load(rate, seconds, seed), self.timeout_s)
+        met = [_met(outcome, self.ttft_s, self.tpot_s) for outcome in outcomes]
         return sum(met) / len(met) if met else math.nan
 
     @property
@@ -86,13 +86,13 @@ class RequestProfile:
 def goodput(points: Sequence[tuple[float, float]]) -> float:
     """Return the load at which just enough requests meet their limits, interpolated linearly between the measured
     loads; 0 if all were too high, the highest if none was."""
-    found, last = 0.0, (0.0, 1.0)
+    best, last = 0.0, (0.0, 1.0)
     for rate, attainment in points:
         if attainment < ATTAINMENT:
             fallen = last[1] - attainment
-            return found + (rate - last[0]) * (last[1] - ATTAINMENT) / fallen if found else 0.0
-        found, last = rate, (rate, attainment)
-    return found
+            return best + (rate - last[0]) * (last[1] - ATTAINMENT) / fallen if best else 0.0
+        best, last = rate, (rate, attainment)
+    return best
 
 
 def _ratio(one: float, other: float) -> float:

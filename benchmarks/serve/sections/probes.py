@@ -17,19 +17,19 @@ def run(bench: Bench) -> Section:
         "prefetch it continues. Both must insert passages: an answer without probe hits does not stall.",
     )
     system = bench.shared_system("node")
-    found: dict[str, list[Outcome]] = {"wait": [], "prefetch": []}
+    by_mode: dict[str, list[Outcome]] = {"wait": [], "prefetch": []}
     output = 2 * bench.shape.output_tokens
     for number in range(4):
         mode = ("wait", "prefetch", "prefetch", "wait")[number]
         random = np.random.default_rng(bench.seed + number // 2)
         retrieval = {"collection": "docs", "k": 2, "every_tokens": 8, "probe_mode": mode, "probe_tokens": 64}
         bodies = [bench.of_prompt(question(random), output, retrieval=retrieval) for _ in range(bench.count(12))]
-        found[mode] += [
+        by_mode[mode] += [
             o for o in open_loop(system.url, [(at * 0.25, b) for at, b in enumerate(bodies)]) if o.completed
         ]
-    stalled = {mode: fmean(o.timings["probe_stall"] for o in outcomes) * 1e3 for mode, outcomes in found.items()}
-    inserted = {mode: fmean(len(o.passages) for o in outcomes) for mode, outcomes in found.items()}
-    for mode, outcomes in found.items():
+    stalled = {mode: fmean(o.timings["probe_stall"] for o in outcomes) * 1e3 for mode, outcomes in by_mode.items()}
+    inserted = {mode: fmean(len(o.passages) for o in outcomes) for mode, outcomes in by_mode.items()}
+    for mode, outcomes in by_mode.items():
         section.measures += [
             Measure(f"{mode}: stalled, of a request", stalled[mode], "ms"),
             Measure(f"{mode}: TPOT p50", percentile([o.timings["tpot"] * 1e3 for o in outcomes], 50), "ms"),
@@ -39,5 +39,5 @@ def run(bench: Bench) -> Section:
         Measure("stalled, prefetch / wait", stalled["prefetch"] / stalled["wait"], "×", "≤", 1 / 3),
         Measure("passages, prefetch / wait", inserted["prefetch"] / inserted["wait"], "×", "≥", 0.9),
     ]
-    section.details = {"requests": {mode: len(outcomes) for mode, outcomes in found.items()}}
+    section.details = {"requests": {mode: len(outcomes) for mode, outcomes in by_mode.items()}}
     return section

@@ -22,14 +22,14 @@ def run(bench: Bench) -> Section:
     prefill_s = percentile([o.timings["prefill"] for o in alone if o.completed], 50)
     between_s = prefill_s / 0.5
     seconds = bench.seconds(max(24.0, 6 * between_s))
-    found: dict[str, list[Outcome]] = {"node": [], "colocated": []}
+    outcomes_by_kind: dict[str, list[Outcome]] = {"node": [], "colocated": []}
     lost = 0
     for number, system in enumerate((node, colocated, colocated, node)):
         timed = _load(bench, np.random.default_rng(bench.seed + 10 + number // 2), seconds, between_s, long)
         outcomes = open_loop(system.url, timed)
         lost += sum(not outcome.completed for outcome in outcomes)
-        found[system.kind] += [o for o in outcomes if o.completed and o.tokens > 2]
-    tpot = {kind: [o.timings["tpot"] * 1e3 for o in outcomes] for kind, outcomes in found.items()}
+        outcomes_by_kind[system.kind] += [o for o in outcomes if o.completed and o.tokens > 2]
+    tpot = {kind: [o.timings["tpot"] * 1e3 for o in outcomes] for kind, outcomes in outcomes_by_kind.items()}
     for kind, values in tpot.items():
         section.measures += [Measure(f"{kind}: TPOT p{q}", percentile(values, q), "ms") for q in (50, 99)]
     ratio = percentile(tpot["colocated"], 99) / percentile(tpot["node"], 99)
