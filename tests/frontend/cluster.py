@@ -211,17 +211,6 @@ class Cluster:
         """Wait until the condition holds, in the frontend's thread."""
         until(lambda: self.on_loop(condition), within_s=WAIT)
 
-    def restart(self, name: str) -> None:
-        """Replace a worker that dies without a message by one of the same name that sends Hello."""
-
-        def restarting() -> None:
-            old = self.players[name]
-            self._tasks[name].cancel()
-            self.players[name] = ScriptedWorker(self, old.me.role, name, epoch=old.me.epoch + 1)
-            self._tasks[name] = asyncio.create_task(self.players[name].serve())
-
-        self.on_loop(restarting)
-
     def on_loop(self, act: Callable[[], Any]) -> Any:
         """Call a function in the frontend's thread."""
 

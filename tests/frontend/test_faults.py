@@ -82,43 +82,6 @@ def test_a_client_that_disconnects_before_the_first_token_frees_everything(
     serves(cluster, http)
 
 
-def test_a_lost_decode_worker_ends_a_stream_with_an_error_event_and_the_next_request_is_served(
-    cluster: Cluster, http: httpx.Client
-) -> None:
-    with http.stream("POST", "/v1/chat/completions", json=body("hang=2")) as answer:
-        events = Events(answer)
-        events.first(3)
-        (name,) = [name for name, player in cluster.players.items() if name.startswith("decode") and player.held]
-        cluster.restart(name)
-        rest = events.rest()
-    assert "worker_lost" in rest[0]
-    assert rest[1:] == ["data: [DONE]"]
-    serves(cluster, http)
-
-
-def test_a_lost_prefill_worker_is_an_http_error_before_the_first_token(cluster: Cluster, http: httpx.Client) -> None:
-    client = cluster.client()
-    failures: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            client.chat.completions.create(**body("hang=prefill"))
-        except openai.APIError as error:
-            failures.append(error)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    cluster.wait(lambda: bool(cluster.players["prefill-0"].held))
-    cluster.restart("prefill-0")
-    asking.join(WAIT)
-    client.close()
-    (failure,) = failures
-    assert isinstance(failure, openai.InternalServerError)
-    assert (failure.status_code, failure.code) == (503, "worker_lost")
-    cluster.wait(lambda: not cluster.link.missing())
-    serves(cluster, http)
-
-
 def test_a_missed_deadline_is_an_http_error_before_the_first_token_and_an_event_after_it(
     cluster: Cluster, http: httpx.Client
 ) -> None:
@@ -136,18 +99,6 @@ def test_a_missed_deadline_is_an_http_error_before_the_first_token_and_an_event_
     answer = http.post("/v1/chat/completions", json=body("hang=prefill"))
     forwarding.join(WAIT)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
-
-
-def test_requests_beyond_the_limit_are_refused_at_once_with_retry_after(cluster: Cluster, http: httpx.Client) -> None:
-    with contextlib.ExitStack() as streams:
-        asked = [http.stream("POST", "/v1/chat/completions", json=body("hang=1")) for _ in range(8)]
-        held = [Events(streams.enter_context(stream)) for stream in asked]
-        assert all(len(events.first(2)) == 2 for events in held)
-        answer = http.post("/v1/chat/completions", json=body("say=1"))
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert answer.json()["error"]["code"] == "overloaded"
-        assert answer.json()["error"]["message"].startswith("8 requests are in flight, the limit is 8")
-    serves(cluster, http)
 
 
 def test_searches_are_bounded_in_number(cluster: Cluster, http: httpx.Client) -> None:
