@@ -6,7 +6,6 @@ import pytest
 
 from runtime.errors import (
     ContextLengthExceeded,
-    DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
     Overloaded,
@@ -15,7 +14,7 @@ from runtime.errors import (
 )
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Relayed
-from tests.engines.engine_harness import DOCS, SERVER_KINDS, error_of, read_answer, running_engine, until
+from tests.engines.engine_harness import SERVER_KINDS, error_of, read_answer, running_engine, until
 from tests.engines.fake_openai import Behaviour
 
 
@@ -104,16 +103,3 @@ async def test_retries_are_bounded() -> None:
         error = await error_of(harness.chat(max_tokens=9))
         assert isinstance(error, EngineFailed)
         assert sum(len(fake.generations()) for fake in harness.fakes) == 4  # once, and three times more
-
-
-async def test_a_deadline_ends_a_request_in_every_stage() -> None:
-    async with running_engine(Behaviour(hangs_after=4)) as harness:
-        harness.library.hangs = True
-        searching, writing = harness.chat(retrieval=DOCS), harness.chat(max_tokens=20)
-        await writing.next()
-        harness.clock.advance(61)
-        harness.engine.tick()
-        for request in (searching, writing):
-            error = await error_of(request)
-            assert isinstance(error, DeadlineExceeded)
-        await until(lambda: harness.fake.open == 0)

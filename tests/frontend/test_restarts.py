@@ -74,23 +74,6 @@ async def test_a_failed_hand_over_is_retried_with_another_decode_worker() -> Non
         assert again.decode_worker != first.decode_worker
 
 
-async def test_without_another_worker_a_request_waits_for_one() -> None:
-    async with running_link(restarts=3) as harness:
-        prefill = await harness.worker("prefill", "p0")
-        await harness.worker("decode", "d0")
-        request = harness.submit()
-        await prefill.receive_prefill()
-        harness.link.worker_lost("d0", "killed")
-        harness.clock.advance(RESTART_WAIT_S / 2)
-        await prefill.report(77)
-        await prefill.settle()
-        assert not request.ended
-        assert harness.router.in_flight == 0
-        await harness.worker("decode", "d0", epoch=2)
-        harness.link.tick()
-        assert (await prefill.receive_prefill()).request_id == "r1~1"
-
-
 async def test_a_request_that_waits_too_long_fails_with_the_original_reason() -> None:
     async with running_link(restarts=3) as harness:
         await harness.worker("prefill", "p0")
