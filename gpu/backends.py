@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from gpu.devices import CPU, check_device
 from gpu.engine import Engine
-from gpu.errors import InvalidParams
 from gpu.index.graph_index import GraphIndex
 
 
@@ -16,20 +15,17 @@ def open_engine(
     max_top_m: int = 512,
     max_k: int | None = None,
     max_search_width: int = 8,
-    extends_per_launch: int | None = None,
     resident: bool = False,
 ) -> Engine:
     """Open an engine over indexes on a device; see `CpuEngine` and `CudaEngine` for the limits.
 
-    extends_per_launch: see `CudaEngine`; 1 on a CPU. None: as many as possible, because where processes share a GPU,
-    each launch waits for its turn. resident: run a persistent kernel, on a GPU with no other compute work; falls back
-    to launches where the device has no room for it.
+    A launch on a GPU makes as many extends as possible, because where processes share it, each launch waits for its
+    turn. resident: run a persistent kernel, on a GPU with no other compute work; falls back to launches where the
+    device has no room for it.
     Raises DeviceUnavailable, OutOfDeviceMemory, InvalidParams.
     """
     check_device(device)
     if device == CPU:
-        if extends_per_launch not in (None, 1):
-            raise InvalidParams(f"extends_per_launch is {extends_per_launch}; on a CPU it is 1")
         from gpu.cpu.engine import CpuEngine  # compiled when imported
 
         return CpuEngine(collections, slots=slots, max_top_m=max_top_m, max_k=max_k, max_search_width=max_search_width)
@@ -42,6 +38,6 @@ def open_engine(
         max_top_m=max_top_m,
         max_k=max_k,
         max_search_width=max_search_width,
-        extends_per_launch=MAX_EXTENDS_PER_LAUNCH if extends_per_launch is None else extends_per_launch,
+        extends_per_launch=MAX_EXTENDS_PER_LAUNCH,
         form="resident" if resident else None,
     )

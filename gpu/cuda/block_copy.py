@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Sequence
-from pathlib import Path
 
 from gpu.cuda.compiler import compile_kernels
 
@@ -52,6 +51,6 @@ class BlockCopy(ctypes.Structure):
         return min(_MAX_GRID, -(-chunks // (THREADS * _AT_ONCE)))
 
 
-def compile_block_copy(arch: str, cache: Path | None = None) -> bytes:
+def compile_block_copy(arch: str) -> bytes:
     """Return the kernel's cubin. See `gpu.cuda.compiler.compile_kernels`."""
-    return compile_kernels(arch, cache, ("copy.cu",))
+    return compile_kernels(arch, units=("copy.cu",))

@@ -165,12 +165,12 @@ class CudaMemory:
                 _call(self._cuda, "cuIpcCloseMemHandle", self._address)
 
 
-def architecture(device: str, cuda: Any = _cuda) -> str:
+def architecture(device: str) -> str:
     """Return what to compile kernels for on a device, such as "sm_90". Raises MemoryRefused."""
-    handle = _call(cuda, "cuDeviceGet", _primary(cuda, device)[0])
-    attribute = cuda.CUdevice_attribute
+    handle = _call(_cuda, "cuDeviceGet", _primary(_cuda, device)[0])
+    attribute = _cuda.CUdevice_attribute
     numbers = (
-        int(_call(cuda, "cuDeviceGetAttribute", which, handle))
+        int(_call(_cuda, "cuDeviceGetAttribute", which, handle))
         for which in (
             attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
             attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
