@@ -176,7 +176,7 @@ def stop_node(info: NodeInfo, timeout_s: float) -> None:
         os.close(pidfd)
 
 
-def restart_node(info: NodeInfo, worker: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+def restart_node(info: NodeInfo, worker: str, timeout_s: float) -> None:
     """Restart one worker, or all in turn with "", and wait until they are ready again.
 
     Raises `InvalidRequest` for an unknown worker, `DeadlineExceeded` after `timeout_s` seconds.
@@ -184,12 +184,12 @@ def restart_node(info: NodeInfo, worker: str, timeout_s: float, clock: Callable[
     before = {found.name: found.epoch for found in node_status(info).workers}
     if error := admin_request(info.control, f"restart {worker}".strip()).decode():
         raise InvalidRequest(error)
-    deadline = clock() + timeout_s
+    deadline = time.monotonic() + timeout_s
     while True:
         chosen = [found for found in node_status(info).workers if not worker or found.name == worker]
         if all(found.phase == "ready" and found.epoch > before.get(found.name, 0) for found in chosen):
             return
-        if clock() > deadline:
+        if time.monotonic() > deadline:
             pending = ", ".join(found.name for found in chosen if found.epoch == before.get(found.name, 0))
             raise DeadlineExceeded(f"not restarted within {timeout_s:.0f} s: {pending or 'the last one is not ready'}")
         select.select([], [], [], _POLL_S)
