@@ -72,8 +72,8 @@ class PoolLoop:
     """A pool's loop over a server's client table, an engine and a worker's metrics table, which must all outlive it.
 
     max_dim: dimension of the longest vector; max_width: largest search_width of a query; spin_ns: longest spin before a
-    sleep; clock: address of a word with the time in ns, 0 for the machine's clock; scopes: the resolved filters;
-    resolver: resolves them, by default on a thread of its own, which `close` stops.
+    sleep; clock: address of a word with the time in ns, 0 for the machine's clock; scopes: the filters that a thread of
+    its own has resolved, which `close` stops.
     """
 
     def __init__(
@@ -88,7 +88,6 @@ class PoolLoop:
         spin_ns: int = 0,
         clock: int = 0,
         scopes: Scopes,
-        resolver: FilterResolver[WaitingRequest] | None = None,
     ) -> None:
         self._server, self._backend, self._scopes = server, backend, scopes
         tables = new_tables(policy)
@@ -122,9 +121,7 @@ class PoolLoop:
         self.memory.part_results = self._part_results.ctypes.data
         self.memory.part_result_bytes = self._part_results.strides[0]
         self.memory.merge_buffer = self._merge_buffer.ctypes.data
-        self.filtered = FilteredRequests(
-            server, self._scopes, resolver or FilterResolver(self.wake), self._end_set_aside
-        )
+        self.filtered = FilteredRequests(server, self._scopes, FilterResolver(self.wake), self._end_set_aside)
         self.resize_vectors(max_dim)
 
     def resize_vectors(self, max_dim: int) -> None:

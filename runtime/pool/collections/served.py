@@ -279,9 +279,9 @@ class ServedCollection:
 class ServedCollections:
     """All collections of a pool, by their names in the engine."""
 
-    def __init__(self, engine: Engine, scopes: Scopes, log: logging.Logger, watch: LogWatch | None = None) -> None:
+    def __init__(self, engine: Engine, scopes: Scopes, log: logging.Logger) -> None:
         self._engine, self._scopes, self._log = engine, scopes, log
-        self.watch = watch or LogWatch()
+        self.watch = LogWatch()
         self._served: dict[str, ServedCollection] = {}
         self._unloading: dict[str, ServedCollection] = {}
         self._errors: dict[str, str] = {}
