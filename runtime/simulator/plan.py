@@ -18,12 +18,13 @@ from runtime.simulator.traces import Arrival, at_rate
 
 PLACEMENTS = tuple(PAIRED_ROLES)
 _MEMORY_SHARE = 0.9  # share of GPU memory to plan for; the rest is for activations and the like
+_SHARE = 0.9  # of the sent requests, which must meet both SLOs
 _TRIED = 3  # splits simulated per placement
 _ROUNDS = 6  # bisection steps: finds the highest rate to within 2% of the capacity
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A split and its performance. `rate` is the highest at which `share` of the sent requests met both SLOs."""
+    """A split and its performance. `rate` is the highest at which `_SHARE` of the sent requests met both SLOs."""
 
     placement: PoolPlacement
     prefill: int
@@ -39,7 +40,6 @@ def plans(
     setup: Setup,
     arrivals: Sequence[Arrival],
     gpus: int,
-    share: float = 0.9,
     tried: int = _TRIED,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Plan]:
@@ -63,7 +63,7 @@ def plans(
                     decode_slots=config.decode.slots,
                     capacity=1 / max(needs.values()),
                     busiest=max(needs, key=lambda name: needs[name]),
-                    rate=greatest_rate(split, arrivals, share),
+                    rate=_greatest_rate(split, arrivals),
                 )
             )
     if not ranked:
@@ -71,17 +71,12 @@ def plans(
     return sorted(ranked, key=lambda plan: -plan.rate)
 
 
-def greatest_rate(setup: Setup, arrivals: Sequence[Arrival], share: float, nodes: int = 1) -> float:
-    """Return the highest rate at which `share` of the sent requests meet both SLOs, by bisection below 1.2 × capacity.
-
-    `nodes`: number of identical, independent nodes that receive the requests round-robin.
-    """
-    low, high = 0.0, 1.2 * nodes * capacity(setup, arrivals)
+def _greatest_rate(setup: Setup, arrivals: Sequence[Arrival]) -> float:
+    """Return the highest rate at which `_SHARE` of the requests meet both SLOs, by bisection below 1.2 × capacity."""
+    low, high = 0.0, 1.2 * capacity(setup, arrivals)
     for _ in range(_ROUNDS):
         middle = (low + high) / 2
-        sent = at_rate(list(arrivals), middle)
-        results = [simulate(setup, sent[node::nodes]) for node in range(nodes)]
-        good = sum(result.attainment * result.sent for result in results) >= share * len(sent)
+        good = simulate(setup, at_rate(list(arrivals), middle)).attainment >= _SHARE
         low, high = (middle, high) if good else (low, middle)
     return low
 
