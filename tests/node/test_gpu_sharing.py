@@ -1,17 +1,14 @@
 """Tests of what is said about a pool worker that shares its GPU: the cost, and whether MPS runs."""
 
-import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from launchers.status import show_placement
 from runtime.checks.gpu_sharing import findings, mps_state, shared_gpus
 from runtime.node.config import parse_config
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import NodePlan
-from tests.node.test_layout import machine
+from tests.node.test_layout import machine, placement_text
 
 
 def plan_of(path: Path, pool: list[str], prefill: str = "cuda:0") -> NodePlan:
@@ -34,13 +31,9 @@ def test_pool_workers_beside_others_on_a_gpu_are_listed_with_them(tmp_path: Path
 
 
 def test_the_placement_says_what_sharing_costs(tmp_path: Path) -> None:
-    def shown(pool: str) -> str:
-        output = io.StringIO()
-        show_placement(plan_of(tmp_path, [pool]), machine(), {}, Console(file=output))
-        return output.getvalue()
-
-    assert "pool-0 shares GPU 0 with prefill-0: without MPS they take turns of about 2 ms" in shown("cuda:0")
-    assert "MPS" not in shown("cuda:1")
+    shared, alone = (placement_text(plan_of(tmp_path, [pool]), machine()) for pool in ("cuda:0", "cuda:1"))
+    assert "pool-0 shares GPU 0 with prefill-0: without MPS they take turns of about 2 ms" in shared
+    assert "MPS" not in alone
 
 
 def test_mps_runs_if_its_daemon_and_the_pipe_of_this_environment_exist(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A plan gives every worker a device, cores and an endpoint; impossible plans are refused."""
 
-import io
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from rich.console import Console
 
-from launchers.status import show_placement
 from runtime.checks import preflight
 from runtime.checks.memory_estimate import (
     embedding_only,
@@ -31,6 +29,7 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding import loading
 from runtime.retrieval.embedding.loading import choose_embedder
 from runtime.serving.http.search_parts import computing_threads
+from tests.node.test_layout import placement_text
 from tests.retrieval.tiny_model import write_tiny_model
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -256,10 +255,7 @@ def test_standby_workers_need_as_much_memory_as_their_workers(tmp_path: Path, mo
         ResourceBusy, match=r"but the node needs decode-0 0\.7, decode-spare-0 0\.7, decode-spare-1 0\.7: lower"
     ):
         preflight.check(found, machine=machine)
-    with open("/dev/null", "w") as null:
-        wide = Console(width=160, record=True, file=null, force_terminal=True, color_system=None)
-        show_placement(found, machine, needed, wide)
-    assert "decode-spare-1" in wide.export_text()
+    assert "decode-spare-1" in placement_text(found, machine, needed)
 
 
 def test_a_torch_without_cuda_is_refused_before_anything_starts(
@@ -348,16 +344,11 @@ def test_an_embedder_must_fit_in_the_memory_of_its_gpu(tmp_path: Path) -> None:
     ((worker, size),) = embedding_only(found)
     assert worker.name == "frontend-0"
     assert 1 << 30 < size < int(1.1 * 2**30), "half of the file, in 16 bits, and a pass"
-    console = Console(width=160, record=True, file=io.StringIO(), force_terminal=True)
-    show_placement(found, machine, {}, console)
-    assert f"frontend-0 embeds on GPU 0, in {size / 2**20:,.0f} MiB of its memory" in console.export_text()
-
-
-@pytest.mark.usefixtures("torch_for_embedding")
-def test_an_embedder_that_is_larger_than_the_free_memory_of_its_gpu_is_refused(tmp_path: Path) -> None:
-    found, machine = embedding_on_gpu(tmp_path, free_gib=0.9)
+    said = f"frontend-0 embeds on GPU 0, in {size / 2**20:,.0f} MiB of its memory"
+    assert said in placement_text(found, machine)
+    full = dataclasses.replace(machine.gpus[0], free_bytes=int(0.9 * 2**30))
     with pytest.raises(ResourceBusy, match=r"GPU 0 \(.*\) has 0.9 GiB free, but the node needs frontend-0 1.0"):
-        preflight.check(found, machine=machine)
+        preflight.check(found, machine=dataclasses.replace(machine, gpus=(full,)))
 
 
 @pytest.mark.usefixtures("torch_for_embedding")
