@@ -2,6 +2,7 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -53,12 +54,6 @@ def test_gpus_memory_and_peer_access_are_reported() -> None:
     assert found["GPU 0 → 1 CUDA IPC"].level == found["GPU 1 → 0 CUDA IPC"].level == "ok"
 
 
-def test_a_pair_without_peer_access_or_cuda_ipc_is_a_warning_with_the_reason() -> None:
-    found = findings(nvml=FakeNvml(CARDS), probe=lambda one, other: "invalid device context")
-    assert found["GPU 0 ↔ 1 peers"].level == "warning"
-    assert found["GPU 0 → 1 CUDA IPC"].text == "invalid device context"
-
-
 MODEL_ON_GPUS = {"prefill": {"devices": ["cuda:0"]}, "decode": {"devices": ["cuda:1"]}}
 
 
@@ -74,43 +69,39 @@ def test_a_model_on_a_gpu_needs_a_torch_with_cuda_that_works_there(monkeypatch: 
     assert "GPU 1 torch" not in findings(None, FakeNvml(CARDS))
 
 
-def test_kernels_that_do_not_compile_for_a_gpu_of_the_pool_are_an_error_before_a_node_starts(tmp_path: Path) -> None:
+DECODE_ON_GPUS = {
+    "model": {"name": "m"},
+    "prefill": {"devices": ["cuda:3"]},
+    "decode": {"devices": ["cuda:0", "cuda:1", "cuda:2"], "workers": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("probe", "subject", "other", "sections"),
+    [
+        ("kernels", "kernels", "KV copy", {"pool": {"devices": ["cuda:0", "cuda:1", "cuda:2"], "workers": 3}}),
+        ("copy", "KV copy", "kernels", DECODE_ON_GPUS),
+    ],
+)
+def test_a_kernel_that_does_not_compile_for_a_gpu_that_runs_it_is_an_error_before_a_node_starts(
+    probe: str, subject: str, other: str, sections: dict[str, Any]
+) -> None:
     cards = [*CARDS, Card("GPU-cccccccc", capability=(10, 0)), Card("GPU-dddddddd", capability=(8, 0))]
-    devices = ["cuda:0", "cuda:1", "cuda:2"]
-    config = parse_config({"pool": {"devices": devices}, "collections": [{"name": "d", "path": str(tmp_path)}]})
     asked = []
 
     def compiles(gpu: Gpu) -> str:
         asked.append(gpu.arch)
         return "" if gpu.arch == "sm_90" else "with NVRTC 13.0 they do not"
 
-    found = findings(config, FakeNvml(cards), kernels=compiles)
-    assert asked == ["sm_90", "sm_100"]  # each architecture of the pool once
-    assert found["kernels for sm_90"].level == "ok"
-    assert (found["kernels for sm_100"].level, found["kernels for sm_100"].text) == (
-        "error",
-        "with NVRTC 13.0 they do not",
-    )
-
-
-def test_a_kv_copy_that_does_not_compile_for_a_gpu_of_decode_is_an_error_before_a_node_starts() -> None:
-    cards = [Card("GPU-aaaaaaaa", capability=(8, 0)), *(Card(f"GPU-{name * 8}") for name in "bc")]
-    model = {"prefill": {"devices": ["cuda:0"]}, "decode": {"devices": ["cuda:1", "cuda:2"], "workers": 2}}
-    asked = []
-
-    def compiles(gpu: Gpu) -> str:
-        asked.append(gpu.arch)
-        return "with NVRTC 13.0 it does not"
-
-    found = findings(parse_config({"model": {"name": "m"}, **model}), FakeNvml(cards), copy=compiles)
-    assert asked == ["sm_90"]  # decode's, which copies, once
-    assert (found["KV copy for sm_90"].level, found["KV copy for sm_90"].text) == (
-        "error",
-        "with NVRTC 13.0 it does not",
-    )
-    assert "kernels for sm_90" not in found  # there is no pool on a GPU
-    findings(parse_config({"model": {"name": "m"}}), FakeNvml(cards), copy=compiles)
-    assert asked == ["sm_90"]
+    probes: dict[str, Any] = {probe: compiles}
+    found = findings(parse_config(sections), FakeNvml(cards), **probes)
+    assert asked == ["sm_90", "sm_100"]  # each architecture of the pool, or of decode, once
+    assert found[f"{subject} for sm_90"].level == "ok"
+    failed = found[f"{subject} for sm_100"]
+    assert (failed.level, failed.text) == ("error", "with NVRTC 13.0 they do not")
+    assert f"{other} for sm_90" not in found
+    findings(parse_config({"model": {"name": "m"}}), FakeNvml(cards), **probes)
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("compiles", [kernels_compile, copy_compiles])
@@ -119,10 +110,13 @@ def test_the_reason_why_kernels_do_not_compile_is_reported(compiles: GpuProbe) -
     assert "'sm_10' is unknown to NVRTC" in compiles(Gpu("0", "GPU-aaaaaaaa", "old", "", 1, 1, arch="sm_10"))
 
 
-def test_a_model_on_gpus_without_cuda_ipc_is_an_error(tmp_path: Path) -> None:
-    config = parse_config({"model": {"name": "m"}, **MODEL_ON_GPUS})
-    found = findings(config, FakeNvml(CARDS), probe=lambda one, other: "invalid device context")
-    assert found["GPU 0 → 1 CUDA IPC"].level == "error"
+@pytest.mark.parametrize(("sections", "level"), [({}, "warning"), ({"model": {"name": "m"}, **MODEL_ON_GPUS}, "error")])
+def test_a_pair_without_cuda_ipc_is_a_warning_with_the_reason_and_an_error_for_a_model(
+    sections: dict[str, Any], level: str
+) -> None:
+    found = findings(parse_config(sections), FakeNvml(CARDS), probe=lambda one, other: "invalid device context")
+    assert found["GPU 0 ↔ 1 peers"].level == "warning"
+    assert (found["GPU 0 → 1 CUDA IPC"].level, found["GPU 0 → 1 CUDA IPC"].text) == (level, "invalid device context")
 
 
 @pytest.mark.skipif(not Gpus().missing, reason="this machine has a driver")
@@ -135,14 +129,6 @@ def test_a_torch_that_fails_on_a_gpu_is_reported_with_the_reason() -> None:
 def test_untestable_cuda_ipc_is_reported_with_the_reason() -> None:
     gpu = Gpu("0", "GPU-aaaaaaaa", "none", "", 1, 1)
     assert cuda_ipc(gpu, gpu) != ""
-
-
-def test_a_missing_index_is_an_error(tmp_path: Path) -> None:
-    found = findings(parse_config({"collections": [{"name": "docs", "path": str(tmp_path / "none")}]}))
-    assert (found["model, index and placement"].level, "none" in found["model, index and placement"].text) == (
-        "error",
-        True,
-    )
 
 
 def test_the_command_exits_with_1_only_for_errors(tmp_path: Path) -> None:
