@@ -81,20 +81,6 @@ def test_a_worker_that_cannot_run_is_retried_with_back_off_up_to_a_minute(node: 
     assert first.desired is Desired.RUN
 
 
-def test_a_required_worker_that_never_ran_ends_the_node(node: Node) -> None:
-    first = node.workers[0]
-    node.pass_time(60.0)
-    assert first.phase is Phase.FATAL
-    assert first.epoch == 3
-
-
-def test_an_added_worker_that_never_ran_is_removed(node: Node) -> None:
-    first = node.workers[0]
-    first.needed = False
-    node.pass_time(60.0)
-    assert (first.phase, first.desired) == (Phase.STOPPED, Desired.STOP)
-
-
 def test_the_workers_note_has_the_reason_and_the_restart_time(node: Node) -> None:
     first = cannot_run(node)
     first.due = node.now_s + 12.0
