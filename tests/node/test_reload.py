@@ -33,9 +33,10 @@ class ReloadHarness:
         return table.knob("reload"), table.knob("reload_of")
 
     def answer(self, worker: int, number: int, refused: str = "") -> None:
-        table = self.workers[worker].table
-        table.set(PoolMetrics.RELOAD, number)
-        table.set(PoolMetrics.RELOAD_REFUSED, bool(refused))
+        table, pool = self.workers[worker].table, self.workers[worker].placement.role == "pool"
+        metrics = PoolMetrics if pool else RetrievingMetrics
+        table.set(metrics.RELOAD, number)
+        table.set(metrics.RELOAD_REFUSED, bool(refused))
         table.note = refused
 
     def steps(self) -> ReloadStatus:
@@ -102,30 +103,16 @@ def test_an_unknown_collection_is_refused(harness: ReloadHarness) -> None:
     assert harness.steps() == ReloadStatus(0, True)
 
 
-def test_a_reload_ends_when_readers_have_opened_the_documents(harness: ReloadHarness) -> None:
+@pytest.mark.parametrize("refused", ["", "collection docs: documents.sqlite is damaged"])
+def test_a_reload_ends_when_readers_have_opened_the_documents_or_cannot(harness: ReloadHarness, refused: str) -> None:
     harness.workers.insert(0, harness.frontend)
     del harness.workers[2]
     harness.reload.request("docs")
     harness.steps()
-    assert harness.frontend.table.knob("reload") != 1.0  # before there is anything new
+    assert harness.asked(0)[0] != 1.0  # before there is anything new
     harness.answer(1, 1)
     assert harness.steps() == ReloadStatus(1, False, ("pool-0",))
-    assert harness.frontend.table.knob("reload") == 1.0
-    harness.frontend.table.set(RetrievingMetrics.RELOAD, 1)
-    assert harness.steps() == ReloadStatus(1, True, ("pool-0", "frontend-0"))
-
-
-def test_a_worker_that_cannot_use_the_documents_ends_the_reload_with_its_reason(harness: ReloadHarness) -> None:
-    harness.workers.insert(0, harness.frontend)
-    del harness.workers[2]
-    harness.reload.request("docs")
-    harness.steps()
-    harness.answer(1, 1)
-    harness.steps()
-    table = harness.frontend.table
-    table.note = "collection docs: documents.sqlite is damaged"
-    table.set(RetrievingMetrics.RELOAD_REFUSED, 1)
-    table.set(RetrievingMetrics.RELOAD, 1)
-    assert harness.steps() == ReloadStatus(
-        1, True, ("pool-0",), "frontend-0: collection docs: documents.sqlite is damaged"
-    )
+    assert harness.asked(0)[0] == 1.0
+    harness.answer(0, 1, refused)
+    served = ("pool-0",) if refused else ("pool-0", "frontend-0")
+    assert harness.steps() == ReloadStatus(1, True, served, refused and f"frontend-0: {refused}")
