@@ -81,20 +81,16 @@ def test_a_killed_node_is_no_running_one(home: Path) -> None:
     assert running_nodes() == []
 
 
-def test_a_second_node_in_the_same_directory_is_refused_and_the_first_is_not_disturbed(tmp_path: Path) -> None:
-    held = RunDir.acquire(tmp_path / "run")
+@pytest.mark.parametrize(("key", "named"), [("run_dir", False), ("name", True)])
+def test_a_second_node_in_a_directory_is_advised_another_one_and_the_first_is_not_disturbed(
+    home: Path, key: str, named: bool
+) -> None:
+    path = default_run_dir("mine") if named else home / "run"
+    held = RunDir.acquire(path)
     held.write(INFO)
-    with pytest.raises(ResourceBusy, match=r"a node already runs in .* another node\.run_dir$"):
-        RunDir.acquire(tmp_path / "run")
-    assert find_node(tmp_path / "run") == INFO
-    held.release()
-
-
-@pytest.mark.usefixtures("home")
-def test_a_second_node_of_the_same_name_is_advised_another_name() -> None:
-    held = RunDir.acquire(default_run_dir("mine"))
-    with pytest.raises(ResourceBusy, match=r"a node already runs in .* another node\.name$"):
-        RunDir.acquire(default_run_dir("mine"))
+    with pytest.raises(ResourceBusy, match=rf"a node already runs in .* another node\.{key}$"):
+        RunDir.acquire(path)
+    assert find_node(path) == INFO
     held.release()
 
 
