@@ -12,10 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from launchers.main import command_line
-from runtime.checks import preflight
-from runtime.errors import EXIT_CONFIG, ConfigError, TrinityError
-from runtime.node.config import parse_config
-from runtime.node.placement.layout import lay_out
+from runtime.errors import EXIT_CONFIG, TrinityError
 from runtime.retrieval.collections import bulk_load
 from runtime.serving.model.smollm import CONFIG
 
@@ -80,13 +77,6 @@ def test_a_valid_node_passes_and_no_directory_is_left(tmp_path: Path) -> None:
     assert "pool-0" in dry.output
     assert "checksums" not in dry.output
     assert not (tmp_path / "new").exists()
-
-
-def test_an_unusable_log_directory_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    sections = {"log": {"directory": str(tmp_path / "file")}, "model": OPENAI}
-    with pytest.raises(ConfigError, match=r"log\.directory = .*: cannot create log files there: "):
-        preflight.check(lay_out(parse_config(sections)))
 
 
 def test_a_full_disk_does_not_keep_a_node_from_its_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
