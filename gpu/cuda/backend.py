@@ -17,6 +17,7 @@ from gpu.cpu.extend.keys import may_be_result
 from gpu.cpu.queries import write_query
 from gpu.cuda import filtered, layout
 from gpu.cuda.driver import NOT_READY
+from gpu.cuda.filtered import scans_of
 from gpu.cuda.host import Host, host_at
 from gpu.engine import FAILED, INVALID, PAUSE, RELEASE, RESUME
 from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
@@ -71,11 +72,6 @@ def _raw(host: Host, slot: int) -> Any:
 @counted
 def table_of(host: Host) -> Any:
     return words_at(host.table, STATES + host.slots)
-
-
-@compiled
-def scans_of(host: Host) -> Any:
-    return filtered.host_scans_of(host)
 
 
 @counted

@@ -39,8 +39,7 @@ def new_host_scans(lines: npt.NDArray[np.uint8], head_bytes: int, max_k: int) ->
 
 
 @compiled
-def host_scans_of(host: Host) -> Any:
-    """Return the arrays of a host."""
+def scans_of(host: Host) -> Any:
     lists = uint64_at(host.keys, (host.slots, host.max_k))
     return HostScans(host.collections, host.searches, lists, lists)
 

@@ -40,9 +40,9 @@ from gpu.cuda.backend import (
     found_enough,
     poll_wait,
     report_finished,
-    scans_of,
     table_of,
 )
+from gpu.cuda.filtered import scans_of
 from gpu.cuda.host import Host, Resident, host_at
 from gpu.cuda.layout import (
     DECODE_RING,
