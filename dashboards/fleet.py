@@ -7,7 +7,7 @@ these queries have no result.
 from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
 from dashboards.overview import UID as OVERVIEW
-from dashboards.overview_panels import HERE
+from dashboards.overview_panels import HERE, here
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.supervisor_metrics import NamedMetric, NodeMetrics, ProcessMetrics
 
@@ -25,12 +25,8 @@ def fleet() -> Json:
     return dashboard(UID, "Trinity: fleet", [_totals(), _nodes(), _load(), _slos()], variables)
 
 
-def _s(metric: NamedMetric, **labels: str) -> str:
-    return q.series(metric, HERE, **labels)
-
-
 def _by_node(kind: str, metric: NamedMetric) -> str:
-    return f"{kind} by (node) ({_s(metric)})"
+    return f"{kind} by (node) ({here(metric)})"
 
 
 def _waiting() -> str:
@@ -64,22 +60,24 @@ def _totals() -> Row:
     return Row(
         "Fleet",
         [
-            _tile("Nodes", "Nodes that Prometheus scrapes", f"count(count by (node) ({_s(NodeMetrics.INFO)}))"),
+            _tile("Nodes", "Nodes that Prometheus scrapes", f"count(count by (node) ({here(NodeMetrics.INFO)}))"),
             _tile(
                 "Down",
                 "Targets that Prometheus cannot scrape; not filtered by Node and Model, which are unknown for them",
                 'count(up{job="trinity"} == 0) or vector(0)',
                 bad_from=1,
             ),
-            _tile("Draining", "Nodes whose health check fails because they drain", f"sum({_s(NodeMetrics.DRAINING)})"),
+            _tile(
+                "Draining", "Nodes whose health check fails because they drain", f"sum({here(NodeMetrics.DRAINING)})"
+            ),
             _tile(
                 "Workers not ready",
                 "Workers of all nodes' plans that do not serve",
-                f"sum(1 - {_s(ProcessMetrics.UP)})",
+                f"sum(1 - {here(ProcessMetrics.UP)})",
                 bad_from=1,
             ),
             _tile("Waiting", "Requests that wait for a worker or for KV blocks", f"sum({_waiting()})"),
-            _tile("Requests", "Completed generations per second", q.rate(_s(FrontendMetrics.REQUESTS)), "reqps"),
+            _tile("Requests", "Completed generations per second", q.rate(here(FrontendMetrics.REQUESTS)), "reqps"),
             _tile(
                 "Errors",
                 "Share of generations that failed or were refused",
@@ -90,7 +88,7 @@ def _totals() -> Row:
             _tile(
                 "Fullest KV",
                 "KV in use of the fullest decode worker",
-                f"max({_s(DecodeMetrics.KV_USED)})",
+                f"max({here(DecodeMetrics.KV_USED)})",
                 "percentunit",
                 bad_from=0.98,
             ),
@@ -101,7 +99,7 @@ def _totals() -> Row:
 def _nodes() -> Row:
     columns = [
         Query(_by_node("max", NodeMetrics.DRAINING), "draining"),
-        Query(f"sum by (node) (1 - {_s(ProcessMetrics.UP)})", "not ready"),
+        Query(f"sum by (node) (1 - {here(ProcessMetrics.UP)})", "not ready"),
         Query(_by_node("max", ProcessMetrics.HEARTBEAT_AGE), "oldest heartbeat", "s"),
         Query(_waiting(), "waiting"),
         Query(_running(), "running"),
@@ -115,7 +113,7 @@ def _nodes() -> Row:
 
 
 def _load() -> Row:
-    requests = q.rate(_s(FrontendMetrics.REQUESTS), _NODE)
+    requests = q.rate(here(FrontendMetrics.REQUESTS), _NODE)
     queue = Query(_llm_d("sum", "queue_size"), "llm-d's queue")
     saturation = Query(_llm_d("max", "pool_saturation"), "llm-d's saturation of the nodes")
     return Row(
