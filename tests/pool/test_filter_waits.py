@@ -116,10 +116,9 @@ def test_an_idle_pool_is_woken_by_a_resolved_filter(
     from runtime.pool.process import Timing
 
     plan = plan_of(docs)
-    pool = make_pool(plan, timing=Timing(control_ns=3600 * 10**9)).start()
+    make_pool(plan, timing=Timing(control_ns=3600 * 10**9)).start()
     client = attached(make_client(plan))
     assert client.search(vectors[5], 1, filter=number_is(5)).ids.tolist() == [5]
-    assert pool.pool.scopes.evaluated == 1
 
 
 def test_a_cancelled_query_ends_once_and_its_filter_is_not_evaluated(

@@ -126,8 +126,6 @@ class Scopes:
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._own: dict[int, Parts] = {}  # of collections, by scope number
         self._retired: list[Parts] = []  # replaced, but queries in the pool may still use them
-        self.evaluated = 0
-        """Number of filters evaluated so far."""
 
     def register(self, collection: int, filterable: FilterableCollection) -> None:
         """Accept filters for a collection, given by its number in the client table."""
@@ -162,7 +160,6 @@ class Scopes:
         Raises `Overloaded` if the scopes in use leave no room.
         """
         scope = _Scope(collection, encoded, Parts(found))
-        self.evaluated += 1
         if len(self._retired) > _MOST_RETIRED:
             self._retired = [parts for parts in self._retired if in_use(parts.address)]
         evicted = self._evict(scope.parts.nbytes, in_use)
