@@ -1,7 +1,6 @@
 """Python interface of the pool's compiled policy for tests: queries are objects, and rejections are exceptions."""
 
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from ipc import STAGES, Stage
 from ipc.native.records import address_of
@@ -12,16 +11,14 @@ from runtime.pool.estimates import extend_ns, learn_cost
 from runtime.pool.settings import Policy
 from runtime.pool.tables import NEVER_NS, Tables, active_count, new_tables, tables_at
 
-T = TypeVar("T")
-
 
 @dataclass(slots=True, eq=False)
-class Entry(Generic[T]):
-    """A query: arrival and deadline (NEVER_NS: none) in monotonic ns, and its search parameters."""
+class Entry:
+    """A query, by number: arrival and deadline (NEVER_NS: none) in monotonic ns, and its search parameters."""
 
     stage: Stage
     arrival_ns: int
-    query: T
+    query: int
     deadline_ns: int = NEVER_NS
     collection: int = 0
     top_m: int = 64
@@ -31,16 +28,16 @@ class Entry(Generic[T]):
 
 
 @dataclass(slots=True)
-class Changes(Generic[T]):
+class Changes:
     """Changes before the next extend. `late` queries left the queue: they can no longer meet their deadlines."""
 
-    admitted: list[Entry[T]] = field(default_factory=list)
-    paused: list[Entry[T]] = field(default_factory=list)
-    resumed: list[Entry[T]] = field(default_factory=list)
-    late: list[Entry[T]] = field(default_factory=list)
+    admitted: list[Entry] = field(default_factory=list)
+    paused: list[Entry] = field(default_factory=list)
+    resumed: list[Entry] = field(default_factory=list)
+    late: list[Entry] = field(default_factory=list)
 
 
-class Scheduler(Generic[T]):
+class Scheduler:
     """The queries of one pool under a `Policy`.
 
     A caller adds every query (`add`), requests the active queries before each extend (`next`), and reports extends
@@ -50,39 +47,14 @@ class Scheduler(Generic[T]):
     def __init__(self, settings: Policy) -> None:
         self.tables: Tables = new_tables(settings)
         self._handle = address_of(self.tables)
-        self._entries: dict[int, Entry[T]] = {}
-
-    @property
-    def reserve(self) -> float:
-        """The reserve r."""
-        return self.tables.reserve
-
-    @reserve.setter
-    def reserve(self, reserve: float) -> None:
-        self.tables.reserve = reserve
-
-    @property
-    def flush_prefill_ns(self) -> int:
-        """The flush timeout τ_pre."""
-        return self.tables.flush_prefill_ns
-
-    @flush_prefill_ns.setter
-    def flush_prefill_ns(self, timeout_ns: int) -> None:
-        self.tables.flush_prefill_ns = timeout_ns
-
-    @property
-    def credit_ns(self) -> float:
-        """Slot time that prefill may take beyond its reserve."""
-        return self.tables.credit_ns
+        self._entries: dict[int, Entry] = {}
 
     @property
     def waiting(self) -> dict[Stage, int]:
-        """Queries in each queue."""
         return {stage: self.tables.queues[code].count for code, stage in enumerate(STAGES)}
 
     @property
     def running(self) -> dict[Stage, int]:
-        """Active queries by stage."""
         return {stage: self.tables.active[code].count for code, stage in enumerate(STAGES)}
 
     @property
@@ -93,7 +65,7 @@ class Scheduler(Generic[T]):
     def busy(self) -> bool:
         return bool(self._entries)
 
-    def add(self, entry: Entry[T], now_ns: int) -> None:
+    def add(self, entry: Entry, now_ns: int) -> None:
         """Enqueue a query. Raises `Overloaded` for a full queue, `DeadlineExceeded` for a deadline in the past."""
         number = _add(
             self._handle, STAGES.index(entry.stage), entry.arrival_ns, entry.deadline_ns, entry.collection, entry.top_m,
@@ -106,7 +78,7 @@ class Scheduler(Generic[T]):
         entry.number = number
         self._entries[number] = entry
 
-    def next(self, now_ns: int) -> Changes[T]:
+    def next(self, now_ns: int) -> Changes:
         """Assign the slots of the next extend."""
         if not _schedule(self._handle, now_ns):
             return Changes()
@@ -123,12 +95,12 @@ class Scheduler(Generic[T]):
         """Report that every active query advanced by `extends`, which took `took_ns` in total."""
         _advanced(self._handle, extends, int(took_ns))
 
-    def finished(self, entry: Entry[T], extends: int) -> None:
+    def finished(self, entry: Entry, extends: int) -> None:
         """Report that a query was answered after `extends` and has left its slot."""
         _finished(self._handle, entry.number, extends)
         self._forget(entry)
 
-    def left(self, entry: Entry[T]) -> None:
+    def left(self, entry: Entry) -> None:
         """Report that a query left its queue or slot without an answer. Raises ValueError if it is in neither."""
         if self._entries.get(entry.number) is not entry:
             raise ValueError("the query is not in the pool")
@@ -143,11 +115,11 @@ class Scheduler(Generic[T]):
         """Return T_ext: the expected duration of an extend of `active` slots."""
         return float(_extend_ns(self._handle, float(active)))
 
-    def _free(self, entry: Entry[T]) -> None:
+    def _free(self, entry: Entry) -> None:
         _free(self._handle, entry.number)
         self._forget(entry)
 
-    def _forget(self, entry: Entry[T]) -> None:
+    def _forget(self, entry: Entry) -> None:
         del self._entries[entry.number]
         entry.number = -1
 

@@ -38,12 +38,12 @@ def decisions(name: str) -> Iterator[str]:
     """Yield a line for each round of a case in which something is decided: time, verdicts on arrivals, changes, and the
     credit afterwards."""
     drawn = Random(name)
-    made: Scheduler[int] = Scheduler(Policy(**(_USUAL | _CASES[name])))
+    made = Scheduler(Policy(**(_USUAL | _CASES[name])))
     now = number = 0
-    left: dict[Entry[int], int] = {}  # extends of the queries with slots
-    total: dict[Entry[int], int] = {}
-    active: dict[Entry[int], None] = {}  # in order of their start
-    waiting: dict[int, Entry[int]] = {}
+    left: dict[Entry, int] = {}  # extends of the queries with slots
+    total: dict[Entry, int] = {}
+    active: dict[Entry, None] = {}  # in order of their start
+    waiting: dict[int, Entry] = {}
     for turn in range(_ROUNDS):
         line = [f"{now}"]
         load = (0.1, 0.7, 0.0, 1.6)[turn // 15 % 4]
@@ -90,7 +90,7 @@ def decisions(name: str) -> Iterator[str]:
                 del active[one]
                 made.finished(one, total[one])
         if line[1:]:
-            yield " ".join([*line, f"r {made.credit_ns:.6g}"])
+            yield " ".join([*line, f"r {made.tables.credit_ns:.6g}"])
 
 
 @pytest.mark.parametrize("name", _CASES)

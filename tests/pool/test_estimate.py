@@ -10,20 +10,20 @@ from runtime.pool.tables import MAX_CLASSES, Tables, tables_at
 from tests.pool.scheduler import Scheduler
 
 
-def learnt(sizes: list[int], fixed: float, each: float, times: int = 100) -> Scheduler[int]:
-    made: Scheduler[int] = Scheduler(Policy(slots=32))
+def learnt(sizes: list[int], fixed: float, each: float, times: int = 100) -> Scheduler:
+    made = Scheduler(Policy(slots=32))
     for _ in range(times):
         for active in sizes:
             made.learn_cost(active, fixed + each * active)
     return made
 
 
-def line(made: Scheduler[int]) -> tuple[float, float]:
+def line(made: Scheduler) -> tuple[float, float]:
     return made.tables.cost.fixed_ns, made.tables.cost.each_ns
 
 
 def test_estimates_are_zero_before_any_observation() -> None:
-    made: Scheduler[int] = Scheduler(Policy(slots=32))
+    made = Scheduler(Policy(slots=32))
     assert made.extend_ns(8) == 0.0
 
 

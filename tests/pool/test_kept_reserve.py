@@ -12,7 +12,7 @@ from tests.pool.scheduler import Entry, Scheduler
 from tests.pool.scheduler_factories import LONG, entry, filled, measured, names, scheduler
 
 
-def kept(slots: int, reserve: float, **policy: Any) -> Scheduler[int]:
+def kept(slots: int, reserve: float, **policy: Any) -> Scheduler:
     return scheduler(slots, reserve, keep_reserve=True, **policy)
 
 
@@ -22,7 +22,7 @@ def test_decode_fills_no_more_than_its_share_while_prefill_is_present(slots: int
     filled(made, *(entry("prefill", -1 - name) for name in range(present)))
     filled(made, *(entry("decode", name) for name in range(2 * slots)))
     share = max(slots - math.ceil(reserve * slots), 1)
-    active: list[Entry[int]] = []
+    active: list[Entry] = []
     for now in range(present):
         active += [one for one in made.next(now).admitted if one.stage == "prefill"]
         assert made.running["decode"] == min(share, slots - len(active))

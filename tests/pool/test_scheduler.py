@@ -105,5 +105,5 @@ def test_a_missed_prefill_query_is_passed_only_by_arrivals_within_64_times_its_w
 
 def test_flush_timeout_and_reserve_can_be_changed_at_run_time() -> None:
     made = filled(scheduler(1, 0.0, flush_prefill_ns=30), entry("prefill", 1), entry("decode", 2))
-    made.flush_prefill_ns, made.reserve = 0, 1.0
+    made.tables.flush_prefill_ns, made.tables.reserve = 0, 1.0
     assert names(made.next(1).admitted) == [1]

@@ -36,7 +36,7 @@ def test_preemption_for_slack_is_limited_to_prefills_reserve() -> None:
     made.next(0)
     filled(made, *(entry("prefill", name, arrival=1) for name in range(10, 18)))
     assert len(made.next(50).admitted) == 2
-    made.reserve = 0.75
+    made.tables.reserve = 0.75
     made.next(50)
     assert made.running == {"prefill": 6, "decode": 2}
 
@@ -56,7 +56,7 @@ def test_a_decode_query_advances_by_an_extend_between_two_pauses() -> None:
 
 def test_after_the_aging_time_the_oldest_decode_query_runs_regardless_of_the_reserve() -> None:
     made = filled(scheduler(1, 1.0, aging_ns=100), entry("decode", 1))
-    running: list[Entry[int]] = []
+    running: list[Entry] = []
     for now in range(0, 200, 10):
         filled(made, entry("prefill", 10 + now, arrival=now))
         if running:
@@ -80,7 +80,7 @@ def test_a_shorter_decode_query_passes_slightly_earlier_longer_ones() -> None:
     assert order == [1, 4, 5, 2, 3, 6]
 
 
-def order_of_short_ones_behind_long_ones(made: Scheduler[int], came: tuple[int, int, int]) -> list[int]:
+def order_of_short_ones_behind_long_ones(made: Scheduler, came: tuple[int, int, int]) -> list[int]:
     """Return the order in which 1, long queries 2 and 3 (arriving at 1 and 2) and later arrivals 4, 5, 6 run."""
     for name, arrival, top_m in ((1, 0, USUAL), (2, 1, LONG), (3, 2, LONG)):
         filled(made, entry("decode", name, top_m=top_m, arrival=arrival))
@@ -124,7 +124,7 @@ def test_a_much_shorter_decode_query_preempts_a_long_one_which_resumes_later() -
 
 def test_a_stream_of_short_decode_queries_does_not_starve_a_long_one() -> None:
     made = measured(scheduler(1, 0.0), 0.01, 1)  # an extend takes 1 ns
-    active: dict[Entry[int], int] = {}
+    active: dict[Entry, int] = {}
     left = {1: 103}
     filled(made, entry("decode", 1, top_m=LONG))
     for now in range(3000):
@@ -155,7 +155,7 @@ def test_prefill_earns_credit_for_its_unused_share_and_spends_it_with_all_slots(
     made.next(0)
     for _ in range(10):
         made.advanced(1, 200)
-    assert made.credit_ns == 0.3 * 2000
+    assert made.tables.credit_ns == 0.3 * 2000
     prefill = [entry("prefill", name, arrival=1) for name in (10, 11)]
     filled(made, *prefill)
     changes = made.next(1)  # at once, although it has slack
@@ -174,17 +174,17 @@ def test_credit_is_capped_at_the_aging_time_and_not_earned_while_decode_is_idle(
     made = filled(scheduler(2, 0.5, aging_ns=1000), entry("decode", 1))
     made.next(0)
     made.advanced(1, 10_000_000)
-    assert made.credit_ns == 1000
+    assert made.tables.credit_ns == 1000
     alone = filled(scheduler(2, 0.5, aging_ns=1000), entry("prefill", 1))
     alone.next(0)
     alone.advanced(1, 100)
-    assert alone.credit_ns == 0
+    assert alone.tables.credit_ns == 0
 
 
 # ---- bursts
 
 
-def in_burst(made: Scheduler[int], prefill: int) -> list[Entry[int]]:
+def in_burst(made: Scheduler, prefill: int) -> list[Entry]:
     """Add `prefill` prefill queries while decode has all slots and prefill has credit."""
     filled(made, *(entry("decode", number) for number in range(8)))
     made.next(0)
@@ -219,7 +219,7 @@ def test_a_burst_ends_when_the_credit_is_used_up() -> None:
     made = measured(scheduler(8, 0.25, aging_ns=1000), 1, 10)
     in_burst(made, 3)
     assert made.running == {"prefill": 3, "decode": 0}
-    while made.credit_ns:
+    while made.tables.credit_ns:
         made.advanced(1, 100)
     made.next(2)
     assert made.running == {"prefill": 3, "decode": 5}

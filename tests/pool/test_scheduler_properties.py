@@ -40,13 +40,13 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
             missed_ns=10**9 if flush else lost, rules=rules, keep_reserve=keep,
         )  # fmt: skip
         self.reserve = reserve
-        self.scheduler: Scheduler[int] = Scheduler(self.policy)
+        self.scheduler = Scheduler(self.policy)
         if each:
             for active in (1, 2) * 5:
                 self.scheduler.learn_cost(active, 0.2 + each * active)
-        self.waiting: list[Entry[int]] = []
-        self.active: list[Entry[int]] = []
-        self.paused: list[Entry[int]] = []
+        self.waiting: list[Entry] = []
+        self.active: list[Entry] = []
+        self.paused: list[Entry] = []
         self.now = self.names = 0
         self.may_yield = self.yields = False  # prefill to decode: the policy asks the first that waits
         self.accepted: list[int] = []
@@ -86,12 +86,12 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
 
     @rule(reserve=st.floats(0.0, 1.0))
     def the_reserve_changes(self, reserve: float) -> None:
-        self.scheduler.reserve = self.reserve = reserve
+        self.scheduler.tables.reserve = self.reserve = reserve
 
     @rule()
     def next(self) -> None:
         waiting, was_active, was_paused = list(self.waiting), list(self.active), list(self.paused)
-        credit = self.scheduler.credit_ns
+        credit = self.scheduler.tables.credit_ns
         flush = self.policy.flush_prefill_ns
         yields = [
             self.now < min(one.arrival_ns + flush, one.deadline_ns - flush)
@@ -119,7 +119,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         self.check_shares(credit, was_active, was_paused, [*changes.admitted, *changes.resumed])
         assert len(waiting) == len(self.waiting) + len(changes.admitted) + len(changes.late)
 
-    def check_orders(self, admitted: list[Entry[int]]) -> None:
+    def check_orders(self, admitted: list[Entry]) -> None:
         """Check that prefill is ordered by due time minus service time; decode by virtual deadline, then by arrival."""
         for stage in ("prefill", "decode"):
             begun = [self.turn(one) for one in admitted if one.stage == stage]
@@ -133,7 +133,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
             ]
             assert max(alike[0] + alike[1], default=0) < min(alike[2], default=1 << 30)
 
-    def turn(self, one: Entry[int]) -> tuple[int, int]:
+    def turn(self, one: Entry) -> tuple[int, int]:
         entry = self.scheduler.tables.entries[one.number]
         if one.stage == "decode" and self.policy.rules == "paper":
             assert entry.start_by_ns == one.arrival_ns
@@ -144,7 +144,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         return entry.start_by_ns, one.query
 
     def check_shares(
-        self, credit: float, was_active: list[Entry[int]], was_paused: list[Entry[int]], started: list[Entry[int]]
+        self, credit: float, was_active: list[Entry], was_paused: list[Entry], started: list[Entry]
     ) -> None:
         """Check that decode gets no slot, except for an overdue query, while prefill waits with less than its reserve,
         or beyond its own share where the reserve is kept; and that no slot is idle while a query waits that the engine
@@ -196,7 +196,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         assert self.scheduler.paused == len(self.paused)
         assert len(self.active) <= self.policy.slots
         assert len(self.active) + len(self.paused) <= self.policy.engine_slots
-        assert 0 <= self.scheduler.credit_ns <= self.policy.aging_ns
+        assert 0 <= self.scheduler.tables.credit_ns <= self.policy.aging_ns
         here = [one.query for one in (*self.waiting, *self.active, *self.paused)]
         assert sorted(self.gone + here) == self.accepted
         assert self.scheduler.busy == bool(here)
@@ -224,13 +224,13 @@ def test_every_decode_query_is_answered_within_the_bound_under_any_prefill_load(
     ahead: int, burst: int, slots: int, spare: int, aging_ns: int, **policy: Any
 ) -> None:
     settings = Policy(slots=slots, engine_slots=slots + spare, queue=400, aging_ns=aging_ns, **policy)
-    made: Scheduler[int] = Scheduler(settings)
+    made = Scheduler(settings)
     decode = [entry("decode", -1 - number) for number in range(ahead + 1)]
     for one in decode:
         made.add(one, 0)
     bound = (ahead + 1) * (aging_ns + 2 * EXTENDS + 2)
-    left: dict[Entry[int], int] = {}
-    active: set[Entry[int]] = set()
+    left: dict[Entry, int] = {}
+    active: set[Entry] = set()
     answered: dict[int, int] = {}
     for now in range(bound + 1):  # an extend takes 1
         for number in range(burst):
@@ -252,4 +252,4 @@ def test_every_decode_query_is_answered_within_the_bound_under_any_prefill_load(
 
 def test_removing_an_unknown_query_is_an_error() -> None:
     with pytest.raises(ValueError, match="not in the pool"):
-        Scheduler[int](Policy(slots=1)).left(entry("decode", 1))
+        Scheduler(Policy(slots=1)).left(entry("decode", 1))
