@@ -1,5 +1,6 @@
 """Child processes of tests: forked from a clean fork server with `ipc` imported, joined with a timeout, or killed."""
 
+import os
 import select
 import threading
 from collections.abc import Callable, Iterator
@@ -7,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
+
+import pytest
 
 from ipc import RingClient, new_token, private_endpoint
 from tests.ipc.ring_server import RingServer
@@ -34,6 +37,14 @@ def succeeded(process: BaseProcess) -> bool:
     """Wait for a child to exit by itself. Return whether it succeeded."""
     process.join(JOIN_S)
     return process.exitcode == 0
+
+
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+
+def become_another_user() -> None:
+    os.setgid(65534)
+    os.setuid(65534)
 
 
 def endpoint() -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from ipc import AttachTimeout, InvalidArgument, PeerLost, new_token, private_endpoint
 from ipc.ring.doorbell import EventfdBell, FdMailbox, Ringer, Sleeper, ZmqRinger, ZmqSleeper, send_fds
-from tests.ipc.processes import child, readable, succeeded
+from tests.ipc.processes import as_root, become_another_user, child, readable, succeeded
 
 SOON_MS = 60_000
 
@@ -138,12 +138,11 @@ def test_descriptors_without_a_receiver_are_rejected() -> None:
 
 
 def _connect_as_another_user(mailbox: str) -> None:
-    os.setgid(65534)
-    os.setuid(65534)
+    become_another_user()
     send_fds(mailbox, b"token", [0])
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@as_root
 def test_descriptors_of_another_user_are_dropped() -> None:
     mailbox = FdMailbox()
     with child(_connect_as_another_user, mailbox.name) as process:

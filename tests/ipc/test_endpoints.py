@@ -1,7 +1,6 @@
 """Tests that sockets of the node's processes reveal nothing to other users' processes and are not disturbed by them."""
 
 import contextlib
-import os
 import socket
 
 import pytest
@@ -9,7 +8,7 @@ import zmq
 
 from ipc.endpoints import bind, connect
 from ipc.errors import InvalidArgument
-from tests.ipc.processes import child, endpoint, succeeded
+from tests.ipc.processes import as_root, become_another_user, child, endpoint, succeeded
 
 CONNECTS = 300
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f"  # the greeting of a ZeroMQ peer
@@ -17,8 +16,7 @@ GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f"  # the greeting of a ZeroMQ peer
 
 def _connect_as_another_user(address: str) -> None:
     """Connect repeatedly. Raises AssertionError if the socket sends anything or keeps a connection."""
-    os.setgid(65534)
-    os.setuid(65534)
+    become_another_user()
     name = "\0" + address.removeprefix("ipc://@")
     for _ in range(CONNECTS):
         with socket.socket(socket.AF_UNIX) as knocking:
@@ -33,7 +31,7 @@ def _connect_as_another_user(address: str) -> None:
             assert said == b""
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@as_root
 def test_another_users_connection_is_closed_silently_and_the_owners_continue() -> None:
     address = endpoint()
     with (

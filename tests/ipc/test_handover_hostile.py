@@ -39,6 +39,14 @@ def offered(source: HandoverSource, owner: KvArena, **changes: Any) -> bytes:
     return encode(Offer(**{**fields, **changes}))
 
 
+def assert_dropped(sink: HandoverSink, *messages: bytes) -> None:
+    """Send these messages one by one: `receive` returns no offer for any."""
+    with connect(zmq.PUSH, sink.endpoint, max_message_bytes=4096) as hostile:
+        for message in messages:
+            hostile.send(message)
+            assert receive(sink) == []
+
+
 def _reference(arena: KvArena, **changes: int) -> MemoryReference:
     return msgspec.structs.replace(arena.memory.reference, **changes)
 
@@ -65,9 +73,7 @@ def test_an_offer_with_hostile_numbers_is_rejected(
     words: str,
     changes: Callable[[KvArena], dict[str, Any]],
 ) -> None:
-    with connect(zmq.PUSH, sink.endpoint, max_message_bytes=4096) as hostile:
-        hostile.send(offered(source, arena, **changes(arena)))
-        assert receive(sink) == []
+    assert_dropped(sink, offered(source, arena, **changes(arena)))
     assert sink.refused == 1
     source.offer(sink.endpoint, 0, b"")
     assert len(receive(sink)) == 1
@@ -78,10 +84,7 @@ def test_an_offer_whose_header_and_message_disagree_on_the_payloads_address_is_r
 ) -> None:
     elsewhere = CudaReference(1, "cuda:0", bytes(64), 9)
     devices = [elsewhere] if arena.device_reference is None else [elsewhere, None]
-    with connect(zmq.PUSH, sink.endpoint, max_message_bytes=4096) as hostile:
-        for device in devices:
-            hostile.send(offered(source, arena, device=device))
-            assert receive(sink) == []
+    assert_dropped(sink, *(offered(source, arena, device=device) for device in devices))
     assert sink.refused == len(devices)
 
 
@@ -90,9 +93,7 @@ def test_an_invalid_handle_is_rejected_and_nothing_stays_mapped(
     arena: KvArena, source: HandoverSource, sink: HandoverSink
 ) -> None:
     forged = CudaReference(1, "cuda:0", bytes(64), SLOTS * SLOT_BYTES)
-    with connect(zmq.PUSH, sink.endpoint, max_message_bytes=4096) as hostile:
-        hostile.send(offered(source, arena, device=forged))
-        assert receive(sink) == []
+    assert_dropped(sink, offered(source, arena, device=forged))
     assert (sink.refused, len(sink.arenas)) == (1, 0)
 
 
@@ -100,12 +101,8 @@ def test_a_sealed_memfd_that_is_not_an_arena_is_rejected(
     arena: KvArena, source: HandoverSource, sink: HandoverSink
 ) -> None:
     for size in (8, 4096):
-        with (
-            SharedMemory.create("test", size) as memory,
-            connect(zmq.PUSH, sink.endpoint, max_message_bytes=4096) as hostile,
-        ):
-            hostile.send(offered(source, arena, arena=memory.reference))
-            assert receive(sink) == []
+        with SharedMemory.create("test", size) as memory:
+            assert_dropped(sink, offered(source, arena, arena=memory.reference))
     assert sink.refused == 2
     assert not sink.arenas
 
@@ -117,9 +114,7 @@ def test_an_arena_with_a_hostile_header_is_rejected(
 ) -> None:
     header = arena.memory.view[:64].cast("q")
     header[word] = value if header[word] != value else 1  # a payload in GPU memory has 0 as its offset
-    with connect(zmq.PUSH, sink.endpoint, max_message_bytes=4096) as hostile:
-        hostile.send(offered(source, arena))
-        assert receive(sink) == []
+    assert_dropped(sink, offered(source, arena))
     assert sink.refused == 1
 
 
@@ -130,18 +125,14 @@ NOT_UTF8 = encode(Ended(1, True, "reason")).replace(b"reason", b"rea\xffon")
     "message", [b"", b"\xc1", b"x" * 100, NOT_UTF8, encode(Seen(1, 1)), encode(Ended(1, True, ""))]
 )
 def test_a_sink_counts_and_drops_malformed_messages(source: HandoverSource, sink: HandoverSink, message: bytes) -> None:
-    with connect(zmq.PUSH, sink.endpoint, max_message_bytes=4096) as hostile:
-        hostile.send(message)
-        assert receive(sink) == []
+    assert_dropped(sink, message)
     assert sink.malformed == 1
 
 
 def test_an_offer_with_a_network_reply_address_is_dropped(
     arena: KvArena, source: HandoverSource, sink: HandoverSink
 ) -> None:
-    with connect(zmq.PUSH, sink.endpoint, max_message_bytes=4096) as hostile:
-        hostile.send(offered(source, arena, reply="tcp://127.0.0.1:1"))
-        assert receive(sink) == []
+    assert_dropped(sink, offered(source, arena, reply="tcp://127.0.0.1:1"))
     assert sink.malformed == 1
 
 

@@ -6,7 +6,7 @@ import tempfile
 import pytest
 
 from ipc import MemoryReference, MemoryRefused, SharedMemory
-from tests.ipc.processes import child, succeeded
+from tests.ipc.processes import as_root, become_another_user, child, succeeded
 
 
 def _write_a_greeting(reference: MemoryReference) -> None:
@@ -97,16 +97,12 @@ def test_a_missing_process_or_descriptor_is_rejected(pid: int, fd: int) -> None:
 
 
 def _open_as_another_user(reference: MemoryReference) -> None:
-    os.setgid(65534)
-    os.setuid(65534)
-    try:
+    become_another_user()
+    with pytest.raises(MemoryRefused):
         SharedMemory.open(reference, max_size=4096)
-    except MemoryRefused:
-        return
-    raise AssertionError("a stranger has opened the memory")
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@as_root
 def test_another_user_cannot_open_the_memory() -> None:
     with SharedMemory.create("test", 4096) as memory, child(_open_as_another_user, memory.reference) as process:
         assert succeeded(process)

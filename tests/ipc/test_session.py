@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ipc import Draining, InvalidArgument, Result, RingClient, RingFull, SearchSpec
+from ipc import InvalidArgument, Result, RingClient, RingFull, SearchSpec
 from tests.ipc.processes import attach
 from tests.ipc.ring_server import Cancel, RingServer
 from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, vector
@@ -168,17 +168,6 @@ def test_receive_respects_its_limit_and_serves_clients_round_robin(server: RingS
         taken = [[r.client for r in server.receive(2)] for _ in range(4)]
         assert [len(turn) for turn in taken] == [2, 2, 2, 0]
         assert all(len(set(turn)) == 2 for turn in taken[:3])  # one of each, although the first has three waiting
-
-
-def test_a_draining_pool_rejects_requests_and_accepts_cancellations(server: RingServer, client: RingClient) -> None:
-    request_id = ask(client)
-    server.drain()
-    with pytest.raises(Draining):
-        ask(client)
-    assert client.outstanding == 1
-    assert client.cancel(request_id)
-    (request,) = server.receive()
-    assert server.cancellations() == [Cancel(request.client, request_id)]
 
 
 def test_a_failed_submit_leaves_nothing_outstanding(server: RingServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,19 @@ from tests.ipc.ring_server import Cancel, RingServer
 from tests.ipc.sessions import DIM, answer, ask
 
 
-def test_a_draining_pool_finishes_its_requests_and_accepts_no_new_ones(server: RingServer, client: RingClient) -> None:
-    ask(client)
+def test_a_draining_pool_finishes_or_cancels_its_requests_and_accepts_no_new_ones(
+    server: RingServer, client: RingClient
+) -> None:
+    ids = [ask(client), ask(client)]
     server.drain()
     with pytest.raises(Draining):
         ask(client)
-    assert answer(server) == 1
-    assert [r.status for r in client.poll()] == ["ok"]
+    assert client.outstanding == 2
+    assert answer(server, 1) == 1
+    assert [(r.request_id, r.status) for r in client.poll()] == [(ids[0], "ok")]
+    assert client.cancel(ids[1])
+    (request,) = server.receive()
+    assert server.cancellations() == [Cancel(request.client, ids[1])]
     with pytest.raises(AttachRefused, match="draining"):
         attach(server)
 
