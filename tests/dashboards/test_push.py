@@ -36,11 +36,15 @@ def test_an_empty_grafana_gets_the_folder_and_the_dashboards(grafana: GrafanaSer
         assert stored["dashboard"]["panels"] == board["panels"]
 
 
-def test_a_second_push_writes_nothing(grafana: GrafanaServer) -> None:
+def test_a_second_push_writes_only_what_was_changed(grafana: GrafanaServer) -> None:
     Pusher(grafana.url, TOKEN).push()
+    grafana.folders[FOLDER_UID]["title"] = "renamed"
+    grafana.boards["trinity-overview"]["dashboard"]["tags"] = []
     grafana.writes.clear()
+    assert actions(Pusher(grafana.url, TOKEN)) == ["update", "update", "unchanged"]
+    assert grafana.writes == EVERYTHING[:2]
     assert set(actions(Pusher(grafana.url, TOKEN))) == {"unchanged"}
-    assert grafana.writes == []
+    assert grafana.writes == EVERYTHING[:2]
 
 
 def test_a_provisioned_dashboard_is_left_alone(grafana: GrafanaServer) -> None:
