@@ -23,7 +23,6 @@ _SLO = f'{HERE},slo="$slo"'
 
 
 def overview() -> Json:
-    """Return the overview dashboard."""
     variables = [
         label_variable("node", "Node", NodeMetrics.INFO, "node"),
         label_variable("model", "Model", NodeMetrics.INFO, "model_name"),

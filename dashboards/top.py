@@ -103,7 +103,6 @@ Section = dict[str, Text]
 
 
 def sections(window: MetricWindow) -> dict[str, Section]:
-    """Return the sections by title."""
     return {
         "SLOs": _slos(window),
         "Health": _health(window),

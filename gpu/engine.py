@@ -108,7 +108,6 @@ class Engine(ABC):
 
     @property
     def free_slots(self) -> int:
-        """Number of free slots."""
         return self._slots.free_count
 
     @property

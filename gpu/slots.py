@@ -82,7 +82,6 @@ class Collections:
         return number
 
     def remove(self, name: str) -> None:
-        """Remove an index."""
         self.data[self._numbers.pop(name)] = None
         del self._dims[name]
 

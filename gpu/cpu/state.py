@@ -55,7 +55,6 @@ def visited_bits(top_m: int, degree: int) -> Any:
 
 @compiled
 def visited_bits_of(collection: Collection, top_m: int) -> Any:
-    """Return `visited_bits` for an index."""
     coded = collection.blocks != 0  # with codes only parents are marked as visited, not all candidates
     return visited_bits(top_m, _PARENTS_A_NODE if coded else collection.degree)
 

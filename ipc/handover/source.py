@@ -91,7 +91,6 @@ class KvArena:
         atomics.store_release(self.memory.address + HEADER_BYTES + 8 * (self.slots + slot), amount)
 
     def generation(self, slot: int) -> int:
-        """Return the slot's generation."""
         return self._generations[slot]
 
     def close(self) -> None:

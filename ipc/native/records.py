@@ -176,13 +176,11 @@ def address_of(held: Record | Array[Any]) -> int:
 
 
 def copy_of(held: R) -> R:
-    """Return a copy of a record."""
     made: Any = type(held)
     return cast(R, made.from_buffer_copy(held))
 
 
 def offset_of(kind: type[Record], field: str) -> int:
-    """Return the byte offset of a field."""
     made: Any = kind
     return int(made.fields[field].offset)
 

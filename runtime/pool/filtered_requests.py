@@ -37,7 +37,6 @@ class WaitingRequest:
 
     @property
     def row(self) -> int:
-        """The row of its client."""
         return self.aside.request.row
 
     @property

@@ -341,13 +341,11 @@ def _evict(loop: Loop, row: int) -> None:
 
 @compiled
 def count(counter: Array[float], amount: float) -> None:
-    """Add to a counter."""
     counter[0] += amount
 
 
 @compiled
 def observe(histogram: Histogram, value: float) -> None:
-    """Add a value to a histogram."""
     bucket = 0
     while bucket < histogram.edge_count and histogram.edges[bucket] < value:
         bucket += 1

@@ -144,7 +144,6 @@ class PoolLoop:
 
     @property
     def active(self) -> int:
-        """Active queries."""
         return self.tables.active[PREFILL].count + self.tables.active[DECODE].count
 
     @property

@@ -52,7 +52,6 @@ class EngineFunctions(Record):
 
     @classmethod
     def of(cls, backend: Backend) -> "EngineFunctions":
-        """Return the functions of a backend."""
         made = cls(**{name: getattr(backend, name) for name in cls.dtype.names or ()})
         made.admit_in_place = made.admit_in_place or made.admit
         return made

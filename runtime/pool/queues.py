@@ -40,7 +40,6 @@ def _sift_down(t: Tables, heap: Array[int], index: int, count: int) -> None:
 
 @compiled
 def push(t: Tables, queue: EntryList, number: int) -> None:
-    """Push an entry onto a queue."""
     append(queue, number)
     _sift_up(t, queue.numbers, queue.count - 1)
 

@@ -52,7 +52,6 @@ class PolicyChoice:
         return f"fixed:{self.reserve:g}" if self.kind == "fixed" else self.kind
 
     def rules(self, config: NodeConfig, slots: int) -> Policy:
-        """Return the rules of a pool with `slots` slots."""
         policy = policy_of(config, slots, pool_device(config))
         if self.kind == "fixed":
             policy = replace(policy, reserve=self.reserve)

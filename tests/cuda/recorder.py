@@ -58,7 +58,6 @@ class RecordingDriver:
         self._called_back = DriverCallbacks(self)
 
     def names(self) -> list[str]:
-        """Return the names of the calls."""
         return [call[0] for call in self.calls]
 
     def _number(self) -> int:

@@ -266,7 +266,6 @@ def raw_distances(vectors: FloatArray, query: FloatArray, metric: str) -> FloatA
 
 
 def stored_distances(rows: Rows, query: FloatArray, nodes: npt.NDArray[np.int64]) -> FloatArray:
-    """Return distances of the stored rows."""
     return raw_distances(rows.codes[nodes, : rows.dim].astype(np.float32), query, rows.metric)
 
 

@@ -117,7 +117,6 @@ class RingServer(SessionServer):
         return requests
 
     def _request(self, now: int) -> Request:
-        """Return the current request."""
         current = self.request
         vector = np.array((ctypes.c_float * current.dim).from_address(current.vector))
         attached = self.client_table.clients[current.row]

@@ -121,7 +121,6 @@ class TinyNode:
 
 
 def worker(status: NodeStatus, name: str = "pool-0") -> WorkerStatus:
-    """Return the status of one worker."""
     return next(found for found in status.workers if found.name == name)
 
 

@@ -141,7 +141,6 @@ def serve(make_pool: MakePool, make_client: MakeClient) -> MakeServed:
 
 @pytest.fixture
 def two(collection: Path, make_pool: MakePool) -> tuple[NodePlan, list[InProcessPool]]:
-    """Two running pools of one plan."""
     plan = plan_of(collection, workers=2, ring_slots=64)
     return plan, [make_pool(plan, f"pool-{number}").start() for number in range(2)]
 
@@ -153,5 +152,4 @@ def pools(two: tuple[NodePlan, list[InProcessPool]]) -> list[InProcessPool]:
 
 @pytest.fixture
 def client(two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient) -> SearchClient:
-    """A client of the two pools."""
     return attached(make_client(two[0]))

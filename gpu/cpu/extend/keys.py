@@ -39,7 +39,6 @@ def key_of(distance: float, node: int) -> Any:
 
 @compiled
 def distance_of(key: int) -> Any:
-    """Return a key's distance."""
     bits = np.uint32(np.uint64(key) >> np.uint64(32))
     bits = bits & np.uint32(0x7FFFFFFF) if bits & np.uint32(0x80000000) else ~bits
     return bits_float(np.uint32(bits))
@@ -47,7 +46,6 @@ def distance_of(key: int) -> Any:
 
 @compiled
 def node_of(key: int) -> Any:
-    """Return a key's node."""
     return (np.uint64(key) >> np.uint64(1)) & np.uint64(0x7FFFFFFF)
 
 

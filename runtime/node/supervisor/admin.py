@@ -153,7 +153,6 @@ def admin_request(endpoint: str, request: str, timeout_s: float = 10.0) -> bytes
 
 
 def node_status(info: NodeInfo) -> NodeStatus:
-    """Return the status of a running node."""
     return msgspec.json.decode(admin_request(info.control, "status"), type=NodeStatus)
 
 

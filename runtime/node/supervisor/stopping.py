@@ -33,7 +33,6 @@ def stop_steps(
 
 
 def of_role(workers: Sequence[SupervisedWorker], role: Role) -> list[SupervisedWorker]:
-    """Return the workers of a role."""
     return [worker for worker in workers if worker.placement.role == role]
 
 

@@ -136,7 +136,6 @@ class PoolCatalogue:
 
     @property
     def reloading(self) -> bool:
-        """Whether a reload is in progress."""
         return any(entry.reload_requested or entry.offered for entry in self._entries.values())
 
     @property

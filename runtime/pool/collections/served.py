@@ -314,7 +314,6 @@ class ServedCollections:
         return False
 
     def find(self, key: str) -> ServedCollection | None:
-        """Return a served collection."""
         return self._served.get(key)
 
     @property

@@ -132,7 +132,6 @@ state_at = record_at(State)
 
 @compiled
 def append(rows: RowList, row: int) -> None:
-    """Append a row to a list."""
     rows.rows[rows.count] = row
     rows.count += 1
 

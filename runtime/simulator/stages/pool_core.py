@@ -266,7 +266,6 @@ def _join(pool: Pool, member: Member, steps: int) -> None:
 
 @compiled
 def _record_admission(s: State, pool: Pool, query: Query) -> None:
-    """Record the admission of a query to a slot."""
     query.begun_ns = s.now_ns
     wait = query.begun_ns - query.enqueued_ns
     pool.admitted += 1
