@@ -26,6 +26,7 @@ from runtime.retrieval.passages import NO_TIMES, FoundPassages, OnRead, Passage
 from runtime.retrieval.search.query import Query
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Request, RequestOutcome
+from runtime.serving.http.service import NoCollections
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Sampling, Tokens
 from tests.clock import Clock
 from tests.engines.fake_openai import MODEL, URL, Behaviour, FakeServer
@@ -34,7 +35,7 @@ from tests.engines.fake_vllm import HttpFront
 Json = dict[str, Any]
 
 
-class FakeSearch:
+class FakeSearch(NoCollections):
     """A search that returns new passages on every call unless a test configures it otherwise."""
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class FakeSearch:
         self.ranking, self.times = "", NO_TIMES
         self._count = itertools.count(1)
 
-    async def search(
+    async def search(  # type: ignore[override]
         self, query: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> list[Passage]:
         on_embedded()
@@ -60,12 +61,6 @@ class FakeSearch:
         texts = self.texts or [f"passage {one}." + "x" * self.long for one in names]
         found = [Passage(f"p{one}", f"T{one}", 0.1, text) for one, text in zip(names, texts, strict=False)]
         return FoundPassages(found, ranking=self.ranking, times=self.times)
-
-    def missing(self) -> list[str]:
-        return []
-
-    def unavailable(self) -> dict[str, str]:
-        return {}
 
 
 @dataclass

@@ -64,18 +64,16 @@ class Reranked:
         return FoundPassages(ended.passages, ranking=ended.ranking, times=ended.times)
 
 
-class FakeSearch:
+class FakeSearch(NoCollections):
     """A search that always returns the same passages, or raises `error` if a test sets it."""
 
     def __init__(self) -> None:
         self.calls: list[Query] = []
         self.error: Exception | None = None
-        self.missing_workers: list[str] = []
-        self.unavailable_collections: dict[str, str] = {}
         self.hangs = False
         self.timeout_s = 0.0
 
-    async def search(
+    async def search(  # type: ignore[override]
         self, query: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> list[Passage]:
         on_embedded()
@@ -85,13 +83,11 @@ class FakeSearch:
             await asyncio.sleep(0.005)
         if self.error is not None:
             raise self.error
+        return self.passages(query, on_read)
+
+    def passages(self, query: Query, on_read: OnRead) -> list[Passage]:
+        """Return what a query finds."""
         return list(PASSAGES[: query.spec.k])
-
-    def missing(self) -> list[str]:
-        return self.missing_workers
-
-    def unavailable(self) -> dict[str, str]:
-        return self.unavailable_collections
 
 
 async def metrics() -> str:

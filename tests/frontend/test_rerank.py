@@ -1,6 +1,6 @@
 """Reranking over HTTP: /v1/rerank, searches, vector stores and responses of OpenAI's unmodified client."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -10,7 +10,7 @@ import pytest
 from runtime.errors import RerankerUnreachable
 from runtime.retrieval.attributes.filters import AttributeBinding, decode_filter, parse_filter
 from runtime.retrieval.embedding.model_directory import read_model_directory
-from runtime.retrieval.passages import FoundPassages, OnRead, Passage
+from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.reranking.cross_encoder import CrossEncoder
 from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.search.query import Query, Rerank
@@ -30,12 +30,8 @@ TENANT = Access({"docs": AttributeBinding("tenant", "acme")})
 class Library(Stand):
     """A collection whose searches find the same passages."""
 
-    async def search(
-        self, asked: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
-    ) -> FoundPassages:
-        on_embedded()
-        self.asked.append(asked)
-        return FoundPassages(FOUND[: asked.spec.k])
+    def passages(self, query: Query, on_read: OnRead) -> list[Passage]:
+        return FOUND[: query.spec.k]
 
 
 class Faulty(CrossEncoder):
@@ -88,7 +84,7 @@ def client(cluster: Cluster, http: httpx.Client) -> Iterator[openai.OpenAI]:
 
 
 def asked(cluster: Cluster) -> Query:
-    found = cluster.search.asked[-1]
+    found = cluster.search.calls[-1]
     assert isinstance(found, Query)
     return found
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import httpx
@@ -27,7 +27,7 @@ from runtime.serving.http.response_memory import (
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Generation, Sampling, Tokens
 from runtime.testing.waiting import eventually
-from tests.frontend.cluster import Cluster
+from tests.frontend.cluster import Cluster, FakeSearch
 from tests.frontend.fake_workers import WAIT
 
 MIB = 1 << 20
@@ -95,17 +95,12 @@ def test_a_response_over_its_limit_is_refused_with_both_sizes() -> None:
 # ---- connections
 
 
-class LongTexts:
+class LongTexts(FakeSearch):
     """A search whose passages have a megabyte each."""
 
-    def __init__(self) -> None:
-        self.read = self.asked = 0
+    read = 0
 
-    async def search(
-        self, query: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
-    ) -> list[Passage]:
-        on_embedded()
-        self.asked += 1
+    def passages(self, query: Query, on_read: OnRead) -> list[Passage]:
         for number in range(query.spec.k):
             self.read += 1
             check_size((number + 1) * len(TEXT), query.spec.k)
@@ -115,18 +110,12 @@ class LongTexts:
     def summary(self, collection: str) -> CollectionSummary:
         return CollectionSummary(True, metric="cosine")
 
-    def missing(self) -> list[str]:
-        return []
-
-    def unavailable(self) -> dict[str, str]:
-        return {}
-
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     settings = Settings(model="tiny", collections={"docs": 4}, max_unsent_bytes=80 * MIB)
     long = LongTexts()
-    with Cluster(settings=settings, search=long, catalogue=long, send_buffer=4096) as cluster:  # type: ignore[arg-type]
+    with Cluster(settings=settings, search=long, catalogue=long, send_buffer=4096) as cluster:
         yield cluster
 
 
@@ -149,7 +138,9 @@ def test_silent_clients_take_bounded_memory_and_others_are_served(cluster: Clust
     with contextlib.ExitStack() as silent, cluster.http() as http:
         for _ in range(60):
             silent.enter_context(ask(cluster, 8))
-        eventually(lambda: cluster.search.asked >= 60, WAIT, "all to have asked")  # the first may be cut off by then
+        eventually(
+            lambda: len(cluster.search.calls) >= 60, WAIT, "all to have asked"
+        )  # the first may be cut off by then
         assert len(search(http, 1).json()["passages"][0]["text"]) == MIB
         assert http.get("/v1/models").status_code == 200
 

@@ -1,7 +1,7 @@
 """OpenAI's unmodified client lists collections as vector stores, searches them and requests embeddings."""
 
 import base64
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +13,11 @@ import pytest
 from runtime.errors import EmbedderFailed, UnknownCollection
 from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.collection_summary import CollectionSummary
-from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import Query
 from runtime.serving.http.service import Settings
-from tests.frontend.cluster import Cluster
+from tests.frontend.cluster import Cluster, FakeSearch
 
 FOUND = {
     "leave": [
@@ -34,13 +33,12 @@ FOUND["mixed"] = [Passage("words", "", 0.75, "By words."), Passage("vector", "",
 HASHING = HashingEmbedder(64)
 
 
-class Stand:
+class Stand(FakeSearch):
     """Two collections, one with hashing embeddings; searches match by words."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.kinds: list[TextKind] = []
-        self.asked: list[Query] = []
-        self.error: Exception | None = None
 
     def summary(self, collection: str) -> CollectionSummary:
         if collection == "bare":
@@ -62,18 +60,8 @@ class Stand:
             raise self.error
         return embedder.embed(texts, kind), sum(map(embedder.count_tokens, texts))
 
-    async def search(
-        self, asked: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
-    ) -> list[Passage]:
-        on_embedded()
-        self.asked.append(asked)
-        return FOUND[asked.text][: asked.spec.k]
-
-    def missing(self) -> list[str]:
-        return []
-
-    def unavailable(self) -> dict[str, str]:
-        return {}
+    def passages(self, query: Query, on_read: OnRead) -> list[Passage]:
+        return FOUND[query.text][: query.spec.k]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +110,7 @@ def test_a_search_returns_files_scores_and_attributes(client: openai.OpenAI, sta
     assert first.attributes == {"source": "hr/leave.pdf", "heading": "A", "page": 3}
     assert [(part.type, part.text) for part in first.content] == [("text", "Twelve weeks.")]
     assert (second.file_id, second.filename, second.attributes) == ("plain", "plain", {})
-    assert (stand.asked[-1].spec.collection, stand.asked[-1].spec.k) == ("docs", 2)
+    assert (stand.calls[-1].spec.collection, stand.calls[-1].spec.k) == ("docs", 2)
 
 
 def test_filters_in_openais_format_reach_the_search(client: openai.OpenAI, stand: Stand) -> None:
@@ -134,7 +122,7 @@ def test_filters_in_openais_format_reach_the_search(client: openai.OpenAI, stand
             "filters": [{"type": "eq", "key": "team", "value": "hr"}, {"type": "gt", "key": "page", "value": 2}],
         },
     )
-    wanted: Any = decode_filter(stand.asked[-1].spec.filter)
+    wanted: Any = decode_filter(stand.calls[-1].spec.filter)
     (one, other) = wanted.filters
     assert {(part.key, part.operator, part.values) for part in (one, other)} == {
         ("team", "eq", ("hr",)), ("page", "gt", (2,)),
@@ -159,7 +147,7 @@ def test_openais_hybrid_weights_set_the_keyword_weight(
 ) -> None:
     weights = {"embedding_weight": embedding, "text_weight": text}
     client.vector_stores.search("docs", query="pay", extra_body={"ranking_options": {"hybrid_search": weights}})
-    assert stand.asked[-1].hybrid == share
+    assert stand.calls[-1].hybrid == share
 
 
 @pytest.mark.parametrize(
