@@ -203,6 +203,10 @@ class Cluster:
         http = openai.DefaultAsyncHttpxClient(verify=False, timeout=WAIT)
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT, http_client=http)
 
+    def connect(self) -> socket.socket:
+        """Return a connection to the port."""
+        return socket.create_connection(self._socket.getsockname(), WAIT)
+
     def wait(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition holds, in the frontend's thread."""
         until(lambda: self.on_loop(condition), within_s=WAIT)

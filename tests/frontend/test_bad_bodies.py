@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,7 +18,6 @@ from runtime.serving.http.middleware import (
     error_response,
 )
 from tests.frontend.cluster import Cluster
-from tests.frontend.fake_workers import WAIT
 from tests.frontend.request_errors import COMPLETION, SETTINGS, assert_error
 
 
@@ -71,7 +69,7 @@ async def test_after_a_body_over_the_limit_only_its_rest_is_awaited(
 
 def raw(cluster: Cluster, data: bytes) -> bytes:
     """Return the server's answer to the bytes, until it closes or the answer is complete."""
-    with socket.create_connection(("127.0.0.1", int(cluster.url.rsplit(":", 1)[1])), WAIT) as connection:
+    with cluster.connect() as connection:
         connection.sendall(data)
         answer = b""
         while b"\r\n\r\n" not in answer or b"}" not in answer:
@@ -124,7 +122,7 @@ async def test_bodies_that_arrive_slowly_are_given_up_when_others_need_the_memor
 
 
 def test_a_client_that_disconnects_within_its_body_leaks_nothing(cluster: Cluster, http: httpx.Client) -> None:
-    with socket.create_connection(("127.0.0.1", int(cluster.url.rsplit(":", 1)[1])), WAIT) as connection:
+    with cluster.connect() as connection:
         connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
     assert http.post("/v1/completions", json=COMPLETION).status_code == 200
     cluster.wait(lambda: not cluster.held())

@@ -44,10 +44,6 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def connect(cluster: Cluster) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(cluster.url.rsplit(":", 1)[1])), WAIT)
-
-
 def get_health(connection: socket.socket) -> None:
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     answer = b""
@@ -82,7 +78,7 @@ def test_two_hundred_unfinished_request_heads_are_closed_while_others_are_served
     with contextlib.ExitStack() as opened, cluster.http() as http:
         silent = []
         for _ in range(200):
-            silent.append(opened.enter_context(connect(cluster)))
+            silent.append(opened.enter_context(cluster.connect()))
             silent[-1].sendall(said)
         assert http.get("/health").status_code == 200
         answers = [answer for connection in silent if (answer := rest(connection))]
@@ -97,7 +93,7 @@ def test_two_hundred_unfinished_request_heads_are_closed_while_others_are_served
 def after_requests(cluster: Cluster, count: int, more: bytes) -> bytes:
     """Return how a connection ends that was kept for so many requests, and has then sent `more`."""
     while True:
-        with connect(cluster) as connection, contextlib.suppress(ConnectionError):  # this test was too slow
+        with cluster.connect() as connection, contextlib.suppress(ConnectionError):  # this test was too slow
             for _ in range(count):
                 get_health(connection)
             connection.sendall(more)
@@ -112,7 +108,7 @@ def test_a_connection_without_a_request_is_closed_after_its_idle_time(cluster: C
 
 def test_a_client_that_does_not_read_its_answer_is_cut_off(cluster: Cluster) -> None:
     body = json.dumps({"model": "tiny", "prompt": "go on", "stream": True, "max_tokens": 2000}).encode()
-    with connect(cluster) as connection:
+    with cluster.connect() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         before = len(cluster.ended)
         connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
@@ -133,7 +129,7 @@ def test_connections_beyond_the_limit_are_refused_at_once_until_one_has_ended(li
         kept = [opened.enter_context(cluster.http()) for _ in range(limits.max_connections_per_peer)]
         assert {http.get("/health").status_code for http in kept} == {200}
         for _ in range(200):
-            with connect(cluster) as connection:
+            with cluster.connect() as connection:
                 status, headers, error = refusal(rest(connection))
                 assert (status, error["code"], headers["retry-after"]) == (503, "overloaded", "1")
                 assert error["message"].startswith(says)
@@ -194,7 +190,7 @@ def test_a_peer_is_an_ipv4_address_or_an_ipv6_network(host: str, peer: str) -> N
 def test_data_that_is_not_http_gets_a_regular_error(
     cluster: Cluster, data: bytes, status: int, code: str, says: str
 ) -> None:
-    with connect(cluster) as connection:
+    with cluster.connect() as connection:
         connection.sendall(data)
         got, headers, error = refusal(rest(connection))
     assert (got, error["code"]) == (status, code)
@@ -218,7 +214,7 @@ def test_data_that_is_not_http_gets_a_regular_error(
     ],
 )
 def test_an_absolute_target_is_resolved_to_path_and_host(cluster: Cluster, target: bytes, status: int) -> None:
-    with connect(cluster) as connection:
+    with cluster.connect() as connection:
         connection.sendall(b"GET %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % target)
         assert rest(connection).startswith(b"HTTP/1.1 %d " % status)
 
@@ -226,7 +222,7 @@ def test_an_absolute_target_is_resolved_to_path_and_host(cluster: Cluster, targe
 @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
 def test_a_body_declared_too_large_is_refused_before_it_is_received(cluster: Cluster, more: bytes) -> None:
     size = (1 << 20) + 1
-    with connect(cluster) as connection:
+    with cluster.connect() as connection:
         connection.sendall(HEAD + more + b"Content-Length: %d\r\n\r\n" % size)
         answer = b""
         while b"}}" not in answer:
@@ -258,14 +254,14 @@ def statuses(answer: bytes) -> list[bytes]:
 def test_what_is_no_request_is_refused_after_the_answers_to_those_before(
     cluster: Cluster, wrong: bytes, status: bytes
 ) -> None:
-    with connect(cluster) as connection:
+    with cluster.connect() as connection:
         connection.sendall(GET * 3 + wrong)
         assert statuses(rest(connection)) == [b"200", b"200", b"200", status]
 
 
 @pytest.mark.parametrize("end", [b"0\r\n" + b"X: y\r\n" * 6000, b"1;" + b"x" * 30_000, b"0\r\nX: " + b"y" * 30_000])
 def test_what_follows_a_chunk_is_as_limited_as_a_head(cluster: Cluster, end: bytes) -> None:
-    with connect(cluster) as connection:
+    with cluster.connect() as connection:
         connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n" + end)
         assert statuses(rest(connection)) == [b"431"]
 
@@ -275,7 +271,7 @@ def test_an_upgrade_that_is_not_supported_is_answered_as_http(cluster: Cluster, 
     head = HEAD + b"Upgrade: h2c\r\nConnection: upgrade\r\n"
     chunked = head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
     data = head + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY + chunked + GET
-    with connect(cluster) as connection:
+    with cluster.connect() as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for begin in range(0, len(data), size or len(data)):
             connection.sendall(data[begin : begin + (size or len(data))])
@@ -285,7 +281,7 @@ def test_an_upgrade_that_is_not_supported_is_answered_as_http(cluster: Cluster, 
 
 def test_http_1_0_is_answered_without_chunks_and_closed(cluster: Cluster) -> None:
     stream = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 2, "stream": True}).encode()
-    with connect(cluster) as connection:
+    with cluster.connect() as connection:
         connection.sendall(HEAD.replace(b"1.1", b"1.0") + b"Content-Length: %d\r\n\r\n" % len(stream) + stream)
         head, _, body = rest(connection).partition(b"\r\n\r\n")
     assert b"chunked" not in head

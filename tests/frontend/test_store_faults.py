@@ -1,7 +1,6 @@
 """Uploads and indexing that are interrupted, refused or out of bounds leave nothing behind, or are resumed."""
 
 import contextlib
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,8 +115,7 @@ def test_a_file_of_any_cut_into_chunks_is_stored_as_it_was_sent(cluster: Cluster
 
 
 def test_a_client_that_disconnects_within_its_upload_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    host, port = cluster.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
+    with cluster.connect() as connection:
         connection.sendall(
             f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n"
             f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\n\r\n".encode()
@@ -236,8 +234,7 @@ def test_what_follows_the_end_of_a_form_is_bounded(cluster: Cluster) -> None:
 def test_a_client_that_sends_its_upload_in_drops_is_ended_before_its_size_allows(tmp_path: Path) -> None:
     settings = Settings("tiny", {}, body_timeout_s=0.3)
     with store_node(tmp_path, settings) as cluster:
-        host, port = cluster.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
+        with cluster.connect() as connection:
             connection.sendall(
                 f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: {500 << 20}\r\n"
                 f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\n\r\n".encode()

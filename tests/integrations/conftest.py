@@ -98,6 +98,17 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.fixture
+def animals(url: str) -> None:
+    """Two documents of the node."""
+    client = CollectionClient(url, "notes", KEY)
+    client.upsert([
+        {"id": "cats", "text": "cats purr", "title": "Cats", "attributes": {"legs": 4}},
+        {"id": "birds", "text": "birds sing", "attributes": {"legs": 2}},
+    ])  # fmt: skip
+    client.close()
+
+
+@pytest.fixture
 def ranked_url(tmp_path: Path) -> Iterator[str]:
     """The URL of a node whose reranker prefers long texts, with a near and a long document."""
     reranking = Reranking(ByLength(), 64, lambda outcome, pairs, seconds: None)

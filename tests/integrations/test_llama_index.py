@@ -7,19 +7,10 @@ import pytest
 pytest.importorskip("llama_index.core", reason="llama-index-core is not installed: [llama-index]")
 
 from runtime.errors import InvalidFilter
-from runtime.integrations.client import CollectionClient
 from runtime.integrations.llama_index import TrinityRetriever
 from tests.integrations.conftest import KEY
 
-
-@pytest.fixture(autouse=True)
-def filled(url: str) -> None:
-    client = CollectionClient(url, "notes", KEY)
-    client.upsert([
-        {"id": "cats", "text": "cats purr", "title": "Cats", "attributes": {"legs": 4}},
-        {"id": "birds", "text": "birds sing", "attributes": {"legs": 2}},
-    ])  # fmt: skip
-    client.close()
+pytestmark = pytest.mark.usefixtures("animals")
 
 
 def test_passages_are_returned_as_nodes_with_scores_ids_and_metadata(url: str) -> None:

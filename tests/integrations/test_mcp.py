@@ -18,14 +18,7 @@ from tests.integrations.conftest import KEY
 BIRDS = {"id": "birds", "text": "birds sing", "metadata": {"legs": 2}}
 
 
-@pytest.fixture(autouse=True)
-def filled(url: str) -> None:
-    client = CollectionClient(url, "notes", KEY)
-    client.upsert([
-        {"id": "cats", "text": "cats purr", "attributes": {"legs": 4}},
-        {"id": "birds", "text": "birds sing", "attributes": {"legs": 2}},
-    ])  # fmt: skip
-    client.close()
+pytestmark = pytest.mark.usefixtures("animals")
 
 
 async def asked(server: Any, **arguments: Any) -> tuple[list[str], Any]:
