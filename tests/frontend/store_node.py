@@ -6,59 +6,36 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from runtime.errors import Unavailable
 from runtime.node.stores_config import STORES, StoresSection
-from runtime.retrieval.attributes.filters import decode_filter
-from runtime.retrieval.collection_summary import CollectionSummary
-from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
+from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import Query
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.collection import ensure
 from runtime.retrieval.stores.service import MAX_FILE_BYTES, Stores
 from runtime.retrieval.writer_service import WriterService
-from runtime.serving.http.service import NoCollections, Settings
+from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
+from tests.frontend.collection_search import HASHING, CollectionSearch
 
-HASHING = HashingEmbedder(64)
 
+class StoreSearch(CollectionSearch):
+    """Searches the collection of the stores; embeds nothing while `paused`."""
 
-class StoreSearch(NoCollections):
-    """Searches the collection of the stores as a pool does; embeds nothing while `paused`."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.calls: list[Query] = []
-        self.paused = False
+    paused = False
 
     async def search(  # type: ignore[override]
-        self, query: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+        self, asked: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> list[Passage]:
-        on_embedded()
-        self.calls.append(query)
-        assert query.spec.collection == STORES
-        assert query.vector is None
-        vector = HASHING.embed([query.text], "query")[0]
-        with CollectionReader(self.directory) as reader:
-            wanted = decode_filter(query.spec.filter)
-            rows, distances = reader.search(np.array([vector], np.float32), query.spec.k, filter=wanted)
-            found = reader.documents(rows[0][rows[0] >= 0].tolist())
-        return [
-            Passage(one.id, one.title, float(distance), one.text, one.attributes)
-            for one, distance in zip(found, distances[0], strict=False)
-            if one is not None
-        ]
+        assert (asked.spec.collection, asked.vector) == (STORES, None)
+        assert asked.spec.filter, "a tenant finds its own"
+        return await super().search(asked, on_embedded=on_embedded, on_read=on_read, timeout_s=timeout_s)
 
     async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind, flow: int) -> tuple[Vectors, int]:
         if self.paused:
             raise Unavailable("the embedder is paused")
-        return embedder.embed(texts, kind), 0
-
-    def summary(self, collection: str) -> CollectionSummary:
-        return CollectionSummary(True, dim=64, metric="cosine", embedder="hashing-64")
+        return await super().embed(embedder, texts, kind, flow)
 
 
 @contextlib.contextmanager
