@@ -33,7 +33,8 @@ from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 from runtime.testing.waiting import eventually
 from tests.engines.engine_harness import Answer, FakeSearch, read_answer, running, sequence
-from tests.engines.test_vllm import Asker, VllmNode, gone
+from tests.engines.test_vllm import Asker, VllmNode
+from tests.node.tiny_node import gone
 
 PYTHON = Path(os.environ.get("TRINITY_VLLM_VENV", Path(__file__).parents[2] / ".venv-vllm-cpu")) / "bin" / "python"
 PROMPTS = int(os.environ.get("TRINITY_VLLM_PROMPTS", "3"))

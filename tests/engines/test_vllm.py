@@ -20,7 +20,7 @@ from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status,
 from runtime.node.supervisor.forks import COMMAND
 from runtime.testing.waiting import eventually
 from tests.engines.fake_openai import completion, rendered
-from tests.node.tiny_node import serve
+from tests.node.tiny_node import gone, serve
 from tests.process_context import FORKSERVER
 
 ROOT = Path(__file__).parents[2]
@@ -157,13 +157,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield start
     for node in nodes:
         node.end()
-
-
-def gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def body(number: int, **more: Any) -> dict[str, Any]:

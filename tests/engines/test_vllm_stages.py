@@ -10,7 +10,8 @@ import pytest
 
 from runtime.node.supervisor.admin import restart_node
 from runtime.testing.waiting import eventually
-from tests.engines.test_vllm import WAIT_S, VllmNode, all_whole, asked, fake_python, fetch, gone
+from tests.engines.test_vllm import WAIT_S, VllmNode, all_whole, asked, fake_python, fetch
+from tests.node.tiny_node import gone
 
 CONFIG = """
 [node]
