@@ -63,15 +63,6 @@ async def test_a_server_that_is_down_costs_no_request_while_another_is_up() -> N
         assert [ended.code for ended in harness.ended] == ["length"] * 4
 
 
-async def test_a_request_waits_for_a_server_up_to_its_limit() -> None:
-    async with running_engine(Behaviour(down=True), restarts=RestartLimits(3, 60_000_000_000)) as harness:
-        request = harness.chat(max_tokens=3)
-        harness.fake.behaviour.down = False
-        harness.clock.advance(30)
-        harness.engine.tick()
-        assert len((await read_answer(request)).ids) == 3
-
-
 @pytest.mark.parametrize("kind", ["tokens", "chat", "text"])
 @pytest.mark.parametrize("chunks", [1, 2, 7, 19])
 async def test_an_answer_whose_server_is_lost_resumes_elsewhere_without_duplicate_tokens(
