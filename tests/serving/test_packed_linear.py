@@ -102,18 +102,6 @@ def test_a_non_finite_row_does_not_affect_other_rows(odd: float) -> None:
         assert not linear_layer(weight, None, "int8")(torch.zeros(1, SIZE)).any()
 
 
-@pytest.mark.parametrize("wrong", [True, False])
-def test_bfloat16_is_the_fallback_if_int8_products_are_missing_or_overflow(
-    monkeypatch: pytest.MonkeyPatch, wrong: bool
-) -> None:
-    if wrong:
-        monkeypatch.setattr(Int8Linear, "_product", lambda self, parts: torch.zeros(len(parts), 32))
-    else:
-        monkeypatch.setattr(torch.ops, "onednn", object())
-    layer = linear_layer(torch.randn(SIZE, SIZE), None, "int8")
-    assert isinstance(layer, PackedLinear if packing_works(torch.bfloat16) else PlainLinear)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_small_layers_are_not_packed(dtype: Any) -> None:
     small, x = torch.randn(SIZE // 2, SIZE), torch.randn(3, SIZE)
@@ -122,11 +110,15 @@ def test_small_layers_are_not_packed(dtype: Any) -> None:
     assert torch.equal(layer(x), torch.nn.functional.linear(x, small))
 
 
-def test_layers_are_not_packed_if_the_product_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops, "mkldnn", object())
-    assert isinstance(linear_layer(torch.randn(SIZE, SIZE), None), PlainLinear)
-
-
-def test_layers_are_not_packed_if_the_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PackedLinear, "_product", lambda self, x: torch.zeros(*x.shape[:-1], 32))
-    assert isinstance(linear_layer(torch.randn(SIZE, SIZE), None), PlainLinear)
+@pytest.mark.parametrize("wrong", [True, False])
+@pytest.mark.parametrize(("kind", "operators"), [(PackedLinear, "mkldnn"), (Int8Linear, "onednn")])
+def test_layers_are_not_packed_with_products_that_are_missing_or_wrong(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, operators: str, wrong: bool
+) -> None:
+    if wrong:
+        monkeypatch.setattr(kind, "_product", lambda self, x: torch.zeros(len(x), 32))
+    else:
+        monkeypatch.setattr(torch.ops, operators, object())
+    layer = linear_layer(torch.randn(SIZE, SIZE), None, "int8" if kind is Int8Linear else "float32")
+    packs = kind is Int8Linear and packing_works(torch.bfloat16)  # then for bfloat16
+    assert isinstance(layer, PackedLinear if packs else PlainLinear)
