@@ -158,6 +158,14 @@ class Node:
             return self.process.wait(timeout=_END_S)
 
 
+def trinity(*arguments: str | Path, timeout_s: float = 120.0) -> "subprocess.CompletedProcess[str]":
+    """Run a command to its end, without input."""
+    command = [sys.executable, "-m", "launchers.main", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=timeout_s, check=False
+    )
+
+
 @contextlib.contextmanager
 def running(config: Path, *arguments: str) -> Iterator[Node]:
     """Run the node of a TOML file for the duration of the block."""

@@ -8,22 +8,11 @@ import psutil
 import pytest
 
 from runtime.node.run_dir import find_node
-from runtime.testing.node import Node
+from runtime.testing.node import Node, trinity
 from runtime.testing.waiting import eventually
 from tests.e2e.conftest import CONFIG
 from tests.e2e.load import START_S
 from tests.node.tiny_node import TinyNode
-
-
-def trinity(*arguments: str | Path, timeout: float = 90) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "launchers.main", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=timeout,
-        check=False,
-    )
 
 
 @pytest.fixture

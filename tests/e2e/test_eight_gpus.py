@@ -1,14 +1,12 @@
 """The complete 8-GPU layout on a machine without GPUs: every process runs on a simulated GPU."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from runtime.errors import EXIT_CONFIG
-from runtime.testing.node import Node
+from runtime.testing.node import Node, trinity
 from runtime.testing.waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)
@@ -43,15 +41,8 @@ def node8(config: Path) -> Iterator[Node]:
     node.stop()
 
 
-def dry_run(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), "--dry-run", *arguments],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-
-
 def test_a_dry_run_shows_every_process_with_its_gpu_and_starts_nothing(config: Path) -> None:
-    run = dry_run(config, *SIMULATED)
+    run = trinity("serve", "--config", config, "--dry-run", *SIMULATED)
     assert run.returncode == 0, run.stderr
     rows = [line for line in run.stdout.splitlines() if "SIM-" in line]
     assert [line.split()[1] for line in rows] == [
@@ -62,7 +53,7 @@ def test_a_dry_run_shows_every_process_with_its_gpu_and_starts_nothing(config: P
 
 
 def test_without_the_gpus_the_same_configuration_is_one_clear_error(config: Path) -> None:
-    run = dry_run(config)
+    run = trinity("serve", "--config", config, "--dry-run")
     assert run.returncode == EXIT_CONFIG
     assert len(run.stderr.strip().splitlines()) == 1
     assert "cuda:" in run.stderr

@@ -1,12 +1,10 @@
 """Workers are added, restarted, flipped and drained under load: every request is answered."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from runtime.testing.node import Node
+from runtime.testing.node import Node, trinity
 from runtime.testing.waiting import eventually
 from tests.e2e.conftest import CONFIG
 from tests.e2e.load import load, wait_for_more
@@ -31,16 +29,15 @@ path = "{collection}"
 """
 
 
-def trinity(*words: str) -> str:
+def said(*words: str) -> str:
     """Run a command and return its output."""
-    command = [sys.executable, "-m", "launchers.main", *words]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+    run = trinity(*words, timeout_s=START_S)
     return run.stdout.strip() if run.returncode == 0 else run.stderr.strip()
 
 
 def workers(node: Node, *words: str) -> str:
     """Run `trinity workers` and return its output."""
-    return trinity("workers", *words, "--node", str(node.run_dir))
+    return said("workers", *words, "--node", str(node.run_dir))
 
 
 @pytest.mark.timeout(900)
@@ -56,8 +53,8 @@ def test_adding_restarting_and_draining_workers_under_load_loses_no_request(
 
     def restart(name: str) -> None:
         before = epochs()
-        said = trinity("restart", str(run_dir), "--worker", name)
-        assert epochs() == before | {name: before[name] + 1}, said
+        told = said("restart", str(run_dir), "--worker", name)
+        assert epochs() == before | {name: before[name] + 1}, told
 
     try:
         with load(node, searchers=0, generators=3) as answers:
@@ -85,9 +82,9 @@ def test_draining_and_restoring_a_gpu_under_load_loses_no_search(tmp_path: Path,
     node = Node(config, "--simulate-gpus", "2")
     try:
         with load(node, searchers=4, generators=0) as answers:
-            for verb, said in (("drain", "pool-1 has left"), ("add", "pool-1 is ready")):
+            for verb, told in (("drain", "pool-1 has left"), ("add", "pool-1 is ready")):
                 wait_for_more(answers, 20)
-                assert workers(node, verb, "--gpu", "cuda:1") == said
+                assert workers(node, verb, "--gpu", "cuda:1") == told
             eventually(lambda: node.metric("trinity_pool_queries_total", worker="pool-1") > 5, 60, "its share of them")
         assert set(answers) == {200}
         assert "give either a role" in workers(node, "drain", "pool", "--gpu", "cuda:0")
