@@ -25,13 +25,11 @@ BLOCK_TOKENS = 32
 PREFIX_BLOCKS = 1024  # of one prompt, 32,768 tokens; later blocks do not affect routing
 
 
-def prefix_blocks(
-    prompt: str | Sequence[int] | Sequence[Message], most: int = PREFIX_BLOCKS, salt: bytes = b""
-) -> tuple[int, ...]:
+def prefix_blocks(prompt: str | Sequence[int] | Sequence[Message], salt: bytes = b"") -> tuple[int, ...]:
     """Return chained hashes of the prompt's leading whole blocks: equal hashes mean equal prefixes.
 
-    Blocks are 128 characters of text (a chat's turns joined) or 32 token ids; at most `most` blocks. Only
-    prompts with the same `salt` share any. The hashes of text hold within one process only.
+    Blocks are 128 characters of text (a chat's turns joined) or 32 token ids; at most `PREFIX_BLOCKS` blocks.
+    Only prompts with the same `salt` share any. The hashes of text hold within one process only.
     """
     content: str | Sequence[int]
     if isinstance(prompt, str):
@@ -43,7 +41,7 @@ def prefix_blocks(
         content, block = tuple(token for token in prompt if isinstance(token, int)), BLOCK_TOKENS
     hashes: list[int] = []
     chain = hash((block, salt))
-    for end in range(block, min(len(content), most * block) + 1, block):
+    for end in range(block, min(len(content), PREFIX_BLOCKS * block) + 1, block):
         chain = hash((chain, content[end - block : end]))
         hashes.append(chain)
     return tuple(hashes)
