@@ -77,8 +77,6 @@ class Access:
 
     def restrict(self, collection: str, requested: Filter | None) -> Filter | None:
         """Return the search filter combined with the key's restriction. Raises `Forbidden`."""
-        if self.grants is None:
-            return requested
         own = self.restriction(collection)
         if own is None:
             return requested

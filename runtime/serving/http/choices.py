@@ -53,6 +53,3 @@ def _merge_lists(old: list[Any], new: list[Any]) -> list[Any]:
         index = entry["index"]
         by_index[index] = _merge_delta(by_index[index], entry) if index in by_index else entry
     return [entry for _, entry in sorted(by_index.items())]
-
-
-# ---- streams
