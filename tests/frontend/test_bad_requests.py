@@ -162,12 +162,6 @@ def test_the_type_of_a_body_may_name_its_charset(http: httpx.Client) -> None:
     assert answer.status_code == 200
 
 
-def test_an_unknown_model_is_not_found(http: httpx.Client) -> None:
-    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
-        answer = http.post(path, json=body | {"model": "gpt-17"})
-        assert_error(answer, 404, "model_not_found", "model", "'gpt-17' is not served; served: 'tiny'")
-
-
 def test_an_unknown_collection_is_not_found_before_any_work_is_done(cluster: Cluster, http: httpx.Client) -> None:
     before = len(cluster.players["prefill-0"].prefills)
     answer = http.post("/v1/chat/completions", json=CHAT | {"retrieval": {"collection": "dogs"}})

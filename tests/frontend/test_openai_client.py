@@ -1,6 +1,8 @@
-"""The official client works against the frontend, unchanged, and against an HTTP worker before it."""
+"""The official client works against the frontend, unchanged, and against an HTTP worker before it: beside what
+`test_transcripts.py` has recorded of both."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -9,9 +11,8 @@ import pytest
 from tests.frontend.cluster import Cluster
 
 
-@pytest.fixture(scope="module", params=["frontend", "HTTP worker"])
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    through = tmp_path_factory.mktemp("private") / "sock" if request.param == "HTTP worker" else None
+@pytest.fixture(scope="module")
+def cluster(through: Path | None) -> Iterator[Cluster]:
     with Cluster(private=through) as cluster:
         yield cluster
 
@@ -23,39 +24,6 @@ def ask(text: str) -> Any:
 DOCS = {"retrieval": {"collection": "docs", "k": 2, "every_tokens": 2}}
 
 
-def test_a_chat_is_answered_with_usage_and_finish_reason(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="tiny", messages=ask("say=3"), max_tokens=9)
-    assert answer.object == "chat.completion"
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].message.content == "w0 w1 w2 "
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 3, 6)
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 2
-    assert answer._request_id == answer.id
-
-
-def test_a_streamed_chat_equals_the_whole_answer(client: openai.OpenAI) -> None:
-    chunks = list(client.chat.completions.create(model="tiny", messages=ask("say=3"), stream=True))
-    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "w0 w1 w2 "
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, None, "stop"]
-    assert len({chunk.id for chunk in chunks}) == 1
-
-
-def test_include_usage_adds_a_last_chunk_with_usage(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model="tiny", messages=ask("say=3"), stream=True, stream_options={"include_usage": True}
-    )
-    *chunks, last = list(stream)
-    assert last.choices == []
-    assert last.usage is not None
-    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 3)
-    assert all(chunk.usage is None for chunk in chunks)
-
-
 def test_continuous_usage_stats_adds_usage_to_every_chunk(client: openai.OpenAI) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = client.chat.completions.create(  # type: ignore[call-overload]
@@ -64,18 +32,6 @@ def test_continuous_usage_stats_adds_usage_to_every_chunk(client: openai.OpenAI)
     counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
     assert counts[-3:] == [1, 2, 3]
     assert last.usage.completion_tokens == 3
-
-
-def test_a_completion_is_answered_whole_and_streamed(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="tiny", prompt="say=2")
-    assert (answer.object, answer.choices[0].text, answer.choices[0].finish_reason) == (
-        "text_completion",
-        "w0 w1 ",
-        "stop",
-    )
-    chunks = list(client.completions.create(model="tiny", prompt="say=2", stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == "w0 w1 "
-    assert chunks[-1].choices[0].finish_reason == "stop"
 
 
 def test_token_ids_are_accepted_and_returned(cluster: Cluster, client: openai.OpenAI) -> None:
@@ -98,6 +54,7 @@ def test_an_answer_ends_at_max_tokens(client: openai.OpenAI, name: str) -> None:
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 4
+    assert answer._request_id == answer.id
 
 
 @pytest.mark.parametrize("stop", ["w2", ["zebra", "w2"]])
@@ -176,6 +133,7 @@ def test_a_stream_contains_passages_probes_and_timings_in_order(
         if hasattr(chunk, "retrieval")
     ]
     assert brought == [(0, [0, 0]), (3, [2])]
+    assert len({chunk.id for chunk in chunks}) == 1
     assert chunks[-1].timings == {"ttft": 0.005, "e2e": 0.015, "decode": 0.01, "tpot": 0.005, "probe_stall": 0.0}
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "w0 w1 w2 "
 

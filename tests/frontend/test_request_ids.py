@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,10 +18,9 @@ SEARCH = '{"query": "with", "k": 1, "collection": "docs"}'
 COMPLETION = '{"model": "tiny", "prompt": "say=2", "max_tokens": 4}'
 
 
-@pytest.fixture(scope="module", params=["frontend", "HTTP worker"])
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def cluster(through: Path | None) -> Iterator[Cluster]:
     settings = Settings(model="tiny", collections={"docs": 4}, api_keys=("secret",), max_body_bytes=1000)
-    through = tmp_path_factory.mktemp("private") / "sock" if request.param == "HTTP worker" else None
     with Cluster(settings=settings, private=through) as cluster:
         yield cluster
 

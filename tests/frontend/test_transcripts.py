@@ -83,8 +83,8 @@ def transcript(http: httpx.Client, name: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster() as cluster:
+def cluster(through: Path | None) -> Iterator[Cluster]:
+    with Cluster(private=through) as cluster:
         yield cluster
 
 
