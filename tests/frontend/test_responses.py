@@ -22,7 +22,7 @@ from runtime.serving.http.routes.responses_body import parse_responses
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Generation
 from tests.frontend.cluster import Cluster
-from tests.frontend.fake_workers import PASSAGES, run
+from tests.frontend.fake_workers import run
 from tests.frontend.store_node import store_node
 from tests.frontend.test_store_tenants import SETTINGS, clients_of
 from tests.frontend.test_stores import upload
@@ -80,27 +80,6 @@ def test_messages_of_all_roles_and_parts_are_accepted(client: openai.OpenAI, clu
     assert [(turn.role, turn.content) for turn in generation(cluster).messages] == [
         ("system", "Be brief."), ("user", "one"), ("assistant", "two"), ("user", "say=1")
     ]  # fmt: skip
-
-
-def test_file_search_returns_results_and_cites_sentences_that_repeat_a_passage(client: openai.OpenAI) -> None:
-    made = client.responses.create(
-        model="tiny", input=CITING, tools=SEARCH, include=["file_search_call.results"], temperature=0
-    )
-    call, message = made.output
-    assert call.type == "file_search_call"
-    assert call.queries == [CITING]
-    assert [(one.file_id, one.text, one.score) for one in call.results or []] == [
-        ("with-1", "The with statement wraps a block.", 0.75),
-        ("try-2", "The try statement handles exceptions.", 0.5),
-    ]
-    assert message.type == "message"
-    (part,) = message.content
-    assert part.type == "output_text"
-    cited = [(one.file_id, part.text[: one.index]) for one in part.annotations if one.type == "file_citation"]
-    assert cited == [
-        ("with-1", "The with statement wraps a block."),
-        ("try-2", "The with statement wraps a block. Nothing of it is here. The try statement handles exceptions"),
-    ]
 
 
 def test_a_stream_has_openais_events_in_order_and_ends_with_the_whole_response(client: openai.OpenAI) -> None:
@@ -166,24 +145,6 @@ def test_every_field_of_openais_client_is_known() -> None:
         with pytest.raises(InvalidRequest) as found:
             parse_responses(msgspec.json.encode({"model": 1, "input": "i", name: {"unlikely": 1}}))
         assert "unknown field" not in found.value.message
-
-
-def test_a_conversation_continues_with_the_passages_where_they_stood(client: openai.OpenAI, cluster: Cluster) -> None:
-    first = client.responses.create(model="tiny", input=CITING, instructions="one", tools=SEARCH)
-    second = client.responses.create(
-        model="tiny", input="say=2", instructions="two", previous_response_id=first.id, tools=SEARCH
-    )
-    sent = generation(cluster).messages
-    assert [turn.role for turn in sent] == ["system", "user", "assistant", "user"]
-    assert sent[0].content == "two", "instructions are those of the last request"
-    block, _, question = sent[1].content.rpartition("\n\n")
-    assert question == CITING
-    for passage in PASSAGES:
-        assert f"[{passage.title}]\n{passage.text}" in block
-    assert sent[3].content == "say=2"
-    third = client.responses.create(model="tiny", input="say=1", previous_response_id=second.id)
-    assert [turn.content for turn in generation(cluster).messages][:2] == [sent[1].content, sent[2].content]
-    assert third.previous_response_id == second.id
 
 
 def test_stored_responses_are_read_and_deleted(client: openai.OpenAI) -> None:
