@@ -178,9 +178,11 @@ def test_an_internal_error_within_a_stream_is_an_event_without_traceback(
 )
 def test_health_lists_missing_workers_and_requests_are_refused(prefills: int, decodes: int, missing: list[str]) -> None:
     with Cluster(prefills=prefills, decodes=decodes) as cluster, cluster.http() as http:
-        health = http.get("/health")
-        assert (health.status_code, health.json()["missing"]) == (503, missing)
-        assert health.json()["error"]["message"] == f"not ready, missing: {', '.join(missing)}"
+        for path in ("/health", "/ready"):
+            health = http.get(path)
+            assert (health.status_code, health.json()["status"]) == (503, "unavailable")
+            assert health.json()["missing"] == missing
+            assert health.json()["error"]["message"] == f"not ready, missing: {', '.join(missing)}"
         answer = http.post("/v1/chat/completions", json=body("say=1"))
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
 
