@@ -13,6 +13,7 @@ import pytest
 from runtime.errors import EmbedderFailed, UnknownCollection
 from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import Query
