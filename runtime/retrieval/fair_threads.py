@@ -14,6 +14,16 @@ T = TypeVar("T")
 MAX_WAITING = 1024
 
 
+def start_thread(run: Callable[..., None], name: str, *arguments: Any) -> threading.Thread:
+    """Start a daemon thread. Raises `Overloaded` if the system permits no more."""
+    thread = threading.Thread(target=run, args=arguments, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise Overloaded(f"{name}: {error}: the limit of processes and threads is reached; try again later") from error
+    return thread
+
+
 class FairThreads:
     """`count` threads, which start with the first job. Thread-safe.
 
@@ -37,12 +47,15 @@ class FairThreads:
                 raise Unavailable("the node is stopping")
             if len(self._waiting) >= self._limit:
                 raise Overloaded(f"{self._limit} requests wait for {self._name}, the limit; try again later")
+            while len(self._threads) < self._count:
+                try:
+                    self._threads.append(start_thread(self._run, f"{self._name}_{len(self._threads)}"))
+                except Overloaded:
+                    if not self._threads:
+                        raise
+                    break  # those that there are do it; the next job tries again
             self._waiting.push(flow, (future, job))
             self._changed.notify()
-            while len(self._threads) < self._count:
-                number = len(self._threads)
-                self._threads.append(threading.Thread(target=self._run, name=f"{self._name}_{number}", daemon=True))
-                self._threads[-1].start()
         return future
 
     async def run(self, flow: int, job: Callable[[], T]) -> T:

@@ -16,6 +16,7 @@ from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavail
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import NodeInfo, RunDir
+from runtime.retrieval.fair_threads import start_thread
 from runtime.retrieval.search import pool_session
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
@@ -122,6 +123,24 @@ def test_a_client_never_blocks_on_a_dead_pool(
     answer.set()
     make_pool(plan, "pool-0", epoch=2).start()
     assert attached(client).statistics().pools[0].epoch == 2
+
+
+def test_a_client_attaches_once_the_system_permits_another_thread(
+    collection: Path, make_pool: MakePool, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(collection)
+    make_pool(plan).start()
+    attempts: list[int] = []
+
+    def start_third(*arguments: Any) -> threading.Thread:
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise Overloaded("connect: can't start new thread")
+        return start_thread(*arguments)
+
+    monkeypatch.setattr(pool_session, "start_thread", start_third)
+    assert attached(make_client(plan)).live
+    assert len(attempts) == 3
 
 
 def test_a_query_that_no_pool_accepts_ends_at_its_deadline(

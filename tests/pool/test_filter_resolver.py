@@ -1,11 +1,13 @@
 """Resolution of filters beside the pool's loop: order, fairness, and filters that nobody waits for any more."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from runtime.errors import DeadlineExceeded, InternalError, InvalidFilter
+from runtime.errors import DeadlineExceeded, InternalError, InvalidFilter, Overloaded
 from runtime.pool.collections.resolver import FilterResolver, Resolution
 from runtime.pool.collections.scopes import FilterableCollection
 from runtime.retrieval.attributes.filters import filter_bytes
@@ -171,3 +173,23 @@ def test_the_thread_ends_with_its_resolver() -> None:
     resolver.close()
     resolver.close()
     assert len(resolver.take_done()) <= 1
+
+
+def test_a_filter_for_which_no_thread_can_be_started_is_refused_and_the_next_one_is_resolved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness, done = Harness(), threading.Event()
+    resolver: FilterResolver[str] = FilterResolver(done.set)
+    first, second = (filter_bytes({"type": "eq", "key": "n", "value": number}) for number in (1, 2))
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        resolver.wait_for(7, first, harness.collection, "a", ["one"], 1 << 62)
+        refused = resolver.take_done()
+    assert [(one.waiting, type(one.outcome)) for one in refused] == [(["one"], Overloaded)]
+    assert (done.is_set(), resolver.unfinished) == (True, ())
+    done.clear()
+    resolver.wait_for(7, second, harness.collection, "a", ["two"], 1 << 62)
+    assert done.wait(60)
+    assert [(one.waiting, one.outcome) for one in resolver.take_done()] == [(["two"], list)]
+    assert harness.steps == [2, 2]
+    resolver.close()

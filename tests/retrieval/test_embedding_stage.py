@@ -1,7 +1,9 @@
 """The embedding stage: batches of what has arrived, turns between keys, deadlines, errors of one text, the cache."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from runtime.errors import (
     Unavailable,
 )
 from runtime.retrieval.embedding.embedder import HashingEmbedder
+from runtime.retrieval.embedding.stage import EmbeddingStage
 from runtime.retrieval.embedding.text_queue import TextQueue, Texts
 from runtime.retrieval.embedding.vector_cache import VectorCache
 from runtime.testing.waiting import until
@@ -29,6 +32,21 @@ def test_what_has_arrived_goes_into_the_next_batch_and_nobody_waits_for_company(
     assert [value(one) for one in asked] == [1.0, 2.0, 3.0]
     assert value(harness.ask("alone")) == 5.0
     assert harness.embedder.batches[-1] == ["alone"]
+
+
+def test_texts_for_which_no_thread_can_be_started_are_refused_and_later_ones_embedded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = EmbeddingStage(1)
+    embedder = Embedder(Harness(threads=0))
+    embedder.gate.set()
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(Overloaded, match="embedding_0: can't start new thread"):
+            stage.submit(embedder, ["refused"], "query", part="prefill")
+    assert value(stage.submit(embedder, ["abc"], "query", part="prefill")) == 3.0
+    assert embedder.batches == [["abc"]]
+    assert stage.close(SOON_S)
 
 
 def test_a_batch_is_a_turn_of_few_texts_and_characters(harness: Harness) -> None:

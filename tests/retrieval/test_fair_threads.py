@@ -87,3 +87,25 @@ def test_what_waits_is_bounded_and_dropped_at_the_end(harness: Harness) -> None:
     assert all(job.cancelled() for job in waiting)
     with pytest.raises(Unavailable, match="the node is stopping"):
         harness.start("later", 1)
+
+
+def test_a_job_for_which_no_thread_can_be_started_is_refused_and_a_later_one_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads, start, permitted = FairThreads(2, "tests"), threading.Thread.start, list[str]()
+
+    def start_few(thread: threading.Thread) -> None:
+        if not permitted:
+            raise RuntimeError("can't start new thread")
+        permitted.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_few)
+    refused: list[int] = []
+    with pytest.raises(Overloaded, match="tests_0: can't start new thread: the limit of processes and threads"):
+        threads.submit(0, lambda: refused.append(1))
+    for more in (["one"], [], ["another"]):
+        permitted += more
+        assert threads.submit(0, threading.active_count).result(SOON_S)
+    assert threads.close(SOON_S)
+    assert not refused

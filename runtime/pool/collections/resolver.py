@@ -20,10 +20,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from runtime.errors import DeadlineExceeded, InternalError, TrinityError
+from runtime.errors import DeadlineExceeded, InternalError, Overloaded, TrinityError
 from runtime.pool.collections.scopes import FilterableCollection, Finish
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.fair_queue import FairQueue
+from runtime.retrieval.fair_threads import start_thread
 
 NEVER_NS = 1 << 62
 _QUANTUM_NS = 2_000_000  # a flow that has used so much less goes first, in the middle of an evaluation
@@ -96,10 +97,20 @@ class FilterResolver(Generic[W]):
                 self._queue.push(flow, found)
                 self._changed.notify()
             if self._start and self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="filters", daemon=True)
-                self._thread.start()
+                self._start_thread(found)
         found.waiting += waiting
         found.deadline_ns = max(found.deadline_ns, deadline_ns)
+
+    def _start_thread(self, first: Resolution[W]) -> None:
+        """Start the thread, or end the first resolution with the error."""
+        try:
+            self._thread = start_thread(self._serve, "filters")
+        except Overloaded as error:
+            first.outcome = error
+            with self._changed:
+                self._queue.remove(first.flow, first)
+            self._done.append(first)
+            self._wake()
 
     def changed(self, collection: int) -> None:
         """A collection has changed: later requests do not wait for evaluations that have begun."""

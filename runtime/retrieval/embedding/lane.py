@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from runtime.errors import DeadlineExceeded, DeviceFailed, EmbedderUnreachable, ModelError, Overloaded, TrinityError
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Turn, Vectors
 from runtime.retrieval.embedding.text_queue import Part, TextQueue, Texts, Waiting, size_of
+from runtime.retrieval.fair_threads import start_thread
 
 _TURNS = 8
 """Of prefill, after which a text of the others is embedded while texts of prefill wait all the time."""
@@ -65,15 +66,15 @@ class Lane:
         if now < deadline_ns < now + wait_ns:  # one that is late already ends so when its turn comes
             raise Overloaded(f"{expected}, and its request has {(deadline_ns - now) / 1e9:.2g} s left; try again later")
 
+    def start(self) -> None:
+        """Start the threads, unless they run. Raises `Overloaded` if one cannot be."""
+        wanted = self._count if self._is_niced is None else 2 * self._count
+        while (number := len(self._threads)) < wanted:
+            self._threads.append(start_thread(self._run, f"embedding_{number}", number >= self._count))
+
     def add(self, texts: Texts) -> None:
         self.queue.push(texts)
         self._open.add(texts)
-        if not self._threads:
-            for number in range(self._count if self._is_niced is None else 2 * self._count):
-                arguments = (number >= self._count,)
-                thread = threading.Thread(target=self._run, args=arguments, name=f"embedding_{number}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
         if self._is_niced is None:
             self._changed.notify(len(texts.texts))
         else:

@@ -125,6 +125,7 @@ class EmbeddingStage:
                     return future
             lane = self._lane(embedder, part, now)
             lane.check_room(flow, part, texts, deadline_ns, now, 0 if part == "bulk" else self._max_wait_ns)
+            lane.start()
             wanted = Texts(embedder, list(texts), kind, flow, part, deadline_ns, now, [future], key, count_tokens)
             if key is not None:
                 self._asked[flow, key] = wanted

@@ -23,7 +23,9 @@ from ipc import (
     SearchSpec,
     StaleEpoch,
 )
+from runtime.errors import Overloaded
 from runtime.node.worker_config import PoolSection
+from runtime.retrieval.fair_threads import start_thread
 from runtime.retrieval.search.query import PoolState, PoolStatistics, Query
 from runtime.retrieval.search.vectors import DeviceVectors
 
@@ -93,8 +95,8 @@ class PoolSession:
         if self._connector is None:
             if now_ns >= self._retry_ns:
                 self._retry_ns = now_ns + self._retry_every_ns
-                self._connector = threading.Thread(target=self._connect, daemon=True)
-                self._connector.start()
+                with suppress(Overloaded):  # no thread left: tried again like an attempt that fails
+                    self._connector = start_thread(self._connect, "connect")
         elif not self._connector.is_alive() and (live or not self.has_outstanding):  # its lost queries are polled first
             self._connector = None
             self._adopt()
