@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 
 import pytest
 import uvloop
@@ -183,3 +184,23 @@ def test_connections_that_wait_while_the_loop_is_busy_are_not_accepted_one_by_on
         for _ in range(64):
             opened.enter_context(socket.create_connection(listener.getsockname()))
         assert uvloop.run(turns_until_accepted(listener, 64)) < 32
+
+
+async def test_a_request_has_arrived_when_all_of_its_body_has() -> None:
+    seen: list[int] = []
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        arrived_ns = scope["state"]["arrived_ns"]
+        seen.append(arrived_ns())
+        while (await receive()).get("more_body"):
+            pass
+        seen.append(arrived_ns())
+
+    client = Client(application)
+    await client.sends(SEARCH + b"\r\n{")
+    before = time.monotonic_ns()
+    client.send(b"}")
+    after = time.monotonic_ns()
+    await client.idle()
+    assert seen[0] == 0
+    assert before <= seen[1] <= after
