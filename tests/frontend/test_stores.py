@@ -67,6 +67,13 @@ def test_a_name_that_is_too_long_is_refused_with_its_length(client: openai.OpenA
         client.vector_stores.create(name="x" * 257)
 
 
+def test_too_many_or_wrong_metadata_are_refused_by_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="metadata has 17 keys, the limit is 16"):
+        client.vector_stores.create(metadata={str(number): "" for number in range(17)})
+    with pytest.raises(openai.BadRequestError, match="metadata: 'a' must be a string, not a number"):
+        client.vector_stores.create(metadata={"a": 1})  # type: ignore[dict-item]
+
+
 def test_a_file_in_a_store_is_found_by_its_text_and_its_attributes(client: openai.OpenAI) -> None:
     store = client.vector_stores.create(file_ids=[upload(client)])
     travel = client.vector_stores.files.create_and_poll(
@@ -91,6 +98,11 @@ def test_a_file_in_a_store_is_found_by_its_text_and_its_attributes(client: opena
     wait_indexed(client, store.id)
     old: Any = {"type": "eq", "key": "year", "value": "old"}
     assert {one.file_id for one in client.vector_stores.search(store.id, query="leave", filters=old)} == {travel.id}
+    assert client.vector_stores.files.update(travel.id, vector_store_id=store.id, attributes=None).attributes == {}
+    wait_indexed(client, store.id)
+    assert not client.vector_stores.search(store.id, query="leave", filters=old).data
+    with pytest.raises(openai.BadRequestError, match="attributes is missing"):
+        client.post(f"/vector_stores/{store.id}/files/{travel.id}", cast_to=object, body={})
     assert client.vector_stores.files.delete(travel.id, vector_store_id=store.id).deleted
     assert {one.filename for one in client.vector_stores.search(store.id, query="trains")} == {"leave.md"}
     assert [file.id for file in client.vector_stores.files.list(store.id)] == [

@@ -20,27 +20,27 @@ _STATUSES = ("in_progress", "completed", "failed", "cancelled")
 
 def check_metadata(value: object) -> object:
     """Validate up to 16 strings by name."""
-    return _check_fields(value, str, "a string")
+    return _check_fields("metadata", value, str, "a string")
 
 
 def _validate_attributes(value: object) -> object:
-    return _check_fields(value, (str, int, float, bool), "a string, a number or a boolean")
+    return _check_fields("attributes", value, (str, int, float, bool), "a string, a number or a boolean")
 
 
-def _check_fields(value: object, types: Any, allowed: str) -> object:
+def _check_fields(param: str, value: object, types: Any, allowed: str) -> object:
     if not isinstance(value, dict):
-        raise field_error(f"must be an object, not {json_name(value)}")
+        raise field_error(f"{param} must be an object, not {json_name(value)}")
     if len(value) > _MAX_FIELDS:
-        raise field_error(f"has {len(value)} keys, the limit is {_MAX_FIELDS}")
+        raise field_error(f"{param} has {len(value)} keys, the limit is {_MAX_FIELDS}")
     for name, field in value.items():
         if not 1 <= len(name) <= _MAX_KEY:
-            raise field_error(f"the key {name[:80]!r} has {len(name)} characters, allowed are 1 to {_MAX_KEY}")
+            raise field_error(f"{param}: the key {name[:80]!r} has {len(name)} characters, allowed are 1 to {_MAX_KEY}")
         if not isinstance(field, types):
-            raise field_error(f"{name!r} must be {allowed}, not {json_name(field)}")
+            raise field_error(f"{param}: {name!r} must be {allowed}, not {json_name(field)}")
         if isinstance(field, str) and len(field) > _MAX_VALUE:
-            raise field_error(f"{name!r} has {len(field)} characters, the limit is {_MAX_VALUE}")
+            raise field_error(f"{param}: {name!r} has {len(field)} characters, the limit is {_MAX_VALUE}")
         if isinstance(field, int | float) and not abs(field) < 2.0**63:
-            raise field_error(f"{name!r} does not fit into 64 bits")
+            raise field_error(f"{param}: {name!r} does not fit into 64 bits")
     return value
 
 
@@ -118,9 +118,9 @@ class AddFileBody(StrictModel):
 
 
 class UpdateFileBody(StrictModel):
-    """POST /v1/vector_stores/{id}/files/{file}."""
+    """POST /v1/vector_stores/{id}/files/{file}. `attributes` must be there; null removes all."""
 
-    attributes: Attributes
+    attributes: Attributes = Field({})
 
 
 class AddBatchBody(StrictModel):

@@ -13,7 +13,7 @@ from runtime.retrieval.stores.records import FileStatus
 from runtime.retrieval.stores.service import NewEntry, Stores
 from runtime.serving.http.access import access_of
 from runtime.serving.http.middleware import ReadBody
-from runtime.serving.http.parsing import parse
+from runtime.serving.http.parsing import parse, parse_object
 from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import json_response
 from runtime.serving.http.routes.collection_files import CollectionFiles
@@ -84,7 +84,10 @@ class StoreFileRoutes:
         return json_response(store_file_json(entry))
 
     async def update(self, http: Request) -> Response:
-        body = parse(UpdateFileBody, await self._read(http))
+        content = await self._read(http)
+        body = parse(UpdateFileBody, content)
+        if "attributes" not in parse_object(content):
+            raise InvalidRequest("attributes is missing", "attributes")
         store, file = self._store(http), http.path_params["file"]
         entry = await self._stores.update_attributes(store, file, body.attributes, tenant_of(http))
         return json_response(store_file_json(entry))
