@@ -72,6 +72,10 @@ class FakeSearch(NoCollections):
         self.error: Exception | None = None
         self.hangs = False
         self.timeout_s = 0.0
+        self.unavailable_collections: dict[str, str] = {}
+
+    def unavailable(self) -> dict[str, str]:
+        return self.unavailable_collections
 
     async def search(  # type: ignore[override]
         self, query: Query, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
