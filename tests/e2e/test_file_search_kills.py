@@ -1,5 +1,5 @@
-"""Every process of a node is killed during a streamed answer with file search, an upload, the indexing of a batch and
-deletes.
+"""Every process of a node is killed during a streamed answer with file search, an upload, the indexing of a batch, a
+change of attributes and deletes of files and of a store.
 
 The answer ends once, with a result or a typed error; only the deaths of frontend and supervisor may cut connections.
 What was acknowledged is there afterwards: files with their content, the batch, the stored response; what was deleted is
@@ -9,7 +9,8 @@ not.
 import contextlib
 import http.client
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import httpx
@@ -103,43 +104,47 @@ def upload(client: openai.OpenAI, names: list[str]) -> dict[str, str]:
     return {client.files.create(file=(name, text_of(name)), purpose="assistants").id: name for name in names}
 
 
-def delete(client: openai.OpenAI, files: list[str], deleted: list[str]) -> None:
-    """Delete files until one fails; add those whose delete is acknowledged to `deleted`."""
+def change(changes: Mapping[str, Callable[[], object]], done: set[str]) -> None:
+    """Make changes until one fails; add the names of those that are acknowledged to `done`."""
     with contextlib.suppress(openai.APIError, httpx.HTTPError):
-        for id in files:
-            client.files.delete(id)
-            deleted.append(id)
+        for name, make in changes.items():
+            make()
+            done.add(name)
 
 
 def disturb(
-    node: Node, client: openai.OpenAI, victim: str, store: str, files: list[str], doomed: list[str]
-) -> tuple[Node, Ended, bool, str, list[str]]:
-    """Kill a process while an answer is streamed, a file uploaded, a batch indexed and files deleted; return the node,
-    how the answer ended, whether the upload was acknowledged, the batch, and which deletes were acknowledged."""
+    node: Node, client: openai.OpenAI, victim: str, store: str, files: list[str], changes: dict[str, Callable[[], Any]]
+) -> tuple[Node, Ended, bool, str, set[str]]:
+    """Kill a process while an answer is streamed, a file uploaded, a batch indexed and changes made; return the node,
+    how the answer ended, whether the upload was acknowledged, the batch, and which changes were acknowledged."""
     tool: Any = {"type": "file_search", "vector_store_ids": [store]}
     stream = client.responses.create(
         model="tiny", input=f"say much about {victim}", tools=[tool], stream=True, max_output_tokens=800, temperature=0
     )
     next(event for event in stream if event.type == "response.output_text.delta")
     batch = client.vector_stores.file_batches.create(store, file_ids=files).id
-    half, deleted = Upload(node.info.url, f"{victim}-half.txt"), list[str]()
-    deletes = threading.Thread(target=delete, args=(client, doomed, deleted))
-    deletes.start()
+    half, done = Upload(node.info.url, f"{victim}-half.txt"), set[str]()
+    changing = threading.Thread(target=change, args=(changes, done))
+    changing.start()
     node = kill(node, victim)
     finished = half.finish()
-    deletes.join()
-    return node, end_of(stream), finished, batch, deleted
+    changing.join()
+    return node, end_of(stream), finished, batch, done
 
 
-def finish_deletes(client: openai.OpenAI, store: str, doomed: dict[str, str], deleted: list[str]) -> None:
-    """Check that deleted files are gone, and delete the others of `doomed`."""
+def finish_deletes(client: openai.OpenAI, store: str, other: str, doomed: dict[str, str], done: set[str]) -> None:
+    """Check that what was deleted is gone, and delete the rest of the files `doomed` and the store `other`."""
     left = {file.id for file in client.files.list()}
-    assert left.isdisjoint(deleted)
-    for id in deleted:
+    assert left.isdisjoint(done)
+    for id in done & doomed.keys():
         filters: Any = {"type": "eq", "key": "filename", "value": doomed[id]}
         assert not client.vector_stores.search(store, query=f"unique{doomed[id]}", filters=filters).data
     for id in left & doomed.keys():
         client.files.delete(id)
+    if other in done:
+        assert other not in [found.id for found in client.vector_stores.list()]
+    with contextlib.suppress(openai.NotFoundError):
+        client.vector_stores.delete(other)
 
 
 def check(client: openai.OpenAI, store: str, batch: str, files: list[str], names: dict[str, str]) -> None:
@@ -168,13 +173,20 @@ def test_whoever_dies_an_answer_ends_once_and_nothing_acknowledged_is_lost(nodes
             new_files = upload(client, [f"{victim}-{number}.txt" for number in range(BATCH)])
             names |= new_files
             files = list(new_files)
-            node, ended, finished, batch, deleted = disturb(nodes[-1], client, victim, store, files, list(doomed))
+            other = client.vector_stores.create(file_ids=list(doomed)).id
+            marked = partial(
+                client.vector_stores.files.update, files[0], vector_store_id=store, attributes={"by": victim}
+            )
+            changes: dict[str, Callable[[], Any]] = {"mark": marked}
+            changes |= {id: partial(client.files.delete, id) for id in doomed}
+            changes |= {other: partial(client.vector_stores.delete, other)}
+            node, ended, finished, batch, done = disturb(nodes[-1], client, victim, store, files, changes)
         nodes.append(node)
         assert finished == (victim not in CUTTING)
         assert ended.kind in ENDS or victim in CUTTING, ended  # it may have ended before its connection was cut
         node.wait_ready()
         with client_of(node, 8) as client:
-            finish_deletes(client, store, doomed, deleted)
+            finish_deletes(client, store, other, doomed, done)
             if ended.kind == "response.failed":
                 assert ended.response.error.code
             elif ended.response is not None:
@@ -185,5 +197,8 @@ def test_whoever_dies_an_answer_ends_once_and_nothing_acknowledged_is_lost(nodes
             assert names.keys() <= found.keys()
             names = dict(reversed(found.items()))
             check(client, store, batch, files, names)
+            by: Any = {"type": "eq", "key": "by", "value": victim}
+            found_by = {one.file_id for one in client.vector_stores.search(store, query="unique", filters=by)}
+            assert found_by == {files[0]} or ("mark" not in done and not found_by)
             assert client.vector_stores.retrieve(store).file_counts.completed == killed * BATCH
         assert {path.name for path in (node.config.parent / "stores" / "files").iterdir()} == set(names)
