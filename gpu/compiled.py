@@ -3,34 +3,31 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
+import numpy as np
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 
-from ipc.native.compiled import NATIVE, stamp_of
+from ipc.native.compiled import NATIVE, compiler_for, stamp_of
 from ipc.native.dispatcher import Dispatcher
 from ipc.native.machine_code import machine_code
 from ipc.native.passes import ShortCompiler
 
-_STAMP = stamp_of(Path(__file__).parent, NATIVE)
+P = ParamSpec("P")
+R = TypeVar("R")
+Integer: TypeAlias = int | np.integer[Any]
+"""An integer of any width, where a compiled function converts it."""
+Float: TypeAlias = float | np.floating[Any]
+_FOLDERS = (Path(__file__).parent, NATIVE)
+_STAMP = stamp_of(*_FOLDERS)
+
+compiled = compiler_for(*_FOLDERS)
 
 
-_OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False}
-"""Without counting references of arrays, which are views of memory that others own: see `compiler_for`."""
-
-
-def compiled(function: Any) -> Any:
-    """Compile a function at its first call, to run without the GIL, and cache the code on disk if possible.
-
-    It must not allocate or return arrays: see `counted`.
-    """
-    return Dispatcher(function, _OPTIONS, _STAMP)
-
-
-def counted(function: Any) -> Any:
+def counted(function: Callable[P, R]) -> Dispatcher[P, R]:
     """As `compiled`, for a function that allocates or returns arrays."""
-    return Dispatcher(function, {**_OPTIONS, "_nrt": True}, _STAMP)
+    return compiled(function, returns_array=True)
 
 
 class CFunction:
@@ -66,6 +63,6 @@ def c_function(signature: str) -> Callable[[Callable[..., Any]], CFunction]:
 def compile_c_functions(*modules: ModuleType) -> None:
     """Compile all C functions of modules, or find them in the cache."""
     for module in modules:
-        for found in vars(module).values():
-            if isinstance(found, CFunction):
-                _ = found.address
+        for function in vars(module).values():
+            if isinstance(function, CFunction):
+                _ = function.address

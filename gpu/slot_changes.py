@@ -6,6 +6,9 @@ The lowest free slot is assigned first, which keeps active slots close together.
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from gpu.compiled import compiled
 from gpu.engine import PAUSE, RESUME
 from gpu.slots import ACTIVE_COUNT, FREE_COUNT, LOWEST, STATES, SlotState
@@ -14,7 +17,7 @@ _FREE, _ACTIVE, _PAUSED, _FINISHED = (int(state) for state in SlotState)
 
 
 @compiled
-def next_free(words: Any) -> Any:
+def next_free(words: npt.NDArray[np.int64]) -> Any:
     """Return the lowest free slot. Precondition: a slot is free."""
     slot = words[LOWEST]
     while words[STATES + slot] != _FREE:
@@ -23,7 +26,7 @@ def next_free(words: Any) -> Any:
 
 
 @compiled
-def acquire(words: Any, active: Any, slot: int) -> None:
+def acquire(words: npt.NDArray[np.int64], active: npt.NDArray[np.int32], slot: int) -> None:
     """Mark `slot`, the result of `next_free`, as running."""
     words[LOWEST] = slot + 1
     words[FREE_COUNT] -= 1
@@ -31,13 +34,13 @@ def acquire(words: Any, active: Any, slot: int) -> None:
 
 
 @compiled
-def finish(words: Any, slot: int) -> None:
+def finish(words: npt.NDArray[np.int64], slot: int) -> None:
     """Mark a slot as finished. The caller removes it from `active`."""
     words[STATES + slot] = _FINISHED
 
 
 @compiled
-def change(words: Any, active: Any, slot: int, action: int) -> None:
+def change(words: npt.NDArray[np.int64], active: npt.NDArray[np.int32], slot: int, action: int) -> None:
     """PAUSE, RESUME or RELEASE a slot. Precondition: the transition is valid."""
     if action == RESUME:
         _activate(words, active, slot)
@@ -52,17 +55,17 @@ def change(words: Any, active: Any, slot: int, action: int) -> None:
 
 
 @compiled
-def _deactivate(words: Any, active: Any, slot: int) -> None:
-    place = 0
-    while active[place] != slot:
-        place += 1
+def _deactivate(words: npt.NDArray[np.int64], active: npt.NDArray[np.int32], slot: int) -> None:
+    position = 0
+    while active[position] != slot:
+        position += 1
     words[ACTIVE_COUNT] -= 1
-    for i in range(place, words[ACTIVE_COUNT]):
+    for i in range(position, words[ACTIVE_COUNT]):
         active[i] = active[i + 1]
 
 
 @compiled
-def _activate(words: Any, active: Any, slot: int) -> None:
+def _activate(words: npt.NDArray[np.int64], active: npt.NDArray[np.int32], slot: int) -> None:
     active[words[ACTIVE_COUNT]] = slot
     words[ACTIVE_COUNT] += 1
     words[STATES + slot] = _ACTIVE

@@ -24,10 +24,10 @@ def cuvs_graph(space: FloatArray, degree: int) -> Graph:
         metric="sqeuclidean", intermediate_graph_degree=2 * degree, graph_degree=degree, build_algo="nn_descent"
     )
     try:
-        found = cagra.build(params, np.ascontiguousarray(space)).graph.copy_to_host()
+        on_host = cagra.build(params, np.ascontiguousarray(space)).graph.copy_to_host()
     except Exception as error:  # cuVS has no exception base class
         raise DeviceError(f"cuVS cannot build the graph: {error}") from error
-    graph: Graph = np.ascontiguousarray(found, np.uint32)
+    graph: Graph = np.ascontiguousarray(on_host, np.uint32)
     if graph.shape != (len(space), degree) or int(graph.max()) >= len(space):
         raise DeviceError(f"cuVS built a graph of shape {graph.shape}; expected {(len(space), degree)}")
     return graph

@@ -126,14 +126,14 @@ def _compare_cells(
 
 
 @counted
-def _add_rows(rows, owners, sums):  # type: ignore[no-untyped-def]
+def _add_rows(rows: FloatArray, owners: npt.NDArray[np.int32], sums: npt.NDArray[np.float64]) -> None:
     for i in range(len(rows)):
         for j in range(rows.shape[1]):
             sums[owners[i], j] += rows[i, j]
 
 
 @counted
-def _smallest(values, out):  # type: ignore[no-untyped-def]
+def _smallest(values: FloatArray, out: npt.NDArray[np.int32]) -> None:
     """Write the indices of the smallest values of each row, in ascending order of value."""
     width = out.shape[1]
     best = np.empty(width, values.dtype)
@@ -142,17 +142,24 @@ def _smallest(values, out):  # type: ignore[no-untyped-def]
         for j in range(values.shape[1]):
             value = values[i, j]
             if value < best[width - 1]:
-                place = width - 1
-                while place > 0 and best[place - 1] > value:
-                    best[place] = best[place - 1]
-                    out[i, place] = out[i, place - 1]
-                    place -= 1
-                best[place] = value
-                out[i, place] = j
+                position = width - 1
+                while position > 0 and best[position - 1] > value:
+                    best[position] = best[position - 1]
+                    out[i, position] = out[i, position - 1]
+                    position -= 1
+                best[position] = value
+                out[i, position] = j
 
 
 @counted
-def _insert_candidates(dots, norms, member_norms, visitors, members, keys):  # type: ignore[no-untyped-def]
+def _insert_candidates(
+    dots: FloatArray,
+    norms: FloatArray,
+    member_norms: FloatArray,
+    visitors: Indices,
+    members: Indices,
+    keys: npt.NDArray[np.uint64],
+) -> None:
     """Insert members into the visitors' sorted lists. A key is the squared distance's bits, then the row number."""
     k = keys.shape[1]
     bits = np.empty(1, np.float32)
@@ -176,15 +183,15 @@ def _insert_candidates(dots, norms, member_norms, visitors, members, keys):  # t
                         low = middle + 1
                     else:
                         high = middle
-                for place in range(k - 1, low, -1):
-                    mine[place] = mine[place - 1]
+                for position in range(k - 1, low, -1):
+                    mine[position] = mine[position - 1]
                 mine[low] = key
                 as_int[0] = np.uint32(min(mine[k - 1] >> np.uint64(32), np.uint64(0x7F800000)))
                 worst = bits[0]
 
 
 @counted
-def _fill(keys, count):  # type: ignore[no-untyped-def]
+def _fill(keys: npt.NDArray[np.uint64], count: int) -> None:
     """Fill short lists with the rows after the row itself (only if its cells have fewer rows than a list)."""
     k = keys.shape[1]
     for i in range(count):

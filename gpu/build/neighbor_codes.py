@@ -139,27 +139,27 @@ def _quantise(typing_context: Any, node: Any, neighbor: Any, dims: Any, inverse:
         )
         lowest = ir.Constant(floats, None)
 
-        def body(place: Any, *sums: Any) -> list[Any]:
-            moved = builder.mul(place, ir.Constant(_i64, 4))
+        def body(position: Any, *sums: Any) -> list[Any]:
+            moved = builder.mul(position, ir.Constant(_i64, 4))
             c, x = (builder.load(at(builder, builder.add(row, moved), floats), align=4) for row in (node, neighbor))
             r = builder.fsub(x, c)
             level = builder.fadd(builder.fmul(r, scales), middle)
             level = builder.select(builder.fcmp_ordered("<", level, lowest), lowest, level)
             level = builder.select(builder.fcmp_ordered("<", tops, level), tops, level)
             whole = builder.fptosi(level, lanes_type)
-            written = at(builder, builder.add(levels, place), bytes_type)
+            written = at(builder, builder.add(levels, position), bytes_type)
             builder.store(builder.trunc(whole, bytes_type), written, align=1)
             level = builder.sitofp(whole, floats)
             s = builder.fsub(builder.fadd(level, level), tops)
             products = [builder.fmul(left, right, flags=fast) for left, right in ((s, r), (s, c), (r, c))]
             return [builder.fadd(total, product, flags=fast) for total, product in zip(sums, products, strict=True)]
 
-        found = []
+        totals = []
         for total in loop(builder, ir.Constant(_i64, 0), dims, LANES, [lowest] * 3, body):
             for half in (8, 4, 2, 1):
                 total = builder.fadd(*(shuffled(builder, total, total, range(i, i + half)) for i in (0, half)))
-            found.append(builder.extract_element(total, ir.Constant(_i32, 0)))
-        return context.make_tuple(builder, sig.return_type, found)
+            totals.append(builder.extract_element(total, ir.Constant(_i32, 0)))
+        return context.make_tuple(builder, sig.return_type, totals)
 
     address = types.uint64
     return types.UniTuple(float32, 3)(address, address, types.int64, float32, float32, address), codegen
@@ -178,14 +178,14 @@ def _gather_bits(typing_context: Any, levels: Any, dims: Any, plane: Any, places
 
         shift = everywhere(builder, builder.trunc(plane, _i32), LANES)
 
-        def body(place: Any) -> list[Any]:
-            loaded = builder.load(at(builder, builder.add(levels, place), words), align=1)
-            found = bits = builder.and_(builder.lshr(loaded, shift), same(0x01010101))
+        def body(position: Any) -> list[Any]:
+            loaded = builder.load(at(builder, builder.add(levels, position), words), align=1)
+            gathered = bits = builder.and_(builder.lshr(loaded, shift), same(0x01010101))
             for number in (7, 14, 21):
-                found = builder.or_(found, builder.lshr(bits, same(number)))
-            found = builder.trunc(builder.and_(found, same(15)), few)
-            quarter = builder.lshr(place, ir.Constant(_i64, 2))
-            builder.store(found, at(builder, builder.add(places, quarter), few), align=1)
+                gathered = builder.or_(gathered, builder.lshr(bits, same(number)))
+            gathered = builder.trunc(builder.and_(gathered, same(15)), few)
+            quarter = builder.lshr(position, ir.Constant(_i64, 2))
+            builder.store(gathered, at(builder, builder.add(places, quarter), few), align=1)
             return []
 
         loop(builder, ir.Constant(_i64, 0), dims, 4 * LANES, [], body)

@@ -16,7 +16,7 @@ _PARTS_A_THREAD = 4
 
 
 @counted
-def count_detours(neighbors, begin, end, out):  # type: ignore[no-untyped-def]
+def count_detours(neighbors: Graph, begin: int, end: int, out: npt.NDArray[np.int32]) -> None:
     """For rows begin..end: out[a, j] = two-step detours to neighbour j through neighbours of a rank below j."""
     count, width = neighbors.shape
     rank = np.full(count, -1, np.int32)
@@ -36,7 +36,7 @@ def count_detours(neighbors, begin, end, out):  # type: ignore[no-untyped-def]
 
 
 @counted
-def keep_fewest(neighbors, detours, kept):  # type: ignore[no-untyped-def]
+def keep_fewest(neighbors: Graph, detours: npt.NDArray[np.int32], kept: Graph) -> None:
     """Set kept[a] = the neighbours of `a` with the fewest detours, fewest first, ties by rank."""
     count, width = neighbors.shape
     degree = kept.shape[1]
@@ -55,7 +55,7 @@ def keep_fewest(neighbors, detours, kept):  # type: ignore[no-untyped-def]
 
 
 @counted
-def find_sources(kept, reverse, filled):  # type: ignore[no-untyped-def]
+def find_sources(kept: Graph, reverse: Graph, filled: npt.NDArray[np.uint32]) -> None:
     """Set reverse[a, :filled[a]] = sources that keep `a`, best rank first."""
     count, width = kept.shape
     degree = reverse.shape[1]
@@ -69,7 +69,9 @@ def find_sources(kept, reverse, filled):  # type: ignore[no-untyped-def]
 
 
 @counted
-def add_reverse_edges(kept, reverse, filled, begin, end, graph):  # type: ignore[no-untyped-def]
+def add_reverse_edges(
+    kept: Graph, reverse: Graph, filled: npt.NDArray[np.uint32], begin: int, end: int, graph: Graph
+) -> None:
     """For rows begin..end, set graph[a] = the first half of kept[a], then its sources, then the rest of kept[a]."""
     width, degree = kept.shape[1], graph.shape[1]
     for a in range(begin, end):
@@ -90,7 +92,7 @@ def add_reverse_edges(kept, reverse, filled, begin, end, graph):  # type: ignore
 
 
 @counted
-def connect(neighbors, graph, root):  # type: ignore[no-untyped-def]
+def connect(neighbors: Graph, graph: Graph, root: int) -> int:
     """Make every node reachable from `root`, in place. Returns the number of replaced edges.
 
     A breadth-first traversal records the edge that first reached each node as a tree edge. For an unreached node, the
@@ -119,23 +121,23 @@ def connect(neighbors, graph, root):  # type: ignore[no-untyped-def]
             unreached += 1
         if unreached == count:
             return replaced
-        source, place = -1, -1
+        source, edge = -1, -1
         for j in range(neighbors.shape[1]):
             candidate = neighbors[unreached, j]
             if reached[candidate]:
                 for i in range(degree):
                     if not tree[candidate, i]:
-                        source, place = candidate, i
-                if place >= 0:
+                        source, edge = candidate, i
+                if edge >= 0:
                     break
-        while place < 0:  # queue[:tail] are the reached nodes; the tree has fewer edges than their rows have entries
+        while edge < 0:  # queue[:tail] are the reached nodes; the tree has fewer edges than their rows have entries
             for i in range(degree):
                 if not tree[queue[spare], i]:
-                    source, place = queue[spare], i
-            if place < 0:
+                    source, edge = queue[spare], i
+            if edge < 0:
                 spare += 1
-        graph[source, place] = unreached
-        tree[source, place] = True
+        graph[source, edge] = unreached
+        tree[source, edge] = True
         reached[unreached] = True
         queue[tail] = unreached
         tail += 1

@@ -94,7 +94,7 @@ def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
         if node < 0:
             return i
         to_ids[i] = node if names == 0 else words_at(names + 8 * node, 1)[0]
-        to_distances[i] = batch.found[slot, i]
+        to_distances[i] = batch.result_distances[slot, i]
     return k
 
 

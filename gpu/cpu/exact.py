@@ -17,7 +17,18 @@ MAX_K = 4096
 
 
 @compiled
-def scan(kind, start, row_bytes, lanes, nodes, count, queries, offset, keys, filled):  # type: ignore[no-untyped-def]
+def scan(
+    kind: int,
+    start: int,
+    row_bytes: int,
+    lanes: int,
+    nodes: npt.NDArray[np.int64],
+    count: int,
+    queries: npt.NDArray[np.uint8],
+    offset: int,
+    keys: npt.NDArray[np.uint64],
+    filled: npt.NDArray[np.int64],
+) -> None:
     """Write the keys of each prepared query's nearest rows to `keys`, uint64 [q, k], and their number to `filled`.
 
     queries: uint8 [q, …], prepared. nodes: int64, the rows to score; empty: the first `count` rows.
@@ -40,13 +51,20 @@ def scan(kind, start, row_bytes, lanes, nodes, count, queries, offset, keys, fil
 
 
 @compiled
-def write(keys, filled, factor, offset, nodes, found):  # type: ignore[no-untyped-def]
+def write(
+    keys: npt.NDArray[np.uint64],
+    filled: npt.NDArray[np.int64],
+    factor: float,
+    offset: float,
+    nodes: npt.NDArray[np.int64],
+    distances: npt.NDArray[np.float32],
+) -> None:
     """Convert keys to nodes and distances in the metric, padded with -1 and +inf."""
     for q in range(len(keys)):
         for i in range(keys.shape[1]):
             there = i < filled[q]
             nodes[q, i] = np.int64(node_of(keys[q, i])) if there else -1
-            found[q, i] = np.float64(distance_of(keys[q, i])) * factor + offset if there else np.inf
+            distances[q, i] = np.float64(distance_of(keys[q, i])) * factor + offset if there else np.inf
 
 
 def nearest(
@@ -78,6 +96,6 @@ def nearest(
         kind_of(rows), codes.ctypes.data, codes.strides[0], codes.shape[1], selected, total, prepared,
         QUERY_ROW, keys, filled,
     )  # fmt: skip
-    found, distances = np.empty(keys.shape, np.int64), np.empty(keys.shape, np.float32)
-    write(keys, filled, *metric_transform(rows), found, distances)
-    return found, distances
+    nearest_nodes, distances = np.empty(keys.shape, np.int64), np.empty(keys.shape, np.float32)
+    write(keys, filled, *metric_transform(rows), nearest_nodes, distances)
+    return nearest_nodes, distances

@@ -64,12 +64,12 @@ def _look_up(name: str, width: int) -> Callable[[Any, Any, Any], Any]:
 
 def look_up_each(builder: Any, table: Any, places: Any) -> Any:
     """Emit 64 single look-ups."""
-    found = ir.Constant(_bytes, ir.Undefined)
+    entries = ir.Constant(_bytes, ir.Undefined)
     for lane in range(_LINE):
         here = ir.Constant(_i32, lane)
-        place = builder.add(builder.zext(builder.extract_element(places, here), _i32), ir.Constant(_i32, lane & ~15))
-        found = builder.insert_element(found, builder.extract_element(table, place), here)
-    return found
+        index = builder.add(builder.zext(builder.extract_element(places, here), _i32), ir.Constant(_i32, lane & ~15))
+        entries = builder.insert_element(entries, builder.extract_element(table, index), here)
+    return entries
 
 
 def _features() -> dict[str, bool]:
@@ -107,15 +107,15 @@ def scan_by(look_up: Callable[[Any, Any, Any], Any]) -> Any:
         weights = everywhere(builder, weight, 16)
 
         def body(line: Any, *totals: Any) -> list[Any]:
-            place = builder.mul(line, ir.Constant(_i64, _LINE))
-            code = builder.load(at(builder, builder.add(codes, place), _bytes), align=1)
-            entries = builder.load(at(builder, builder.add(table, place), _bytes), align=1)
+            offset = builder.mul(line, ir.Constant(_i64, _LINE))
+            code = builder.load(at(builder, builder.add(codes, offset), _bytes), align=1)
+            entries = builder.load(at(builder, builder.add(table, offset), _bytes), align=1)
             low = builder.and_(code, _same(_bytes, 15))
             high = builder.lshr(builder.bitcast(code, _words), _same(_words, 4))
             high = builder.and_(builder.bitcast(high, _bytes), _same(_bytes, 15))
             # Sum whole words, and upper bytes alone: the latter, shifted, are subtracted from the former at the end.
-            found = [builder.bitcast(look_up(builder, entries, half), _words) for half in (low, high)]
-            terms = (term for words in found for term in (words, builder.lshr(words, _same(_words, 8))))
+            looked_up = [builder.bitcast(look_up(builder, entries, half), _words) for half in (low, high)]
+            terms = (term for words in looked_up for term in (words, builder.lshr(words, _same(_words, 8))))
             return [builder.add(total, term) for total, term in zip(totals, terms, strict=True)]
 
         totals = loop(builder, begin, end, 1, [ir.Constant(_words, None)] * 4, body)
@@ -213,12 +213,12 @@ def _write_widths(typing_context: Any, query: Any, dims: Any, widths: Any) -> An
             """Emit the sums of adjacent pairs of 32 lanes."""
             return builder.fadd(*(shuffled(builder, left, right, range(begin, 32, 2)) for begin in (0, 1)))
 
-        def body(place: Any, most: Any, total: Any) -> list[Any]:
-            begin = builder.add(query, builder.mul(place, ir.Constant(_i64, 4)))
+        def body(position: Any, most: Any, total: Any) -> list[Any]:
+            begin = builder.add(query, builder.mul(position, ir.Constant(_i64, 4)))
             parts = [builder.load(at(builder, _offset(builder, begin, 64 * i), _floats), align=4) for i in range(4)]
             parts = [builder.call(absolute, [part]) for part in parts]
             sums = pairs(pairs(*parts[:2]), pairs(*parts[2:]))
-            builder.store(sums, at(builder, builder.add(widths, place), _floats), align=4)
+            builder.store(sums, at(builder, builder.add(widths, position), _floats), align=4)
             greater = builder.call(_function(builder, "llvm.maxnum", _floats, 2), [most, sums])
             return [greater, builder.fadd(total, sums)]
 
@@ -227,8 +227,8 @@ def _write_widths(typing_context: Any, query: Any, dims: Any, widths: Any) -> An
             parts = [[shuffled(builder, v, v, range(b, b + half)) for b in (0, half)] for v in (most, total)]
             greater = _function(builder, "llvm.maxnum", _vector(_f32, half), 2)
             most, total = builder.call(greater, parts[0]), builder.fadd(*parts[1])
-        found = [builder.extract_element(value, ir.Constant(_i32, 0)) for value in (most, total)]
-        return context.make_tuple(builder, sig.return_type, found)
+        values = [builder.extract_element(value, ir.Constant(_i32, 0)) for value in (most, total)]
+        return context.make_tuple(builder, sig.return_type, values)
 
     return types.UniTuple(types.float32, 2)(types.uint64, types.int64, types.uint64), codegen
 

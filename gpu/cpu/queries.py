@@ -114,7 +114,7 @@ def write_query(query: Any, encoding: Encoding, record: Any) -> Any:
 
 
 @compiled
-def squared_norm(query: Any) -> Any:
+def squared_norm(query: npt.NDArray[np.float32]) -> Any:
     """Return the squared norm of contiguous float32 [d] in float64."""
     whole = len(query) // LANES * LANES
     address = np.uint64(query.ctypes.data)

@@ -44,11 +44,11 @@ def _begin_block(typing_context: Any, address: Any, factors: Any) -> Any:
         steps = [ir.Constant(ir.IntType(64), 4 * LANES * number) for number in range(4)]
         places = [at(builder, builder.add(args[0], step), _vector) for step in steps]
         values = []
-        for place, step in zip(places, steps, strict=True):
+        for pointer, step in zip(places, steps, strict=True):
             factor = builder.load(at(builder, builder.add(args[1], step), _vector), align=4)
-            values.append(_lanes_transformed(builder, builder.fmul(builder.load(place, align=4), factor)))
-        for place, value in zip(places, _two_butterfly_steps(builder, values), strict=True):
-            builder.store(value, place, align=4)
+            values.append(_lanes_transformed(builder, builder.fmul(builder.load(pointer, align=4), factor)))
+        for pointer, value in zip(places, _two_butterfly_steps(builder, values), strict=True):
+            builder.store(value, pointer, align=4)
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.uint64), codegen
@@ -63,9 +63,9 @@ def _two_steps(typing_context: Any, address: Any, stride: Any) -> Any:
         for _ in range(4):
             places.append(at(builder, address, _vector))
             address = builder.add(address, args[1])
-        values = _two_butterfly_steps(builder, [builder.load(place, align=4) for place in places])
-        for place, value in zip(places, values, strict=True):
-            builder.store(value, place, align=4)
+        values = _two_butterfly_steps(builder, [builder.load(pointer, align=4) for pointer in places])
+        for pointer, value in zip(places, values, strict=True):
+            builder.store(value, pointer, align=4)
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.uint64), codegen
@@ -107,8 +107,8 @@ def rotate(rounds: int, dims: int, signs: Any, target: Any) -> None:
         factors = signs + np.uint64(4 * number * dims)
         first = 0 if number % 2 == 0 else dims - size
         for j in range(0, dims - size, LANES):  # dimensions that this round does not transform
-            place = np.uint64(4 * (j if j < first else j + size))
-            _multiply(target + place, factors + place)
+            offset = np.uint64(4 * (j if j < first else j + size))
+            _multiply(target + offset, factors + offset)
         begin = target + np.uint64(4 * first)
         for j in range(0, 4 * size, 4 * _BLOCK):
             _begin_block(begin + np.uint64(j), factors + np.uint64(4 * first + j))

@@ -4,19 +4,20 @@
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu.compiled import compiled
 from gpu.cpu.extend.results import write_result
 from gpu.cpu.extend.stages import extend
 from gpu.cpu.queries import write_query
-from gpu.cpu.tables import batch_at
+from gpu.cpu.tables import Batch, BatchHandle, batch_at
 
 INTERLEAVED = 8  # slots per group: enough to hide memory latency, few enough for the L2 cache
 _EMPTY = np.uint32(0xFFFFFFFF)
 
 
 @compiled
-def reset_slot(batch, slot):  # type: ignore[no-untyped-def]
+def reset_slot(batch: Batch, slot: int) -> None:
     """Reset a slot's search state before its first extend."""
     search = batch.slots[slot]
     search.filled = search.cursor = search.unchanged = search.extends = search.parents = search.task_begin = (
@@ -29,7 +30,17 @@ def reset_slot(batch, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def admit_query(batch, slot, query, collection, k, top_m, width, patience, bits):  # type: ignore[no-untyped-def]
+def admit_query(
+    batch: Batch,
+    slot: int,
+    query: npt.NDArray[np.float32],
+    collection: int,
+    k: int,
+    top_m: int,
+    width: int,
+    patience: int,
+    bits: int,
+) -> bool:
     """Prepare a query, float32 [d], in a slot. Returns whether it is valid."""
     if not write_query(query, batch.encodings[collection], batch.queries[slot]):
         return False
@@ -41,11 +52,11 @@ def admit_query(batch, slot, query, collection, k, top_m, width, patience, bits)
 
 
 @compiled
-def extend_active(handle, count):  # type: ignore[no-untyped-def]
+def extend_active(handle: BatchHandle, count: int) -> int:
     """Make one extend of the first `count` slots in `active`, and remove finished slots from it.
 
     Returns the number of finished slots; `finished` lists them in admission order, and their rows of `nodes` and
-    `found` hold the results.
+    `result_distances` hold the results.
     """
     batch = batch_at(handle)
     active, finished = batch.active, batch.finished
@@ -55,7 +66,7 @@ def extend_active(handle, count):  # type: ignore[no-untyped-def]
         begin, end = count * part // parts, count * (part + 1) // parts
         done += extend(handle, active[begin:end], finished[done:])
     for i in range(done):
-        write_result(batch, finished[i], batch.nodes[finished[i]], batch.found[finished[i]])
+        write_result(batch, finished[i], batch.nodes[finished[i]], batch.result_distances[finished[i]])
     kept = following = 0
     for i in range(count):
         if following < done and active[i] == finished[following]:  # both are in the same order

@@ -12,7 +12,7 @@ from gpu.cpu.extend.stages import extend
 from gpu.cpu.queries import QueryEncoding, prepare, prepared_bytes
 from gpu.cpu.running_batch import INTERLEAVED, reset_slot
 from gpu.cpu.state import BatchState
-from gpu.cpu.tables import batch_at, slot_at
+from gpu.cpu.tables import Batch, BatchHandle, batch_at, slot_at
 from gpu.errors import InvalidVector
 from gpu.index.data import IndexData
 from gpu.index.rows import aligned_empty
@@ -23,7 +23,17 @@ _BLOCK = 1024  # queries prepared together
 
 
 @compiled
-def begin(batch, slot, number, owner, prepared, starts, allowed, allowed_count, min_allowed):  # type: ignore[no-untyped-def]
+def begin(
+    batch: Batch,
+    slot: int,
+    number: int,
+    owner: npt.NDArray[np.int64],
+    prepared: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.int64],
+    allowed: int,
+    allowed_count: int,
+    min_allowed: int,
+) -> None:
     """Start a query in a slot whose parameters are set."""
     search = batch.slots[slot]
     owner[slot] = number
@@ -33,7 +43,17 @@ def begin(batch, slot, number, owner, prepared, starts, allowed, allowed_count, 
 
 
 @counted
-def run_queries(handle, address, allowed, allowed_count, min_allowed, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
+def run_queries(
+    handle: BatchHandle,
+    address: int,
+    allowed: int,
+    allowed_count: int,
+    min_allowed: int,
+    prepared: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.int64],
+    nodes: npt.NDArray[np.int64],
+    distances: npt.NDArray[np.float32],
+) -> None:
     """Run prepared queries, uint8 [q, …], to completion in the slots of the batch that `handle` describes.
 
     address: of a slot with the parameters of all queries. allowed: the address of a bitmap of nodes, or 0.
@@ -58,7 +78,7 @@ def run_queries(handle, address, allowed, allowed_count, min_allowed, prepared, 
         done = extend(handle, active[:running], batch.finished)
         for i in range(done):
             slot = batch.finished[i]
-            write_result(batch, slot, nodes[owner[slot]], found[owner[slot]])
+            write_result(batch, slot, nodes[owner[slot]], distances[owner[slot]])
             if admitted < count:
                 begin(batch, slot, admitted, owner, prepared, starts, allowed, allowed_count, min_allowed)
                 admitted += 1
@@ -92,7 +112,7 @@ def search(
         raise InvalidVector(f"queries have shape {array.shape}; this index needs [q, {data.rows.dim}]")
     begins = np.full(len(array), -1, np.int64) if starts is None else starts
     nodes = np.empty((len(array), params.k), np.int64)
-    found = np.empty((len(array), params.k), np.float32)
+    distances = np.empty((len(array), params.k), np.float32)
     size = max(1, min(_BLOCK, -(-len(array) // threads)))
     blocks = [slice(begin, min(begin + size, len(array))) for begin in range(0, len(array), size)]
     encoding = QueryEncoding(data.rows, data.codes)
@@ -116,7 +136,7 @@ def search(
                 prepared,
                 begins[block],
                 nodes[block],
-                found[block],
+                distances[block],
             )
             progress((number + 1) / len(part))
 
@@ -126,4 +146,4 @@ def search(
             list(pool.map(run, parts))
     elif parts:
         run(parts[0])
-    return nodes, found
+    return nodes, distances

@@ -42,7 +42,7 @@ def everywhere(builder: Any, value: Any, count: int) -> Any:
 def loop(
     builder: Any, begin: Any, end: Any, step: int, carried: Sequence[Any], body: Callable[..., Sequence[Any]]
 ) -> list[Any]:
-    """Emit a loop: carried = body(place, *carried) for place = begin, begin + step, … < end.
+    """Emit a loop: carried = body(position, *carried) for position = begin, begin + step, … < end.
 
     Returns the final carried values.
     """
@@ -50,11 +50,11 @@ def loop(
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
     builder.branch(head)
     builder.position_at_end(head)
-    place, *phis = (builder.phi(value.type) for value in (begin, *carried))
-    builder.cbranch(builder.icmp_signed("<", place, end), inside, after)
+    position, *phis = (builder.phi(value.type) for value in (begin, *carried))
+    builder.cbranch(builder.icmp_signed("<", position, end), inside, after)
     builder.position_at_end(inside)
-    changed = [*body(place, *phis), builder.add(place, ir.Constant(_i64, step))]
-    for phi, first, following in zip((*phis, place), (*carried, begin), changed, strict=True):
+    changed = [*body(position, *phis), builder.add(position, ir.Constant(_i64, step))]
+    for phi, first, following in zip((*phis, position), (*carried, begin), changed, strict=True):
         phi.add_incoming(first, before)
         phi.add_incoming(following, inside)
     builder.branch(head)
@@ -117,8 +117,8 @@ def _sum(term: Any, result: Any, scalar: Any, tail: int = LANES) -> Any:
             builder.position_at_end(body)
             for i, phi in enumerate(phis):
                 if i < unrolled:
-                    place = builder.add(position, ir.Constant(_i64, i * step))
-                    phi.add_incoming(term(builder, row, query, place, phi), body)
+                    here = builder.add(position, ir.Constant(_i64, i * step))
+                    phi.add_incoming(term(builder, row, query, here, phi), body)
                 else:
                     phi.add_incoming(phi, body)
             position.add_incoming(following, body)
@@ -249,14 +249,14 @@ def count_below(typing_context: Any, keys: Any, key: Any, count: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def shift_in(typing_context: Any, keys: Any, place: Any, key: Any, chunks: Any) -> Any:
+def shift_in(typing_context: Any, keys: Any, index: Any, key: Any, chunks: Any) -> Any:
     """Insert `key` at index 0..7 of uint64 [8 * chunks] at an address; later keys shift up, the last one is dropped."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        keys, place, key, chunks = args
+        keys, index, key, chunks = args
         words = ir.VectorType(_i64, KEYS_AT_ONCE)
         first = builder.load(at(builder, keys, words), align=1)
-        lanes, here = ir.Constant(words, [*range(KEYS_AT_ONCE)]), everywhere(builder, place, KEYS_AT_ONCE)
+        lanes, here = ir.Constant(words, [*range(KEYS_AT_ONCE)]), everywhere(builder, index, KEYS_AT_ONCE)
         up = shuffled(builder, first, first, [0, *range(KEYS_AT_ONCE - 1)])
         moved = builder.select(builder.icmp_signed(">", lanes, here), up, first)
         moved = builder.select(builder.icmp_signed("==", lanes, here), everywhere(builder, key, KEYS_AT_ONCE), moved)

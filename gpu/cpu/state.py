@@ -98,7 +98,7 @@ class BatchState:
             active=np.zeros(slots, np.int32),
             finished=np.zeros(slots, np.int32),
             nodes=np.zeros(results, np.int64),
-            found=np.zeros(results, np.float32),
+            result_distances=np.zeros(results, np.float32),
             exact=np.zeros(results, np.uint64),
         )
         for number, (data, encoding) in enumerate(zip(collections, encodings, strict=True)):
@@ -116,7 +116,11 @@ class BatchState:
         """
         ours, theirs = self.batch, other.batch
         arrays = ((ours.queries, theirs.queries), (ours.visited, theirs.visited), (ours.keys, theirs.keys))
-        results = ((ours.nodes, theirs.nodes), (ours.found, theirs.found), (ours.exact, theirs.exact))
+        results = (
+            (ours.nodes, theirs.nodes),
+            (ours.result_distances, theirs.result_distances),
+            (ours.exact, theirs.exact),
+        )
         for slot in slots:
             for mine, its in (*arrays, *results):
                 columns = min(mine.shape[1], its.shape[1])  # both are wide enough for the slot's index

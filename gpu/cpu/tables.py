@@ -3,7 +3,7 @@
 Records hold addresses; their owner keeps the arrays behind them alive.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -105,7 +105,7 @@ class Batch(NamedTuple):
     active: npt.NDArray[np.int32]  # [slots]: slots to extend, in admission order
     finished: npt.NDArray[np.int32]  # [slots]
     nodes: npt.NDArray[np.int64]  # [slots, max_k]: results
-    found: npt.NDArray[np.float32]  # [slots, max_k]: their distances
+    result_distances: npt.NDArray[np.float32]  # [slots, max_k]
     exact: npt.NDArray[np.uint64]  # [slots, max_k]: keys of the results where top_m holds estimates
 
     @property
@@ -115,9 +115,11 @@ class Batch(NamedTuple):
 
 
 ARRAYS = len(Batch._fields) - 1
+BatchHandle: TypeAlias = npt.NDArray[np.int64]
+"""What `handle_of` returns of a batch."""
 
 
-def handle_of(batch: Batch) -> npt.NDArray[np.int64]:
+def handle_of(batch: Batch) -> BatchHandle:
     """Return addresses and shapes of the arrays, int64 [arrays, 3]: one argument is cheaper to pass than all arrays."""
     records = (batch.collections, batch.encodings, batch.slots)
     lines = [(address_of(array), batch.collection_count, 1) for array in records]
@@ -132,7 +134,7 @@ slots_at = array_at(Slot)
 
 
 @compiled
-def batch_at(handle: Any) -> Any:
+def batch_at(handle: BatchHandle) -> Batch:
     """Return the batch that `handle_of` has described."""
     return Batch(
         handle[0, 1],

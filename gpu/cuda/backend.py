@@ -359,16 +359,16 @@ def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
     collection, names, k = host.collections[search.collection], host.ids[search.collection], search.k
     nodes, raw = _nodes(host, slot), _raw(host, slot)
     to_ids, to_distances = words_at(ids, k), float32_at(distances, k)
-    found = 0
+    count = 0
     for i in range(k if search.scanning else np.int64(_head(host, slot)[layout.K])):
         node = np.int64(nodes[i])
-        if node < 0 or found == k:
+        if node < 0 or count == k:
             break
         if may_be_result(search.allowed, node):
-            to_ids[found] = node if names == 0 else words_at(names + 8 * node, 1)[0]
-            to_distances[found] = np.float64(raw[i]) * collection.factor + collection.offset
-            found += 1
-    return found
+            to_ids[count] = node if names == 0 else words_at(names + 8 * node, 1)[0]
+            to_distances[count] = np.float64(raw[i]) * collection.factor + collection.offset
+            count += 1
+    return count
 
 
 @c_function("int64(int64, int64, int64)")

@@ -182,15 +182,15 @@ def check_architecture(arch: str) -> None:
 
 def usage_of(report: str) -> dict[str, Usage]:
     """Parse the kernels' resource usage from the assembler's report (ptxas -v)."""
-    found = {}
+    usage = {}
     for part in report.split("Compiling entry function ")[1:]:
         name = part.split("'")[1]
         numbers = {
             key: int(number) for number, key in re.findall(r"(\d+) (?:bytes )?(registers|stack frame|smem)", part)
         }
         spills = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
-        found[name] = Usage(numbers["registers"], spills, numbers.get("stack frame", 0), numbers.get("smem", 0))
-    return found
+        usage[name] = Usage(numbers["registers"], spills, numbers.get("stack frame", 0), numbers.get("smem", 0))
+    return usage
 
 
 def nvrtc_version() -> str:

@@ -97,8 +97,8 @@ class CudaEngine(Engine):
             self.extends_per_launch = graphs.limit
             handle.host.poll_ns, handle.host.timeout_ns = fault_poll_ns, launch_timeout_ns
             self._start(self._functions(), handle.table)
-            for number, one in enumerate(data):
-                handle.load(number, one)
+            for number, index_data in enumerate(data):
+                handle.load(number, index_data)
             for graph in handle.graphs:  # warm up with no active slot: first launches are slower
                 memory.doorbell[0] = 1  # ends a launch of many extends, or a resident one, at once
                 if _launch(handle.address, graph) < 0:

@@ -57,13 +57,13 @@ def count_allowed(line: Slot, nodes: Any) -> Any:
 
     nodes: int32, padded with -1.
     """
-    found = passing = 0
+    results = passing = 0
     for node in nodes:
         if node < 0:
             break
-        found += 1
+        results += 1
         passing += may_be_result(line.allowed, np.int64(node))
-    return found, passing
+    return results, passing
 
 
 @compiled

@@ -12,7 +12,7 @@ from gpu.cuda import filtered, layout, resident
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
 from gpu.cuda.graphs import Kernels, LaunchGraphs
-from gpu.cuda.host import Graph, Host, Resident, SlotState
+from gpu.cuda.host import Graph, Host, Resident, ResidentSlot
 from gpu.index.data import IndexData
 from gpu.slots import MAX_COLLECTIONS, SlotTable
 from ipc.native.records import address_of, array_over, new_array
@@ -63,7 +63,7 @@ class Handle:
             query=entry.query,
             write=kernels.write_slots,
             arguments=self._arguments.ctypes.data,
-            slot_states=new_array(SlotState, slots),
+            slot_states=new_array(ResidentSlot, slots),
             next_ticket=1,
             resident=Resident(
                 rings=memory.rings.ctypes.data,
@@ -79,8 +79,8 @@ class Handle:
     @property
     def graphs(self) -> list[int]:
         """CUDA graphs, smallest bucket first."""
-        found: list[int] = self._graphs[:, 1].tolist()
-        return found
+        addresses: list[int] = self._graphs[:, 1].tolist()
+        return addresses
 
     def load(self, number: int, data: IndexData) -> None:
         """Register a collection; queries can be admitted to it afterwards."""

@@ -7,7 +7,7 @@ from ipc.native.records import Array, Record, record, record_at
 
 
 @record
-class SlotState(Record):
+class ResidentSlot(Record):
     """What the resident form knows of a slot."""
 
     on_device: bool  # the device owns it
@@ -79,7 +79,7 @@ class Host(Record):
     write: int  # the kernel `write_slots`
     arguments: int  # address of its arguments' addresses
     resident: Resident
-    slot_states: Array[SlotState]
+    slot_states: Array[ResidentSlot]
     interrupt: int  # callback polled during a launch of several extends; 0 for none
     interrupt_argument: int
     poll_ns: int  # interval at which a wait polls the driver for errors

@@ -224,9 +224,9 @@ def _wait(host: Host, resident: Resident) -> Any:
 def _deactivate(host: Host, slot: int) -> None:
     """Remove a slot from the active ones, whose order changes."""
     table, active = table_of(host), active_of(host)
-    place, last = host.slot_states[slot].place, table[ACTIVE_COUNT] - 1
-    active[place] = active[last]
-    host.slot_states[active[place]].place = place
+    position, last = host.slot_states[slot].place, table[ACTIVE_COUNT] - 1
+    active[position] = active[last]
+    host.slot_states[active[position]].place = position
     table[ACTIVE_COUNT] = last
 
 

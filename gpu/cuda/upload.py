@@ -67,10 +67,10 @@ class DeviceArrays:
         sizes = {name: padded_bytes(array.nbytes) for name, array in arrays.items()}
         self._base = driver.allocate(sum(sizes.values()))
         self.address: dict[str, int] = {}
-        place = self._base
+        address = self._base
         for name, size in sizes.items():
-            self.address[name] = place
-            place += size
+            self.address[name] = address
+            address += size
         chunk_bytes = STEP_BYTES if in_steps else CHUNK_BYTES
         self._copying = _copy(driver, arrays, self.address, chunk_bytes)
         try:

@@ -139,9 +139,9 @@ class GraphIndex:
 
     def vectors(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:
         """Return the vectors of these rows, float32 [n, d], in stored precision; of unit length under cosine."""
-        kept = self.data.rows
-        found = kept.codes[np.asarray(rows, np.int64), : kept.dim]
-        return found.astype(np.float32) / np.float32(kept.scale)
+        stored = self.data.rows
+        codes = stored.codes[np.asarray(rows, np.int64), : stored.dim]
+        return codes.astype(np.float32) / np.float32(stored.scale)
 
     @property
     def size(self) -> int:

@@ -243,10 +243,10 @@ def _map(path: Path, facts: dict[str, Any], shape: tuple[int, ...], dtype: npt.D
 
 def _regular_size(path: Path) -> int:
     """Return a file's size. Raises OSError for anything but a regular file: reading a pipe would block forever."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
-    return found.st_size
+    return status.st_size
 
 
 def _sha256(path: Path) -> str:

@@ -16,6 +16,7 @@ import os
 import signal
 import traceback
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from numba import float32, int32, int64, types, uint8, uint32, uint64
 from numba.core.compiler_lock import global_compiler_lock
@@ -65,7 +66,7 @@ CALLED = {
     for function, arguments in (sizing.CALLED, *loop_driver.CALLED_RARELY, *loop_driver.CALLED_OFTEN)
 }
 """Name → a function that Python calls, and the types of its arguments."""
-INNER = {**_SEARCH, **_LOOP_PARTS}
+INNER: dict[str, tuple[Any, tuple[Any, ...]]] = {**_SEARCH, **_LOOP_PARTS}
 """Name → a function and the types with which compiled code calls it."""
 PARTS = (*INNER, *CALLED)
 """In the order in which they are begun, callees first."""

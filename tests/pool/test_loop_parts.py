@@ -78,7 +78,7 @@ def test_searches_are_compiled_for_the_arrays_of_a_batch() -> None:
     batch, slot = INNER["distances"][1][0], active.dtype
     assert batch.types[4:] == tuple(map(typeof, state.batch.arrays))
     assert INNER["merge"][1] == INNER["scan"][1] == (batch, active, finished)
-    assert INNER["results"][1] == (batch, slot, typeof(state.batch.nodes[0]), typeof(state.batch.found[0]))
+    assert INNER["results"][1] == (batch, slot, typeof(state.batch.nodes[0]), typeof(state.batch.result_distances[0]))
     assert INNER["query"][1][-1] == typeof(state.batch.queries[0])
     for name in ("rabitq's start", "rabitq's end"):
         assert INNER[name][1] == (handle, active.dtype)

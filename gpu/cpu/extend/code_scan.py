@@ -8,7 +8,10 @@ thirty-second of a row's bytes, and 32 are read at a time.
 The second pass is needed where a great many rows are about as far away as the nearest of them.
 """
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from gpu.compiled import compiled
 from gpu.cpu.extend.filtered import ESTIMATE, SCAN_ROWS_PER_EXTEND, VERIFY
@@ -17,7 +20,7 @@ from gpu.cpu.extend.rabitq import GROUP, centre_distance, fetch, score_node
 from gpu.cpu.fast_scan import below, estimate, lowest_bit
 from gpu.cpu.queries import TABLE_OFFSET, TABLE_STEP
 from gpu.cpu.simd import load_f32, load_u32, load_u64
-from gpu.cpu.tables import batch_at
+from gpu.cpu.tables import Batch, BatchHandle, batch_at
 
 CODES_PER_EXTEND = 4096  # rows whose codes one slot reads in an extend
 LISTED = 512  # rows with the nearest estimates that are kept
@@ -28,7 +31,7 @@ _INFINITY = np.float32(np.inf)
 
 
 @compiled
-def extend_code_scan(handle, active, finished):  # type: ignore[no-untyped-def]
+def extend_code_scan(handle: BatchHandle, active: npt.NDArray[np.int32], finished: npt.NDArray[np.int32]) -> int:
     """Make one extend of slots that scan codes. Writes finished slots to `finished` and returns their number."""
     slots = batch_at(handle).slots
     done = 0
@@ -44,20 +47,20 @@ def extend_code_scan(handle, active, finished):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def list_length(batch, k):  # type: ignore[no-untyped-def]
+def list_length(batch: Batch, k: int) -> Any:
     """Return how many estimates are kept."""
     return min(batch.keys.shape[1], max(LISTED, 2 * k))
 
 
 @compiled
-def worst_result(batch, slot):  # type: ignore[no-untyped-def]
+def worst_result(batch: Batch, slot: int) -> Any:
     """Return the distance of a slot's k-th result; infinity while there are fewer."""
     k = batch.slots[slot].k
     return distance_of(batch.exact[slot, k - 1]) if batch.slots[slot].scored == k else _INFINITY
 
 
 @compiled
-def scan_codes(handle, slot):  # type: ignore[no-untyped-def]
+def scan_codes(handle: BatchHandle, slot: int) -> Any:
     """Read the next codes of a slot's pass. Returns whether the pass is complete."""
     batch = batch_at(handle)
     search, collection = batch.slots[slot], batch.collections[batch.slots[slot].collection]
@@ -93,7 +96,7 @@ def scan_codes(handle, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def score_lanes(handle, slot, row, lanes):  # type: ignore[no-untyped-def]
+def score_lanes(handle: BatchHandle, slot: int, row: int, lanes: int) -> int:
     """Score the rows after `row` whose bits are set in `lanes`. Returns their number."""
     batch = batch_at(handle)
     collection = batch.collections[batch.slots[slot].collection]
@@ -109,7 +112,7 @@ def score_lanes(handle, slot, row, lanes):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def score_list(handle, slot):  # type: ignore[no-untyped-def]
+def score_list(handle: BatchHandle, slot: int) -> bool:
     """Score listed rows, nearest first. Returns whether no other row can be a result; else begins the second pass."""
     batch = batch_at(handle)
     search, collection = batch.slots[slot], batch.collections[batch.slots[slot].collection]

@@ -11,13 +11,17 @@ of the walked rows that pass, which is below the filter's. The slot falls back t
 codes (`gpu.cpu.extend.code_scan`) where that is faster than comparing the allowed rows.
 """
 
-import numpy as np
+from typing import Any
 
-from gpu.compiled import compiled
+import numpy as np
+import numpy.typing as npt
+
+from gpu.compiled import Integer, compiled
 from gpu.cpu.extend.keys import insert, key_of, may_be_result, node_of, row_distance
 from gpu.cpu.fast_scan import lowest_bit
 from gpu.cpu.queries import QUERY_ROW
 from gpu.cpu.simd import load_u64, prefetch
+from gpu.cpu.tables import Batch, Slot
 
 SCAN_ROWS_PER_ENTRY = 5
 SCAN_ROWS_PER_ENTRY_BATCHED = 16
@@ -37,7 +41,9 @@ _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 @compiled
-def filtered_top_m(top_m, allowed_count, size, longest, rows_a_step=SCAN_ROWS_PER_ENTRY):  # type: ignore[no-untyped-def]
+def filtered_top_m(
+    top_m: Integer, allowed_count: int, size: int, longest: int, rows_a_step: int = SCAN_ROWS_PER_ENTRY
+) -> int:
     """Return the top_m, at most `longest`, with which a filtered search has the recall of an unfiltered one of `top_m`;
     0 if scanning the `allowed_count` of `size` rows is faster."""
     if allowed_count <= 0:
@@ -48,7 +54,7 @@ def filtered_top_m(top_m, allowed_count, size, longest, rows_a_step=SCAN_ROWS_PE
 
 
 @compiled
-def set_filter(batch, slot, allowed, allowed_count, bits, length):  # type: ignore[no-untyped-def]
+def set_filter(batch: Batch, slot: int, allowed: int, allowed_count: int, bits: int, length: int) -> None:
     """Set the filter of a slot that was just admitted.
 
     length: top_m of the graph search; 0: scan the allowed rows. bits: of the visited table for this top_m.
@@ -65,7 +71,7 @@ def set_filter(batch, slot, allowed, allowed_count, bits, length):  # type: igno
 
 
 @compiled
-def count_parent(batch, slot, node):  # type: ignore[no-untyped-def]
+def count_parent(batch: Batch, slot: int, node: Integer) -> None:
     """Count a parent of a filtered search, and whether it passes the filter."""
     search = batch.slots[slot]
     if search.min_allowed != 0:
@@ -74,7 +80,7 @@ def count_parent(batch, slot, node):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def has_min_allowed(batch, slot):  # type: ignore[no-untyped-def]
+def has_min_allowed(batch: Batch, slot: int) -> bool:
     """Return whether MIN_ALLOWED allowed entries precede a slot's cursor."""
     search = batch.slots[slot]
     left = search.min_allowed
@@ -89,7 +95,7 @@ def has_min_allowed(batch, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def found_too_few(search, found, walked, passing, size, sigmas):  # type: ignore[no-untyped-def]
+def found_too_few(search: Slot, found: int, walked: int, passing: int, size: int, sigmas: float) -> bool:
     """Return whether a graph search that ended with `found` allowed rows is to be replaced by a scan.
 
     That is if there are more to return, or if only `passing` of the `walked` rows passed, `sigmas` standard deviations
@@ -104,7 +110,7 @@ def found_too_few(search, found, walked, passing, size, sigmas):  # type: ignore
 
 
 @compiled
-def fall_back_to_scan(batch, slot, found):  # type: ignore[no-untyped-def]
+def fall_back_to_scan(batch: Batch, slot: int, found: int) -> bool:
     """Switch a finished graph search to a scan if it has found too few rows. Returns whether it did."""
     search = batch.slots[slot]
     collection = batch.collections[search.collection]
@@ -118,7 +124,7 @@ def fall_back_to_scan(batch, slot, found):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def extend_scan(batch, active, finished):  # type: ignore[no-untyped-def]
+def extend_scan(batch: Batch, active: npt.NDArray[np.int32], finished: npt.NDArray[np.int32]) -> int:
     """Make one extend of scanning slots. Writes finished slots to `finished` and returns their number."""
     slots = batch.slots
     done = 0
@@ -131,7 +137,7 @@ def extend_scan(batch, active, finished):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def scan_rows(batch, slot):  # type: ignore[no-untyped-def]
+def scan_rows(batch: Batch, slot: int) -> Any:
     """Score the next rows of a slot's scan. Returns whether the scan is complete."""
     search, collection = batch.slots[slot], batch.collections[batch.slots[slot].collection]
     coded = collection.blocks != 0
@@ -163,7 +169,7 @@ def scan_rows(batch, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def next_allowed_row(allowed, row, size):  # type: ignore[no-untyped-def]
+def next_allowed_row(allowed: int, row: int, size: int) -> Any:
     """Return the first allowed row at or after `row`; `size` or more if there is none."""
     while row < size:
         word = load_u64(np.uint64(allowed + 8 * (row >> 6))) if allowed != 0 else _ALL

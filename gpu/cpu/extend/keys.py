@@ -8,8 +8,9 @@ distance are adjacent.
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from gpu.compiled import compiled
+from gpu.compiled import Float, Integer, compiled
 from gpu.cpu.simd import (
     KEYS_AT_ONCE,
     bits_float,
@@ -30,7 +31,7 @@ _COMPARED = 64  # keys compared linearly, by registers; a binary search narrows 
 
 
 @compiled
-def key_of(distance: float, node: int) -> Any:
+def key_of(distance: Float, node: Integer) -> Any:
     """Return the key of an unexpanded node."""
     bits = np.uint32(float_bits(np.float32(distance)))
     bits = ~bits if bits & np.uint32(0x80000000) else bits | np.uint32(0x80000000)
@@ -50,13 +51,13 @@ def node_of(key: int) -> Any:
 
 
 @compiled
-def insert(keys, slot, filled, top_m, key):  # type: ignore[no-untyped-def]
+def insert(keys: npt.NDArray[np.uint64], slot: int, filled: int, top_m: int, key: np.uint64) -> Any:
     """Insert a key into a slot's top_m. Returns its position, or -1 if it is too far or a duplicate."""
     return insert_at(np.uint64(keys.ctypes.data + slot * keys.strides[0]), filled, top_m, key)
 
 
 @compiled
-def insert_at(keys, filled, top_m, key):  # type: ignore[no-untyped-def]
+def insert_at(keys: np.uint64, filled: int, top_m: int, key: np.uint64) -> int:
     """Insert a key into the top_m at an address; see `insert`."""
     if filled == top_m and key >= load_u64(keys + np.uint64(8 * (top_m - 1))):
         return -1
@@ -74,7 +75,7 @@ def insert_at(keys, filled, top_m, key):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def insert_by_chunks(keys, filled, top_m, key):  # type: ignore[no-untyped-def]
+def insert_by_chunks(keys: np.uint64, filled: int, top_m: int, key: np.uint64) -> int:
     """Insert a key as `insert_at` does, into a top_m whose capacity is a multiple of KEYS_AT_ONCE.
 
     The position of a key is unpredictable, so the mispredicted branches of a binary search and a copy of variable
@@ -94,9 +95,9 @@ def insert_by_chunks(keys, filled, top_m, key):  # type: ignore[no-untyped-def]
         position += count_below(keys + np.uint64(8 * chunk), key, end - chunk)
     if position < filled and load_u64(keys + np.uint64(8 * position)) >> np.uint64(1) == key >> np.uint64(1):
         return -1
-    place = position % KEYS_AT_ONCE
-    first = position - place
-    shift_in(keys + np.uint64(8 * first), place, key, (min(filled, top_m - 1) - first) // KEYS_AT_ONCE + 1)
+    within = position % KEYS_AT_ONCE
+    first = position - within
+    shift_in(keys + np.uint64(8 * first), within, key, (min(filled, top_m - 1) - first) // KEYS_AT_ONCE + 1)
     return position
 
 
@@ -104,7 +105,7 @@ def insert_by_chunks(keys, filled, top_m, key):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def row_distance(kind, row, query, lanes):  # type: ignore[no-untyped-def]
+def row_distance(kind: int, row: np.uint64, query: np.uint64, lanes: int) -> Any:
     """Return the distance between a query and the row at an address: squared L2, or minus the dot product."""
     if kind == F32_L2:
         return l2_f32(row, query, lanes)
@@ -114,7 +115,7 @@ def row_distance(kind, row, query, lanes):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def may_be_result(allowed, node):  # type: ignore[no-untyped-def]
+def may_be_result(allowed: int, node: Integer) -> Any:
     """Return whether a node's bit is set in the bitmap at address `allowed`; always True without one (0)."""
     if allowed == 0:
         return True

@@ -7,15 +7,18 @@ expanded, the others are skipped. `visited` contains the expanded nodes, `exact`
 distances, which are the results. `gpu.index.data` describes the algorithm and its sources.
 """
 
-import numpy as np
+from typing import Any
 
-from gpu.compiled import compiled
+import numpy as np
+import numpy.typing as npt
+
+from gpu.compiled import Integer, compiled
 from gpu.cpu.extend.filtered import count_parent, fall_back_to_scan, has_min_allowed
 from gpu.cpu.extend.keys import distance_of, insert, insert_by_chunks, key_of, may_be_result, node_of, row_distance
 from gpu.cpu.fast_scan import below, estimate, lowest_bit, was_visited
 from gpu.cpu.queries import QUERY_ROW, TABLE_OFFSET, TABLE_STEP, padded_lanes
 from gpu.cpu.simd import WAYS, dot_f32, l2_f32, load_f32, load_u32, load_u64, prefetch, visit
-from gpu.cpu.tables import batch_at
+from gpu.cpu.tables import Batch, BatchHandle, batch_at
 
 GROUP = 32
 _EMPTY = np.uint32(0xFFFFFFFF)
@@ -24,14 +27,14 @@ _INFINITY = np.float32(np.inf)
 
 
 @compiled
-def set_of(visited, bits, node):  # type: ignore[no-untyped-def]
+def set_of(visited: int, bits: int, node: Integer) -> np.uint64:
     """Return the address of a node's set in the visited table of 2^bits entries at address `visited`."""
-    place = np.int64(np.uint32(np.uint32(node) * _HASH) >> np.uint32(32 - bits)) & ~np.int64(WAYS - 1)
-    return np.uint64(visited + place * 4)
+    first = np.int64(np.uint32(np.uint32(node) * _HASH) >> np.uint32(32 - bits)) & ~np.int64(WAYS - 1)
+    return np.uint64(visited + first * 4)
 
 
 @compiled
-def select_parents(handle, active):  # type: ignore[no-untyped-def]
+def select_parents(handle: BatchHandle, active: npt.NDArray[np.int32]) -> None:
     """Select the `search_width` nearest unexpanded nodes of each top_m as parents, and prefetch their data."""
     batch = batch_at(handle)
     collections, slots, keys, parents = batch.collections, batch.slots, batch.keys, batch.parents
@@ -56,7 +59,7 @@ def select_parents(handle, active):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def fetch(start, size, row):  # type: ignore[no-untyped-def]
+def fetch(start: int, size: int, row: Integer) -> None:
     """Prefetch a row of a table."""
     first = start + row * size
     for offset in range(0, size, 64):
@@ -64,7 +67,7 @@ def fetch(start, size, row):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def extend_rabitq(handle, active, finished):  # type: ignore[no-untyped-def]
+def extend_rabitq(handle: BatchHandle, active: npt.NDArray[np.int32], finished: npt.NDArray[np.int32]) -> int:
     """Make one extend of every slot in `active`. Writes finished slots to `finished` and returns their number."""
     batch = batch_at(handle)
     slots = batch.slots
@@ -91,7 +94,7 @@ def extend_rabitq(handle, active, finished):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def next_parent(handle, slot):  # type: ignore[no-untyped-def]
+def next_parent(handle: BatchHandle, slot: int) -> Any:
     """Move the cursor to the nearest unexpanded entry of top_m. Returns whether there is one."""
     batch = batch_at(handle)
     slots, keys = batch.slots, batch.keys
@@ -110,7 +113,7 @@ def next_parent(handle, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def start_search(handle, slot):  # type: ignore[no-untyped-def]
+def start_search(handle: BatchHandle, slot: int) -> Any:
     """Make the first extend: from the start node, or from the seeds, encoded as neighbours of the centre."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
@@ -125,7 +128,7 @@ def start_search(handle, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def centre_distance(batch, slot):  # type: ignore[no-untyped-def]
+def centre_distance(batch: Batch, slot: int) -> Any:
     """Return the distance between a slot's query and the centre of its collection."""
     collection = batch.slots[slot].collection
     full = np.uint64(batch.slots[slot].query + QUERY_ROW)
@@ -137,7 +140,7 @@ def centre_distance(batch, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def expand_parent(handle, slot, node):  # type: ignore[no-untyped-def]
+def expand_parent(handle: BatchHandle, slot: int, node: Integer) -> Any:
     """Score a parent and merge its neighbours' estimates. Returns whether top_m changed."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
@@ -149,7 +152,7 @@ def expand_parent(handle, slot, node):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def score_node(handle, slot, node):  # type: ignore[no-untyped-def]
+def score_node(handle: BatchHandle, slot: int, node: Integer) -> Any:
     """Return a node's exact distance, and insert the node into `exact` if it is allowed and among the k nearest."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
@@ -167,7 +170,7 @@ def score_node(handle, slot, node):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def merge_neighbors(handle, slot, base, block, neighbors, count):  # type: ignore[no-untyped-def]
+def merge_neighbors(handle: BatchHandle, slot: int, base: float, block: int, neighbors: int, count: int) -> bool:
     """Estimate the distances of `count` neighbours, uint32 at an address, and merge them into top_m."""
     batch = batch_at(handle)
     collections, slots, distances = batch.collections, batch.slots, batch.distances
@@ -206,7 +209,7 @@ def merge_neighbors(handle, slot, base, block, neighbors, count):  # type: ignor
 
 
 @compiled
-def try_finish(handle, slot):  # type: ignore[no-untyped-def]
+def try_finish(handle: BatchHandle, slot: int) -> bool:
     """Finish a slot that has no parent left, or has exhausted its patience. Returns whether its search is complete.
 
     If fewer than k nodes were expanded, further entries of top_m are scored for the results. If top_m has too few

@@ -1,13 +1,15 @@
 """Results of a finished slot: filtering, output."""
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu.compiled import compiled
 from gpu.cpu.extend.keys import distance_of, may_be_result, node_of
+from gpu.cpu.tables import Batch
 
 
 @compiled
-def keep_allowed(batch, slot):  # type: ignore[no-untyped-def]
+def keep_allowed(batch: Batch, slot: int) -> None:
     """Remove entries that the filter rejects from a finished top_m."""
     slots, keys = batch.slots, batch.keys
     if slots[slot].allowed == 0:
@@ -21,7 +23,7 @@ def keep_allowed(batch, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def write_result(batch, slot, nodes, found):  # type: ignore[no-untyped-def]
+def write_result(batch: Batch, slot: int, nodes: npt.NDArray[np.int64], distances: npt.NDArray[np.float32]) -> None:
     """Write a finished slot's k nearest nodes and their distances in the metric, padded with -1 and +inf."""
     filled, collection = batch.slots[slot].filled, batch.collections[batch.slots[slot].collection]
     keys = batch.keys
@@ -31,4 +33,4 @@ def write_result(batch, slot, nodes, found):  # type: ignore[no-untyped-def]
     offset = collection.offset
     for i in range(batch.slots[slot].k):
         nodes[i] = np.int64(node_of(keys[slot, i])) if i < filled else -1
-        found[i] = np.float64(distance_of(keys[slot, i])) * factor + offset if i < filled else np.inf
+        distances[i] = np.float64(distance_of(keys[slot, i])) * factor + offset if i < filled else np.inf

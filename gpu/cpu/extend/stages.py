@@ -11,6 +11,7 @@ was too far for top_m and still is, because the worst distance in top_m only dec
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu.compiled import compiled
 from gpu.cpu.extend.code_scan import extend_code_scan
@@ -20,14 +21,15 @@ from gpu.cpu.extend.rabitq import extend_rabitq
 from gpu.cpu.extend.results import keep_allowed
 from gpu.cpu.queries import QUERY_ROW
 from gpu.cpu.simd import WAYS, move, prefetch, visit
-from gpu.cpu.tables import batch_at
+from gpu.cpu.tables import Batch, BatchHandle, Collection, Slot, batch_at
+from ipc.native.records import Array
 
 _HASH = np.uint32(2654435761)
 _EXACT, _RABITQ, _COMPARE, _CODES = range(4)
 
 
 @compiled
-def select_parents(batch, active):  # type: ignore[no-untyped-def]
+def select_parents(batch: Batch, active: npt.NDArray[np.int32]) -> None:
     """Select the `search_width` nearest unexpanded entries of each top_m as parents, and mark them as expanded."""
     collections, slots, keys, parents = batch.collections, batch.slots, batch.keys, batch.parents
     for slot in active:
@@ -49,7 +51,7 @@ def select_parents(batch, active):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def expand_neighbors(batch, active):  # type: ignore[no-untyped-def]
+def expand_neighbors(batch: Batch, active: npt.NDArray[np.int32]) -> None:
     """Write the neighbours of each slot's parents (in the first extend: the seeds), with duplicates, to the tasks."""
     collections, slots, parents, tasks = batch.collections, batch.slots, batch.parents, batch.tasks
     end = 0
@@ -73,7 +75,7 @@ def expand_neighbors(batch, active):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def mark_visited(batch, active):  # type: ignore[no-untyped-def]
+def mark_visited(batch: Batch, active: npt.NDArray[np.int32]) -> None:
     """Drop tasks of visited nodes, mark the others as visited, and compact the task array."""
     collections, slots, visited, tasks = batch.collections, batch.slots, batch.visited, batch.tasks
     end = 0
@@ -86,8 +88,8 @@ def mark_visited(batch, active):  # type: ignore[no-untyped-def]
         begin = end
         for t in range(slots[slot].task_begin, slots[slot].task_end):
             node = tasks[t]
-            place = np.int64(np.uint32(node * _HASH) >> shift) & ~np.int64(WAYS - 1)  # numba widens products to 64 bits
-            seen = visit(np.uint64(table + place * 4), node)
+            first = np.int64(np.uint32(node * _HASH) >> shift) & ~np.int64(WAYS - 1)  # numba widens products to 64 bits
+            seen = visit(np.uint64(table + first * 4), node)
             prefetch(np.uint64(rows + np.int64(node) * row_bytes))
             tasks[end] = node
             end += 1 - (seen | (node >= size))  # a corrupt graph may point outside the rows
@@ -96,7 +98,7 @@ def mark_visited(batch, active):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def compute_distances(batch, active):  # type: ignore[no-untyped-def]
+def compute_distances(batch: Batch, active: npt.NDArray[np.int32]) -> None:
     """Score the tasks, prefetching the next row."""
     collections, slots, tasks, distances = batch.collections, batch.slots, batch.tasks, batch.distances
     for slot in active:
@@ -114,7 +116,7 @@ def compute_distances(batch, active):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def merge_top_m(batch, active, finished):  # type: ignore[no-untyped-def]
+def merge_top_m(batch: Batch, active: npt.NDArray[np.int32], finished: npt.NDArray[np.int32]) -> int:
     """Merge the scored tasks into each top_m. Writes finished slots to `finished` and returns their number."""
     slots, keys, tasks, distances = batch.slots, batch.keys, batch.tasks, batch.distances
     done = 0
@@ -141,7 +143,7 @@ def merge_top_m(batch, active, finished):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def extend(handle, active, finished):  # type: ignore[no-untyped-def]
+def extend(handle: BatchHandle, active: npt.NDArray[np.int32], finished: npt.NDArray[np.int32]) -> int:
     """Make one extend of every slot in `active` (int32) of the batch that `handle` describes.
 
     Writes finished slots to `finished` and returns their number.
@@ -167,7 +169,7 @@ def extend(handle, active, finished):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def method_of(collections, slots, slot):  # type: ignore[no-untyped-def]
+def method_of(collections: Array[Collection], slots: Array[Slot], slot: int) -> int:
     """Return a slot's search method."""
     if slots[slot].scanning != WALK:
         return _COMPARE if slots[slot].scanning == COMPARE else _CODES
@@ -175,7 +177,7 @@ def method_of(collections, slots, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def extend_exact(handle, active, finished):  # type: ignore[no-untyped-def]
+def extend_exact(handle: BatchHandle, active: npt.NDArray[np.int32], finished: npt.NDArray[np.int32]) -> int:
     """Make one extend of slots whose candidates are all scored exactly."""
     batch = batch_at(handle)
     select_parents(batch, active)
