@@ -134,8 +134,6 @@ def test_every_user_error_is_one_line_and_a_non_zero_exit(
     docs = tmp_path / "docs"
     assert trinity("index", "build", source, "--out", docs, "--embedder", "hashing-64", "--threads", 1)[0] == 0
     (tmp_path / "bad.jsonl").write_text('{"id": "a", "text": "x"}\n{"id": "a" "text": "y"}\n')
-    (tmp_path / "twice.jsonl").write_text('{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}\n')
-    (tmp_path / "empty.jsonl").touch()
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     vectors = np.ones((9, 64), np.float32)
@@ -147,15 +145,9 @@ def test_every_user_error_is_one_line_and_a_non_zero_exit(
     hashing = ("--embedder", "hashing-64", "--out", tmp_path / "new")
     for arguments, message in [
         (("index", "build", tmp_path / "bad.jsonl", *hashing), "bad.jsonl, line 2: JSON is malformed"),
-        (("index", "build", tmp_path / "twice.jsonl", *hashing), "documents 1 and 2 have the same id 'a'"),
-        (("index", "build", tmp_path / "empty.jsonl", *hashing), "empty.jsonl contains no documents"),
         (("index", "build", tmp_path / "none.jsonl", *hashing), "none.jsonl: No such file or directory"),
-        (("index", "build", tmp_path / "none.csv", *hashing), "supported sources end in"),
-        (("index", "build", tmp_path / "inf.npy", "--out", tmp_path / "new"), "row 5 holds inf"),
         (("index", "build", source, "--out", tmp_path / "new"), MINILM_PIP),
-        (("index", "build", source, "--out", tmp_path / "new", "--embedder", "hashing-8"), "from 16 to 4096"),
         (("index", "build", source, "--out", docs, "--embedder", "hashing-64"), f"{docs} already exists"),
-        (("index", "build", source, "--out", source, "--embedder", "hashing-64"), "is not a directory"),
         (("index", "build", source, "--out", foreign, "--embedder", "hashing-64", "--force"), "is not a collection"),
         (
             ("index", "build", tmp_path / "v.npy", "--out", tmp_path / "new", "--ids", tmp_path / "v.npy"),
