@@ -42,17 +42,6 @@ async def test_a_probe_interrupts_the_answer_and_continues_after_the_new_passage
         assert len([probe for piece in told.pieces for probe in getattr(piece, "probes", ())]) == 2
 
 
-async def test_with_token_ids_an_answer_with_two_probes_equals_fresh_runs_over_the_same_tokens() -> None:
-    async with running_engine() as harness:
-        for number in range(20):
-            question = f"question {number}"
-            told = await read_answer(harness.chat(question, retrieval=PROBES, max_tokens=24))
-            prompt = list(rendered(harness.fake.generations()[-3]["messages"]).encode())
-            stretches = sequence(prompt, told)
-            assert [len(wrote) for _, wrote in stretches] == [8, 8, 8]
-            assert all(wrote == completion(before, len(wrote)) for before, wrote in stretches)
-
-
 async def test_a_probe_without_new_passages_does_not_change_the_answer() -> None:
     async with running_engine() as harness:
         alone = await read_answer(harness.chat(max_tokens=24))
