@@ -2,8 +2,6 @@
 
 import asyncio
 import itertools
-import json
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -107,21 +105,6 @@ def test_greedy_tokens_with_two_probes_equal_the_servers_over_the_same_tokens_fo
             assert [wrote for _, wrote in stretches] == list(fresh)
 
     asyncio.run(test())
-
-
-def test_a_client_disconnect_frees_the_servers_slot(node: Node, gateway: Node) -> None:
-    body = json.dumps(GREEDY | {"prompt": "x", "max_tokens": 1500, "stream": True}).encode()
-    request = urllib.request.Request(
-        f"{gateway.info.url}/v1/completions", body, {"Content-Type": "application/json"}, method="POST"
-    )
-
-    def cancelled() -> bool:  # unless the answer has ended before
-        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-            answer.readline()
-        eventually(lambda: node.metric("trinity_requests_in_flight") == 0, WAIT_S, "the server to be told")
-        return gateway.metric("trinity_requests_total", outcome="cancelled") >= 1
-
-    eventually(cancelled, WAIT_S, "a request to be cancelled")
 
 
 def test_killing_the_servers_frontend_loses_no_request_or_token(node: Node, gateway: Node) -> None:
