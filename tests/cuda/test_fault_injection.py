@@ -102,6 +102,7 @@ def with_injected(faults: Mapping[str, str]) -> str:
 
 
 ONE_THREAD_SKIPS = 100  # added to a barrier's number: only one thread skips it
+DIVERGES = list(BARRIERS).index("new keys are counted before they are written")
 SHUFFLE, OUT_OF_BOUNDS, LONG_KEYS, SHIFT, COUNT, DUE, LOST = range(200, 207)
 NO_WAIT, SHORT_WAIT = 210, 220  # plus the number of groups of the original wait
 
@@ -192,39 +193,21 @@ def test_gathered_tasks_that_are_not_counted_are_detected(fault: int, orders: Pa
     assert caught(orders) is not None
 
 
-def test_a_write_out_of_bounds_is_detected(memory: Path, inject: Inject) -> None:
-    inject(OUT_OF_BOUNDS)
-    report = caught(memory)
-    assert report is not None
-    assert "ERROR: AddressSanitizer: SEGV" in report
-
-
-def test_a_write_past_a_block_s_shared_memory_is_detected(memory: Path, inject: Inject) -> None:
-    inject(LONG_KEYS)
-    report = caught(memory)
-    assert report is not None
-    assert "ERROR: AddressSanitizer: heap-buffer-overflow" in report
-
-
-def test_a_divergent_barrier_is_detected(orders: Path, inject: Inject) -> None:
-    inject(ONE_THREAD_SKIPS + list(BARRIERS).index("new keys are counted before they are written"))
-    report = caught(orders)
-    assert report is not None
-    assert "EMULATED FAULT: threads of a block wait at different barriers" in report
-
-
-def test_a_shuffle_without_its_partner_is_detected(orders: Path, inject: Inject) -> None:
-    inject(SHUFFLE)
-    report = caught(orders)
-    assert report is not None
-    assert "EMULATED FAULT: threads wait for others that never come" in report
-
-
-def test_undefined_arithmetic_is_detected(memory: Path, inject: Inject) -> None:
-    inject(SHIFT)
-    report = caught(memory)
-    assert report is not None
-    assert "runtime error: shift exponent" in report
+@pytest.mark.parametrize(
+    ("program", "fault", "report"),
+    [
+        ("memory", OUT_OF_BOUNDS, "ERROR: AddressSanitizer: SEGV"),
+        ("memory", LONG_KEYS, "ERROR: AddressSanitizer: heap-buffer-overflow"),  # past a block's shared memory
+        ("memory", SHIFT, "runtime error: shift exponent"),
+        ("orders", SHUFFLE, "EMULATED FAULT: threads wait for others that never come"),
+        ("orders", ONE_THREAD_SKIPS + DIVERGES, "EMULATED FAULT: threads of a block wait at different barriers"),
+    ],
+)
+def test_a_fault_is_reported_by_its_kind(
+    program: str, fault: int, report: str, orders: Path, memory: Path, inject: Inject
+) -> None:
+    inject(fault)
+    assert report in (caught({"orders": orders, "memory": memory}[program]) or "")
 
 
 def test_a_fault_is_reported_by_the_next_call_that_waits(tmp_path: Path, new_driver: NewDriver) -> None:
