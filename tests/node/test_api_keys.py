@@ -8,16 +8,10 @@ from runtime.node.api_keys import ApiKey, read_api_keys
 from tests.node.test_placement import plan, refusal
 
 
-def test_keys_are_read_one_a_line_without_comments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"# mine\nfirst\n\n  second \n", b"\xef\xbb\xbffirst\r\nsecond\r\n"])
+def test_keys_are_read_one_a_line_without_comments_and_byte_order_mark(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text("# mine\nfirst\n\n  second \n")
-    found = read_api_keys(plan(tmp_path, http={"api_keys_file": str(path)}).config)
-    assert found == (ApiKey("first"), ApiKey("second"))
-
-
-def test_a_byte_order_mark_before_the_first_key_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_bytes(b"\xef\xbb\xbffirst\r\nsecond\r\n")
+    path.write_bytes(content)
     found = read_api_keys(plan(tmp_path, http={"api_keys_file": str(path)}).config)
     assert found == (ApiKey("first"), ApiKey("second"))
 

@@ -87,19 +87,19 @@ def test_a_missing_driver_is_reported_with_the_reason(config: NodeConfig) -> Non
         lay_out(config, bare)
 
 
+MIG = Gpu("6:0", "MIG-11111111", "MIG 1g.10gb", "0000:06:00.0", 10 * GIB, 10 * GIB)
+CUT = Machine((*machine().gpus, MIG), tuple(range(32)), GIB)
+
+
 def test_a_gpu_in_mig_mode_must_be_named_by_instance(config: NodeConfig) -> None:
-    instance = Gpu("6:0", "MIG-11111111", "MIG 1g.10gb", "0000:06:00.0", 10 * GIB, 10 * GIB)
-    cut = Machine((*machine().gpus, instance), tuple(range(32)), GIB)
     with pytest.raises(ConfigError, match="select one of MIG-11111111"):
-        lay_out(config, cut)
+        lay_out(config, CUT)
 
 
 def test_a_model_on_a_mig_instance_is_refused_without_cuda_ipc(tmp_path: Path) -> None:
-    instance = Gpu("6:0", "MIG-11111111", "MIG 1g.10gb", "0000:06:00.0", 10 * GIB, 10 * GIB)
-    cut = Machine((*machine().gpus, instance), tuple(range(32)), GIB)
     raw = {"model": {"name": "m"}, "prefill": {"devices": ["cuda:0"]}, "decode": {"devices": ["MIG-11111111"]}}
     with pytest.raises(ConfigError, match=r"decode\.devices: MIG-11111111 is a MIG instance, which has no CUDA IPC"):
-        lay_out(parse_config(raw), cut)
+        lay_out(parse_config(raw), CUT)
 
 
 def test_the_eight_gpu_layout_gives_each_process_one_visible_gpu(tmp_path: Path) -> None:
@@ -345,9 +345,7 @@ def test_a_device_without_a_known_machine_is_checked_by_name(tmp_path: Path) -> 
 
 
 def test_a_gpu_in_mig_mode_embeds_by_instance(tmp_path: Path) -> None:
-    instance = Gpu("6:0", "MIG-11111111", "MIG 1g.10gb", "0000:06:00.0", 10 * GIB, 10 * GIB)
-    cut = Machine((*machine().gpus, instance), tuple(range(32)), GIB)
     with pytest.raises(ConfigError, match=r"embedding\.devices: GPU 6 is partitioned"):
-        lay_out(embedding(tmp_path, ["cuda:6"]), cut)
-    frontend = seen(lay_out(embedding(tmp_path, ["MIG-11111111"]), cut))["frontend-0"]
+        lay_out(embedding(tmp_path, ["cuda:6"]), CUT)
+    frontend = seen(lay_out(embedding(tmp_path, ["MIG-11111111"]), CUT))["frontend-0"]
     assert frontend == ("cpu", "cuda:0", "MIG-11111111")

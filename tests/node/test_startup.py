@@ -1,5 +1,7 @@
 """Startup phases of a worker."""
 
+import pytest
+
 from runtime.node.startup import StartupTimer
 
 
@@ -12,15 +14,11 @@ def test_startup_phases_add_up_and_the_first_includes_the_process_age() -> None:
     assert str(start) == "1.75 s: imports 1.50, weights 0.25"
 
 
-def test_a_start_tells_how_long_it_waited_for_a_core() -> None:
+@pytest.mark.parametrize(("age_s", "counted_s"), [(1.0, "0.25"), (0.0, "0.50")])
+def test_a_start_tells_how_long_it_waited_for_a_core_and_a_second_one_not_what_the_first_did(
+    age_s: float, counted_s: str
+) -> None:
     waited = iter([0.25, 0.75])
-    start = StartupTimer(clock=lambda: 3.0, age_s=1.0, core_wait=lambda: next(waited))
+    start = StartupTimer(clock=lambda: 3.0, age_s=age_s, core_wait=lambda: next(waited))
     start.mark("imports")
-    assert str(start) == "1.00 s (0.25 waiting for a core): imports 1.00"
-
-
-def test_a_second_start_of_a_process_does_not_count_what_it_waited_in_the_first() -> None:
-    waited = iter([0.25, 0.75])
-    start = StartupTimer(clock=lambda: 3.0, core_wait=lambda: next(waited))
-    start.mark("first search")
-    assert str(start) == "0.00 s (0.50 waiting for a core): first search 0.00"
+    assert str(start) == f"{age_s:.2f} s ({counted_s} waiting for a core): imports {age_s:.2f}"

@@ -11,6 +11,7 @@ from runtime.errors import EXIT_CONFIG, InvalidRequest, Unavailable
 from runtime.node.supervisor.admin import admin_request, restart_node, stop_node
 from tests.node.conftest import StartTiny
 from tests.node.tiny_node import (
+    TINY_WORKER,
     gone,
     serve_in_a_terminal,
     serve_where_ends_of_children_are_ignored,
@@ -61,21 +62,18 @@ def test_signals_that_nothing_uses_end_neither_the_node_nor_a_worker(start_tiny:
     assert (after.pid, after.restarts) == (before.pid, 0)
 
 
-def test_a_worker_that_was_never_ready_ends_the_node_after_three_tries(start_tiny: StartTiny) -> None:
-    node = start_tiny({"pool-0": ["crash"]})
+@pytest.mark.parametrize(
+    ("command", "how"),
+    [(TINY_WORKER, "exit code 3): the node stops"), (("/nowhere/python",), "could not be started: ")],
+)
+def test_a_worker_that_was_never_ready_ends_the_node_after_three_tries(
+    command: tuple[str, ...], how: str, start_tiny: StartTiny
+) -> None:
+    node = start_tiny({"pool-0": ["crash"]}, command=command)
     assert node.ended() == 1
     log = node.log.read_text()
-    assert log.count("pool-0 ended (exit code 3)") == 2
-    assert "pool-0 cannot run (exit code 3): the node stops" in log
-    assert not (node.home / "run").exists()
-
-
-def test_a_program_that_cannot_be_started_is_tried_three_times(start_tiny: StartTiny) -> None:
-    node = start_tiny(command=("/nowhere/python",))
-    assert node.ended() == 1
-    log = node.log.read_text()
-    assert log.count("pool-0 ended (could not be started: ") == 2
-    assert "cannot run (could not be started: " in log
+    assert log.count(f"pool-0 ended ({how.partition(')')[0]}") == 2
+    assert f"pool-0 cannot run ({how}" in log
     assert not (node.home / "run").exists()
 
 
