@@ -99,21 +99,13 @@ def test_a_health_checked_node_accepts_requests_until_its_checkers_have_seen_the
     assert readiness.notice_elapsed
 
 
-@pytest.mark.parametrize("looks", [0, 1])
-def test_a_node_without_health_checks_closes_its_port_at_once(looks: int) -> None:
-    readiness = at(Clock())
-    for _ in range(looks):
-        readiness.record_ready()
-    readiness.drain(True)
-    assert readiness.notice_elapsed
-
-
-def test_old_health_checks_do_not_count() -> None:
+@pytest.mark.parametrize("pauses", [(), (0,), (0, 31)])
+def test_a_node_without_health_checks_or_with_old_ones_closes_its_port_at_once(pauses: tuple[float, ...]) -> None:
     clock = Clock()
     readiness = at(clock)
-    readiness.record_ready()
-    clock.advance(31)
-    readiness.record_ready()
+    for pause in pauses:
+        clock.advance(pause)
+        readiness.record_ready()
     readiness.drain(True)
     assert readiness.notice_elapsed
 

@@ -51,17 +51,6 @@ def test_a_stalled_pools_queries_are_answered_by_the_other(
     drained(client)
 
 
-def test_two_answers_to_a_resent_query_end_it_once(
-    pools: list[InProcessPool], client: SearchClient, queries: Vectors, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pools[0].held(), pools[1].held():
-        tickets = [client.submit(query, 4, collection="docs") for query in queries[:20]]
-        ask_others(client, monkeypatch, 0)
-        assert outstanding(client) == 30
-    assert sorted(collect(client, 20)) == tickets
-    drained(client)
-
-
 def test_a_query_is_resent_to_only_one_other_pool(
     pools: list[InProcessPool], client: SearchClient, queries: Vectors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,19 +64,20 @@ def test_a_query_is_resent_to_only_one_other_pool(
     drained(client)
 
 
-@pytest.mark.parametrize("dies", [0, 1])
-def test_a_resent_query_survives_the_death_of_one_of_its_pools(
+@pytest.mark.parametrize("dies", [0, 1, None])
+def test_two_answers_to_a_resent_query_end_it_once_and_it_survives_the_death_of_one_of_its_pools(
     pools: list[InProcessPool],
     client: SearchClient,
     queries: Vectors,
     monkeypatch: pytest.MonkeyPatch,
-    dies: int,
+    dies: int | None,
 ) -> None:
     with pools[0].held(), pools[1].held():
         tickets = [client.submit(query, 4, collection="docs") for query in queries[:6]]
         ask_others(client, monkeypatch, 0)
         assert outstanding(client) == 9
-        pools[dies].die()
+        if dies is not None:
+            pools[dies].die()
     found = collect(client, 6)
     assert sorted(found) == tickets
     assert all(len(result.checked().ids) == 4 for result in found.values())
