@@ -124,24 +124,22 @@ def test_a_directory_with_files_of_somebody_is_refused_and_nothing_is_removed(tm
     RunDir.acquire(tmp_path).release()
 
 
-def test_a_directory_writable_by_others_is_refused_and_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    path.mkdir()
-    (path / "node.json").write_bytes(b"{}")
-    path.chmod(0o770)
+@pytest.mark.parametrize(
+    ("mode", "me", "says"),
+    [
+        (0o770, os.getuid(), r"can be written by others \(mode 770\)"),
+        (0o700, os.getuid() + 1, rf"belongs to uid {os.getuid()}, not to you \(uid {os.getuid() + 1}\)"),
+    ],
+)
+def test_a_directory_that_others_can_write_or_own_is_refused_and_ignored(
+    mode: int, me: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "node.json").write_bytes(b"{}")
+    tmp_path.chmod(mode)
+    monkeypatch.setattr(os, "getuid", lambda: me)
     for use in (RunDir.acquire, find_node):
-        with pytest.raises(ConfigError, match=r"can be written by others \(mode 770\)"):
-            use(path)
-
-
-def test_a_directory_of_another_user_is_refused_and_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "run"
-    path.mkdir(mode=0o700)
-    owner = path.stat().st_uid
-    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    for use in (RunDir.acquire, find_node):
-        with pytest.raises(ConfigError, match=rf"belongs to uid {owner}, not to you \(uid {owner + 1}\)"):
-            use(path)
+        with pytest.raises(ConfigError, match=says):
+            use(tmp_path)
 
 
 def private_group(monkeypatch: pytest.MonkeyPatch, *members: str) -> None:
