@@ -26,18 +26,13 @@ def measured(what: str) -> float:
     return float(found[1].replace(",", "")) * {"ms": 1e-3, "µs": 1e-6}[found[2]]
 
 
-@pytest.mark.parametrize("tokens", [128, 512, 2048])
-def test_prompts_take_what_an_h200_took(tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("before", "tokens", "row"),
+    [*((0, tokens, f"prefill {tokens} tokens") for tokens in (128, 512, 2048)), (2048, 512, "prefill 512 behind 2048")],
+)
+def test_prompts_and_chunks_after_others_take_what_an_h200_took(before: int, tokens: int, row: str) -> None:
     times = ServiceTimes()
-    assert times.prefill_pass_s + times.prefill_s(0, tokens) == pytest.approx(
-        measured(f"prefill {tokens} tokens"), rel=0.05
-    )
-
-
-def test_a_chunk_after_others_takes_what_an_h200_took() -> None:
-    times = ServiceTimes()
-    took = times.prefill_pass_s + times.prefill_s(2048, 512)
-    assert took == pytest.approx(measured("prefill 512 behind 2048"), rel=0.05)
+    assert times.prefill_pass_s + times.prefill_s(before, tokens) == pytest.approx(measured(row), rel=0.05)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 64])
