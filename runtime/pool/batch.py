@@ -12,9 +12,9 @@ def has_decode_slot(t: Tables, decode_slots: int) -> bool:
 
 
 @compiled
-def can_start(t: Tables, stage: int) -> bool:
-    """Return whether a query of a stage is paused, or waits and the engine has a slot for it."""
-    return (stage == DECODE and t.paused.count > 0) or can_admit(t, stage)
+def can_start_decode(t: Tables) -> bool:
+    """Return whether a decode query is paused, or waits and the engine has a slot for it."""
+    return t.paused.count > 0 or can_admit(t, DECODE)
 
 
 @compiled

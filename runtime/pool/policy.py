@@ -21,7 +21,7 @@ or ring: the caller passes the time. `schedule` applies these rules in order, fo
 
 import math
 
-from runtime.pool.batch import can_admit, can_start, has_decode_slot, longest_remaining, pause_one, start
+from runtime.pool.batch import can_admit, can_start_decode, has_decode_slot, longest_remaining, pause_one, start
 from runtime.pool.compiled import compiled
 from runtime.pool.estimates import class_of, extend_ns, learn_cost, learn_extends
 from runtime.pool.queues import append, pop, push, release
@@ -111,7 +111,7 @@ def schedule(t: Tables, now: int) -> None:
     if t.active[DECODE].count or not pending or t.decode_ran_ns < 0:
         t.decode_ran_ns = now
     aged = now - t.decode_ran_ns >= t.aging_ns
-    if aged and active_count(t) < t.slots and can_start(t, DECODE):
+    if aged and active_count(t) < t.slots and can_start_decode(t):
         t.entries[start(t, DECODE)].aged = True
     yields = _prefill_yields(t, now)
     quota, credit = math.ceil(t.reserve * t.slots), t.credit_ns > 0.0
@@ -133,7 +133,7 @@ def schedule(t: Tables, now: int) -> None:
         while pause_one(t):
             pass
     else:
-        while has_decode_slot(t, decode_slots) and can_start(t, DECODE):
+        while has_decode_slot(t, decode_slots) and can_start_decode(t):
             start(t, DECODE)
     while active_count(t) < t.slots and can_admit(t, PREFILL):
         start(t, PREFILL)
