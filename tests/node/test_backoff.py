@@ -29,7 +29,7 @@ def test_retries_continue_while_the_worker_keeps_dying() -> None:
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=40))
 def test_a_healthy_run_resets_the_back_off(runs: list[float]) -> None:
-    backoff = Backoff(random.Random(0), first_s=0.1, most_s=10.0, healthy_s=30.0)
+    backoff = Backoff(random.Random(0), first_s=0.1, most_s=10.0)
     failures = 0
     for ran_s in runs:
         delay = backoff.next_delay(ran_s)
