@@ -33,16 +33,13 @@ path = "plain"
 
 
 class WritableNode:
-    """A node that serves the collection `notes`, created if missing, and the collection `plain`, if it exists.
+    """A node that serves the collection `notes`, created if missing, and the collection `plain`, if it exists."""
 
-    more: appended to the configuration.
-    """
-
-    def __init__(self, home: Path, dim: int = DIM, more: str = "") -> None:
+    def __init__(self, home: Path) -> None:
         self.collection, self._config = home / "notes", home / "node.toml"
         if not self.collection.exists():
-            create(self.collection, dim, embedder=f"hashing-{dim}")
-        self._config.write_text(_CONFIG + more + (_PLAIN if (home / "plain").exists() else ""))
+            create(self.collection, DIM, embedder=f"hashing-{DIM}")
+        self._config.write_text(_CONFIG + (_PLAIN if (home / "plain").exists() else ""))
         self.node = Node(self._config)
         self.url = self.node.info.url
 
