@@ -66,11 +66,11 @@ def pause_one(t: Tables) -> bool:
 @compiled
 def longest_remaining(t: Tables) -> int:
     """Return the active decode query with most extends left among those that may be paused, or -1."""
-    found, most = -1, -1
+    longest, most = -1, -1
     for i in range(t.active[DECODE].count):
         number = t.active[DECODE].numbers[i]
         entry = t.entries[number]
         left = entry.extends + entry.began
-        if not entry.aged and (found < 0 or left > most):
-            found, most = number, left
-    return found
+        if not entry.aged and (longest < 0 or left > most):
+            longest, most = number, left
+    return longest

@@ -25,29 +25,31 @@ def class_of(t: Tables, entry: Entry) -> int:
         t.class_count = 0
     key = entry.scope * 13 + entry.top_m * 31 + entry.search_width * 7 + entry.patience
     number = key % MAX_CLASSES
-    found = t.classes[number]
-    while found.used:
+    query_class = t.classes[number]
+    while query_class.used:
         if (
-            found.scope == entry.scope
-            and found.top_m == entry.top_m
-            and found.search_width == entry.search_width
-            and found.patience == entry.patience
+            query_class.scope == entry.scope
+            and query_class.top_m == entry.top_m
+            and query_class.search_width == entry.search_width
+            and query_class.patience == entry.patience
         ):
             return number
         number = (number + 1) % MAX_CLASSES
-        found = t.classes[number]
-    found.used, found.scope, found.top_m = True, entry.scope, entry.top_m
-    found.search_width, found.patience = entry.search_width, entry.patience
-    found.mean_extends, found.queries = entry.top_m / max(entry.search_width, 1) + 3.0, 0.0
+        query_class = t.classes[number]
+    query_class.used, query_class.scope, query_class.top_m = True, entry.scope, entry.top_m
+    query_class.search_width, query_class.patience = entry.search_width, entry.patience
+    query_class.mean_extends, query_class.queries = entry.top_m / max(entry.search_width, 1) + 3.0, 0.0
     t.class_count += 1
     return number
 
 
 @compiled
-def learn_extends(found: QueryClass, extends: int) -> None:
+def learn_extends(query_class: QueryClass, extends: int) -> None:
     """Update a class's mean with a completed query."""
-    found.queries = count = min(found.queries + 1.0, _MEMORY)
-    found.mean_extends = extends if count == 1.0 else found.mean_extends + (extends - found.mean_extends) / count
+    query_class.queries = count = min(query_class.queries + 1.0, _MEMORY)
+    query_class.mean_extends = (
+        extends if count == 1.0 else query_class.mean_extends + (extends - query_class.mean_extends) / count
+    )
 
 
 @compiled

@@ -91,21 +91,21 @@ def _spin(loop: Loop, clients: ClientTable, until: int) -> bool:
 def receive(loop: Loop, clients: ClientTable) -> int:
     """Receive requests. Return an exit reason if Python is needed, else -1."""
     for _ in range(_RECEIVE):
-        found = exchange.find_request(clients)
-        if found == exchange.NONE:
+        kind = exchange.find_request(clients)
+        if kind == exchange.NONE:
             return -1
-        if found == exchange.ACCEPTED:
+        if kind == exchange.ACCEPTED:
             now = _now(loop)  # read again: the request may have been sent just now
             enqueue(loop, clients, clients.request.vector, now)
             exchange.release(clients)
-        elif found == exchange.CANCEL:
+        elif kind == exchange.CANCEL:
             cancelled = _cancel(loop, clients, clients.request.row, clients.request.request_id)
             if loop.set_aside and not cancelled:
                 return layout.CANCEL
-        elif found == exchange.EVICT:
+        elif kind == exchange.EVICT:
             _evict(loop, clients.request.row)
             return layout.EVICTIONS
-        elif found == exchange.FILTER:
+        elif kind == exchange.FILTER:
             return layout.UNKNOWN_FILTER
     return -1
 
@@ -290,14 +290,14 @@ def _publish(loop: Loop, clients: ClientTable, number: int, extends: int, now: i
     if payload < 0:
         _evict(loop, search.row)
     else:
-        found = scoped_search.read_result(loop, number, payload, clients.max_k)
-        if found == INVALID:  # only of a vector that the device has read in place
+        result_count = scoped_search.read_result(loop, number, payload, clients.max_k)
+        if result_count == INVALID:  # only of a vector that the device has read in place
             _count_refused(loop, _INVALID)
             _send_result(loop, clients, number, _INVALID, 0, 0)
-        elif found < 0:
+        elif result_count < 0:
             return False
         else:
-            _send_result(loop, clients, number, _OK, found, extends)
+            _send_result(loop, clients, number, _OK, result_count, extends)
     _change_state(loop, number, RELEASE)
     limit = entry.deadline_ns
     if entry.stage == PREFILL:
@@ -319,10 +319,10 @@ def _reject(loop: Loop, clients: ClientTable, number: int, status: int) -> None:
 
 
 @compiled
-def _send_result(loop: Loop, clients: ClientTable, number: int, status: int, found: int, extends: int) -> None:
+def _send_result(loop: Loop, clients: ClientTable, number: int, status: int, count: int, extends: int) -> None:
     search = loop.searches[number]
     received, begun = search.received_ns, search.begun_ns
-    if exchange.answer(clients, search.row, search.request_id, status, found, extends, received, begun) < 0:
+    if exchange.answer(clients, search.row, search.request_id, status, count, extends, received, begun) < 0:
         _evict(loop, search.row)  # every accepted request has a slot reserved, so the client corrupted its ring
 
 

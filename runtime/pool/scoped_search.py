@@ -62,15 +62,15 @@ def finish_part(loop: Loop, number: int, extends: int) -> int:
     if search.part + 1 >= search.part_count:
         return search.spent
     most = loop.part_result_bytes // _PAIR_BYTES
-    kept = loop.part_results + number * loop.part_result_bytes
+    results = loop.part_results + number * loop.part_result_bytes
     part, merged = loop.merge_buffer, loop.merge_buffer + loop.part_result_bytes
-    found = call(engine.read_result, (engine.handle, search.slot, part, part + 8 * most))
+    count = call(engine.read_result, (engine.handle, search.slot, part, part + 8 * most))
     call(engine.change_state, (engine.handle, search.slot, RELEASE))
-    if found < 0:
+    if count < 0:
         return FAILED
-    search.kept = merge(part, found, kept, search.kept, most, merged, search.k)
-    intrinsics.copy(kept, merged, 8 * search.kept)
-    intrinsics.copy(kept + 8 * most, merged + 8 * most, 4 * search.kept)
+    search.kept = merge(part, count, results, search.kept, most, merged, search.k)
+    intrinsics.copy(results, merged, 8 * search.kept)
+    intrinsics.copy(results + 8 * most, merged + 8 * most, 4 * search.kept)
     search.part += 1
     return CONTINUES if admit(loop, number) >= 0 else FAILED
 
@@ -80,11 +80,11 @@ def read_result(loop: Loop, number: int, into: int, most: int) -> int:
     """Write a query's results: ids at `into`, distances 8·most bytes behind. Return the count, below 0 on failure."""
     search = loop.searches[number]
     target = loop.merge_buffer if search.kept else into
-    found = call(loop.engine.read_result, (loop.engine.handle, search.slot, target, target + 8 * most))
-    if found < 0 or search.kept == 0:
-        return found
-    kept = loop.part_results + number * loop.part_result_bytes
-    return merge(target, found, kept, search.kept, most, into, search.k)
+    count = call(loop.engine.read_result, (loop.engine.handle, search.slot, target, target + 8 * most))
+    if count < 0 or search.kept == 0:
+        return count
+    results = loop.part_results + number * loop.part_result_bytes
+    return merge(target, count, results, search.kept, most, into, search.k)
 
 
 @compiled

@@ -86,8 +86,8 @@ def measure(
     sizes = sizes_to(most)
     queries = [_QUERIES + 3 * active for active in sizes]
     picked = np.random.default_rng(0).permutation(len(rows.codes))[: sum(queries)]
-    found = rows.codes[picked, : rows.dim].astype(np.float32) / np.float32(rows.scale)
-    vectors = np.resize(found, (sum(queries), rows.dim))
+    stored = rows.codes[picked, : rows.dim].astype(np.float32) / np.float32(rows.scale)
+    vectors = np.resize(stored, (sum(queries), rows.dim))
     engine = np.array(backend[:5], np.int64)
     alone = backend.prioritize != 0
     samples, report = np.zeros(_SAMPLES), np.zeros(2 + 2 * most, np.int64)

@@ -299,28 +299,28 @@ class PoolCatalogue:
 
 def _check_documents(directory: Path, identity: str) -> None:
     """Open the documents of a build once. Raises `CollectionError` if they are damaged or of another build."""
-    with CollectionDocuments(directory) as found:
-        if found.identity != identity:
+    with CollectionDocuments(directory) as documents:
+        if documents.identity != identity:
             raise CollectionError(f"{directory} was replaced by another collection while it was opened")
 
 
 def signature_of(directory: Path) -> Signature:
     """Return a value that changes with any file below the directory; () if it cannot be read."""
     try:
-        found = [(str(path), path.stat()) for path in sorted(directory.rglob("*"))]
-        return tuple((path, s.st_ino, s.st_size, max(s.st_mtime_ns, s.st_ctime_ns)) for path, s in found)
+        files = [(str(path), path.stat()) for path in sorted(directory.rglob("*"))]
+        return tuple((path, s.st_ino, s.st_size, max(s.st_mtime_ns, s.st_ctime_ns)) for path, s in files)
     except OSError:
         return ()
 
 
 def _note(name: str, entry: _Entry) -> str:
     """Return a collection's part of the note."""
-    found = []
+    notes = []
     if entry.shard is None:
-        found.append(f"unavailable: {entry.reason}")
+        notes.append(f"unavailable: {entry.reason}")
     if entry.reload_error:
-        found.append(f"not reloaded: {entry.reload_error}")
+        notes.append(f"not reloaded: {entry.reload_error}")
     if entry.checking is not None and entry.shard is not None:
         share = entry.shard.reader.checksums.read_bytes / max(entry.shard.reader.checksums.total_bytes, 1)
-        found.append(f"checksums {share:.0%} compared")
-    return f"collection {name}: {', '.join(found)}" if found else ""
+        notes.append(f"checksums {share:.0%} compared")
+    return f"collection {name}: {', '.join(notes)}" if notes else ""

@@ -88,18 +88,18 @@ class FilterResolver(Generic[W]):
         deadline_ns: int,
     ) -> None:
         """Let requests wait for a filter, until a deadline."""
-        found = self._open.get((collection, encoded))
-        if found is None or found.cancelled or found.filterable is not filterable:
-            found = Resolution(collection, encoded, flow, filterable, [], deadline_ns)
-            self._open[collection, encoded] = found
-            self._unfinished.add(found)
+        resolution = self._open.get((collection, encoded))
+        if resolution is None or resolution.cancelled or resolution.filterable is not filterable:
+            resolution = Resolution(collection, encoded, flow, filterable, [], deadline_ns)
+            self._open[collection, encoded] = resolution
+            self._unfinished.add(resolution)
             with self._changed:
-                self._queue.push(flow, found)
+                self._queue.push(flow, resolution)
                 self._changed.notify()
             if self._start and self._thread is None:
-                self._start_thread(found)
-        found.waiting += waiting
-        found.deadline_ns = max(found.deadline_ns, deadline_ns)
+                self._start_thread(resolution)
+        resolution.waiting += waiting
+        resolution.deadline_ns = max(resolution.deadline_ns, deadline_ns)
 
     def _start_thread(self, first: Resolution[W]) -> None:
         """Start the thread, or end the first resolution with the error."""
@@ -114,9 +114,9 @@ class FilterResolver(Generic[W]):
 
     def changed(self, collection: int) -> None:
         """A collection has changed: later requests do not wait for evaluations that have begun."""
-        for key, found in tuple(self._open.items()):
-            if key[0] == collection and found.begun:
-                found.shared = False
+        for key, resolution in tuple(self._open.items()):
+            if key[0] == collection and resolution.begun:
+                resolution.shared = False
                 del self._open[key]
 
     def abandon(self, resolution: Resolution[W]) -> None:
@@ -131,14 +131,14 @@ class FilterResolver(Generic[W]):
 
     def take_done(self) -> list[Resolution[W]]:
         """Return the resolutions that have an outcome, each once."""
-        found = []
+        done = []
         while self._done:
-            one = self._done.popleft()
-            if self._open.get((one.collection, one.encoded)) is one:
-                del self._open[one.collection, one.encoded]
-            self._unfinished.discard(one)
-            found.append(one)
-        return found
+            resolution = self._done.popleft()
+            if self._open.get((resolution.collection, resolution.encoded)) is resolution:
+                del self._open[resolution.collection, resolution.encoded]
+            self._unfinished.discard(resolution)
+            done.append(resolution)
+        return done
 
     def close(self) -> None:
         """Stop the thread after its current pass. Idempotent."""
@@ -162,10 +162,10 @@ class FilterResolver(Generic[W]):
     def run_next(self, below: float = float("inf")) -> bool:
         """Evaluate the filter of the flow that has used least, if that is less than `below`. Return whether any was."""
         with self._changed:
-            found = self._queue.pop(below)
-        if found is None:
+            turn = self._queue.pop(below)
+        if turn is None:
             return False
-        resolution = found[1]
+        resolution = turn[1]
         resolution.begun = True
         begin_ns = self._clock()
 

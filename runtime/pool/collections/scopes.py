@@ -154,12 +154,14 @@ class Scopes:
         """Return the parts of a filter's scope."""
         return self._scopes[number].parts
 
-    def add(self, collection: int, encoded: bytes, found: Sequence[Part], in_use: InUse) -> tuple[int, list[int]]:
+    def add(
+        self, collection: int, encoded: bytes, of_collection: Sequence[Part], in_use: InUse
+    ) -> tuple[int, list[int]]:
         """Return the scope of an evaluated filter, and the scopes evicted for it.
 
         Raises `Overloaded` if the scopes in use leave no room.
         """
-        scope = _Scope(collection, encoded, Parts(found))
+        scope = _Scope(collection, encoded, Parts(of_collection))
         if len(self._retired) > _MOST_RETIRED:
             self._retired = [parts for parts in self._retired if in_use(parts.address)]
         evicted = self._evict(scope.parts.nbytes, in_use)
