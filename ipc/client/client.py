@@ -255,12 +255,12 @@ def read_results(
 
 def _read(ring: RingConsumer, slot: int, epoch: int, max_k: int, outstanding: dict[int, int]) -> Result:
     fields = RESULT_HEADER.unpack_from(ring.view, ring.header_offsets[slot])
-    request_id, found_epoch, status, found, extends, receive_ns, begin_ns, end_ns = fields
+    request_id, found_epoch, status, count, extends, receive_ns, begin_ns, end_ns = fields
     if found_epoch != epoch:
         raise StaleEpoch(f"a result of epoch {found_epoch} in a session of epoch {epoch}")
-    if request_id not in outstanding or status >= _LOST_CODE or found > max_k:
-        raise ProtocolViolation(f"the pool wrote an invalid result: request {request_id}, status {status}, {found} ids")
-    ids, distances = np.empty(found, np.int64), np.empty(found, np.float32)
+    if request_id not in outstanding or status >= _LOST_CODE or count > max_k:
+        raise ProtocolViolation(f"the pool wrote an invalid result: request {request_id}, status {status}, {count} ids")
+    ids, distances = np.empty(count, np.int64), np.empty(count, np.float32)
     ring.take_pairs(slot, ids, distances)
     enqueue_ns = outstanding.pop(request_id)
     return Result(request_id, STATUSES[status], ids, distances, extends, enqueue_ns, receive_ns, begin_ns, end_ns)

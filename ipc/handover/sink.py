@@ -66,11 +66,13 @@ class MappedArena:
         try:
             if self.memory.size < HEADER_BYTES:
                 raise ProtocolViolation(f"an arena has at least {HEADER_BYTES} bytes, got {self.memory.size}")
-            magic, version, slots, offset, length, found, *_ = self.memory.view[:HEADER_BYTES].cast("q").tolist()
+            magic, version, slots, offset, length, announced_epoch, *_ = (
+                self.memory.view[:HEADER_BYTES].cast("q").tolist()
+            )
             if (magic, version) != (MAGIC, VERSION):
                 raise ProtocolViolation(f"not an arena of version {VERSION}: magic {magic:#x}, version {version}")
-            if found != epoch:
-                raise StaleEpoch(f"the offer is of epoch {epoch}, the arena of epoch {found}")
+            if announced_epoch != epoch:
+                raise StaleEpoch(f"the offer is of epoch {epoch}, the arena of epoch {announced_epoch}")
             begin = HEADER_BYTES + 16 * slots
             if not 1 <= slots <= MAX_SLOTS or length < 1 or self.memory.size < begin or (offset and offset < begin):
                 raise ProtocolViolation(f"impossible arena: {slots} slots, payload of {length} bytes at {offset}")

@@ -102,10 +102,10 @@ class SharedMemory:
             raise MemoryRefused(f"{where} is no memfd") from error
         if seals & _SEALS != _SEALS:
             raise MemoryRefused(f"{where} lacks seals: has {seals:#x}, needs {_SEALS:#x}")
-        found = os.fstat(fd)
-        if found.st_size != reference.size:
-            raise MemoryRefused(f"announced size {reference.size} bytes, found {found.st_size}")
-        if found.st_ino != reference.inode:
+        status = os.fstat(fd)
+        if status.st_size != reference.size:
+            raise MemoryRefused(f"announced size {reference.size} bytes, found {status.st_size}")
+        if status.st_ino != reference.inode:
             raise MemoryRefused(f"{where} is not the announced memory")
 
     @property

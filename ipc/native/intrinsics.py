@@ -100,10 +100,10 @@ def monotonic_ns(_typing: Any) -> Any:
         timespec = ir.ArrayType(_I64, 2)
         kind = ir.FunctionType(_I32, [_I32, timespec.as_pointer()])
         function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
-        place = numba.core.cgutils.alloca_once(builder, timespec)
-        builder.call(function, [ir.Constant(_I32, 1), place])  # 1: CLOCK_MONOTONIC
-        seconds = builder.extract_value(builder.load(place), 0)
-        nanoseconds = builder.extract_value(builder.load(place), 1)
+        pointer = numba.core.cgutils.alloca_once(builder, timespec)
+        builder.call(function, [ir.Constant(_I32, 1), pointer])  # 1: CLOCK_MONOTONIC
+        seconds = builder.extract_value(builder.load(pointer), 0)
+        nanoseconds = builder.extract_value(builder.load(pointer), 1)
         return builder.add(builder.mul(seconds, ir.Constant(_I64, 1_000_000_000)), nanoseconds)
 
     return types.int64(), generate
@@ -116,9 +116,9 @@ def write_word(_typing: Any, _descriptor: Any, _value: Any) -> Any:
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_I64, [_I32, _I64.as_pointer(), _I64])
         function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "write")
-        place = numba.core.cgutils.alloca_once(builder, _I64)
-        builder.store(args[1], place)
-        return builder.call(function, [builder.trunc(args[0], _I32), place, ir.Constant(_I64, 8)])
+        pointer = numba.core.cgutils.alloca_once(builder, _I64)
+        builder.store(args[1], pointer)
+        return builder.call(function, [builder.trunc(args[0], _I32), pointer, ir.Constant(_I64, 8)])
 
     return types.int64(types.int64, types.int64), generate
 
@@ -130,8 +130,8 @@ def read_word(_typing: Any, _descriptor: Any) -> Any:
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_I64, [_I32, _I64.as_pointer(), _I64])
         function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "read")
-        place = numba.core.cgutils.alloca_once(builder, _I64)
-        return builder.call(function, [builder.trunc(args[0], _I32), place, ir.Constant(_I64, 8)])
+        pointer = numba.core.cgutils.alloca_once(builder, _I64)
+        return builder.call(function, [builder.trunc(args[0], _I32), pointer, ir.Constant(_I64, 8)])
 
     return types.int64(types.int64), generate
 
@@ -143,11 +143,11 @@ def wait_readable(_typing: Any, _descriptor: Any, _timeout_ms: Any) -> Any:
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_I32, [_I64.as_pointer(), _I64, _I32])
         function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "poll")
-        place = numba.core.cgutils.alloca_once(builder, _I64)
+        pointer = numba.core.cgutils.alloca_once(builder, _I64)
         descriptor = builder.and_(args[0], ir.Constant(_I64, 0xFFFFFFFF))
-        builder.store(builder.or_(descriptor, ir.Constant(_I64, 1 << 32)), place)  # struct pollfd; 1: POLLIN
-        found = builder.call(function, [place, ir.Constant(_I64, 1), builder.trunc(args[1], _I32)])
-        return builder.sext(found, _I64)
+        builder.store(builder.or_(descriptor, ir.Constant(_I64, 1 << 32)), pointer)  # struct pollfd; 1: POLLIN
+        ready = builder.call(function, [pointer, ir.Constant(_I64, 1), builder.trunc(args[1], _I32)])
+        return builder.sext(ready, _I64)
 
     return types.int64(types.int64, types.int64), generate
 

@@ -116,12 +116,12 @@ class _Both(MachineCode):
         return super().has(signature, codegen) or bool(self._installed and self._installed.has(signature, codegen))
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        found = super().load_overload(signature, context)
-        if found is None and self._installed is not None:
-            found = self._installed.load_overload(signature, context)
-        if found is None and self._lock.acquire():
-            found = super().load_overload(signature, context)
-        return found
+        code = super().load_overload(signature, context)
+        if code is None and self._installed is not None:
+            code = self._installed.load_overload(signature, context)
+        if code is None and self._lock.acquire():
+            code = super().load_overload(signature, context)
+        return code
 
 
 class Lock:

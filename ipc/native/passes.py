@@ -53,6 +53,6 @@ _known: dict[tuple[Any, ...], Any] = {}
 def _call_type(function: Any, context: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """numba's hook for the signature of a built-in function's call: of `a + b` it tries up to thirty templates."""
     call = (function, tuple(args), tuple(keywords.items()))
-    if (found := _known.get(call)) is None:
-        found = _known[call] = _look_up(function, context, args, keywords)
-    return found
+    if (known := _known.get(call)) is None:
+        known = _known[call] = _look_up(function, context, args, keywords)
+    return known

@@ -123,8 +123,8 @@ class FdMailbox:
         while (left := deadline - time.monotonic_ns()) > 0:
             if not poller.poll(left / 1e6):
                 continue
-            found, uid, fds = self._receive_datagram()
-            if found == token and uid == os.getuid() and len(fds) == count:
+            sent_token, uid, fds = self._receive_datagram()
+            if sent_token == token and uid == os.getuid() and len(fds) == count:
                 return fds
             for fd in fds:
                 os.close(fd)

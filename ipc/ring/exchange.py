@@ -298,12 +298,12 @@ def find_request(clients: ClientTable) -> int:
             continue
         slot = watch.position % watch.slots
         clients.request.row, clients.request.slot = row, slot
-        found = _read(clients, watch.slot + slot * watch.stride)
-        if found == _UNWRITTEN:
+        kind = _read(clients, watch.slot + slot * watch.stride)
+        if kind == _UNWRITTEN:
             continue
-        if found != NONE:
+        if kind != NONE:
             clients.next_row = row + 1
-            return found
+            return kind
         watch.slots = 0  # until housekeeping finds room for the result
     return NONE
 

@@ -82,9 +82,9 @@ class _End:
         if len(view) != layout.size:
             raise ProtocolViolation(f"a ring of this layout has {layout.size} bytes, the memory {len(view)}")
         expected = [MAGIC, VERSION, layout.slots, layout.stride, layout.payload_bytes, epoch, 0, 0]
-        found = view[:64].cast("q").tolist()
-        if found != expected:
-            raise ProtocolViolation(f"foreign ring header: {found}, expected {expected}")
+        header = view[:64].cast("q").tolist()
+        if header != expected:
+            raise ProtocolViolation(f"foreign ring header: {header}, expected {expected}")
         self.layout = layout
         self.epoch = epoch
         self.view = view

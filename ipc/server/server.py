@@ -101,11 +101,11 @@ class SessionServer:
         """
         client = self._requesting_client()
         try:
-            self._generation, found = client.read_filter(self.request.filter_slot)
+            self._generation, content = client.read_filter(self.request.filter_slot)
         except ProtocolViolation:
             self._evict(client)
             return None
-        return found
+        return content
 
     def cache_filter(self, scope: int) -> None:
         """Cache the scope of the current request's filter: `find_request` finds it from now on."""

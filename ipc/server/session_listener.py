@@ -59,14 +59,16 @@ class SessionListener:
 
     def receive_attaches(self) -> list[tuple[bytes, Attach | Refused]]:
         """Return pending attach requests with their senders' identities; a refusal for a malformed message."""
-        found: list[tuple[bytes, Attach | Refused]] = []
+        attaches: list[tuple[bytes, Attach | Refused]] = []
         while messages := receive_all(self._socket):
             for frames in messages:
                 try:
-                    found.append((frames[0], decode_attach(frames[-1]) if len(frames) == 2 else Refused("odd frames")))
+                    attaches.append(
+                        (frames[0], decode_attach(frames[-1]) if len(frames) == 2 else Refused("odd frames"))
+                    )
                 except MALFORMED as error:
-                    found.append((frames[0], Refused(f"malformed message: {error}")))
-        return found
+                    attaches.append((frames[0], Refused(f"malformed message: {error}")))
+        return attaches
 
     def reply(self, sender: bytes, answer: Attached | Refused) -> None:
         """Send a reply; it is dropped if the sender's queue is full."""
