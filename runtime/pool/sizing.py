@@ -99,8 +99,9 @@ def measure(
         backend.check()
         return float(np.median(samples[:made])) if made else 0.0
 
-    limit_ns, until = budget_ns // (_ROUNDS * len(sizes)), time.monotonic_ns() + budget_ns
+    limit_ns = budget_ns // (_ROUNDS * len(sizes))
     serve(0, _QUERIES, 1, limit_ns)  # compiles, and faults in memory
+    until = time.monotonic_ns() + budget_ns
     runs = list(zip(itertools.accumulate(queries, initial=0), queries, sizes, strict=False))
     best: dict[int, float] = {}
     for begin, count, active in runs * _ROUNDS:
