@@ -77,8 +77,8 @@ def check_without_start(plan: NodePlan) -> None:
     device = next((worker.embedder for worker in plan.workers if worker.embedder != CPU), CPU)
     for collection in plan.config.collections:
         try:
-            with Collection.open(Path(collection.path)) as found:
-                info = found.description
+            with Collection.open(Path(collection.path)) as opened:
+                info = opened.description
         except CollectionError as error:
             if collection.required:
                 raise

@@ -164,11 +164,11 @@ class OpenAiSection(ServedSection, frozen=True, kw_only=True, tag_field="engine"
         """What each server does, by URL, for operators."""
         if (prefill := self.prefill) is None:
             return dict.fromkeys(self.urls, "prefill and decode")
-        found = dict.fromkeys(self.urls, "decode")
+        roles = dict.fromkeys(self.urls, "decode")
         for url, port in prefill.ports.items():
             by = "kv_transfer_params" if prefill.transfer == "vllm" else f"SGLang's bootstrap at port {port}"
-            found[url] = f"prefill, KV by {by}"
-        return found
+            roles[url] = f"prefill, KV by {by}"
+        return roles
 
 
 class VllmStage(Section, frozen=True):

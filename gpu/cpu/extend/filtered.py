@@ -95,13 +95,13 @@ def has_min_allowed(batch: Batch, slot: int) -> bool:
 
 
 @compiled
-def found_too_few(search: Slot, found: int, walked: int, passing: int, size: int, sigmas: float) -> bool:
-    """Return whether a graph search that ended with `found` allowed rows is to be replaced by a scan.
+def found_too_few(search: Slot, count: int, walked: int, passing: int, size: int, sigmas: float) -> bool:
+    """Return whether a graph search that ended with `count` allowed rows is to be replaced by a scan.
 
     That is if there are more to return, or if only `passing` of the `walked` rows passed, `sigmas` standard deviations
     below what a filter without correlation lets pass.
     """
-    if found < min(search.k, search.allowed_count):
+    if count < min(search.k, search.allowed_count):
         return True
     share = search.allowed_count / size
     expected = walked * share
@@ -110,13 +110,13 @@ def found_too_few(search: Slot, found: int, walked: int, passing: int, size: int
 
 
 @compiled
-def fall_back_to_scan(batch: Batch, slot: int, found: int) -> bool:
+def fall_back_to_scan(batch: Batch, slot: int, count: int) -> bool:
     """Switch a finished graph search to a scan if it has found too few rows. Returns whether it did."""
     search = batch.slots[slot]
     collection = batch.collections[search.collection]
     coded = collection.scan != 0
     sigmas, size = SIGMAS_CODES if coded else SIGMAS_COMPARE, collection.size
-    if not found_too_few(search, found, search.walked_parents, search.allowed_parents, size, sigmas):
+    if not found_too_few(search, count, search.walked_parents, search.allowed_parents, size, sigmas):
         return False
     search.scanning = ESTIMATE if coded and SCAN_CODES_PER_ROW * search.allowed_count > size else COMPARE
     search.cursor = search.filled = search.scored = 0

@@ -180,16 +180,16 @@ def restart_node(info: NodeInfo, worker: str, timeout_s: float) -> None:
 
     Raises `InvalidRequest` for an unknown worker, `DeadlineExceeded` after `timeout_s` seconds.
     """
-    before = {found.name: found.epoch for found in node_status(info).workers}
+    before = {status.name: status.epoch for status in node_status(info).workers}
     if error := admin_request(info.control, f"restart {worker}".strip()).decode():
         raise InvalidRequest(error)
     deadline = time.monotonic() + timeout_s
     while True:
-        chosen = [found for found in node_status(info).workers if not worker or found.name == worker]
-        if all(found.phase == "ready" and found.epoch > before.get(found.name, 0) for found in chosen):
+        chosen = [status for status in node_status(info).workers if not worker or status.name == worker]
+        if all(status.phase == "ready" and status.epoch > before.get(status.name, 0) for status in chosen):
             return
         if time.monotonic() > deadline:
-            pending = ", ".join(found.name for found in chosen if found.epoch == before.get(found.name, 0))
+            pending = ", ".join(status.name for status in chosen if status.epoch == before.get(status.name, 0))
             raise DeadlineExceeded(f"not restarted within {timeout_s:.0f} s: {pending or 'the last one is not ready'}")
         select.select([], [], [], _POLL_S)
 
@@ -227,13 +227,13 @@ def scale_workers(
     Raises `InvalidRequest` if it is refused, `Unavailable` if a new worker cannot run, `DeadlineExceeded` after
     `timeout_s` seconds.
     """
-    before = {found.name for found in node_status(info).workers}
+    before = {status.name for status in node_status(info).workers}
     reply = msgspec.json.decode(admin_request(info.control, f"{action} {target}"), type=ScaleReply)
     if reply.error:
         raise InvalidRequest(reply.error)
     deadline = clock() + timeout_s
     while True:
-        phases = {found.name: found.phase for found in node_status(info).workers}
+        phases = {status.name: status.phase for status in node_status(info).workers}
         gone = [name for name in reply.workers if name not in phases]
         if action == "drain":
             done = len(gone) == len(reply.workers)

@@ -72,9 +72,9 @@ def sample_index(description: Description) -> GraphIndex:
 
 def _padded(alive: Bits, rows: int) -> Bits:
     """Return bool [rows], of which the first are `alive` and the rest False."""
-    found = np.zeros(rows, bool)
-    found[: len(alive)] = alive
-    return found
+    padded = np.zeros(rows, bool)
+    padded[: len(alive)] = alive
+    return padded
 
 
 class _LoadedIndex:
@@ -226,13 +226,13 @@ class ServedCollection:
                 loaded.deletions = segment.deletions
                 if segment.count < segment.size:
                     loaded.set_alive(segment.alive_bits(), segment.count)
-        found = [loaded.part() for loaded in self._segments.values() if loaded.count]
-        if found and not self.reader.was_written:
-            return Parts(found)
+        sealed = [loaded.part() for loaded in self._segments.values() if loaded.count]
+        if sealed and not self.reader.was_written:
+            return Parts(sealed)
         growing = self._load_growing(state.growing)
         alive = _padded(state.growing.alive, growing.rows)
         growing.set_alive(bitmap(alive, growing.rows), int(np.count_nonzero(alive)))
-        return Parts([*found, growing.part()] if growing.count or not found else found)
+        return Parts([*sealed, growing.part()] if growing.count or not sealed else sealed)
 
     def _load_growing(self, growing: GrowingSegment) -> _LoadedIndex:
         """Return the growing segment's index, loading it if its buffers were replaced."""
@@ -265,13 +265,13 @@ class ServedCollection:
             loaded, index = [self._segments.get(segment.info.number) for segment in segments], self._growing
             if self.reader.state.segments is not segments or self.reader.state.growing is not growing:
                 return None  # rows were sealed or merged meanwhile
-            found = [part._replace(number=one.number) for part, one in zip(sealed, loaded, strict=True) if one]
-            if index is None and not growing.size and len(found) == len(loaded) > 0:  # never written to
-                return [part for part in found if part.passing] or found[:1]
+            known = [part._replace(number=one.number) for part, one in zip(sealed, loaded, strict=True) if one]
+            if index is None and not growing.size and len(known) == len(loaded) > 0:  # never written to
+                return [part for part in known if part.passing] or known[:1]
             if None in loaded or index is None or index.source is not growing.all_vectors.codes:
                 return None  # the engine has no room for them yet
             grown_part = part_of(index.number, _padded(grown, index.rows))
-            return [part for part in (*found, grown_part) if part.passing] or [grown_part]
+            return [part for part in (*known, grown_part) if part.passing] or [grown_part]
 
         return finish
 
