@@ -14,6 +14,11 @@ T = TypeVar("T")
 MAX_WAITING = 1024
 
 
+def no_thread_left(error: Exception) -> bool:
+    """Whether an error, such as one of a `ThreadPoolExecutor`, is that the system permits no more threads."""
+    return isinstance(error, RuntimeError) and error.args == ("can't start new thread",)
+
+
 def start_thread(run: Callable[..., None], name: str, *arguments: Any) -> threading.Thread:
     """Start a daemon thread. Raises `Overloaded` if the system permits no more."""
     thread = threading.Thread(target=run, args=arguments, name=name, daemon=True)

@@ -248,6 +248,10 @@ def test_errors_of_the_search_keep_their_status(cluster: Cluster, http: httpx.Cl
         answer = http.post("/v1/retrieval", json=SEARCH)
         assert_error(answer, 500, "internal_error", message="internal error")
         assert "secret" not in answer.text
+        cluster.search.error = RuntimeError("can't start new thread")  # of an executor
+        answer = http.post("/v1/retrieval", json=SEARCH)
+        assert_error(answer, 503, "overloaded", message="the limit of processes and threads is reached")
+        assert answer.headers["retry-after"] == "1"
     finally:
         cluster.search.error = None
     assert http.post("/v1/retrieval", json=SEARCH).status_code == 200

@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ipc import Memo
 from ipc.ring.descriptors import MAX_U16
-from runtime.errors import InternalError, TrinityError, Unauthorized
+from runtime.errors import InternalError, Overloaded, TrinityError, Unauthorized
+from runtime.retrieval.fair_threads import no_thread_left
 from runtime.serving.frontend.observability import current_tenant
 from runtime.serving.http.access import FULL_ACCESS, Access
 from runtime.serving.http.middleware import HostNotAllowed, error_response
@@ -73,12 +74,14 @@ class AuthMiddleware:
                 await response(scope, receive, send)
             else:
                 await self._app(scope, receive, send)
-        except Exception:
+        except Exception as error:
             if scope["state"]["unsent"].started:
                 raise
-            log.exception("%s %s failed", scope["method"], scope["path"])
-            response = error_response(InternalError("internal error; the server's log has more"))
-            await response(scope, receive, send)
+            failure: TrinityError = Overloaded("the limit of processes and threads is reached; try again later")
+            if not no_thread_left(error):
+                log.exception("%s %s failed", scope["method"], scope["path"])
+                failure = InternalError("internal error; the server's log has more")
+            await error_response(failure)(scope, receive, send)
 
     def _check(self, scope: Scope) -> TrinityError | None:
         if not self._digests:
