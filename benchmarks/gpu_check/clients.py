@@ -168,7 +168,7 @@ def _run_clients(
 @_compiled
 def _send(end: ProducerEnd, vector: int, size: int, request_id: int, arrival: int, packed: Any) -> int:
     """Publish a request to a ring. Returns a negative error code if that fails."""
-    refusal = atomics.send_error(end, 1, size)
+    refusal = atomics.send_error(end, size)
     if refusal < 0:
         return refusal
     slot = atomics.next_slot(end)

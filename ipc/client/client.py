@@ -86,17 +86,17 @@ class RingClient(ClientSession):
         if isinstance(row, DeviceSpan):
             words, row = self._packed_in_arena[key].words, self._write(row, spec)
         if spec.filter:
-            words = packed.with_filter(self._filter_slot(spec.filter, 1))
+            words = packed.with_filter(self._filter_slot(spec.filter))
         now = time.monotonic_ns()
         outstanding.next_id = request_id + 1
         outstanding[request_id] = now
         try:
             sent = ring.send_row(row, request_id, deadline_ns, now, *words)
         except BaseException:
-            self._withdraw(range(request_id, request_id + 1))
+            self._withdraw(request_id)
             raise
         if sent:
-            self._check_sent(sent, range(request_id, request_id + 1))
+            self._check_sent(sent, request_id)
         return request_id
 
     def _write(self, row: DeviceSpan, spec: SearchSpec) -> Float32s:
@@ -113,21 +113,21 @@ class RingClient(ClientSession):
         word = ring.header_offsets[ring.position % ring.layout.slots] + WRITTEN
         return arena.write(row, self.pending.next_id, word)
 
-    def _withdraw(self, ids: range) -> None:
-        self.pending.withdraw(ids)
+    def _withdraw(self, request_id: int) -> None:
+        self.pending.withdraw(request_id)
         if self.arena is not None:
-            self.arena.end(ids)
+            self.arena.end((request_id,))
 
-    def _filter_slot(self, encoded: bytes, count: int) -> int:
-        """Return the slot of a filter for the next `count` requests. Raises `InvalidArgument`, `RingFull`."""
+    def _filter_slot(self, encoded: bytes) -> int:
+        """Return the slot of a filter for the next request. Raises `InvalidArgument`, `RingFull`."""
         ring = self.attachment.requests
         read = ring.position - ring.layout.slots + ring.free()
-        return self.attachment.filters.slot_of(encoded, ring.position + count, read)
+        return self.attachment.filters.slot_of(encoded, ring.position + 1, read)
 
-    def _check_sent(self, sent: int, ids: range) -> None:
+    def _check_sent(self, sent: int, request_id: int) -> None:
         """Ring a doorbell that is not an eventfd, or raise the error if nothing was sent."""
         if sent < 0:
-            self._withdraw(ids)
+            self._withdraw(request_id)
             self._raise_send_error(sent)
         self.attachment.ringer.ring()
 

@@ -59,11 +59,10 @@ class PendingRequests(dict[int, int]):
         self.unsent_cancels: deque[int] = deque()
         """Cancellations that did not fit into the ring yet."""
 
-    def withdraw(self, ids: range) -> None:
-        """Remove requests that could not be sent."""
-        for request_id in ids:
-            del self[request_id]
-        self.next_id = ids.start
+    def withdraw(self, request_id: int) -> None:
+        """Remove a request that could not be sent."""
+        del self[request_id]
+        self.next_id = request_id
 
     def send_cancellations(self, ring: RingProducer, epoch: int) -> bool:
         """Send the unsent cancellations that fit into the ring. Return whether the pool must be rung."""

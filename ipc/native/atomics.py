@@ -150,17 +150,17 @@ def publish(end: int, count: int) -> int:
 
 
 @compiled
-def send_error(end: ProducerEnd, count: int, payload_bytes: int) -> int:
-    """Return why `count` slots with payloads of this size cannot be sent now, or 0."""
+def send_error(end: ProducerEnd, payload_bytes: int) -> int:
+    """Return why a slot with a payload of this size cannot be sent now, or 0."""
     if SLOT_HEADER_BYTES + payload_bytes > end.stride:
         return TOO_LARGE
     if end.ring[0].consumer_state != 0:
         return NOT_OPEN
-    if end.position + count - end.reader <= end.slots:
+    if end.position - end.reader < end.slots:
         return 0
     if not read_position(end):
         return IMPOSSIBLE_READER
-    return 0 if end.position + count - end.reader <= end.slots else FULL
+    return 0 if end.position - end.reader < end.slots else FULL
 
 
 @compiled
@@ -185,7 +185,7 @@ def _fill(slot: int, a: int, b: int, c: int, d: int, e: int, f: int, source: int
 def send_row(end: int, row: Any, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
     """Fill the next slot with the header words a … f and the payload `row`, and publish it. Below 0: an error."""
     own = _end_at(end)
-    error = send_error(own, 1, 4 * row.size)
+    error = send_error(own, 4 * row.size)
     if error < 0:
         return error
     _fill(next_slot(own), a, b, c, d, e, f, row.ctypes.data, 4 * row.size)
@@ -209,7 +209,7 @@ def ready(base: int, stride: int, slots: int, position: int, limit: int) -> int:
     limit = min(limit, slots - position % slots)
     address = base + (position % slots) * stride
     count = 0
-    # SYNC POINT: slot sequence, see `publish`.
+    # SYNC POINT: slot sequence, see `publish_slots`.
     while count < limit and intrinsics.load_acquire(address + count * stride) == position + count + 1:
         count += 1
     return count

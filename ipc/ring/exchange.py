@@ -147,7 +147,7 @@ def _free_results(client: ClientRow) -> int:
 def result_payload(clients: ClientTable, row: int) -> int:
     """Return the address for the next result's ids (distances: 8·max_k bytes behind); below 0: evict the client."""
     end = clients.rows[row].results[0]
-    error = atomics.send_error(end, 1, 12 * clients.max_k)
+    error = atomics.send_error(end, 12 * clients.max_k)
     return error if error < 0 else atomics.next_slot(end) + SLOT_HEADER_BYTES
 
 
@@ -165,7 +165,7 @@ def answer(
     """End a request with `count` results, already at `result_payload`. Return below 0 if the client must be evicted."""
     client = clients.rows[row]
     end = client.results[0]
-    error = atomics.send_error(end, 1, 12 * clients.max_k)
+    error = atomics.send_error(end, 12 * clients.max_k)
     if error < 0:
         return error
     result = _result_at(atomics.next_slot(end) + _HEADER)
