@@ -52,6 +52,8 @@ def test_messages_are_received_once_in_order_and_never_overwritten(
                 if len(model) == slots:
                     with pytest.raises(RingFull, match=str(slots)):
                         producer.loan()
+                    code = producer.send_row(np.zeros(1, np.float32), 0, 0, 0, 0, 0, 0)
+                    assert isinstance(producer.send_error(code), RingFull)
                     assert producer.free() == 0
                 else:
                     slot = producer.loan()
