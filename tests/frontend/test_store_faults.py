@@ -1,6 +1,7 @@
 """Uploads and indexing that are interrupted, refused or out of bounds leave nothing behind, or are resumed."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from runtime.errors import CollectionError, NoRoom
+from runtime.errors import EXIT_BUSY, CollectionBusy, CollectionError, NoRoom
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.collection import ensure
 from runtime.retrieval.stores.file_folder import FileFolder
@@ -48,6 +49,15 @@ def form(*parts: tuple[str, bytes], end: bytes = b"--\r\n") -> bytes:
 
 ANCHOR = ('"expires_after[anchor]"', b"created_at")
 PURPOSE, FILE = ('"purpose"', b"assistants"), ('"file"; filename="a.txt"', b"abc")
+
+
+def test_a_second_node_on_the_folder_of_another_is_refused_until_that_one_has_ended(tmp_path: Path) -> None:
+    first = Catalogue(tmp_path / "catalogue.sqlite")
+    with pytest.raises(CollectionBusy, match=rf"{tmp_path} has a writer already: process {os.getpid()}") as refused:
+        Catalogue(tmp_path / "catalogue.sqlite")
+    assert refused.value.exit_code == EXIT_BUSY
+    first.close()
+    Catalogue(tmp_path / "catalogue.sqlite").close()
 
 
 def test_a_folder_that_cannot_be_created_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -3,16 +3,18 @@
 A change that returned survives the process and the machine. Methods block on the disk and are thread-safe.
 """
 
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from runtime.errors import CollectionError, NoRoom
+from runtime.retrieval.collections.disk import acquire_lock
 from runtime.retrieval.stores.records import (
     Batch,
     FileStatus,
@@ -62,16 +64,20 @@ class Page(NamedTuple):
 
 
 class Catalogue:
-    """The records. `path` None: in memory. Raises `CollectionError`, also `NoRoom`, if the disk fails."""
+    """The records. `path` None: in memory. Raises `CollectionError`, also `NoRoom`, if the disk fails, and
+    `CollectionBusy` if another process has the folder: of two, one would wait forever to index its clients' files."""
 
     def __init__(self, path: Path | None) -> None:
         self._lock = threading.RLock()
-        with _disk_errors():
+        with _disk_errors(), ExitStack() as opened:
             if path is not None:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                opened.callback(os.close, acquire_lock(path.parent))
                 path.touch(mode=0o600)
             self._connection = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
+            opened.callback(self._connection.close)
             self._connection.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
+            self._opened = opened.pop_all()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -214,7 +220,7 @@ class Catalogue:
 
     def close(self) -> None:
         with self._lock:
-            self._connection.close()
+            self._opened.close()
 
     def _rows(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
         with self._lock, _disk_errors():
