@@ -27,7 +27,7 @@ from runtime.errors import InvalidRequest
         ({"patience": 0}, r"patience is 0, outside 1\.\.65535"),
         ({"deadline_ms": float("nan")}, "deadline_ms is nan"),
         ({"deadline_ms": 1e30}, "deadline_ms is 1e\\+30"),
-        ({"deadline_ms": 0}, "deadline_ms is 0"),
+        ({"deadline_ms": 0}, "deadline_ms is 0, allowed are above 0 to 86400000"),
         ({"deadline_ms": "5"}, "deadline_ms must be a number, not '5'"),
         ({"deadline_ms": True}, "deadline_ms must be a number, not True"),
         ({"collection": ["a"]}, r"collection must be a name, not \['a'\]"),

@@ -87,7 +87,7 @@ def deadline_after_ms(deadline_ms: Any) -> int:
         raise InvalidRequest(f"deadline_ms must be a number, not {deadline_ms!r}", "deadline_ms")
     number: Any = deadline_ms
     if not 0 < number <= _MAX_DEADLINE_MS:
-        raise InvalidRequest(f"deadline_ms is {deadline_ms}, outside 0..{_MAX_DEADLINE_MS}", "deadline_ms")
+        raise InvalidRequest(f"deadline_ms is {deadline_ms}, allowed are above 0 to {_MAX_DEADLINE_MS}", "deadline_ms")
     return time.monotonic_ns() + int(float(number) * 1e6)
 
 
