@@ -81,7 +81,7 @@ def check_without_start(plan: NodePlan) -> None:
                 info = opened.description
         except CollectionError as error:
             if collection.required:
-                raise
+                raise type(error)(f"collection {collection.name}: {error.message}") from error
             log.warning("collection %s is unavailable: %s", collection.name, error.message)
             continue
         if info.shards != collection.shards:

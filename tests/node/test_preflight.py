@@ -31,6 +31,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"rerank": {"model": "m", "url": "http://127.0.0.1:1/v1", "key_file": "none"}},
         "the reranker's key cannot be read from ",
     ),
+    "a folder that is no collection": (
+        {"collections": [{"name": "notes", "path": "model"}]},
+        "collection notes: ",
+    ),
     "a log directory under a file": ({"log": {"directory": "file/logs"}}, "cannot create log files there: "),
     "a log directory that is a file": ({"log": {"directory": "file"}}, "cannot create log files there: "),
     "a log directory under /proc": ({"log": {"directory": "/proc/x"}}, "log.directory = '/proc/x': cannot create log"),
