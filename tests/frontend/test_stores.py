@@ -166,6 +166,20 @@ def test_static_chunks_have_at_most_so_many_tokens_and_overlap(client: openai.Op
     assert file.chunking_strategy.type == "static"
 
 
+@pytest.mark.parametrize("name", ["cost centre", "ü\u2028/", "n" * 64])
+def test_a_files_attribute_may_have_any_name_that_openai_allows(client: openai.OpenAI, name: str) -> None:
+    store, file = client.vector_stores.create().id, upload(client)
+    client.vector_stores.files.create(store, file_id=file, attributes={name: "v"})
+    wait_indexed(client, store)
+    for value, found in (("v", 1), ("w", 0)):
+        equal: Any = {"type": "eq", "key": name, "value": value}
+        files = {one.file_id for one in client.vector_stores.search(store, query="leave", filters=equal)}
+        assert len(files) == found
+    long: Any = {"type": "eq", "key": "n" * 65, "value": "v"}
+    with pytest.raises(openai.BadRequestError, match="the name of an attribute, up to 64 characters"):
+        client.vector_stores.search(store, query="leave", filters=long)
+
+
 def test_a_file_without_an_attribute_passes_only_filters_that_exclude_values(client: openai.OpenAI) -> None:
     with_years, without = client.vector_stores.create().id, client.vector_stores.create(file_ids=[upload(client)]).id
     values: tuple[str | float | bool, ...] = (2024, "old", True)

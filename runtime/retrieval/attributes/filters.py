@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgspec
 
 from runtime.errors import InvalidFilter
-from runtime.retrieval.attributes.schema import NAME, AttributeType, Schema, holds, preview, scalar_fault
+from runtime.retrieval.attributes.schema import AttributeType, Schema, holds, preview, scalar_fault
 
 Scalar = str | int | float | bool
 Operator = Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
@@ -22,6 +22,7 @@ MAX_DEPTH = 8
 MAX_COMPARISONS = 128
 MAX_VALUES = 1024  # of one `in`
 MAX_BYTES = 16_000  # of a filter as it is sent to a pool
+_MAX_KEY = 64  # characters
 _ORDERED = ("gt", "gte", "lt", "lte")
 _COMPARED_AS = {AttributeType.STRINGS: AttributeType.STRING, AttributeType.INTEGER: AttributeType.FLOAT}
 _NEGATED: dict[str, Operator] = {"ne": "eq", "nin": "in"}
@@ -242,8 +243,11 @@ class _Parser:
         if self._comparisons > MAX_COMPARISONS:
             raise InvalidFilter(f"the filter has more than {MAX_COMPARISONS} comparisons", "filter")
         key, value = self._field(source, "key", "value"), source["value"]
-        if not isinstance(key, str) or not NAME.fullmatch(key):
-            raise InvalidFilter(f"the key of a filter is the name of an attribute, not {preview(key)}", "filter")
+        if not isinstance(key, str) or not 1 <= len(key) <= _MAX_KEY or scalar_fault(key):  # of stores: any characters
+            raise InvalidFilter(
+                f"the key of a filter is the name of an attribute, up to {_MAX_KEY} characters, not {preview(key)}",
+                "filter",
+            )
         if operator not in ("in", "nin"):
             values: tuple[Scalar, ...] = (_scalar(key, value),)
         elif not isinstance(value, list | tuple):
