@@ -1,6 +1,6 @@
 """State transitions of a `SlotTable`, compiled.
 
-They update the table's words and `active`, int32 [slots], whose first entries are the running slots in admission order.
+They update its record and `active`, int32 [slots], whose first entries are the running slots in admission order.
 The lowest free slot is assigned first, which keeps active slots close together.
 """
 
@@ -11,61 +11,61 @@ import numpy.typing as npt
 
 from gpu.compiled import compiled
 from gpu.engine import PAUSE, RESUME
-from gpu.slots import ACTIVE_COUNT, FREE_COUNT, LOWEST, STATES, SlotState
+from gpu.slots import SlotState, SlotStates
 
 _FREE, _ACTIVE, _PAUSED, _FINISHED = (int(state) for state in SlotState)
 
 
 @compiled
-def next_free(words: npt.NDArray[np.int64]) -> Any:
+def next_free(table: SlotStates) -> Any:
     """Return the lowest free slot. Precondition: a slot is free."""
-    slot = words[LOWEST]
-    while words[STATES + slot] != _FREE:
+    slot = table.lowest
+    while table.states[slot] != _FREE:
         slot += 1
     return slot
 
 
 @compiled
-def acquire(words: npt.NDArray[np.int64], active: npt.NDArray[np.int32], slot: int) -> None:
+def acquire(table: SlotStates, active: npt.NDArray[np.int32], slot: int) -> None:
     """Mark `slot`, the result of `next_free`, as running."""
-    words[LOWEST] = slot + 1
-    words[FREE_COUNT] -= 1
-    _activate(words, active, slot)
+    table.lowest = slot + 1
+    table.free_count -= 1
+    _activate(table, active, slot)
 
 
 @compiled
-def finish(words: npt.NDArray[np.int64], slot: int) -> None:
+def finish(table: SlotStates, slot: int) -> None:
     """Mark a slot as finished. The caller removes it from `active`."""
-    words[STATES + slot] = _FINISHED
+    table.states[slot] = _FINISHED
 
 
 @compiled
-def change(words: npt.NDArray[np.int64], active: npt.NDArray[np.int32], slot: int, action: int) -> None:
+def change(table: SlotStates, active: npt.NDArray[np.int32], slot: int, action: int) -> None:
     """PAUSE, RESUME or RELEASE a slot. Precondition: the transition is valid."""
     if action == RESUME:
-        _activate(words, active, slot)
+        _activate(table, active, slot)
         return
-    if words[STATES + slot] == _ACTIVE:
-        _deactivate(words, active, slot)
-    words[STATES + slot] = _PAUSED
+    if table.states[slot] == _ACTIVE:
+        _deactivate(table, active, slot)
+    table.states[slot] = _PAUSED
     if action != PAUSE:
-        words[STATES + slot] = _FREE
-        words[FREE_COUNT] += 1
-        words[LOWEST] = min(words[LOWEST], slot)
+        table.states[slot] = _FREE
+        table.free_count += 1
+        table.lowest = min(table.lowest, slot)
 
 
 @compiled
-def _deactivate(words: npt.NDArray[np.int64], active: npt.NDArray[np.int32], slot: int) -> None:
+def _deactivate(table: SlotStates, active: npt.NDArray[np.int32], slot: int) -> None:
     position = 0
     while active[position] != slot:
         position += 1
-    words[ACTIVE_COUNT] -= 1
-    for i in range(position, words[ACTIVE_COUNT]):
+    table.active_count -= 1
+    for i in range(position, table.active_count):
         active[i] = active[i + 1]
 
 
 @compiled
-def _activate(words: npt.NDArray[np.int64], active: npt.NDArray[np.int32], slot: int) -> None:
-    active[words[ACTIVE_COUNT]] = slot
-    words[ACTIVE_COUNT] += 1
-    words[STATES + slot] = _ACTIVE
+def _activate(table: SlotStates, active: npt.NDArray[np.int32], slot: int) -> None:
+    active[table.active_count] = slot
+    table.active_count += 1
+    table.states[slot] = _ACTIVE

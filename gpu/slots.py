@@ -12,6 +12,7 @@ from gpu.errors import InvalidParams, InvalidSlot, NoFreeSlot, UnknownCollection
 from gpu.index.data import IndexData
 from gpu.index.graph_index import GraphIndex
 from gpu.params import MAX_SEARCH_WIDTH, MAX_TOP_M, SearchParams
+from ipc.native.records import Array, Record, new_array, numpy_view, record, record_at
 
 MAX_SLOTS = 4096
 MAX_COLLECTIONS = 1024  # indexes; a collection has one for each of its segments
@@ -104,34 +105,41 @@ class SlotState(IntEnum):
 
 _NAMES = ("free", "running", "paused", "finished")
 
-ACTIVE_COUNT, FREE_COUNT, LOWEST, STATES = range(4)
-"""Words of a slot table: counts of running and free slots, a lower bound of free slots' numbers, states by slot."""
+
+@record
+class SlotStates(Record):
+    """The states of an engine's slots."""
+
+    active_count: int
+    free_count: int
+    lowest: int  # lower bound of the free slots' numbers
+    states: Array[int]  # by slot: a `SlotState`
+
+
+slot_states_at = record_at(SlotStates)
 
 
 class SlotTable:
-    """The state of every slot, updated by compiled code (`gpu.slot_changes`).
-
-    words: int64 [STATES + slots].
-    """
+    """The state of every slot, updated by compiled code (`gpu.slot_changes`)."""
 
     def __init__(self, slots: int) -> None:
-        self.words = np.zeros(STATES + slots, np.int64)
-        self._words = self.words.data
-        self._words[FREE_COUNT] = slots
+        states = new_array(int, slots)
+        self.record = SlotStates(free_count=slots, states=states)
+        self._states = numpy_view(states, slots)
         self._slots = slots
 
     @property
     def active_count(self) -> int:
-        return int(self._words[ACTIVE_COUNT])
+        return self.record.active_count
 
     @property
     def free_count(self) -> int:
-        return int(self._words[FREE_COUNT])
+        return self.record.free_count
 
     @property
     def taken(self) -> list[int]:
         """Slots that are not free."""
-        return np.flatnonzero(self.words[STATES:] != SlotState.FREE).tolist()
+        return np.flatnonzero(self._states != SlotState.FREE).tolist()
 
     def expect_free(self) -> None:
         """Raise NoFreeSlot if no slot is free."""
@@ -142,9 +150,9 @@ class SlotTable:
         """Raise InvalidSlot for a slot out of range or in another state."""
         if not 0 <= slot < self._slots:
             raise InvalidSlot(f"slot {slot} is outside 0..{self._slots - 1}")
-        if self._words[STATES + slot] not in states:
+        if (state := self.record.states[slot]) not in states:
             names = " or ".join(_NAMES[state] for state in states)
-            raise InvalidSlot(f"slot {slot} is {_NAMES[self._words[STATES + slot]]}; it must be {names}")
+            raise InvalidSlot(f"slot {slot} is {_NAMES[state]}; it must be {names}")
 
     def expect_taken(self, slot: int) -> None:
         """Raise InvalidSlot for a free slot."""

@@ -6,13 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu import slot_changes
-from gpu.compiled import c_function, compiled, counted
+from gpu.compiled import c_function, compiled
 from gpu.cpu import running_batch
 from gpu.cpu.extend import filtered
 from gpu.cpu.state import visited_bits_of
 from gpu.cpu.tables import ARRAYS, batch_at
 from gpu.engine import INVALID
-from gpu.slots import ACTIVE_COUNT, STATES
+from gpu.slots import SlotStates, SlotTable, slot_states_at
 from ipc.native.arrays import float32_at
 from ipc.native.arrays import int64_at as words_at
 from ipc.native.records import Array, Record, address_of, new_array, record, record_at
@@ -23,7 +23,7 @@ class Arrays(Record):
     """What the engine's handle is the address of."""
 
     batch: int  # address of the batch's own handle
-    slot_words: int  # address of the slot table's words
+    slots: int  # address of the slots' states
     ids: Array[int]  # by collection: addresses, 0 where row numbers are the ids
 
 
@@ -35,9 +35,9 @@ def _batch(handle: int) -> Any:
     return batch_at(words_at(_arrays_at(handle).batch, (ARRAYS, 3)))
 
 
-@counted
-def _slot_words(handle: int, batch: Any) -> Any:
-    return words_at(_arrays_at(handle).slot_words, STATES + len(batch.active))
+@compiled
+def _slots(handle: int) -> SlotStates:
+    return slot_states_at(_arrays_at(handle).slots)
 
 
 @c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
@@ -45,14 +45,14 @@ def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: 
     batch = _batch(handle)
     if not 0 <= collection < batch.collection_count or batch.encodings[collection].dim == 0:
         return INVALID
-    words = _slot_words(handle, batch)
-    slot = slot_changes.next_free(words)
+    slots = _slots(handle)
+    slot = slot_changes.next_free(slots)
     query = float32_at(vector, batch.encodings[collection].dim)
     bits = visited_bits_of(batch.collections[collection], top_m)
     if not running_batch.admit_query(batch, slot, query, collection, k, top_m, width, patience, bits):
         return INVALID
     batch.slots[slot].scanning = filtered.COMPARE if batch.collections[collection].degree == 0 else filtered.WALK
-    slot_changes.acquire(words, batch.active, slot)
+    slot_changes.acquire(slots, batch.active, slot)
     return slot
 
 
@@ -70,15 +70,15 @@ def set_filter(handle: int, slot: int, allowed: int, allowed_count: int) -> Any:
 @c_function("int64(int64, int64)")
 def extend(handle: int, report: int) -> Any:
     batch = _batch(handle)
-    words = _slot_words(handle, batch)
+    slots = _slots(handle)
     of_batch = words_at(_arrays_at(handle).batch, (ARRAYS, 3))
-    done = running_batch.extend_active(of_batch, words[ACTIVE_COUNT])
-    words[ACTIVE_COUNT] -= done
+    done = running_batch.extend_active(of_batch, slots.active_count)
+    slots.active_count -= done
     out = words_at(report, 2 + 2 * done)
     out[0], out[1] = 1, 0
     for i in range(done):
         slot = batch.finished[i]
-        slot_changes.finish(words, slot)
+        slot_changes.finish(slots, slot)
         out[2 + 2 * i], out[3 + 2 * i] = slot, batch.slots[slot].extends
     return done
 
@@ -101,7 +101,7 @@ def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
 @c_function("int64(int64, int64, int64)")
 def change_state(handle: int, slot: int, action: int) -> Any:
     batch = _batch(handle)
-    slot_changes.change(_slot_words(handle, batch), batch.active, slot, action)
+    slot_changes.change(_slots(handle), batch.active, slot, action)
     return 0
 
 
@@ -113,12 +113,10 @@ class Handle:
         self._keep_alive: tuple[Any, ...] = ()
         self.address = address_of(self._arrays)
 
-    def point_to(
-        self, batch: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], ids: list[npt.NDArray[np.int64] | None]
-    ) -> None:
-        """Set the addresses of the batch's handle, the slot table's words, and each collection's ids."""
+    def point_to(self, batch: npt.NDArray[np.int64], slots: SlotTable, ids: list[npt.NDArray[np.int64] | None]) -> None:
+        """Set the addresses of the batch's handle, the slots' states, and each collection's ids."""
         self._keep_alive = (batch, slots, ids)
-        self._arrays.batch, self._arrays.slot_words = batch.ctypes.data, slots.ctypes.data
+        self._arrays.batch, self._arrays.slots = batch.ctypes.data, address_of(slots.record)
         self._arrays.ids = new_array(int, len(ids))
         for number, of_collection in enumerate(ids):
             self._arrays.ids[number] = 0 if of_collection is None else of_collection.ctypes.data

@@ -41,7 +41,7 @@ class CpuEngine(Engine):
 
     def _point_handle(self) -> None:
         ids = [None if data is None else data.ids for data in self._collections.data]
-        self._handle.point_to(self._state.handle, self._slots.words, ids)
+        self._handle.point_to(self._state.handle, self._slots, ids)
 
     def load(self, collection: str, index: GraphIndex) -> None:
         """See `Engine.load`. Reallocates the slots' state if the index needs larger arrays."""

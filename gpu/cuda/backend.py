@@ -20,7 +20,7 @@ from gpu.cuda.driver import NOT_READY
 from gpu.cuda.filtered import scans_of
 from gpu.cuda.host import Host, host_at
 from gpu.engine import FAILED, INVALID, PAUSE, RELEASE, RESUME
-from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
+from gpu.slots import MAX_COLLECTIONS, SlotStates, slot_states_at
 from ipc.native.arrays import float32_at, int32_at, uint8_at, uint32_at
 from ipc.native.arrays import int64_at as words_at
 from ipc.native.intrinsics import call_int, load_acquire_u32, monotonic_ns, store_release_u32
@@ -69,9 +69,9 @@ def _raw(host: Host, slot: int) -> Any:
     return float32_at(_result(host, slot) + _NODES_OFFSET + 4 * host.max_k, host.max_k)
 
 
-@counted
-def table_of(host: Host) -> Any:
-    return words_at(host.table, STATES + host.slots)
+@compiled
+def table_of(host: Host) -> SlotStates:
+    return slot_states_at(host.table)
 
 
 @counted
@@ -310,7 +310,7 @@ def report_finished(host: Host, report: int) -> Any:
     slot that the host scans. Returns the number of finished slots."""
     table, active, scans = table_of(host), active_of(host), scans_of(host)
     kept = done = 0
-    for i in range(table[ACTIVE_COUNT]):
+    for i in range(table.active_count):
         slot = active[i]
         scanning = scans.slots[slot].scanning
         if not (_scan_step(host, scans, slot) if scanning else _graph_search_done(host, scans, slot)):
@@ -321,7 +321,7 @@ def report_finished(host: Host, report: int) -> Any:
         finished = words_at(report + 16 + 16 * done, 2)
         finished[0], finished[1] = slot, load_acquire_u32(_result(host, slot) + _EXTENDS_OFFSET)
         done += 1
-    table[ACTIVE_COUNT] = kept
+    table.active_count = kept
     return done
 
 
@@ -329,7 +329,7 @@ def report_finished(host: Host, report: int) -> Any:
 def extend(handle: int, report: int) -> Any:
     host = host_at(handle)
     table, active, counts, scans = table_of(host), active_of(host), words_at(report, 2), scans_of(host)
-    count = table[ACTIVE_COUNT]
+    count = table.active_count
     highest, searching = -1, 0
     for i in range(count):
         if not scans.slots[active[i]].scanning:

@@ -37,7 +37,7 @@ class Handle:
         self._alive: dict[int, tuple[IndexData, QueryEncoding]] = {}
         entry = driver.entry_points()
         self.host = Host(
-            table=self.table.words.ctypes.data,
+            table=address_of(self.table.record),
             active=self._active.ctypes.data,
             slots=slots,
             encodings=new_array(Encoding, MAX_COLLECTIONS),

@@ -51,7 +51,7 @@ class Graph(Record):
 class Host(Record):
     """The engine's handle is the address of this record."""
 
-    table: int  # address of the slot table's words
+    table: int  # address of the slots' states
     active: int  # address of its list of active slots, int32
     slots: int
     encodings: Array[Encoding]  # by collection

@@ -57,7 +57,7 @@ from gpu.cuda.layout import (
     SLOT_BITS,
 )
 from gpu.engine import FAILED, INVALID, RELEASE, RESUME
-from gpu.slots import ACTIVE_COUNT, STATES, SlotState
+from gpu.slots import SlotState
 from ipc.native.arrays import int64_at as words_at
 from ipc.native.intrinsics import call_int, load_acquire_u32, monotonic_ns, store_release_u32
 
@@ -104,7 +104,7 @@ def _begin(host: Host, slot: int, flags: int) -> None:
     """Begin the query of a slot that was just assigned; `flags`: of its first entry."""
     state = host.slot_states[slot]
     state.on_device = state.done = state.prioritized = False
-    state.new, state.reached, state.place = flags, 0, table_of(host)[ACTIVE_COUNT] - 1
+    state.new, state.reached, state.place = flags, 0, table_of(host).active_count - 1
     _enqueue(host, host.resident, slot)
 
 
@@ -135,7 +135,7 @@ def _collect(host: Host, resident: Resident) -> None:
         resident.in_flight -= 1
         if word & IS_DONE:
             state.done = True
-        if table[STATES + slot] != _ACTIVE:
+        if table.states[slot] != _ACTIVE:
             continue
         if state.done:
             _add_finished(host, resident, slot)
@@ -177,7 +177,7 @@ def _submit(host: Host, resident: Resident) -> None:
     """Set the goals of queued slots and submit them; with a limit of one extend, of all active slots."""
     table, active, scans = table_of(host), active_of(host), scans_of(host)
     single = host.limit == 1
-    for i in range(table[ACTIVE_COUNT] if single else 0):
+    for i in range(table.active_count if single else 0):
         _enqueue(host, resident, active[i])
     queue, count = resident.queue, resident.queued
     resident.queued = 0
@@ -185,7 +185,7 @@ def _submit(host: Host, resident: Resident) -> None:
         slot = queue[i]
         state = host.slot_states[slot]
         state.in_queue = False
-        if table[STATES + slot] != _ACTIVE:
+        if table.states[slot] != _ACTIVE:
             continue
         if scans.slots[slot].scanning:
             resident.scans = True
@@ -224,10 +224,10 @@ def _wait(host: Host, resident: Resident) -> Any:
 def _deactivate(host: Host, slot: int) -> None:
     """Remove a slot from the active ones, whose order changes."""
     table, active = table_of(host), active_of(host)
-    position, last = host.slot_states[slot].place, table[ACTIVE_COUNT] - 1
+    position, last = host.slot_states[slot].place, table.active_count - 1
     active[position] = active[last]
     host.slot_states[active[position]].place = position
-    table[ACTIVE_COUNT] = last
+    table.active_count = last
 
 
 @compiled
@@ -239,7 +239,7 @@ def _report(host: Host, resident: Resident, report: int) -> Any:
     for i in range(resident.finished_count):
         slot = slots[i]
         state = host.slot_states[slot]
-        if table[STATES + slot] != _ACTIVE or not state.done:
+        if table.states[slot] != _ACTIVE or not state.done:
             continue
         if not found_enough(host, scans, slot):
             resident.scans = True
@@ -259,7 +259,7 @@ def _scan_and_report(host: Host, resident: Resident, report: int) -> Any:
     done = report_finished(host, report)
     active, scans = active_of(host), scans_of(host)
     resident.finished_count, resident.scans = 0, False
-    for i in range(table_of(host)[ACTIVE_COUNT]):
+    for i in range(table_of(host).active_count):
         host.slot_states[active[i]].place = i
         if scans.slots[active[i]].scanning:
             resident.scans = True
@@ -269,7 +269,7 @@ def _scan_and_report(host: Host, resident: Resident, report: int) -> Any:
 @compiled
 def _searching(host: Host, resident: Resident) -> Any:
     """Return how many active slots the device searches."""
-    active, scans, count = active_of(host), scans_of(host), table_of(host)[ACTIVE_COUNT]
+    active, scans, count = active_of(host), scans_of(host), table_of(host).active_count
     scanning = 0
     for i in range(count if resident.scans else 0):
         scanning += scans.slots[active[i]].scanning != 0
@@ -340,12 +340,12 @@ def change_state(handle: int, slot: int, action: int) -> Any:
     while action == RELEASE and state.on_device:
         if host.failure != backend.NO_FAILURE or not _poll(host, resident) or poll_wait(host, begin) < 0:
             return FAILED
-    if table[STATES + slot] == _ACTIVE:
+    if table.states[slot] == _ACTIVE:
         _deactivate(host, slot)
-        table[STATES + slot] = _PAUSED
+        table.states[slot] = _PAUSED
     slot_changes.change(table, active_of(host), slot, action)
     if action == RESUME:
-        state.place = table[ACTIVE_COUNT] - 1
+        state.place = table.active_count - 1
         _enqueue(host, resident, slot)
     return 0
 
