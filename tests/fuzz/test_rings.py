@@ -3,7 +3,7 @@
 import contextlib
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -18,7 +18,9 @@ from tests.ipc.sessions import DIM, SLOTS, ask
 MOVES = st.lists(st.sampled_from(["ask", "forge", "scribble", "cancel", "answer", "poll"]), min_size=1, max_size=8)
 
 
-def move(what: str, server: RingServer, client: RingClient, scribble: Callable[[], None], forged: bytes) -> None:
+def move(
+    what: str, server: RingServer, client: RingClient, left: Iterator[Callable[[memoryview], None]], forged: bytes
+) -> None:
     match what:
         case "ask":
             ask(client)
@@ -28,7 +30,8 @@ def move(what: str, server: RingServer, client: RingClient, scribble: Callable[[
             ring.view[offset : offset + len(forged)] = forged
             ring.send()
         case "scribble":
-            scribble()
+            if (write := next(left, None)) is not None:
+                write(client.attachment.memory.view)
         case "cancel":
             client.cancel(max(client.pending, default=1))
         case "poll":
@@ -47,19 +50,13 @@ def test_a_client_that_writes_anything_into_its_rings_affects_no_other(
 ) -> None:
     with attach(server, "hostile", arena=arena, timeout_ms=60_000.0) as hostile:
         left = iter(writes)
-
-        def scribble() -> None:
-            for write in left:
-                write(hostile.attachment.memory.view)
-                return
-
         for what in [*moves, *["scribble"] * len(writes)]:
             if what == "answer":
                 answer(server)
                 server.cancellations()
             else:
                 with contextlib.suppress(IpcError):  # errors of the hostile client's own end
-                    move(what, server, hostile, scribble, forged)
+                    move(what, server, hostile, left, forged)
         expect_served(server, honest)
         server.cancellations()
         event(f"evicted: {hostile.attachment.requests.view[256] == 3}")
@@ -116,12 +113,6 @@ def test_a_pool_that_writes_anything_into_the_rings_ends_at_most_the_session(
     with attach(server, "client", arena=arena, timeout_ms=60_000.0) as client:
         ends: list[int] = []
         left = iter(writes)
-
-        def scribble() -> None:
-            for write in left:
-                write(client.attachment.memory.view)
-                return
-
         for what in [*moves, "scribble", "ask", "scribble", "poll", "answer", "poll", "ask", "poll"]:
             if what == "forge":
                 continue
@@ -130,7 +121,7 @@ def test_a_pool_that_writes_anything_into_the_rings_ends_at_most_the_session(
                 server.cancellations()
             else:
                 with contextlib.suppress(IpcError):
-                    move(what, server, client, scribble, b"")
+                    move(what, server, client, left, b"")
             assert client.outstanding <= SLOTS
         with contextlib.suppress(IpcError):
             ends += [result.request_id for result in client.poll()]
