@@ -9,6 +9,7 @@ import numpy as np
 
 from runtime.errors import ModelError
 from runtime.retrieval.embedding.embedder import COMPUTED, Vectors
+from runtime.retrieval.embedding.huge_pages import in_huge_pages
 from runtime.retrieval.embedding.onnx_session import BATCH_TOKENS, PASS_TOKENS, OnnxSession
 from runtime.retrieval.embedding.text_embedder import Encoding, Pooling
 
@@ -23,10 +24,12 @@ class OnnxEncoder:
 
     def __init__(self, name: str, model: Path, tokenizer: Path, pooling: Pooling | None) -> None:
         self._name, self._pooling = name, pooling
-        self._session = OnnxSession(f"the embedder {name}", model, tokenizer, integers=name == MINILM)
-        self.tokenizer = self._session.tokenizer
-        self._output = self._chosen_output()
-        self.dim = int(self.encode([[0]]).shape[1])
+        with in_huge_pages():
+            self._session = OnnxSession(f"the embedder {name}", model, tokenizer, integers=name == MINILM)
+            self.tokenizer = self._session.tokenizer
+            self._output = self._chosen_output()
+            full_pass = [[0]] * BATCH_TOKENS  # allocates what the passes to come use
+            self.dim = int(self.encode(full_pass).shape[1])
 
     def encode(self, batch: Sequence[Sequence[int]]) -> Vectors:
         """See `Encoder.encode`: pool [rows, tokens, d], or [rows, d] if the graph has pooled, to [rows, d]."""

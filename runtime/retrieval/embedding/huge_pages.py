@@ -1,0 +1,33 @@
+"""Huge pages for weights, which every forward pass reads: in pages of 4 KiB they need more translations of addresses
+than a processor keeps, so that a pass waits for them, and so does what the core computes next."""
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+_PAGE = 2 << 20
+_COLLAPSE = 25  # MADV_COLLAPSE, of Linux 6.1
+
+
+@contextlib.contextmanager
+def in_huge_pages() -> Iterator[None]:
+    """Move memory that this process allocates meanwhile, and still has at the end, to pages of 2 MiB. What fills none
+    stays where it is, and all of it if the kernel cannot."""
+    before = _pages()
+    yield
+    madvise = ctypes.CDLL(None).madvise
+    for page in _pages() - before:
+        madvise(ctypes.c_void_p(page * _PAGE), ctypes.c_size_t(_PAGE), _COLLAPSE)
+
+
+def _pages() -> set[int]:
+    """Return the numbers of the whole pages of 2 MiB in the writable memory that is of no file."""
+    pages: set[int] = set()
+    with contextlib.suppress(OSError):  # not Linux
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+        for addresses, access, _, _, inode, *_ in map(str.split, maps.splitlines()):
+            if access == "rw-p" and inode == "0":
+                begin, end = (int(address, 16) for address in addresses.split("-"))
+                pages.update(range(-(-begin // _PAGE), end // _PAGE))
+    return pages
