@@ -147,18 +147,6 @@ def test_kv_copied_from_another_models_shared_memory_gives_the_tokens_of_generat
         assert answer == reference.generate(prompt, 12)
 
 
-def test_passages_inserted_before_the_last_sampled_token_equal_a_fresh_run(
-    model: LanguageModel, reference: Reference
-) -> None:
-    for prompt, passages in zip(ragged_prompts(8, seed=4), ragged_prompts(8, seed=5), strict=True):
-        first = greedy(model.forward([at(model, 2, 0, prompt)]))[0]
-        answer = continue_greedily(model, 2, prompt, first, 7)
-        start = len(prompt) + len(answer) - 1  # the last sampled token has no KV yet
-        after = greedy(model.forward([at(model, 2, start, [*passages, answer[-1]])]))[0]
-        sequence = [*prompt, *answer[:-1], *passages, answer[-1]]
-        assert continue_greedily(model, 2, sequence, after, 9) == reference.generate(sequence, 9)
-
-
 def test_a_batch_writes_only_the_positions_of_its_chunks(model: LanguageModel) -> None:
     model.kv.fill_(7.0)
     model.forward([at(model, 0, 0, [1, 2, 3]), at(model, 4, 511, [5]), at(model, 2, 100, [6] * 10)])
