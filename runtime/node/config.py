@@ -28,8 +28,9 @@ class NodeSection(Section, frozen=True):
 
     - `name`: the node's name in commands and metrics.
     - `run_dir`: directory of `node.json`, engine sockets, the host KV tier and, by default, logs while the node runs.
-      "" selects a private directory named after the node in the user's runtime directory. A node removes what it has
-      written there, so a directory with files of others is refused.
+      "" selects a private directory named after the node in the user's runtime directory. A node removes
+      `kv`, `logs/*.log*`, `*.sock`, `*.prom` and `*.new` there, so a directory that has such files beside others, and
+      in which no node was killed, is refused.
     - `drain_s`: time that a stopping node gives to running requests.
     - `start_s`: a worker that is not ready after this time is killed and restarted.
 

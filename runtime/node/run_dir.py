@@ -23,6 +23,7 @@ from runtime.node.placement.plan import ANSWERS_FOLDER, KV_FOLDER, default_run_d
 
 _PAUSE_S = 0.01  # between two tries
 LOGS = "logs"  # folder of the log files, unless log.directory is set
+_USED = ".node.json"  # with node.json: one of them is in a directory in which a node runs, or was killed
 _SUFFIXES = (".sock", ".old", ".prom", ".new", ".kv", ".rep")  # of what a killed node may have left
 _TRIES = 300  # of locking; one fails only during a concurrent `find_node` or removal
 
@@ -75,7 +76,7 @@ class RunDir:
                 if _lock(fd, fcntl.LOCK_EX):
                     _check_own(path, fd)
                     with contextlib.suppress(FileNotFoundError):  # of a killed node; at once, since others read it
-                        os.unlink("node.json", dir_fd=fd)
+                        os.rename("node.json", _USED, src_dir_fd=fd, dst_dir_fd=fd)
                     if _is_at(path, fd):
                         _remove_stale(path)
                         return cls(path, fd)
@@ -91,19 +92,14 @@ class RunDir:
 
     def write(self, info: NodeInfo) -> None:
         """Write `node.json` atomically."""
-        temporary = self.path / ".node.json"
+        temporary = self.path / _USED
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(msgspec.json.encode(info))
         temporary.rename(self.path / "node.json")
 
     def release(self) -> None:
         """Remove the directory and release the lock."""
-        for file in (
-            self.path / "node.json",
-            self.path / ".node.json",
-            *self._engine_files(),
-            *(self.path / LOGS).glob("*.log*"),
-        ):
+        for file in (*_files(self.path), self.path / "node.json", self.path / _USED):
             try:
                 file.unlink(missing_ok=True)
             except OSError as error:
@@ -117,30 +113,35 @@ class RunDir:
             nodes_dir().rmdir()  # empty if this was the last node
         os.close(self._fd)
 
-    def _engine_files(self) -> list[Path]:
-        return [path for pattern in ("*.sock", "*.sock.old", "*.prom", "*.new") for path in self.path.glob(pattern)]
+
+def _files(run_dir: Path) -> list[Path]:
+    """Return the engines' and logs' files, which a node removes when it ends."""
+    patterns = "*.sock", "*.sock.old", "*.prom", "*.new", f"{LOGS}/*.log*"
+    return [path for pattern in patterns for path in run_dir.glob(pattern)]
+
+
+def _folders(run_dir: Path) -> list[Path]:
+    """Return the folders of KV and of stored answers, which a node removes when it starts and when it ends."""
+    patterns = KV_FOLDER, f"{ANSWERS_FOLDER}*"
+    return [path for pattern in patterns for path in run_dir.glob(pattern) if path.is_dir()]
 
 
 def _remove_stale(run_dir: Path) -> None:
     """Remove KV and stored answers, which end with their node, also those that a killed node has left."""
-    for stale in (run_dir / KV_FOLDER, *run_dir.glob(f"{ANSWERS_FOLDER}*")):
+    for stale in _folders(run_dir):
         shutil.rmtree(stale, ignore_errors=True)
 
 
 def _check_own(path: Path, fd: int) -> None:
-    """Refuse a directory with somebody's files: a node removes `kv`, `logs/*.log` and more from its run directory."""
+    """Refuse a directory in which a node would remove somebody's files: some that it removes are there beside others
+    that none writes, and no node has run there and was killed."""
     with os.scandir(fd) as entries:
-        foreign = [
-            entry.name
-            for entry in entries
-            if entry.name not in ("node.json", ".node.json")
-            and not entry.name.endswith(_SUFFIXES)
-            and entry.is_file(follow_symlinks=False)
-        ]
-    if foreign:
+        files = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+    foreign = sorted(name for name in files if not name.endswith(_SUFFIXES))
+    if foreign and files.isdisjoint(("node.json", _USED)) and (removed := (*_folders(path), *_files(path))):
         raise ConfigError(
-            f"node.run_dir: {path} has a file {min(foreign)!r} that no node wrote, and nodes remove files there: give "
-            "a directory of its own"
+            f"node.run_dir: {path} has {str(removed[0].relative_to(path))!r}, which nodes remove, beside "
+            f"{foreign[0]!r}, which no node wrote: give a directory of its own"
         )
 
 

@@ -112,16 +112,33 @@ def test_the_directory_of_a_killed_node_is_ignored_and_reused(tmp_path: Path) ->
     held.release()
 
 
-def test_a_directory_with_files_of_somebody_is_refused_and_nothing_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "kv").mkdir()
-    kept = [tmp_path / "node.toml", tmp_path / "kv" / "data", tmp_path / "a.sock"]
+@pytest.mark.parametrize("theirs", ["kv/data", "logs/app.log", "a.sock"])
+def test_a_directory_in_which_a_node_would_remove_files_of_somebody_is_refused(theirs: str, tmp_path: Path) -> None:
+    kept = [tmp_path / "node.toml", tmp_path / theirs]
     for path in kept:
+        path.parent.mkdir(exist_ok=True)
         path.touch()
-    with pytest.raises(ConfigError, match=r"has a file 'node\.toml' that no node wrote"):
+    with pytest.raises(ConfigError, match=r"which nodes remove, beside 'node\.toml', which no node wrote"):
         RunDir.acquire(tmp_path)
     assert all(path.exists() for path in kept)
     kept[0].unlink()
     RunDir.acquire(tmp_path).release()
+
+
+def test_a_directory_with_other_files_is_used_again_after_an_end_and_after_a_kill(tmp_path: Path) -> None:
+    (tmp_path / "node.toml").touch()
+    RunDir.acquire(tmp_path).release()
+    killed = RunDir.acquire(tmp_path)
+    killed.write(INFO)
+    (tmp_path / "logs").mkdir()
+    for name in ("frontend-0.log", "logs/pool-0.log", "kv"):  # the first one with log.directory = node.run_dir
+        (tmp_path / name).touch()
+    for _ in range(2):  # the second time before it has written its endpoints
+        os.close(killed.fileno())
+        killed = RunDir.acquire(tmp_path)
+    killed.release()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["frontend-0.log", "kv", "node.toml"]
+    assert (tmp_path / "kv").is_file()
 
 
 @pytest.mark.parametrize(
