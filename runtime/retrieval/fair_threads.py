@@ -29,6 +29,18 @@ def start_thread(run: Callable[..., None], name: str, *arguments: Any) -> thread
     return thread
 
 
+def start_missing(threads: list[threading.Thread], count: int, start: Callable[[int], threading.Thread]) -> None:
+    """Start threads by their numbers until there are `count`. If the system permits no more, those that there are do
+    all the work until the next call; raises `Overloaded` if there is none."""
+    while len(threads) < count:
+        try:
+            threads.append(start(len(threads)))
+        except Overloaded:
+            if not threads:
+                raise
+            return
+
+
 class FairThreads:
     """`count` threads, which start with the first job. Thread-safe.
 
@@ -52,13 +64,7 @@ class FairThreads:
                 raise Unavailable("the node is stopping")
             if len(self._waiting) >= self._limit:
                 raise Overloaded(f"{self._limit} requests wait for {self._name}, the limit; try again later")
-            while len(self._threads) < self._count:
-                try:
-                    self._threads.append(start_thread(self._run, f"{self._name}_{len(self._threads)}"))
-                except Overloaded:
-                    if not self._threads:
-                        raise
-                    break  # those that there are do it; the next job tries again
+            start_missing(self._threads, self._count, lambda number: start_thread(self._run, f"{self._name}_{number}"))
             self._waiting.push(flow, (future, job))
             self._changed.notify()
         return future

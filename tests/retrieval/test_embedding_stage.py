@@ -49,6 +49,27 @@ def test_texts_for_which_no_thread_can_be_started_are_refused_and_later_ones_emb
     assert stage.close(SOON_S)
 
 
+def test_the_threads_that_could_be_started_embed_all_until_there_can_be_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, start, permitted = EmbeddingStage(2, clock=lambda: 1), threading.Thread.start, [1]
+    embedder = Embedder(Harness(threads=0))
+    embedder.gate.set()
+
+    def start_permitted(thread: threading.Thread) -> None:
+        if not permitted:
+            raise RuntimeError("can't start new thread")
+        permitted.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_permitted)
+    assert value(stage.submit(embedder, ["a"], part="prefill")) == 1.0
+    permitted.append(1)
+    assert value(stage.submit(embedder, ["bc"], part="decode")) == 2.0  # on a thread that is not niced, prefill is near
+    permitted += [1, 1, 1]
+    assert value(stage.submit(embedder, ["def"], part="decode")) == 3.0
+    assert not permitted
+    assert stage.close(SOON_S)
+
+
 def test_a_batch_is_a_turn_of_few_texts_and_characters(harness: Harness) -> None:
     asked = [harness.ask(f"short {number}") for number in range(40)]
     asked += [harness.ask(f"{number}" * 700) for number in range(3)]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from runtime.errors import DeadlineExceeded, DeviceFailed, EmbedderUnreachable, ModelError, Overloaded, TrinityError
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Turn, Vectors
 from runtime.retrieval.embedding.text_queue import Part, TextQueue, Texts, Waiting, size_of
-from runtime.retrieval.fair_threads import start_thread
+from runtime.retrieval.fair_threads import start_missing, start_thread
 
 _TURNS = 8
 """Of prefill, after which a text of the others is embedded while texts of prefill wait all the time."""
@@ -67,10 +67,12 @@ class Lane:
             raise Overloaded(f"{expected}, and its request has {(deadline_ns - now) / 1e9:.2g} s left; try again later")
 
     def start(self) -> None:
-        """Start the threads, unless they run. Raises `Overloaded` if one cannot be."""
-        wanted = self._count if self._is_niced is None else 2 * self._count
-        while (number := len(self._threads)) < wanted:
-            self._threads.append(start_thread(self._run, f"embedding_{number}", number >= self._count))
+        """Start the threads that do not run yet. Raises `Overloaded` if none can be."""
+
+        def start(number: int) -> threading.Thread:
+            return start_thread(self._run, f"embedding_{number}", number >= self._count)
+
+        start_missing(self._threads, self._count if self._is_niced is None else 2 * self._count, start)
 
     def add(self, texts: Texts) -> None:
         self.queue.push(texts)
@@ -118,7 +120,8 @@ class Lane:
             del taken, ended  # nothing is kept alive while the thread waits
 
     def _is_turn_of(self, niced: bool) -> bool:
-        return self._is_niced is None or self._is_niced() is niced
+        none_niced = len(self._threads) <= self._count  # the system permits no more
+        return self._is_niced is None or none_niced or self._is_niced() is niced
 
     def take(self, most: int) -> tuple[list[Waiting], dict[Texts, TrinityError | None]]:
         """Remove the texts of a turn; return them, and what has ended: cancelled, or too late. With the lock."""
