@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from gpu import GpuError
 from runtime.errors import TrinityError
+from runtime.retrieval.fair_threads import start_thread
 
 READ_BYTES_S = 128 << 20
 _T = TypeVar("_T")
@@ -20,7 +21,10 @@ class TaskCancelled(Exception):
 
 
 class BackgroundTask(Generic[_T]):
-    """One function on a thread of its own, started at once. When it is `done`, either `result` or `error` is set."""
+    """One function on a thread of its own, started at once. When it is `done`, either `result` or `error` is set.
+
+    Raises `Overloaded` if the system permits no more threads.
+    """
 
     def __init__(self, name: str, work: Callable[["BackgroundTask[_T]"], _T]) -> None:
         """`work` receives this task, for `throttle` or `check_cancelled`."""
@@ -28,8 +32,7 @@ class BackgroundTask(Generic[_T]):
         self._cancelled = threading.Event()
         self.result: _T | None = None
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name)
 
     def _run(self) -> None:
         try:

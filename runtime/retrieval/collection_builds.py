@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from runtime.errors import Overloaded
 from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 
@@ -42,7 +43,10 @@ class CollectionBuilds:
             if identity == missing and now < retry_ns:
                 return False
             self._missing = identity, now + _RETRY_NS
-            self.opening = BackgroundTask("documents", lambda _: CollectionDocuments(self.directory))
+            try:
+                self.opening = BackgroundTask("documents", lambda _: CollectionDocuments(self.directory))
+            except Overloaded as error:
+                self.set_error(error.message)
         return identity in self.by_identity
 
     def _finish_opening(self) -> None:

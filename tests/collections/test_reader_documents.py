@@ -6,6 +6,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -91,6 +92,20 @@ def test_a_segment_that_was_opened_is_kept_for_a_manifest_with_more_of_them(tmp_
         writer.flush()
         wanted = [segment.info.number for segment in writer.state.segments]
     assert reader.opened == wanted
+
+
+def test_a_segment_is_opened_once_the_system_permits_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with new_writer(tmp_path / "a") as writer, CollectionReader(tmp_path / "a", background=True) as reader:
+        writer.upsert(documents(range(3)))
+        writer.flush()
+        with monkeypatch.context() as limited:
+            limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+            reader.poll()
+        assert not reader.state.segments
+        until(lambda: len(reader.state.segments) == 1, reader.poll)
+        assert contents(reader) == contents(writer)
 
 
 def test_a_large_write_is_applied_in_parts_and_becomes_visible_as_a_whole(tmp_path: Path) -> None:

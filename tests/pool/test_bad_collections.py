@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -156,6 +157,17 @@ def test_checksums_are_verified_before_the_start_or_never_as_configured(
     assert [served.name for served in pool.pool.catalogue.offer.served] == ["docs", "code"][: 1 + served]
     if not served:
         assert "codes.npy is damaged: its checksum" in pool.table.note
+
+
+def test_checksums_are_verified_once_the_system_permits_another_thread(
+    both: tuple[Path, Path], make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalogue = make_pool(plan_with(both)).pool.catalogue
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        assert catalogue.poll(0) == []
+    assert (len(catalogue.served), catalogue.checked_share) == (2, 0.0)
+    until(lambda: catalogue.checked_share == 1.0, lambda: catalogue.poll(0))
 
 
 def test_a_query_in_flight_on_a_removed_collection_is_answered(both: tuple[Path, Path], make_pool: MakePool) -> None:

@@ -1,9 +1,11 @@
 """Tests with rebuilds, reloads and kills of pools under load: every answer is of one build."""
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -130,6 +132,24 @@ def test_a_reload_rejects_a_damaged_build_and_keeps_the_old_one(
         assert reload(pool, readers, 2)
         assert readers.some() == {3}
     until(lambda: pool.table.note == "")
+
+
+def test_a_reload_for_which_no_thread_can_be_started_is_refused_and_a_later_one_done(
+    tmp_path: Path, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tmp_path / "docs", 1)
+    plan = plan_of(tmp_path / "docs")
+    pool = make_pool(plan).start()
+    with reading(plan) as readers:
+        assert readers.some() == {1}
+        with monkeypatch.context() as limited:
+            limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+            assert not reload(pool, readers, 1)  # of the same files, which are no less valid for it
+            assert "not reloaded: opening: can't start new thread" in pool.table.note
+        assert readers.some() == {1}
+        build(tmp_path / "docs", 2)
+        assert reload(pool, readers, 2)
+        assert readers.some() == {2}
 
 
 def test_a_reload_of_the_served_build_changes_nothing(tmp_path: Path, make_pool: MakePool) -> None:

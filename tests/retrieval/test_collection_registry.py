@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -108,6 +109,18 @@ def test_a_new_build_is_opened_on_a_thread_for_an_event_loop(docs: Docs, monkeyp
     assert registry.opening("docs") is None
     assert docs.text(registry) == "new 7"
     assert registry.is_current("docs", [docs.identity])
+
+
+def test_a_build_is_opened_once_the_system_permits_another_thread(docs: Docs, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = docs.registry()
+    bulk_load.build([Document(str(n), "", f"new {n}") for n in range(40)], docs.path, embedder="hashing-64", force=True)
+    docs.identity = read_description(docs.path).identity
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        registry.follow("docs", [docs.identity])
+        assert "documents: can't start new thread" in registry.unavailable["docs"]
+    until(lambda: not registry.unavailable, lambda: registry.follow("docs", [docs.identity]))
+    assert docs.text(registry) == "new 7"
 
 
 def test_documents_that_cannot_be_read_any_more_are_told_and_used_again_when_they_are_put_back(docs: Docs) -> None:

@@ -11,13 +11,14 @@ Files are opened and verified in background tasks; `poll` returns the resulting 
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from ipc import Catalogue, Stage, Unserved
 from ipc.session.messages import MAX_REASON
-from runtime.errors import CollectionError
+from runtime.errors import CollectionError, Overloaded
 from runtime.node.config import CollectionSection
 from runtime.node.placement.plan import ANSWERS
 from runtime.pool.collections.shard import OpenShard, Shard, open_shard
@@ -196,7 +197,8 @@ class PoolCatalogue:
         for entry in self._entries.values():
             if entry.shard is not None and entry.shard.reader.checksums.pending:
                 checksums = entry.shard.reader.checksums
-                entry.checking = BackgroundTask("checksums", lambda work: checksums.verify(work.throttle))  # noqa: B023
+                with suppress(Overloaded):  # no thread left: the next `poll` tries again
+                    entry.checking = BackgroundTask("checksums", lambda work: checksums.verify(work.throttle))  # noqa: B023
                 return
 
     def _finish_check(self, name: str, entry: _Entry) -> list[Change]:
@@ -242,7 +244,10 @@ class PoolCatalogue:
             shard.warm_up()
             return shard
 
-        entry.opening = BackgroundTask("opening", open_changed)
+        try:
+            entry.opening = BackgroundTask("opening", open_changed)
+        except Overloaded as error:
+            self._opening_failed(entry, error.message)
 
     def _finish_opening(self, name: str, entry: _Entry) -> list[Change]:
         assert entry.opening is not None

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from runtime.errors import CollectionError
+from runtime.errors import CollectionError, Overloaded
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collections.checksums import SegmentChecksums
@@ -235,7 +235,8 @@ class CollectionReader:
             self._loaded |= task.result or {}
         close([self._loaded.pop(info) for info in self._loaded.keys() - set(missing)])
         if rest := [info for info in missing if info not in self._loaded]:
-            self._loading = rest, BackgroundTask("segments", lambda _: self.state.open_segments(rest))
+            with suppress(Overloaded):  # no thread left: the next `poll` tries again
+                self._loading = rest, BackgroundTask("segments", lambda _: self.state.open_segments(rest))
             return False
         return self.segments_ready(list(self._loaded.values()))
 
