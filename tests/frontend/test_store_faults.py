@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -11,6 +12,9 @@ import openai
 import pytest
 
 from runtime.errors import EXIT_BUSY, CollectionBusy, CollectionError, NoRoom
+from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
+from runtime.retrieval.stores import indexing
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.collection import ensure
 from runtime.retrieval.stores.file_folder import FileFolder
@@ -270,3 +274,27 @@ def test_content_that_is_deleted_while_it_is_requested_is_missing(cluster: Clust
         (tmp_path / "files" / file).unlink()  # its record is removed first, but may have been read before
         with pytest.raises(openai.NotFoundError):
             client.files.content(file)
+
+
+def test_a_file_that_is_removed_while_it_is_read_is_not_written_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexing, "CONCURRENT_FILES", 1)  # the next file is indexed after it
+    reading, removed, read = Event(), Event(), IsolatedReader.read
+
+    def read_once_removed(reader: IsolatedReader, *file: Any) -> Any:
+        reading.set()
+        assert removed.wait(WAIT)
+        return read(reader, *file)
+
+    monkeypatch.setattr(IsolatedReader, "read", read_once_removed)
+    with store_node(tmp_path) as cluster, cluster.client() as client:
+        files, store, file = client.vector_stores.files, client.vector_stores.create().id, upload(client)
+        files.create(store, file_id=file)
+        assert reading.wait(WAIT)
+        files.delete(file, vector_store_id=store)
+        removed.set()
+        next_file = files.upload_and_poll(vector_store_id=store, file=("next.md", LEAVE), poll_interval_ms=20)
+        with CollectionReader(tmp_path / "collection") as reader:
+            first_passages = [f"{store}/{id}/0" for id in (file, next_file.id)]
+            assert [*reader.state.rows_of(first_passages)] == first_passages[1:]

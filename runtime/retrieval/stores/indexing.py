@@ -64,7 +64,7 @@ class Indexer:
         self._wanted: set[tuple[str, str]] = set()  # (store, file) to be indexed, again if that is in progress
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._removals: set[asyncio.Task[None]] = set()
-        self._stopped: set[tuple[str, str]] = set()  # (store, file), or (store, "") for a whole store
+        self._attempts: dict[tuple[str, str], asyncio.Event] = {}  # each set if what it indexes is removed meanwhile
         self._writing: defaultdict[str, set[asyncio.Task[Stored]]] = defaultdict(set)  # by store
 
     async def resume(self) -> None:
@@ -80,7 +80,6 @@ class Indexer:
     def index(self, entry: StoreFile) -> None:
         """Index a file of a store as it is recorded now, also if that is in progress."""
         key = entry.store, entry.id
-        self._stopped.discard(key)
         self._wanted.add(key)
         if key not in self._running:
             self._running[key] = asyncio.create_task(self._index(key, flow_of(entry.tenant)))
@@ -91,7 +90,9 @@ class Indexer:
         Returns a task that ends when no later search finds them. It goes on if nobody waits.
         """
         key = (removed.id, "") if isinstance(removed, Store) else (removed.store, removed.id)
-        self._stopped.add(key)
+        for (store, file), removal in self._attempts.items():
+            if store == key[0] and key[1] in ("", file):
+                removal.set()
         task = asyncio.create_task(self._remove(removed, key))
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
@@ -140,7 +141,11 @@ class Indexer:
                 try:
                     async with self._gate.place(flow):
                         self._wanted.discard(key)
-                        await self._index_once(*key)
+                        self._attempts[key] = removal = asyncio.Event()  # before it looks at the catalogue
+                        try:
+                            await self._index_once(*key, removal)
+                        finally:
+                            del self._attempts[key]
                     attempt = 0
                 except (Overloaded, Unavailable, CollectionBusy) as error:
                     log.info("file %s waits to be indexed: %s", key[1], error.message)
@@ -158,7 +163,7 @@ class Indexer:
         if entry is not None:
             await self._end(entry, 0, "server_error", "an internal error; the node's log has it")
 
-    async def _index_once(self, store_id: str, file_id: str) -> None:
+    async def _index_once(self, store_id: str, file_id: str, removal: asyncio.Event) -> None:
         entry = await asyncio.to_thread(self._catalogue.find, StoreFile, file_id, store_id)
         store = await asyncio.to_thread(self._catalogue.find, Store, store_id)
         file = await asyncio.to_thread(self._catalogue.find, StoredFile, file_id)
@@ -166,7 +171,7 @@ class Indexer:
             return
         try:
             passages, size = await self._passages(file, entry.chunking)
-            await self._write(store, entry, file.name, passages)
+            await self._write(store, entry, file.name, passages, removal)
         except _Stopped:
             return
         except (UnreadableFile, BuildRefused) as error:
@@ -204,14 +209,16 @@ class Indexer:
                 log.warning("what was indexed or removed waits to be recorded: %s", error.message)
                 await _pause(attempt)
 
-    async def _write(self, store: Store, entry: StoreFile, filename: str, passages: list[FilePassage]) -> None:
+    async def _write(
+        self, store: Store, entry: StoreFile, filename: str, passages: list[FilePassage], removal: asyncio.Event
+    ) -> None:
         attributes = stored_attributes(store.id, entry.id, filename, store.columns, entry.attributes)
         for begin in range(0, len(passages), _BATCH):
             documents = [
                 UpsertDocument(f"{store.id}/{entry.id}/{number}", passage.text, passage.title, attributes)
                 for number, passage in enumerate(passages[begin : begin + _BATCH], begin)
             ]
-            if not self._stopped.isdisjoint(((store.id, entry.id), (store.id, ""))):
+            if removal.is_set():
                 raise _Stopped
             write = asyncio.create_task(self._writes.upsert(STORES, documents, None, flow_of(entry.tenant)))
             self._writing[store.id].add(write)
@@ -247,15 +254,13 @@ class Indexer:
 
     async def _remove(self, removed: Store | StoreFile, key: tuple[str, str]) -> None:
         store, file = key
-        while writing := self._writing.get(store):
+        if writing := self._writing.get(store):  # later ones are of other files
             await asyncio.wait(writing)
         await self._delete_passages(
             file_filter(store, file) if file else Comparison(STORE, "eq", (store,)), flow_of(removed.tenant)
         )
         await self._record(partial(self._remove_records, removed))
-        if file:
-            self._stopped.discard(key)
-        else:
+        if not file:
             self._writing.pop(store, None)
 
     def _remove_records(self, removed: Store | StoreFile) -> None:
