@@ -71,6 +71,12 @@ def test_pages_of_any_size_and_direction_list_each_file_once(tmp_path: Path, see
             mine = [rows[id] for id, one in alive.items() if one.attributes.get("source", id) == file]
             assert files.rows_of(file) == sorted(mine)
         assert not files.rows_of("a.md#nothing")
+        pending = ["new", "a.md"]
+        expected = [file for file in expected if file not in ("a.md", "z")] + pending
+        files = Files(writer.state, {"new", "a.md", "z"}, pending)
+        for size in (1, 2, 7, 100):
+            assert in_pages(files, size) == expected
+            assert in_pages(files, size, descending=True) == expected[::-1]
 
 
 def test_a_passage_is_no_file_and_one_that_is_unknown_is_no_place_in_the_list(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import Query
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.collection import ensure
+from runtime.retrieval.stores.configured import ConfiguredCollections
 from runtime.retrieval.stores.service import MAX_FILE_BYTES, Stores
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.service import Settings
@@ -47,15 +48,17 @@ def store_node(
     max_file_bytes: int = MAX_FILE_BYTES,
     **limits: Any,
 ) -> Iterator[Cluster]:
-    """Run a frontend whose stores are in a directory."""
+    """Run a frontend whose stores are in a directory, and the collections of its settings below it, by name."""
     section = StoresSection(path=str(home), **limits)
     ensure(home / "collection", "hashing-64")
     search = search or StoreSearch(home / "collection")
     catalogue = Catalogue(home / "catalogue.sqlite")
-    writes = WriterService({STORES: home / "collection"}, search.embed, lambda _: HASHING)
-    stores = Stores(section, catalogue, writes, lambda: HASHING, clock, max_file_bytes)
+    settings = settings or Settings("tiny", {})
+    directories = {STORES: home / "collection"} | {name: home / name for name in settings.collections}
+    writes = WriterService(directories, search.embed, lambda _: HASHING)
+    configured = ConfiguredCollections(settings.collections, search.documents)
+    stores = Stores(section, catalogue, writes, lambda _: HASHING, configured, clock, max_file_bytes)
     try:
-        settings = settings or Settings("tiny", {})
         with Cluster(settings=settings, search=search, catalogue=search, writes=writes, stores=stores) as cluster:
             yield cluster
     finally:

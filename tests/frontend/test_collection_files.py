@@ -17,7 +17,6 @@ from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.access import Access
 from runtime.serving.http.service import NoCollections, Settings
 from tests.frontend.cluster import Cluster
-from tests.frontend.store_node import store_node
 
 HASHING = HashingEmbedder(64)
 LEAVE = "hr/leave of all.md"
@@ -135,15 +134,4 @@ def test_a_key_for_a_part_of_the_collection_sees_no_list_of_all_files(cluster: C
             lambda: acme.vector_stores.files.delete(LEAVE, vector_store_id="docs"),
         ):
             with pytest.raises(openai.PermissionDeniedError):
-                call()
-
-
-def test_with_clients_stores_what_changes_a_collection_is_refused_with_a_reason(tmp_path: Path) -> None:
-    with store_node(tmp_path, Settings("tiny", {"docs": 64})) as cluster, cluster.client() as client:
-        for call in (
-            lambda: client.vector_stores.files.create("docs", file_id="f"),
-            lambda: client.vector_stores.files.update("a/b.md", vector_store_id="docs", attributes={}),
-            lambda: client.vector_stores.file_batches.create("docs", file_ids=["f"]),
-        ):
-            with pytest.raises(openai.BadRequestError, match="files are added to it by `trinity index add`"):
                 call()

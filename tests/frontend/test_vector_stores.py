@@ -49,7 +49,7 @@ class Stand(FakeSearch):
         return CollectionSummary(True, 900, 12_345, 1_700_000_000, 64, "cosine", "hashing-64")
 
     def documents(self, collection: str) -> CollectionDocuments:
-        opened: Any = SimpleNamespace(file_count=lambda: 30)
+        opened: Any = SimpleNamespace(file_count=lambda hidden: 30)
         return opened  # type: ignore[no-any-return]
 
     def embedders(self) -> dict[str, Embedder]:

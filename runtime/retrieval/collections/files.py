@@ -5,7 +5,7 @@ file of its own, with its id. Files come in the order of their names, then docum
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -40,11 +40,16 @@ def _named(name: str) -> CollectionFile:
 
 
 class Files:
-    """The files of a collection as of now. Methods block, for longer the more rows there are."""
+    """The files of a collection as of now. Methods block, for longer the more rows there are.
 
-    def __init__(self, state: State) -> None:
+    hidden: files that are not listed. pending: such that are nevertheless, behind all others, in this order; they may
+    have no documents yet.
+    """
+
+    def __init__(self, state: State, hidden: Container[str] = (), pending: Sequence[str] = ()) -> None:
         """Raises `CollectionError` for damaged attributes."""
         self._state, snapshot = state, state.snapshot()
+        self._hidden, self._pending = hidden, pending
         self._parts: list[tuple[Rows, Sequence[str], NDArray[np.int32]]] = []
         """The rows that are not deleted, names in order, and the number of each row's name, from 1 on; 0: none."""
         for part, alive in zip(snapshot.parts, snapshot.alive, strict=True):
@@ -52,12 +57,13 @@ class Files:
             self._parts.append((part.rows[: len(alive)][alive], names, numbers[alive]))
 
     def __len__(self) -> int:
-        return len(self._names) + len(self._unnamed)
+        return len(self._names) + len(self._unnamed) + len(self._pending)
 
     @cached_property
     def _names(self) -> list[str]:
         counts = ((names, np.bincount(numbers)) for _, names, numbers in self._parts)
-        return sorted({names[at - 1] for names, count in counts for at in np.flatnonzero(count).tolist() if at})
+        present = {names[at - 1] for names, count in counts for at in np.flatnonzero(count).tolist() if at}
+        return sorted(name for name in present if name not in self._hidden)
 
     @cached_property
     def _unnamed(self) -> Rows:
@@ -90,13 +96,21 @@ class Files:
         at = bisect_left(self._names, file)
         if self._names[at : at + 1] == [file]:
             return at
+        if file in self._pending:
+            return len(self) - len(self._pending) + self._pending.index(file)
         if not (rows := self.rows_of(file)):
             raise InvalidRequest(f"the collection has no file {file[:128]!r} to list others {param}", param)
         return len(self._names) + int(np.searchsorted(self._unnamed, rows[0]))
 
     def _files(self, places: range) -> list[CollectionFile]:
-        count = len(self._names)
-        rows = [int(self._unnamed[at - count]) for at in places if at >= count]
-        documents = dict(zip(rows, self._state.documents(rows), strict=True))
-        entries = (documents[int(self._unnamed[at - count])] if at >= count else self._names[at] for at in places)
-        return [_named(one) if isinstance(one, str) else file_of(one) for one in entries if one is not None]
+        count, end = len(self._names), len(self) - len(self._pending)
+        rows = {at: int(self._unnamed[at - count]) for at in places if count <= at < end}
+        documents = dict(zip(rows, self._state.documents([*rows.values()]), strict=True))
+
+        def entry(at: int) -> CollectionFile | None:
+            if at in documents:
+                document = documents[at]
+                return None if document is None else file_of(document)
+            return _named(self._names[at] if at < count else self._pending[at - end])
+
+        return [file for file in map(entry, places) if file is not None]

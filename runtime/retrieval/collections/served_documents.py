@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -77,7 +77,7 @@ class CollectionDocuments(CollectionReader):
         super().__init__(directory, retired=RetiredDocuments(), prepare=lambda segment: segment.keywords)
         self._lock, self._recent = threading.Lock(), RecentDocuments()
         self._current_ns = 0  # when the files were looked at last, and had nothing new
-        self._counting, self._counted = threading.Lock(), ((-1, -1), 0)  # the state whose files were counted last
+        self._counting, self._counted = threading.Lock(), (object(), 0)  # what was counted last, and its files
         self._keywords = KeywordSearch(self.state, clock)
 
     @property
@@ -154,21 +154,21 @@ class CollectionDocuments(CollectionReader):
                 one.shown_at = sequence
         return [one.document for one in recent.values()], size
 
-    def file_count(self) -> int:
-        """Return the number of files, of the present state: see `Files`. Raises `CollectionError`."""
+    def file_count(self, hidden: Collection[str] = ()) -> int:
+        """Return the number of files that are not hidden, of the present state. Raises `CollectionError`."""
         with self._counting:
             with self._lock:
                 self.poll()
-                now = self.state.sequence, self.manifest.generation
+                now = self.state.sequence, self.manifest.generation, frozenset(hidden)
             if self._counted[0] != now:
-                self._counted = now, len(Files(self.state))
+                self._counted = now, len(Files(self.state, hidden))
             return self._counted[1]
 
-    def files(self) -> Files:
-        """Return the files of the documents, of the present state. Raises `CollectionError`."""
+    def files(self, hidden: Container[str] = (), pending: Sequence[str] = ()) -> Files:
+        """Return the files of the documents, of the present state: see `Files`. Raises `CollectionError`."""
         with self._lock:
             self.poll()
-        return Files(self.state)  # which looks at all rows, while passages are read
+        return Files(self.state, hidden, pending)  # which looks at all rows, while passages are read
 
     def align(self, one: Neighbors, other: Neighbors) -> tuple[Neighbors, Neighbors]:
         """Return two results of the same query, in which a document has the same row: where they found two versions of

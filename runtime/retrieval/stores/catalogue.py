@@ -186,6 +186,11 @@ class Catalogue:
         )
         return [msgspec.json.decode(row[0], type=kind) for row in rows]
 
+    def unfinished(self, store: str) -> dict[str, FileStatus]:
+        """Return the status of the files of a store that are not completed, oldest first."""
+        query = "SELECT id, status FROM records WHERE kind=? AND parent=? AND status != 'completed' ORDER BY number"
+        return dict(self._rows(query, _kind(StoreFile), store))
+
     def stores_of(self, file: str) -> list[StoreFile]:
         """Return the entries of a file in all stores."""
         rows = self._rows("SELECT body FROM records WHERE id=? AND kind=?", file, _kind(StoreFile))

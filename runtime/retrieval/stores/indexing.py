@@ -17,10 +17,11 @@ from pathlib import PurePosixPath
 
 from msgspec.structs import replace
 
-from runtime.errors import BuildRefused, CollectionBusy, NoRoom, Overloaded, TrinityError, Unavailable
+from runtime.errors import BuildRefused, CollectionBusy, InvalidFilter, NoRoom, Overloaded, TrinityError, Unavailable
 from runtime.files import read_regular
 from runtime.node.stores_config import STORES
-from runtime.retrieval.attributes.filters import Comparison, Filter
+from runtime.retrieval.attributes.filters import Comparison, Filter, Scalar
+from runtime.retrieval.collections.files import SOURCE
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.fair_gate import FairGate
@@ -30,8 +31,9 @@ from runtime.retrieval.ingestion.readers import SUFFIXES, check_packages
 from runtime.retrieval.ingestion.sections import ParsedFile, UnreadableFile
 from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.collection import STORE, file_filter, stored_attributes
+from runtime.retrieval.stores.configured import ConfiguredCollections, document_attributes
 from runtime.retrieval.stores.file_folder import FileFolder
-from runtime.retrieval.stores.records import Chunking, ErrorCode, FileStatus, Store, StoredFile, StoreFile
+from runtime.retrieval.stores.records import STORE_PREFIX, Chunking, ErrorCode, FileStatus, Store, StoredFile, StoreFile
 from runtime.retrieval.writer_service import Stored, WriterService
 
 CONCURRENT_FILES = 4
@@ -48,13 +50,20 @@ class _Stopped(Exception):
 class Indexer:
     """Indexes and removes files of stores. For one event loop; files of different tenants take turns.
 
-    embedder: returns that of the collection, or raises `Unavailable` while it is not open.
+    embedder: returns that of a collection, or raises `Unavailable` while it is not open. The files of a collection that
+    is not `configured` any more stay as they are recorded.
     """
 
     def __init__(
-        self, catalogue: Catalogue, files: FileFolder, writes: WriterService, embedder: Callable[[], Embedder]
+        self,
+        catalogue: Catalogue,
+        files: FileFolder,
+        writes: WriterService,
+        embedder: Callable[[str], Embedder],
+        configured: ConfiguredCollections,
     ) -> None:
         self._catalogue, self._files, self._writes, self._embedder = catalogue, files, writes, embedder
+        self._configured = configured
         self._gate = FairGate(CONCURRENT_FILES)
         self._threads = ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="files")
         self._readers = [IsolatedReader() for _ in range(CONCURRENT_FILES)]  # their processes start with a file
@@ -80,6 +89,8 @@ class Indexer:
     def index(self, entry: StoreFile) -> None:
         """Index a file of a store as it is recorded now, also if that is in progress."""
         key = entry.store, entry.id
+        if self._is_gone(entry.store):
+            return
         self._wanted.add(key)
         if key not in self._running:
             self._running[key] = asyncio.create_task(self._index(key, flow_of(entry.tenant)))
@@ -98,10 +109,13 @@ class Indexer:
         task.add_done_callback(self._removals.discard)
         return task
 
-    async def passages(self, file: StoredFile, chunking: Chunking, tenant: str) -> list[FilePassage]:
-        """Return a file's passages, in the tenant's turn. Raises `UnreadableFile`, `BuildRefused`, `Unavailable`."""
-        async with self._gate.place(flow_of(tenant)):
-            passages, _ = await self._passages(file, chunking)
+    async def passages(self, file: StoredFile, entry: StoreFile) -> list[FilePassage]:
+        """Return a file's passages in a store, in the tenant's turn.
+
+        Raises `UnreadableFile`, `BuildRefused`, `Unavailable`.
+        """
+        async with self._gate.place(flow_of(entry.tenant)):
+            passages, _ = await self._passages(file, entry)
             return passages
 
     async def text(self, file: StoredFile, tenant: str) -> str:
@@ -117,9 +131,9 @@ class Indexer:
             raise UnreadableFile("there is no text in it")
         return text
 
-    async def _passages(self, file: StoredFile, chunking: Chunking) -> tuple[list[FilePassage], int]:
+    async def _passages(self, file: StoredFile, entry: StoreFile) -> tuple[list[FilePassage], int]:
         """Return a file's passages, and the bytes of their texts and vectors."""
-        read = partial(self._read, file, chunking, self._embedder())
+        read = partial(self._read, file, entry.chunking, self._embedder(collection_of(entry.store)))
         return await asyncio.get_running_loop().run_in_executor(self._threads, read)
 
     async def close(self) -> None:
@@ -167,11 +181,18 @@ class Indexer:
         entry = await asyncio.to_thread(self._catalogue.find, StoreFile, file_id, store_id)
         store = await asyncio.to_thread(self._catalogue.find, Store, store_id)
         file = await asyncio.to_thread(self._catalogue.find, StoredFile, file_id)
-        if entry is None or store is None or file is None or entry.status != "in_progress":
+        if entry is None or file is None or entry.status != "in_progress":
+            return
+        if store is not None:
+            prefix = f"{store_id}/{file_id}"
+            attributes = stored_attributes(store_id, file_id, file.name, store.columns, entry.attributes)
+        elif store_id in self._configured:
+            prefix, attributes = file_id, document_attributes(file_id, file.name, entry.attributes)
+        else:
             return
         try:
-            passages, size = await self._passages(file, entry.chunking)
-            await self._write(store, entry, file.name, passages, removal)
+            passages, size = await self._passages(file, entry)
+            await self._write(entry, prefix, attributes, passages, removal)
         except _Stopped:
             return
         except (UnreadableFile, BuildRefused) as error:
@@ -181,7 +202,7 @@ class Indexer:
         except (Overloaded, Unavailable, CollectionBusy):
             raise
         except TrinityError as error:
-            await self._delete_passages(file_filter(store_id, file_id), flow_of(entry.tenant))
+            await self._delete_passages(store_id, file_id, flow_of(entry.tenant))
             await self._end(entry, 0, "server_error", error.message)
             return
         await self._end(entry, size)
@@ -210,19 +231,25 @@ class Indexer:
                 await _pause(attempt)
 
     async def _write(
-        self, store: Store, entry: StoreFile, filename: str, passages: list[FilePassage], removal: asyncio.Event
+        self,
+        entry: StoreFile,
+        prefix: str,
+        attributes: dict[str, Scalar],
+        passages: list[FilePassage],
+        removal: asyncio.Event,
     ) -> None:
-        attributes = stored_attributes(store.id, entry.id, filename, store.columns, entry.attributes)
+        """Write a file's passages, with these attributes and ids that begin with `prefix`."""
+        store, collection = entry.store, collection_of(entry.store)
         for begin in range(0, len(passages), _BATCH):
             documents = [
-                UpsertDocument(f"{store.id}/{entry.id}/{number}", passage.text, passage.title, attributes)
+                UpsertDocument(f"{prefix}/{number}", passage.text, passage.title, attributes)
                 for number, passage in enumerate(passages[begin : begin + _BATCH], begin)
             ]
             if removal.is_set():
                 raise _Stopped
-            write = asyncio.create_task(self._writes.upsert(STORES, documents, None, flow_of(entry.tenant)))
-            self._writing[store.id].add(write)
-            write.add_done_callback(self._writing[store.id].discard)
+            write = asyncio.create_task(self._writes.upsert(collection, documents, None, flow_of(entry.tenant)))
+            self._writing[store].add(write)
+            write.add_done_callback(self._writing[store].discard)
             await write
 
     def _read(self, file: StoredFile, chunking: Chunking, embedder: Embedder) -> tuple[list[FilePassage], int]:
@@ -254,11 +281,11 @@ class Indexer:
 
     async def _remove(self, removed: Store | StoreFile, key: tuple[str, str]) -> None:
         store, file = key
+        if self._is_gone(store):  # if it is configured again, its passages must be deleted
+            return
         if writing := self._writing.get(store):  # later ones are of other files
             await asyncio.wait(writing)
-        await self._delete_passages(
-            file_filter(store, file) if file else Comparison(STORE, "eq", (store,)), flow_of(removed.tenant)
-        )
+        await self._delete_passages(store, file, flow_of(removed.tenant))
         await self._record(partial(self._remove_records, removed))
         if not file:
             self._writing.pop(store, None)
@@ -271,14 +298,29 @@ class Indexer:
             elif removed.status == "deleted":
                 self._catalogue.remove(StoreFile, removed.id, removed.store)
 
-    async def _delete_passages(self, filter: Filter, flow: int) -> None:
+    async def _delete_passages(self, store: str, file: str, flow: int) -> None:
+        """Delete the passages of a file of a store, or of a client's whole store if `file` is ""."""
+        collection = collection_of(store)
+        filter: Filter = Comparison(SOURCE, "eq", (file,))
+        if collection == STORES:
+            filter = file_filter(store, file) if file else Comparison(STORE, "eq", (store,))
         for attempt in itertools.count():
             try:
-                await self._writes.delete_where(STORES, filter, None, flow)
+                await self._writes.delete_where(collection, filter, None, flow)
+                return
+            except InvalidFilter:  # no document of the collection has a source
                 return
             except (Overloaded, Unavailable, CollectionBusy, NoRoom) as error:
                 log.info("passages wait to be deleted: %s", error.message)
                 await _pause(attempt)
+
+    def _is_gone(self, store: str) -> bool:
+        return collection_of(store) != STORES and store not in self._configured
+
+
+def collection_of(store: str) -> str:
+    """Return the collection that the passages of a store's files are in."""
+    return STORES if store.startswith(STORE_PREFIX) else store
 
 
 async def _pause(attempt: int) -> None:

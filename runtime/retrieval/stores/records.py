@@ -1,7 +1,8 @@
 """What is stored of files, vector stores, the files in them, batches and responses. Times are Unix seconds."""
 
 import secrets
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -11,6 +12,8 @@ from runtime.retrieval.attributes.filters import Scalar
 FileStatus = Literal["in_progress", "completed", "cancelled", "failed", "deleted"]
 """`deleted`: hidden from clients, until its passages are deleted from the collection."""
 ErrorCode = Literal["server_error", "unsupported_file", "invalid_file"]
+STORE_PREFIX = "vs_"
+"""Of the ids of stores that clients made."""
 
 
 class UnknownObject(InvalidRequest):
@@ -68,7 +71,10 @@ class Store(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file in a store. `revision` changes when it must be indexed again."""
+    """A file in a store, or in a collection of the configuration: `store` is then its name, and `tenant` the file's.
+
+    `revision` changes when it must be indexed again.
+    """
 
     id: str
     store: str
@@ -82,6 +88,14 @@ class StoreFile(msgspec.Struct, frozen=True, kw_only=True):
     error_code: ErrorCode = "server_error"
     error: str = ""
     revision: int = 0
+
+
+class NewEntry(NamedTuple):
+    """A file to be added to a store."""
+
+    file: str
+    attributes: Mapping[str, Scalar] = {}
+    chunking: Chunking = Chunking()
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):

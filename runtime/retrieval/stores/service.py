@@ -1,7 +1,8 @@
 """Files and vector stores of a node's clients, for an event loop.
 
 Every method takes the tenant: "" for a key without restriction, which sees everything; a restricted one sees what was
-made with the same access rights. What belongs to others does not exist for it. Methods raise `UnknownObject`,
+made with the same access rights. What belongs to others does not exist for it. A store may be a configured collection,
+by its name, if the caller has checked that the tenant may access all of it. Methods raise `UnknownObject`,
 `LimitExceeded`, and `CollectionError` if the disk fails.
 """
 
@@ -10,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -26,12 +27,13 @@ from runtime.retrieval.ingestion.passages import FilePassage
 from runtime.retrieval.ingestion.sections import UnreadableFile
 from runtime.retrieval.stores.catalogue import Catalogue, Page, Quota, Usage
 from runtime.retrieval.stores.collection import store_filter, with_columns
+from runtime.retrieval.stores.configured import ConfiguredCollections
 from runtime.retrieval.stores.file_folder import FileFolder
 from runtime.retrieval.stores.indexing import Indexer, flow_of
 from runtime.retrieval.stores.records import (
     Batch,
-    Chunking,
     FileStatus,
+    NewEntry,
     Store,
     StoredFile,
     StoreFile,
@@ -57,14 +59,6 @@ class NewFile(NamedTuple):
     expires_s: int = 0
 
 
-class NewEntry(NamedTuple):
-    """A file to be added to a store."""
-
-    file: str
-    attributes: Mapping[str, Scalar] = {}
-    chunking: Chunking = Chunking()
-
-
 class Stores:
     """The stores, whose directory is `settings.path`. embedder: see `Indexer`. clock: Unix time in seconds."""
 
@@ -73,13 +67,14 @@ class Stores:
         settings: StoresSection,
         catalogue: Catalogue,
         writes: WriterService,
-        embedder: Callable[[], Embedder],
+        embedder: Callable[[str], Embedder],
+        configured: ConfiguredCollections,
         clock: Callable[[], float] = time.time,
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
         self.settings, self._catalogue, self._clock = settings, catalogue, clock
         self._files = FileFolder(Path(settings.path) / "files")
-        self._indexer = Indexer(catalogue, self._files, writes, embedder)
+        self._indexer, self._configured = Indexer(catalogue, self._files, writes, embedder, configured), configured
         self._uploads = FairLimit(MAX_UPLOADS, "uploads")
         self._receiving: Counter[str] = Counter()  # bytes by tenant
         self.max_file_bytes = max_file_bytes
@@ -242,7 +237,7 @@ class Stores:
 
         def add() -> tuple[list[StoreFile], Batch | None]:
             with self._catalogue.transaction():
-                store = self._catalogue.get(Store, store_id, tenant or None)
+                store = self._store(store_id, tenant)
                 made = None
                 if batch:
                     made = Batch(id=new_id("vsfb_"), store=store_id, tenant=store.tenant, created_at=int(self._clock()))
@@ -254,15 +249,17 @@ class Stores:
         return entries, made
 
     async def entry(self, store: str, file: str, tenant: str) -> StoreFile:
-        await self.store(store, tenant)
-        return await asyncio.to_thread(self._catalogue.get, StoreFile, file, tenant or None, store)
+        return await asyncio.to_thread(self._entry, store, file, tenant)
+
+    async def unfinished(self, collection: str) -> dict[str, FileStatus]:
+        """Return the status of the files that were added to a configured collection and are not completed."""
+        return await asyncio.to_thread(self._catalogue.unfinished, collection)
 
     async def entries(
         self, store: str, page: Page, tenant: str, status: FileStatus | None = None, batch: str | None = None
     ) -> tuple[list[StoreFile], bool]:
-        await self.store(store, tenant)
         return await asyncio.to_thread(
-            lambda: self._catalogue.page(StoreFile, page, tenant or None, store, status=status, label=batch)
+            lambda: self._catalogue.page(StoreFile, page, self._scope(store, tenant), store, status=status, label=batch)
         )
 
     async def names(self, store_files: Sequence[tuple[str, str]]) -> dict[tuple[str, str], tuple[StoreFile, str]]:
@@ -285,9 +282,9 @@ class Stores:
 
         def update() -> StoreFile:
             with self._catalogue.transaction():
-                store = self._catalogue.get(Store, store_id, tenant or None)
-                entry = self._catalogue.get(StoreFile, file, tenant or None, store_id)
-                self._catalogue.put(replace(store, columns=with_columns(store.columns, attributes)))
+                entry = self._entry(store_id, file, tenant)
+                store = self._store(store_id, tenant)
+                self._extend_columns(store, [attributes])
                 entry = replace(entry, attributes=dict(attributes), revision=secrets.randbits(62))
                 if entry.status == "completed":
                     entry = replace(entry, status="in_progress")
@@ -303,8 +300,7 @@ class Stores:
 
         def remove() -> StoreFile:
             with self._catalogue.transaction():
-                self._catalogue.get(Store, store, tenant or None)
-                entry = replace(self._catalogue.get(StoreFile, file, tenant or None, store), status="deleted")
+                entry = replace(self._entry(store, file, tenant), status="deleted")
                 self._catalogue.put(entry)
                 return entry
 
@@ -314,13 +310,12 @@ class Stores:
         """Return the passages of a file in a store. Raises `InvalidRequest` for a file without text, `Unavailable`."""
         file = await self.file(entry.id, "")
         try:
-            return await self._indexer.passages(file, entry.chunking, entry.tenant)
+            return await self._indexer.passages(file, entry)
         except (UnreadableFile, BuildRefused) as error:
             raise InvalidRequest(f"the file cannot be read: {error}", "file_id") from error
 
     async def batch(self, store: str, id: str, tenant: str) -> Batch:
-        await self.store(store, tenant)
-        return await asyncio.to_thread(self._catalogue.get, Batch, id, tenant or None, store)
+        return await asyncio.to_thread(lambda: self._catalogue.get(Batch, id, self._scope(store, tenant), store))
 
     async def cancel_batch(self, store: str, id: str, tenant: str) -> Batch:
         """Cancel the indexing of a batch's files that are in progress."""
@@ -339,24 +334,47 @@ class Stores:
 
     # ---- internals
 
+    def _store(self, id: str, tenant: str) -> Store:
+        """Return a store; of a configured collection one that is not recorded."""
+        if id in self._configured:
+            return Store(id=id, tenant=tenant, created_at=0, last_active_at=0)
+        return self._catalogue.get(Store, id, tenant or None)
+
+    def _scope(self, store: str, tenant: str) -> str | None:
+        """Return the tenant whose files and batches of a store are shown to this one, None for all."""
+        return None if self._store(store, tenant).id in self._configured else tenant or None
+
+    def _entry(self, store: str, file: str, tenant: str) -> StoreFile:
+        return self._catalogue.get(StoreFile, file, self._scope(store, tenant), store)
+
+    def _extend_columns(self, store: Store, files: Iterable[Mapping[str, Scalar]]) -> None:
+        """Prepare a store for files with these attributes, within a transaction. Raises `InvalidRequest`."""
+        if store.id in self._configured:
+            self._configured.check(store.id, files)
+            return
+        columns = dict(store.columns)
+        for attributes in files:
+            columns = with_columns(columns, attributes)
+        if columns != store.columns:
+            self._catalogue.put(replace(store, columns=columns))
+
     def _put_entries(self, store: Store, files: Sequence[NewEntry], tenant: str, batch: str) -> list[StoreFile]:
         """Record files in a store, within a transaction. A file that is in the store is indexed again."""
-        now, columns, entries = int(self._clock()), dict(store.columns), []
+        now, entries = int(self._clock()), []
         self._check_room(store.tenant)
+        self._extend_columns(store, [new.attributes for new in files])
         for new in files:
             file = self._catalogue.get(StoredFile, new.file, tenant or None)
             before = self._catalogue.find(StoreFile, new.file, store.id)
             if before is not None and before.status == "deleted":
                 raise Unavailable(f"file {new.file!r} is being removed from the vector store: try again")
-            columns = with_columns(columns, new.attributes)
+            owner = file.tenant if store.id in self._configured else store.tenant
             entry = StoreFile(
-                id=file.id, store=store.id, tenant=store.tenant, created_at=now, usage_bytes=file.bytes,
+                id=file.id, store=store.id, tenant=owner, created_at=now, usage_bytes=file.bytes,
                 attributes=dict(new.attributes), chunking=new.chunking, batch=batch, revision=secrets.randbits(62),
             )  # fmt: skip
             self._catalogue.put(entry)
             entries.append(entry)
-        if columns != store.columns:
-            self._catalogue.put(replace(store, columns=columns))
         self._check_room(store.tenant)
         return entries
 

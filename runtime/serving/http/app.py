@@ -301,7 +301,7 @@ class _Routes:
         if (stores := self._service.stores) is not None:
             origins = None if settings.api_keys else settings.cors_origins
             FileRoutes(stores, settings.body_timeout_s, origins).add_to(app)
-        files = CollectionFiles(catalogue, self._service.writes, self._service.search.unavailable)
+        files = CollectionFiles(catalogue, stores, self._service.writes, self._service.search.unavailable)
         StoreFileRoutes(stores, self.read_bytes, settings.collections, files).add_to(app)
         if self._service.writes is not None:
             DocumentRoutes(self._service.writes, self.read_bytes, settings.collections).add_to(app)

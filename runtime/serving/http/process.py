@@ -16,7 +16,6 @@ from runtime.errors import Unavailable
 from runtime.node.api_keys import read_api_keys
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.metrics.worker_metrics import CacheEvent, FrontendMetrics
-from runtime.node.stores_config import STORES
 from runtime.node.supervisor.admin import admin_request
 from runtime.node.supervisor.listen import listen_private
 from runtime.node.worker import Worker
@@ -28,6 +27,7 @@ from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, EmbedderLocati
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.stores.catalogue import Catalogue
+from runtime.retrieval.stores.configured import ConfiguredCollections
 from runtime.retrieval.stores.responses import ResponseStore
 from runtime.retrieval.stores.service import Stores
 from runtime.retrieval.writer_service import WriterService
@@ -115,7 +115,8 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     path = Path(config.stores.path) if config.stores.path and owner else None
     catalogue = Catalogue(path and path / "catalogue.sqlite")
     if writes is not None and path is not None:
-        stores = Stores(config.stores, catalogue, writes, partial(registry.embedder, STORES))
+        configured = ConfiguredCollections([one.name for one in config.collections], registry.current)
+        stores = Stores(config.stores, catalogue, writes, registry.embedder, configured)
     answers = None
     if config.stores_answers and owner:
         client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))

@@ -10,13 +10,12 @@ from runtime.errors import InvalidRequest, UnknownCollection
 from runtime.node.stores_config import STORES
 from runtime.retrieval.attributes.filters import Filter, decode_filter, filter_bytes
 from runtime.retrieval.search.query import Query
-from runtime.retrieval.stores.records import Store
+from runtime.retrieval.stores.records import STORE_PREFIX, Store
 from runtime.retrieval.stores.service import Stores
 from runtime.serving.http.access import Access, access_of
 from runtime.serving.http.parsing import check_bytes
 from runtime.serving.http.retrieval_body import PlainBody, RetrievalBody
 from runtime.serving.http.routes.files import tenant_of
-from runtime.serving.http.routes.store_objects import STORE_PREFIX
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Retrieval
 

@@ -1,7 +1,11 @@
-"""The files of configured collections as those of a vector store: list, show, content, delete."""
+"""The files of configured collections as those of a vector store: list, show, content, delete.
+
+Which files are completed is what the collection says; of those that were uploaded into it there are records, and the
+others of these, in progress, failed or cancelled, are listed behind all.
+"""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -14,13 +18,15 @@ from runtime.retrieval.collections.files import SOURCE, CollectionFile, file_of
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.fair_gate import FairLimit
 from runtime.retrieval.passages import check_size
-from runtime.retrieval.stores.records import UnknownObject
+from runtime.retrieval.stores.records import FileStatus, StoreFile, UnknownObject
+from runtime.retrieval.stores.service import Stores
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.access import access_of
 from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import Json, json_response
+from runtime.serving.http.routes.files import tenant_of
 from runtime.serving.http.routes.paging import list_json, page_of
-from runtime.serving.http.routes.store_objects import content_page
+from runtime.serving.http.routes.store_objects import content_page, store_file_json
 from runtime.serving.http.service import CollectionCatalogue
 
 _CONCURRENT = 4  # requests: each looks at all rows
@@ -30,34 +36,49 @@ T = TypeVar("T")
 
 class CollectionFiles:
     """Handlers for the file routes, of the configured collection `name`. For keys that may access all of it: a list
-    would show what others have. `unavailable`: the collections that no pool can serve → reason."""
+    would show what others have. `stores`: None on a node without `[stores]`. `unavailable`: the collections that no
+    pool can serve → reason."""
 
     def __init__(
         self,
         catalogue: CollectionCatalogue,
+        stores: Stores | None,
         writes: WriterService | None,
         unavailable: Callable[[], Mapping[str, str]],
     ) -> None:
-        self._catalogue, self._writes, self._unavailable = catalogue, writes, unavailable
+        self._catalogue, self._stores, self._writes = catalogue, stores, writes
+        self._unavailable = unavailable
         self._limit = FairLimit(_CONCURRENT, "requests for the files of collections")
 
-    async def list_files(self, http: Request, name: str) -> Response:
+    async def list_files(self, http: Request, name: str, status: FileStatus | None) -> Response:
         page = page_of(http.query_params)
+        if status not in (None, "completed"):
+            none: tuple[list[StoreFile], bool] = [], False
+            entries, more = none if self._stores is None else await self._stores.entries(name, page, "", status)
+            return json_response(list_json([store_file_json(entry) for entry in entries], more))
+        unfinished = {} if self._stores is None else await self._stores.unfinished(name)
+        pending = [id for id, state in unfinished.items() if state != "deleted" and status is None]
 
-        files, more = await self._run(
-            http,
-            name,
-            lambda documents: documents.files().page(page.limit, page.after, page.before, descending=page.descending),
-        )
-        if http.query_params.get("filter") not in (None, "completed"):
-            files, more = [], False
-        return json_response(list_json([self._file_json(name, file) for file in files], more))
+        def read(documents: CollectionDocuments) -> tuple[list[CollectionFile], bool]:
+            files = documents.files(unfinished, pending)
+            return files.page(page.limit, page.after, page.before, descending=page.descending)
+
+        files, more = await self._run(http, name, read)
+        uploads = await self._uploads(name, [file.id for file in files])
+        return json_response(list_json([self._file_json(name, file, uploads.get(file.id)) for file in files], more))
 
     async def get(self, http: Request, name: str) -> Response:
-        return json_response(self._file_json(name, await self._find(http, name)))
+        id = http.path_params["file"]
+        upload = (await self._uploads(name, [id])).get(id)
+        if upload is not None and upload.status != "completed":
+            return json_response(store_file_json(upload))
+        return json_response(self._file_json(name, await self._find(http, name), upload))
 
     async def content(self, http: Request, name: str) -> Response:
         id, unsent = http.path_params["file"], unsent_response(http)
+        upload = (await self._uploads(name, [id])).get(id)
+        if self._stores is not None and upload is not None and upload.status != "completed":
+            return await stored_content(self._stores, upload, http)
 
         def read(documents: CollectionDocuments) -> Response:
             rows, size, texts = _rows_of(documents, id), 0, []
@@ -76,12 +97,21 @@ class CollectionFiles:
 
     async def delete(self, http: Request, name: str) -> Response:
         assert self._writes is not None, "there is a collection"
-        file, flow = await self._find(http, name), access_of(http).flow
-        if file.is_document:
-            await self._writes.delete(name, [file.id], None, flow)
+        id, flow = http.path_params["file"], access_of(http).flow
+        if self._stores is not None and id in await self._uploads(name, [id]):
+            self._check_available(name)
+            await self._stores.remove_file(name, id, tenant_of(http))
+        elif (await self._find(http, name)).is_document:
+            await self._writes.delete(name, [id], None, flow)
         else:
-            await self._writes.delete_where(name, Comparison(SOURCE, "eq", (file.id,)), None, flow)
-        return json_response({"id": file.id, "object": "vector_store.file.deleted", "deleted": True})
+            await self._writes.delete_where(name, Comparison(SOURCE, "eq", (id,)), None, flow)
+        return json_response({"id": id, "object": "vector_store.file.deleted", "deleted": True})
+
+    async def _uploads(self, name: str, files: Sequence[str]) -> dict[str, StoreFile]:
+        """Return the records of those of the files that were uploaded."""
+        if self._stores is None:
+            return {}
+        return {id: entry for (_, id), (entry, _) in (await self._stores.names([(name, id) for id in files])).items()}
 
     async def _find(self, http: Request, name: str) -> CollectionFile:
         id = http.path_params["file"]
@@ -92,7 +122,9 @@ class CollectionFiles:
 
         return await self._run(http, name, find)
 
-    def _file_json(self, name: str, file: CollectionFile) -> Json:
+    def _file_json(self, name: str, file: CollectionFile, upload: StoreFile | None = None) -> Json:
+        if upload is not None:
+            return store_file_json(upload)
         return {
             "id": file.id,
             "object": "vector_store.file",
@@ -106,17 +138,25 @@ class CollectionFiles:
         }
 
     async def _run(self, http: Request, name: str, read: Callable[[CollectionDocuments], T]) -> T:
-        """Read a collection's documents on a thread. Raises `Forbidden`, `Overloaded`, `Unavailable`."""
-        access = access_of(http)
-        access.require_whole_collection(name)
-        if reason := self._unavailable().get(name):  # as for searches: what was found damaged is not shown
-            raise Unavailable(f"collection {name!r} is unavailable: {reason}")
+        """Read a collection's documents on a thread. Raises `Overloaded`, `Unavailable`."""
+        self._check_available(name)
         documents = self._catalogue.documents(name)
-        async with self._limit.counted(access.flow):
+        async with self._limit.counted(access_of(http).flow):
             try:
                 return await asyncio.to_thread(read, documents)
             except CollectionError as error:
                 raise Unavailable(f"collection {name!r} is unavailable: {error.message}") from error
+
+    def _check_available(self, name: str) -> None:
+        if reason := self._unavailable().get(name):  # as for searches: what was found damaged is not shown
+            raise Unavailable(f"collection {name!r} is unavailable: {reason}")
+
+
+async def stored_content(stores: Stores, entry: StoreFile, http: Request) -> Response:
+    """Return the passages of an uploaded file in a store."""
+    passages = await stores.passages(entry)
+    unsent_response(http).reserve(2 * sum(len(one.text) for one in passages))
+    return await asyncio.to_thread(content_page, [one.text for one in passages])
 
 
 def _rows_of(documents: CollectionDocuments, file: str) -> list[int]:

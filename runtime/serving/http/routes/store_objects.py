@@ -12,7 +12,6 @@ from runtime.retrieval.stores.service import Stores
 from runtime.serving.http.parsing import StrictModel, field_error, json_name
 from runtime.serving.http.responses import Json, json_response
 
-STORE_PREFIX = "vs_"
 MAX_BATCH_FILES = 2000
 _MAX_FIELDS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _STATUSES = ("in_progress", "completed", "failed", "cancelled")

@@ -1,6 +1,5 @@
-"""/v1/vector_stores/{id}/files and …/file_batches: the files in a client's vector store, or of a collection."""
+"""/v1/vector_stores/{id}/files and …/file_batches: the files in a client's vector store or a configured collection."""
 
-import asyncio
 from collections.abc import Iterable
 from typing import cast, get_args
 
@@ -9,14 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest
-from runtime.retrieval.stores.records import FileStatus
-from runtime.retrieval.stores.service import NewEntry, Stores
+from runtime.retrieval.stores.records import FileStatus, NewEntry
+from runtime.retrieval.stores.service import Stores
 from runtime.serving.http.access import access_of
 from runtime.serving.http.middleware import ReadBody
 from runtime.serving.http.parsing import parse, parse_object
-from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import json_response
-from runtime.serving.http.routes.collection_files import CollectionFiles
+from runtime.serving.http.routes.collection_files import CollectionFiles, stored_content
 from runtime.serving.http.routes.files import tenant_of
 from runtime.serving.http.routes.paging import list_json, page_of
 from runtime.serving.http.routes.store_objects import (
@@ -25,7 +23,6 @@ from runtime.serving.http.routes.store_objects import (
     AddFileBody,
     UpdateFileBody,
     batch_json,
-    content_page,
     store_file_json,
     to_chunking,
 )
@@ -34,8 +31,8 @@ _FILTERS = tuple(status for status in get_args(FileStatus) if status != "deleted
 
 
 class StoreFileRoutes:
-    """The routes. `collections` contains the names of configured ones, for which `files` answers. stores: None on a
-    node without `[stores]`, which has only the routes that concern configured ones."""
+    """The routes. `collections` contains the names of configured ones, whose files `files` lists, shows and deletes.
+    stores: None on a node without `[stores]`, which has only these routes, for configured ones."""
 
     def __init__(
         self, stores: Stores | None, read: ReadBody, collections: Iterable[str], files: CollectionFiles
@@ -68,12 +65,12 @@ class StoreFileRoutes:
         if status is not None and status not in _FILTERS:
             raise InvalidRequest(f"filter is {status[:64]!r}, allowed are {', '.join(_FILTERS)}", "filter")
         batch = http.path_params.get("batch")
+        wanted = cast("FileStatus | None", status)
         if batch is None and (name := self._collection(http)) is not None:
-            return await self._files.list_files(http, name)
+            return await self._files.list_files(http, name, wanted)
         store, page = self._store(http), page_of(http.query_params)
         if batch is not None:
             await self._stores.batch(store, batch, tenant_of(http))
-        wanted = cast("FileStatus | None", status)
         entries, more = await self._stores.entries(store, page, tenant_of(http), wanted, batch)
         return json_response(list_json([store_file_json(entry) for entry in entries], more))
 
@@ -103,9 +100,7 @@ class StoreFileRoutes:
         if (name := self._collection(http)) is not None:
             return await self._files.content(http, name)
         entry = await self._stores.entry(self._store(http), http.path_params["file"], tenant_of(http))
-        passages = await self._stores.passages(entry)
-        unsent_response(http).reserve(2 * sum(len(one.text) for one in passages))
-        return await asyncio.to_thread(content_page, [one.text for one in passages])
+        return await stored_content(self._stores, entry, http)
 
     async def add_batch(self, http: Request) -> Response:
         body = parse(AddBatchBody, await self._read(http))
@@ -137,23 +132,20 @@ class StoreFileRoutes:
     def _collection(self, http: Request) -> str | None:
         """Return the configured collection that a request is about; None for a client's store.
 
-        Raises `UnknownCollection` and `Forbidden` on a node without clients' stores.
+        Raises `Forbidden` unless the key may access all of it: others' files would be shown, and on a node without
+        clients' stores `UnknownCollection`.
         """
-        name = str(http.path_params["store"])
+        name, access = str(http.path_params["store"]), access_of(http)
         if self._clients is None:
-            return access_of(http).resolve(name, self._collections, "vector_store_id", "vector store")
-        return name if name in access_of(http).visible(self._collections) else None
+            access.resolve(name, self._collections, "vector_store_id", "vector store")
+        elif name not in self._collections:
+            return None
+        access.require_whole_collection(name)
+        return name
 
     def _store(self, http: Request) -> str:
-        """Return a client's store. Raises `InvalidRequest` for a configured collection, which this route cannot
-        change."""
-        if self._collection(http) is not None:
-            raise InvalidRequest(
-                f"{http.path_params['store']!r} is a collection of the node's configuration: files are added to it by "
-                "`trinity index add`, documents by PUT /v1/collections/…/documents",
-                "vector_store_id",
-            )
-        return str(http.path_params["store"])
+        """Return a store or configured collection. Raises `Forbidden` as `_collection`."""
+        return self._collection(http) or str(http.path_params["store"])
 
 
 def _entry(body: AddFileBody) -> NewEntry:

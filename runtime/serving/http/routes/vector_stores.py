@@ -6,7 +6,7 @@ passage; its file is the one it was ingested from, or the document itself.
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -23,9 +23,10 @@ from runtime.errors import InvalidRequest, TrinityError
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.passages import RERANKED, FoundPassages, Passage
 from runtime.retrieval.search.query import Query, Rerank
-from runtime.retrieval.stores.collection import FILE, STORE
-from runtime.retrieval.stores.records import Store, new_id
-from runtime.retrieval.stores.service import NewEntry, Stores
+from runtime.retrieval.stores.catalogue import Usage
+from runtime.retrieval.stores.collection import FILE, FILENAME, STORE
+from runtime.retrieval.stores.records import STORE_PREFIX, NewEntry, Store, new_id
+from runtime.retrieval.stores.service import Stores
 from runtime.serving.http.access import access_of
 from runtime.serving.http.api_types import MAX_TOKENS, filter_at
 from runtime.serving.http.middleware import ReadBody, arrived_ns, client_id_of, request_id
@@ -36,9 +37,9 @@ from runtime.serving.http.responses import Json, json_response, passages_respons
 from runtime.serving.http.routes.files import tenant_of
 from runtime.serving.http.routes.paging import list_json, page_names, page_of
 from runtime.serving.http.routes.store_objects import (
-    STORE_PREFIX,
     CreateStoreBody,
     UpdateStoreBody,
+    counts_json,
     store_json,
     to_chunking,
 )
@@ -206,8 +207,8 @@ class StoreRoutes:
         assert self._stores is not None, "the routes exist only with [stores]"
         if name in self._collections:
             raise InvalidRequest(
-                f"{name!r} is a collection of the node's configuration: its files are changed by `trinity index`, "
-                "its documents by PUT and DELETE /v1/collections/…/documents",
+                f"{name!r} is a collection of the node's configuration: it cannot be changed or deleted here, only its "
+                "files",
                 "vector_store_id",
             )
         return self._stores
@@ -216,21 +217,25 @@ class StoreRoutes:
         if self._stores is not None and name.startswith(STORE_PREFIX):
             return await store_json(self._stores, await self._stores.store(name, tenant_of(http)))
         summary, files = self._catalogue.summary(self._name(name, http)), 0
+        counts: Mapping[str, Usage] = {}
         if access_of(http).restriction(name) is not None:  # do not disclose the totals of other tenants
             summary = replace(summary, document_bytes=0)
         elif summary.is_open:
+            unfinished: Collection[str] = ()
+            if self._stores is not None:
+                unfinished, counts = await self._stores.unfinished(name), await self._stores.counts(name)
             with suppress(TrinityError):  # which searches report
-                files = await asyncio.to_thread(self._catalogue.documents(name).file_count)
-        counts = {"in_progress": 0, "failed": 0, "cancelled": 0}
+                files = await asyncio.to_thread(self._catalogue.documents(name).file_count, unfinished)
+        numbers = counts_json({**counts, "completed": Usage(files)})
         return {
             "id": name,
             "object": "vector_store",
             "name": name,
             "created_at": summary.created_at,
             "last_active_at": None,
-            "status": "completed" if summary.is_open else "in_progress",
+            "status": "in_progress" if numbers["in_progress"] or not summary.is_open else "completed",
             "usage_bytes": summary.document_bytes,
-            "file_counts": counts | {"completed": files, "total": files},
+            "file_counts": numbers,
             "metadata": {"embedder": summary.embedder, "dimensions": str(summary.dim), "metric": summary.metric},
         }
 
@@ -283,7 +288,8 @@ async def results_of(stores: Stores | None, passages: Sequence[Passage]) -> list
     for passage in passages:
         source = passage.attributes.get("source")
         file = source if isinstance(source, str) else passage.id
-        name, attributes = PurePosixPath(file).name or file, passage.attributes
+        given, attributes = passage.attributes.get(FILENAME), passage.attributes
+        name = given if isinstance(given, str) else PurePosixPath(file).name or file
         if (key := keys.get(passage.id)) is not None:
             if key not in known:
                 continue
