@@ -9,7 +9,7 @@ from gpu.compiled import compiled
 from gpu.cpu.queries import QueryEncoding, prepared_bytes, table_offset
 from gpu.cpu.simd import KEYS_AT_ONCE
 from gpu.cpu.tables import Batch, Collection, Encoding, Slot, handle_of, kind_of
-from gpu.index.data import IndexData
+from gpu.index.data import GROUP, IndexData
 from gpu.index.rows import aligned_empty, metric_transform, padded
 from gpu.params import SearchParams
 from ipc.native.records import new_array
@@ -91,10 +91,10 @@ class BatchState:
             slots=new_array(Slot, slots),
             queries=aligned_empty((slots, width), np.uint8),
             keys=aligned_empty((slots, max_top_m), np.uint64),
-            visited=aligned_empty((slots, 1 << visited_bits(max_top_m, degree)), np.uint32),
+            visited=aligned_empty((slots, 1 << visited_bits(max_top_m, max(degree, _PARENTS_A_NODE))), np.uint32),
             parents=np.zeros((slots, max_width), np.int64),
             tasks=np.zeros(slots * tasks, np.uint32),
-            distances=np.zeros(slots * tasks, np.float32),
+            distances=np.zeros(max(slots * tasks, GROUP), np.float32),  # a group is estimated at once
             active=np.zeros(slots, np.int32),
             finished=np.zeros(slots, np.int32),
             nodes=np.zeros(results, np.int64),

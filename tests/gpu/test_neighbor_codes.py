@@ -13,6 +13,7 @@ from gpu.compiled import compiled
 from gpu.cpu import fast_scan
 from gpu.cpu.extend.keys import insert_at, insert_by_chunks
 from gpu.cpu.simd import KEYS_AT_ONCE
+from gpu.cpu.state import BatchState
 from gpu.errors import InvalidParams
 from gpu.index.data import GROUP, IndexData, block_bytes, make_signs
 from gpu.index.rows import Dtype, FloatArray, Metric, aligned_empty, checked_vectors, encode, padded
@@ -62,6 +63,12 @@ def random_data(
     rows = encode(vectors, metric, "float32")
     codes = make_codes(vectors, rows.centre, metric == "l2", graph, seeds, 1, bits=bits)
     return IndexData(rows, graph, seeds, None, codes)
+
+
+def test_a_batch_has_room_for_what_a_search_of_a_graph_of_two_neighbours_writes(random: np.random.Generator) -> None:
+    state = BatchState([random_data(random, 64, "l2", degree=2, count=3)], 1, 256, 1)
+    assert state.batch.distances.size >= GROUP  # estimates
+    assert state.batch.visited.shape[1] >= 4 * 256  # a table for that many parents of each entry of top_m
 
 
 @pytest.mark.parametrize("dim", [3, 64, 100, 200, 784, 1536])
