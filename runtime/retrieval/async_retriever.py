@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
+from runtime.retrieval.fair_threads import Threads
 from runtime.retrieval.passages import FoundPassages, OnRead
 from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.retrieval_steps import PAUSE_MS, Read, RetrievalSteps, Step, Until
@@ -117,7 +118,7 @@ class AsyncRetriever:
         self._steps = RetrievalSteps(registry, client, threads=threads, max_wait_ns=int(max_wait_s * 1e9))
         self._threads = ThreadResults()
         self._tickets = client.dispatcher.tickets
-        self._documents = ThreadPoolExecutor(_DOCUMENT_THREADS, thread_name_prefix="documents")
+        self._documents = Threads(_DOCUMENT_THREADS, "documents")
 
     def missing(self) -> list[str]:
         """Return ["pool"] while no pool is attached."""

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from runtime.errors import Overloaded, Unavailable
@@ -12,6 +12,7 @@ from runtime.retrieval.fair_queue import FairQueue
 
 T = TypeVar("T")
 MAX_WAITING = 1024
+_NO_THREAD = "the limit of processes and threads is reached; try again later"
 
 
 def no_thread_left(error: Exception) -> bool:
@@ -25,7 +26,7 @@ def start_thread(run: Callable[..., None], name: str, *arguments: Any) -> thread
     try:
         thread.start()
     except RuntimeError as error:
-        raise Overloaded(f"{name}: {error}: the limit of processes and threads is reached; try again later") from error
+        raise Overloaded(f"{name}: {error}: {_NO_THREAD}") from error
     return thread
 
 
@@ -39,6 +40,39 @@ def start_missing(threads: list[threading.Thread], count: int, start: Callable[[
             if not threads:
                 raise
             return
+
+
+class Threads(ThreadPoolExecutor):
+    """An executor of up to `count` threads (None: Python's default). If the system permits no more threads, those that
+    there are do all jobs; a job for which there is none is not done. A `ThreadPoolExecutor` refuses a job and does it.
+    """
+
+    def __init__(self, count: int | None, name: str) -> None:
+        self._began = threading.Event()
+        super().__init__(count, name, self._began.set)
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """See `Executor.submit`. Raises `Overloaded` if there is no thread."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                outcome = fn(*args, **kwargs)
+            except BaseException as error:  # it is the waiting caller's
+                future.set_exception(error)
+            else:
+                future.set_result(outcome)
+
+        try:
+            super().submit(run).add_done_callback(lambda job: job.cancelled() and future.cancel())  # by `shutdown`
+        except RuntimeError as error:
+            if not no_thread_left(error):
+                raise
+            if not self._began.is_set() and future.cancel():
+                raise Overloaded(_NO_THREAD) from error
+        return future
 
 
 class FairThreads:

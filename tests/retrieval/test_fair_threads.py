@@ -1,13 +1,19 @@
 """Threads shared between API keys take turns, and what waits is bounded and can be cancelled."""
 
+import asyncio
+import gc
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from unittest.mock import Mock
 
 import pytest
 
 from runtime.errors import Overloaded, Unavailable
-from runtime.retrieval.fair_threads import FairThreads
+from runtime.retrieval.fair_threads import FairThreads, Threads
+from runtime.serving.http.server import run_process
+from runtime.testing.waiting import until
 
 SOON_S = 60.0
 
@@ -109,3 +115,60 @@ def test_a_job_for_which_no_thread_can_be_started_is_refused_and_a_later_one_run
         assert threads.submit(0, threading.active_count).result(SOON_S)
     assert threads.close(SOON_S)
     assert not refused
+
+
+def test_an_executors_jobs_wait_for_the_threads_that_there_are_and_a_refused_one_is_not_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads, start, permitted = Threads(2, "tests"), threading.Thread.start, list[str]()
+    done, go_on = list[str](), threading.Event()
+
+    def start_permitted(thread: threading.Thread) -> None:
+        if not permitted:
+            raise RuntimeError("can't start new thread")
+        permitted.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_permitted)
+    with pytest.raises(Overloaded, match="the limit of processes and threads"):
+        threads.submit(done.append, "refused")
+    permitted.append("one")
+    first = threads.submit(go_on.wait, SOON_S)
+    until(first.running)
+    second = threads.submit(done.append, "second")  # no thread is idle, and none can be started
+    go_on.set()
+    second.result(SOON_S)
+    assert done == ["second"]
+    with pytest.raises(ZeroDivisionError):
+        threads.submit(divmod, 1, 0).result(SOON_S)
+    go_on.clear()
+    third = threads.submit(go_on.wait, SOON_S)
+    until(third.running)
+    dropped = threads.submit(done.append, "dropped")
+    threads.shutdown(wait=False, cancel_futures=True)
+    assert dropped.cancelled()
+    go_on.set()
+    assert third.result(SOON_S)
+
+
+def test_what_blocks_in_a_process_of_http_waits_for_the_threads_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    async def serve() -> None:
+        await asyncio.to_thread(int)
+        monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        first = asyncio.create_task(asyncio.to_thread(go_on.wait, SOON_S))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(asyncio.to_thread(int, "7"))
+        await asyncio.sleep(0)
+        go_on.set()
+        assert await first
+        assert await second == 7
+        monkeypatch.undo()
+
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    try:
+        run_process(serve())
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*threshold)

@@ -11,7 +11,6 @@ import queue
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -25,6 +24,7 @@ from runtime.retrieval.collections.files import SOURCE
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.fair_gate import FairGate
+from runtime.retrieval.fair_threads import Threads
 from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
 from runtime.retrieval.ingestion.passages import FilePassage, file_passages, passage_limit
 from runtime.retrieval.ingestion.readers import SUFFIXES, check_packages
@@ -65,7 +65,7 @@ class Indexer:
         self._catalogue, self._files, self._writes, self._embedder = catalogue, files, writes, embedder
         self._configured = configured
         self._gate = FairGate(CONCURRENT_FILES)
-        self._threads = ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="files")
+        self._threads = Threads(CONCURRENT_FILES, "files")
         self._readers = [IsolatedReader() for _ in range(CONCURRENT_FILES)]  # their processes start with a file
         self._idle: queue.SimpleQueue[IsolatedReader] = queue.SimpleQueue()
         for reader in self._readers:

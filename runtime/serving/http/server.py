@@ -15,6 +15,7 @@ import uvloop
 from msgspec.structs import replace
 
 from runtime.node.config import HttpSection
+from runtime.retrieval.fair_threads import Threads
 from runtime.serving.http.connections import HttpConfig
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,12 @@ def run_process(serving: Coroutine[Any, Any, None]) -> None:
     """Run the event loop of a process that serves HTTP."""
     sys.setswitchinterval(_SWITCH_S)
     gc.set_threshold(_COLLECTED)
-    uvloop.run(serving)
+    uvloop.run(_on_own_threads(serving))
+
+
+async def _on_own_threads(serving: Coroutine[Any, Any, None]) -> None:
+    asyncio.get_running_loop().set_default_executor(Threads(None, "blocking"))
+    await serving
 
 
 async def serve_beside(serving: Coroutine[Any, Any, None], loops: Sequence[Coroutine[Any, Any, None]]) -> None:
