@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import pytest
 
-from runtime.errors import CollectionError
+from runtime.errors import CollectionError, Overloaded
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.maintenance import (
     MAX_DELETED_SHARE,
@@ -22,6 +23,7 @@ from runtime.retrieval.collections.maintenance import (
 )
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment_build import BuildJob, build
+from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.testing.background import Background
 from runtime.testing.waiting import until
 from tests.collections.small_collections import contents, document, documents, maintain, new_writer, open_writer
@@ -34,6 +36,27 @@ def test_flushed_segments_are_merged(tmp_path: Path) -> None:
             writer.flush()
         until(lambda: writer.statistics().merged == 1)
         assert len(writer.state.segments) == 1
+
+
+@pytest.mark.parametrize("permitted", [0, 1])
+def test_a_writer_for_which_no_thread_can_be_started_is_refused_and_leaves_no_lock(
+    permitted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_writer(tmp_path / "a").close()
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def start_permitted(thread: threading.Thread) -> None:
+        if len(started) == permitted:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", start_permitted)
+        with pytest.raises(Overloaded, match="can't start new thread"):
+            CollectionWriter(tmp_path / "a")
+    assert not any(thread.is_alive() for thread in started)
+    CollectionWriter(tmp_path / "a").close()
 
 
 def test_rows_written_during_a_merge_are_sealed_without_waiting_for_it(tmp_path: Path) -> None:

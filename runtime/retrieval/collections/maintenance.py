@@ -38,6 +38,7 @@ from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.segment_build import BuildJob, obsolete_files
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.collections.state import Loaded, State, close
+from runtime.retrieval.fair_threads import start_thread
 
 MERGE_FAN_IN = 4
 MAX_DELETED_SHARE = 0.25  # of a segment's rows, before it is rewritten
@@ -245,12 +246,12 @@ class BuildThread:
         self._wake, self._ended, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._run_if_due, self._sleep = run_if_due, sleep or self._ended.wait
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._started = False
+        self._name = name
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._started = True
-        self._thread.start()
+        """Raises `Overloaded` if the system permits no more threads."""
+        self._thread = start_thread(self._run, self._name)
 
     def wake(self) -> None:
         self._wake.set()
@@ -261,7 +262,7 @@ class BuildThread:
             if self._process is not None:
                 self._process.kill()
         self._wake.set()
-        if self._started:
+        if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:

@@ -77,7 +77,8 @@ class CollectionWriter:
         threads: cores for embedding, and for building segments. background: seal and merge in background processes;
         else only `flush` and `compact` do.
 
-        Raises `CollectionBusy` if another process has it open for writing, `CollectionError`, `NoRoom`.
+        Raises `CollectionBusy` if another process has it open for writing, `CollectionError`, `NoRoom`, and
+        `Overloaded` if the system permits no more threads.
         """
         self.directory, self.repaired = directory, ""
         self._embedder, self._threads, disk = embedder, threads, disk or Disk()
@@ -107,7 +108,11 @@ class CollectionWriter:
         self._barrier = ReaderBarrier(directory)
         self._closed = False
         if background:
-            self.maintenance.start()
+            try:
+                self.maintenance.start()
+            except BaseException:
+                self.close()
+                raise
         self.maintenance.wake()
 
     def upsert(self, documents: Sequence[UpsertDocument], owner: AttributeBinding | None = None) -> int:
