@@ -40,6 +40,15 @@ def test_memory_that_is_allocated_inside_is_moved_to_huge_pages_as_it_is_and_oth
         assert one.find(_CONTENT, 0) == 0
 
 
+def test_a_sparse_array_that_another_thread_allocates_meanwhile_takes_no_more_memory() -> None:
+    begin = _huge_bytes()
+    with in_huge_pages():
+        sparse = mmap.mmap(-1, _SIZE, flags=mmap.MAP_PRIVATE)
+        for at in range(0, _SIZE, 1 << 20):
+            sparse[at] = 1
+    assert _huge_bytes() - begin <= 4 << 20
+
+
 def test_a_failure_inside_is_raised() -> None:
     with pytest.raises(KeyError), in_huge_pages():
         raise KeyError

@@ -3,6 +3,7 @@ than a processor keeps, so that a pass waits for them, and so does what the core
 
 import contextlib
 import ctypes
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +13,16 @@ _COLLAPSE = 25  # MADV_COLLAPSE, of Linux 6.1
 
 @contextlib.contextmanager
 def in_huge_pages() -> Iterator[None]:
-    """Move memory that this process allocates meanwhile, and still has at the end, to pages of 2 MiB. What fills none
-    stays where it is, and all of it if the kernel cannot."""
+    """Move memory that this process allocates meanwhile, and still has at the end, to pages of 2 MiB. What fills less
+    than half of one stays where it is, and all of it if the kernel cannot."""
     before = _pages()
     yield
-    madvise = ctypes.CDLL(None).madvise
+    libc, resident = ctypes.CDLL(None), (ctypes.c_ubyte * (_PAGE // mmap.PAGESIZE))()
     for page in _pages() - before:
-        madvise(ctypes.c_void_p(page * _PAGE), ctypes.c_size_t(_PAGE), _COLLAPSE)
+        span = ctypes.c_void_p(page * _PAGE), ctypes.c_size_t(_PAGE)
+        # Of a sparse array, which another thread may have allocated, each page written would take 2 MiB.
+        if libc.mincore(*span, resident) == 0 and sum(one & 1 for one in resident) >= len(resident) // 2:
+            libc.madvise(*span, _COLLAPSE)
 
 
 def _pages() -> set[int]:
