@@ -27,6 +27,7 @@ from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.testing.background import Background
 from runtime.testing.waiting import until
 from tests.collections.small_collections import contents, document, documents, maintain, new_writer, open_writer
+from tests.thread_limit import permit_threads
 
 
 def test_flushed_segments_are_merged(tmp_path: Path) -> None:
@@ -43,19 +44,12 @@ def test_a_writer_for_which_no_thread_can_be_started_is_refused_and_leaves_no_lo
     permitted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new_writer(tmp_path / "a").close()
-    start, started = threading.Thread.start, list[threading.Thread]()
-
-    def start_permitted(thread: threading.Thread) -> None:
-        if len(started) == permitted:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
+    before = set(threading.enumerate())
     with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", start_permitted)
+        permit_threads(limited, permitted)
         with pytest.raises(Overloaded, match="can't start new thread"):
             CollectionWriter(tmp_path / "a")
-    assert not any(thread.is_alive() for thread in started)
+    assert set(threading.enumerate()) <= before
     CollectionWriter(tmp_path / "a").close()
 
 

@@ -6,7 +6,6 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -30,6 +29,7 @@ from runtime.retrieval.collections.state import Loaded
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.testing.waiting import until
 from tests.collections.small_collections import DIM, contents, document, documents, new_writer
+from tests.thread_limit import permit_threads
 
 
 def test_writes_before_a_log_file_that_cannot_be_opened_are_applied_and_the_others_once_it_can_be(
@@ -101,7 +101,7 @@ def test_a_segment_is_opened_once_the_system_permits_another_thread(
         writer.upsert(documents(range(3)))
         writer.flush()
         with monkeypatch.context() as limited:
-            limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+            permit_threads(limited)
             reader.poll()
         assert not reader.state.segments
         until(lambda: len(reader.state.segments) == 1, reader.poll)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -30,6 +29,7 @@ from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import BUSY, MakeClient, MakePool
 from tests.pool.rebuilds import DIM, build
+from tests.thread_limit import permit_threads
 
 QUERY = np.zeros(DIM, np.float32)
 
@@ -164,7 +164,7 @@ def test_checksums_are_verified_once_the_system_permits_another_thread(
 ) -> None:
     catalogue = make_pool(plan_with(both)).pool.catalogue
     with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        permit_threads(limited)
         assert catalogue.poll(0) == []
     assert (len(catalogue.served), catalogue.checked_share) == (2, 0.0)
     until(lambda: catalogue.checked_share == 1.0, lambda: catalogue.poll(0))

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +12,7 @@ from runtime.pool.collections.scopes import FilterableCollection
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.attributes.schema import AttributeType
 from runtime.retrieval.fair_queue import FairQueue
+from tests.thread_limit import permit_threads
 
 MS = 1_000_000
 
@@ -177,7 +177,7 @@ def test_a_filter_for_which_no_thread_can_be_started_is_refused_and_the_next_one
     resolver: FilterResolver[str] = FilterResolver(done.set)
     first, second = (filter_bytes({"type": "eq", "key": "n", "value": number}) for number in (1, 2))
     with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        permit_threads(limited)
         resolver.wait_for(7, first, harness.collection, "a", ["one"], 1 << 62)
         refused = resolver.take_done()
     assert [(one.waiting, type(one.outcome)) for one in refused] == [(["one"], Overloaded)]

@@ -1,11 +1,9 @@
 """Tests with rebuilds, reloads and kills of pools under load: every answer is of one build."""
 
 import random
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakePool
 from tests.pool.rebuilds import LATER_NS, build, generation_of, killed, retriever
 from tests.queries import query_of
+from tests.thread_limit import permit_threads
 
 IN_FLIGHT = 6
 
@@ -143,7 +142,7 @@ def test_a_reload_for_which_no_thread_can_be_started_is_refused_and_a_later_one_
     with reading(plan) as readers:
         assert readers.some() == {1}
         with monkeypatch.context() as limited:
-            limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+            permit_threads(limited)
             assert not reload(pool, readers, 1)  # of the same files, which are no less valid for it
             assert "not reloaded: opening: can't start new thread" in pool.table.note
         assert readers.some() == {1}

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.search.query import SearchResult
 from runtime.testing.waiting import until
 from tests.queries import passages_of
+from tests.thread_limit import permit_threads
 
 
 def test_reopening_the_registry_shows_rebuilt_collections(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_build_is_opened_once_the_system_permits_another_thread(docs: Docs, mo
     bulk_load.build([Document(str(n), "", f"new {n}") for n in range(40)], docs.path, embedder="hashing-64", force=True)
     docs.identity = read_description(docs.path).identity
     with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        permit_threads(limited)
         registry.follow("docs", [docs.identity])
         assert "documents: can't start new thread" in registry.unavailable["docs"]
     until(lambda: not registry.unavailable, lambda: registry.follow("docs", [docs.identity]))

@@ -1,9 +1,7 @@
 """The embedding stage: batches of what has arrived, turns between keys, deadlines, errors of one text, the cache."""
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ from runtime.retrieval.embedding.text_queue import TextQueue, Texts
 from runtime.retrieval.embedding.vector_cache import VectorCache
 from runtime.testing.waiting import until
 from tests.retrieval.embedding_harness import COST_NS, KINDS, PARTS, SOON_S, Embedder, Harness, Words, value
+from tests.thread_limit import permit_threads
 
 # ---- batches
 
@@ -41,7 +40,7 @@ def test_texts_for_which_no_thread_can_be_started_are_refused_and_later_ones_emb
     embedder = Embedder(Harness(threads=0))
     embedder.gate.set()
     with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        permit_threads(limited)
         with pytest.raises(Overloaded, match="embedding_0: can't start new thread"):
             stage.submit(embedder, ["refused"], "query", part="prefill")
     assert value(stage.submit(embedder, ["abc"], "query", part="prefill")) == 3.0
@@ -50,21 +49,13 @@ def test_texts_for_which_no_thread_can_be_started_are_refused_and_later_ones_emb
 
 
 def test_the_threads_that_could_be_started_embed_all_until_there_can_be_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, start, permitted = EmbeddingStage(2, clock=lambda: 1), threading.Thread.start, [1]
+    stage, permitted = EmbeddingStage(2, clock=lambda: 1), permit_threads(monkeypatch, 1)
     embedder = Embedder(Harness(threads=0))
     embedder.gate.set()
-
-    def start_permitted(thread: threading.Thread) -> None:
-        if not permitted:
-            raise RuntimeError("can't start new thread")
-        permitted.pop()
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_permitted)
     assert value(stage.submit(embedder, ["a"], part="prefill")) == 1.0
-    permitted.append(1)
+    permitted.append(None)
     assert value(stage.submit(embedder, ["bc"], part="decode")) == 2.0  # on a thread that is not niced, prefill is near
-    permitted += [1, 1, 1]
+    permitted += [None] * 3
     assert value(stage.submit(embedder, ["def"], part="decode")) == 3.0
     assert not permitted
     assert stage.close(SOON_S)

@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from unittest.mock import Mock
 
 import pytest
 
@@ -14,6 +13,7 @@ from runtime.errors import Overloaded, Unavailable
 from runtime.retrieval.fair_threads import FairThreads, Threads
 from runtime.serving.http.server import run_process
 from runtime.testing.waiting import until
+from tests.thread_limit import permit_threads
 
 SOON_S = 60.0
 
@@ -98,20 +98,11 @@ def test_what_waits_is_bounded_and_dropped_at_the_end(harness: Harness) -> None:
 def test_a_job_for_which_no_thread_can_be_started_is_refused_and_a_later_one_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    threads, start, permitted = FairThreads(2, "tests"), threading.Thread.start, list[str]()
-
-    def start_few(thread: threading.Thread) -> None:
-        if not permitted:
-            raise RuntimeError("can't start new thread")
-        permitted.pop()
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_few)
-    refused: list[int] = []
+    threads, permitted, refused = FairThreads(2, "tests"), permit_threads(monkeypatch), list[int]()
     with pytest.raises(Overloaded, match="tests_0: can't start new thread: the limit of processes and threads"):
         threads.submit(0, lambda: refused.append(1))
-    for more in (["one"], [], ["another"]):
-        permitted += more
+    for more in (1, 0, 1):
+        permitted += [None] * more
         assert threads.submit(0, threading.active_count).result(SOON_S)
     assert threads.close(SOON_S)
     assert not refused
@@ -120,19 +111,11 @@ def test_a_job_for_which_no_thread_can_be_started_is_refused_and_a_later_one_run
 def test_an_executors_jobs_wait_for_the_threads_that_there_are_and_a_refused_one_is_not_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    threads, start, permitted = Threads(2, "tests"), threading.Thread.start, list[str]()
+    threads, permitted = Threads(2, "tests"), permit_threads(monkeypatch)
     done, go_on = list[str](), threading.Event()
-
-    def start_permitted(thread: threading.Thread) -> None:
-        if not permitted:
-            raise RuntimeError("can't start new thread")
-        permitted.pop()
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_permitted)
     with pytest.raises(Overloaded, match="the limit of processes and threads"):
         threads.submit(done.append, "refused")
-    permitted.append("one")
+    permitted.append(None)
     first = threads.submit(go_on.wait, SOON_S)
     until(first.running)
     second = threads.submit(done.append, "second")  # no thread is idle, and none can be started
@@ -156,7 +139,7 @@ def test_what_blocks_in_a_process_of_http_waits_for_the_threads_that_there_are(m
 
     async def serve() -> None:
         await asyncio.to_thread(int)
-        monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        permit_threads(monkeypatch)
         first = asyncio.create_task(asyncio.to_thread(go_on.wait, SOON_S))
         await asyncio.sleep(0)
         second = asyncio.create_task(asyncio.to_thread(int, "7"))
