@@ -6,6 +6,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -144,6 +145,33 @@ def test_a_failed_build_is_retried_with_back_off() -> None:
     assert enough.wait(60)
     builder.stop()
     assert done[:6] == ["tried", RETRY_S] * 3
+
+
+def test_a_build_for_which_no_process_can_be_started_is_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, pause, errors = BuildJob(1, 0, 0, []), threading.Event(), list[str]()
+
+    def due(build: BuildSegment) -> bool:
+        try:
+            build(tmp_path, job)
+        except CollectionError as error:
+            errors.append(error.message)
+            raise
+        return False
+
+    builder = BuildThread(due, "test", lambda seconds: pause.wait(60))
+    with monkeypatch.context() as limited:
+        limited.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable")))
+        builder.wake()
+        builder.start()
+        until(lambda: errors)
+    pause.set()
+    until(lambda: len(errors) > 1)
+    builder.stop()
+    assert errors[0] == "no process can be started to build it: Resource temporarily unavailable"
+    assert "is not a collection" in errors[1]  # from the process
+    assert "a segment could not be built: no process can be started" in caplog.text
 
 
 def test_repeated_flushes_of_updates_keep_segments_few(tmp_path: Path) -> None:

@@ -285,9 +285,12 @@ class BuildThread:
         with self._lock:
             if self._ended.is_set():
                 raise CollectionError("the writer is closed")
-            self._process = process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, **limited}
-            )
+            try:
+                self._process = process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, **limited}
+                )
+            except OSError as error:  # no process or memory left: the thread must go on, and try again
+                raise CollectionError(f"no process can be started to build it: {error.strerror}") from error
         output, _ = process.communicate()
         if process.returncode:
             raise CollectionError(f"the process that builds a segment exited with status {process.returncode}")
