@@ -7,10 +7,12 @@ import signal
 import subprocess
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
+from runtime.errors import Overloaded
 from runtime.retrieval.ingestion import isolated_reader
 from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
 from runtime.retrieval.ingestion.sections import ParsedFile, Section, UnreadableFile
@@ -84,6 +86,20 @@ def test_a_reader_that_sends_more_than_the_limit_is_killed_and_the_next_file_is_
             reader.read(*GOOD)
         assert not readers()
         patch.undo()
+        assert reader.read(*GOOD) == READ
+
+
+def test_a_file_for_which_no_process_can_be_started_is_no_unreadable_one_and_is_read_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with IsolatedReader() as reader:
+        files = psutil.Process().num_fds()
+        with monkeypatch.context() as limited:
+            none_left = Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable"))
+            limited.setattr(subprocess, "Popen", none_left)
+            with pytest.raises(Overloaded, match="no process can be started to read it: Resource temporarily unav"):
+                reader.read(*GOOD)
+        assert psutil.Process().num_fds() == files
         assert reader.read(*GOOD) == READ
 
 

@@ -20,6 +20,7 @@ from typing import Self
 
 import msgspec
 
+from runtime.errors import Overloaded
 from runtime.retrieval.ingestion.readers import read_file
 from runtime.retrieval.ingestion.sections import ParsedFile, UnreadableFile
 
@@ -46,7 +47,8 @@ class IsolatedReader:
         self._lock = threading.Lock()  # of these: another thread may close it
 
     def read(self, name: str, content: bytes) -> ParsedFile:
-        """See `read_file`. Raises `UnreadableFile` also if the file exceeds a limit or crashes the child."""
+        """See `read_file`. Raises `UnreadableFile` also if the file exceeds a limit or crashes the child, and
+        `Overloaded` if the system permits no child."""
         with self._lock:
             if self._closed:
                 raise UnreadableFile("its reader was closed")
@@ -86,15 +88,18 @@ class IsolatedReader:
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
         module, limits = "runtime.retrieval.ingestion.isolated_reader", (str(self._seconds), str(self._memory))
-        ours, its = socket.socketpair()
-        with its:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, *limits],
-                stdin=its.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        return process, Connection(ours.detach())
+        try:
+            ours, its = socket.socketpair()
+            with ours, its:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", module, *limits],
+                    stdin=its.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+                return process, Connection(ours.detach())
+        except OSError as error:  # not of the file: it is read later
+            raise Overloaded(f"no process can be started to read it: {error.strerror}; try again later") from error
 
     def _exit_reason(self, code: int) -> str:
         if code == _NO_MEMORY:
