@@ -12,7 +12,7 @@ from runtime.retrieval.fair_queue import FairQueue
 
 T = TypeVar("T")
 MAX_WAITING = 1024
-_NO_THREAD = "the limit of processes and threads is reached; try again later"
+NO_THREAD_LEFT = "the limit of processes and threads is reached; try again later"
 
 
 def no_thread_left(error: Exception) -> bool:
@@ -26,7 +26,7 @@ def start_thread(run: Callable[..., None], name: str, *arguments: Any) -> thread
     try:
         thread.start()
     except RuntimeError as error:
-        raise Overloaded(f"{name}: {error}: {_NO_THREAD}") from error
+        raise Overloaded(f"{name}: {error}: {NO_THREAD_LEFT}") from error
     return thread
 
 
@@ -71,7 +71,7 @@ class Threads(ThreadPoolExecutor):
             if not no_thread_left(error):
                 raise
             if not self._began.is_set() and future.cancel():
-                raise Overloaded(_NO_THREAD) from error
+                raise Overloaded(NO_THREAD_LEFT) from error
         return future
 
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ipc import Memo
 from ipc.ring.descriptors import MAX_U16
 from runtime.errors import InternalError, Overloaded, TrinityError, Unauthorized
-from runtime.retrieval.fair_threads import no_thread_left
+from runtime.retrieval.fair_threads import NO_THREAD_LEFT, no_thread_left
 from runtime.serving.frontend.observability import current_tenant
 from runtime.serving.http.access import FULL_ACCESS, Access
 from runtime.serving.http.middleware import HostNotAllowed, error_response
@@ -77,7 +77,7 @@ class AuthMiddleware:
         except Exception as error:
             if scope["state"]["unsent"].started:
                 raise
-            failure: TrinityError = Overloaded("the limit of processes and threads is reached; try again later")
+            failure: TrinityError = Overloaded(NO_THREAD_LEFT)
             if not no_thread_left(error):
                 log.exception("%s %s failed", scope["method"], scope["path"])
                 failure = InternalError("internal error; the server's log has more")
