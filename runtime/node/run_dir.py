@@ -117,7 +117,8 @@ class RunDir:
 def _files(run_dir: Path) -> list[Path]:
     """Return the engines' and logs' files, which a node removes when it ends."""
     patterns = "*.sock", "*.sock.old", "*.prom", "*.new", f"{LOGS}/*.log*"
-    return [path for pattern in patterns for path in run_dir.glob(pattern)]
+    events = [path for pattern in ("*.kv", "*.rep") for path in run_dir.glob(pattern) if path.is_socket()]  # of vLLM
+    return [*events, *(path for pattern in patterns for path in run_dir.glob(pattern))]
 
 
 def _folders(run_dir: Path) -> list[Path]:

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -110,6 +111,20 @@ def test_the_directory_of_a_killed_node_is_ignored_and_reused(tmp_path: Path) ->
     held.write(INFO)
     assert find_node(path) == INFO
     held.release()
+
+
+def test_the_sockets_of_a_killed_vllm_are_removed_at_the_end_and_files_of_such_names_are_not(tmp_path: Path) -> None:
+    run, theirs = tmp_path / "run", tmp_path / "run" / "data.kv"
+    held = RunDir.acquire(run)
+    for name in ("engine-0.kv", "engine-0.rep"):
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(run / name))
+    theirs.touch()
+    held.release()
+    assert list(run.iterdir()) == [theirs]
+    theirs.unlink()
+    RunDir.acquire(run).release()
+    assert not run.exists()
 
 
 @pytest.mark.parametrize("theirs", ["kv/data", "logs/app.log", "a.sock"])
