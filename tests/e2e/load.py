@@ -1,5 +1,6 @@
 """Steady load on a node: generations with probes and searches, until the context ends."""
 
+import itertools
 import os
 import signal
 import threading
@@ -35,15 +36,17 @@ def prompts(count: int) -> Iterator[str]:
 
 @contextmanager
 def load(node: Node, searchers: int = 4, generators: int = 1) -> Iterator[Counter[int]]:
-    """Run the load; yield the counts of answers by status."""
+    """Run the load, of searches for different texts; yield the counts of answers by status."""
     answers: Counter[int] = Counter()
+    numbers = itertools.count()
 
-    def ask(path: str, body: dict[str, Any]) -> None:
+    def ask(path: str, body: Callable[[], dict[str, Any]]) -> None:
         while not asking.ended.wait(0.1):
-            status, _ = node.post(path, body)
+            status, _ = node.post(path, body())
             answers[status] += 1
 
-    searching, generating = partial(ask, "/v1/retrieval", SEARCH), partial(ask, "/v1/completions", GENERATE)
+    searching = partial(ask, "/v1/retrieval", lambda: SEARCH | {"query": f"{SEARCH['query']} {next(numbers)}"})
+    generating = partial(ask, "/v1/completions", lambda: GENERATE)
     asking = Background([searching] * searchers + [generating] * generators)
     with asking:
         yield answers
