@@ -3,11 +3,12 @@
 import mmap
 import platform
 import re
+import threading
 from pathlib import Path
 
 import pytest
 
-from runtime.retrieval.embedding.huge_pages import in_huge_pages
+from runtime.retrieval.embedding.huge_pages import THREAD, in_huge_pages
 
 pytestmark = pytest.mark.unit
 _SIZE = 16 << 20
@@ -22,6 +23,12 @@ def _huge_bytes() -> int:
     return int(found[1]) << 10
 
 
+def _wait_until_moved() -> None:
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join()
+
+
 def _filled() -> mmap.mmap:
     memory = mmap.mmap(-1, _SIZE, flags=mmap.MAP_PRIVATE)
     memory.write(_CONTENT)
@@ -34,6 +41,7 @@ def test_memory_that_is_allocated_inside_is_moved_to_huge_pages_as_it_is_and_oth
     begin = _huge_bytes()
     with in_huge_pages():
         memory = _filled()
+    _wait_until_moved()
     grown = _huge_bytes() - begin
     assert _SIZE - (4 << 20) <= grown <= _SIZE + (4 << 20)
     for one in (memory, other):
@@ -46,6 +54,7 @@ def test_a_sparse_array_that_another_thread_allocates_meanwhile_takes_no_more_me
         sparse = mmap.mmap(-1, _SIZE, flags=mmap.MAP_PRIVATE)
         for at in range(0, _SIZE, 1 << 20):
             sparse[at] = 1
+    _wait_until_moved()
     assert _huge_bytes() - begin <= 4 << 20
 
 
