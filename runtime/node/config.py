@@ -73,6 +73,8 @@ class HttpSection(Section, frozen=True):
     - `api_keys_file`: file with one API key per line. A key may be restricted to collections, and bound to an attribute
       value in them (`KEY notes/tenant=acme`). "": requests need no key.
     - `open_paths`: paths that need no key.
+    - `model_aliases`: further names that requests may give the model, such as "gpt-4o-mini" for clients that have it
+      built in. Answers have its own name, which other engines are sent, too.
     - `cors_origins`: origins whose pages may send requests from a browser; ["*"] allows all.
     - `max_in_flight`: maximum number of accepted requests; further ones are refused with status 503. Each of the
       `workers` has eight times as many open connections at most, and at least 1,024, since clients keep idle ones; one
@@ -99,6 +101,7 @@ class HttpSection(Section, frozen=True):
     drain_notice_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
     open_paths: tuple[Literal["/health", "/ready", "/metrics"], ...] = ("/health", "/ready", "/metrics")
     cors_origins: tuple[Origin, ...] = ()
+    model_aliases: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=64)] = ()
 
     @property
     def max_connections(self) -> int:

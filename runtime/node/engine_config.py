@@ -21,16 +21,10 @@ BLOCK_TOKENS = 32
 """Tokens per KV block: prefixes are shared in whole blocks, and attention reads long blocks faster."""
 
 
-Aliases = Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=64)]
-"""Further names of a model in requests."""
-
-
 class ModelSection(Section, frozen=True, tag_field="engine", tag="trinity"):
     """`engine = "trinity"`, the default: the node's own prefill and decode workers run the model.
 
     - `name`: a packaged model, or a directory with a model in transformers' format.
-    - `aliases`: further names that requests may give the model, such as "gpt-4o-mini" for clients that have it built
-      in. Answers have its own name.
     - `context_tokens`: context length.
     - `weights`: type in which the large matrices are stored and multiplied. KV has this type on GPUs, and float32 on a
       CPU.
@@ -46,7 +40,6 @@ class ModelSection(Section, frozen=True, tag_field="engine", tag="trinity"):
     """
 
     name: str
-    aliases: Aliases = ()
     context_tokens: Annotated[int, Meta(ge=64, le=1_048_576)] = 2048
     weights: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
 
@@ -63,14 +56,11 @@ class ServedSection(Section, frozen=True):
     """Keys of the engines whose model is served over OpenAI's protocol:
 
     - `name`: the model's name on the server.
-    - `aliases`: further names that requests may give the model, such as "gpt-4o-mini" for clients that have it built
-      in. The server is sent, and answers have, its `name`.
 
     The limit of prompt and answer together is the one that the server reports, if it does.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    aliases: Aliases = ()
 
 
 EventEndpoint = Annotated[str, Meta(pattern=r"^(tcp://[^\s/]+:[0-9]+|ipc://\S+)$", max_length=256)]

@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a key of another engine": (
         {"model": {"engine": "openai", "name": "x", "url": "u", "zzz": 8}},
-        "model.zzz: unknown key; known here: name, aliases, url",
+        "model.zzz: unknown key; known here: name, url",
     ),
     "an engine without an address": (
         {"model": {"engine": "openai", "name": "x"}},

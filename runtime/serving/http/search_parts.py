@@ -81,7 +81,7 @@ class SearchParts:
         config, own, served = plan.config, plan.config.own_model, plan.config.model
         return Settings(
             model=ModelInfo.read(own.name).name if own else served.name if served else "",
-            model_aliases=served.aliases if served else (),
+            model_aliases=config.http.model_aliases,
             context_tokens=own.context_tokens if own else 0,
             collections=_Public(self.registry.dims),
             host=config.http.host,
