@@ -166,6 +166,24 @@ def test_static_chunks_have_at_most_so_many_tokens_and_overlap(client: openai.Op
     assert file.chunking_strategy.type == "static"
 
 
+def test_a_file_that_is_added_again_in_larger_chunks_has_no_passages_of_the_smaller_ones(client: openai.OpenAI) -> None:
+    store = client.vector_stores.create(name="s")
+    text = " ".join(f"Sentence number {number} of a long text." for number in range(2000))
+    file = client.files.create(file=("long.txt", text.encode()), purpose="user_data")
+    for tokens in (100, 4096):
+        client.vector_stores.files.create_and_poll(
+            file.id,
+            vector_store_id=store.id,
+            chunking_strategy={
+                "type": "static",
+                "static": {"max_chunk_size_tokens": tokens, "chunk_overlap_tokens": 0},
+            },
+        )
+    found = client.vector_stores.search(store.id, query="Sentence number 1999", max_num_results=50).data
+    count = len(client.vector_stores.files.content(file.id, vector_store_id=store.id).data)
+    assert len({(result.model_extra or {})["id"] for result in found}) == count < 50
+
+
 @pytest.mark.parametrize("name", ["cost centre", "ü\u2028/", "n" * 64])
 def test_a_files_attribute_may_have_any_name_that_openai_allows(client: openai.OpenAI, name: str) -> None:
     store, file = client.vector_stores.create().id, upload(client)
