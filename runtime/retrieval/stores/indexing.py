@@ -251,8 +251,8 @@ class Indexer:
             self._writing[store].add(write)
             write.add_done_callback(self._writing[store].discard)
             await write
-        first = len(passages)  # of what the file had before, if it was split into more
-        while await self._writes.delete(
+        first = len(passages)  # of what it had before, if it was split into more
+        while entry.rechunked and await self._writes.delete(
             collection, [f"{prefix}/{number}" for number in range(first, first + _BATCH)], None, flow_of(entry.tenant)
         ):
             first += _BATCH

@@ -73,7 +73,8 @@ class Store(msgspec.Struct, frozen=True, kw_only=True):
 class StoreFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file in a store, or in a collection of the configuration: `store` is then its name, and `tenant` the file's.
 
-    `revision` changes when it must be indexed again.
+    `revision` changes when it must be indexed again. `rechunked`: whether it was ever split in another way, of which
+    passages may be left.
     """
 
     id: str
@@ -88,6 +89,7 @@ class StoreFile(msgspec.Struct, frozen=True, kw_only=True):
     error_code: ErrorCode = "server_error"
     error: str = ""
     revision: int = 0
+    rechunked: bool = False
 
 
 class NewEntry(NamedTuple):

@@ -372,6 +372,7 @@ class Stores:
             entry = StoreFile(
                 id=file.id, store=store.id, tenant=owner, created_at=now, usage_bytes=file.bytes,
                 attributes=dict(new.attributes), chunking=new.chunking, batch=batch, revision=secrets.randbits(62),
+                rechunked=before is not None and (before.rechunked or before.chunking != new.chunking),
             )  # fmt: skip
             self._catalogue.put(entry)
             entries.append(entry)
