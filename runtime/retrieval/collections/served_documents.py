@@ -156,10 +156,11 @@ class CollectionDocuments(CollectionReader):
 
     def file_count(self, hidden: Collection[str] = ()) -> int:
         """Return the number of files that are not hidden, of the present state. Raises `CollectionError`."""
+        unlisted = frozenset(hidden)
         with self._counting:
             with self._lock:
                 self.poll()
-                now = self.state.sequence, self.manifest.generation, frozenset(hidden)
+                now = self.state.sequence, self.manifest.generation, unlisted
             if self._counted[0] != now:
                 self._counted = now, len(Files(self.state, hidden))
             return self._counted[1]

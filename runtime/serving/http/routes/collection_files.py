@@ -57,9 +57,9 @@ class CollectionFiles:
             entries, more = none if self._stores is None else await self._stores.entries(name, page, "", status)
             return json_response(list_json([store_file_json(entry) for entry in entries], more))
         unfinished = {} if self._stores is None else await self._stores.unfinished(name)
-        pending = [id for id, state in unfinished.items() if state != "deleted" and status is None]
 
         def read(documents: CollectionDocuments) -> tuple[list[CollectionFile], bool]:
+            pending = [id for id, state in unfinished.items() if state != "deleted" and status is None]
             files = documents.files(unfinished, pending)
             return files.page(page.limit, page.after, page.before, descending=page.descending)
 
