@@ -1,5 +1,9 @@
 """A node that serves a collection, for tests that write to it and kill its processes."""
 
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -59,6 +63,17 @@ class WritableNode:
             return [child.pid for child in children if maintenance.__name__ in child.cmdline()]
         except psutil.Error:
             return []
+
+    @contextlib.contextmanager
+    def paused_writer(self) -> Iterator[None]:
+        """Stop the process that writes, so that what it does can be looked at; continue it if it still exists."""
+        pid = self.node.pid("frontend-0")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def wait_ready(self) -> None:
         self.node.wait_ready()

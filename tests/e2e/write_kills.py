@@ -1,8 +1,8 @@
 """Crash test of a collection: a node's processes are killed during writes, searches, seals and merges.
 
 Two threads repeatedly write documents of their own, and a third flushes, so that segments are merged continually. Each
-kill has a victim and a moment: any, during a seal (its directory exists, and no process builds it), or while a merge's
-process runs. After each kill, once the node is ready again, every document is compared with its acknowledged state.
+kill has a victim and a moment: any, during a seal (a directory exists that no process builds), or while the process of
+a merge runs. After each kill, once the node is ready again, every document is compared with its acknowledged state.
 
 `--kills` of pytest says how often; a few kills are of different kinds.
 """
@@ -181,21 +181,24 @@ def _kill(writable: WritableNode, one: Kill, chance: random.Random) -> None:
             writable.node.wait(writable.builders, what="a merge")
             time.sleep(chance.uniform(0.0, _LONGEST_MERGE_S))
         else:
-            writable.node.wait(lambda: _seals(writable), what="a segment to be sealed")
+            writable.node.wait(lambda: _unfinished(writable), what="a segment to be built")
             time.sleep(chance.uniform(0.0, _LONGEST_SEAL_S))
-        builders = writable.builders()
-        if (one.moment == "merge" and not builders) or (one.moment == "seal" and not _seals(writable)):
-            continue
-        if one.victim == "supervisor":
-            writable.kill_supervisor()
-        else:
-            os.kill(builders[0] if one.victim == "builder" else writable.node.pid(one.victim), signal.SIGKILL)
-        return
+        with writable.paused_writer():  # looking takes longer than a seal
+            builders = writable.builders()
+            if (one.moment == "merge" and not builders) or (
+                one.moment == "seal" and len(_unfinished(writable)) <= len(builders)
+            ):
+                continue
+            if one.victim == "supervisor":
+                writable.kill_supervisor()
+            else:
+                os.kill(builders[0] if one.victim == "builder" else writable.node.pid(one.victim), signal.SIGKILL)
+            return
 
 
-def _seals(writable: WritableNode) -> bool:
-    """Return whether the writer itself builds a segment."""
-    return any((writable.collection / "segments").glob(".building-*")) and not writable.builders()
+def _unfinished(writable: WritableNode) -> list[Path]:
+    """Return the directories of segments that are being built: one for each merge's process, and the writer's own."""
+    return list((writable.collection / "segments").glob(".building-*"))
 
 
 def _compare(writable: WritableNode, writers: list[Writer], results: Killed) -> list[str]:
