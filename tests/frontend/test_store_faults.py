@@ -1,8 +1,10 @@
 """Uploads and indexing that are interrupted, refused or out of bounds leave nothing behind, or are resumed."""
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -19,6 +21,7 @@ from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.collection import ensure
 from runtime.retrieval.stores.file_folder import FileFolder
 from runtime.retrieval.stores.records import StoreFile
+from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.multipart import FORM_BYTES
 from runtime.serving.http.service import Settings
 from runtime.testing.waiting import eventually
@@ -298,3 +301,34 @@ def test_a_file_that_is_removed_while_it_is_read_is_not_written_afterwards(
         with CollectionReader(tmp_path / "collection") as reader:
             first_passages = [f"{store}/{id}/0" for id in (file, next_file.id)]
             assert [*reader.state.rows_of(first_passages)] == first_passages[1:]
+
+
+def test_a_cancelled_file_that_is_added_again_at_once_keeps_its_new_passages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleting, written, delete_where, upsert = Event(), Event(), WriterService.delete_where, WriterService.upsert
+
+    async def delete_late(*arguments: Any) -> int:
+        deleting.set()
+        await asyncio.to_thread(written.wait, 0.5)
+        return await delete_where(*arguments)
+
+    async def write(*arguments: Any) -> Any:
+        stored = await upsert(*arguments)
+        written.set()
+        return stored
+
+    search = StoreSearch(tmp_path / "collection")
+    search.paused = True
+    with store_node(tmp_path, search=search) as cluster, cluster.client() as client, ThreadPoolExecutor(1) as thread:
+        files, store, file = client.vector_stores.files, client.vector_stores.create().id, upload(client)
+        batch = client.vector_stores.file_batches.create(store, file_ids=[file])
+        monkeypatch.setattr(WriterService, "delete_where", delete_late)
+        monkeypatch.setattr(WriterService, "upsert", write)
+        cancelled = thread.submit(client.vector_stores.file_batches.cancel, batch.id, vector_store_id=store)
+        assert deleting.wait(WAIT)
+        search.paused = False
+        assert files.create_and_poll(file, vector_store_id=store, poll_interval_ms=20).status == "completed"
+        cancelled.result()
+        with CollectionReader(tmp_path / "collection") as reader:
+            assert [*reader.state.rows_of([f"{store}/{file}/0"])]

@@ -72,7 +72,7 @@ class Indexer:
             self._idle.put(reader)
         self._wanted: set[tuple[str, str]] = set()  # (store, file) to be indexed, again if that is in progress
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._removals: set[asyncio.Task[None]] = set()
+        self._removals: dict[asyncio.Task[None], tuple[str, str]] = {}  # what each removes; file "": a whole store
         self._attempts: dict[tuple[str, str], asyncio.Event] = {}  # each set if what it indexes is removed meanwhile
         self._writing: defaultdict[str, set[asyncio.Task[Stored]]] = defaultdict(set)  # by store
 
@@ -105,8 +105,8 @@ class Indexer:
             if store == key[0] and key[1] in ("", file):
                 removal.set()
         task = asyncio.create_task(self._remove(removed, key))
-        self._removals.add(task)
-        task.add_done_callback(self._removals.discard)
+        self._removals[task] = key
+        task.add_done_callback(self._removals.pop)
         return task
 
     async def passages(self, file: StoredFile, entry: StoreFile) -> list[FilePassage]:
@@ -157,6 +157,8 @@ class Indexer:
                         self._wanted.discard(key)
                         self._attempts[key] = removal = asyncio.Event()  # before it looks at the catalogue
                         try:
+                            if removals := [task for task, removed in self._removals.items() if removed == key]:
+                                await asyncio.wait(removals)  # of the same file before it was added again
                             await self._index_once(*key, removal)
                         finally:
                             del self._attempts[key]
