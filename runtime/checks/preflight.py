@@ -19,6 +19,7 @@ from runtime.node.config import CollectionSection, NodeConfig
 from runtime.node.engine_config import ModelSection, VllmSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import CPU, NodePlan
+from runtime.node.run_dir import check_run_dir
 from runtime.packages import require_packages, torch_cuda
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.embedder import EmbedderSpec
@@ -100,6 +101,8 @@ def check_without_start(plan: NodePlan) -> None:
     if isinstance(plan.config.model, VllmSection):
         check_arguments(plan.config.model)
         check_transfer(plan.config.model, nixl=find_vllm(plan.config.model).nixl)
+    check_run_dir(Path(plan.run_dir))
+    _check_directory("node.run_dir", plan.run_dir, "files")
     _check_directory("log.directory", plan.config.log.directory, "log files")
     _check_directory("stores.path", plan.config.stores.path, "files")
     if plan.config.own_model is not None:

@@ -278,7 +278,7 @@ class NodeConfig(Section, frozen=True):
     @property
     def stores_answers(self) -> bool:
         """Whether the answer cache is active."""
-        return self.answer_cache.threshold > 0 and self.model is not None
+        return self.answer_cache.threshold > 0
 
     @property
     def restart_wait_s(self) -> float:

@@ -172,6 +172,21 @@ def _check_parent(parent: Path, path: Path) -> None:
         )
 
 
+def check_run_dir(path: Path) -> None:
+    """Raise `ConfigError` as `RunDir.acquire` does for a directory that nodes must not use, if it exists."""
+    try:
+        fd = _open(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"node.run_dir: cannot use {path}: {error.strerror}") from error
+    try:
+        _check_private(path, os.fstat(fd))
+        _check_own(path, fd)
+    finally:
+        os.close(fd)
+
+
 def find_node(node: str | Path = "") -> NodeInfo:
     """Return the running node of that name or in that run directory; without either, the only running node.
 

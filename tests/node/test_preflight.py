@@ -35,6 +35,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"collections": [{"name": "notes", "path": "model"}]},
         "collection notes: ",
     ),
+    "a run directory under a file": ({"node": {"run_dir": "file/run"}}, "node.run_dir: cannot use "),
+    "a run directory with somebody's files": ({"node": {"run_dir": "shared"}}, "which nodes remove, beside "),
+    "an answer cache without a model": (
+        {"answer_cache": {"threshold": 0.97}},
+        "answer_cache.threshold = 0.97: answers are those of a model",
+    ),
     "a log directory under a file": ({"log": {"directory": "file/logs"}}, "cannot create log files there: "),
     "a log directory that is a file": ({"log": {"directory": "file"}}, "cannot create log files there: "),
     "a log directory under /proc": ({"log": {"directory": "/proc/x"}}, "log.directory = '/proc/x': cannot create log"),
@@ -53,6 +59,8 @@ def ask(folder: Path, sections: dict[str, Any], *command: str) -> Result:
         bulk_load.build(np.eye(8, dtype=np.float32), folder / "docs", degree=2)
     (folder / "file").touch()
     (folder / "model").mkdir(exist_ok=True)
+    (folder / "shared" / "kv").mkdir(parents=True, exist_ok=True)
+    (folder / "shared" / "app.py").touch()
     (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
     sections = {"http": {"port": 0}, "collections": [{"name": "docs", "path": "docs"}]} | sections
     lines = [f"{name}.{key} = {json.dumps(value)}" for name, section in sections.items() if name != "collections"

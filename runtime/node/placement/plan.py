@@ -280,6 +280,11 @@ def _check_memory_kinds(workers: list[WorkerPlan]) -> None:
 def _check_counts(config: NodeConfig) -> None:
     if config.model is None and not config.searchable:
         raise ConfigError("nothing to serve: configure [model], [[collections]] or [stores]")
+    if config.model is None and config.answer_cache.threshold:
+        raise ConfigError(
+            f"answer_cache.threshold = {config.answer_cache.threshold}: answers are those of a model, and this node "
+            "has none: configure [model], or remove it"
+        )
     if config.http.workers > 1 and not config.searchable:
         raise ConfigError(
             f"http.workers = {config.http.workers}: more than one answers searches, and this node has no collections"
