@@ -24,7 +24,7 @@ import stat
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -113,24 +113,6 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         return zlib.crc32(name.encode()) % self.shards
 
 
-class _OldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The description of a collection that an earlier version made empty."""
-
-    identity: _Identity
-    dim: _Dim
-    metric: str
-    dtype: str = "float32"
-    degree: _Degree = 32
-    embedder: EmbedderSpec | None = None
-    demanded: str | None = None
-    schema: dict[str, AttributeType] = {}
-    kind: Literal["live"] = "live"
-    format: str = _MANIFEST_FORMAT
-    version: int = VERSION
-    sha256: str = ""
-    shards: _Shards | msgspec.UnsetType = msgspec.UNSET
-
-
 class SegmentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A sealed segment: the number of its directory, its rows, the checksum of its description, and its shard."""
 
@@ -190,12 +172,12 @@ def checksum_of(content: bytes) -> FileChecksum:
 
 def encode_with_checksum(content: msgspec.Struct) -> bytes:
     """Encode a struct as a JSON file, with its own checksum in its field `sha256`."""
-    whole = msgspec.structs.replace(content, sha256=_digest(content))
-    return msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
+    fields = msgspec.json.decode(msgspec.json.encode(content), type=dict[str, Any])
+    return msgspec.json.format(msgspec.json.encode(fields | {"sha256": _digest(fields)}), indent=1) + b"\n"
 
 
-def _digest(content: msgspec.Struct) -> str:
-    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(content, sha256=""))).hexdigest()
+def _digest(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(msgspec.json.encode(fields | {"sha256": ""})).hexdigest()
 
 
 # ---- writing
@@ -246,13 +228,9 @@ def read_description(directory: Path) -> Description:
     if status_of(path) is None:
         raise CollectionError(f"{directory} is not a collection: {path} is missing")
     content = read_bytes(path)
-    match _format_of(content):
-        case "trinity-collection":
-            description = decoded(path, content, Description)
-        case "trinity-live-collection":
-            description = _converted(decoded(path, content, _OldDescription))
-        case _:
-            raise CollectionError(f"{directory} is not a collection: {path} was not written by Trinity")
+    if _format_of(content) not in (FORMAT, _MANIFEST_FORMAT):
+        raise CollectionError(f"{directory} is not a collection: {path} was not written by Trinity")
+    description = decoded(path, content, Description)
     if description.dtype == "int8":
         raise CollectionError(f"{path} is of int8 rows, which no longer exist: build it anew (float16 is smaller)")
     if description.metric not in METRICS or description.dtype not in DTYPES:
@@ -298,34 +276,26 @@ def check_sizes(directory: Path, files: Mapping[str, FileChecksum]) -> None:
             raise CollectionError(f"{directory / name} is damaged: it has {status.st_size} bytes, not {checksum.bytes}")
 
 
-def _converted(old: _OldDescription) -> Description:
-    return Description(
-        dim=old.dim,
-        metric=old.metric,
-        dtype=old.dtype,
-        degree=old.degree,
-        embedder=old.embedder,
-        shards=1 if old.shards is msgspec.UNSET else old.shards,
-        format=FORMAT,
-        version=VERSION,
-        sha256="",
-        nonce=old.identity,
-        demanded=old.demanded,
-        declared=old.schema,
-    )
-
-
 def decoded(path: Path, content: bytes, struct: type[_T]) -> _T:
     """Decode and check a struct that `encode_with_checksum` encoded. Raises `CollectionError`."""
     try:
-        value: Any = msgspec.json.decode(content, type=struct)
+        fields = msgspec.json.decode(content, type=dict[str, Any])
+        value: Any = msgspec.convert(_present_names(fields), struct)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CollectionError(f"{path} is damaged: {error}") from error
     if value.version != VERSION:
         raise CollectionError(f"{path} has version {value.version}; this Trinity reads {VERSION}: build it again")
-    if value.sha256 != _digest(value):
+    if value.sha256 != _digest(fields):
         raise CollectionError(f"{path} is damaged: its checksum does not match its content")
     return value  # type: ignore[no-any-return]
+
+
+def _present_names(fields: dict[str, Any]) -> dict[str, Any]:
+    """Rename the fields of the description of a collection that an earlier version made empty."""
+    if fields.get("kind") != "live":
+        return fields
+    names = {"identity": "nonce", "schema": "declared"}
+    return {names.get(name, name): value for name, value in fields.items() if name != "kind"}
 
 
 class _Format(msgspec.Struct):
