@@ -12,8 +12,8 @@ import pytest
 
 from runtime.errors import Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
-from runtime.retrieval.collections.keyword_search import KeywordSearch
 from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.search import search_keywords
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
@@ -105,12 +105,11 @@ Find = Callable[..., list[str]]
 def searching(harness: KeywordHarness, clock: Callable[[], float]) -> Iterator[Find]:
     """Yield a search for the ids of documents with words of a text, by an index with this clock."""
     with CollectionReader(harness.documents.directory) as reader:
-        search = KeywordSearch(reader.state, clock)
 
         def find(text: str, wanted: dict[str, Any] | None = None) -> list[str]:
             reader.poll()
             passing = None if wanted is None else parse_filter(wanted)
-            rows, _ = search.search_keywords(text, vector_of(0), 1000, passing, LATER_NS)
+            rows, _ = search_keywords(reader.state, text, vector_of(0), 1000, passing, LATER_NS, clock)
             return sorted(one.id for one in harness.documents.get(rows.tolist()) if one is not None)
 
         yield find

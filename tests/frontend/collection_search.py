@@ -7,8 +7,8 @@ import numpy as np
 
 from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.collection_summary import CollectionSummary
-from runtime.retrieval.collections.keyword_search import KeywordSearch
 from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.search import search_keywords
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.neighbors import fuse_ranks
 from runtime.retrieval.passages import OnRead, Passage
@@ -36,7 +36,7 @@ class CollectionSearch(NoCollections):
         with CollectionReader(self.directory) as reader:
             rows, distances = (one[0] for one in reader.search(query, k, filter=wanted))
             if asked.hybrid:
-                by_words = KeywordSearch(reader.state).search_keywords(text, query[0], k, wanted, 1 << 62)
+                by_words = search_keywords(reader.state, text, query[0], k, wanted, 1 << 62)
                 rows, distances = fuse_ranks((rows, distances), by_words, k, asked.hybrid)
             found = reader.documents(rows[rows >= 0].tolist())
         return [

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from gpu import GraphIndex
 from runtime.errors import CollectionError, CollectionReplaced, DeadlineExceeded
 from runtime.retrieval.collections.bulk_load import Metric
-from runtime.retrieval.collections.keyword_search import distances
+from runtime.retrieval.collections.search import distances
 from runtime.retrieval.keywords.index import (
     CHUNK,
     MAX_DOCUMENT_WORDS,

@@ -1,5 +1,6 @@
 """The growing segment: the rows of the log in memory, searched exactly (the memtable of an LSM tree)."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
@@ -23,14 +24,14 @@ _PART = 64  # documents that are appended at once, with up to 256 strings in eac
 class GrowingSegment(Part):
     """Consecutive rows from `first` on, which are appended.
 
-    postings: of the first rows; keyword searches add the others (`keyword_search`).
+    postings: the keyword index of the first rows; searches add the others.
     """
 
     def __init__(self, first: int, dim: int, metric: str) -> None:
         super().__init__(0, _INITIAL_ROWS)
         self.first = first
         self.documents: list[Document] = []
-        self.postings = Postings()
+        self.postings, self._adding = Postings(), threading.Lock()
         self._dim, self._metric = dim, metric
         self._columns = Columns()
         self._matrix = self._allocate(_INITIAL_ROWS)
@@ -106,6 +107,16 @@ class GrowingSegment(Part):
         while row > old and row >= self.first:
             row = self._replaced.get(row, -1)
         return row >= 0
+
+    def add_postings(self, count: int, more: Callable[[], bool]) -> None:
+        """Add rows to the keyword index until it has `count`, or after one or more `more` is false. Thread-safe."""
+        while len(self.postings) < count:
+            with self._adding:
+                if len(self.postings) < count:
+                    document = self.documents[len(self.postings)]
+                    self.postings.add(document.title, document.text)
+            if not more():
+                break
 
     def document_lookup(self) -> Callable[[int], Document | None]:
         """Return a lookup of the documents by row that does not keep the vectors in memory."""

@@ -1,10 +1,17 @@
-"""Search over the state of a collection: sealed segments by their graphs, growing rows exactly, then a merge.
+"""Search over the state of a collection, for vectors and for words.
 
-Where only a share of a segment's rows may be results (because of a filter or deletions), either each of those rows is
-compared with the query, or the graph is walked with a candidate list that is longer in inverse proportion to that
-share. The rule is the engine's: `gpu.cpu.extend.filtered`.
+For vectors, sealed segments are searched by their graphs, growing rows exactly, and the results are merged. Where only
+a share of a segment's rows may be results (because of a filter or deletions), either each of those rows is compared
+with the query, or the graph is walked with a candidate list that is longer in inverse proportion to that share. The
+rule is the engine's: `gpu.cpu.extend.filtered`.
+
+For words, the segments' keyword indexes and that of the growing rows are ranked together. Searches add growing rows to
+theirs, each for a short while: as long as the newer version of a document is not in it, the older one is found.
 """
 
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +19,17 @@ from numpy.typing import NDArray
 
 from gpu import GpuError, GraphIndex
 from gpu.params import MAX_TOP_M
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, Unavailable
 from runtime.retrieval.attributes.columns import Bits
-from runtime.retrieval.attributes.evaluation import Work
+from runtime.retrieval.attributes.evaluation import Work, check_deadline
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter
 from runtime.retrieval.collections.growing_segment import GrowingSegment
-from runtime.retrieval.collections.state import State
+from runtime.retrieval.collections.segment import Segment
+from runtime.retrieval.collections.state import Snapshot, State, vectors_of
+from runtime.retrieval.keywords.index import Searched, search_indexes
 from runtime.retrieval.neighbors import Neighbors, merge_neighbors
+
+_ADD_S = 0.25  # how long a search for words adds growing rows to their index
 
 
 def search(
@@ -87,3 +98,59 @@ def search_segment(
     if not longer:
         return index.exact(queries, k, rows)
     return index.search(queries, k, longer, search_width, patience, threads, allowed=allowed, min_allowed=top_m)
+
+
+# ---- words
+
+
+def search_keywords(
+    state: State,
+    text: str,
+    vector: NDArray[np.float32],
+    depth: int,
+    filter: Filter | None,
+    deadline_ns: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> Neighbors:
+    """Return the rows that match words of a text and pass a filter, by descending BM25 score, int64 [≤ depth], and
+    the distances of their vectors from the text's `vector`, float32 [≤ depth].
+
+    Raises the errors of `search_indexes`, and `Unavailable` if a segment has no index.
+    """
+    snapshot, until = state.snapshot(), clock() + _ADD_S
+    snapshot.growing.add_postings(len(snapshot.alive[-1]), lambda: clock() < until)
+    searched = _searched(state, snapshot, filter, Work(partial(check_deadline, deadline_ns)))
+    rows = search_indexes(searched, text, depth, deadline_ns)
+    return rows, distances(vectors_of(snapshot.parts, rows, len(vector)), vector, state.description.metric)
+
+
+def _searched(state: State, snapshot: Snapshot, filter: Filter | None, work: Work) -> list[Searched]:
+    passing, growing = snapshot.passing(filter, work), snapshot.growing
+    count = len(growing.postings)
+    if count < len(passing[-1]):  # the rows whose newer versions are not in the index yet remain visible
+        until = growing.first + count
+        rows = growing.replaced_by(until + np.flatnonzero(snapshot.alive[-1][count:]), until)
+        for number, part in enumerate(snapshot.parts):
+            at = part.positions(rows)
+            at, passing[number] = at[at < len(passing[number])], passing[number].copy()
+            passing[number][at] = True if filter is None else part.passing(filter)[at]
+        passing[-1] = passing[-1][:count]
+    searched = []
+    for part, bits in zip(snapshot.parts, passing, strict=True):
+        if isinstance(part, Segment) and part.lacks_keywords:
+            where = state.directory
+            raise Unavailable(f"{where} has a segment without a keyword index: `trinity index compact` makes one")
+        words = part.keywords if isinstance(part, Segment) else growing.postings
+        if words is not None:
+            searched.append(Searched(words, part.rows, bits))
+    return searched
+
+
+def distances(vectors: NDArray[np.float32], query: NDArray[np.float32], metric: str) -> NDArray[np.float32]:
+    """Return distances of vectors [n, d] to a query [d]: squared for l2; 1 - cosine; negative dot product for ip."""
+    if metric == "l2":
+        return np.asarray(np.square(vectors - query).sum(axis=1), np.float32)
+    if metric == "ip":
+        return np.asarray(-(vectors @ query), np.float32)
+    lengths = np.linalg.norm(vectors, axis=1) * np.linalg.norm(query)
+    return np.asarray(1 - (vectors @ query) / np.maximum(lengths, 1e-30), np.float32)

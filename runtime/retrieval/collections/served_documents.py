@@ -15,9 +15,9 @@ from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.description import DESCRIPTION, DOCUMENTS
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.files import Files
-from runtime.retrieval.collections.keyword_search import KeywordSearch
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.retired_documents import RetiredDocuments
+from runtime.retrieval.collections.search import search_keywords
 from runtime.retrieval.collections.state import State
 from runtime.retrieval.embedding.embedder import embedder_name
 from runtime.retrieval.neighbors import Neighbors
@@ -78,7 +78,7 @@ class CollectionDocuments(CollectionReader):
         self._lock, self._recent = threading.Lock(), RecentDocuments()
         self._current_ns = 0  # when the files were looked at last, and had nothing new
         self._counting, self._counted = threading.Lock(), (object(), 0)  # what was counted last, and its files
-        self._keywords = KeywordSearch(self.state, clock)
+        self._clock = clock
 
     @property
     def was_written(self) -> bool:
@@ -188,10 +188,10 @@ class CollectionDocuments(CollectionReader):
     def search_keywords(
         self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int
     ) -> Neighbors:
-        """Poll, then search: see `KeywordSearch.search_keywords`."""
+        """Poll, then search: see `search.search_keywords`."""
         with self._lock:
             self.poll()
-        return self._keywords.search_keywords(text, vector, depth, filter, deadline_ns)
+        return search_keywords(self.state, text, vector, depth, filter, deadline_ns, self._clock)
 
 
 def _shown(state: State, rows: Sequence[int], documents: Sequence[Document | None]) -> list[Document | None]:
