@@ -122,8 +122,8 @@ def test_verifying_a_directory_replaced_meanwhile_reports_no_corruption(
         writer.flush()
         with CollectionReader(tmp_path / "a") as reader:
             replace(tmp_path / "a")
-            reader.checksums.verify()
-            assert not reader.checksums.pending
+            reader.verify_segments()
+            assert not reader.unverified
             assert len(contents(reader)) == 10
 
 

@@ -112,13 +112,13 @@ def test_a_reader_verifies_its_open_segments_and_not_merged_ones(writer: Collect
         writer.upsert(documents(range(40, 80)))
         writer.flush()
         writer.compact()
-        reader.checksums.verify()
+        reader.verify_segments()
         reader.poll()
-        assert reader.checksums.pending
+        assert reader.unverified
         altered(writer.directory, "index/codes.npy")
         with pytest.raises(CollectionError, match=r"codes\.npy is damaged"):
-            reader.checksums.verify()
-    assert not reader.checksums.pending
+            reader.verify_segments()
+    assert not reader.unverified
 
 
 def test_merging_an_altered_segment_fails(writer: CollectionWriter) -> None:

@@ -20,10 +20,7 @@ from runtime.node.config import CollectionSection
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool.collections.shard import Shard, open_shard
 from runtime.pool.process import Timing
-from runtime.retrieval.collections.checksums import SegmentChecksums
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.description import Throttle, unthrottled
-from runtime.retrieval.collections.state import State
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached
@@ -124,23 +121,6 @@ def pool_of(plan: Any, **options: Any) -> InProcessPool:
     return InProcessPool(plan, **options).start()
 
 
-class HeldChecksums(SegmentChecksums):
-    """Checksums whose comparison blocks until `end` is set and then reports altered files."""
-
-    def __init__(self, state: State) -> None:
-        super().__init__(state)
-        self.begun, self.end = threading.Event(), threading.Event()
-
-    @property
-    def pending(self) -> bool:
-        return not self.begun.is_set()
-
-    def verify(self, throttle: Throttle = unthrottled) -> None:
-        self.begun.set()
-        assert self.end.wait(60)
-        raise CollectionError("altered")
-
-
 def spoil_a_vector(path: Path) -> None:
     """Alter a vector so that only a checksum detects it."""
     codes = np.load(path / "segments/0/index" / "codes.npy", mmap_mode="r+")
@@ -170,22 +150,28 @@ def test_checksums_are_verified_once_the_system_permits_another_thread(
     until(lambda: catalogue.checked_share == 1.0, lambda: catalogue.poll(0))
 
 
-def test_a_query_in_flight_on_a_removed_collection_is_answered(both: tuple[Path, Path], make_pool: MakePool) -> None:
-    opened: list[HeldChecksums] = []
+def test_a_query_in_flight_on_a_removed_collection_is_answered(
+    both: tuple[Path, Path], make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def held_and_altered(throttle: object) -> None:
+        begun.set()
+        assert end.wait(60)
+        raise CollectionError("altered")
 
     def opener(section: CollectionSection, worker: int) -> Shard:
         shard = open_shard(section, worker)
         if section.name == "code":
-            shard.reader.checksums = checksums = HeldChecksums(shard.reader.state)
-            opened.append(checksums)
+            monkeypatch.setattr(shard.reader, "verify_segments", held_and_altered)
         return shard
 
     pool = make_pool(plan_with(both), opener=opener)
     with pool.attach() as client:
-        until(opened[0].begun.is_set, pool.step)
+        until(begun.is_set, pool.step)
         request_id = client.submit(QUERY, SearchSpec("code", 3, "decode"))
         pool.step()
-        opened[0].end.set()
+        end.set()
         until(lambda: all(thread.name != "checksums" for thread in threading.enumerate()))
         assert pool.pool.busy
         pool.step()

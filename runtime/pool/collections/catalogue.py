@@ -100,9 +100,7 @@ class PoolCatalogue:
     def _opened(self, section: CollectionSection, check: bool) -> Shard:
         shard = self._open(section, self._worker)
         if check:
-            shard.reader.checksums.verify()
-        elif section.verify == "never":
-            shard.reader.checksums.close()
+            shard.reader.verify_segments()
         return shard
 
     # ---- state
@@ -131,9 +129,9 @@ class PoolCatalogue:
     @property
     def checked_share(self) -> float:
         """Verified share of the served collections' bytes that are to be verified, 0 to 1."""
-        due = [e.shard.reader.checksums for e in self._entries.values() if e.shard and e.section.verify != "never"]
-        total = sum(checksums.total_bytes for checksums in due)
-        return sum(checksums.read_bytes for checksums in due) / total if total else 1.0
+        due = [e.shard.reader for e in self._entries.values() if e.shard and e.section.verify != "never"]
+        total = sum(reader.state.file_bytes() for reader in due)
+        return sum(reader.verified_bytes for reader in due) / total if total else 1.0
 
     @property
     def reloading(self) -> bool:
@@ -195,10 +193,10 @@ class PoolCatalogue:
         if any(entry.checking for entry in self._entries.values()):
             return
         for entry in self._entries.values():
-            if entry.shard is not None and entry.shard.reader.checksums.pending:
-                checksums = entry.shard.reader.checksums
+            if entry.shard is not None and entry.section.verify != "never" and entry.shard.reader.unverified:
+                reader = entry.shard.reader
                 with suppress(Overloaded):  # no thread left: the next `poll` tries again
-                    entry.checking = BackgroundTask("checksums", lambda work: checksums.verify(work.throttle))  # noqa: B023
+                    entry.checking = BackgroundTask("checksums", lambda work: reader.verify_segments(work.throttle))  # noqa: B023
                 return
 
     def _finish_check(self, name: str, entry: _Entry) -> list[Change]:
@@ -232,10 +230,8 @@ class PoolCatalogue:
             if signatures[0] == damaged:
                 return None
             shard = self._open(section, self._worker)
-            if section.verify == "never":
-                shard.reader.checksums.close()
-            else:
-                shard.reader.checksums.verify(work.check_cancelled)
+            if section.verify != "never":
+                shard.reader.verify_segments(work.check_cancelled)
             if shard.served.identity == identity:
                 shard.reader.close()
                 return None
@@ -288,8 +284,6 @@ class PoolCatalogue:
         if entry.checking is not None:
             entry.checking.cancel()
             entry.checking = None
-        if entry.shard is not None:
-            entry.shard.reader.checksums.close()
 
     def close(self) -> None:
         """Stop background tasks."""
@@ -326,6 +320,7 @@ def _note(name: str, entry: _Entry) -> str:
     if entry.reload_error:
         notes.append(f"not reloaded: {entry.reload_error}")
     if entry.checking is not None and entry.shard is not None:
-        share = entry.shard.reader.checksums.read_bytes / max(entry.shard.reader.checksums.total_bytes, 1)
+        reader = entry.shard.reader
+        share = reader.verified_bytes / max(reader.state.file_bytes(), 1)
         notes.append(f"checksums {share:.0%} compared")
     return f"collection {name}: {', '.join(notes)}" if notes else ""

@@ -86,7 +86,7 @@ class Collection(CollectionReader):
         Raises `CollectionError` that names the damaged file.
         """
         with cls.open(directory) as collection:
-            collection.checksums.verify()
+            collection.verify_segments()
             collection.check_log()
             for segment in collection.state.segments:
                 segment.check()

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from runtime.errors import CollectionError, Overloaded
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.background_task import BackgroundTask
-from runtime.retrieval.collections.checksums import SegmentChecksums
 from runtime.retrieval.collections.description import (
     MANIFEST,
     Manifest,
     SegmentInfo,
+    Throttle,
     read_identity,
     read_manifest,
+    unthrottled,
 )
 from runtime.retrieval.collections.disk import storage_error
 from runtime.retrieval.collections.documents import Document
@@ -39,7 +40,6 @@ class CollectionReader:
     """A collection as of the last `poll`. Any number of processes may read; each sees all acknowledged writes, and may
     see a write shortly before it is acknowledged. Files that the writer removes stay readable while they are open.
 
-    checksums: of the open segments, for a thread of a long-running reader to verify.
     replaced: whether another collection replaced this one in the directory, or it was moved; the state stays as it is
         then, which is the last one, because no write is acknowledged to a directory that was replaced.
     applying: whether a write is applied in part, so that `poll` should be called again soon.
@@ -72,7 +72,6 @@ class CollectionReader:
         self._loading: tuple[list[SegmentInfo], BackgroundTask[Loaded]] | None = None
         self._loaded: Loaded = {}  # and not installed
         self._open(shard)
-        self.checksums = SegmentChecksums(self.state)
 
     def _open(self, shard: int | None) -> None:
         """Open the description, the segments of the current manifest, and its log, and apply this.
@@ -257,8 +256,39 @@ class CollectionReader:
         """Return the documents of rows that a search found; None for one that was deleted and merged away since."""
         return self.state.documents(rows)
 
+    # ---- checksums
+
+    @property
+    def unverified(self) -> list[Segment]:
+        """The open segments whose checksums were not compared."""
+        return [segment for segment in self.state.segments if segment.verified_bytes is None]
+
+    @property
+    def verified_bytes(self) -> int:
+        """Bytes of the open segments' files that were compared, of `state.file_bytes()`."""
+        return sum(segment.verified_bytes or 0 for segment in self.state.segments)
+
+    def verify_segments(self, throttle: Throttle = unthrottled) -> None:
+        """Compare the checksums of the open segments, and of those that are opened meanwhile, each once. On any thread.
+
+        Raises `CollectionError` that names the first damaged file.
+        """
+        while unverified := self.unverified:
+            try:
+                unverified[0].verify(throttle)
+            except CollectionError:
+                if self._is_current(unverified[0].info):  # else it was merged away, or the directory was moved
+                    raise
+
+    def _is_current(self, info: SegmentInfo) -> bool:
+        try:
+            return info in read_manifest(self.directory).segments
+        except CollectionError:  # `poll` reports it
+            return False
+
+    # ---- the end
+
     def close(self) -> None:
-        self.checksums.close()
         self.log.close()
         self.state.close()
 

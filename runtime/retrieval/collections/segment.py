@@ -99,7 +99,8 @@ def _read_contents(path: Path, info: SegmentInfo) -> Contents:
 class Segment(Part):
     """An open segment. Its rows ascend, except in a bulk load of vectors with ids.
 
-    `files`: the checksums of its files, by their paths within `path`. Attributes are read when they are first used.
+    `files`: the checksums of its files, by their paths within `path`; `verified_bytes`: how much of them `verify` has
+    read, None before it was called. Attributes are read when they are first used.
     `store`: None for a segment of bare vectors: the document of row 7 is an empty one with the id "7".
     """
 
@@ -114,6 +115,7 @@ class Segment(Part):
         """Use `load`."""
         super().__init__(index.size, index.size)
         self.info, self.path, self.index, self.files = info, path, index, files
+        self.verified_bytes: int | None = None
         self._bits: NDArray[np.uint64] | None = None  # `alive`, once it was asked for
         self.store = store
         self._columns: Columns | None = None
@@ -165,8 +167,14 @@ class Segment(Part):
 
     def verify(self, throttle: Throttle = unthrottled) -> None:
         """Compare the checksums of all files. Raises `CollectionError`."""
+        self.verified_bytes = 0
+
+        def counted(read_bytes: int) -> None:
+            self.verified_bytes = (self.verified_bytes or 0) + read_bytes
+            throttle(read_bytes)
+
         for name, known in self.files.items():
-            verify_file(self.path / name, known, throttle)
+            verify_file(self.path / name, known, counted)
 
     # ---- rows
 

@@ -162,8 +162,8 @@ class State:
         with self.lock:
             return sum(part.count for part in self.parts)
 
-    def file_bytes(self, name: str) -> int:
-        """Return the bytes of a file of the segments, all together: see `Segment.file_bytes`."""
+    def file_bytes(self, name: str = "") -> int:
+        """Return the bytes of a file of the segments, all together, or of all files: see `Segment.file_bytes`."""
         return sum(segment.file_bytes(name) for segment in self.segments)
 
     def alive_rows(self) -> Rows:
