@@ -46,7 +46,7 @@ from runtime.node.config import NodeConfig
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.worker_config import SEARCH_WIDTH
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.reader import CollectionReader
 
 _PREFILL_SHARE, _OVERLOAD = 0.15, 2.0
 _WINDOW = 240  # of 256 slots of a ring
@@ -248,8 +248,8 @@ def _built(
         print("building the index", file=sys.stderr)
         metric = "l2" if "l2" in name else "cosine"
         bulk_load.build(base, collection, metric=metric, degree=32)  # type: ignore[arg-type]
-    with Collection.open(collection) as opened:
-        ids, _ = opened.index.search(queries, 10, top_m=options.top_m, search_width=options.search_width)
+    with CollectionReader(collection) as opened:
+        ids, _ = opened.search(queries, 10, top_m=options.top_m, search_width=options.search_width)
     recall = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(ids.tolist(), truth.tolist(), strict=True)])
     return name, collection, queries, float(recall)
 

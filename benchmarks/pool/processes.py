@@ -34,7 +34,7 @@ from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import NodePlan
 from runtime.pool.process import Pool
 from runtime.pool.sizing import fewest_slots, measure
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.testing.worker import make_worker
 
 _context = multiprocessing.get_context("spawn")
@@ -67,7 +67,7 @@ def _engine_main(collection: Path, queries: Vectors, usual: QueryClass, seed: in
     in the caches what their predecessors have read.
     """
     _pin(core)
-    index = Collection.open(collection).index
+    index = CollectionReader(collection).state.segments[0].index
     _, k, top_m, width = usual
     shuffled = np.random.default_rng(seed).permutation(queries)
     largest = CpuEngine({"docs": index}, slots=_STEPWISE_SLOTS, max_top_m=top_m, max_search_width=width)

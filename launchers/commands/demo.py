@@ -18,7 +18,7 @@ from launchers.progress import BuildProgress
 from runtime.errors import CollectionError, Unavailable
 from runtime.node.run_dir import NodeInfo
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.sources import Progress
 from runtime.retrieval.ingestion.python_docs import python_documents
 from runtime.serving import stages
@@ -85,8 +85,8 @@ def demo(
     with BuildProgress(sys.stderr) as progress:
         smollm.ensure_converted(lambda what, share: progress("converting the model", share))
         collection = prepare_collection(home, progress)
-    with Collection.open(collection) as docs:
-        said = f"{docs.size} passages of Python's reference, {docs.description.dim} dimensions"
+    with CollectionReader(collection) as docs:
+        said = f"{docs.state.count} passages of Python's reference, {docs.description.dim} dimensions"
     console.print(f"index: {said}; model: {smollm.NAME}\n")
     config = home / "node.toml"
     config.write_text(node_file(NAME, port, collection))
@@ -114,7 +114,7 @@ def prepare_collection(home: Path, progress: Progress) -> Path:
     home.mkdir(mode=0o700, exist_ok=True)
     path = home / f"python-{platform.python_version()}"
     try:
-        Collection.open(path).close()
+        CollectionReader(path).close()
     except CollectionError:
         cores = len(os.sched_getaffinity(0))
         bulk_load.build(python_documents(), path, threads=cores, force=path.exists(), progress=progress)

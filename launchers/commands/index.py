@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
+from gpu.index.storage import CODE_FILES
 from gpu.params import MAX_SEARCH_WIDTH, MAX_TOP_M
 from launchers.commands import writes
 from launchers.commands.embedding_device import BuildDevice, load_for_documents, load_on
@@ -24,8 +25,9 @@ from runtime.errors import BuildRefused, CollectionError, UsageError
 from runtime.node.run_dir import find_node
 from runtime.node.supervisor.admin import reload_collections
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.description import DOCUMENTS, KEYWORDS
+from runtime.retrieval.collections.description import DOCUMENTS, INDEX, KEYWORDS
+from runtime.retrieval.collections.log import log_bytes
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.sources import read_truth, read_vectors
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec, embedder_name
@@ -204,8 +206,8 @@ def _build_empty(
 
 def _print_built(out: Path, ingested: IngestReport, begin: float) -> None:
     _print_skipped(ingested)
-    with Collection.open(out) as built:
-        size, dim = built.size, built.description.dim
+    with CollectionReader(out) as built:
+        size, dim = built.state.count, built.description.dim
     print(f"{out}: {size:,} vectors of {dim} dimensions, built in {time.monotonic() - begin:.1f} s")
 
 
@@ -241,17 +243,18 @@ def reload(
 @index_app.command()
 def info(directory: Directory) -> None:
     """Describe a collection."""
-    with Collection.open(directory) as collection:
+    with CollectionReader(directory) as collection:
         _print_described(collection)
 
 
-def _print_described(collection: Collection) -> None:
+def _print_described(collection: CollectionReader) -> None:
     about, state = collection.description, collection.state
+    codes = sum(state.file_bytes(f"{INDEX}/{name}") for name in CODE_FILES)
     sizes = {name: f"yes, {size / 1e6:,.1f} MB" if size else "no" for name, size in (
         ("documents", state.file_bytes(DOCUMENTS)), ("keyword index", state.file_bytes(KEYWORDS)),
     )}  # fmt: skip
     for name, value in {
-        "vectors": f"{collection.size:,}",
+        "vectors": f"{collection.state.count:,}",
         "dimensions": about.dim,
         "metric": about.metric,
         "dtype": about.dtype,
@@ -259,9 +262,8 @@ def _print_described(collection: Collection) -> None:
         "shards": about.shards,
         "segments": ", ".join(f"{one.info.number}: {one.size:,}" for one in state.segments) or "none",
         "tombstones": f"{sum(one.size - one.count for one in state.segments):,}",
-        "log": f"{state.growing.size:,} rows, {collection.log_bytes / 1e6:,.1f} MB",
-        "index": f"{collection.index_bytes / 1e6:,.1f} MB, "
-        f"of which neighbour codes {collection.code_bytes / 1e6:,.1f} MB",
+        "log": f"{state.growing.size:,} rows, {log_bytes(collection.directory) / 1e6:,.1f} MB",
+        "index": f"{state.file_bytes(INDEX) / 1e6:,.1f} MB, of which neighbour codes {codes / 1e6:,.1f} MB",
         **sizes,
         "attributes": ", ".join(f"{name} ({kind})" for name, kind in sorted(state.schema.items())) or "none",
         "demanded": about.demanded or "none",
@@ -275,7 +277,7 @@ def _print_described(collection: Collection) -> None:
 @index_app.command()
 def verify(directory: Directory) -> None:
     """Verify the checksum of every file of a collection."""
-    torn = Collection.verify(directory)
+    torn = CollectionReader.verify(directory)
     print(f"{directory}: every checksum is correct")
     if torn:
         print(torn)
@@ -311,7 +313,7 @@ def search(
     _check("--search-width", search_width, MAX_SEARCH_WIDTH)
     vectors = read_vectors(queries)
     true_ids = None if truth is None else read_truth(truth, len(vectors), k)
-    with Collection.open(directory) as collection:
+    with CollectionReader(directory) as collection:
         if vectors.shape[1] != (dim := collection.description.dim):
             raise CollectionError(
                 f"{queries}: its vectors have {vectors.shape[1]} dimensions, those of {directory} {dim}"

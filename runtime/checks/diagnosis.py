@@ -28,7 +28,7 @@ from runtime.node.placement.machine import Machine
 from runtime.node.supervisor.listen import listen
 from runtime.node.worker_config import KvWorkerSection
 from runtime.packages import torch_cuda
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.embedding.embedder import ServerSpec
 from runtime.retrieval.embedding.loading import embedder_location, load_embedder
 
@@ -220,7 +220,7 @@ def _embedders(config: NodeConfig) -> Iterator[Finding]:
     """Check that the embedding servers answer, with vectors of the right dimension."""
     for collection in config.collections:
         try:
-            with Collection.open(Path(collection.path)) as opened:
+            with CollectionReader(Path(collection.path)) as opened:
                 embedder = opened.embedder
         except TrinityError:
             continue  # reported by `preflight`

@@ -17,7 +17,8 @@ from runtime.node.engine_config import VllmSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan
 from runtime.node.retrieval_config import RerankSection
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.description import INDEX
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec
 from runtime.retrieval.embedding.loading import (
     DEFAULT_LOCATION,
@@ -116,7 +117,7 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
     config, process = plan.config, _PROCESS[worker.role]
     if worker.role == "pool":
         holders = len(plan.of_role("pool"))
-        indexes = {one: _read(one, lambda opened: opened.index_bytes) or 0 for one in config.collections}
+        indexes = {one: _read(one, lambda opened: opened.state.file_bytes(INDEX)) or 0 for one in config.collections}
         if worker.device != "cpu":
             return _Parts(process, sum(size // collection.shards for collection, size in indexes.items()))
         return _Parts(process, 0, mapped=sum(indexes.values()) // holders)  # replicas map the same files
@@ -178,11 +179,11 @@ def _reranker(section: RerankSection) -> int:
     return _ONNXRUNTIME + read_model_directory(Path(section.model)).size_bytes() if local else 0
 
 
-def _read(collection: CollectionSection, read: Callable[[Collection], T]) -> T | None:
+def _read(collection: CollectionSection, read: Callable[[CollectionReader], T]) -> T | None:
     """Return what `read` does of a collection, None for an optional one that does not exist. Raises
     `CollectionError`."""
     try:
-        with Collection.open(Path(collection.path)) as opened:
+        with CollectionReader(Path(collection.path)) as opened:
             return read(opened)
     except CollectionError:
         if collection.required:

@@ -21,7 +21,7 @@ from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import CPU, NodePlan
 from runtime.node.run_dir import check_run_dir
 from runtime.packages import require_packages, torch_cuda
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, EmbedderLocation, check_embedder, embedder_location
 from runtime.retrieval.reranking.reranker import check_reranker
@@ -78,7 +78,7 @@ def check_without_start(plan: NodePlan) -> None:
     device = next((worker.embedder for worker in plan.workers if worker.embedder != CPU), CPU)
     for collection in plan.config.collections:
         try:
-            with Collection.open(Path(collection.path)) as opened:
+            with CollectionReader(Path(collection.path)) as opened:
                 info = opened.description
         except CollectionError as error:
             if collection.required:

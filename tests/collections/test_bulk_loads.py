@@ -14,7 +14,6 @@ from msgspec import structs
 from runtime.errors import CollectionBusy, CollectionError, OutputRefused
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.description import (
     DESCRIPTION,
     DOCUMENTS,
@@ -76,9 +75,9 @@ def test_seals_and_merges_replace_a_bulk_load_and_remove_its_files(tmp_path: Pat
         assert len(writer.state.segments) == shards
         assert nearest(reader, 105, filter=parse_filter({"type": "eq", "key": "year", "value": 105})) == ["n5"]
     assert {int(path.name) for path in (directory / "segments").iterdir()}.isdisjoint(range(shards))
-    assert Collection.verify(directory) == ""
-    with Collection.open(directory) as found:
-        assert found.size == len(expected)
+    assert CollectionReader.verify(directory) == ""
+    with CollectionReader(directory) as found:
+        assert found.state.count == len(expected)
 
 
 def test_a_bulk_load_that_is_only_read_does_not_change(tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_an_upgrade_that_is_killed_at_any_operation_leaves_the_old_or_the_new_co
         except _Stop:
             with CollectionReader(directory) as reader:
                 assert len(contents(reader)) == ROWS
-            assert Collection.verify(directory) == ""
+            assert CollectionReader.verify(directory) == ""
             if operations % 8 == 0:
                 with open_writer(directory) as writer:
                     writer.upsert([given("new", 100)])
@@ -167,7 +166,7 @@ def test_a_lost_manifest_is_an_error_and_no_return_to_the_bulk_load(tmp_path: Pa
     with open_writer(directory) as writer:
         writer.upsert([given("new", 100)])
     (directory / "MANIFEST").unlink()
-    for use in (CollectionReader, CollectionWriter, Collection.verify):
+    for use in (CollectionReader, CollectionWriter, CollectionReader.verify):
         with pytest.raises(CollectionError, match="it has a log, but no file MANIFEST"):
             use(directory)
 
@@ -208,7 +207,7 @@ def test_a_directory_of_an_earlier_version_is_converted_when_it_is_opened(
     directory.chmod(0o750)
     identity = read_description(directory).identity
     indexes = {path.stat().st_ino for path in directory.rglob("*.npy")}
-    assert Collection.verify(directory) == ""
+    assert CollectionReader.verify(directory) == ""
     assert {path.stat().st_ino for path in directory.rglob("*.npy")} == indexes, "indexes are linked, not copied"
     assert {path.name for path in directory.iterdir()} <= {"MANIFEST", "collection.json", "log", "segments"} | {
         "tombstones", "writer.lock"
@@ -229,7 +228,7 @@ def test_a_directory_of_an_earlier_version_is_converted_when_it_is_opened(
         assert nearest(reader, 100, filter=demanded) == ["new"]
         assert contents(reader) == expected
     assert read_description(directory).identity == identity
-    assert Collection.verify(directory) == ""
+    assert CollectionReader.verify(directory) == ""
 
 
 def test_documents_without_a_keyword_index_get_one_when_they_are_converted(tmp_path: Path, golden: Path) -> None:

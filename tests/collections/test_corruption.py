@@ -10,7 +10,6 @@ import pytest
 from runtime.errors import (
     CollectionError,
 )
-from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.log import HEADER, RECORD, header_of, log_path
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.search import search
@@ -36,7 +35,7 @@ def test_a_torn_log_is_truncated_after_the_last_whole_record_and_reported(tmp_pa
         path.write_bytes(content[:size])
         kept = max([number for number, end in enumerate(ends) if end <= size], default=0)
         whole = size == 0 or size in ends
-        assert (Collection.verify(tmp_path / "a") == "") == whole
+        assert (CollectionReader.verify(tmp_path / "a") == "") == whole
         with open_writer(tmp_path / "a") as writer:
             assert (writer.repaired == "") == whole
             assert len(contents(writer)) == kept
@@ -131,12 +130,12 @@ def test_any_corrupt_file_raises_a_typed_error(tmp_path: Path) -> None:
             damaged = tmp_path / "damaged"
             shutil.copytree(whole, damaged)
             (damaged / name).write_bytes(bad)
-            for use in (Collection.verify, _opened_and_searched):
+            for use in (CollectionReader.verify, _opened_and_searched):
                 try:
                     use(damaged)
                 except CollectionError:
                     continue
-                if use == Collection.verify and name.parts[0] != "log":
+                if use == CollectionReader.verify and name.parts[0] != "log":
                     pytest.fail(f"the corruption of {name} was not detected")
             shutil.rmtree(damaged)
     with open_writer(whole) as writer:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from runtime.retrieval.collections.bulk_load import create
-from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.reader import CollectionReader
 from tests.collections.small_collections import DIM, contents, document, open_writer
 from tests.collections.writer_process import SEAL_ROWS, run
@@ -41,7 +40,7 @@ def test_a_killed_writer_loses_no_acknowledged_write_and_revives_no_deleted_docu
         assert held in possible
         with CollectionReader(directory) as reader:
             assert contents(reader) == held
-        assert Collection.verify(directory) == ""
+        assert CollectionReader.verify(directory) == ""
         assert not list((directory / "segments").glob(".building-*"))
         expected = held
     print(f"{kills} kills, {acknowledged} acknowledged writes, {sealed} segments found")  # shown with -s

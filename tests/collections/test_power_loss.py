@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.retrieval.collections.bulk_load import create
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.writer import CollectionWriter
 from tests.collections.lossy_disk import LossyDisk
 from tests.collections.small_collections import DIM, contents, document, maintain, open_writer
@@ -75,7 +75,7 @@ def test_acknowledged_writes_survive_a_power_cut_within_any_operation(tmp_path: 
         disk.write_after_power_cut(after, chance)
         with open_writer(after) as found:
             held = contents(found)
-        assert Collection.verify(after) == ""
+        assert CollectionReader.verify(after) == ""
         assert held in (acknowledged, attempted), "the contents match the state neither with nor without the last write"
         os.close(writer.lock_fd)
         disk.close()

@@ -12,7 +12,6 @@ from runtime.errors import InvalidDocument, InvalidFilter
 from runtime.retrieval.attributes.filters import AttributeBinding, Comparison
 from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, AttributeType
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections import collection as live
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
@@ -113,4 +112,4 @@ def test_concurrent_writes_of_different_types_leave_a_log_that_can_be_read(direc
     with writer_of(directory) as writer:
         writer.upsert([document("last", other="text")])
         writer.compact()
-    assert live.Collection.verify(directory) == ""
+    assert CollectionReader.verify(directory) == ""

@@ -25,7 +25,6 @@ from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collections import segment_build, validation
 from runtime.retrieval.collections import writer as writer_module
 from runtime.retrieval.collections.bulk_load import create
-from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.description import SegmentInfo, read_description
 from runtime.retrieval.collections.disk import LOCK, Disk, acquire_lock
 from runtime.retrieval.collections.log import header_of
@@ -338,7 +337,7 @@ def test_files_of_a_killed_build_are_removed(tmp_path: Path, leave: str) -> None
         (path / "x").write_bytes(b"x")
     else:
         path.write_bytes(b"x")
-    assert Collection.verify(tmp_path / "a") == ""
+    assert CollectionReader.verify(tmp_path / "a") == ""
     with open_writer(tmp_path / "a") as writer:
         assert len(contents(writer)) == 4
     assert not path.exists() or leave.startswith("log")

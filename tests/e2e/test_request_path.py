@@ -12,7 +12,7 @@ import pytest
 from launchers.http_client import get, stream
 from runtime import SearchClient
 from runtime.node.worker_config import SEARCH_WIDTH, PoolSection
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.serving.model.model_info import ModelInfo
 from runtime.testing.node import Node
@@ -78,12 +78,12 @@ def test_the_openai_client_searches_the_collection_and_has_texts_embedded(node: 
 def test_an_answer_contains_the_passages_of_exact_search_and_stage_timings(node: Node, collection: Path) -> None:
     status, answer = node.post("/v1/chat/completions", CHAT | {"retrieval": {"collection": "docs", "k": 4}})
     assert status == 200
-    with Collection.open(collection) as opened:
+    with CollectionReader(collection) as opened:
         assert opened.embedder is not None
         vector = load_embedder(opened.embedder).embed([CHAT["messages"][0]["content"]])  # type: ignore[index]
         limits = PoolSection()
-        ids, distances = opened.index.search(vector, 4, limits.top_m, SEARCH_WIDTH)
-        expected = [document.id for document in opened.get(ids[0])]
+        ids, distances = opened.search(vector, 4, limits.top_m, SEARCH_WIDTH)
+        expected = [document and document.id for document in opened.documents(ids[0].tolist())]
     passages = answer["retrieval"]["passages"]
     assert [passage["id"] for passage in passages] == expected[: len(passages)]
     assert [passage["distance"] for passage in passages] == pytest.approx(distances[0][: len(passages)], abs=1e-5)
@@ -160,10 +160,10 @@ def test_a_seeded_answer_is_reproducible_and_a_stop_string_ends_it(node: Node) -
 
 
 def test_retrieval_of_texts_and_vectors_equals_a_search_of_the_index(node: Node, collection: Path) -> None:
-    with Collection.open(collection) as opened:
+    with CollectionReader(collection) as opened:
         assert opened.embedder is not None
         vector = load_embedder(opened.embedder).embed(["the yield expression"])
-        expected = [document.id for document in opened.get(opened.index.search(vector, 5)[0][0])]
+        expected = [one and one.id for one in opened.documents(opened.search(vector, 5)[0][0].tolist())]
     for question in ({"query": "the yield expression"}, {"vector": vector[0].tolist()}):
         status, answer = node.post("/v1/retrieval", question | {"collection": "docs", "k": 5})
         assert status == 200
@@ -178,7 +178,7 @@ def test_retrieval_of_texts_and_vectors_equals_a_search_of_the_index(node: Node,
 
 
 def test_a_process_of_the_same_user_searches_through_the_ring(node: Node, collection: Path) -> None:
-    index = Collection.open(collection).index
+    index = CollectionReader(collection).state.segments[0].index
     queries = np.random.default_rng(0).normal(size=(20, index.dim)).astype(np.float32)
     expected, _ = index.search(queries, 8, top_m=64, search_width=4)
     with SearchClient.connect(node.run_dir) as client:

@@ -16,7 +16,7 @@ import numpy as np
 
 from gpu import GpuError
 from runtime.errors import TrinityError
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.reader import CollectionReader
 
 K, TOP_M = 5, 32
 ROOM_BYTES = 256 << 20  # above the process's mappings after it has searched a good collection
@@ -28,21 +28,21 @@ def queries(dim: int) -> np.ndarray:
 
 def answered(directory: Path) -> dict[str, Any]:
     """Open, search and fetch texts as a node's worker does, and verify as `index verify` does."""
-    with Collection.open(directory) as collection:
-        assert collection.index_bytes > 0
+    with CollectionReader(directory) as collection:
+        assert collection.state.file_bytes() > 0
         ids, distances = collection.search(queries(collection.description.dim), K, TOP_M, search_width=2)
         collection.search(queries(collection.description.dim), 1, 1)
         assert ids.shape == distances.shape == (4, K)
         answer = [[int(i) for i in row] for row in ids]
         texts: list[list[str]] = []
-        if collection.documents is not None:
-            for row in ids:
-                found = collection.get(row[row >= 0])
-                for document in found:
-                    assert {type(document.id), type(document.title), type(document.text)} == {str}, document
-                texts.append([document.id for document in found])
+        for row in ids:
+            found = [document for document in collection.documents(row[row >= 0].tolist()) if document is not None]
+            assert len(found) == np.count_nonzero(row >= 0)
+            for document in found:
+                assert {type(document.id), type(document.title), type(document.text)} == {str}, document
+            texts.append([document.id for document in found])
     try:
-        Collection.verify(directory)
+        CollectionReader.verify(directory)
     except TrinityError as error:
         return {"answer": answer, "texts": texts, "verified": False, "message": error.message}
     return {"answer": answer, "texts": texts, "verified": True}

@@ -25,7 +25,8 @@ from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, plan_spares
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.description import INDEX
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.embedding import loading
 from runtime.retrieval.embedding.loading import choose_embedder
 from runtime.serving.http.search_parts import computing_threads
@@ -296,8 +297,8 @@ def test_a_pool_worker_that_is_added_on_the_host_needs_no_memory_for_the_index_t
     bulk_load.build(np.eye(64, dtype=np.float32), tmp_path / "docs", degree=2)
     found = lay_out(parse_config({"collections": [{"name": "docs", "path": str(tmp_path / "docs")}]}))
     mapped = estimate_device_bytes(found)["pool-0"] - estimate_added_bytes(found)["pool-0"]
-    with Collection.open(tmp_path / "docs") as collection:
-        assert mapped == collection.index_bytes > 0
+    with CollectionReader(tmp_path / "docs") as collection:
+        assert mapped == collection.state.file_bytes(INDEX) > 0
 
 
 def test_an_optional_collection_may_be_missing_or_corrupt(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from runtime.node.placement.plan import NodePlan
 from runtime.pool.collections.shard import OpenShard, open_shard
 from runtime.pool.process import MakeArena, Timing
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.pool_session import ReplicaPolicy
 from runtime.retrieval.search.query import QueueLimits
@@ -35,7 +35,7 @@ def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def index(collection: Path) -> GraphIndex:
-    return Collection.open(collection).index
+    return CollectionReader(collection).state.segments[0].index
 
 
 @pytest.fixture(scope="session")

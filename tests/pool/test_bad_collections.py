@@ -20,7 +20,7 @@ from runtime.node.config import CollectionSection
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool.collections.shard import Shard, open_shard
 from runtime.pool.process import Timing
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.client_helpers import attached
@@ -251,7 +251,7 @@ def test_a_rebuild_on_a_full_disk_leaves_the_served_build_unchanged(
         build(both[0], 3)
     assert full.value.exit_code == EXIT_BUSY
     assert sorted(path.name for path in both[0].parent.iterdir()) == ["code", "docs"]
-    Collection.verify(both[0])
+    CollectionReader.verify(both[0])
     assert client.search(QUERY, 3, collection="docs").identity == before[0]
     build(both[0], 3)  # there is space again
 

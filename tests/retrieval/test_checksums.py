@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.description import checksum_file, verify_file
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment import Segment
 from tests.pool.rebuilds import build
 
@@ -44,7 +44,7 @@ def test_an_identity_covers_every_array(tmp_path: Path) -> None:
     text = meta.read_text()
     meta.write_text(text.replace('"sha256": "', '"sha256": "0', 1)[:-2] + "\n")
     with pytest.raises(CollectionError, match=r"meta\.json is damaged"):
-        Collection.open(tmp_path / "docs")
+        CollectionReader(tmp_path / "docs")
 
 
 def test_files_that_are_replaced_while_they_are_opened_are_opened_again(
@@ -61,9 +61,9 @@ def test_files_that_are_replaced_while_they_are_opened_are_opened_again(
         return load(*arguments)
 
     monkeypatch.setattr(Segment, "load", replacing)
-    with Collection.open(tmp_path / "docs") as found:
+    with CollectionReader(tmp_path / "docs") as found:
         assert found.identity == second
-        assert found.get([0])[0].text.endswith("generation 2")
+        assert [one and one.text for one in found.documents([0])] == ["text 0 of generation 2"]
 
 
 def test_a_collection_that_is_replaced_at_every_attempt_is_not_opened(
@@ -81,4 +81,4 @@ def test_a_collection_that_is_replaced_at_every_attempt_is_not_opened(
 
     monkeypatch.setattr(Segment, "load", replacing)
     with pytest.raises(CollectionError, match="was replaced by another collection while it was opened"):
-        Collection.open(tmp_path / "docs")
+        CollectionReader(tmp_path / "docs")

@@ -13,9 +13,9 @@ import pytest
 
 from runtime.errors import CollectionError, ModelError
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.description import DESCRIPTION, FileChecksum, encode_with_checksum, read_description
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.neighbors import recall
 
@@ -47,11 +47,11 @@ def test_vectors_alone_make_a_collection_without_documents(tmp_path: Path, vecto
     bulk_load.build(tmp_path / "v.npy", tmp_path / "from-path", metric="l2", degree=8, dtype="float16")
     bulk_load.build(vectors, tmp_path / "from-array", metric="l2", degree=8, dtype="float16")
     for name in ("from-path", "from-array"):
-        Collection.verify(tmp_path / name)
-        with Collection.open(tmp_path / name) as collection:
-            assert collection.get([7]) == [Document("7", "", "", row=7)]
+        CollectionReader.verify(tmp_path / name)
+        with CollectionReader(tmp_path / name) as collection:
+            assert collection.documents([7]) == [Document("7", "", "", row=7)]
             assert collection.embedder is None
-            ids, _ = collection.index.search(vectors, k=1)
+            ids, _ = collection.search(vectors, k=1)
             np.testing.assert_array_equal(ids[:, 0], np.arange(200))
 
 
@@ -105,9 +105,9 @@ def test_an_existing_directory_is_replaced_only_with_force(copy: Path) -> None:
         build(copy, seed=1)
     assert (copy / "collection.json").read_bytes() == before
     bulk_load.build(DOCUMENTS[:20], copy, embedder="hashing-64", degree=4, force=True)
-    with Collection.open(copy) as found:
-        assert found.size == 20
-    Collection.verify(copy)
+    with CollectionReader(copy) as found:
+        assert found.state.count == 20
+    CollectionReader.verify(copy)
     assert os.listdir(copy.parent) == ["docs"]
 
 
@@ -120,7 +120,7 @@ def test_an_unreadable_collection_is_not_reported_as_foreign(
     (copy / closed).chmod(0)
     try:
         with as_nobody(), pytest.raises(CollectionError, match=r"^docs/\S+ cannot be read: Permission denied$"):
-            Collection.open(Path("docs"))
+            CollectionReader(Path("docs"))
     finally:
         (copy / closed).chmod(0o755)
 
@@ -138,10 +138,10 @@ def as_nobody() -> Iterator[None]:
 
 
 def test_readers_keep_the_replaced_collection_open(copy: Path) -> None:
-    with Collection.open(copy) as old:
+    with CollectionReader(copy) as old:
         bulk_load.build(DOCUMENTS[3:], copy, embedder="hashing-64", degree=4, force=True)
-        ids, _ = old.index.search(load_embedder("hashing-256").embed(["a board game"]), k=1)
-        assert old.get(ids[0])[0].id == "chess"
+        ids, _ = old.search(load_embedder("hashing-256").embed(["a board game"]), k=1)
+        assert [found and found.id for found in old.documents(ids[0].tolist())] == ["chess"]
 
 
 def test_foreign_files_are_never_deleted(tmp_path: Path, copy: Path) -> None:
@@ -174,18 +174,18 @@ def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:
 
 def test_directories_that_are_not_collections_are_named(tmp_path: Path, copy: Path) -> None:
     with pytest.raises(CollectionError, match=r"no collection at .*nowhere"):
-        Collection.open(tmp_path / "nowhere")
+        CollectionReader(tmp_path / "nowhere")
     for content in (None, "{}", "[]", "nonsense", '{"format": "trinity-index"}', "9" * 100_000):
         (tmp_path / "other").mkdir(exist_ok=True)
         if content is not None:
             (tmp_path / "other" / "collection.json").write_text(content)
-        for call in (Collection.open, Collection.verify):
+        for call in (CollectionReader, CollectionReader.verify):
             with pytest.raises(CollectionError, match="other is not a collection"):
                 call(tmp_path / "other")
     manifest = (copy / "collection.json").read_text()
     (copy / "collection.json").write_text(manifest.replace('"version": 1', '"version": 2'))
     with pytest.raises(CollectionError, match="has version 2; this Trinity reads 1"):
-        Collection.open(copy)
+        CollectionReader(copy)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_an_invalid_manifest_with_a_valid_checksum_is_refused(copy: Path, change
         (copy / "MANIFEST").unlink()  # as in a bulk load of an earlier version
         shutil.rmtree(copy / "log")
     (copy / DESCRIPTION).write_bytes(encode_with_checksum(msgspec.structs.replace(manifest, **change)))
-    for call in (Collection.open, Collection.verify):
+    for call in (CollectionReader, CollectionReader.verify):
         with pytest.raises(CollectionError, match=says):
             call(copy)
 
@@ -224,7 +224,7 @@ def test_the_index_of_another_collection_is_refused(
         (copy / name).rename(tmp_path / Path(name).name)
         (tmp_path / "other" / name).rename(copy / name)
     with pytest.raises(CollectionError, match=says):
-        Collection.open(copy)
+        CollectionReader(copy)
 
 
 def test_recall_counts_the_true_neighbours_in_any_order() -> None:

@@ -16,8 +16,8 @@ from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.embedding.loading import choose_embedder
 from tests.retrieval.embedding_server import embedding_server
 from tests.retrieval.tiny_model import write_tiny_model
@@ -41,7 +41,7 @@ def test_passages_and_queries_are_embedded_with_their_prefixes(tmp_path: Path) -
     spec, model = choose_embedder(directory, query_prefix="query: ", passage_prefix="passage: ")
     _, bare = choose_embedder(directory)
     bulk_load.build(DOCUMENTS, tmp_path / "docs", embedder=spec, model=model, degree=2)
-    with Collection.open(tmp_path / "docs") as collection:
+    with CollectionReader(tmp_path / "docs") as collection:
         assert collection.embedder == spec
         _, distances = collection.search(bare.embed([f"passage: {found.text}" for found in DOCUMENTS]), k=1)
     np.testing.assert_allclose(distances, 0, atol=1e-5)

@@ -20,7 +20,6 @@ from launchers.main import main
 from runtime.errors import EXIT_CONFIG, EXIT_USAGE, CollectionError
 from runtime.node.run_dir import NodeInfo
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.onnx_model import MINILM_PIP
 from tests.retrieval.long_builds import long_source, wait_until_it_reads
 
@@ -73,8 +72,6 @@ def test_texts_are_built_shown_verified_and_detected_as_corrupt(trinity: Trinity
     of_codes = sum(
         (out / "segments/0/index" / f"{name}.npy").stat().st_size for name in ("neighbors", "entry", "rotation", "scan")
     )
-    with Collection.open(out) as built:
-        assert built.code_bytes == of_codes
     assert f"of which neighbour codes {of_codes / 1e6:,.1f} MB" in printed
     assert trinity("index", "verify", out)[0] == 0
     codes = out / "segments/0/index" / "codes.npy"

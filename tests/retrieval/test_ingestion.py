@@ -11,10 +11,10 @@ import pytest
 
 from runtime.errors import BuildRefused, CollectionBusy, CollectionError
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.disk import writing
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
@@ -53,10 +53,11 @@ class Handbook:
 
     @property
     def documents(self) -> list[Document]:
-        with Collection.open(self.out) as collection:
+        with CollectionReader(self.out) as collection:
             return [
                 msgspec.structs.replace(found, row=-1)
-                for found in collection.get(np.sort(collection.state.alive_rows()))
+                for found in collection.documents(sorted(collection.state.alive_rows().tolist()))
+                if found is not None
             ]
 
     @property
@@ -65,7 +66,7 @@ class Handbook:
 
     def check_vectors(self) -> None:
         """Assert that every passage is found by its vector."""
-        with Collection.open(self.out) as collection:
+        with CollectionReader(self.out) as collection:
             documents = self.documents
             vectors = CountingEmbedder().embed([f"{document.title}\n{document.text}" for document in documents])
             kept = collection.state.vectors(np.arange(len(documents)))

@@ -14,7 +14,6 @@ from runtime.files import check_regular, open_regular, read_regular
 from runtime.node.api_keys import read_api_keys, read_key
 from runtime.node.config_file import load_config
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
@@ -101,7 +100,7 @@ def test_a_collection_with_a_replaced_file_is_refused(tmp_path: Path, replace: R
         shutil.copytree(whole, copy)
         replace(copy / name)
         with pytest.raises(TrinityError):
-            Collection.verify(copy)
+            CollectionReader.verify(copy)
         if name.parts[0] != "segments":
             for open_collection in (CollectionReader, CollectionWriter):
                 with pytest.raises(CollectionError) as refused:

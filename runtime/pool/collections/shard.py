@@ -11,6 +11,7 @@ from ipc import Served
 from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
 from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.segment import Segment
 
 _WARM_UP_QUERIES = 8
 
@@ -58,7 +59,7 @@ def engine_key(collection: str, identity: str) -> str:
 def open_shard(section: CollectionSection, worker: int) -> Shard:
     """Open the shard of a collection that the pool worker of this number serves. Raises `CollectionError`."""
     directory, shard = Path(section.path), worker % section.shards
-    reader = CollectionReader(directory, background=True, shard=shard)
+    reader = CollectionReader(directory, background=True, shard=shard, prepare=Segment.check)
     about = reader.description
     if about.shards != section.shards:
         reader.close()

@@ -103,6 +103,11 @@ def log_files(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(path.stem), path) for path in names)
 
 
+def log_bytes(directory: Path) -> int:
+    """Return the size of the log files."""
+    return sum(path.stat().st_size for _, path in log_files(directory) if path.exists())
+
+
 def header_of(identity: str, first: int) -> bytes:
     name = bytes.fromhex(identity)
     return HEADER.pack(MAGIC, name, first, zlib.crc32(MAGIC + name + first.to_bytes(8, "little")))

@@ -32,7 +32,6 @@ from runtime.retrieval.collections.description import (
 )
 from runtime.retrieval.collections.disk import Disk, storage_errors
 from runtime.retrieval.collections.group_commit import GroupCommit
-from runtime.retrieval.collections.part import ignore
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.segment_build import BuildJob, obsolete_files
@@ -306,7 +305,7 @@ def main(directory: Path, job: BuildJob, writer_pid: int) -> None:
     die_with_parent(writer_pid, signal.SIGKILL)
     os.nice(NICENESS)
     try:
-        with CollectionReader(directory, prepare=ignore) as reader:
+        with CollectionReader(directory) as reader:
             built: SegmentInfo | str | None = segment_build.build(Disk(), reader.state, job)
     except TrinityError as error:
         built = error.message

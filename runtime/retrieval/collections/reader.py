@@ -1,4 +1,10 @@
-"""Reader of a collection that another process may write to."""
+"""Reader of a collection, which another process may write to.
+
+bulk_load.build(documents, Path("docs"))
+with CollectionReader(Path("docs")) as docs:
+    rows, distances = docs.search(load_embedder(docs.embedder).embed(["…"]), k=4)
+    passages = docs.documents(rows[0].tolist())
+"""
 
 import os
 import time
@@ -7,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, Overloaded
@@ -24,6 +31,7 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.disk import storage_error
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.log import LogFollower, decode, log_files
+from runtime.retrieval.collections.part import ignore
 from runtime.retrieval.collections.retired_documents import RetiredDocuments
 from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.segment import Segment
@@ -57,9 +65,11 @@ class CollectionReader:
         background: bool = False,
         shard: int | None = None,
         retired: RetiredDocuments | None = None,
-        prepare: Callable[[Segment], object] = Segment.check,
+        prepare: Callable[[Segment], object] = ignore,
     ) -> None:
-        """Open the collection. Raises `CollectionError`.
+        """Open the collection. Checks the sizes of its files, not their contents: see `verify`.
+
+        Raises `CollectionError` that names the missing, foreign or damaged file.
 
         background: open new segments on a thread, and install them in a later `poll`, so that `poll` never blocks.
         shard: read only this shard. retired, prepare: see `State`.
@@ -280,13 +290,33 @@ class CollectionReader:
                 if self._is_current(unverified[0].info):  # else it was merged away, or the directory was moved
                     raise
 
+    @classmethod
+    def verify(cls, directory: Path) -> str:
+        """Verify all files; return a message if a crash left an incomplete record, else "".
+
+        Raises `CollectionError` that names the damaged file.
+        """
+        with cls(directory) as collection:
+            collection.verify_segments()
+            collection.check_log()
+            for segment in collection.state.segments:
+                segment.check()
+                if segment.store is not None:
+                    rows = np.fromiter((document.row for document in segment.store.all()), np.int64)
+                    if not np.array_equal(rows, np.sort(segment.rows)):
+                        raise CollectionError(f"{segment.store.path} does not have the documents of the index")
+            if read_manifest(directory).generation != collection.manifest.generation:
+                raise CollectionError(f"{directory} was written to during the verification: verify it again")
+            torn_bytes = collection.torn_bytes
+        if not torn_bytes:
+            return ""
+        return f"the last {torn_bytes} bytes of the log are an incomplete record; the next writer cuts them"
+
     def _is_current(self, info: SegmentInfo) -> bool:
         try:
             return info in read_manifest(self.directory).segments
         except CollectionError:  # `poll` reports it
             return False
-
-    # ---- the end
 
     def close(self) -> None:
         self.log.close()

@@ -45,7 +45,7 @@ def search(
     """Return the k nearest rows of each query [q, d]: row numbers int64 [q, k] and distances float32 [q, k].
 
     Padded with -1 and +inf if fewer rows pass the filter. Never returns a row that was deleted before the call.
-    Raises `InvalidRequest`, `InvalidFilter`.
+    Raises `InvalidRequest`, `InvalidFilter`, and `CollectionError` for a damaged graph.
     """
     demanded = state.description.demanded
     if demanded is not None and not binds(filter, demanded):
@@ -58,7 +58,7 @@ def search(
         parts = []
         for segment, whole, bits in zip(snapshot.segments, snapshot.whole, allowed, strict=False):
             mask = None if whole and filter is None else bits
-            parts.append(search_segment(segment.index, queries, k, top_m, search_width, mask, threads, patience))
+            parts.append(search_segment(segment.searchable, queries, k, top_m, search_width, mask, threads, patience))
         if not parts or (len(growing) and growing.any()):
             parts.append(_search_growing(snapshot.growing, queries, k, growing))
     except GpuError as error:

@@ -128,7 +128,7 @@ class Segment(Part):
     def load(cls, directory: Path, info: SegmentInfo, description: Description) -> "Segment":
         """Open a segment of the collection at `directory`.
 
-        Its graph is not checked: see `check`. Raises `CollectionError`.
+        Its graph is not checked: see `searchable`. Raises `CollectionError`.
         """
         path, files = segment_path(directory, info), files_of(directory, info)
         verify_file(path / META, files[META])
@@ -152,18 +152,23 @@ class Segment(Part):
                 store.close()
             raise
 
-    def check(self) -> None:
-        """Check that the edges of the graph lead to rows of it, as searches rely on, and read the attributes.
+    @cached_property
+    def searchable(self) -> GraphIndex:
+        """The index, once it was checked that the edges of its graph lead to rows of it, as searches rely on.
 
         Raises `CollectionError`.
         """
         with index_errors():
             self.index.check_graph()
-        _ = self.columns
+        return self.index
+
+    def check(self) -> None:
+        """Check the graph, and read the attributes. Raises `CollectionError`."""
+        _ = self.searchable, self.columns
 
     def file_bytes(self, name: str = "") -> int:
-        """Return the size of a file, 0 without it; "": of all."""
-        return sum(known.bytes for one, known in self.files.items() if name in ("", one))
+        """Return the size of the files whose paths begin with a name; "": of all."""
+        return sum(known.bytes for one, known in self.files.items() if one.startswith(name))
 
     def verify(self, throttle: Throttle = unthrottled) -> None:
         """Compare the checksums of all files. Raises `CollectionError`."""

@@ -21,7 +21,7 @@ from runtime.retrieval.collections.description import Description, Manifest, Seg
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.growing_segment import GrowingSegment
 from runtime.retrieval.collections.log import Delete, Operation, Upsert
-from runtime.retrieval.collections.part import Part, Rows
+from runtime.retrieval.collections.part import Part, Rows, ignore
 from runtime.retrieval.collections.retired_documents import RetiredDocuments
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.passages import Attributes
@@ -45,7 +45,7 @@ class State:
         manifest: Manifest,
         shard: int | None = None,
         retired: RetiredDocuments | None = None,
-        prepare: Callable[[Segment], object] = Segment.check,
+        prepare: Callable[[Segment], object] = ignore,
     ) -> None:
         """Open the segments of a manifest. prepare: called with each segment that is opened, for what its user needs.
 
@@ -163,7 +163,7 @@ class State:
             return sum(part.count for part in self.parts)
 
     def file_bytes(self, name: str = "") -> int:
-        """Return the bytes of a file of the segments, all together, or of all files: see `Segment.file_bytes`."""
+        """Return the bytes of files of the segments, all together: see `Segment.file_bytes`."""
         return sum(segment.file_bytes(name) for segment in self.segments)
 
     def alive_rows(self) -> Rows:

@@ -14,11 +14,12 @@ from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections.description import MAX_ROWS, read_description
 from runtime.retrieval.collections.disk import Disk, acquire_lock
 from runtime.retrieval.collections.group_commit import MAX_BATCH_BYTES, GroupCommit, PendingWrite, WriteGroup
-from runtime.retrieval.collections.log import Delete, Upsert, encode, log_files
+from runtime.retrieval.collections.log import Delete, Upsert, encode, log_bytes
 from runtime.retrieval.collections.maintenance import Maintenance
 from runtime.retrieval.collections.part import Rows
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.reader_barrier import ReaderBarrier
+from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.collections.upgrade import upgrade
 from runtime.retrieval.collections.validation import (
@@ -86,7 +87,7 @@ class CollectionWriter:
         self.lock_fd = acquire_lock(directory)
         try:
             upgrade(disk, directory)
-            reader = CollectionReader(directory)
+            reader = CollectionReader(directory, prepare=Segment.check)
             self.state, torn = reader.state, reader.torn_bytes
             try:
                 reader.check_log()
@@ -175,9 +176,8 @@ class CollectionWriter:
         with state.lock:
             deleted = sum(segment.size - segment.count for segment in state.segments)
             rows = state.count, len(state.segments), state.growing.size, deleted
-        log_bytes = sum(path.stat().st_size for _, path in log_files(self.directory) if path.exists())
         built = self.maintenance
-        return WriterState(*rows, log_bytes, built.sealed, built.merged, len(built.building))
+        return WriterState(*rows, log_bytes(self.directory), built.sealed, built.merged, len(built.building))
 
     def flush(self) -> None:
         """See `Maintenance.flush`."""

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from runtime.errors import BuildRefused, CollectionError
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.description import DOCUMENTS
 from runtime.retrieval.collections.disk import writing
 from runtime.retrieval.collections.documents import Document, Sources
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment import sources_of
 from runtime.retrieval.collections.segment_build import code_bits
 from runtime.retrieval.collections.sources import Progress, no_progress, read_documents
@@ -107,7 +107,7 @@ def add(
     collection.
     """
     upgrade_if_flat(out)  # before this process has the lock
-    with writing(out), Collection.open(out) as old, IsolatedReader() as reader:
+    with writing(out), CollectionReader(out) as old, IsolatedReader() as reader:
         if old.embedder is None or any(DOCUMENTS not in segment.files for segment in old.state.segments):
             raise BuildRefused(f"{out} was built from vectors: files cannot be added to it")
         embedder = load(old.embedder)
@@ -155,7 +155,7 @@ class _ExistingCollection:
     `expected`: its files below `folders`, which should still exist.
     """
 
-    def __init__(self, collection: Collection, folders: Sequence[Path], root: Path) -> None:
+    def __init__(self, collection: CollectionReader, folders: Sequence[Path], root: Path) -> None:
         self.collection = collection
         sources = sources_of(collection.state.segments)
         self.files = sources.files if sources else {}
@@ -175,7 +175,8 @@ class _ExistingCollection:
     def get(self, rows: Sequence[int]) -> Iterator[tuple[int, Document]]:
         for begin in range(0, len(rows), _ROWS_AT_ONCE):
             some = rows[begin : begin + _ROWS_AT_ONCE]
-            yield from zip(some, self.collection.get(some), strict=True)
+            documents = self.collection.documents(some)
+            yield from ((row, one) for row, one in zip(some, documents, strict=True) if one is not None)
 
 
 class _IngestJob:

@@ -17,7 +17,7 @@ from runtime.node.config import NodeConfig
 from runtime.node.engine_config import BLOCK_TOKENS, ModelSection
 from runtime.node.worker_config import SEARCH_WIDTH, PoolSection
 from runtime.pool.sizing import LOOP_NS, ExtendCost, measure
-from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.reader import CollectionReader
 from runtime.simulator.times.service import ServiceTimes
 
 _REPEAT = 3
@@ -63,8 +63,8 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
     if config.collections:
         collection = config.collections[0]
         progress(f"extends of collection {collection.name!r}")
-        with Collection.open(Path(collection.path)) as opened:
-            index = opened.indexes[0]  # a pool worker has one shard, and this is the largest
+        with CollectionReader(Path(collection.path)) as opened:
+            index = opened.state.segments[0].index  # a pool worker has one shard, and this is the largest
             measured = search_times(index, config.pool)
         fixed, each = costs(
             [(1, one.active) for one in measured], [(one.extend_ns - LOOP_NS) / 1e9 for one in measured]
