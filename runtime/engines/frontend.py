@@ -9,11 +9,11 @@ from runtime.serving.frontend.observability import RequestMetrics
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.http import process
-from runtime.serving.http.service import SearchSource
+from runtime.serving.http.service import Collections
 from runtime.serving.kv.file_tier import has_block
 
 
-async def create_engine(worker: Worker, metrics: RequestMetrics, search: SearchSource) -> Engine:
+async def create_engine(worker: Worker, metrics: RequestMetrics, search: Collections) -> Engine:
     """Create the configured engine.
 
     Raises ConfigError for servers that can never serve the configuration; one that is down now may come up later.

@@ -22,6 +22,7 @@ from runtime.errors import (
 )
 from runtime.node.engine_config import OpenAiSection, Stage
 from runtime.node.metrics.table import WorkerTable
+from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.passages import NO_TIMES, FoundPassages, OnRead, Passage
 from runtime.retrieval.search.query import Query
 from runtime.serving.frontend.engine import RestartLimits
@@ -61,6 +62,9 @@ class FakeSearch(NoCollections):
         texts = self.texts or [f"passage {one}." + "x" * self.long for one in names]
         found = [Passage(f"p{one}", f"T{one}", 0.1, text) for one, text in zip(names, texts, strict=False)]
         return FoundPassages(found, ranking=self.ranking, times=self.times)
+
+    def summary(self, collection: str) -> CollectionSummary:
+        return CollectionSummary(True, metric="cosine")
 
 
 @dataclass

@@ -10,12 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.requests import Relayed
 from runtime.serving.http.app import create_app
 from runtime.serving.http.responses import ChatResponse
-from runtime.serving.http.service import NoCollections, Service, Settings
+from runtime.serving.http.service import Service, Settings
 from runtime.testing.waiting import until
 from tests.engines.engine_harness import EngineHarness, run_checks, running_engine
 from tests.engines.fake_openai import MODEL, Behaviour
@@ -27,18 +26,13 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is a deco
 DOCS = {"collection": "docs", "k": 2}
 
 
-class Catalogue(NoCollections):
-    def summary(self, collection: str) -> CollectionSummary:
-        return CollectionSummary(True, metric="cosine")
-
-
 @asynccontextmanager
 async def client(
     *behaviours: Behaviour, answers: AnswerCache | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, EngineHarness]]:
     async with running_engine(*behaviours) as harness:
         settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096, model_aliases=("gpt-4o",))
-        service = Service(harness.engine, harness.library, metrics, answers, catalogue=Catalogue())
+        service = Service(harness.engine, harness.library, metrics, answers)
         app = create_app(service, settings)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as made:
             yield made, harness

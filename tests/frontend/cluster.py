@@ -38,7 +38,7 @@ from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.response_memory import ResponseMemory
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.server import private_limits
-from runtime.serving.http.service import CollectionCatalogue, NoCollections, SearchSource, Service, Settings
+from runtime.serving.http.service import Collections, NoCollections, Service, Settings
 from runtime.serving.messages import Role
 from runtime.testing.waiting import until
 from tests.clock import Clock
@@ -50,7 +50,9 @@ class Reranked:
 
     def __init__(self, source: Any, reranking: Reranking) -> None:
         self._source, self._reranking = source, reranking
-        self.missing, self.unavailable = source.missing, source.unavailable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
     async def search(self, query: Query, **options: Any) -> FoundPassages:
         def retrieve(asked: Query) -> Generator[Any, Any, RetrievalResult]:
@@ -138,8 +140,7 @@ class Cluster:
         max_in_flight: int = 64,
         settings: Settings | None = None,
         answers: AnswerCache | None = None,
-        search: SearchSource | None = None,
-        catalogue: CollectionCatalogue | None = None,
+        search: Collections | None = None,
         writes: WriterService | None = None,
         stores: Stores | None = None,
         responses: ResponseStore | None = None,
@@ -153,7 +154,7 @@ class Cluster:
         """private: of the frontend's private socket; clients then talk to an HTTP worker, in the same thread, which
         passes everything on, as it may search nothing itself."""
         self._answers = answers
-        self._catalogue, self._writes, self._stores = catalogue or NoCollections(), writes, stores
+        self._writes, self._stores = writes, stores
         self._responses, self._reranking = responses, reranking
         self.limits, self.timeouts = limits, timeouts
         self.readiness = readiness or Readiness()
@@ -250,10 +251,10 @@ class Cluster:
             unique_endpoint(), router, epoch=77, clock=self.clock, on_end=self.ended.append, keep_traces=8
         )
         new_id = id_source(77)
-        search = Reranked(self.search, self._reranking) if self._reranking else self.search
+        search: Any = Reranked(self.search, self._reranking) if self._reranking else self.search
         service = Service(
-            self.link, search, metrics, self._answers, catalogue=self._catalogue, writes=self._writes,
-            stores=self._stores, reranking=self._reranking, responses=self._responses, readiness=self.readiness,
+            self.link, search, metrics, self._answers, writes=self._writes, stores=self._stores,
+            reranking=self._reranking, responses=self._responses, readiness=self.readiness,
             drain=self._drain,
         )  # fmt: skip
         app: ASGIApp = (own := create_app(service, self.settings, new_id))

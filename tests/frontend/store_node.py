@@ -59,7 +59,7 @@ def store_node(
     configured = ConfiguredCollections(settings.collections, search.documents)
     stores = Stores(section, catalogue, writes, lambda _: HASHING, configured, clock, max_file_bytes)
     try:
-        with Cluster(settings=settings, search=search, catalogue=search, writes=writes, stores=stores) as cluster:
+        with Cluster(settings=settings, search=search, writes=writes, stores=stores) as cluster:
             yield cluster
     finally:
         writes.close()

@@ -15,8 +15,8 @@ from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, Text
 from runtime.retrieval.ingestion.ingest import ingest
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.access import Access
-from runtime.serving.http.service import NoCollections, Settings
-from tests.frontend.cluster import Cluster
+from runtime.serving.http.service import Settings
+from tests.frontend.cluster import Cluster, FakeSearch
 
 HASHING = HashingEmbedder(64)
 LEAVE = "hr/leave of all.md"
@@ -30,10 +30,11 @@ SETTINGS = Settings(
 )
 
 
-class Docs(NoCollections):
+class Docs(FakeSearch):
     """The collection `docs` in a directory."""
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self.opened = CollectionDocuments(directory)
 
     def summary(self, collection: str) -> CollectionSummary:
@@ -70,7 +71,7 @@ def writes(built: Path, tmp_path: Path) -> Iterator[WriterService]:
 @pytest.fixture
 def cluster(writes: WriterService, tmp_path: Path) -> Iterator[Cluster]:
     docs = Docs(tmp_path / "docs")
-    with Cluster(settings=SETTINGS, catalogue=docs, writes=writes) as made:
+    with Cluster(settings=SETTINGS, search=docs, writes=writes) as made:
         yield made
     docs.opened.close()
 

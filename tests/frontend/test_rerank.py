@@ -63,7 +63,7 @@ def cluster(model: Faulty, ended: list[tuple[str, int]]) -> Iterator[Cluster]:
         ranker=Ranker("tiny-ranker", 30.0),
     )  # fmt: skip
     library = Library()
-    with Cluster(settings=settings, search=library, catalogue=library, reranking=reranking) as made:
+    with Cluster(settings=settings, search=library, reranking=reranking) as made:
         yield made
     reranking.close()
 

@@ -115,7 +115,7 @@ class LongTexts(FakeSearch):
 def cluster() -> Iterator[Cluster]:
     settings = Settings(model="tiny", collections={"docs": 4}, max_unsent_bytes=80 * MIB)
     long = LongTexts()
-    with Cluster(settings=settings, search=long, catalogue=long, send_buffer=4096) as cluster:
+    with Cluster(settings=settings, search=long, send_buffer=4096) as cluster:
         yield cluster
 
 

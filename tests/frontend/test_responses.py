@@ -36,7 +36,7 @@ CITING = "answer=The_with_statement_wraps_a_block._Nothing_of_it_is_here._The_tr
 def cluster() -> Iterator[Cluster]:
     stand = Stand()
     settings = Settings("tiny", {"docs": 64, "bare": 0}, max_k=20)
-    with Cluster(settings=settings, search=stand, catalogue=stand) as made:
+    with Cluster(settings=settings, search=stand) as made:
         yield made
 
 

@@ -14,8 +14,8 @@ from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.access import Access
-from runtime.serving.http.service import NoCollections, Settings
-from tests.frontend.cluster import Cluster
+from runtime.serving.http.service import Settings
+from tests.frontend.cluster import Cluster, FakeSearch
 from tests.frontend.test_documents import DIM, Embeds, held
 
 ACME, BLUE, ALL = "key-of-acme", "key-of-blue", "key-of-all"
@@ -31,7 +31,7 @@ OR_BLUE = {"type": "or", "filters": [YEAR, eq("blue")]}
 NOT_OWN = {"type": "ne", "key": "tenant", "value": "acme"}
 
 
-class Stores(NoCollections):
+class Stores(FakeSearch):
     """Summaries of the collections."""
 
     def summary(self, collection: str) -> CollectionSummary:
@@ -57,7 +57,7 @@ def serving(directory: Path) -> Iterator[Cluster]:
         BLUE: Access({"notes": AttributeBinding("tenant", "blue")}),
     }
     settings = Settings("tiny", dict.fromkeys(NAMES, DIM), api_keys=(ALL, ACME, BLUE), access=access)
-    with Cluster(settings=settings, writes=writes, catalogue=Stores()) as cluster:
+    with Cluster(settings=settings, writes=writes, search=Stores()) as cluster:
         yield cluster
     writes.close()
 

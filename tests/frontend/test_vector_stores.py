@@ -69,7 +69,7 @@ class Stand(FakeSearch):
 def cluster() -> Iterator[Cluster]:
     stand = Stand()
     settings = Settings(model="tiny", collections={"docs": 64, "bare": 0}, max_k=20, max_prompt_bytes=100)
-    with Cluster(settings=settings, search=stand, catalogue=stand) as cluster:
+    with Cluster(settings=settings, search=stand) as cluster:
         yield cluster
 
 

@@ -19,7 +19,7 @@ from runtime.serving.http.retrieval_body import RetrievalBody
 from runtime.serving.http.routes.embeddings import EmbeddingsBody
 from runtime.serving.http.routes.vector_stores import StoreSearchBody
 from runtime.serving.http.service import Settings
-from tests.frontend.cluster import Cluster
+from tests.frontend.cluster import Cluster, FakeSearch
 from tests.frontend.fake_workers import WAIT
 from tests.frontend.test_vector_stores import Stand
 from tests.fuzz.budget import fuzzed
@@ -47,9 +47,15 @@ MODELS: dict[str, type[BaseModel]] = {
 }
 
 
+class Docs(Stand):
+    """Any text finds the same passages."""
+
+    passages = FakeSearch.passages
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(settings=SETTINGS, catalogue=Stand()) as cluster:
+    with Cluster(settings=SETTINGS, search=Docs()) as cluster:
         yield cluster
 
 

@@ -29,7 +29,7 @@ def notes_node(directory: Path, reranking: Reranking | None = None) -> Iterator[
     writes = WriterService({"notes": directory}, notes.embed, lambda name: HASHING)
     ranker = Ranker(reranking.name, 30.0) if reranking else Ranker()
     settings = Settings(collections={"notes": 64}, api_keys=(KEY,), ranker=ranker)
-    with Cluster(settings=settings, search=notes, catalogue=notes, writes=writes, reranking=reranking) as cluster:
+    with Cluster(settings=settings, search=notes, writes=writes, reranking=reranking) as cluster:
         yield cluster.url
     writes.close()
 

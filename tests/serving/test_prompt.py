@@ -134,7 +134,7 @@ def test_the_last_question_is_the_search_query(tokenizer: Tokenizer) -> None:
 def test_a_responses_prompt_begins_with_those_of_the_responses_that_it_continues(tokenizer: Tokenizer) -> None:
     stand, tool = Stand(), {"type": "file_search", "vector_store_ids": ["docs"], "max_num_results": 2}
     with (
-        Cluster(settings=Settings("tiny", {"docs": 64}), search=stand, catalogue=stand) as cluster,
+        Cluster(settings=Settings("tiny", {"docs": 64}), search=stand) as cluster,
         cluster.http() as http,
     ):
         prompts: list[list[int]] = []

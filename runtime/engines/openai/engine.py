@@ -33,7 +33,7 @@ from runtime.serving.frontend.engine import KEPT_TRACES, Engine, RestartLimits
 from runtime.serving.frontend.observability import RequestMetrics
 from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request, RequestOutcome
 from runtime.serving.http.passthrough import single_request_field
-from runtime.serving.http.service import SearchSource
+from runtime.serving.http.service import Collections
 from runtime.serving.model.text import last_question
 from runtime.serving.triggers import counts_tokens
 
@@ -55,7 +55,7 @@ class OpenAiEngine(Engine):
         self,
         balancer: LoadBalancer,
         section: ServedSection,
-        search: SearchSource,
+        search: Collections,
         *,
         epoch: int,
         max_in_flight: int,
@@ -194,7 +194,7 @@ class OpenAiEngine(Engine):
 
 
 async def openai_engine(
-    worker: Worker, section: OpenAiSection, metrics: RequestMetrics, search: SearchSource
+    worker: Worker, section: OpenAiSection, metrics: RequestMetrics, search: Collections
 ) -> OpenAiEngine:
     """Create the engine over the servers at the section's URLs. Raises as `engine_over`."""
     servers, advice = servers_of(section, read_engine_key(section)), "start it, or correct model.url"
@@ -206,7 +206,7 @@ async def engine_over(
     worker: Worker,
     section: ServedSection,
     metrics: RequestMetrics,
-    search: SearchSource,
+    search: Collections,
     transfer: Transfer = VllmTransfer(),  # noqa: B008
     **options: Any,
 ) -> OpenAiEngine:

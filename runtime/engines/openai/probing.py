@@ -10,7 +10,7 @@ from runtime.engines.openai.server import Server
 from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.node.retrieval_config import PROBE_TOKENS
 from runtime.retrieval.passages import Passage, ignore_size
-from runtime.serving.http.service import SearchSource
+from runtime.serving.http.service import Collections
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieval
 from runtime.serving.triggers import PROBE_TIMEOUT_S, new_passages, trigger_of
 
@@ -27,7 +27,7 @@ class Probing:
 
     def __init__(
         self,
-        search: SearchSource,
+        search: Collections,
         retrieval: Retrieval,
         seen: Set[str],
         clock: Callable[[], int] = time.monotonic_ns,

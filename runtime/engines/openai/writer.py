@@ -34,7 +34,7 @@ from runtime.serving.frontend.choice import prefix_blocks
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Piece, Request
 from runtime.serving.http.passthrough import single_request_field
-from runtime.serving.http.service import SearchSource
+from runtime.serving.http.service import Collections
 from runtime.serving.messages import Probe, Retrieved
 from runtime.serving.model.text import last_question
 
@@ -48,7 +48,7 @@ class Dependencies:
     """Objects that all requests of the engine share."""
 
     balancer: LoadBalancer
-    search: SearchSource
+    search: Collections
     section: ServedSection
     prompts: PromptsSection
     restarts: RestartLimits

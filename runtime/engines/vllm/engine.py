@@ -7,13 +7,13 @@ from runtime.engines.vllm.command import event_endpoints
 from runtime.node.engine_config import VllmSection
 from runtime.node.worker import Worker
 from runtime.serving.frontend.observability import RequestMetrics
-from runtime.serving.http.service import SearchSource
+from runtime.serving.http.service import Collections
 
 _MAX_BACKOFF_S = 0.5  # short: checking a local instance is cheap
 
 
 async def vllm_engine(
-    worker: Worker, section: VllmSection, metrics: RequestMetrics, search: SearchSource
+    worker: Worker, section: VllmSection, metrics: RequestMetrics, search: Collections
 ) -> OpenAiEngine:
     """Create the engine; instances join as they become ready, which the node's health reports."""
     instances = [

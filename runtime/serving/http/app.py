@@ -155,7 +155,11 @@ class _Routes:
         self._created = int(time.time())
         self.seeds = random.Random()  # of requests without a seed
         self._searches = Searches(
-            service.search, service.engine.traces, settings.max_searches, settings.search_timeout_s, service.on_searched
+            service.collections,
+            service.engine.traces,
+            settings.max_searches,
+            settings.search_timeout_s,
+            service.on_searched,
         )
 
     # ---- completions
@@ -294,14 +298,14 @@ class _Routes:
     def add_collection_routes(self, app: Application) -> None:
         """Add the routes of collections, documents and embedders."""
         app.limits["/v1/retrieval"] = self._searches.limit
-        settings, catalogue = self._settings, self._service.catalogue
+        settings = self._settings
         StoreRoutes(self._service, settings, self.read_bytes, self._searches).add_to(app)
         EmbeddingsRoute(self._service, settings, self.read_bytes).add_to(app)
         RerankRoute(self._service, settings, self.read_bytes).add_to(app)
         if (stores := self._service.stores) is not None:
             origins = None if settings.api_keys else settings.cors_origins
             FileRoutes(stores, settings.body_timeout_s, origins).add_to(app)
-        files = CollectionFiles(catalogue, stores, self._service.writes, self._service.search.unavailable)
+        files = CollectionFiles(self._service)
         StoreFileRoutes(stores, self.read_bytes, settings.collections, files).add_to(app)
         if self._service.writes is not None:
             DocumentRoutes(self._service.writes, self.read_bytes, settings.collections).add_to(app)
@@ -324,7 +328,9 @@ class _Routes:
         missing, readiness = missing_roles(self._service, self._settings), self._service.readiness
         if not missing and not readiness.draining:
             readiness.record_ready()
-            return json_response({"status": "ready", "missing": [], "unavailable": self._service.search.unavailable()})
+            return json_response(
+                {"status": "ready", "missing": [], "unavailable": self._service.collections.unavailable()}
+            )
         reason = (
             f"not ready, missing: {', '.join(missing)}"
             if missing

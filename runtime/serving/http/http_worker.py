@@ -13,7 +13,7 @@ from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.observability import RequestMetrics
 from runtime.serving.frontend.requests import Request
 from runtime.serving.http import process
-from runtime.serving.http.service import SearchSource
+from runtime.serving.http.service import Collections
 
 
 class NoEngine(Engine):
@@ -40,7 +40,7 @@ class NoEngine(Engine):
         """None was accepted."""
 
 
-async def _no_engine(worker: Worker, metrics: RequestMetrics, search: SearchSource) -> Engine:
+async def _no_engine(worker: Worker, metrics: RequestMetrics, search: Collections) -> Engine:
     return NoEngine(epoch=worker.epoch, clock=time.monotonic_ns, on_end=None, on_refused=None)
 
 

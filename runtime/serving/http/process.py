@@ -52,7 +52,7 @@ from runtime.serving.http.server import (
     run_process,
     serve_beside,
 )
-from runtime.serving.http.service import SearchSource, Service, missing_roles
+from runtime.serving.http.service import Collections, Service, missing_roles
 from runtime.serving.model.model_info import model_directory
 from runtime.serving.stages import observe_search
 
@@ -80,7 +80,7 @@ class SupervisorLink:
         await asyncio.to_thread(admin_request, self._endpoint, "draining on" if wanted else "draining off")
 
 
-EngineFactory = Callable[[Worker, RequestMetrics, SearchSource], Awaitable[Engine]]
+EngineFactory = Callable[[Worker, RequestMetrics, Collections], Awaitable[Engine]]
 
 
 async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
@@ -122,8 +122,8 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))
         answers = _open_answer_cache(worker, client)
     service = Service(
-        engine, parts.collections, supervisor.metrics_text, answers, tokens, parts.collections, parts.reranking, writes,
-        stores, ResponseStore(catalogue), readiness, supervisor.drain if owner else None, metrics.record_response,
+        engine, parts.collections, supervisor.metrics_text, answers, tokens, parts.reranking, writes, stores,
+        ResponseStore(catalogue), readiness, supervisor.drain if owner else None, metrics.record_response,
         partial(observe_search, worker.table),
     )  # fmt: skip
     own_app = create_app(service, settings, new_id)

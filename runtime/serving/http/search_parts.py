@@ -14,7 +14,7 @@ from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving.http.access import access_by_key
 from runtime.serving.http.ranking import Ranker
-from runtime.serving.http.service import NoCollections, Settings
+from runtime.serving.http.service import Collections, NoCollections, Settings
 from runtime.serving.model.model_info import ModelInfo
 
 _LATE = 10  # times `slo.search_s`: a text that would wait longer for its embedding is refused
@@ -56,7 +56,7 @@ class SearchParts:
     registry: CollectionRegistry
     reranking: Reranking | None
     search: AsyncRetriever | None
-    collections: AsyncRetriever | NoCollections
+    collections: Collections
 
     @classmethod
     def open(cls, worker: Worker) -> "SearchParts":

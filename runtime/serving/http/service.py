@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from runtime.errors import (
     ConfigError,
@@ -18,11 +18,12 @@ from runtime.errors import (
     UnknownModel,
 )
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
+from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.fair_gate import FairLimit
-from runtime.retrieval.passages import FoundPassages, OnRead, Passage
+from runtime.retrieval.passages import FoundPassages
 from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.search.query import Query
 from runtime.retrieval.stores.responses import ResponseStore
@@ -44,25 +45,8 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 
-class SearchSource(Protocol):
-    """Interface for searches in collections."""
-
-    def search(
-        self, query: Query, /, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
-    ) -> Awaitable[list[Passage]]:
-        """Return the passages, nearest first. `on_embedded` is called once, when the query's vector is computed, and
-        `on_read` with the size of the passages so far; the pool receives the remainder of `timeout_s`. Raises
-        TrinityError, and the errors of `on_read`."""
-
-    def missing(self) -> list[str]:
-        """Return the names of missing roles; empty when searches are served."""
-
-    def unavailable(self) -> dict[str, str]:
-        """Return the collections that cannot be searched although others can → reason."""
-
-
 class NoCollections:
-    """The `SearchSource` and `CollectionCatalogue` of a node without collections."""
+    """In place of an `AsyncRetriever`, on a node without collections."""
 
     def missing(self) -> list[str]:
         return []
@@ -70,7 +54,7 @@ class NoCollections:
     def unavailable(self) -> dict[str, str]:
         return {}
 
-    async def search(self, query: object, **options: object) -> list[Passage]:
+    async def search(self, query: object, **options: object) -> FoundPassages:
         raise Unavailable("this node has no collections")
 
     def summary(self, collection: str) -> CollectionSummary:
@@ -86,6 +70,9 @@ class NoCollections:
         raise UnknownModel("this node has no collections, and no embedder", "model")
 
 
+Collections = AsyncRetriever | NoCollections
+
+
 class Searches:
     """Runs searches without generation: at most `limit` at a time, of a key as many as are left, each for at most
     `timeout_s`.
@@ -95,7 +82,7 @@ class Searches:
 
     def __init__(
         self,
-        source: SearchSource,
+        source: Collections,
         traces: Traces,
         limit: int,
         timeout_s: float,
@@ -168,34 +155,15 @@ class Searches:
             raise DeadlineExceeded(f"the search took longer than its limit of {self._timeout_s:g} s") from None
 
 
-class CollectionCatalogue(Protocol):
-    """Interface for descriptions of collections, and for their embedders."""
-
-    def summary(self, collection: str) -> CollectionSummary:
-        """Return the description of a collection. Raises UnknownCollection."""
-
-    def documents(self, collection: str) -> CollectionDocuments:
-        """Return the open documents of a collection. Raises UnknownCollection, Unavailable."""
-
-    def embedders(self) -> Mapping[str, Embedder]:
-        """Return the embedders by the names that requests use."""
-
-    def embed(
-        self, embedder: Embedder, texts: Sequence[str], kind: TextKind, flow: int
-    ) -> Awaitable[tuple[Vectors, int]]:
-        """Return the texts' vectors and their number of tokens, in turns with other flows. Raises TrinityError."""
-
-
 @dataclass(frozen=True, slots=True)
 class Service:
     """Dependencies of the routes."""
 
     engine: Engine
-    search: SearchSource
+    collections: Collections
     metrics: Callable[[], Awaitable[str]]  # of the node, in Prometheus' text format
     answers: AnswerCache | None = None
     tokens: Tokens | None = None  # None if the node runs no model itself
-    catalogue: CollectionCatalogue = field(default_factory=NoCollections)
     reranking: Reranking | None = None
     writes: WriterService | None = None  # None on a node without collections
     stores: Stores | None = None  # files and vector stores of clients; None without `[stores] path`
@@ -249,4 +217,4 @@ class Settings:
 def missing_roles(service: Service, settings: Settings) -> list[str]:
     """Return the roles without a worker that accepts requests; empty when the node is ready."""
     workers = service.engine.missing() if settings.model else []
-    return [*workers, *service.search.missing()]
+    return [*workers, *service.collections.missing()]

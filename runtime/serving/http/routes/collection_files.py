@@ -5,7 +5,7 @@ others of these, in progress, failed or cancelled, are listed behind all.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -20,14 +20,13 @@ from runtime.retrieval.fair_gate import FairLimit
 from runtime.retrieval.passages import check_size
 from runtime.retrieval.stores.records import FileStatus, StoreFile, UnknownObject
 from runtime.retrieval.stores.service import Stores
-from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.access import access_of
 from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import Json, json_response
 from runtime.serving.http.routes.files import tenant_of
 from runtime.serving.http.routes.paging import list_json, page_of
 from runtime.serving.http.routes.store_objects import content_page, store_file_json
-from runtime.serving.http.service import CollectionCatalogue
+from runtime.serving.http.service import Service
 
 _CONCURRENT = 4  # requests: each looks at all rows
 _READ_AT_ONCE = 64  # documents: searches read theirs in between
@@ -36,18 +35,10 @@ T = TypeVar("T")
 
 class CollectionFiles:
     """Handlers for the file routes, of the configured collection `name`. For keys that may access all of it: a list
-    would show what others have. `stores`: None on a node without `[stores]`. `unavailable`: the collections that no
-    pool can serve → reason."""
+    would show what others have."""
 
-    def __init__(
-        self,
-        catalogue: CollectionCatalogue,
-        stores: Stores | None,
-        writes: WriterService | None,
-        unavailable: Callable[[], Mapping[str, str]],
-    ) -> None:
-        self._catalogue, self._stores, self._writes = catalogue, stores, writes
-        self._unavailable = unavailable
+    def __init__(self, service: Service) -> None:
+        self._collections, self._stores, self._writes = service.collections, service.stores, service.writes
         self._limit = FairLimit(_CONCURRENT, "requests for the files of collections")
 
     async def list_files(self, http: Request, name: str, status: FileStatus | None) -> Response:
@@ -128,7 +119,7 @@ class CollectionFiles:
         return {
             "id": file.id,
             "object": "vector_store.file",
-            "created_at": self._catalogue.summary(name).created_at,
+            "created_at": self._collections.summary(name).created_at,
             "vector_store_id": name,
             "status": "completed",
             "last_error": None,
@@ -140,7 +131,7 @@ class CollectionFiles:
     async def _run(self, http: Request, name: str, read: Callable[[CollectionDocuments], T]) -> T:
         """Read a collection's documents on a thread. Raises `Overloaded`, `Unavailable`."""
         self._check_available(name)
-        documents = self._catalogue.documents(name)
+        documents = self._collections.documents(name)
         async with self._limit.counted(access_of(http).flow):
             try:
                 return await asyncio.to_thread(read, documents)
@@ -148,7 +139,7 @@ class CollectionFiles:
                 raise Unavailable(f"collection {name!r} is unavailable: {error.message}") from error
 
     def _check_available(self, name: str) -> None:
-        if reason := self._unavailable().get(name):  # as for searches: what was found damaged is not shown
+        if reason := self._collections.unavailable().get(name):  # as for searches: what was found damaged is not shown
             raise Unavailable(f"collection {name!r} is unavailable: {reason}")
 
 

@@ -50,7 +50,7 @@ class EmbeddingsRoute:
     most `request_timeout_s`."""
 
     def __init__(self, service: Service, settings: Settings, read: ReadBody) -> None:
-        self._source, self._read = service.catalogue, read
+        self._collections, self._read = service.collections, read
         self._limit = FairLimit(settings.max_searches, "embedding requests")
         self._timeout_s = settings.request_timeout_s
 
@@ -61,7 +61,7 @@ class EmbeddingsRoute:
 
     async def embed(self, http: Request) -> Response:
         body = parse(EmbeddingsBody, await self._read(http))
-        known = self._source.embedders()
+        known = self._collections.embedders()
         if body.model not in known:
             names = ", ".join(known) or "none"
             raise UnknownModel(f"no collection uses the embedder {body.model[:128]!r}; available: {names}", "model")
@@ -90,7 +90,7 @@ class EmbeddingsRoute:
 
     async def _embed(self, http: Request, embedder: Embedder, body: EmbeddingsBody) -> tuple[Vectors, int]:
         flow = access_of(http).flow
-        embedding = asyncio.ensure_future(self._source.embed(embedder, body.input, body.input_type, flow))
+        embedding = asyncio.ensure_future(self._collections.embed(embedder, body.input, body.input_type, flow))
         try:
             while not (await asyncio.wait({embedding}, timeout=_LOOK_S))[0]:
                 if await http.is_disconnected():

@@ -148,7 +148,7 @@ class ResponsesRoutes:
         collection, wanted = await restricted(
             tool.vector_store_ids, tool.filters, http, self._service.stores, self._settings, "tools[0].vector_store_ids"
         )
-        metric = self._service.catalogue.summary(collection).metric
+        metric = self._service.collections.summary(collection).metric
         ranking = tool.ranking_options or RankingOptions.model_validate({})
         settings = self._settings
         check_k(tool.max_num_results, settings, "tools[0].max_num_results")

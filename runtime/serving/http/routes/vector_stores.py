@@ -106,8 +106,7 @@ class StoreRoutes:
 
     def __init__(self, service: Service, settings: Settings, read: ReadBody, searches: Searches) -> None:
         self._settings, self._read, self._searches = settings, read, searches
-        self._catalogue, self._stores = service.catalogue, service.stores
-        self._collections = settings.collections
+        self._collections, self._stores = service.collections, service.stores
 
     def add_to(self, app: Starlette) -> None:
         """Register the routes."""
@@ -121,7 +120,7 @@ class StoreRoutes:
 
     async def list_stores(self, http: Request) -> Response:
         own = [] if self._stores is None else await self._stores.store_ids(tenant_of(http))
-        collections = access_of(http).visible(self._collections)
+        collections = access_of(http).visible(self._settings.collections)
         names, more = page_names([*own, *collections], page_of(http.query_params))
         return json_response(list_json([await self._store(name, http) for name in names], more))
 
@@ -171,7 +170,7 @@ class StoreRoutes:
         collection, wanted = await restricted(
             [name], body.filters, http, self._stores, self._settings, "vector_store_id"
         )
-        metric = self._catalogue.summary(collection).metric
+        metric = self._collections.summary(collection).metric
         ranking = body.ranking_options or RankingOptions.model_validate({})
         rerank = ranking.rerank(self._settings.ranker, "ranking_options.ranker")
         spec = SearchSpec(collection, body.max_num_results, filter=filter_bytes(wanted), flow=access_of(http).flow)
@@ -200,12 +199,12 @@ class StoreRoutes:
         return passages_response(page | ranking_json(state))
 
     def _name(self, name: str, http: Request) -> str:
-        return access_of(http).resolve(name, self._collections, "vector_store_id", "vector store")
+        return access_of(http).resolve(name, self._settings.collections, "vector_store_id", "vector store")
 
     def _writable(self, name: str) -> Stores:
         """Return the clients' stores. Raises InvalidRequest for a configured collection."""
         assert self._stores is not None, "the routes exist only with [stores]"
-        if name in self._collections:
+        if name in self._settings.collections:
             raise InvalidRequest(
                 f"{name!r} is a collection of the node's configuration: it cannot be changed or deleted here, only its "
                 "files",
@@ -216,7 +215,7 @@ class StoreRoutes:
     async def _store(self, name: str, http: Request) -> Json:
         if self._stores is not None and name.startswith(STORE_PREFIX):
             return await store_json(self._stores, await self._stores.store(name, tenant_of(http)))
-        summary, files = self._catalogue.summary(self._name(name, http)), 0
+        summary, files = self._collections.summary(self._name(name, http)), 0
         counts: Mapping[str, Usage] = {}
         if access_of(http).restriction(name) is not None:  # do not disclose the totals of other tenants
             summary = replace(summary, document_bytes=0)
@@ -225,7 +224,7 @@ class StoreRoutes:
             if self._stores is not None:
                 unfinished, counts = await self._stores.unfinished(name), await self._stores.counts(name)
             with suppress(TrinityError):  # which searches report
-                files = await asyncio.to_thread(self._catalogue.documents(name).file_count, unfinished)
+                files = await asyncio.to_thread(self._collections.documents(name).file_count, unfinished)
         numbers = counts_json({**counts, "completed": Usage(files)})
         return {
             "id": name,
