@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from runtime.files import read_regular
-from runtime.node.metrics.kinds import Gauge, Histogram
+from runtime.node.metrics.kinds import Counter, Gauge, Histogram
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.supervisor_metrics import SupervisorMetric
@@ -47,7 +47,7 @@ class NodeCollector(Collector):
             yield from families()
 
 
-_KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+_KINDS = {Counter: CounterMetricFamily, Gauge: GaugeMetricFamily, Histogram: HistogramMetricFamily}
 
 
 def _table_families(tables: Mapping[str, WorkerTable]) -> Iterable[Family]:
@@ -56,7 +56,7 @@ def _table_families(tables: Mapping[str, WorkerTable]) -> Iterable[Family]:
         for metric in table.metrics:
             label, value = ((metric.label[0],), (metric.label[1],)) if metric.label else ((), ())
             if metric.name not in families:
-                families[metric.name] = _KINDS[metric.kind](metric.name, metric.help, labels=("worker", *label))
+                families[metric.name] = _KINDS[type(metric)](metric.name, metric.help, labels=("worker", *label))
             *counts, last = table.read(metric)  # a histogram's buckets and its sum, or one value
             more = (_cumulative(table.edges(metric), counts),) if isinstance(metric, Histogram) else ()
             families[metric.name].add_metric((name, *value), *more, last)

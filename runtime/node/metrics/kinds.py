@@ -1,58 +1,66 @@
 """Kinds of metrics in workers' tables."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, get_args
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Generic, Self, TypeVar, get_args
 
 from runtime.node.config import SloSection
 from runtime.node.supervisor_metrics import NamedMetric
 
+Value = TypeVar("Value", bound=str)
+
+
+class Label(Generic[Value]):
+    """A label and its values, those of a `Literal` type."""
+
+    def __init__(self, name: str, values: Any) -> None:
+        self.name = name
+        self.values: tuple[Value, ...] = get_args(values)
+
 
 @dataclass(frozen=True, eq=False)
-class Counter(NamedMetric):
+class Metric(NamedMetric):
+    """A metric in Prometheus, or that part of one whose `label` has a value."""
+
+    name: str
+    help: str
+    _: KW_ONLY
+    label: tuple[str, str] | None = None
+
+    @classmethod
+    def by(cls, name: str, help: str, label: Label[Value], *more: Any) -> "ByLabel[Value, Self]":
+        """Return metrics of one name by the value of a label. `more`: further arguments of each."""
+        return ByLabel(name, {value: cls(name, help, *more, label=(label.name, value)) for value in label.values})
+
+
+Kind = TypeVar("Kind", bound=Metric)
+
+
+class ByLabel(NamedMetric, dict[Value, Kind]):
+    """Metrics of one name by the value of a label."""
+
+    def __init__(self, name: str, metrics: dict[Value, Kind]) -> None:
+        super().__init__(metrics)
+        self.name = name
+
+
+class Counter(Metric):
     """A value that only grows, also across restarts of the worker."""
 
-    name: str
-    help: str
-    label: tuple[str, str] | None = None
-    kind: ClassVar[str] = "counter"
 
-
-@dataclass(frozen=True, eq=False)
-class Gauge(NamedMetric):
+class Gauge(Metric):
     """A value that starts at 0 in every process."""
 
-    name: str
-    help: str
-    label: tuple[str, str] | None = None
-    kind: ClassVar[str] = "gauge"
-
 
 @dataclass(frozen=True, eq=False)
-class Histogram(NamedMetric):
+class Histogram(Metric):
     """Counts by bucket, and the sum. A `limit` of the configuration becomes a bucket edge, so that SLOs can be computed
     from buckets."""
 
-    name: str
-    help: str
     buckets: tuple[float, ...]
-    label: tuple[str, str] | None = None
+    _: KW_ONLY
     limit: Callable[[SloSection], float] | None = None
-    kind: ClassVar[str] = "histogram"
 
     def edges(self, slo: SloSection) -> tuple[float, ...]:
         """Return the upper edges of all buckets but the last, which has none."""
         return tuple(sorted({*self.buckets, self.limit(slo)})) if self.limit else self.buckets
-
-
-Metric = Counter | Gauge | Histogram
-Value = TypeVar("Value", bound=str)
-Kind = TypeVar("Kind", Counter, Gauge, Histogram)
-
-
-class ByLabel(NamedMetric, dict[Value, Kind]):
-    """Metrics of one name by the value of a label; `values` is a `Literal` type."""
-
-    def __init__(self, kind: Callable[..., Kind], name: str, help: str, label: str, values: Any, *more: Any) -> None:
-        super().__init__({value: kind(name, help, *more, label=(label, value)) for value in get_args(values)})
-        self.name = name

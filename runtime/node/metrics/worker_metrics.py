@@ -11,7 +11,7 @@ that differ only by stage, reason or outcome share one name with a label; labels
 from typing import ClassVar, Literal
 
 from runtime.node.config import HandoverMode, Role
-from runtime.node.metrics.kinds import ByLabel, Counter, Gauge, Histogram, Metric
+from runtime.node.metrics.kinds import ByLabel, Counter, Gauge, Histogram, Label, Metric
 
 _WAITS = (
     50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
@@ -37,6 +37,9 @@ Tier = Literal["host", "disk"]
 RerankOutcome = Literal["reranked", "late", "failed"]
 CacheEvent = Literal["hit", "miss", "stored", "expired", "evicted"]
 
+STAGE, COMPUTED_BY, ROLE = Label[Stage]("stage", Stage), Label[Stage]("by", Stage), Label[Stage]("role", Stage)
+SLO, TIER = Label[Slo]("slo", Slo), Label[Tier]("tier", Tier)
+
 
 class WorkerMetrics:
     """Metrics of every worker."""
@@ -46,27 +49,21 @@ class WorkerMetrics:
 
 
 class PoolMetrics(WorkerMetrics):
-    QUERIES = ByLabel[Stage, Counter](Counter, "trinity_pool_queries_total", "Queries received", "stage", Stage)
+    QUERIES = Counter.by("trinity_pool_queries_total", "Queries received", STAGE)
     QUERIES_REFUSED = Counter("trinity_pool_queries_refused_total", "Queries answered with an error")
-    REFUSED = ByLabel[Refusal, Counter](
-        Counter,
+    REFUSED = Counter.by(
         "trinity_pool_refused_total",
         "Queries refused: the queue was full, the deadline could not be met, or the query was invalid",
-        "reason",
-        Refusal,
+        Label[Refusal]("reason", Refusal),
     )
-    DEADLINE_MISSES = ByLabel[Stage, Counter](
-        Counter, "trinity_pool_deadline_misses_total", "Answers after the deadline or target", "stage", Stage
-    )
+    DEADLINE_MISSES = Counter.by("trinity_pool_deadline_misses_total", "Answers after the deadline or target", STAGE)
     PREEMPTIONS = Counter("trinity_pool_preemptions_total", "Decode queries paused for prefill queries")
     LOOP_SECONDS = Counter("trinity_pool_loop_seconds_total", "Time of the pool's loop outside engine steps")
     EXTEND_SECONDS = Counter("trinity_pool_extend_seconds_total", "Time in engine steps")
     EXTENDS = Counter("trinity_pool_extends_total", "Engine steps")
     SLOT_STEPS = Counter("trinity_pool_slot_steps_total", "Active slots summed over engine steps")
     PADDED_SLOT_STEPS = Counter("trinity_pool_padded_slot_steps_total", "Padded slots summed over engine steps")
-    QUEUE_DEPTH = ByLabel[Stage, Gauge](
-        Gauge, "trinity_pool_queue_depth", "Queries that wait for a slot", "stage", Stage
-    )
+    QUEUE_DEPTH = Gauge.by("trinity_pool_queue_depth", "Queries that wait for a slot", STAGE)
     ACTIVE_SLOTS = Gauge("trinity_pool_active_slots", "Slots that the next extend processes")
     PADDED_SLOTS = Gauge("trinity_pool_padded_slots", "Slots of a step without a query: CUDA graphs have fixed sizes")
     PAUSED_SLOTS = Gauge("trinity_pool_paused_slots", "Slots of paused decode queries")
@@ -83,14 +80,7 @@ class PoolMetrics(WorkerMetrics):
         "trinity_pool_reload_refused",
         "1 if that reload did not replace a collection, because the new files are damaged",
     )
-    WAIT = ByLabel[Stage, Histogram](
-        Histogram,
-        "trinity_pool_wait_seconds",
-        "Time from a query's enqueue to its slot, by stage",
-        "stage",
-        Stage,
-        _WAITS,
-    )
+    WAIT = Histogram.by("trinity_pool_wait_seconds", "Time from a query's enqueue to its slot, by stage", STAGE, _WAITS)
     LATENCY = Histogram("trinity_pool_query_seconds", "Time from a query's enqueue to its result", _WAITS)
     QUERY_EXTENDS = Histogram("trinity_pool_query_extends", "Extends per query", _EXTENDS)
 
@@ -104,12 +94,10 @@ class RetrievingMetrics(WorkerMetrics):
     )
     RELOAD = Gauge("trinity_documents_reload", "Number of the last finished reload of documents")
     RELOAD_REFUSED = Gauge("trinity_documents_reload_refused", "1 if that reload found documents that cannot be used")
-    RERANKS = ByLabel[RerankOutcome, Counter](
-        Counter,
+    RERANKS = Counter.by(
         "trinity_reranks_total",
         "Lists of texts that were to be reranked, by outcome; late: not in time",
-        "outcome",
-        RerankOutcome,
+        Label[RerankOutcome]("outcome", RerankOutcome),
     )
     RERANK_PAIRS = Counter("trinity_rerank_pairs_total", "Texts in these lists, each of which is paired with a query")
     RERANK_TIME = Histogram("trinity_rerank_seconds", "Time of reranking a list, also if it was late or failed", _WAITS)
@@ -126,35 +114,35 @@ class RetrievingMetrics(WorkerMetrics):
     EMBEDDING_CACHE_BYTES = Gauge("trinity_embedding_cache_bytes", "Bytes of texts and vectors that are kept")
 
 
-def _tier(event: str, help: str) -> "ByLabel[Tier, Counter]":
-    return ByLabel(Counter, f"trinity_kv_tier_{event}_total", help, "tier", Tier)
-
-
 class KvMetrics(RetrievingMetrics):
     UNCOMPILED = Gauge(
         "trinity_model_uncompiled",
         "1 while the model on a GPU runs uncompiled, several times slower: it is being compiled, or cannot be",
     )
-    TIER_LOADED = _tier("loaded_blocks", "KV blocks loaded from a tier instead of computed")
-    TIER_STORED = _tier("stored_blocks", "KV blocks written to a tier")
-    TIER_EVICTED = _tier("evicted_blocks", "Least recently used blocks of a tier, evicted to make room")
-    TIER_DAMAGED = _tier(
-        "damaged_blocks", "Damaged or foreign files of a tier that were removed; their blocks are recomputed"
+    TIER_LOADED = Counter.by(
+        "trinity_kv_tier_loaded_blocks_total", "KV blocks loaded from a tier instead of computed", TIER
     )
-    TIER_FAILED = _tier("failed_writes", "KV blocks that could not be written to a tier, mostly for lack of space")
-    TIER_BYTES = ByLabel[Tier, Gauge](
-        Gauge,
-        "trinity_kv_tier_bytes",
-        "Bytes in a tier, which all workers share, as last seen by this one",
-        "tier",
-        Tier,
+    TIER_STORED = Counter.by("trinity_kv_tier_stored_blocks_total", "KV blocks written to a tier", TIER)
+    TIER_EVICTED = Counter.by(
+        "trinity_kv_tier_evicted_blocks_total", "Least recently used blocks of a tier, evicted to make room", TIER
     )
-    TIER_HELD = ByLabel[Tier, Gauge](
-        Gauge,
+    TIER_DAMAGED = Counter.by(
+        "trinity_kv_tier_damaged_blocks_total",
+        "Damaged or foreign files of a tier that were removed; their blocks are recomputed",
+        TIER,
+    )
+    TIER_FAILED = Counter.by(
+        "trinity_kv_tier_failed_writes_total",
+        "KV blocks that could not be written to a tier, mostly for lack of space",
+        TIER,
+    )
+    TIER_BYTES = Gauge.by(
+        "trinity_kv_tier_bytes", "Bytes in a tier, which all workers share, as last seen by this one", TIER
+    )
+    TIER_HELD = Gauge.by(
         "trinity_kv_tier_held_bytes",
         "Bytes in a tier that are kept for sequences which return to them, as last seen by this worker",
-        "tier",
-        Tier,
+        TIER,
     )
     TIER_BLOCKS: ClassVar[dict[str, ByLabel[Tier, Counter]]] = {
         "loaded": TIER_LOADED, "stored": TIER_STORED, "evicted": TIER_EVICTED, "damaged": TIER_DAMAGED,
@@ -163,27 +151,23 @@ class KvMetrics(RetrievingMetrics):
 
 
 class PrefillMetrics(KvMetrics):
-    PROMPTS = ByLabel[Stage, Counter](
-        Counter, "trinity_prompts_total", "Prompts by the role that computes them", "by", Stage
-    )
+    PROMPTS = Counter.by("trinity_prompts_total", "Prompts by the role that computes them", COMPUTED_BY)
     PROMPT_TOKENS = Counter("trinity_prompt_tokens_total", "Prompt tokens computed by prefill")
-    NEW_TOKENS = ByLabel[Stage, Counter](
-        Counter,
+    NEW_TOKENS = Counter.by(
         "trinity_prompt_new_tokens_total",
         "Tokens to compute of the prompts that arrived, by the role that computes them",
-        "by",
-        Stage,
+        COMPUTED_BY,
     )
     PASS_SECONDS = Counter("trinity_prefill_pass_seconds_total", "Time in forward passes")
-    OFFERS = ByLabel[OfferOutcome, Counter](
-        Counter,
+    OFFERS = Counter.by(
         "trinity_kv_offers_total",
         "Offers of KV and of prompts without KV, by outcome",
-        "outcome",
-        OfferOutcome,
+        Label[OfferOutcome]("outcome", OfferOutcome),
     )
-    HANDOVERS = ByLabel[HandoverMode, Counter](
-        Counter, "trinity_kv_handovers_total", "Prompts whose KV was handed over, by way", "mode", HandoverMode
+    HANDOVERS = Counter.by(
+        "trinity_kv_handovers_total",
+        "Prompts whose KV was handed over, by way",
+        Label[HandoverMode]("mode", HandoverMode),
     )
     PREFIX_QUERY_TOKENS = Counter(
         "trinity_prefill_prefix_query_tokens_total", "Prompt tokens looked up among the cached KV blocks"
@@ -279,41 +263,27 @@ class DecodeMetrics(KvMetrics):
 
 class FrontendMetrics(RetrievingMetrics):
     RESTARTED = Counter("trinity_requests_restarted_total", "Restarts of requests whose worker died")
-    REQUESTS = ByLabel[Outcome, Counter](
-        Counter,
+    REQUESTS = Counter.by(
         "trinity_requests_total",
         "Generations by outcome: finished, cancelled by the client, failed, refused, invalid",
-        "outcome",
-        Outcome,
+        Label[Outcome]("outcome", Outcome),
     )
-    HTTP_RESPONSES = ByLabel[StatusClass, Counter](
-        Counter,
+    HTTP_RESPONSES = Counter.by(
         "trinity_http_responses_total",
         "HTTP responses by class of status, without /health and /ready",
-        "status",
-        StatusClass,
+        Label[StatusClass]("status", StatusClass),
     )
     FORWARDED = Counter("trinity_http_forwarded_total", "Requests that an HTTP worker has passed to the frontend")
-    SLO_REQUESTS = ByLabel[Slo, Counter](
-        Counter,
-        "trinity_slo_requests_total",
-        "Requests to which the SLO applies: not cancelled or invalid ones",
-        "slo",
-        Slo,
+    SLO_REQUESTS = Counter.by(
+        "trinity_slo_requests_total", "Requests to which the SLO applies: not cancelled or invalid ones", SLO
     )
-    SLO_VIOLATIONS = ByLabel[Slo, Counter](
-        Counter,
-        "trinity_slo_violations_total",
-        "Those of them that were answered after the limit, failed or refused",
-        "slo",
-        Slo,
+    SLO_VIOLATIONS = Counter.by(
+        "trinity_slo_violations_total", "Those of them that were answered after the limit, failed or refused", SLO
     )
-    ANSWER_CACHE = ByLabel[CacheEvent, Counter](
-        Counter,
+    ANSWER_CACHE = Counter.by(
         "trinity_answer_cache_events_total",
         "Lookups in the answer cache (hit, miss), and answers stored, expired and evicted",
-        "event",
-        CacheEvent,
+        Label[CacheEvent]("event", CacheEvent),
     )
     SEARCH_TIME = Histogram(
         "trinity_search_request_seconds", "Time of answered search requests", _WAITS, limit=lambda slo: slo.search_s
@@ -335,11 +305,9 @@ class FrontendMetrics(RetrievingMetrics):
     RESPOND_TIME = Histogram(
         "trinity_request_respond_time_seconds", "Time from a search's passages to its response", _WAITS
     )
-    SERVERS = ByLabel[Stage, Gauge](
-        Gauge, "trinity_engine_servers", "Servers of another engine for one role that are up", "role", Stage
-    )
-    SERVERS_WAITING = ByLabel[Stage, Gauge](
-        Gauge, "trinity_engine_servers_waiting", "Requests that wait in these servers, as they report", "role", Stage
+    SERVERS = Gauge.by("trinity_engine_servers", "Servers of another engine for one role that are up", ROLE)
+    SERVERS_WAITING = Gauge.by(
+        "trinity_engine_servers_waiting", "Requests that wait in these servers, as they report", ROLE
     )
     KV_LINKS = Gauge("trinity_kv_links", "KV links of another engine's servers that report their transfers")
     # Of answers that other engines' servers generate; of the node's own engine the workers write these.
