@@ -28,8 +28,8 @@ from pathlib import Path
 
 from benchmarks.common.machine import machine_load
 from benchmarks.common.report import table
+from gpu.build.params import no_progress
 from launchers.commands.demo import node_file, prepare_collection
-from runtime.retrieval.collections.sources import no_progress
 from runtime.serving.model import smollm
 from runtime.testing.node import Node
 

@@ -19,6 +19,10 @@ MAX_SEED = (1 << 63) - 1
 MAX_THREADS = 1024
 
 
+def no_progress(stage: str, done: float) -> None:
+    """A `Progress` that ignores its calls."""
+
+
 @dataclass(frozen=True, slots=True)
 class BuildParams:
     """Build parameters of an index; see `GraphIndex.build`. Validated before a vector is read.

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from gpu.build.params import MAX_THREADS, BuildDevice, BuildParams, Progress, check_within
+from gpu.build.params import MAX_THREADS, BuildDevice, BuildParams, Progress, check_within, no_progress
 from gpu.errors import InvalidParams, InvalidVector
 from gpu.index import rows, storage
 from gpu.index.data import IndexData, bitmap, fastest_bits
@@ -38,7 +38,7 @@ class GraphIndex:
         seed: int = 0,
         threads: int = 1,
         device: BuildDevice = "cpu",
-        progress: Progress | None = None,
+        progress: Progress = no_progress,
     ) -> "GraphIndex":
         """Build an index over `vectors` [N, d] (any float or integer dtype; N ≥ 1).
 
@@ -51,22 +51,21 @@ class GraphIndex:
         Raises InvalidVector (naming the row) and InvalidParams; for "cuda" DeviceUnavailable and DeviceError.
         """
         BuildParams(metric, degree, dtype, code_bits, seed, threads, device)
-        report = progress or (lambda stage, fraction: None)
         checked = rows.checked_vectors(vectors, metric)
         own_ids = None if ids is None else _checked_ids(ids, len(checked))
         # Imported here: compiled code, which opening an index does not need.
         from gpu.build.graph import build_graph
         from gpu.build.neighbor_codes import make_codes
 
-        graph, seeds = build_graph(checked, metric, degree, seed, threads, report, device)
-        report("encoding", 0.0)
+        graph, seeds = build_graph(checked, metric, degree, seed, threads, progress, device)
+        progress("encoding", 0.0)
         encoded = rows.encode(checked, metric, dtype)
         codes = None
         if neighbor_codes:
             scaled = checked * np.float32(encoded.scale)
             bits = code_bits or fastest_bits(checked.shape[1])
             codes = make_codes(scaled, encoded.centre, metric == "l2", graph, seeds, seed, threads, encoded.scale, bits)
-        report("encoding", 1.0)
+        progress("encoding", 1.0)
         return cls(IndexData(encoded, graph, seeds, own_ids, codes))
 
     def save(self, directory: str | os.PathLike[str]) -> None:

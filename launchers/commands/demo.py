@@ -13,13 +13,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from gpu.build.params import Progress
 from launchers.http_client import stream
 from launchers.progress import BuildProgress
 from runtime.errors import CollectionError, Unavailable
 from runtime.node.run_dir import NodeInfo
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.sources import Progress
 from runtime.retrieval.ingestion.python_docs import python_documents
 from runtime.serving import stages
 from runtime.serving.model import smollm

@@ -28,10 +28,10 @@ from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.description import DOCUMENTS, INDEX, KEYWORDS
 from runtime.retrieval.collections.log import log_bytes
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.sources import read_truth, read_vectors
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec, embedder_name
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, EmbedderLocation, choose_embedder
+from runtime.retrieval.ingestion.build_inputs import read_ids, read_source, read_truth, read_vectors
 from runtime.retrieval.ingestion.ingest import IngestReport, ingest
 from runtime.retrieval.ingestion.ingest import add as update
 from runtime.retrieval.ingestion.readers import SUFFIXES
@@ -151,7 +151,14 @@ def build(
         if given or chosen is None:
             spec, model = chosen or (None, None)
             bulk_load.build(
-                sources[0], out, embedder=spec, model=model, vectors=vectors, ids=ids, progress=progress, **options
+                read_source(sources[0], progress),
+                out,
+                embedder=spec,
+                model=model,
+                vectors=None if vectors is None else read_vectors(vectors),
+                ids=None if ids is None else read_ids(ids),
+                progress=progress,
+                **options,
             )
         else:
             ingested = ingest(sources, out, *chosen, passage_tokens=passage_tokens, progress=progress, **options)

@@ -28,10 +28,10 @@ from runtime.retrieval.attributes.filters import Filter, parse_filter
 from runtime.retrieval.attributes.schema import NAME, AttributeType
 from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.sources import explain_decode_error
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.loading import load_embedder
+from runtime.retrieval.ingestion.build_inputs import explain_decode_error
 
 Directory = Annotated[Path, typer.Argument(readable=False, help="The collection's directory.")]
 Filtered = Annotated[str, typer.Option("--filter", help='A filter: {"type": "eq", "key": "year", "value": 2024}.')]

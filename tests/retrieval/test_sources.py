@@ -11,7 +11,14 @@ import pytest
 
 from runtime.errors import CollectionError
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.sources import MAX_LINE_BYTES, read_documents, read_ids, read_truth, read_vectors
+from runtime.retrieval.ingestion.build_inputs import (
+    MAX_LINE_BYTES,
+    read_documents,
+    read_ids,
+    read_source,
+    read_truth,
+    read_vectors,
+)
 
 GOOD = b'{"id": "a", "text": "one", "title": "T", "split": 3}\n\n{"text": "two", "id": 7, "title": null}\n'
 TWO = [Document("a", "T", "one"), Document("7", "", "two")]
@@ -179,3 +186,12 @@ def test_the_ground_truth_must_match_the_queries_and_k(tmp_path: Path) -> None:
     for queries, k in [(5, 10), (4, 11)]:
         with pytest.raises(CollectionError, match=f"truth for {queries} queries and k {k}"):
             read_truth(path, queries, k)
+
+
+def test_a_source_is_read_by_its_name(tmp_path: Path) -> None:
+    np.save(tmp_path / "v.npy", np.eye(3, dtype=np.float32))
+    (tmp_path / "d.jsonl").write_bytes(GOOD)
+    assert isinstance(read_source(tmp_path / "v.npy"), np.ndarray)
+    assert list(read_source(tmp_path / "d.jsonl")) == TWO
+    with pytest.raises(CollectionError, match=r"supported sources end in \.jsonl"):
+        read_source(tmp_path / "d.csv")

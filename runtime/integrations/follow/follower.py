@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu.build.params import Progress, no_progress
 from runtime.errors import EmbedderFailed, EmbedderUnreachable, InvalidDocument, NoRoom, Overloaded, Unavailable
 from runtime.integrations.follow.document_mapper import DocumentMapper, FieldMapping, flattened
 from runtime.integrations.follow.source import Point, Source
 from runtime.retrieval.attributes.schema import extend_schema
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.collections.validation import UpsertDocument, resolve_vectors
 from runtime.retrieval.collections.writer import CollectionWriter
 

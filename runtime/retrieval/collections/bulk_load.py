@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu import GpuError, GraphIndex
-from gpu.build.params import BuildDevice, BuildParams, check_within
+from gpu.build.params import BuildDevice, BuildParams, Progress, check_within, no_progress
 from gpu.index.rows import MAX_DIM
 from runtime.errors import BuildRefused, CollectionBusy, CollectionError, InvalidDocument, OutputRefused
 from runtime.retrieval.attributes.schema import AttributeType, Schema, extend_schema
@@ -35,21 +35,13 @@ from runtime.retrieval.collections.documents import Document, DocumentStore, Sou
 from runtime.retrieval.collections.log import LogWriter, log_path
 from runtime.retrieval.collections.segment import index_errors
 from runtime.retrieval.collections.segment_build import building_path, seal_segment, write_documents
-from runtime.retrieval.collections.sources import (
-    DOCUMENT_SUFFIXES,
-    Progress,
-    no_progress,
-    read_documents,
-    read_ids,
-    read_vectors,
-)
 from runtime.retrieval.embedding.bulk import embed_passages, list_size
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name, embedding_text
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, embedder_dim, load_embedder
 
 Metric = Literal["cosine", "l2", "ip"]
 Dtype = Literal["float32", "float16"]
-Source = Path | Iterable[Document] | NDArray[Any]
+Source = Iterable[Document] | NDArray[Any]
 KnownVectors = Callable[[], tuple[NDArray[np.int64], Vectors]]
 _RETRY_S = 0.01
 
@@ -65,8 +57,8 @@ def build(
     model: Embedder | None = None,
     sources: Sources | None = None,
     known_vectors: KnownVectors | None = None,
-    vectors: Path | NDArray[Any] | None = None,
-    ids: Path | NDArray[np.int64] | None = None,
+    vectors: NDArray[Any] | None = None,
+    ids: NDArray[np.int64] | None = None,
     degree: int = 32,
     dtype: Dtype = "float32",
     neighbor_codes: bool = True,
@@ -81,15 +73,15 @@ def build(
 ) -> None:
     """Build a collection at `out`, atomically.
 
-    source: a path (.jsonl, .jsonl.gz or .npy), documents, or vectors [n, d] of float32, float16 or uint8.
+    source: documents, or vectors [n, d] of float32, float64, float16 or uint8.
     embedder: the embedder of the documents (None: all-minilm-l6-v2). For vectors, the embedder that made them, so
         that queries may be texts.
     demanded: an attribute that the filter of every search must bind. schema: attributes whose types are given.
     model: that embedder, if it is already loaded (`choose_embedder`).
     sources: the files that the documents are read from; filled in while they are read.
     known_vectors: called when all documents are read; returns the rows that already have a vector, and the vectors.
-    vectors: the documents' vectors by row, if they are already known; may be a .npy file.
-    ids: int64 [n], the ids that a search returns in place of row numbers, for bare vectors only; may be a file.
+    vectors: the documents' vectors by row, if they are already known.
+    ids: int64 [n], the ids that a search returns in place of row numbers, for bare vectors only.
     shards: number of shards, each for one pool worker: row i goes to shard i mod shards and keeps its id.
     degree, dtype, neighbor_codes, code_bits, seed, device: see `GraphIndex.build`. threads: cores to use.
     force: replace an existing collection at `out`. locked: the caller holds its writer's lock.
@@ -102,18 +94,17 @@ def build(
     check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
     if embedder is not None:
         embedder_dim(embedder)
-    bare = _read_bare_vectors(source)
+    bare = source if isinstance(source, np.ndarray) else None
     if bare is not None and vectors is not None:
         raise BuildRefused("the source contains vectors: give separate vectors only with documents")
     if bare is None and ids is not None:
         raise BuildRefused("documents have their own ids: give ids only with bare vectors")
     if device == "cuda":
         _check_gpu_build()
-    given = read_vectors(vectors) if isinstance(vectors, Path) else vectors if bare is None else bare
+    given = vectors if bare is None else bare
     if given is not None:
         _check_embedder(embedder, given)
         _check_shards(shards, len(given))
-    own_ids = read_ids(ids) if isinstance(ids, Path) else ids
     if bare is None and given is None:
         embedder = embedder or DEFAULT_EMBEDDER
         # Loaded before the documents are read: it may be missing, and reading may take long.
@@ -128,7 +119,7 @@ def build(
         if bare is not None:
             matrix = bare
         else:
-            read = _extending(schema, _documents(source, progress))
+            read = _extending(schema, source)
             with _written_documents(building, folders, read, schema, sources) as documents:
                 if given is None:
                     assert model is not None, "loaded above"
@@ -137,10 +128,10 @@ def build(
                     matrix = given
                 else:
                     raise CollectionError(f"{len(given)} vectors do not match {documents.last_row + 1} documents")
-        if own_ids is None and shards > 1:
-            own_ids = np.arange(len(matrix))
-        if own_ids is not None and own_ids.shape != (len(matrix),):
-            raise CollectionError(f"ids have shape {list(own_ids.shape)}; they need shape [{len(matrix)}]")
+        if ids is None and shards > 1:
+            ids = np.arange(len(matrix))
+        if ids is not None and ids.shape != (len(matrix),):
+            raise CollectionError(f"ids have shape {list(ids.shape)}; they need shape [{len(matrix)}]")
         segments = []
         for shard, folder in enumerate(folders):
             with index_errors():
@@ -151,7 +142,7 @@ def build(
                     dtype=dtype,
                     neighbor_codes=neighbor_codes,
                     code_bits=code_bits,
-                    ids=None if own_ids is None else own_ids[shard::shards],
+                    ids=None if ids is None else ids[shard::shards],
                     seed=seed,
                     threads=threads,
                     device=device,
@@ -159,7 +150,7 @@ def build(
                 )
                 index.save(folder / INDEX)
             segments.append(seal_segment(disk, folder, index.size, shard))
-        next_row = 1 + (len(matrix) - 1 if own_ids is None else int(own_ids.max()))
+        next_row = 1 + (len(matrix) - 1 if ids is None else int(ids.max()))
         begin_collection(
             disk, building, segments, next_row, schema, dim=index.dim, metric=metric, dtype=dtype, degree=index.degree,
             embedder=embedder, shards=shards, demanded=demanded, declared=declared,
@@ -279,22 +270,6 @@ def _check_gpu_build() -> None:
 
     with index_errors():
         check_gpu_build()
-
-
-def _read_bare_vectors(source: Source) -> NDArray[Any] | None:
-    if isinstance(source, np.ndarray):
-        return source
-    if isinstance(source, Path) and source.name.endswith(".npy"):
-        return read_vectors(source)
-    return None
-
-
-def _documents(source: Source, progress: Progress) -> Iterable[Document]:
-    if not isinstance(source, Path):
-        return source
-    if not source.name.endswith(DOCUMENT_SUFFIXES):
-        raise CollectionError(f"{source}: supported sources end in {', '.join(DOCUMENT_SUFFIXES)} or .npy")
-    return read_documents(source, progress)
 
 
 def _embed(

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from gpu.build.params import Progress, no_progress
 from runtime.errors import CollectionError, TrinityError
 from runtime.node.worker import die_with_parent
 from runtime.retrieval.collections import segment_build
@@ -35,7 +36,6 @@ from runtime.retrieval.collections.group_commit import GroupCommit
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.segment_build import BuildJob, obsolete_files
-from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.collections.state import Loaded, State, close
 from runtime.retrieval.fair_threads import start_thread
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from gpu import GraphIndex
+from gpu.build.params import Progress, no_progress
 from runtime.errors import CollectionError
 from runtime.files import set_modes
 from runtime.retrieval.attributes.columns import Columns
@@ -28,7 +29,6 @@ from runtime.retrieval.collections.disk import Disk, storage_errors
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.log import log_files
 from runtime.retrieval.collections.segment import CONTENTS, FILES, Contents, index_errors, segment_path, sources_of
-from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.collections.state import State
 from runtime.retrieval.keywords.index import KeywordFile
 

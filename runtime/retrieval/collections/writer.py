@@ -9,6 +9,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu.build.params import Progress, no_progress
 from runtime.errors import CollectionError, Forbidden, InvalidDocument, Overloaded
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections.description import MAX_ROWS, read_description
@@ -20,7 +21,6 @@ from runtime.retrieval.collections.part import Rows
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.reader_barrier import ReaderBarrier
 from runtime.retrieval.collections.segment import Segment
-from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.collections.upgrade import upgrade
 from runtime.retrieval.collections.validation import (
     UpsertDocument,

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu.build.params import Progress, no_progress
 from runtime.errors import BuildRefused, CollectionError
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.description import DOCUMENTS
@@ -25,10 +26,10 @@ from runtime.retrieval.collections.documents import Document, Sources
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment import sources_of
 from runtime.retrieval.collections.segment_build import code_bits
-from runtime.retrieval.collections.sources import Progress, no_progress, read_documents
 from runtime.retrieval.collections.upgrade import upgrade_if_flat
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedding_text
 from runtime.retrieval.embedding.loading import load_embedder
+from runtime.retrieval.ingestion.build_inputs import read_documents
 from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
 from runtime.retrieval.ingestion.passages import file_passages, passage_limit
 from runtime.retrieval.ingestion.readers import PLAIN, check_packages, read_file

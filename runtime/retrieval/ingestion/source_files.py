@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runtime.errors import BuildRefused, CollectionError
 from runtime.files import open_regular
-from runtime.retrieval.collections.sources import DOCUMENT_SUFFIXES
+from runtime.retrieval.ingestion.build_inputs import DOCUMENT_SUFFIXES
 from runtime.retrieval.ingestion.readers import SUFFIXES
 from runtime.retrieval.ingestion.sections import UnreadableFile
 

@@ -7,7 +7,7 @@ import gzip
 import json
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.lib.format import MAGIC_PREFIX
 from numpy.typing import NDArray
 
+from gpu.build.params import Progress, no_progress
 from runtime.errors import CollectionError
 from runtime.files import check_regular
 from runtime.retrieval.collections.documents import Document
@@ -27,12 +28,6 @@ MAX_ID_CHARACTERS = 512
 MAX_VECTOR_DIM = 16_384
 VECTOR_DTYPES = ("float32", "float64", "float16", "uint8")
 
-Progress = Callable[[str, float], None]  # called with a stage's name and the fraction of it that is done, 0..1
-
-
-def no_progress(stage: str, done: float) -> None:
-    """A `Progress` that ignores its calls."""
-
 
 class _Line(msgspec.Struct):
     id: str | int
@@ -42,6 +37,15 @@ class _Line(msgspec.Struct):
 
 
 _decode_line = msgspec.json.Decoder(_Line).decode
+
+
+def read_source(path: Path, progress: Progress = no_progress) -> Iterable[Document] | NDArray[Any]:
+    """Return the documents of a .jsonl or .jsonl.gz file, or the vectors of a .npy file."""
+    if path.name.endswith(".npy"):
+        return read_vectors(path)
+    if not path.name.endswith(DOCUMENT_SUFFIXES):
+        raise CollectionError(f"{path}: supported sources end in {', '.join(DOCUMENT_SUFFIXES)} or .npy")
+    return read_documents(path, progress)
 
 
 def read_documents(path: Path, progress: Progress = no_progress) -> Iterator[Document]:
