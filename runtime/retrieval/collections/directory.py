@@ -1,7 +1,6 @@
 """Atomic creation of a collection's directory. Files that Trinity did not write are never deleted."""
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -11,10 +10,17 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from runtime.errors import CollectionBusy, CollectionError, OutputRefused
+from runtime.errors import CollectionError, OutputRefused
 from runtime.files import set_modes
 from runtime.retrieval.collections.description import is_collection
-from runtime.retrieval.collections.disk import storage_error, storage_errors, writing
+from runtime.retrieval.collections.disk import (
+    LOCK,
+    acquire_lock,
+    lock_is_current,
+    storage_error,
+    storage_errors,
+    writing,
+)
 
 _OWN_FILES = re.compile(
     r"\.?(collection\.json|MANIFEST)(\.part)?|writer\.lock|log/\d+\.log|(tombstones|served|segments/\.merging)/[^/]+"
@@ -49,52 +55,40 @@ def atomic_directory(out: Path, *, replace: bool, locked: bool = False) -> Itera
         free = shutil.disk_usage(out.parent).free
         raise storage_error(error, f"with {free >> 20:,} MiB free, {out} cannot be built") from error
     finally:
-        if _is_at(building, lock):
+        if lock_is_current(lock, building):
             shutil.rmtree(building)
         os.close(lock)
 
 
 def _claim(building: Path) -> int:
-    """Create the directory of a build and lock it, or remove what a killed build left there; return the descriptor.
+    """Create the directory of a build and lock it as a writer does, or remove what a killed build left there; return
+    the lock.
 
-    The lock ends with this process. Raises `CollectionBusy` if another build holds it, or may, `OutputRefused` if there
-    is anything else, `OSError`.
+    Raises `CollectionBusy` if another build holds it, `OutputRefused` if there is anything else, `CollectionError`,
+    `OSError`.
     """
     while True:
         try:
             building.mkdir(mode=0o700)
-            made = True
         except FileExistsError:
-            made = False
+            if building.is_symlink():
+                raise
         try:
-            fd = os.open(building, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:  # the other build has just put it in place
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(fd)
-            raise CollectionBusy(f"{building} is written to by another build") from error
-        except OSError as error:
-            if not made:  # a file system that does not lock directories does not tell either whether that build runs
-                os.close(fd)
-                raise CollectionBusy(f"{building} exists: remove it if no other build runs") from error
-        if _is_at(building, fd):
+            lock = acquire_lock(building)
+        except CollectionError:
+            if building.exists():
+                raise
+            continue  # the other build has just put it in place
+        if lock_is_current(lock, building):
             break
-        os.close(fd)  # as above
+        os.close(lock)  # as above
     if foreign := [*_foreign_files(building), *(path for path in building.rglob("*") if path.is_symlink())]:
-        os.close(fd)
+        os.close(lock)
         raise OutputRefused(f"{building} will not be removed: {foreign[0]} is not part of a collection")
     for path in building.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return fd
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(fd))
-    except FileNotFoundError:
-        return False
+        if path.name != LOCK:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return lock
 
 
 def _check_output(out: Path, replace: bool) -> None:
