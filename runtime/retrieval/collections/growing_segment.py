@@ -60,23 +60,13 @@ class GrowingSegment(Part):
         vectors: NDArray[np.float32] = self._matrix[positions, : self._dim]
         return vectors
 
-    def append(self, operation: Upsert, schema: Schema) -> None:
-        """Append the rows of an upsert. Raises `CollectionError` if they are not the next rows."""
-        for _ in self.prepare(operation, schema):
-            pass
-        self.append_prepared(operation)
-
     def prepare(self, operation: Upsert, schema: Schema) -> Iterator[None]:
-        """Do the work of `append` in parts; the rows are not there before `append_prepared`."""
+        """Do the work of `append` in parts; the rows are not there before it. Raises `CollectionError` if they are not
+        the next rows."""
         if operation.first != self.next_row:
             raise CollectionError(f"the log has row {operation.first} instead of row {self.next_row}")
         total = self.size + len(operation.ids)
-        if total > len(self._matrix):
-            matrix = self._allocate(max(total, 2 * len(self._matrix)))
-            matrix[: self.size] = self._matrix[: self.size]
-            alive = np.ones(len(matrix), bool)
-            alive[: self.size] = self._alive[: self.size]
-            self._matrix, self._alive = matrix, alive  # running searches keep the old arrays
+        self._reserve(total)
         self._matrix[self.size : total, : self._dim] = decode_vectors(operation, self._dim)
         parts = zip(operation.ids, operation.titles, operation.texts, operation.attributes, strict=True)
         documents = (Document(*one, row=row) for row, one in enumerate(parts, operation.first))
@@ -85,8 +75,8 @@ class GrowingSegment(Part):
             self._columns.append([one.attributes for one in part], schema)
             yield
 
-    def append_prepared(self, operation: Upsert) -> None:
-        """Append the rows of an upsert after all of `prepare`."""
+    def append(self, operation: Upsert) -> None:
+        """Append the rows of an upsert, after all of `prepare`."""
         total = self.size + len(operation.ids)
         self._by_id.update(zip(operation.ids, range(self.size, total), strict=True))
         self._replaced.update(zip(operation.successors, operation.replaced, strict=False))
@@ -142,22 +132,26 @@ class GrowingSegment(Part):
         if first <= self.first:
             return self
         rest = GrowingSegment(first, self._dim, self._metric)
-        begin = rest.first - self.first
+        begin = first - self.first
         if begin < self.size:
-            documents = self.documents[begin:]
-            operation = Upsert(
-                rest.first,
-                [document.id for document in documents],
-                [document.title for document in documents],
-                [document.text for document in documents],
-                [dict(document.attributes) for document in documents],
-                np.ascontiguousarray(self._matrix[begin : self.size, : self._dim]).tobytes(),
-                [],
-            )
-            rest.append(operation, schema)
+            rest.documents = self.documents[begin : self.size]
+            rest._columns.append([document.attributes for document in rest.documents], schema)
+            rest._by_id = {document.id: at for at, document in enumerate(rest.documents)}
             rest._replaced = {row: before for row, before in self._replaced.items() if row >= first}
+            rest._reserve(len(rest.documents))
+            rest.size = rest.count = len(rest.documents)
+            rest._matrix[: rest.size] = self._matrix[begin : self.size]
             rest.delete(self.dead_rows())
         return rest
+
+    def _reserve(self, total: int) -> None:
+        """Make room for so many rows in all."""
+        if total > len(self._matrix):
+            matrix = self._allocate(max(total, 2 * len(self._matrix)))
+            matrix[: self.size] = self._matrix[: self.size]
+            alive = np.ones(len(matrix), bool)
+            alive[: self.size] = self._alive[: self.size]
+            self._matrix, self._alive = matrix, alive  # running searches keep the old arrays
 
     def _allocate(self, count: int) -> NDArray[np.float32]:
         matrix: NDArray[np.float32] = aligned_empty(*code_shape(count, self._dim, "float32"))

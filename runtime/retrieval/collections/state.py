@@ -87,7 +87,7 @@ class State:
                     self.schema = extended_schema(self.schema, shapes.values())
             yield from self.growing.prepare(operation, self.schema)
             with self.lock:
-                self.growing.append_prepared(operation)
+                self.growing.append(operation)
                 self._hide_others(operation)
                 self.delete(np.array(operation.replaced, np.int64))
         with self.lock:
