@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,16 +26,17 @@ class WriteGroup:
     size: int = 0
 
 
-@dataclass
-class PendingWrite:
-    """A write that waits for its record. `prepare` adds its operations to a group, once nothing can fail any more, and
-    returns its result."""
+Prepare = Callable[[WriteGroup], int]
+"""Adds a write's operations to a group, once nothing can fail any more, and returns the write's result."""
 
-    prepare: Callable[[WriteGroup], int]
-    exclusive: bool  # it depends on stored state, so no other write may precede it in its record
-    result: int = 0
-    error: TrinityError | None = None
-    done: bool = False
+
+@dataclass
+class _PendingWrite:
+    """A write that waits for its record."""
+
+    prepare: Prepare
+    exclusive: bool
+    result: Future[int] = field(default_factory=Future)
 
 
 class GroupCommit:
@@ -47,7 +49,7 @@ class GroupCommit:
         """Append at `end` of the log's file that begins at record `first`. Raises `CollectionError`, `NoRoom`."""
         self.lock = threading.RLock()
         self._disk, self._state, self._lock_fd = disk, state, lock_fd
-        self._pending: list[PendingWrite] = []
+        self._pending: list[_PendingWrite] = []
         self._pending_lock = threading.Lock()
         self._failure, self._closed = "", False
         self._log = self._open(first, end)
@@ -62,16 +64,18 @@ class GroupCommit:
         """Number of writes that are not acknowledged yet."""
         return len(self._pending)
 
-    def write(self, pending: PendingWrite) -> int:
-        """Write, and return the write's result once it is stored. Raises its error."""
+    def write(self, prepare: Prepare, *, exclusive: bool) -> int:
+        """Write, and return the write's result once it is stored. Raises its error.
+
+        exclusive: it depends on stored state, so no other write may precede it in its record.
+        """
+        pending = _PendingWrite(prepare, exclusive)
         with self._pending_lock:
             self._pending.append(pending)
         with self.lock:
-            while not pending.done:
+            while not pending.result.done():
                 self._commit()
-        if pending.error is not None:
-            raise pending.error
-        return pending.result
+        return pending.result.result()
 
     def check_directory(self) -> None:
         """Raise `CollectionError` if the directory was replaced by another collection or a restored copy, or moved, or
@@ -111,29 +115,30 @@ class GroupCommit:
     def _commit(self) -> None:
         """Write pending writes as one record."""
         group = WriteGroup(self._state.growing.next_row, self._state.schema)
-        committed: list[PendingWrite] = []
+        stored: list[tuple[Future[int], int]] = []
         with self._pending_lock:
             waiting = list(self._pending)
-        for pending in waiting:
-            if committed and (pending.exclusive or group.size > MAX_BATCH_BYTES):
+        for number, pending in enumerate(waiting):
+            if number and (pending.exclusive or group.size > MAX_BATCH_BYTES):
                 break
-            committed.append(pending)
             try:
                 if self._closed or self._failure:
                     raise CollectionError(self._failure or f"{self._state.directory} was closed")
-                pending.result = pending.prepare(group)
+                stored.append((pending.result, pending.prepare(group)))
+            except TrinityError as error:
+                pending.result.set_exception(error)
             except Exception as failure:  # an internal error must not leave its write in the queue either
-                pending.error = (
-                    failure if isinstance(failure, TrinityError) else InternalError(f"a write failed: {failure!r}")
-                )
+                pending.result.set_exception(InternalError(f"a write failed: {failure!r}"))
             if pending.exclusive:
                 break
-        error = self._append(group.operations) if group.operations else None
-        for pending in committed:
-            pending.error = pending.error or error
-            pending.done = True
+        failed = self._append(group.operations) if group.operations else None
+        for result, count in stored:
+            if failed is None:
+                result.set_result(count)
+            else:
+                result.set_exception(failed)
         with self._pending_lock:
-            self._pending = [pending for pending in self._pending if not pending.done]
+            self._pending = [pending for pending in self._pending if not pending.result.done()]
 
     def _append(self, operations: list[Operation]) -> TrinityError | None:
         """Log a record, sync it, and apply it."""

@@ -14,7 +14,7 @@ from runtime.errors import CollectionError, Forbidden, InvalidDocument, Overload
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections.description import MAX_ROWS, read_description
 from runtime.retrieval.collections.disk import Disk, acquire_lock
-from runtime.retrieval.collections.group_commit import MAX_BATCH_BYTES, GroupCommit, PendingWrite, WriteGroup
+from runtime.retrieval.collections.group_commit import MAX_BATCH_BYTES, GroupCommit, Prepare, WriteGroup
 from runtime.retrieval.collections.log import Delete, Upsert, encode, log_bytes
 from runtime.retrieval.collections.maintenance import Maintenance
 from runtime.retrieval.collections.part import Rows
@@ -133,9 +133,7 @@ class CollectionWriter:
             self.maintenance.wake()
             raise Overloaded(f"{self.state.growing.size} documents wait to be sealed; try again later")
         exclusive = owner is not None  # the owner of a replaced document is looked up in the stored state
-        return self._write(
-            PendingWrite(lambda group: self._prepare_upsert(group, documents, vectors, owner), exclusive)
-        )
+        return self._write(lambda group: self._prepare_upsert(group, documents, vectors, owner), exclusive)
 
     def wait_visible(self) -> bool:
         """Wait until the searches of every process that serves the collection find all writes so far.
@@ -154,9 +152,7 @@ class CollectionWriter:
             raise InvalidDocument("ids is a string; it must be a list of strings", "ids")
         if not ids:
             return 0
-        return self._write_and_wait(
-            PendingWrite(lambda group: self._prepare_delete(group, ids, owner), exclusive=owner is not None)
-        )
+        return self._write_and_wait(lambda group: self._prepare_delete(group, ids, owner), owner is not None)
 
     def delete_where(self, filter: Filter, owner: AttributeBinding | None = None) -> int:
         """Delete the documents that pass a filter, except those of other owners. Returns and raises as `delete`, and
@@ -168,7 +164,7 @@ class CollectionWriter:
             group.operations += [Delete(rows.tolist())] if len(rows) else []
             return len(rows)
 
-        return self._write_and_wait(PendingWrite(prepare, exclusive=True))
+        return self._write_and_wait(prepare, exclusive=True)
 
     def statistics(self) -> WriterState:
         """Return counters."""
@@ -210,15 +206,15 @@ class CollectionWriter:
 
     # --- writing
 
-    def _write(self, pending: PendingWrite) -> int:
-        count = self.commits.write(pending)
+    def _write(self, prepare: Prepare, exclusive: bool) -> int:
+        count = self.commits.write(prepare, exclusive=exclusive)
         if self.state.growing.size >= self.maintenance.seal_threshold:
             self.maintenance.wake()
         return count
 
-    def _write_and_wait(self, pending: PendingWrite) -> int:
+    def _write_and_wait(self, prepare: Prepare, exclusive: bool) -> int:
         """Write, and wait until every process that serves the collection has applied it."""
-        count = self._write(pending)
+        count = self._write(prepare, exclusive)
         self._barrier.wait(self.state.sequence)
         return count
 
