@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from runtime.serving.http.routes.drain import Readiness
+from runtime.serving.http.readiness import Readiness
 from runtime.serving.http.service import Settings
 from tests.clock import Clock
 from tests.engines.fake_openai import MODEL

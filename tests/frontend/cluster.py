@@ -34,9 +34,9 @@ from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig, Timeouts
 from runtime.serving.http.forwarding import Forwarder, answering_or_forwarding
 from runtime.serving.http.middleware import id_source
+from runtime.serving.http.readiness import Readiness
 from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.response_memory import ResponseMemory
-from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.server import private_limits
 from runtime.serving.http.service import Collections, NoCollections, Service, Settings
 from runtime.serving.messages import Role

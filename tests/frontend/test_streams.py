@@ -1,8 +1,12 @@
 """Answers as server-sent events: pieces that are pending together are written together."""
 
+from contextlib import ExitStack
+
+from starlette.types import Message
+
 from runtime.errors import WorkerLost
 from runtime.serving.frontend.requests import Request
-from runtime.serving.http.responses import ChatResponse, events
+from runtime.serving.http.responses import ChatResponse, EventStream, error_event, events
 from runtime.serving.messages import Generation, Sampling, Tokens
 
 
@@ -14,7 +18,17 @@ async def parts(asked: Request) -> list[bytes]:
     """The parts of a stream whose pieces are all there after the first."""
     answer, first = ChatResponse("r", "m", 0), Tokens("r", "one", (1,))
     answer.add(first)
-    return [part async for part in events(answer, asked, first, lambda: None)]
+    sent: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    stream = EventStream(asked, events(answer, asked, first, lambda: None), error_event, ExitStack())
+    await stream({"type": "http"}, receive, send)
+    return sent[1:-1]  # the start and the end are empty
 
 
 async def test_pending_pieces_are_written_together() -> None:

@@ -102,3 +102,8 @@ def access_of(http: Request) -> Access:
     access = http.scope["state"]["access"]
     assert isinstance(access, Access)
     return access
+
+
+def tenant_of(http: Request) -> str:
+    """Return the tenant of a request: see `Access.tenant`."""
+    return access_of(http).tenant

@@ -25,13 +25,12 @@ class Citations:
     """The citations of a text that arrives in parts. `passages`: their texts, nearest first; more may be added."""
 
     def __init__(self, passages: Sequence[str] = ()) -> None:
-        self._passages: list[str] = []
+        self._passages = [_words(text) for text in passages]
         self._rest, self._begin = "", 0  # the sentence that is not complete yet, and where it begins
-        self.add_passages(passages)
 
-    def add_passages(self, texts: Sequence[str]) -> None:
-        """Add passages that later sentences may cite."""
-        self._passages += [_words(text) for text in texts]
+    def add_passage(self, text: str) -> None:
+        """Add a passage that later sentences may cite."""
+        self._passages.append(_words(text))
 
     def add(self, text: str) -> Iterator[Citation]:
         """Add a part of the text; yield the citations of the sentences that it completes."""

@@ -191,9 +191,9 @@ class Application(Starlette):
     limits: of POST requests in progress, by path.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Mapping[str, FairLimit]) -> None:
         super().__init__()
-        self.limits: dict[str, FairLimit] = {}
+        self.limits = limits
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:  # type: ignore[override]
         if self.middleware_stack is None:

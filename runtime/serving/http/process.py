@@ -39,9 +39,9 @@ from runtime.serving.http.app import TRACES, create_app
 from runtime.serving.http.connections import HttpConfig
 from runtime.serving.http.forwarding import Forwarder, answering_or_forwarding, asking_others
 from runtime.serving.http.middleware import id_source
+from runtime.serving.http.readiness import Readiness
 from runtime.serving.http.request_context import RequestContextMiddleware
 from runtime.serving.http.response_memory import ResponseMemory
-from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.routes.tokenize import Tokens
 from runtime.serving.http.search_parts import SearchParts
 from runtime.serving.http.server import (

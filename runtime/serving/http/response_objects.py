@@ -1,6 +1,6 @@
 """OpenAI's response object, complete or as events, from the pieces of an answer."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from runtime.errors import TrinityError
@@ -39,10 +39,10 @@ class ResponseBuilder:
     _message_id: str = field(default_factory=lambda: new_id("msg_"))
     _sequence: int = 0
 
-    def add_results(self, results: Sequence[Json], texts: Sequence[str]) -> None:
-        """Add passages that the answer may cite: OpenAI's results, and the texts that the model was given."""
-        self.results += results
-        self._citations.add_passages(texts)
+    def add_result(self, result: Json) -> None:
+        """Add a passage that the answer may cite: OpenAI's result, with the text that the model was given."""
+        self.results.append(result)
+        self._citations.add_passage(result["text"])
 
     def add(self, piece: Tokens) -> list[Json]:
         """Add a piece of the answer; return the new annotations."""

@@ -7,9 +7,11 @@ stream the first chunk contains the passages found before prefill, each probe ha
 the `finish_reason` contains the timings. A stream ends with the last piece or with an error event.
 """
 
+import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -311,32 +313,55 @@ _STREAM_HEADERS = {
 
 
 class EventStream(Response):
-    """Server-sent events. Unlike starlette's StreamingResponse it does not read `receive`: another task watches it."""
+    """Server-sent events. Unlike starlette's StreamingResponse it does not read `receive`: another task watches it.
 
-    def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None]) -> None:
-        self.events = events
-        self.release = release
+    `failure` returns the event of an error, which ends the stream; `running` is closed at the end, however it comes.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        events: AsyncIterator[bytes],
+        failure: Callable[[TrinityError], bytes],
+        running: ExitStack,
+    ) -> None:
+        self._request, self._events, self._failure, self._running = request, events, failure, running
         self.status_code = 200
         self.background = None
         self.init_headers(_STREAM_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events as they arrive, then call `release`, also on failure."""
-        try:
+        """Send the events as they arrive."""
+        with self._running:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for chunk in self.events:
+            while (chunk := await self._next()) is not None:
                 if chunk:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
-        finally:
-            self.release()
+
+    async def _next(self) -> bytes | None:
+        """Return what to send next, None at the end."""
+        try:
+            return await anext(self._events, None)
+        except TrinityError as error:
+            return self._failure(error)
+        except Exception:
+            log.exception("stream failed", extra={"request": self._request.id})
+            return self._failure(InternalError("internal error; the server's log has more"))
 
 
-async def cancel_on_disconnect(http: HttpRequest, engine: Engine, request: Request) -> None:
-    """Cancel the request when its client disconnects: the only message left after the body."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-    engine.cancel(request)
+def in_flight(http: HttpRequest, engine: Engine, request: Request) -> ExitStack:
+    """Return a context in which the request is cancelled if its client disconnects; at its end it is over, too."""
+
+    async def cancel_on_disconnect() -> None:
+        while (await http.receive())["type"] != "http.disconnect":  # the only message left after the body
+            pass
+        engine.cancel(request)
+
+    running = ExitStack()
+    running.callback(engine.cancel, request)
+    running.callback(asyncio.create_task(cancel_on_disconnect()).cancel)
+    return running
 
 
 async def first_tokens(response: GenerationResponse, request: Request) -> Tokens:
@@ -353,19 +378,18 @@ async def events(
 ) -> AsyncIterator[bytes]:
     """Yield the events from the first tokens on; pieces that arrive together are sent together.
 
-    `on_complete` is called once the answer is complete.
+    `on_complete` is called once the answer is complete. Raises the request's error.
     """
-    try:
-        yield response.opening() + response.chunk(first)
-        while response.last is None:
-            pieces = await request.next_batch()
-            for piece in pieces:
-                response.add(piece)
-            yield b"".join([response.chunk(piece) for piece in pieces])
-        on_complete()
-        yield response.closing()
-    except TrinityError as error:
-        yield event(error_json(error)) + DONE
-    except Exception:
-        log.exception("stream failed", extra={"request": response.id})
-        yield event(error_json(InternalError("internal error; the server's log has more"))) + DONE
+    yield response.opening() + response.chunk(first)
+    while response.last is None:
+        pieces = await request.next_batch()
+        for piece in pieces:
+            response.add(piece)
+        yield b"".join([response.chunk(piece) for piece in pieces])
+    on_complete()
+    yield response.closing()
+
+
+def error_event(error: TrinityError) -> bytes:
+    """Return the events that end a stream after an error."""
+    return event(error_json(error)) + DONE

@@ -12,10 +12,9 @@ from runtime.retrieval.attributes.filters import Filter, decode_filter, filter_b
 from runtime.retrieval.search.query import Query
 from runtime.retrieval.stores.records import STORE_PREFIX, Store
 from runtime.retrieval.stores.service import Stores
-from runtime.serving.http.access import Access, access_of
+from runtime.serving.http.access import Access, access_of, tenant_of
 from runtime.serving.http.parsing import check_bytes
 from runtime.serving.http.retrieval_body import PlainBody, RetrievalBody
-from runtime.serving.http.routes.files import tenant_of
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Retrieval
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from runtime.errors import (
     ConfigError,
@@ -36,10 +36,12 @@ from runtime.serving.frontend.observability import Traces
 from runtime.serving.http.access import Access
 from runtime.serving.http.middleware import BODY_TIMEOUT_S, MAX_BODY_BYTES
 from runtime.serving.http.ranking import Ranker
+from runtime.serving.http.readiness import Readiness
 from runtime.serving.http.response_memory import MAX_UNSENT_BYTES
-from runtime.serving.http.routes.drain import Readiness
-from runtime.serving.http.routes.tokenize import Tokens
 from runtime.serving.messages import Retrieval
+
+if TYPE_CHECKING:
+    from runtime.serving.http.routes.tokenize import Tokens
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -163,7 +165,7 @@ class Service:
     collections: Collections
     metrics: Callable[[], Awaitable[str]]  # of the node, in Prometheus' text format
     answers: AnswerCache | None = None
-    tokens: Tokens | None = None  # None if the node runs no model itself
+    tokens: "Tokens | None" = None  # None if the node runs no model itself
     reranking: Reranking | None = None
     writes: WriterService | None = None  # None on a node without collections
     stores: Stores | None = None  # files and vector stores of clients; None without `[stores] path`

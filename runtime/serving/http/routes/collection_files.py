@@ -20,10 +20,9 @@ from runtime.retrieval.fair_gate import FairLimit
 from runtime.retrieval.passages import check_size
 from runtime.retrieval.stores.records import FileStatus, StoreFile, UnknownObject
 from runtime.retrieval.stores.service import Stores
-from runtime.serving.http.access import access_of
+from runtime.serving.http.access import access_of, tenant_of
 from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import Json, json_response
-from runtime.serving.http.routes.files import tenant_of
 from runtime.serving.http.routes.paging import list_json, page_of
 from runtime.serving.http.routes.store_objects import content_page, store_file_json
 from runtime.serving.http.service import Service

@@ -1,10 +1,9 @@
 """Routes of collections: PUT and DELETE documents, flush, and state."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,8 +11,8 @@ from runtime.errors import InvalidRequest
 from runtime.retrieval.collections.validation import MAX_BATCH, UpsertDocument
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.access import access_of
+from runtime.serving.http.api import Api
 from runtime.serving.http.api_types import filter_at
-from runtime.serving.http.middleware import ReadBody
 from runtime.serving.http.parsing import StrictModel, field_error, parse
 from runtime.serving.http.responses import Json, json_response
 
@@ -55,21 +54,14 @@ class DeleteBody(StrictModel):
 
 
 class DocumentRoutes:
-    """The routes. `collections` contains the names, `read` reads a request's body."""
+    """The routes, by `writes`."""
 
-    def __init__(self, writes: WriterService, read: ReadBody, collections: Mapping[str, int]) -> None:
-        self._writes, self._read, self._collections = writes, read, collections
-
-    def add_to(self, app: Starlette) -> None:
-        """Register the routes."""
-        app.add_route("/v1/collections/{name}/documents", self.put, methods=["PUT"])
-        app.add_route("/v1/collections/{name}/documents", self.delete, methods=["DELETE"])
-        app.add_route("/v1/collections/{name}/flush", self.flush, methods=["POST"])
-        app.add_route("/v1/collections/{name}", self.state, methods=["GET"])
+    def __init__(self, api: Api, writes: WriterService) -> None:
+        self._api, self._writes = api, writes
 
     async def put(self, http: Request) -> Response:
         name = self._name(http)
-        body = parse(PutBody, await self._read(http))
+        body = parse(PutBody, await self._api.read(http))
         owner = access_of(http).restriction(name)
         owner_attributes = {} if owner is None else {owner.key: owner.value}
         documents = [
@@ -81,7 +73,7 @@ class DocumentRoutes:
 
     async def delete(self, http: Request) -> Response:
         name = self._name(http)
-        body = parse(DeleteBody, await self._read(http))
+        body = parse(DeleteBody, await self._api.read(http))
         if (body.ids is None) == (body.filter is None):
             raise InvalidRequest("set either ids or filter", "ids")
         owner = access_of(http).restriction(name)
@@ -107,4 +99,4 @@ class DocumentRoutes:
         return json_response(state if writing is None else state | writing._asdict())
 
     def _name(self, http: Request) -> str:
-        return access_of(http).resolve(str(http.path_params["name"]), self._collections, "collection")
+        return access_of(http).resolve(str(http.path_params["name"]), self._api.settings.collections, "collection")

@@ -1,6 +1,7 @@
 """POST /v1/embeddings: vectors of texts, by the embedders of the node's collections."""
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Annotated, Literal
 
 import numpy as np
@@ -9,16 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import DeadlineExceeded, InvalidRequest, UnknownModel
-from runtime.retrieval.embedding.embedder import Embedder, Vectors
-from runtime.retrieval.fair_gate import FairLimit
+from runtime.retrieval.embedding.embedder import Vectors
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.access import access_of
+from runtime.serving.http.api import Api
 from runtime.serving.http.api_types import MAX_TOKENS
-from runtime.serving.http.middleware import Application, ReadBody
 from runtime.serving.http.parsing import StrictModel, field_error, parse
 from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import Json, json_response
-from runtime.serving.http.service import Service, Settings
 
 MAX_INPUTS = 2048
 _LOOK_S = 0.25  # interval at which the connection is looked at while texts are embedded
@@ -45,59 +44,51 @@ class EmbeddingsBody(StrictModel):
     input_type: Literal["query", "passage"] = "query"
 
 
-class EmbeddingsRoute:
-    """The route. At most `max_searches` requests are embedded concurrently, of a key as many as are left, each for at
-    most `request_timeout_s`."""
+async def embed(api: Api, http: Request) -> Response:
+    """Embed texts, for at most `request_timeout_s`."""
+    body, timeout_s, flow = (
+        parse(EmbeddingsBody, await api.read(http)),
+        api.settings.request_timeout_s,
+        access_of(http).flow,
+    )
+    known = api.service.collections.embedders()
+    if body.model not in known:
+        names = ", ".join(known) or "none"
+        raise UnknownModel(f"no collection uses the embedder {body.model[:128]!r}; available: {names}", "model")
+    embedder = known[body.model]
+    if body.dimensions not in (None, embedder.dim):
+        raise InvalidRequest(
+            f"dimensions is {body.dimensions}, vectors of {body.model} have {embedder.dim}", "dimensions"
+        )
+    per_number = 6 if body.encoding_format == "base64" else 22
+    unsent_response(http).reserve(len(body.input) * embedder.dim * per_number)
+    try:
+        async with api.limits["/v1/embeddings"].counted(flow), asyncio.timeout(timeout_s):
+            embedding = api.service.collections.embed(embedder, body.input, body.input_type, flow)
+            vectors, tokens = await _unless_disconnected(http, embedding)
+    except TimeoutError:
+        raise DeadlineExceeded(f"embedding took longer than its limit of {timeout_s:g} s") from None
+    content: Json = {
+        "object": "list",
+        "model": body.model,
+        "data": [
+            {"object": "embedding", "index": index, "embedding": vector}
+            for index, vector in enumerate(_encodable(vectors, body.encoding_format))
+        ],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+    return json_response(content)
 
-    def __init__(self, service: Service, settings: Settings, read: ReadBody) -> None:
-        self._collections, self._read = service.collections, read
-        self._limit = FairLimit(settings.max_searches, "embedding requests")
-        self._timeout_s = settings.request_timeout_s
 
-    def add_to(self, app: Application) -> None:
-        """Register the route."""
-        app.add_route("/v1/embeddings", self.embed, methods=["POST"])
-        app.limits["/v1/embeddings"] = self._limit
-
-    async def embed(self, http: Request) -> Response:
-        body = parse(EmbeddingsBody, await self._read(http))
-        known = self._collections.embedders()
-        if body.model not in known:
-            names = ", ".join(known) or "none"
-            raise UnknownModel(f"no collection uses the embedder {body.model[:128]!r}; available: {names}", "model")
-        embedder = known[body.model]
-        if body.dimensions not in (None, embedder.dim):
-            raise InvalidRequest(
-                f"dimensions is {body.dimensions}, vectors of {body.model} have {embedder.dim}", "dimensions"
-            )
-        per_number = 6 if body.encoding_format == "base64" else 22
-        unsent_response(http).reserve(len(body.input) * embedder.dim * per_number)
-        try:
-            async with self._limit.counted(access_of(http).flow), asyncio.timeout(self._timeout_s):
-                vectors, tokens = await self._embed(http, embedder, body)
-        except TimeoutError:
-            raise DeadlineExceeded(f"embedding took longer than its limit of {self._timeout_s:g} s") from None
-        content: Json = {
-            "object": "list",
-            "model": body.model,
-            "data": [
-                {"object": "embedding", "index": index, "embedding": vector}
-                for index, vector in enumerate(_encodable(vectors, body.encoding_format))
-            ],
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
-        return json_response(content)
-
-    async def _embed(self, http: Request, embedder: Embedder, body: EmbeddingsBody) -> tuple[Vectors, int]:
-        flow = access_of(http).flow
-        embedding = asyncio.ensure_future(self._collections.embed(embedder, body.input, body.input_type, flow))
-        try:
-            while not (await asyncio.wait({embedding}, timeout=_LOOK_S))[0]:
-                if await http.is_disconnected():
-                    raise ClientDisconnected("the client closed the connection while its texts were embedded")
-            return await embedding
-        finally:
-            embedding.cancel()
+async def _unless_disconnected(http: Request, work: Awaitable[tuple[Vectors, int]]) -> tuple[Vectors, int]:
+    working = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait({working}, timeout=_LOOK_S))[0]:
+            if await http.is_disconnected():
+                raise ClientDisconnected("the client closed the connection while its texts were embedded")
+        return await working
+    finally:
+        working.cancel()
 
 
 def _encodable(vectors: Vectors, encoding: str) -> list[list[float]] | list[memoryview]:

@@ -3,17 +3,17 @@
 import asyncio
 from typing import Literal, get_args
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from runtime.errors import Forbidden, InvalidRequest
 from runtime.retrieval.stores.records import StoredFile, UnknownObject
 from runtime.retrieval.stores.service import NewFile, Stores
-from runtime.serving.http.access import access_of
+from runtime.serving.http.access import tenant_of
 from runtime.serving.http.multipart import Write, declared_bytes, receive_form
 from runtime.serving.http.responses import Json, json_response
 from runtime.serving.http.routes.paging import MAX_FILES_LISTED, list_json, page_of
+from runtime.serving.http.service import Settings
 
 Purpose = Literal["assistants", "user_data"]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
@@ -22,25 +22,17 @@ _MAX_DIGITS = 9
 
 
 class FileRoutes:
-    """The routes. origins: see `Settings.cors_origins`; None if requests need a key, which pages of others lack."""
+    """The routes, of `stores`."""
 
-    def __init__(self, stores: Stores, body_timeout_s: float, origins: tuple[str, ...] | None) -> None:
-        self._stores, self._timeout_s, self._origins = stores, body_timeout_s, origins
-
-    def add_to(self, app: Starlette) -> None:
-        """Register the routes."""
-        app.add_route("/v1/files", self.upload, methods=["POST"])
-        app.add_route("/v1/files", self.list_files, methods=["GET"])
-        app.add_route("/v1/files/{file}", self.get, methods=["GET"])
-        app.add_route("/v1/files/{file}", self.delete, methods=["DELETE"])
-        app.add_route("/v1/files/{file}/content", self.content, methods=["GET"])
+    def __init__(self, settings: Settings, stores: Stores) -> None:
+        self._stores, self._settings = stores, settings
 
     async def upload(self, http: Request) -> Response:
         self._check_origin(http)
         size = declared_bytes(http, self._stores.max_file_bytes)
 
         async def receive(write: Write) -> NewFile:
-            form = await receive_form(http, size, self._timeout_s, write)
+            form = await receive_form(http, size, self._settings.body_timeout_s, write)
             if form.file_name is None:
                 raise InvalidRequest("the form has no file", "file")
             purpose = form.fields.pop("purpose", "")
@@ -76,15 +68,10 @@ class FileRoutes:
         return FileResponse(path, headers=headers, media_type=kind, filename=file.name, stat_result=status)
 
     def _check_origin(self, http: Request) -> None:
-        """Refuse pages of other origins: browsers send them forms without asking first, unlike JSON."""
-        origin = http.headers.get("origin")
-        if origin and self._origins is not None and "*" not in self._origins and origin not in self._origins:
+        """Refuse pages of other origins, which have no key: browsers send their forms unasked, unlike JSON."""
+        origin, allowed = http.headers.get("origin"), self._settings.cors_origins
+        if origin and not self._settings.api_keys and "*" not in allowed and origin not in allowed:
             raise Forbidden(f"pages of {origin[:128]!r} may not upload files: add it to http.cors_origins")
-
-
-def tenant_of(http: Request) -> str:
-    """Return the tenant of a request: see `Access.tenant`."""
-    return access_of(http).tenant
 
 
 def _lifetime_s(fields: dict[str, str]) -> int:

@@ -9,19 +9,17 @@ from starlette.responses import Response
 
 from runtime.errors import UnknownModel
 from runtime.retrieval.async_retriever import run_steps, wait_until
-from runtime.retrieval.fair_gate import FairLimit
 from runtime.retrieval.retrieval_steps import Until
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.access import access_of
+from runtime.serving.http.api import RERANK_PATHS, Api
 from runtime.serving.http.api_types import MAX_TOKENS
-from runtime.serving.http.middleware import Application, ReadBody, request_id
+from runtime.serving.http.middleware import request_id
 from runtime.serving.http.parsing import StrictModel, check_bytes, field_error, json_name, parse
 from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import Json, json_response
-from runtime.serving.http.service import Service, Settings
 
 MAX_DOCUMENTS = 1024
-PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 
 
 def _validate_documents(value: object) -> object:
@@ -55,46 +53,33 @@ class RerankBody(StrictModel):
     cache_salt: Any = None
 
 
-class RerankRoute:
-    """The route. At most `max_searches` requests are processed concurrently, of a key as many as are left, each for at
-    most `request_timeout_s`: unlike a search, it has no other order to return then."""
+async def rerank(api: Api, http: Request) -> Response:
+    """Order texts, for at most `request_timeout_s`: unlike a search, it has no other order to return then."""
+    body = parse(RerankBody, await api.read(http))
+    reranking = api.service.reranking
+    if reranking is None:
+        raise UnknownModel("this node has no reranker: set model in [rerank] of its configuration", "model")
+    if body.model not in (None, reranking.name):
+        raise UnknownModel(f"reranker {body.model[:128]!r} is not served; served: {reranking.name!r}", "model")
+    check_bytes(len(body.query.encode(errors="replace")), api.settings.max_prompt_bytes, "query")
+    returned = body.documents if body.return_documents else []
+    unsent_response(http).reserve(len(body.documents) * 80 + sum(map(len, returned)))
 
-    def __init__(self, service: Service, settings: Settings, read: ReadBody) -> None:
-        self._reranking, self._settings, self._read = service.reranking, settings, read
-        self._limit = FairLimit(settings.max_searches, "rerank requests")
+    async def outcome(step: Until) -> Any:
+        if await http.is_disconnected():
+            step.future.cancel()
+            raise ClientDisconnected("the client closed the connection while its documents were reranked")
+        return await wait_until(step)
 
-    def add_to(self, app: Application) -> None:
-        """Register the route."""
-        for path in PATHS:
-            app.add_route(path, self.rerank, methods=["POST"])
-            app.limits[path] = self._limit
-
-    async def rerank(self, http: Request) -> Response:
-        body = parse(RerankBody, await self._read(http))
-        reranking = self._reranking
-        if reranking is None:
-            raise UnknownModel("this node has no reranker: set model in [rerank] of its configuration", "model")
-        if body.model not in (None, reranking.name):
-            raise UnknownModel(f"reranker {body.model[:128]!r} is not served; served: {reranking.name!r}", "model")
-        check_bytes(len(body.query.encode(errors="replace")), self._settings.max_prompt_bytes, "query")
-        returned = body.documents if body.return_documents else []
-        unsent_response(http).reserve(len(body.documents) * 80 + sum(map(len, returned)))
-
-        async def outcome(step: Until) -> Any:
-            if await http.is_disconnected():
-                step.future.cancel()
-                raise ClientDisconnected("the client closed the connection while its documents were reranked")
-            return await wait_until(step)
-
-        flow = access_of(http).flow
-        async with self._limit.counted(flow):
-            until_ns = time.monotonic_ns() + int(self._settings.request_timeout_s * 1e9)
-            scored = await run_steps(reranking.score(body.query, body.documents, flow, until_ns), outcome)
-        order = sorted(range(len(body.documents)), key=lambda index: -scored.scores[index])
-        results: list[Json] = [
-            {"index": index, "relevance_score": scored.scores[index]} for index in order[: body.top_n or None]
-        ]
-        if body.return_documents:
-            results = [result | {"document": {"text": body.documents[result["index"]]}} for result in results]
-        usage = {"prompt_tokens": scored.tokens, "total_tokens": scored.tokens}
-        return json_response({"id": request_id(http), "model": reranking.name, "results": results, "usage": usage})
+    flow = access_of(http).flow
+    async with api.limits[RERANK_PATHS[0]].counted(flow):
+        until_ns = time.monotonic_ns() + int(api.settings.request_timeout_s * 1e9)
+        scored = await run_steps(reranking.score(body.query, body.documents, flow, until_ns), outcome)
+    order = sorted(range(len(body.documents)), key=lambda index: -scored.scores[index])
+    results: list[Json] = [
+        {"index": index, "relevance_score": scored.scores[index]} for index in order[: body.top_n or None]
+    ]
+    if body.return_documents:
+        results = [result | {"document": {"text": body.documents[result["index"]]}} for result in results]
+    usage = {"prompt_tokens": scored.tokens, "total_tokens": scored.tokens}
+    return json_response({"id": request_id(http), "model": reranking.name, "results": results, "usage": usage})

@@ -1,28 +1,26 @@
 """/v1/responses: answers with file search, stored so that later ones can continue them."""
 
-import asyncio
-import logging
-import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.errors import InternalError, InvalidRequest, TrinityError
+from runtime.errors import InvalidRequest
 from runtime.retrieval.attributes.filters import filter_bytes
+from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.records import StoredResponse, UnknownObject, new_id
 from runtime.retrieval.stores.responses import ResponseStore
+from runtime.retrieval.stores.service import Stores
 from runtime.serving.frontend.requests import Request as InFlight
-from runtime.serving.http.access import access_of
-from runtime.serving.http.middleware import ReadBody, client_id_of, request_id
+from runtime.serving.http.access import access_of, tenant_of
+from runtime.serving.http.api import Api
+from runtime.serving.http.middleware import client_id_of, request_id
 from runtime.serving.http.parsing import check_bytes
 from runtime.serving.http.ranking import ranking_json
 from runtime.serving.http.response_objects import ResponseBuilder
-from runtime.serving.http.responses import EventStream, Json, cancel_on_disconnect, json_response
-from runtime.serving.http.routes.files import tenant_of
+from runtime.serving.http.responses import EventStream, Json, in_flight, json_response
 from runtime.serving.http.routes.responses_body import (
     RESULTS,
     InputFile,
@@ -31,11 +29,8 @@ from runtime.serving.http.routes.responses_body import (
 )
 from runtime.serving.http.routes.vector_stores import RankingOptions, distance_of, results_of, score_of
 from runtime.serving.http.searched import check_k, check_probe_tokens, restricted
-from runtime.serving.http.service import Service, Settings
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.serving.model.text import last_question, passages_block, question_with_block
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +43,11 @@ class _Conversation:
 
 
 class ResponsesRoutes:
-    """The routes. `read` reads a request's body; `now` returns Unix time, `seeds` seeds of samplings."""
+    """The routes. `now` returns Unix time."""
 
-    def __init__(
-        self,
-        service: Service,
-        settings: Settings,
-        read: ReadBody,
-        stored: ResponseStore,
-        check_model: Callable[[str], None],
-        now: Callable[[], float],
-        seeds: random.Random,
-    ) -> None:
-        self._service, self._settings, self._read, self._stored = service, settings, read, stored
-        self._check_model, self._now, self._seeds = check_model, now, seeds
-
-    def add_to(self, app: Starlette) -> None:
-        """Register the routes."""
-        app.add_route("/v1/responses", self.create, methods=["POST"])
-        app.add_route("/v1/responses/{response}", self.get, methods=["GET"])
-        app.add_route("/v1/responses/{response}", self.delete, methods=["DELETE"])
+    def __init__(self, api: Api, now: Callable[[], float]) -> None:
+        self._api, self._service, self._settings, self._now = api, api.service, api.settings, now
+        self._stored = api.service.responses or ResponseStore(Catalogue(None))
 
     async def get(self, http: Request) -> Response:
         stored = await self._stored.get(http.path_params["response"], tenant_of(http))
@@ -79,55 +59,31 @@ class ResponsesRoutes:
         return json_response({"id": id, "object": "response", "deleted": True})
 
     async def create(self, http: Request) -> Response:
-        body, forwarded = parse_responses(await self._read(http))
-        self._check_model(body.model)
+        body, forwarded = parse_responses(await self._api.read(http))
+        self._api.check_model(body.model)
         conversation = await self._conversation(http, body)
         builder = self._builder(body, conversation)
         request = self._submit(http, body, conversation, forwarded)
-        watch = asyncio.create_task(cancel_on_disconnect(http, self._service.engine, request))
+        answer = _Answer(self._service.stores, conversation, builder, request)
 
-        def release() -> None:
-            watch.cancel()
-            self._service.engine.cancel(request)
+        async def store() -> None:
+            if body.store:
+                await self._stored.put(answer.to_store(tenant_of(http)))
 
-        answer = _Answer(self, http, body, conversation, builder, request)
-        try:
-            if (
-                body.stream
-            ):  # with a search its events come first, otherwise the status tells an error before the answer
-                first = None if conversation.retrieval is not None else await answer.first()
-                return EventStream(answer.events(first), release)
-            builder.add(await answer.first())
+        with in_flight(http, self._service.engine, request) as running:
+            # With a search its events come first, otherwise the status tells an error before the answer.
+            first = None if body.stream and conversation.retrieval is not None else await answer.first()
+            if body.stream:
+                return EventStream(request, answer.events(first, store), builder.failure, running.pop_all())
+            assert first is not None, "waited for"
+            builder.add(first)
             while builder.last is None:
                 if isinstance(piece := await request.next(), Tokens):
                     builder.add(piece)
                 else:
                     await answer.add_search(piece)
-            await answer.store()
-        except BaseException:
-            release()
-            raise
-        release()
+            await store()
         return json_response(builder.body())
-
-    async def store(self, response: StoredResponse) -> None:
-        await self._stored.put(response)
-
-    async def results(self, http: Request, retrieved: Retrieved, metric: str) -> tuple[list[Json], list[str]]:
-        """Return OpenAI's results for passages, and the texts that the model was given."""
-        given = dict(zip((one.id for one in retrieved.passages), retrieved.texts, strict=False))
-        pairs = await results_of(self._service.stores, retrieved.passages)
-        results = [
-            {
-                "file_id": result["file_id"],
-                "filename": result["filename"],
-                "attributes": result["attributes"],
-                "score": score_of(passage.distance, metric) if passage.score is None else passage.score,
-                "text": given.get(passage.id, "").removeprefix(f"[{passage.title.strip()}]\n"),
-            }
-            for passage, result in pairs
-        ]
-        return results, [result["text"] for result in results]
 
     # ---- the request to the engine
 
@@ -185,7 +141,7 @@ class ResponsesRoutes:
             messages = (Message("system", body.instructions), *messages)
         sampling = Sampling(
             body.max_output_tokens or self._settings.default_max_tokens, float(body.temperature), float(body.top_p),
-            self._seeds.getrandbits(63),
+            self._api.seeds.getrandbits(63),
         )  # fmt: skip
         deadline_ns = received_ns + int(self._settings.request_timeout_s * 1e9)
         generation = Generation(
@@ -223,16 +179,9 @@ class _Answer:
     """One answer in progress."""
 
     def __init__(
-        self,
-        routes: ResponsesRoutes,
-        http: Request,
-        body: ResponsesBody,
-        conversation: _Conversation,
-        builder: ResponseBuilder,
-        request: InFlight,
+        self, stores: Stores | None, conversation: _Conversation, builder: ResponseBuilder, request: InFlight
     ) -> None:
-        self._routes, self._http, self._body = routes, http, body
-        self._conversation, self._builder, self._request = conversation, builder, request
+        self._stores, self._conversation, self._builder, self._request = stores, conversation, builder, request
         self._block = ""  # the passages in the prompt
 
     async def first(self) -> Tokens:
@@ -249,51 +198,52 @@ class _Answer:
             self._block = passages_block(retrieved.texts)
         if retrieved.ranking:
             self._builder.ranking = ranking_json(retrieved.ranking)
-        self._builder.add_results(*await self._routes.results(self._http, retrieved, self._conversation.metric))
+        given = dict(zip((one.id for one in retrieved.passages), retrieved.texts, strict=False))
+        metric = self._conversation.metric
+        for passage, result in await results_of(self._stores, retrieved.passages):
+            self._builder.add_result({
+                "file_id": result["file_id"],
+                "filename": result["filename"],
+                "attributes": result["attributes"],
+                "score": score_of(passage.distance, metric) if passage.score is None else passage.score,
+                "text": given.get(passage.id, "").removeprefix(f"[{passage.title.strip()}]\n"),
+            })  # fmt: skip
 
-    async def events(self, first: Tokens | None) -> AsyncIterator[bytes]:
-        """Yield the events; with a search from its start on (first: None), otherwise from the first tokens on."""
+    async def events(self, first: Tokens | None, store: Callable[[], Awaitable[None]]) -> AsyncIterator[bytes]:
+        """Yield the events; with a search from its start on (first: None), otherwise from the first tokens on.
+
+        `store` is called when the answer is complete. Raises the request's error.
+        """
         builder = self._builder
-        try:
-            if first is None:
-                yield builder.opening()
-                first = await self.first()
-                yield builder.searched() + builder.message() + builder.delta(first)
-            else:
-                yield builder.opening() + builder.message() + builder.delta(first)
-            while builder.last is None:
-                parts = []
-                for piece in await self._request.next_batch():
-                    if isinstance(piece, Tokens):
-                        parts.append(builder.delta(piece))
-                    else:
-                        await self.add_search(piece)
-                yield b"".join(parts)
-            await self.store()
-            yield builder.closing()
-        except TrinityError as error:
-            yield builder.failure(error)
-        except Exception:
-            log.exception("stream failed", extra={"request": self._request.id})
-            yield builder.failure(InternalError("internal error; the server's log has more"))
+        yield builder.opening()
+        if first is None:
+            first = await self.first()
+            yield builder.searched()
+        yield builder.message() + builder.delta(first)
+        while builder.last is None:
+            parts = []
+            for piece in await self._request.next_batch():
+                if isinstance(piece, Tokens):
+                    parts.append(builder.delta(piece))
+                else:
+                    await self.add_search(piece)
+            yield b"".join(parts)
+        await store()
+        yield builder.closing()
 
-    async def store(self) -> None:
-        """Store the response, with the passages where they stood in the prompt, so that its prefix stays the same."""
-        if not self._body.store:
-            return
+    def to_store(self, tenant: str) -> StoredResponse:
+        """Return the response, with the passages where they stood in the prompt, so that its prefix stays the same."""
         turns = [(turn.role, turn.content) for turn in self._conversation.turns]
         if self._block:
             last = max((at for at, (role, _) in enumerate(turns) if role == "user"), default=len(turns) - 1)
             turns[last] = turns[last][0], question_with_block(self._block, turns[last][1])
-        content = msgspec.Raw(msgspec.json.encode(self._builder.body()))
-        stored = StoredResponse(
+        return StoredResponse(
             id=self._builder.id,
-            tenant=tenant_of(self._http),
+            tenant=tenant,
             created_at=self._builder.base["created_at"],
-            body=content,
+            body=msgspec.Raw(msgspec.json.encode(self._builder.body())),
             turns=[*turns, ("assistant", self._builder.text)],
         )
-        await self._routes.store(stored)
 
 
 def _sent(body: ResponsesBody, messages: Sequence[Message]) -> Json:

@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import BeforeValidator, Field
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest, Unavailable
+from runtime.serving.http.api import Api
 from runtime.serving.http.api_types import ChatMessage, chat_message
-from runtime.serving.http.middleware import ReadBody
 from runtime.serving.http.parsing import StrictModel, check_bytes, parse_object, validate
 from runtime.serving.http.responses import json_response
 from runtime.serving.messages import Message
@@ -67,23 +66,12 @@ class Tokens:
         return tokenizer.prompt(text) if body.add_special_tokens else tokenizer.encode(text)
 
 
-class TokenizeRoute:
-    """The route; `tokens` is None if the node runs no model itself. `max_bytes` limits the text."""
-
-    def __init__(self, tokens: Tokens | None, read: ReadBody, *, context_tokens: int, max_bytes: int) -> None:
-        self._tokens, self._read = tokens, read
-        self._context_tokens, self._max_bytes = context_tokens, max_bytes
-
-    def add_to(self, app: Starlette) -> None:
-        """Register the route."""
-        app.add_route("/tokenize", self.tokenize, methods=["POST"])
-
-    async def tokenize(self, http: Request) -> Response:
-        body = TokenizeBody.parse(await self._read(http))
-        texts = [body.prompt or ""] if body.messages is None else [turn.content for turn in body.messages]
-        check_bytes(sum(len(text.encode()) for text in texts), self._max_bytes, body.param)
-        if self._tokens is None:
-            raise Unavailable("this node runs no model itself and has no tokenizer")
-        tokens = await self._tokens.of(body)
-        content = {"count": len(tokens), "max_model_len": self._context_tokens, "tokens": tokens}
-        return json_response(content)
+async def tokenize(api: Api, http: Request) -> Response:
+    body = TokenizeBody.parse(await api.read(http))
+    texts = [body.prompt or ""] if body.messages is None else [turn.content for turn in body.messages]
+    check_bytes(sum(len(text.encode()) for text in texts), api.settings.max_prompt_bytes, body.param)
+    if api.service.tokens is None:
+        raise Unavailable("this node runs no model itself and has no tokenizer")
+    tokens = await api.service.tokens.of(body)
+    content = {"count": len(tokens), "max_model_len": api.settings.context_tokens, "tokens": tokens}
+    return json_response(content)

@@ -1,21 +1,18 @@
 """/v1/vector_stores/{id}/files and …/file_batches: the files in a client's vector store or a configured collection."""
 
-from collections.abc import Iterable
 from typing import cast, get_args
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest
 from runtime.retrieval.stores.records import FileStatus, NewEntry
 from runtime.retrieval.stores.service import Stores
-from runtime.serving.http.access import access_of
-from runtime.serving.http.middleware import ReadBody
+from runtime.serving.http.access import access_of, tenant_of
+from runtime.serving.http.api import Api
 from runtime.serving.http.parsing import parse, parse_object
 from runtime.serving.http.responses import json_response
 from runtime.serving.http.routes.collection_files import CollectionFiles, stored_content
-from runtime.serving.http.routes.files import tenant_of
 from runtime.serving.http.routes.paging import list_json, page_of
 from runtime.serving.http.routes.store_objects import (
     MAX_BATCH_FILES,
@@ -31,32 +28,13 @@ _FILTERS = tuple(status for status in get_args(FileStatus) if status != "deleted
 
 
 class StoreFileRoutes:
-    """The routes. `collections` contains the names of configured ones, whose files `files` lists, shows and deletes.
-    stores: None on a node without `[stores]`, which has only these routes, for configured ones."""
+    """The routes. A node without `[stores]` has only those that read and delete, for configured collections."""
 
-    def __init__(
-        self, stores: Stores | None, read: ReadBody, collections: Iterable[str], files: CollectionFiles
-    ) -> None:
-        self._clients, self._read, self._collections, self._files = stores, read, collections, files
-
-    def add_to(self, app: Starlette) -> None:
-        """Register the routes. An id may be the path of a file, with slashes."""
-        files, batches = "/v1/vector_stores/{store}/files", "/v1/vector_stores/{store}/file_batches"
-        app.add_route(files, self.list_files, methods=["GET"])
-        app.add_route(f"{files}/{{file:path}}/content", self.content, methods=["GET"])
-        app.add_route(f"{files}/{{file:path}}", self.get, methods=["GET"])
-        app.add_route(f"{files}/{{file:path}}", self.delete, methods=["DELETE"])
-        if self._clients is None:
-            return
-        app.add_route(files, self.add, methods=["POST"])
-        app.add_route(f"{files}/{{file:path}}", self.update, methods=["POST"])
-        app.add_route(batches, self.add_batch, methods=["POST"])
-        app.add_route(f"{batches}/{{batch}}", self.get_batch, methods=["GET"])
-        app.add_route(f"{batches}/{{batch}}/cancel", self.cancel_batch, methods=["POST"])
-        app.add_route(f"{batches}/{{batch}}/files", self.list_files, methods=["GET"])
+    def __init__(self, api: Api) -> None:
+        self._api, self._clients, self._files = api, api.service.stores, CollectionFiles(api.service)
 
     async def add(self, http: Request) -> Response:
-        body = parse(AddFileBody, await self._read(http))
+        body = parse(AddFileBody, await self._api.read(http))
         entries, _ = await self._stores.add_files(self._store(http), [_entry(body)], tenant_of(http), batch=False)
         return json_response(store_file_json(entries[0]))
 
@@ -81,7 +59,7 @@ class StoreFileRoutes:
         return json_response(store_file_json(entry))
 
     async def update(self, http: Request) -> Response:
-        content = await self._read(http)
+        content = await self._api.read(http)
         body = parse(UpdateFileBody, content)
         if "attributes" not in parse_object(content):
             raise InvalidRequest("attributes is missing", "attributes")
@@ -103,7 +81,7 @@ class StoreFileRoutes:
         return await stored_content(self._stores, entry, http)
 
     async def add_batch(self, http: Request) -> Response:
-        body = parse(AddBatchBody, await self._read(http))
+        body = parse(AddBatchBody, await self._api.read(http))
         if bool(body.file_ids) == bool(body.files):
             raise InvalidRequest(f"set either file_ids or files, with 1 to {MAX_BATCH_FILES} of them", "file_ids")
         own = AddFileBody(file_id="", attributes=body.attributes, chunking_strategy=body.chunking_strategy)
@@ -137,8 +115,8 @@ class StoreFileRoutes:
         """
         name, access = str(http.path_params["store"]), access_of(http)
         if self._clients is None:
-            access.resolve(name, self._collections, "vector_store_id", "vector store")
-        elif name not in self._collections:
+            access.resolve(name, self._api.settings.collections, "vector_store_id", "vector store")
+        elif name not in self._api.settings.collections:
             return None
         access.require_whole_collection(name)
         return name

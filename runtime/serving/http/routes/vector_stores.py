@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 from msgspec import structs
 from pydantic import BeforeValidator, Field
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,14 +26,14 @@ from runtime.retrieval.stores.catalogue import Usage
 from runtime.retrieval.stores.collection import FILE, FILENAME, STORE
 from runtime.retrieval.stores.records import STORE_PREFIX, NewEntry, Store, new_id
 from runtime.retrieval.stores.service import Stores
-from runtime.serving.http.access import access_of
+from runtime.serving.http.access import access_of, tenant_of
+from runtime.serving.http.api import Api
 from runtime.serving.http.api_types import MAX_TOKENS, filter_at
-from runtime.serving.http.middleware import ReadBody, arrived_ns, client_id_of, request_id
+from runtime.serving.http.middleware import arrived_ns, client_id_of, request_id
 from runtime.serving.http.parsing import StrictModel, check_bytes, field_error, parse, parse_object
 from runtime.serving.http.ranking import Ranker, ranking_json
 from runtime.serving.http.response_memory import UnsentResponse, unsent_response
 from runtime.serving.http.responses import Json, json_response, passages_response
-from runtime.serving.http.routes.files import tenant_of
 from runtime.serving.http.routes.paging import list_json, page_names, page_of
 from runtime.serving.http.routes.store_objects import (
     CreateStoreBody,
@@ -44,7 +43,6 @@ from runtime.serving.http.routes.store_objects import (
     to_chunking,
 )
 from runtime.serving.http.searched import check_k, restricted
-from runtime.serving.http.service import Searches, Service, Settings
 
 MAX_QUERIES = 16
 
@@ -102,21 +100,11 @@ class StoreSearchBody(StrictModel):
 
 
 class StoreRoutes:
-    """The routes. `read` reads a request's body."""
+    """The routes. A node without `[stores]` has only those that read."""
 
-    def __init__(self, service: Service, settings: Settings, read: ReadBody, searches: Searches) -> None:
-        self._settings, self._read, self._searches = settings, read, searches
-        self._collections, self._stores = service.collections, service.stores
-
-    def add_to(self, app: Starlette) -> None:
-        """Register the routes."""
-        app.add_route("/v1/vector_stores", self.list_stores, methods=["GET"])
-        app.add_route("/v1/vector_stores/{name}", self.get_store, methods=["GET"])
-        app.add_route("/v1/vector_stores/{name}/search", self.search, methods=["POST"])
-        if self._stores is not None:
-            app.add_route("/v1/vector_stores", self.create, methods=["POST"])
-            app.add_route("/v1/vector_stores/{name}", self.update, methods=["POST"])
-            app.add_route("/v1/vector_stores/{name}", self.delete, methods=["DELETE"])
+    def __init__(self, api: Api) -> None:
+        self._api, self._settings = api, api.settings
+        self._collections, self._stores = api.service.collections, api.service.stores
 
     async def list_stores(self, http: Request) -> Response:
         own = [] if self._stores is None else await self._stores.store_ids(tenant_of(http))
@@ -129,7 +117,7 @@ class StoreRoutes:
 
     async def create(self, http: Request) -> Response:
         stores = self._writable("")
-        body = parse(CreateStoreBody, await self._read(http))
+        body = parse(CreateStoreBody, await self._api.read(http))
         now = int(stores.now())
         store = Store(
             id=new_id(STORE_PREFIX), tenant=tenant_of(http), created_at=now, last_active_at=now, name=body.name,
@@ -141,7 +129,7 @@ class StoreRoutes:
 
     async def update(self, http: Request) -> Response:
         stores, name = self._writable(str(http.path_params["name"])), str(http.path_params["name"])
-        content = await self._read(http)
+        content = await self._api.read(http)
         body, sent = parse(UpdateStoreBody, content), parse_object(content)
 
         def change(store: Store) -> Store:
@@ -163,7 +151,7 @@ class StoreRoutes:
 
     async def search(self, http: Request) -> Response:
         name = str(http.path_params["name"])
-        body = parse(StoreSearchBody, await self._read(http))
+        body = parse(StoreSearchBody, await self._api.read(http))
         check_k(body.max_num_results, self._settings, "max_num_results")
         size = sum(len(query.encode(errors="replace")) for query in body.query)
         check_bytes(size, self._settings.max_prompt_bytes, "query")
@@ -181,7 +169,7 @@ class StoreRoutes:
             reserve = _addition_to(unsent_response(http))
             search = Query(spec, text=query, hybrid=ranking.hybrid, rerank=rerank)
             lists.append(
-                await self._searches.run(search, *ids, respond=FoundPassages.of, reserve=reserve, received_ns=since)
+                await self._api.searches.run(search, *ids, respond=FoundPassages.of, reserve=reserve, received_ns=since)
             )
         state = next((found.ranking for found in lists if found.ranking != RERANKED), RERANKED)
         scores = _best_scores(lists, metric, reranked=state == RERANKED, by_rank=bool(ranking.hybrid or rerank))
