@@ -116,8 +116,7 @@ class Catalogue:
 
     def find(self, kind: type[R], id: str, parent: str = "") -> R | None:
         """Return a record, also one that is marked as deleted."""
-        rows = self._rows("SELECT body FROM records WHERE kind=? AND parent=? AND id=?", _kind(kind), parent, id)
-        return msgspec.json.decode(rows[0][0], type=kind) if rows else None
+        return next(iter(self._records(kind, parent=parent, id=id)), None)
 
     def get(self, kind: type[R], id: str, tenant: str | None, parent: str = "") -> R:
         """Return a record that a tenant may see; None sees all. Raises `UnknownObject`."""
@@ -154,82 +153,67 @@ class Catalogue:
 
         label: the batch of a store's files, the purpose of files.
         """
-        where, values = "kind=? AND parent=? AND status != 'deleted'", [_kind(kind), parent]
-        for column, value in (("tenant", tenant), ("status", status), ("label", label)):
-            if value is not None:
-                where, values = f"{where} AND {column}=?", [*values, value]
+        where, values = "AND status != 'deleted'", list[object]()
         for id, later in ((page.after, not page.descending), (page.before, page.descending)):
             if id:
                 self.get(kind, id, tenant, parent)
                 sign = ">" if later else "<"
                 where += f" AND number {sign} (SELECT number FROM records WHERE kind=? AND parent=? AND id=?)"
-                values = [*values, _kind(kind), parent, id]
+                values += [_kind(kind), parent, id]
         backwards = bool(page.before) and not page.after
         order = "DESC" if page.descending != backwards else "ASC"
-        rows = self._rows(
-            f"SELECT body FROM records WHERE {where} ORDER BY number {order} LIMIT ?", *values, page.limit + 1
-        )
-        entries = [msgspec.json.decode(row[0], type=kind) for row in rows[: page.limit]]
-        return entries[::-1] if backwards else entries, len(rows) > page.limit
+        tail, values = f"{where} ORDER BY number {order} LIMIT ?", [*values, page.limit + 1]
+        records = self._records(kind, tail, *values, parent=parent, tenant=tenant, status=status, label=label)
+        entries = records[: page.limit]
+        return entries[::-1] if backwards else entries, len(records) > page.limit
 
     def ids(self, kind: type[Record], tenant: str | None) -> list[str]:
         """Return the ids of the records that a tenant may see, the newest first."""
-        where, values = ("AND tenant=?", [tenant]) if tenant is not None else ("", [])
-        query = f"SELECT id FROM records WHERE kind=? AND status != 'deleted' {where} ORDER BY number DESC"
-        return [id for (id,) in self._rows(query, _kind(kind), *values)]
+        rows = self._rows("id", kind, "AND status != 'deleted' ORDER BY number DESC", tenant=tenant)
+        return [id for (id,) in rows]
 
     def with_status(self, kind: type[R], status: str, parent: str | None = None) -> list[R]:
         """Return the records with a status, oldest first."""
-        where, values = ("AND parent=?", [parent]) if parent is not None else ("", [])
-        rows = self._rows(
-            f"SELECT body FROM records WHERE kind=? AND status=? {where} ORDER BY number", _kind(kind), status, *values
-        )
-        return [msgspec.json.decode(row[0], type=kind) for row in rows]
+        return self._records(kind, "ORDER BY number", status=status, parent=parent)
 
     def unfinished(self, store: str) -> dict[str, FileStatus]:
         """Return the status of the files of a store that are not completed, oldest first."""
-        query = "SELECT id, status FROM records WHERE kind=? AND parent=? AND status != 'completed' ORDER BY number"
-        return dict(self._rows(query, _kind(StoreFile), store))
+        return dict(self._rows("id, status", StoreFile, "AND status != 'completed' ORDER BY number", parent=store))
 
     def stores_of(self, file: str) -> list[StoreFile]:
         """Return the entries of a file in all stores."""
-        rows = self._rows("SELECT body FROM records WHERE id=? AND kind=?", file, _kind(StoreFile))
-        return [msgspec.json.decode(row[0], type=StoreFile) for row in rows]
+        return self._records(StoreFile, id=file)
 
     def counts(self, store: str, batch: str | None = None) -> dict[str, Usage]:
         """Return number and bytes of a store's files by status."""
-        where, values = ("AND label=?", [batch]) if batch is not None else ("", [])
-        rows = self._rows(
-            f"SELECT status, count(*), sum(bytes) FROM records WHERE kind=? AND parent=? {where} GROUP BY status",
-            _kind(StoreFile), store, *values,
-        )  # fmt: skip
+        rows = self._rows("status, count(*), sum(bytes)", StoreFile, "GROUP BY status", parent=store, label=batch)
         return {status: Usage(count, size) for status, count, size in rows}
 
     def usage(self, *kinds: type[Record], tenant: str | None = None) -> Usage:
         """Return number and bytes of all records of these kinds, or of a tenant's."""
-        where, values = ("AND tenant=?", [tenant]) if tenant is not None else ("", [])
-        names = ",".join("?" * len(kinds))
-        ((count, size),) = self._rows(
-            f"SELECT count(*), coalesce(sum(bytes), 0) FROM records WHERE kind IN ({names}) {where}",
-            *map(_kind, kinds), *values,
-        )  # fmt: skip
-        return Usage(count, size)
+        used = [self._rows("count(*), coalesce(sum(bytes), 0)", kind, tenant=tenant)[0] for kind in kinds]
+        return Usage(*map(sum, zip(*used, strict=True)))
 
     def oldest(self, kind: type[R], count: int, tenant: str | None = None) -> list[R]:
         """Return the oldest records of a kind, of all tenants or of one."""
-        where, values = ("AND tenant=?", [tenant]) if tenant is not None else ("", [])
-        rows = self._rows(
-            f"SELECT body FROM records WHERE kind=? {where} ORDER BY number LIMIT ?", _kind(kind), *values, count
-        )
-        return [msgspec.json.decode(row[0], type=kind) for row in rows]
+        return self._records(kind, "ORDER BY number LIMIT ?", count, tenant=tenant)
 
     def close(self) -> None:
         with self._lock:
             self._opened.close()
 
-    def _rows(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
+    def _records(self, kind: type[R], tail: str = "", *values: object, **equal: str | None) -> list[R]:
+        return [msgspec.json.decode(body, type=kind) for (body,) in self._rows("body", kind, tail, *values, **equal)]
+
+    def _rows(
+        self, columns: str, kind: type[msgspec.Struct], tail: str = "", *values: object, **equal: str | None
+    ) -> list[tuple]:  # type: ignore[type-arg]
+        """Return columns of the records of a kind that have the values in `equal` (None: any). tail: of the query."""
+        wanted = {column: value for column, value in equal.items() if value is not None}
+        where = "".join(f" AND {column}=?" for column in wanted)
+        query = f"SELECT {columns} FROM records WHERE kind=?{where} {tail}"
         with self._lock, _disk_errors():
-            return self._connection.execute(query, values).fetchall()
+            return self._connection.execute(query, (_kind(kind), *wanted.values(), *values)).fetchall()
 
 
 class Quota(NamedTuple):
