@@ -10,7 +10,8 @@ import logging
 import queue
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -40,6 +41,7 @@ CONCURRENT_FILES = 4
 MAX_READ_BYTES = 512 << 20
 _BATCH = 32  # passages of a write
 _RETRY_S = (0.2, 1.0, 5.0, 15.0)
+_BUSY = (Overloaded, Unavailable, CollectionBusy)
 log = logging.getLogger(__name__)
 
 
@@ -149,25 +151,20 @@ class Indexer:
     # ---- indexing
 
     async def _index(self, key: tuple[str, str], flow: int) -> None:
-        attempt = 0
+        async def attempt() -> None:
+            async with self._gate.place(flow):
+                self._wanted.discard(key)
+                self._attempts[key] = removal = asyncio.Event()  # before it looks at the catalogue
+                try:
+                    if removals := [task for task, removed in self._removals.items() if removed == key]:
+                        await asyncio.wait(removals)  # of the same file before it was added again
+                    await self._index_once(*key, removal)
+                finally:
+                    del self._attempts[key]
+
         try:
             while key in self._wanted:
-                try:
-                    async with self._gate.place(flow):
-                        self._wanted.discard(key)
-                        self._attempts[key] = removal = asyncio.Event()  # before it looks at the catalogue
-                        try:
-                            if removals := [task for task, removed in self._removals.items() if removed == key]:
-                                await asyncio.wait(removals)  # of the same file before it was added again
-                            await self._index_once(*key, removal)
-                        finally:
-                            del self._attempts[key]
-                    attempt = 0
-                except (Overloaded, Unavailable, CollectionBusy) as error:
-                    log.info("file %s waits to be indexed: %s", key[1], error.message)
-                    self._wanted.add(key)
-                    await _pause(attempt)
-                    attempt += 1
+                await _retried(attempt, f"file {key[1]} waits to be indexed", *_BUSY)
         except Exception:  # without an end it would stay in progress, and its client would wait
             log.exception("file %s cannot be indexed", key[1])
             await self._fail(key)
@@ -201,7 +198,7 @@ class Indexer:
             known = PurePosixPath(file.name).suffix.lower() in SUFFIXES
             await self._end(entry, 0, "invalid_file" if known else "unsupported_file", str(error))
             return
-        except (Overloaded, Unavailable, CollectionBusy):
+        except _BUSY:
             raise
         except TrinityError as error:
             await self._delete_passages(store_id, file_id, flow_of(entry.tenant))
@@ -220,17 +217,7 @@ class Indexer:
                     ended = replace(now, status=status, usage_bytes=size, error_code=code, error=error[:1000])
                     self._catalogue.put(ended)
 
-        await self._record(record)
-
-    async def _record(self, change: Callable[[], None]) -> None:
-        """Change the catalogue on a thread, and again until the disk has room: what has ended must be recorded."""
-        for attempt in itertools.count():
-            try:
-                await asyncio.to_thread(change)
-                return
-            except NoRoom as error:
-                log.warning("what was indexed or removed waits to be recorded: %s", error.message)
-                await _pause(attempt)
+        await _recorded(record)
 
     async def _write(
         self,
@@ -293,7 +280,7 @@ class Indexer:
         if writing := self._writing.get(store):  # later ones are of other files
             await asyncio.wait(writing)
         await self._delete_passages(store, file, flow_of(removed.tenant))
-        await self._record(partial(self._remove_records, removed))
+        await _recorded(partial(self._remove_records, removed))
         if not file:
             self._writing.pop(store, None)
 
@@ -311,15 +298,9 @@ class Indexer:
         filter: Filter = Comparison(SOURCE, "eq", (file,))
         if collection == STORES:
             filter = file_filter(store, file) if file else Comparison(STORE, "eq", (store,))
-        for attempt in itertools.count():
-            try:
-                await self._writes.delete_where(collection, filter, None, flow)
-                return
-            except InvalidFilter:  # no document of the collection has a source
-                return
-            except (Overloaded, Unavailable, CollectionBusy, NoRoom) as error:
-                log.info("passages wait to be deleted: %s", error.message)
-                await _pause(attempt)
+        with suppress(InvalidFilter):  # no document of the collection has a source
+            delete = partial(self._writes.delete_where, collection, filter, None, flow)
+            await _retried(delete, "passages wait to be deleted", *_BUSY, NoRoom)
 
     def _is_gone(self, store: str) -> bool:
         return collection_of(store) != STORES and store not in self._configured
@@ -330,8 +311,23 @@ def collection_of(store: str) -> str:
     return STORES if store.startswith(STORE_PREFIX) else store
 
 
-async def _pause(attempt: int) -> None:
-    await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+async def _retried(
+    work: Callable[[], Awaitable[object]], waits: str, *errors: type[TrinityError], level: int = logging.INFO
+) -> None:
+    """Do the work, again after a pause for as long as it fails by one of these errors. waits: for the log."""
+    for pause_s in itertools.chain(_RETRY_S, itertools.repeat(_RETRY_S[-1])):
+        try:
+            await work()
+            return
+        except errors as error:
+            log.log(level, "%s: %s", waits, error.message)
+            await asyncio.sleep(pause_s)
+
+
+async def _recorded(change: Callable[[], None]) -> None:
+    """Change the catalogue on a thread, and again until the disk has room: what has ended must be recorded."""
+    waits = "what was indexed or removed waits to be recorded"
+    await _retried(partial(asyncio.to_thread, change), waits, NoRoom, level=logging.WARNING)
 
 
 def flow_of(tenant: str) -> int:
