@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 from starlette.requests import ClientDisconnect, Request
@@ -22,13 +23,12 @@ _EXTENDED = re.compile(r";\s*filename\*=utf-8''([^;\s]+)", re.IGNORECASE)
 Write = Callable[[bytes], Awaitable[None]]
 
 
+@dataclass
 class Form:
     """The fields of a form, and the name of its file, None without one."""
 
-    def __init__(self) -> None:
-        self.fields: dict[str, str] = {}
-        self.file_name: str | None = None
-        self.file_bytes = 0
+    fields: dict[str, str] = field(default_factory=dict)
+    file_name: str | None = None
 
 
 def declared_bytes(http: Request, limit: int) -> int:
@@ -83,68 +83,57 @@ class _Parser:
         self._chunks, self._limit, self._write = chunks, limit, write
         self._delimiter = b"\r\n--" + boundary.encode("latin-1", "replace")
         self._buffer = b"\r\n"
-        self._form = Form()
-        self._form_bytes = 0
+        self._form_bytes = 0  # without the file
 
     async def form(self) -> Form:
-        await self._until(self._delimiter, self._ignore)
+        form = Form()
+        await self._before(self._delimiter)
         while not (await self._take(2)).startswith(b"--"):
-            name, file_name = _disposition(await self._head())
-            if name == "file" and file_name is not None:
-                if self._form.file_name is not None:
-                    raise InvalidRequest("the form has more than one file", "file")
-                self._form.file_name = file_name
-                await self._until(self._delimiter, self._to_file)
-                continue
-            value = bytearray()
-
-            async def keep(part: bytes, value: bytearray = value) -> None:
-                value += part
-                self._count(len(part))
-
-            await self._until(self._delimiter, keep)
-            self._form.fields[name] = value.decode("utf-8", "replace")
+            name, file_name = _disposition((await self._before(b"\r\n\r\n", _HEAD_BYTES)).decode("utf-8", "replace"))
+            if name != "file" or file_name is None:
+                form.fields[name] = (await self._before(self._delimiter)).decode("utf-8", "replace")
+            elif form.file_name is not None:
+                raise InvalidRequest("the form has more than one file", "file")
+            else:
+                form.file_name = file_name
+                await self._write_file()
         async for rest in self._chunks:  # what follows the end
             self._count(len(rest))
-        return self._form
+        return form
 
-    async def _head(self) -> str:
-        head = bytearray()
+    async def _write_file(self) -> None:
+        size = 0
+        async for part in self._until(self._delimiter):
+            size += len(part)
+            if size > self._limit:
+                raise BodyTooLarge(f"the file has more than {self._limit} bytes, the limit")
+            await self._write(part)
 
-        async def keep(part: bytes) -> None:
-            nonlocal head
-            head += part
+    async def _before(self, end: bytes, limit: int = FORM_BYTES) -> bytes:
+        """Return what comes before `end`, and drop `end`."""
+        content = bytearray()
+        async for part in self._until(end):
+            content += part
             self._count(len(part))
-            if len(head) > _HEAD_BYTES:
-                raise InvalidRequest(f"the head of a part has more than {_HEAD_BYTES} bytes")
-
-        await self._until(b"\r\n\r\n", keep)
-        return head.decode("utf-8", "replace")
-
-    async def _to_file(self, part: bytes) -> None:
-        self._form.file_bytes += len(part)
-        if self._form.file_bytes > self._limit:
-            raise BodyTooLarge(f"the file has more than {self._limit} bytes, the limit")
-        await self._write(part)
-
-    async def _ignore(self, part: bytes) -> None:
-        self._count(len(part))
+            if len(content) > limit:
+                raise InvalidRequest(f"the head of a part has more than {limit} bytes")
+        return bytes(content)
 
     def _count(self, size: int) -> None:
         self._form_bytes += size
         if self._form_bytes > FORM_BYTES:
             raise BodyTooLarge(f"the form has more than {FORM_BYTES} bytes without its file")
 
-    async def _until(self, end: bytes, use: Write) -> None:
-        """Pass what comes before `end` to `use`, and drop `end`."""
+    async def _until(self, end: bytes) -> AsyncIterator[bytes]:
+        """Yield what comes before `end`, and drop `end`."""
         while (at := self._buffer.find(end)) < 0:
             if (done := len(self._buffer) - len(end) + 1) > 0:
-                await use(self._buffer[:done])
-                self._buffer = self._buffer[done:]
+                part, self._buffer = self._buffer[:done], self._buffer[done:]
+                yield part
             await self._more()
-        if at:
-            await use(self._buffer[:at])
-        self._buffer = self._buffer[at + len(end) :]
+        part, self._buffer = self._buffer[:at], self._buffer[at + len(end) :]
+        if part:
+            yield part
 
     async def _take(self, size: int) -> bytes:
         while len(self._buffer) < size:
