@@ -16,7 +16,7 @@ from ipc import IpcError
 from launchers.commands import LAZY_COMMANDS
 from launchers.node_option import NodeArgument
 from runtime.checks import gpu_sharing, preflight
-from runtime.checks.memory_estimate import estimate_added_bytes, estimate_device_bytes
+from runtime.checks.memory_estimate import estimate
 from runtime.errors import EXIT_FAILED, TrinityError
 from runtime.node.config_file import load_config
 from runtime.node.logs.log import LEVELS, log_to_stderr
@@ -83,14 +83,16 @@ def serve(
             preflight.check_without_start(plan)
             for line in preflight.unverified_collections(settings):
                 print(line)
-            show_placement(plan, machine, estimate_device_bytes(plan, machine))
+            show_placement(plan, machine, estimate(plan, machine))
             preflight.check_memory(plan, machine)
             return
         preflight.check(plan, _logged_once(log), machine)
         for finding in gpu_sharing.findings(plan):
             if finding.level != "ok":
                 log.warning("%s %s; %s", finding.subject, finding.text, finding.advice)
-        code = Supervisor(plan, device_bytes=estimate_added_bytes(plan, machine)).run(announce)
+        needs = estimate(plan, machine)
+        free = {worker.name: needs[worker.name].free(worker) for worker in plan.workers}
+        code = Supervisor(plan, device_bytes=free).run(announce)
         for kind in (signal.SIGINT, signal.SIGTERM):  # the node has stopped: a late signal does not change the code
             signal.signal(kind, signal.SIG_IGN)
         raise typer.Exit(code)

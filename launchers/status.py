@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from runtime.checks.gpu_sharing import shared_gpus
-from runtime.checks.memory_estimate import embedding_only
+from runtime.checks.memory_estimate import Need
 from runtime.node.engine_config import OpenAiSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
@@ -67,7 +67,7 @@ def _cells(worker: WorkerStatus) -> tuple[str, ...]:
 _PLAN_COLUMNS = ("worker", "GPU", "UUID", "PCI bus", "NUMA", "cores", "spins", "needs", "free")
 
 
-def show_placement(plan: NodePlan, machine: Machine, needed: Mapping[str, int], console: Console | None = None) -> None:
+def show_placement(plan: NodePlan, machine: Machine, needs: Mapping[str, Need], console: Console | None = None) -> None:
     """Print the table: each process, its place, and the memory that it needs and that is free there."""
     console = console or Console()
     if not console.is_terminal:
@@ -78,14 +78,17 @@ def show_placement(plan: NodePlan, machine: Machine, needed: Mapping[str, int], 
     free = {gpu.uuid: gpu.free_bytes for gpu in machine.gpus}
     for worker in plan.processes:
         device = "" if machine.simulated or worker.only_embeds_on_gpu else worker.gpu
-        sizes = needed.get(worker.name, 0), free.get(device, machine.free_bytes)
+        need = needs.get(worker.name, Need(0))
+        sizes = need.free(worker) + need.mapped, free.get(device, machine.free_bytes)
         table.add_row(*_where(worker, machine), *map(_mib, sizes))
     console.print(table)
     model = plan.config.model
     for url, role in model.described.items() if isinstance(model, OpenAiSection) else ():
         console.print(f"server {url}: {role}", highlight=False)
-    for worker, size in embedding_only(plan):
-        console.print(f"{worker.name} embeds on GPU {worker.gpu_index}, in {_mib(size)} of its memory", highlight=False)
+    for worker in plan.processes:
+        if worker.only_embeds_on_gpu:
+            size = _mib(needs.get(worker.name, Need(0)).gpu)
+            console.print(f"{worker.name} embeds on GPU {worker.gpu_index}, in {size} of its memory", highlight=False)
     for line in shared_gpus(plan):
         console.print(
             f"{line}: without MPS they take turns of about 2 ms there, and a search or embedding waits for one or more"

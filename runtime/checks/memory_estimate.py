@@ -5,7 +5,7 @@ with, counts for each by its share. The base size of a process was measured on a
 its machine (torch 2.13, numba 0.68, onnxruntime 1.31); `tests/e2e/test_memory.py` compares the sum with a running node.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -55,83 +55,51 @@ _TORCH = 200 * _MIB
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Bytes of one worker: of its process, of private data, and of mapped files."""
+class Need:
+    """Bytes of one process: of the host's memory, of its GPU's, and of an index that it maps from files, whose pages
+    need not be free."""
 
-    process: int
-    data: int
+    host: int
+    gpu: int = 0
     mapped: int = 0
 
+    def free(self, worker: WorkerPlan) -> int:
+        """Return what must be free where the worker's model or index lies: on its GPU, or on the host."""
+        return self.host if worker.device == CPU else self.gpu
 
-def estimate_device_bytes(plan: NodePlan, machine: Machine | None = None) -> dict[str, int]:
-    """Return bytes by worker: on its GPU, if it has one, those of its index, or of weights and KV; on the host, all of
-    them.
+
+def estimate(plan: NodePlan, machine: Machine | None = None) -> dict[str, Need]:
+    """Return what each process needs, by name.
 
     KV that decode maps to pull it counts for prefill. vLLM allocates a share of the GPU memory that `machine` has.
     Raises `CollectionError`, `ConfigError` and `ModelError`.
     """
-    needed = {}
-    for placement in plan.processes:
-        parts = _parts_of(placement, plan)
-        needed[placement.name] = parts.data + parts.mapped + (parts.process if placement.device == "cpu" else 0)
-        if isinstance(section := plan.config.model, VllmSection) and placement.role == "engine":
-            on_gpu = placement.gpu and machine is not None and not machine.simulated
-            needed[placement.name] = (
-                vllm.gpu_bytes(section, placement, machine) if on_gpu and machine else parts.process
-            )
-    return needed
+    return {worker.name: _need_of(worker, plan, machine) for worker in plan.processes}
 
 
-def estimate_host_bytes(plan: NodePlan) -> dict[str, int]:
-    """Return the bytes of host memory that must be free, by worker and shared part: all but the pages of a mapped
-    index."""
-    needed = {}
-    for placement in plan.processes:
-        parts = _parts_of(placement, plan)
-        needed[placement.name] = parts.process + (parts.data if placement.device == "cpu" else 0)
-    needed[IMPORTS] = _TEMPLATE
-    if plan.config.own_model is not None:
-        needed[IMPORTS] = _TEMPLATE_WITH_TORCH
-        needed["KV in the host tier"] = plan.config.kv.host_mib << 20
-    return needed
+def shared_bytes(plan: NodePlan) -> dict[str, int]:
+    """Return the bytes of the host's memory that the processes share, by what they are."""
+    if plan.config.own_model is None:
+        return {IMPORTS: _TEMPLATE}
+    return {IMPORTS: _TEMPLATE_WITH_TORCH, "KV in the host tier": plan.config.kv.host_mib << 20}
 
 
-def embedding_only(plan: NodePlan) -> Iterator[tuple[WorkerPlan, int]]:
-    """Yield the workers on the CPU that embed on a GPU, and the bytes that this needs there. Raises as
-    `estimate_device_bytes`."""
-    for worker in plan.processes:
-        if worker.only_embeds_on_gpu:
-            yield worker, _embedders_on_gpu(worker, plan)
-
-
-def estimate_added_bytes(plan: NodePlan, machine: Machine | None = None) -> dict[str, int]:
-    """Return the bytes that must be free for another worker like each one: on its GPU, or on the host, where an index
-    that is larger than the memory may be mapped."""
-    host, device = estimate_host_bytes(plan), estimate_device_bytes(plan, machine)
-    return {
-        placement.name: (host if placement.device == "cpu" else device)[placement.name] for placement in plan.processes
-    }
-
-
-def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
-    config, process = plan.config, _PROCESS[worker.role]
+def _need_of(worker: WorkerPlan, plan: NodePlan, machine: Machine | None) -> Need:
+    config, host = plan.config, _PROCESS[worker.role]
     if worker.role == "pool":
-        holders = len(plan.of_role("pool"))
         indexes = {one: _read(one, lambda opened: opened.state.file_bytes(INDEX)) or 0 for one in config.collections}
-        if worker.device != "cpu":
-            return _Parts(process, sum(size // collection.shards for collection, size in indexes.items()))
-        return _Parts(process, 0, mapped=sum(indexes.values()) // holders)  # replicas map the same files
-    if worker.role == "engine":
-        return _Parts(
-            process + (vllm.host_bytes(config.model, worker.stage) if isinstance(config.model, VllmSection) else 0), 0
-        )
-    process += _embedders_on_host(plan) + (_reranker(config.rerank) if worker.role != "decode" else 0)
-    if worker.role in ("frontend", "http") and worker.embedder != CPU:
-        process += _TORCH
-    if worker.role == "http":
-        return _Parts(process, 0)
-    if worker.role == "frontend" or config.own_model is None:
-        return _Parts(process + (_EMBEDDERS[MINILM] if config.stores_answers else 0), 0)
+        if worker.device != CPU:
+            return Need(host, gpu=sum(size // collection.shards for collection, size in indexes.items()))
+        return Need(host, mapped=sum(indexes.values()) // len(plan.of_role("pool")))  # replicas map the same files
+    if isinstance(config.model, VllmSection) and worker.role == "engine":
+        on_gpu = vllm.gpu_bytes(config.model, worker, machine) if machine else 0
+        return Need(host + vllm.host_bytes(config.model, worker.stage), on_gpu)
+    host += _embedders_on_host(plan) + (_reranker(config.rerank) if worker.role != "decode" else 0)
+    on_gpu = _embedders_on_gpu(worker, plan) if worker.embedder != CPU else 0
+    if worker.role == "frontend" and config.stores_answers:
+        host += _EMBEDDERS[MINILM]
+    if worker.role in ("frontend", "http") or config.own_model is None:
+        return Need(host + (_TORCH if worker.embedder != CPU else 0), on_gpu)
     section = config.prefill if worker.role == "prefill" else config.decode
     info, size = ModelInfo.read(config.own_model.name), plan.block_tokens
     weights = weights_type(config.own_model.weights, worker.device)
@@ -139,8 +107,7 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
         weights = "bfloat16"  # prefill only has passes of many tokens
     kv = info.kv_bytes(section.blocks(config.own_model, size), size, kv_type(weights, kernels_on(worker.device)))
     data = _weights_bytes(info, weights, on_host=worker.device == CPU) + kv
-    on_gpu = worker.device != CPU and worker.embedder != CPU
-    return _Parts(process, data + (_embedders_on_gpu(worker, plan) if on_gpu else 0))
+    return Need(host + data, on_gpu) if worker.device == CPU else Need(host, data + on_gpu)
 
 
 def _embedders_on_gpu(worker: WorkerPlan, plan: NodePlan) -> int:

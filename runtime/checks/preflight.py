@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from gpu import DeviceUnavailable, check_device
-from runtime.checks.memory_estimate import embedding_only, estimate_device_bytes, estimate_host_bytes
+from runtime.checks.memory_estimate import Need, estimate, shared_bytes
 from runtime.checks.vllm import LESS_ON_CPU, LESS_ON_GPU
 from runtime.engines.vllm.command import check_arguments, find_vllm
 from runtime.engines.vllm.transfer import check_transfer
@@ -51,9 +51,13 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Mach
 
 def check_memory(plan: NodePlan, machine: Machine | None = None) -> None:
     """Raise `ResourceBusy` unless the host and each GPU have the estimated memory free. `machine`: as of `check`."""
-    _check_host_memory(plan)
-    if any(worker.device != CPU or worker.only_embeds_on_gpu for worker in plan.workers):
-        _check_gpu_memory(plan, machine or Machine.read())
+    uses_gpus = any(worker.device != CPU or worker.only_embeds_on_gpu for worker in plan.workers)
+    if uses_gpus and machine is None:
+        machine = Machine.read()
+    needs = estimate(plan, machine)
+    _check_host_memory(plan, needs)
+    if uses_gpus and machine is not None:
+        _check_gpu_memory(plan, needs, machine)
 
 
 def check_without_start(plan: NodePlan) -> None:
@@ -170,9 +174,10 @@ def check_files(name: str, directory: Path) -> None:
             raise ModelError(f"model.name = {name!r}: no {pattern} in {directory}")
 
 
-def _check_host_memory(plan: NodePlan) -> None:
+def _check_host_memory(plan: NodePlan, needs: Mapping[str, Need]) -> None:
     """Check that the host has the estimated memory free."""
-    needed, free = estimate_host_bytes(plan), psutil.virtual_memory().available
+    needed = {name: need.host for name, need in needs.items()} | shared_bytes(plan)
+    free = psutil.virtual_memory().available
     if sum(needed.values()) > free:
         advice = "lower kv_blocks or slots of prefill or decode, kv.host_mib, model.context_tokens or spares"
         if isinstance(plan.config.model, VllmSection):
@@ -187,18 +192,15 @@ def _parts(needed: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count / 2**30:.1f}" for name, count in needed.items())
 
 
-def _check_gpu_memory(plan: NodePlan, machine: Machine) -> None:
+def _check_gpu_memory(plan: NodePlan, needs: Mapping[str, Need], machine: Machine) -> None:
     """Check that each GPU has the estimated memory free. The allocations of CUDA's libraries are not included."""
-    needed = estimate_device_bytes(plan, machine)
-    embedding = {worker.name: size for worker, size in embedding_only(plan)}
     for gpu in machine.gpus:
-        on_gpu = [worker for worker in plan.processes if worker.gpu == gpu.uuid]
-        needs = {worker.name: embedding.get(worker.name, needed[worker.name]) for worker in on_gpu}
-        if sum(needs.values()) > gpu.free_bytes:
+        needed = {worker.name: needs[worker.name].gpu for worker in plan.processes if worker.gpu == gpu.uuid}
+        if sum(needed.values()) > gpu.free_bytes:
             advice = "lower kv_blocks or slots of prefill or decode or model.context_tokens, or use more GPUs or shards"
             if isinstance(plan.config.model, VllmSection):
                 advice = LESS_ON_GPU
             raise ResourceBusy(
                 f"GPU {gpu.index} ({gpu.uuid}) has {gpu.free_bytes / 2**30:.1f} GiB free, but the node needs "
-                f"{_parts(needs)}: {advice}"
+                f"{_parts(needed)}: {advice}"
             )

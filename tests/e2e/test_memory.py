@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from runtime.checks.memory_estimate import IMPORTS, estimate_device_bytes, estimate_host_bytes
+from runtime.checks.memory_estimate import IMPORTS, estimate, shared_bytes
 from runtime.node.config_file import load_config
 from runtime.node.placement.layout import lay_out
 from runtime.node.supervisor.admin import restart_node
@@ -17,7 +17,8 @@ _SUPERVISOR_BYTES = 42 << 20
 def test_a_nodes_memory_is_within_fifteen_percent_of_the_estimate(node: Node) -> None:
     restart_node(node.status().info, "", 300.0)  # who has compiled code in its first life holds the compiler's memory
     plan = lay_out(load_config(node.config))
-    needed = sum(estimate_device_bytes(plan).values()) + estimate_host_bytes(plan)[IMPORTS] + _SUPERVISOR_BYTES
+    needed = sum(need.host + need.mapped for need in estimate(plan).values())
+    needed += shared_bytes(plan)[IMPORTS] + _SUPERVISOR_BYTES
     supervisor = psutil.Process(node.status().info.pid)
     processes = {f"{process.pid}": process.pid for process in (supervisor, *supervisor.children())}
     assert len(processes) == len(node.status().workers) + 2  # the process from which workers are forked

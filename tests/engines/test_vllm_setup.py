@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 
 from runtime.checks import preflight
 from runtime.checks.diagnosis import diagnose
-from runtime.checks.memory_estimate import estimate_device_bytes
+from runtime.checks.memory_estimate import estimate
 from runtime.checks.vllm import host_bytes
 from runtime.engines.openai.http import AioHttp
 from runtime.engines.vllm.command import (
@@ -181,8 +181,8 @@ def test_on_a_cpu_an_instance_needs_memory_for_kv_weights_and_processes(tmp_path
     assert host_bytes(made, "decode") == processes + 1000 + (2 << 30)
     assert host_bytes(section(**sizes, extra_args=["--kv-cache-memory-bytes=500"]), "decode") == processes + 1500
     assert host_bytes(section(**sizes), "prefill") == int(0.92 * psutil.virtual_memory().total)
-    needed = estimate_device_bytes(lay_out(NodeConfig(model=made)))
-    assert 0 <= needed["engine-decode-2"] - host_bytes(made, "decode") <= 100 << 20  # the worker beside it, no more
+    needs = estimate(lay_out(NodeConfig(model=made)))
+    assert 0 <= needs["engine-decode-2"].host - host_bytes(made, "decode") <= 100 << 20  # the worker beside it, no more
     with pytest.raises(ConfigError, match=r"VLLM_CPU_KVCACHE_SPACE .* 'much' is not a number"):
         host_bytes(section(**sizes, environment={"VLLM_CPU_KVCACHE_SPACE": "much"}), "decode")
 
@@ -191,9 +191,9 @@ def test_on_a_gpu_each_stages_instance_needs_its_memory_fraction() -> None:
     gpus = tuple(Gpu(str(n), f"GPU-0000000{n}", "H100", "", 80 << 30, 70 << 30) for n in range(2))
     machine = Machine(gpus, tuple(range(8)), 1 << 40)
     made = config(prefill={"extra_args": ["--gpu-memory-utilization", "0.5"]}, decode={})
-    needed = estimate_device_bytes(lay_out(made, machine), machine)
-    assert needed["engine-prefill-0"] == 40 << 30
-    assert needed["engine-decode-1"] == int(0.92 * (80 << 30))
+    needs = estimate(lay_out(made, machine), machine)
+    assert needs["engine-prefill-0"].gpu == 40 << 30
+    assert needs["engine-decode-1"].gpu == int(0.92 * (80 << 30))
 
 
 def test_the_doctor_reports_vllms_memory_and_connector(tmp_path: Path) -> None:

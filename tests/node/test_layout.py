@@ -13,6 +13,7 @@ from rich.console import Console
 
 from launchers.status import show_placement
 from runtime.checks.gpu_sharing import shared_gpus
+from runtime.checks.memory_estimate import Need
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig, parse_config
 from runtime.node.config_file import load_config
@@ -48,7 +49,7 @@ def config(tmp_path: Path) -> NodeConfig:
     )
 
 
-def placement_text(plan: NodePlan, here: Machine, needs: Mapping[str, int] = {}) -> str:
+def placement_text(plan: NodePlan, here: Machine, needs: Mapping[str, Need] = {}) -> str:
     """Return what `serve --dry-run` prints of a plan."""
     output = io.StringIO()
     show_placement(plan, here, needs, Console(file=output))
@@ -107,7 +108,7 @@ def test_the_eight_gpu_layout_gives_each_process_one_visible_gpu(tmp_path: Path)
     placed = [worker for worker in plan.workers if worker.role != "frontend"]
     assert [worker.visible_devices for worker in placed] == [gpu(n).uuid for n in (6, 7, 0, 1, 2, 3, 4, 5)]
     assert {worker.device for worker in placed} == {"cuda:0"}
-    text = placement_text(plan, machine(), {"prefill-0": 3 * GIB, "decode-0": 69 * GIB})
+    text = placement_text(plan, machine(), {"prefill-0": Need(0, 3 * GIB), "decode-0": Need(0, 69 * GIB)})
     for words in ("prefill-0", gpu(6).uuid, "0000:06:00.0", "3,072 MiB", "70,656 MiB", "71,680 MiB"):
         assert words in text, text
 

@@ -12,12 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.checks import preflight
-from runtime.checks.memory_estimate import (
-    embedding_only,
-    estimate_added_bytes,
-    estimate_device_bytes,
-    estimate_host_bytes,
-)
+from runtime.checks.memory_estimate import estimate
 from runtime.errors import CollectionError, ConfigError, ModelError, ResourceBusy
 from runtime.node.config import KvSection, parse_config
 from runtime.node.placement.gpus import Gpu
@@ -210,8 +205,10 @@ def torch_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("torch_with_cuda")
 def test_weights_and_kv_must_fit_in_the_gpus_free_memory(tmp_path: Path) -> None:
     found, machine = on_gpus(tmp_path, free_gib=2.0)
-    needed = estimate_device_bytes(found)
-    assert needed["decode-0"] - needed["prefill-0"] == 4 * 2048 * 30 * 2 * 3 * 64 * 2, "four slots more, of bfloat16"
+    needs = estimate(found)
+    assert needs["decode-0"].gpu - needs["prefill-0"].gpu == 4 * 2048 * 30 * 2 * 3 * 64 * 2, (
+        "four slots more, of bfloat16"
+    )
     preflight.check(found, machine=machine)
     found, machine = on_gpus(tmp_path, free_gib=0.6)
     message = r"GPU 1 \(GPU-1\) has 0\.6 GiB free, but the node needs decode-0 0\.7: lower"
@@ -226,10 +223,10 @@ def test_what_embeds_for_stores_counts_in_every_process_that_searches_before_the
     tmp_path: Path,
 ) -> None:
     without, found = (
-        estimate_host_bytes(plan(tmp_path, **MODEL, collections=[], stores={"path": path}))
+        estimate(plan(tmp_path, **MODEL, collections=[], stores={"path": path}))
         for path in ("", str(tmp_path / "stores"))
     )
-    (more,) = {found[name] - without[name] for name in ("prefill-0", "decode-0", "frontend-0")}
+    (more,) = {found[name].host - without[name].host for name in ("prefill-0", "decode-0", "frontend-0")}
     assert more > 100 << 20
 
 
@@ -237,7 +234,7 @@ def test_what_embeds_for_stores_counts_in_every_process_that_searches_before_the
 def test_the_host_kv_tier_of_a_gpu_model_counts_as_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, machine = on_gpus(tmp_path, free_gib=2.0)
     found = replace(found, config=replace(found.config, kv=KvSection(host_mib=130 << 10)))
-    assert estimate_device_bytes(found)["decode-0"] < 2 << 30
+    assert estimate(found)["decode-0"].gpu < 2 << 30
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
     with pytest.raises(
         ResourceBusy, match=r"the node needs 13\d\.\d GiB of memory \(.*host tier 130\.0.*\), but 1\.0 GiB are free"
@@ -250,13 +247,13 @@ def test_standby_workers_need_as_much_memory_as_their_workers(tmp_path: Path, mo
     found, machine = on_gpus(tmp_path, free_gib=2.0)
     spares = plan_spares(replace(found.config, decode=replace(found.config.decode, spares=2)), found.workers)
     found = replace(found, spares=spares)
-    needed = estimate_device_bytes(found)
-    assert needed["decode-spare-0"] == needed["decode-spare-1"] == needed["decode-0"]
+    needs = estimate(found)
+    assert needs["decode-spare-0"] == needs["decode-spare-1"] == needs["decode-0"]
     with pytest.raises(
         ResourceBusy, match=r"but the node needs decode-0 0\.7, decode-spare-0 0\.7, decode-spare-1 0\.7: lower"
     ):
         preflight.check(found, machine=machine)
-    assert "decode-spare-1" in placement_text(found, machine, needed)
+    assert "decode-spare-1" in placement_text(found, machine, needs)
 
 
 def test_a_torch_without_cuda_is_refused_before_anything_starts(
@@ -296,9 +293,10 @@ def test_kv_blocks_that_cannot_hold_one_whole_context_are_refused(role: str, tmp
 def test_a_pool_worker_that_is_added_on_the_host_needs_no_memory_for_the_index_that_it_maps(tmp_path: Path) -> None:
     bulk_load.build(np.eye(64, dtype=np.float32), tmp_path / "docs", degree=2)
     found = lay_out(parse_config({"collections": [{"name": "docs", "path": str(tmp_path / "docs")}]}))
-    mapped = estimate_device_bytes(found)["pool-0"] - estimate_added_bytes(found)["pool-0"]
+    need, (pool,) = estimate(found)["pool-0"], found.of_role("pool")
     with CollectionReader(tmp_path / "docs") as collection:
-        assert mapped == collection.state.file_bytes(INDEX) > 0
+        assert need.mapped == collection.state.file_bytes(INDEX) > 0
+    assert need.free(pool) == need.host
 
 
 def test_an_optional_collection_may_be_missing_or_corrupt(tmp_path: Path) -> None:
@@ -310,7 +308,7 @@ def test_an_optional_collection_may_be_missing_or_corrupt(tmp_path: Path) -> Non
             preflight.check(lay_out(parse_config({"collections": [sections]})))
         found = lay_out(parse_config({"collections": [{**sections, "required": False}]}))
         preflight.check(found)
-        assert estimate_device_bytes(found)["pool-0"] >= 0
+        assert estimate(found)["pool-0"].mapped == 0
 
 
 # ---- embedding on a GPU
@@ -342,11 +340,11 @@ def torch_for_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_embedder_must_fit_in_the_memory_of_its_gpu(tmp_path: Path) -> None:
     found, machine = embedding_on_gpu(tmp_path, free_gib=1.1)
     preflight.check(found, machine=machine)
-    ((worker, size),) = embedding_only(found)
-    assert worker.name == "frontend-0"
+    needs = estimate(found)
+    size = needs["frontend-0"].gpu
     assert 1 << 30 < size < int(1.1 * 2**30), "half of the file, in 16 bits, and a pass"
     said = f"frontend-0 embeds on GPU 0, in {size / 2**20:,.0f} MiB of its memory"
-    assert said in placement_text(found, machine)
+    assert said in placement_text(found, machine, needs)
     full = dataclasses.replace(machine.gpus[0], free_bytes=int(0.9 * 2**30))
     with pytest.raises(ResourceBusy, match=r"GPU 0 \(.*\) has 0.9 GiB free, but the node needs frontend-0 1.0"):
         preflight.check(found, machine=dataclasses.replace(machine, gpus=(full,)))

@@ -8,7 +8,7 @@ import pytest
 
 from launchers.main import main
 from runtime.checks.diagnosis import diagnose
-from runtime.checks.memory_estimate import estimate_host_bytes
+from runtime.checks.memory_estimate import estimate
 from runtime.checks.preflight import check_without_start
 from runtime.errors import ConfigError, ModelError
 from runtime.node.config_file import load_config
@@ -52,7 +52,7 @@ def test_passages_and_queries_are_embedded_with_their_prefixes(tmp_path: Path) -
 def test_a_missing_embedder_is_reported_at_start_and_can_be_configured(tmp_path: Path) -> None:
     spec, model = choose_embedder(str(write_tiny_model(tmp_path / "m")))
     bulk_load.build(DOCUMENTS, tmp_path / "docs", embedder=spec, model=model, degree=2)
-    assert sum(estimate_host_bytes(plan_of(tmp_path)).values()) > sum(
+    assert sum(need.host for need in estimate(plan_of(tmp_path)).values()) > sum(
         path.stat().st_size for path in (tmp_path / "m").rglob("*") if path.is_file()
     )
     (tmp_path / "m").rename(tmp_path / "moved")
