@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from runtime.errors import ConfigError
 from runtime.node.config_errors import explain_error
-from runtime.node.engine_config import ModelSection, OpenAiSection, Seconds, Section, VllmSection
+from runtime.node.engine_config import FilePath, ModelSection, OpenAiSection, Seconds, Section, VllmSection
 from runtime.node.retrieval_config import ProbesSection, PromptsSection, RerankSection
 from runtime.node.stores_config import STORES, StoresSection
 from runtime.node.worker_config import DecodeSection, PoolSection, PrefillSection
@@ -38,7 +38,7 @@ class NodeSection(Section, frozen=True):
     """
 
     name: Name = "trinity"
-    run_dir: str = ""
+    run_dir: FilePath = ""
     drain_s: Annotated[float, Meta(ge=1, le=86_400)] = 30.0
     start_s: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
 
@@ -56,7 +56,7 @@ class LogSection(Section, frozen=True):
 
     format: Literal["text", "json"] = "text"
     level: Literal["debug", "info", "warning", "error"] = "info"
-    directory: str = ""
+    directory: FilePath = ""
 
 
 _CONNECTIONS = 1024  # that a process has room for, however few requests: those of a proxy, too
@@ -94,7 +94,7 @@ class HttpSection(Section, frozen=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65_535)] = 8080
     workers: Annotated[int, Meta(ge=1, le=64)] = 1
-    api_keys_file: str = ""
+    api_keys_file: FilePath = ""
     max_in_flight: Annotated[int, Meta(ge=1, le=100_000)] = 256
     request_timeout_s: Seconds = 600.0
     overlap_weight: Annotated[float, Meta(ge=0, le=1_000)] = 1.0
@@ -149,7 +149,7 @@ class KvSection(Section, frozen=True):
 
     host_mib: Annotated[int, Meta(ge=0, le=1 << 24)] = 512
     disk_mib: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
-    disk_path: str = ""
+    disk_path: FilePath = ""
 
     def __post_init__(self) -> None:
         if bool(self.disk_mib) != bool(self.disk_path):
@@ -238,12 +238,12 @@ class CollectionSection(Section, frozen=True):
     """
 
     name: Name
-    path: Annotated[str, Meta(min_length=1)]
+    path: Annotated[str, Meta(min_length=1, extra={"is_path": bool})]
     shards: Annotated[int, Meta(ge=1, le=8)] = 1
     required: bool = True
     verify: Verify = "background"
-    embedder: str = ""
-    embedder_key_file: str = ""
+    embedder: Annotated[str, Meta(extra={"is_path": lambda at: at and not at.startswith(("http://", "https://"))})] = ""
+    embedder_key_file: FilePath = ""
 
 
 class NodeConfig(Section, frozen=True):

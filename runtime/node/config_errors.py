@@ -14,6 +14,7 @@ from msgspec.inspect import (
     FloatType,
     IntType,
     LiteralType,
+    Metadata,
     NoneType,
     StrType,
     StructType,
@@ -44,6 +45,8 @@ def allowed_values(config: type[msgspec.Struct], path: str) -> str:
 
 def describe_type(kind: Type) -> str:
     """Describe the values of a key of this type: "integer from 1 to 9", "`true`, `false`", "list: string"."""
+    if isinstance(kind, Metadata):
+        return describe_type(kind.type)
     if isinstance(kind, VarTupleType):
         limit = "" if kind.max_length is None else f" of at most {kind.max_length}"
         return f"list{limit}: {describe_type(kind.item_type)}"
@@ -190,6 +193,7 @@ def _under(kind: Type, part: str) -> Iterator[Type]:
 
 
 def _members(kind: Type) -> tuple[Type, ...]:
+    kind = kind.type if isinstance(kind, Metadata) else kind
     return kind.types if isinstance(kind, UnionType) else (kind,)
 
 

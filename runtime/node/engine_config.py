@@ -10,6 +10,8 @@ from msgspec import Meta
 
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+FilePath = Annotated[str, Meta(extra={"is_path": bool})]
+"""A path, which `config_file` makes absolute unless it is empty."""
 Variable = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]
 
 
@@ -39,7 +41,7 @@ class ModelSection(Section, frozen=True, tag_field="engine", tag="trinity"):
         float32.
     """
 
-    name: str
+    name: Annotated[str, Meta(extra={"is_path": lambda name: "/" in name or name.startswith((".", "~"))})]
     context_tokens: Annotated[int, Meta(ge=64, le=1_048_576)] = 2048
     weights: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
 
@@ -129,7 +131,7 @@ class OpenAiSection(ServedSection, frozen=True, kw_only=True, tag_field="engine"
     """
 
     url: Urls
-    api_key_file: str = ""
+    api_key_file: FilePath = ""
     prefill: PrefillServers | None = None
     kv_events: Annotated[tuple[EventEndpoint, ...], Meta(max_length=64)] = ()
     kv_events_replay: Annotated[tuple[EventEndpoint, ...], Meta(max_length=64)] = ()
@@ -189,8 +191,9 @@ class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", 
     says.
     """
 
-    path: str = ""
-    python: Annotated[str, Meta(min_length=1)] = "python3"
+    # names on Hugging Face's hub contain a slash, too
+    path: Annotated[str, Meta(extra={"is_path": lambda path: path.startswith(("/", ".", "~"))})] = ""
+    python: Annotated[str, Meta(min_length=1, extra={"is_path": lambda python: "/" in python})] = "python3"
     instances: Annotated[int, Meta(ge=1, le=16)] = 1
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     devices: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from runtime.node.engine_config import Section
+from runtime.node.engine_config import FilePath, Section
 
 ProbeMode = Literal["wait", "prefetch"]
 TRIGGERS = ("every", "drift", "unsure")
@@ -31,7 +31,7 @@ class RerankSection(Section, frozen=True):
 
     model: Annotated[str, Meta(max_length=4096)] = ""
     url: Annotated[str, Meta(pattern=r"^(https?://[^\s?#@]+)?\Z")] = ""
-    key_file: str = ""
+    key_file: FilePath = ""
 
     def __post_init__(self) -> None:
         if self.url and not self.model:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from runtime.node.engine_config import Section
+from runtime.node.engine_config import FilePath, Section
 
 STORES = "@stores"
 """Internal name of the collection of all stores' passages; a configuration cannot contain it."""
@@ -23,5 +23,5 @@ class StoresSection(Section, frozen=True):
     each limit.
     """
 
-    path: str = ""
+    path: FilePath = ""
     max_mib: Annotated[int, Meta(ge=1, le=1 << 24)] = 10_240
