@@ -4,37 +4,61 @@ A spinning pool worker gets cores of its own; if there are none left, it does no
 the NUMA node of a GPU, placement is left to the kernel.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig, Role
+from runtime.node.config import NodeConfig
 from runtime.node.engine_config import VllmSection
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan, plan_spares, plan_workers
 from runtime.node.placement.pool_placement import check_device, resolve_pool_placement
-from runtime.node.worker_config import WorkerSection
-
-_PLACED: tuple[Role, ...] = ("prefill", "decode", "pool")  # a pool worker beside one has its placement
 
 
 def lay_out(config: NodeConfig, machine: Machine | None = None) -> NodePlan:
     """Place every worker of `config`: GPUs by index, UUID or MIG id, cores by NUMA node. Raises `ConfigError` if that
     is impossible. Without a `machine`, devices and cores stay as configured."""
     config = resolve_pool_placement(config)
+    plan = plan_workers(config)
     if machine is None:
-        for device in config.embedding.devices:
-            check_device("embedding.devices", device)
-        return plan_workers(config)
-    chosen = {role: _gpus_of(role, getattr(config, role), machine) for role in _PLACED}
-    plan = plan_workers(msgspec.structs.replace(config, **_as_seen_by_workers(config, chosen, machine.simulated)))
-    workers = [_on_gpu(worker, chosen.get(worker.role, ())) for worker in plan.workers]
-    workers = [_embedding_on_gpu(worker, machine) for worker in workers]
-    if isinstance(config.model, VllmSection):
-        workers = _with_gpus(workers, config.model, machine)
+        for key, device in (named for worker in plan.workers for named in _devices(worker, config)):
+            check_device(key, device)
+        return plan
+    # a pool worker beside another one has its device: an error names the other's key
+    order = sorted(plan.workers, key=lambda worker: worker.role == "pool")
+    gpus = {worker.name: [machine.find(name, key) for key, name in _devices(worker, config)] for worker in order}
+    workers = [_on_gpus(worker, gpus[worker.name], machine.simulated) for worker in plan.workers]
     _check_mig(workers, machine)
     workers = _with_cores([_with_exclusive_gpu(worker, workers) for worker in workers], machine)
-    return msgspec.structs.replace(plan, config=config, workers=tuple(workers), spares=plan_spares(config, workers))
+    return msgspec.structs.replace(plan, workers=tuple(workers), spares=plan_spares(config, workers))
+
+
+def _devices(worker: WorkerPlan, config: NodeConfig) -> list[tuple[str, str]]:
+    """Return the GPUs that a worker is to use, as configured, each with the key that names it."""
+    if worker.role == "engine":
+        names = config.model.gpus[worker.index] if isinstance(config.model, VllmSection) else ()
+        return [(f"model.devices: {worker.name}", name) for name in names]
+    if worker.device != CPU:
+        return [(f"{worker.role}.devices", worker.device)]
+    return [("embedding.devices", worker.embedder)] if worker.embedder != CPU else []
+
+
+def _on_gpus(worker: WorkerPlan, gpus: Sequence[Gpu], simulated: bool) -> WorkerPlan:
+    """Return the worker on these GPUs. Its process sees only them, the first as number 0."""
+    if not gpus:
+        return worker
+    visible = CPU if simulated else "cuda:0"
+    return msgspec.structs.replace(
+        worker,
+        device=CPU if worker.device == CPU else visible,
+        embedder=CPU if worker.embedder == CPU else visible,
+        gpu=gpus[0].uuid,
+        gpu_index=gpus[0].index,
+        gpu_numbers=tuple(gpu.index for gpu in gpus) if worker.role == "engine" else (),
+        numa_node=gpus[0].numa_node,
+    )
 
 
 def _with_exclusive_gpu(worker: WorkerPlan, workers: list[WorkerPlan]) -> WorkerPlan:
@@ -42,63 +66,6 @@ def _with_exclusive_gpu(worker: WorkerPlan, workers: list[WorkerPlan]) -> Worker
     if worker.role != "pool" or not worker.gpu:
         return worker
     return msgspec.structs.replace(worker, exclusive_gpu=not any(map(worker.shares_gpu_with, workers)))
-
-
-def _gpus_of(role: Role, section: WorkerSection, machine: Machine) -> tuple[Gpu | None, ...]:
-    """Return the GPU of each entry of `devices`; None for the CPU."""
-    return tuple(None if device == CPU else machine.find(device, f"{role}.devices") for device in section.devices)
-
-
-def _with_gpus(workers: list[WorkerPlan], section: VllmSection, machine: Machine) -> list[WorkerPlan]:
-    """Place engines on whole GPUs."""
-    placed = []
-    for worker in workers:
-        names = section.gpus[worker.index] if worker.role == "engine" else ()
-        if not names:
-            placed.append(worker)
-            continue
-        gpus = [machine.find(name, f"model.devices: {worker.name}") for name in names]
-        first = gpus[0]
-        placed.append(
-            msgspec.structs.replace(
-                worker,
-                device=CPU if machine.simulated else worker.device,
-                gpu=first.uuid,
-                gpu_index=first.index,
-                gpu_numbers=tuple(gpu.index for gpu in gpus),
-                numa_node=first.numa_node,
-            )
-        )
-    return placed
-
-
-def _as_seen_by_workers(
-    config: NodeConfig, chosen: dict[Role, tuple[Gpu | None, ...]], simulated: bool
-) -> dict[str, WorkerSection]:
-    """Return the sections with the devices that the processes see: each sees only its own GPU, as number 0."""
-    visible = CPU if simulated else "cuda:0"
-    return {
-        role: msgspec.structs.replace(
-            getattr(config, role), devices=tuple(CPU if gpu is None else visible for gpu in gpus)
-        )
-        for role, gpus in chosen.items()
-    }
-
-
-def _embedding_on_gpu(worker: WorkerPlan, machine: Machine) -> WorkerPlan:
-    """Let a worker that only embeds on a GPU see that one, as number 0."""
-    if worker.embedder == CPU or worker.gpu:
-        return worker if not machine.simulated else msgspec.structs.replace(worker, embedder=CPU)
-    gpu = machine.find(worker.embedder, "embedding.devices")
-    visible = CPU if machine.simulated else "cuda:0"
-    return msgspec.structs.replace(worker, gpu=gpu.uuid, gpu_index=gpu.index, numa_node=gpu.numa_node, embedder=visible)
-
-
-def _on_gpu(worker: WorkerPlan, gpus: tuple[Gpu | None, ...]) -> WorkerPlan:
-    gpu = gpus[worker.index if len(gpus) > 1 else 0] if gpus else None
-    if gpu is None:
-        return worker
-    return msgspec.structs.replace(worker, gpu=gpu.uuid, gpu_index=gpu.index, numa_node=gpu.numa_node)
 
 
 def _check_mig(workers: list[WorkerPlan], machine: Machine) -> None:
@@ -122,7 +89,7 @@ def _with_cores(workers: list[WorkerPlan], machine: Machine) -> list[WorkerPlan]
     """Assign cores to workers on GPUs without configured cores; spinning workers choose first."""
     if machine.simulated:
         enough = len(machine.cores) > len(workers)
-        return [msgspec.structs.replace(w, spin=w.spin and enough) for w in workers]
+        return [msgspec.structs.replace(w, spin=w.spin and enough and not w.paired_with) for w in workers]
     used = {core for worker in workers for core in worker.cores}
     placed: dict[str, WorkerPlan] = {}
     for worker in workers:

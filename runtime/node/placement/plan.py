@@ -13,7 +13,7 @@ from runtime.errors import ConfigError
 from runtime.node.api_keys import read_api_keys, read_engine_key
 from runtime.node.config import CollectionSection, NodeConfig, Role
 from runtime.node.engine_config import BLOCK_TOKENS, OpenAiSection, ServedSection, Stage, VllmSection
-from runtime.node.placement.pool_placement import check_device, paired_workers, worker_devices
+from runtime.node.placement.pool_placement import paired_workers, worker_devices
 from runtime.node.placement.vllm import check_vllm
 from runtime.node.retrieval_config import TRIGGERS, installed_triggers
 from runtime.node.worker_config import KvWorkerSection, WorkerSection
@@ -201,7 +201,6 @@ def default_run_dir(name: str) -> Path:
 def _place(role: Role, section: WorkerSection) -> list[WorkerPlan]:
     plans = []
     for index, (device, cores) in enumerate(worker_devices(role, section)):
-        check_device(f"{role}.devices", device)
         threads = max(1, len(cores)) if isinstance(section, KvWorkerSection) else 1
         plans.append(WorkerPlan(role=role, index=index, device=device, cores=cores, threads=threads))
     return plans
