@@ -95,6 +95,7 @@ REMOVED = {
     "node.heartbeat_s": "a worker without a heartbeat for 30 s is killed",
     "prefill.threads": "a worker computes with a thread on each of its prefill.cores",
     "pool.queue": "4,096 queries may wait",
+    "pool.stages": 'a worker of placement "own" answers both stages; those of "with-prefill+own" one first',
     "pool.max_top_m": "a query's top_m is at most 512",
     "pool.search_width": "it is 4, and a query may set another one",
     "pool.threads": "a pool worker searches with one thread",

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from runtime.node.engine_config import BLOCK_TOKENS, ModelSection, Section, Stage
+from runtime.node.engine_config import BLOCK_TOKENS, ModelSection, Section
 
 MAX_WORKERS = 8
 MAX_TOP_M = 512
@@ -95,10 +95,9 @@ class PoolSection(WorkerSection, frozen=True):
     - `placement`: "own" places them on `devices`. "with-prefill", "with-decode" and "coupled" (both) place one beside
       each worker of these roles, on its GPU or its cores; `workers` and `devices` are then left out. "with-prefill+own"
       and "with-decode+own" place these for the queries of the one stage, and `workers` on `devices` for the other's.
-    - `stages`: with "own", the stage whose queries each worker answers first: "prefill", "decode" or "" (both).
 
-    A query goes to the pool worker beside its model worker, else to those of its stage in turn, and to another one
-    while these are down, slow or overloaded.
+    A query goes to the pool worker beside its model worker, else to those for its stage, or for both, in turn, and to
+    another one while these are down, slow or overloaded.
 
     Scheduling (docs/scheduler.md):
 
@@ -120,7 +119,6 @@ class PoolSection(WorkerSection, frozen=True):
     """
 
     placement: PoolPlacement = "own"
-    stages: Annotated[tuple[Stage, ...], Meta(max_length=MAX_WORKERS)] = ()
     slots: Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)] = "auto"
     form: Literal["auto", "launches"] = "auto"
     reserve: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.3

@@ -202,8 +202,6 @@ def test_on_a_cpu_a_coupled_pool_shares_its_workers_cores_and_does_not_spin(tmp_
             "this node runs no prefill or decode workers for pool workers to be beside",
         ),
         ({"collections": [{"name": "docs", "path": "/", "shards": 2}]}, "3 is not a multiple of the 2 shards"),
-        ({"pool": {"placement": "coupled", "stages": ["decode"]}}, "pool.stages with pool.placement"),
-        ({"pool": {"stages": ["decode", ""]}}, "pool.stages has 2 entries for pool.workers = 1: give one per worker"),
         (
             {"pool": {"placement": "with-prefill+own", "workers": 0}},
             'pool.workers = 0 with pool.placement = "with-prefill+own", which needs at least 1 besides: use '
@@ -254,16 +252,6 @@ def test_pool_workers_are_beside_vllms_instances_of_a_stage(tmp_path: Path) -> N
         ("", "decode", "6"), ("", "decode", "7"),
     ]  # fmt: skip
     assert {one.name for one in plan.of_role("engine")} >= {"engine-prefill-0", "engine-prefill-1"}
-
-
-def test_the_stages_of_independent_pool_workers_are_configured(tmp_path: Path) -> None:
-    pool = {"workers": 3, "stages": ["prefill", "decode", ""]}
-    plan = lay_out(near(tmp_path, "own", pool=pool))
-    assert [(one.name, one.stage) for one in pools(plan)] == [
-        ("pool-0", "prefill"),
-        ("pool-1", "decode"),
-        ("pool-2", ""),
-    ]
 
 
 def test_without_collections_there_is_no_coupled_pool(tmp_path: Path) -> None:

@@ -119,6 +119,3 @@ def test_each_stages_queries_load_its_own_pool_workers() -> None:
     assert beside["prefill"] > own["prefill"]
     assert beside["prefill"] < only["prefill"], "decode's probes are elsewhere"
     assert beside["decode"] == own["decode"]
-    made = config(pools=2)
-    by_stage = replace(made, pool=replace(made.pool, stages=("prefill", "decode")))
-    assert demands(setup(node=by_stage), arrivals)["pool"] > demands(setup(node=made), arrivals)["pool"]

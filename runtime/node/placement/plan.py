@@ -13,7 +13,7 @@ from runtime.errors import ConfigError
 from runtime.node.api_keys import read_api_keys, read_engine_key
 from runtime.node.config import CollectionSection, NodeConfig, Role
 from runtime.node.engine_config import BLOCK_TOKENS, OpenAiSection, ServedSection, Stage, VllmSection
-from runtime.node.placement.pool_placement import paired_workers, worker_devices
+from runtime.node.placement.pool_placement import pool_partners, worker_devices
 from runtime.node.placement.vllm import check_vllm
 from runtime.node.retrieval_config import TRIGGERS, installed_triggers
 from runtime.node.worker_config import KvWorkerSection, WorkerSection
@@ -210,14 +210,10 @@ def _place_pool(config: NodeConfig) -> list[WorkerPlan]:
     """Plan the pool workers. One that shares its cores with a model does not spin."""
     if not config.needs_pool:
         return []
-    workers, names = _place("pool", config.pool), paired_workers(config)
-    stages = config.pool.stages or ("",) * len(workers)
-    workers = [msgspec.structs.replace(worker, stage=stage) for worker, stage in zip(workers, stages, strict=True)]
-    beside = [
-        msgspec.structs.replace(worker, paired_with=name, spin=worker.device != CPU)
-        for worker, name in zip(workers, names, strict=False)
+    return [
+        msgspec.structs.replace(worker, paired_with=name, stage=stage, spin=not name or worker.device != CPU)
+        for worker, (name, stage) in zip(_place("pool", config.pool), pool_partners(config), strict=True)
     ]
-    return beside + workers[len(beside) :]
 
 
 def _place_engine(section: VllmSection) -> list[WorkerPlan]:

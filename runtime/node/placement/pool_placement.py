@@ -34,7 +34,7 @@ def pool_stages(pool: PoolSection, paired: Mapping[Paired, int]) -> tuple[Stage,
     workers of a stage, then the others."""
     beside = [stage for stage in PAIRED_ROLES[pool.placement] for _ in range(paired[stage])]
     own = _OWN_STAGE.get(pool.placement)
-    return (*beside, *(() if own is None else pool.stages or (own,) * pool.workers))
+    return (*beside, *(() if own is None else (own,) * pool.workers))
 
 
 def first_pools(stages: Sequence[Stage], stage: Stage) -> tuple[int, ...]:
@@ -46,23 +46,24 @@ def first_pools(stages: Sequence[Stage], stage: Stage) -> tuple[int, ...]:
     return tuple(range(len(stages)))
 
 
-def paired_workers(config: NodeConfig) -> tuple[str, ...]:
-    """Return the workers that have a pool worker beside them, pool-0's first; empty with placement "own"."""
-    return tuple(name for places in _places(config).values() for name, *_ in places) if config.needs_pool else ()
+def pool_partners(config: NodeConfig) -> list[tuple[str, Stage]]:
+    """Return, for each pool worker of a resolved placement, the worker that it is beside, "" for an independent one,
+    and the stage that it serves first."""
+    beside = [(name, stage) for stage, places in _places(config).items() for name, *_ in places]
+    independent = config.pool.workers - len(beside)
+    return [*beside, *[("", _OWN_STAGE.get(config.pool.placement, ""))] * independent]
 
 
 def resolve_pool_placement(config: NodeConfig) -> NodeConfig:
-    """Set the pool's `workers`, `devices`, `stages` and, on CPUs, `cores` from its placement.
+    """Set the pool's `workers`, `devices` and, on CPUs, `cores` from its placement.
 
     Raises `ConfigError` if the placement is impossible, or if one of these keys is set to a different value.
     """
     pool, setting = config.pool, f'pool.placement = "{config.pool.placement}"'
     roles, own = PAIRED_ROLES[pool.placement], _OWN_STAGE.get(pool.placement) is not None
-    _check_stages(pool, setting)
     if not config.needs_pool or not roles:
         return config
-    by_stage = _places(config)
-    places = [place for of_stage in by_stage.values() for place in of_stage]
+    places = [place for of_stage in _places(config).values() for place in of_stage]
     if not places:
         raise ConfigError(
             f"{setting}: this node runs no {' or '.join(roles)} workers for pool workers to be beside: remove it, and "
@@ -81,17 +82,7 @@ def resolve_pool_placement(config: NodeConfig) -> NodeConfig:
     resolved: dict[str, object] = {"workers": len(places), "devices": devices, "cores": cores if any(cores) else ()}
     if not own:
         _check_unset(pool, resolved, f"{setting}, which sets it to {{}} ({beside})")
-    stages = pool_stages(pool, {stage: len(of_stage) for stage, of_stage in by_stage.items()})
-    return replace(config, pool=replace(pool, stages=stages, **resolved))
-
-
-def _check_stages(pool: PoolSection, setting: str) -> None:
-    if pool.stages and pool.placement != "own":
-        raise ConfigError(f"pool.stages with {setting}, which sets it: remove it")
-    if pool.stages and len(pool.stages) != pool.workers:
-        raise ConfigError(
-            f"pool.stages has {len(pool.stages)} entries for pool.workers = {pool.workers}: give one per worker"
-        )
+    return replace(config, pool=replace(pool, **resolved))
 
 
 def _check_unset(pool: PoolSection, resolved: Mapping[str, object], setting: str) -> None:
