@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.worker_metrics import PoolMetrics
 
@@ -191,34 +193,23 @@ class SignalMeter:
     """Converts readings to signals over about the last second: older values decay by half every four intervals."""
 
     def __init__(self) -> None:
-        self._last: tuple[float, Readings] | None = None
-        self._elapsed_s = self._link_busy_s = self._row_s = self._stall_s = self._tokens = 0.0
-        self._waits = [0.0] * (len(_WAIT.buckets) + 1)
+        self._last: np.ndarray | None = None  # the clock, and the counters in the order of `Readings`
+        self._recent = np.zeros(5 + len(_WAIT.buckets) + 1)  # how much they have grown, decaying
 
     def update(self, now_s: float, readings: Readings) -> Signals:
         """Return the signals of the time until `now_s`. The first call has no reference: all are 0."""
-        last_s, last = self._last or (now_s, readings)
-        self._last = now_s, readings
-        passed = now_s - last_s
-        keep = 0.5 ** (passed / _HALF_LIFE_S)
-        self._elapsed_s = self._elapsed_s * keep + passed
-        self._link_busy_s = self._link_busy_s * keep + _growth(readings.link_busy_s, last.link_busy_s)
-        self._row_s = self._row_s * keep + _growth(readings.row_s, last.row_s)
-        self._stall_s = self._stall_s * keep + _growth(readings.stall_s, last.stall_s)
-        self._tokens = self._tokens * keep + _growth(readings.tokens, last.tokens)
-        deltas = map(_growth, readings.wait_counts, last.wait_counts)
-        self._waits = [old * keep + delta for old, delta in zip(self._waits, deltas, strict=True)]
+        counters = (readings.link_busy_s, readings.row_s, readings.stall_s, readings.tokens, *readings.wait_counts)
+        now = np.array((now_s, *counters))
+        last, self._last = now if self._last is None else self._last, now
+        growth = np.maximum(now - last, 0.0)  # 0 after the removal of a worker, which says nothing about the others'
+        self._recent = self._recent * 0.5 ** (float(growth[0]) / _HALF_LIFE_S) + growth
+        elapsed_s, link_busy_s, row_s, stall_s, tokens, *waits = self._recent.tolist()
         return Signals(
-            link_use=_share(self._link_busy_s, self._elapsed_s * readings.links) if readings.links else None,
-            prefill_wait_p95_s=quantile(0.95, _WAIT.buckets, self._waits),
-            decode_stall=_share(self._stall_s, max(self._row_s, _LEAST_ROWS * self._elapsed_s)),
-            step_s=max(self._row_s - self._stall_s, 0.0) / self._tokens if self._tokens > 0 else 0.0,
+            link_use=_share(link_busy_s, elapsed_s * readings.links) if readings.links else None,
+            prefill_wait_p95_s=quantile(0.95, _WAIT.buckets, waits),
+            decode_stall=_share(stall_s, max(row_s, _LEAST_ROWS * elapsed_s)),
+            step_s=max(row_s - stall_s, 0.0) / tokens if tokens > 0 else 0.0,
         )
-
-
-def _growth(now: float, before: float) -> float:
-    """Return a counter's increase; 0 after the removal of a worker, which says nothing about the others'."""
-    return max(now - before, 0.0)
 
 
 def _share(part: float, whole: float) -> float:

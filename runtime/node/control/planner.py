@@ -23,7 +23,7 @@ best one in `_CONFIRMED` windows more than not, and one that undoes the last mov
 one less with every ten seconds that pass.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any
 
@@ -40,17 +40,7 @@ _MAX_PROMPTS = 0.5  # share of a window that prompts take decode, in which the l
 _AVERAGED_PROMPTS = 200
 _MIN_WEIGHT, _MAX_WEIGHT = 0.05, 0.5  # of a window
 _CONFIRMED, _MAX_BACK = 3, 40
-_COUNTERS = (
-    "pass_s",
-    "passed_tokens",
-    "arrived_tokens",
-    "decode_prompt_tokens",
-    "prompts",
-    "row_s",
-    "tokens",
-    "slo_requests",
-    "slo_violations",
-)
+_NO_COUNTERS = ("prefill_waiting", "decode_waiting", "workers")  # of `Work`
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +62,8 @@ class Work:
 
     def since(self, before: "Work") -> "Work":
         """Return the same with counters relative to `before`."""
-        passed: dict[str, Any] = {name: max(getattr(self, name) - getattr(before, name), 0.0) for name in _COUNTERS}
+        names = [field.name for field in fields(self) if field.name not in _NO_COUNTERS]
+        passed: dict[str, Any] = {name: max(getattr(self, name) - getattr(before, name), 0.0) for name in names}
         return replace(self, **passed)
 
 
@@ -94,10 +85,8 @@ class Planner:
         self._last: tuple[float, Work] | None = None
         self._token_s = 0.0  # prefill time per token in the last window
         self._min_token_s = slo.tpot_s / 3  # least time per decode token
-        self._evidence: dict[Stage, int] = {
-            "prefill": 0,
-            "decode": 0,
-        }  # windows in which its move was best, less others
+        # windows in which a role's move was best, less others
+        self._evidence: dict[Stage, int] = {"prefill": 0, "decode": 0}
         self._last_move: Stage | None = None
         self._moved_s = 0.0
         # In workers: an exponential average over windows, its standard error, a window's variance, the last window.
