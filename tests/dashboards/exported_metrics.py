@@ -8,7 +8,9 @@ from runtime.node.control.loop import ControlLoop
 from runtime.node.metrics.kinds import Histogram
 from runtime.node.metrics.worker_metrics import METRICS
 from runtime.node.placement.gpus import Gpus
-from runtime.node.supervisor.node_metrics import NodeMetricsSource
+from runtime.node.run_dir import NodeInfo
+from runtime.node.supervisor.admin import NodeStatus
+from runtime.node.supervisor.node_metrics import node_families
 from tests.node.fake_nvml import Card, FakeNvml
 
 
@@ -21,7 +23,7 @@ def exported_names() -> set[str]:
             names.add(metric.name)
     config = NodeConfig()
     families = [
-        *NodeMetricsSource(config, [], "").families([]),
+        *node_families(config, [], NodeStatus(NodeInfo("n", 1, "", "", (), ()), False, ())),
         *ControlLoop(config, {}).families(),
         *Gpus(FakeNvml([Card("GPU-0")]), Path(tempfile.gettempdir())).families(),
     ]

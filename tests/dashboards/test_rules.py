@@ -9,7 +9,7 @@ import pytest
 from dashboards.provisioning import GENERATED
 from dashboards.rules import RUNBOOK, Alert, alerts, rules_yaml
 from runtime.node.config import SloSection
-from runtime.node.metrics.exporter import NodeCollector, render
+from runtime.node.metrics.exporter import render, table_families
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import METRICS
 from tests.dashboards.alert_cases import CASES, Series
@@ -76,7 +76,7 @@ def test_an_alert_is_quiet_on_its_good_series(name: str, told: dict[str, str]) -
 
 def test_the_exported_metrics_pass_promtools_linter() -> None:
     tables = {f"{role}-0": WorkerTable.create(role, f"{role}-0", SloSection()) for role in METRICS}
-    text = render(NodeCollector(tables, constant={"node": "n", "model_name": "m"}))
+    text = render(table_families(tables), {"node": "n", "model_name": "m"})
     for table in tables.values():
         table.close()
     run = promtool("check", "metrics", stdin=text)

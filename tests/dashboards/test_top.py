@@ -11,13 +11,14 @@ from dashboards.top import MetricWindow, parse, screen, sections, show
 from runtime.errors import Unavailable
 from runtime.node.config import NodeConfig, SloSection
 from runtime.node.control.loop import ControlLoop
-from runtime.node.metrics.exporter import NodeCollector, render
+from runtime.node.metrics.exporter import render, table_families
 from runtime.node.metrics.kinds import Histogram
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import METRICS, DecodeMetrics, FrontendMetrics, PoolMetrics, PrefillMetrics
 from runtime.node.placement.plan import WorkerPlan
-from runtime.node.supervisor.admin import WorkerStatus
-from runtime.node.supervisor.node_metrics import NodeMetricsSource
+from runtime.node.run_dir import NodeInfo
+from runtime.node.supervisor.admin import NodeStatus, WorkerStatus
+from runtime.node.supervisor.node_metrics import node_families
 
 WAIT = Histogram("wait_seconds", "", (0.1, 0.2))
 HISTOGRAM = """# TYPE wait_seconds histogram
@@ -88,11 +89,12 @@ def scrape() -> Iterator[Callable[[], str]]:
     tables = {f"{role}-0": WorkerTable.create(role, f"{role}-0", SloSection()) for role in METRICS}
     config = NodeConfig()
     plans = [WorkerPlan(table.role, 0, "cpu", (), 1) for table in tables.values()]
-    source, control = NodeMetricsSource(config, plans, "1.0"), ControlLoop(config, {})
-    statuses = [
+    control = ControlLoop(config, {})
+    statuses = tuple(
         WorkerStatus(name, "ready" if name != "decode-0" else "backoff", 0, 1, 2, 0.05, 100 << 20, "cpu", ())
         for name in tables
-    ]
+    )
+    status = NodeStatus(NodeInfo("n1", 1, "", "", (), ()), False, statuses)
 
     def read() -> str:
         tables["frontend-0"].add(FrontendMetrics.REQUESTS["finished"], 10)
@@ -101,8 +103,8 @@ def scrape() -> Iterator[Callable[[], str]]:
         tables["decode-0"].observe_many(DecodeMetrics.TTFT, [0.3] * 10)
         tables["prefill-0"].observe_many(PrefillMetrics.PREFILL_TIME, [0.25] * 10)
         tables["pool-0"].set(PoolMetrics.QUEUE_DEPTH["prefill"], 7)
-        more = (lambda: source.families(statuses), control.families)
-        return render(NodeCollector(tables, more, {"node": "n1", "model_name": "tiny"}))
+        families = (*table_families(tables), *node_families(config, plans, status), *control.families())
+        return render(families, {"node": "n1", "model_name": "tiny"})
 
     yield read
     for table in tables.values():

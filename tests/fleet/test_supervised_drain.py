@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.node.config import Role, SloSection
-from runtime.node.metrics.exporter import NodeCollector, render, vllm_families
+from runtime.node.metrics.exporter import render, vllm_families
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.supervisor.admin import admin_request
@@ -54,7 +54,7 @@ def tables() -> Iterator[dict[str, WorkerTable]]:
 
 
 def shown(tables: dict[str, WorkerTable]) -> dict[str, float]:
-    text = render(NodeCollector({}, [lambda: vllm_families(tables.values())], {"model_name": "m", "node": "n"}))
+    text = render(vllm_families(tables.values()), {"model_name": "m", "node": "n"})
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     assert all(sample.labels == {"model_name": "m", "node": "n", "engine": "0"} for sample in samples)
     return {sample.name: sample.value for sample in samples}

@@ -17,6 +17,7 @@ from runtime.node.run_dir import NodeInfo
 from runtime.node.supervisor.admin import (
     AdminServer,
     NodeStatus,
+    ScaleReply,
     WorkerStatus,
     admin_request,
     reload_collections,
@@ -52,19 +53,28 @@ class Node:
             while not self._done.is_set():
                 select.select([server], [], [], 0.01)
                 server.serve(
-                    lambda: self.status, lambda: "metrics …\n", self.stop, lambda wanted: None, lambda name: "",
-                    self._change, self._reload, self._reloaded,
-                )  # fmt: skip
+                    {
+                        "status": lambda _: msgspec.json.encode(self.status),
+                        "metrics": lambda _: "metrics …\n".encode(),
+                        "stop": self._stop,
+                        "reload": self._reload,
+                        "reloaded": self._reloaded,
+                        "add": lambda what: msgspec.json.encode(ScaleReply((f"{what}-add",))),
+                        "drain": lambda what: msgspec.json.encode(ScaleReply((f"{what}-drain",))),
+                    }
+                )
 
-    def _reload(self, collection: str) -> ReloadStatus:
-        return ReloadStatus(0, True, error="no such collection") if collection == "none" else self.reloads[0]
+    def _reload(self, collection: str) -> bytes:
+        unknown = ReloadStatus(0, True, error="no such collection")
+        return msgspec.json.encode(unknown if collection == "none" else self.reloads[0])
 
-    def _reloaded(self) -> ReloadStatus:
+    def _reloaded(self, _: str) -> bytes:
         self.reloads = self.reloads[1:] or self.reloads
-        return self.reloads[0]
+        return msgspec.json.encode(self.reloads[0])
 
-    def _change(self, verb: str, what: str) -> tuple[str, ...]:
-        return (f"{what}-{verb}",)
+    def _stop(self, _: str) -> bytes:
+        self.stop()
+        return b"{}"
 
     def stop(self) -> None:
         self.stops += 1

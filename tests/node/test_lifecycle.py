@@ -3,7 +3,6 @@
 import itertools
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from runtime.node.config import NodeConfig, SloSection
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.backoff import Backoff
+from runtime.node.supervisor.forks import Forked
 from runtime.node.supervisor.lifecycle import Lifecycle
 from runtime.node.supervisor.rolling_restart import RollingRestart
 from runtime.node.supervisor.standby import StandbyWorkers
@@ -143,7 +143,7 @@ def test_a_slow_start_is_reported_once(node: Node, caplog: pytest.LogCaptureFixt
             return None
 
     def spawn(worker: SupervisedWorker, by_standby: bool) -> None:
-        worker.process = cast("subprocess.Popen[bytes]", Loading())
+        worker.process = cast("Forked", Loading())
 
     node.lifecycle = Lifecycle(NodeConfig(), spawn, lambda: node.now_s)
     node.pass_time(10.0)
@@ -174,7 +174,7 @@ def test_in_a_stopping_node_no_worker_waits_for_an_ended_frontend(node: Node, re
     first.table.begin(1, 0)
     first.table.state, first.epoch = State.READY, 1
     first.table.beat()
-    first.process, first.phase = cast("subprocess.Popen[bytes]", told), Phase.STARTING
+    first.process, first.phase = cast("Forked", told), Phase.STARTING
     first.started = first.due = node.now_s
     if restarts:
         first.desired = Desired.RESTART

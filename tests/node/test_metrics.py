@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ipc import MemoryRefused, SharedMemory
 from runtime.node.config import SloSection
-from runtime.node.metrics.exporter import NodeCollector, render
+from runtime.node.metrics.exporter import render, table_families
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PoolMetrics
 
@@ -25,7 +25,7 @@ def table() -> Iterator[WorkerTable]:
 
 
 def parsed(tables: dict[str, WorkerTable]) -> dict[str, Family]:
-    text = render(NodeCollector(tables))
+    text = render(table_families(tables))
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
@@ -93,8 +93,8 @@ def test_a_table_with_other_slo_limits_is_refused() -> None:
 
 
 def test_every_sample_has_node_and_model_labels(table: WorkerTable) -> None:
-    collector = NodeCollector({"pool-0": table}, constant={"node": "n", "model_name": "m"})
-    families = list(text_string_to_metric_families(render(collector)))
+    text = render(table_families({"pool-0": table}), {"node": "n", "model_name": "m"})
+    families = list(text_string_to_metric_families(text))
     assert families
     for sample in (sample for family in families for sample in family.samples):
         assert (sample.labels["node"], sample.labels["model_name"]) == ("n", "m")

@@ -9,8 +9,9 @@ from prometheus_client import Metric as Family
 
 from runtime.node.config import NodeConfig, SloSection
 from runtime.node.placement.plan import WorkerPlan
-from runtime.node.supervisor.admin import WorkerStatus
-from runtime.node.supervisor.node_metrics import NodeMetricsSource, Usage, usage_of
+from runtime.node.run_dir import NodeInfo
+from runtime.node.supervisor.admin import NodeStatus, WorkerStatus
+from runtime.node.supervisor.node_metrics import Usage, node_families, usage_of
 
 POOL = WorkerPlan(role="pool", index=0, device="cpu", cores=(), threads=1)
 
@@ -28,12 +29,13 @@ def value(families: dict[str, Family], name: str, **labels: str) -> float:
     return float(found[0])
 
 
-def read(figures: NodeMetricsSource, worker: WorkerStatus) -> dict[str, Family]:
-    return {family.name: family for family in figures.families([worker])}
+def read(worker: WorkerStatus, config: NodeConfig = NodeConfig()) -> dict[str, Family]:  # noqa: B008
+    status = NodeStatus(NodeInfo("n", 1, "", "", (), ()), False, (worker,))
+    return {family.name: family for family in node_families(config, [POOL], status)}
 
 
 def test_a_workers_state_age_restarts_and_process_are_exported() -> None:
-    found = read(NodeMetricsSource(NodeConfig(), [POOL], "1.0"), status(7))
+    found = read(status(7))
     assert value(found, "trinity_worker_up", worker="pool-0") == 1
     assert value(found, "trinity_worker_state", worker="pool-0", state="ready") == 1
     assert value(found, "trinity_worker_heartbeat_age_seconds", worker="pool-0") == 0.5
@@ -51,14 +53,13 @@ def test_a_workers_state_age_restarts_and_process_are_exported() -> None:
 )
 def test_a_worker_that_loads_for_long_has_no_old_heartbeat(phase: str, age: float) -> None:
     """`TrinityHeartbeatOld` reports hung loops, and not starts of more than 15 s."""
-    metrics = NodeMetricsSource(NodeConfig(), [POOL], "1.0")
-    found = read(metrics, status(7, phase, heartbeat_age_s=25))
+    found = read(status(7, phase, heartbeat_age_s=25))
     assert value(found, "trinity_worker_heartbeat_age_seconds", worker="pool-0") == age
 
 
 def test_slos_are_exported_with_their_limits() -> None:
     config = NodeConfig(slo=SloSection(ttft_s=0.4, objective=0.95))
-    found = read(NodeMetricsSource(config, [POOL], "1.0"), status(0, "backoff"))
+    found = read(status(0, "backoff"), config)
     assert value(found, "trinity_worker_up", worker="pool-0") == 0
     assert value(found, "trinity_slo_limit_seconds", slo="ttft") == 0.4
     assert value(found, "trinity_slo_objective_ratio") == 0.95

@@ -4,12 +4,12 @@ Every sample has labels of its node and model, so that one Prometheus can scrape
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -23,34 +23,29 @@ from runtime.node.supervisor_metrics import SupervisorMetric
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
-class NodeCollector(Collector):
-    """Prometheus collector of the workers' tables and of the `more` families, with `constant` labels on all samples."""
-
-    def __init__(
-        self,
-        tables: Mapping[str, WorkerTable],
-        more: Iterable[Callable[[], Iterable[Metric]]] = (),
-        constant: Mapping[str, str] | None = None,
-    ) -> None:
-        self._tables = tables
-        self._more = tuple(more)
-        self._constant = dict(constant or {})
+class _Labelled(Collector):
+    def __init__(self, families: Iterable[Metric], labels: Mapping[str, str]) -> None:
+        self._families, self._labels = families, labels
 
     def collect(self) -> Iterator[Metric]:
-        for family in self._families():
-            family.samples = [sample._replace(labels=self._constant | sample.labels) for sample in family.samples]
+        for family in self._families:
+            family.samples = [sample._replace(labels={**self._labels, **sample.labels}) for sample in family.samples]
             yield family
 
-    def _families(self) -> Iterator[Metric]:
-        yield from _table_families(self._tables)
-        for families in self._more:
-            yield from families()
+
+def render(families: Iterable[Metric], labels: Mapping[str, str] = {}) -> str:
+    """Return metrics in Prometheus's text format; every sample has `labels`, too."""
+    return generate_latest(_Labelled(families, labels)).decode()
+
+
+# ---- the workers' tables
 
 
 _KINDS = {Counter: CounterMetricFamily, Gauge: GaugeMetricFamily, Histogram: HistogramMetricFamily}
 
 
-def _table_families(tables: Mapping[str, WorkerTable]) -> Iterable[Family]:
+def table_families(tables: Mapping[str, WorkerTable]) -> Iterable[Family]:
+    """Return the families of the workers' tables, by the workers' names."""
     families: dict[str, Any] = {}
     for name, table in tables.items():
         for metric in table.metrics:
@@ -65,13 +60,6 @@ def _table_families(tables: Mapping[str, WorkerTable]) -> Iterable[Family]:
 
 def _cumulative(edges: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
     return list(zip([*map(str, edges), "+Inf"], accumulate(counts), strict=True))
-
-
-def render(collector: NodeCollector) -> str:
-    """Return all metrics in Prometheus's text format."""
-    registry = CollectorRegistry()
-    registry.register(collector)
-    return generate_latest(registry).decode()
 
 
 # ---- metrics of external engines, labelled with their worker

@@ -6,14 +6,14 @@ Clients are the command line and the frontend. A request is one line of text, a 
 import os
 import select
 import time
-from collections.abc import Callable
-from typing import Self, cast
+from collections.abc import Callable, Mapping
+from typing import Self
 
 import msgspec
 import zmq
 
 from ipc.endpoints import bind, connect
-from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest, TrinityError, Unavailable
+from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest, Unavailable
 from runtime.node.run_dir import NodeInfo
 from runtime.node.supervisor.reload import ReloadStatus
 from runtime.node.supervisor.scaling import ScaleAction
@@ -78,50 +78,16 @@ class AdminServer:
         """Whether a request is waiting. ZeroMQ's fd is edge-triggered: check this before sleeping on it."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
-    def serve(
-        self,
-        status: Callable[[], NodeStatus],
-        metrics: Callable[[], str],
-        stop: Callable[[], None],
-        drain: Callable[[bool], None],
-        restart: Callable[[str], str],
-        scale: Callable[[ScaleAction, str], tuple[str, ...]],
-        reload: Callable[[str], ReloadStatus],
-        reload_status: Callable[[], ReloadStatus],
-    ) -> None:
-        """Answer every waiting request; unknown requests are dropped.
-
-        `drain` receives True or False. `restart` receives a worker's name, or "" for all, and returns an error message
-        or "". `scale` is `Scaler.request`. `reload` receives a collection's name, or "" for all.
-        """
+    def serve(self, handlers: Mapping[str, Callable[[str], bytes]]) -> None:
+        """Answer every waiting request by the handler of its verb, which receives the rest of the line; unknown
+        requests are dropped."""
         while self.pending():
             frames = self._socket.recv_multipart()
             if len(frames) != 2:
                 continue
-            identity, request = frames
-            verb, _, name = request.partition(b" ")
-            match verb:
-                case b"status":
-                    reply = msgspec.json.encode(status())
-                case b"metrics":
-                    reply = metrics().encode()
-                case b"stop":
-                    stop()
-                    reply = b"{}"
-                case b"draining" if name in (b"on", b"off"):
-                    drain(name == b"on")
-                    reply = b"{}"
-                case b"restart":
-                    reply = restart(name.decode(errors="replace")).encode()
-                case b"reload":
-                    reply = msgspec.json.encode(reload(name.decode(errors="replace")))
-                case b"reloaded":
-                    reply = msgspec.json.encode(reload_status())
-                case b"add" | b"drain" | b"flip":
-                    reply = msgspec.json.encode(_scale(scale, verb.decode(), name.decode(errors="replace")))
-                case _:
-                    continue
-            self._socket.send_multipart([identity, reply], flags=zmq.DONTWAIT)
+            verb, _, rest = frames[1].decode(errors="replace").partition(" ")
+            if (handler := handlers.get(verb)) is not None:
+                self._socket.send_multipart([frames[0], handler(rest)], flags=zmq.DONTWAIT)
 
 
 class ScaleReply(msgspec.Struct, frozen=True):
@@ -129,13 +95,6 @@ class ScaleReply(msgspec.Struct, frozen=True):
 
     workers: tuple[str, ...]
     error: str = msgspec.field(name="trouble", default="")
-
-
-def _scale(scale: Callable[[ScaleAction, str], tuple[str, ...]], action: str, target: str) -> ScaleReply:
-    try:
-        return ScaleReply(scale(cast("ScaleAction", action), target))
-    except TrinityError as error:
-        return ScaleReply((), error.message)
 
 
 def admin_request(endpoint: str, request: str, timeout_s: float = 10.0) -> bytes:

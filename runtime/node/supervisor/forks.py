@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from runtime.node.config import Role
 from runtime.node.forking import MESSAGE_BYTES, ONE_THREAD, READY, STDIN
@@ -24,24 +24,8 @@ _REPLY_S = 30.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class Process(Protocol):
-    """A worker's process, with the methods of `subprocess.Popen`."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def stdin(self) -> IO[bytes] | None: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, sig: int, /) -> None: ...
-
-
 class Forked:
-    """A process that this one did not start, but is the parent of."""
+    """A worker's process, which this one did not start, but is the parent of."""
 
     def __init__(self, pid: int, stdin: IO[bytes]) -> None:
         self.pid, self.stdin = pid, stdin
@@ -70,6 +54,18 @@ class Forked:
         """Send a signal; ignored if it has ended."""
         if self.poll() is None:
             os.kill(self.pid, sig)
+
+    def write(self, line: bytes, *, last: bool) -> None:
+        """Write a line to its standard input, and close it after the `last` one; ignored if it has ended."""
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.write(line)
+            self.stdin.flush()
+        if last:
+            self.close_input()
+
+    def close_input(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
 
 
 class Template:
@@ -122,7 +118,7 @@ class Template:
                     self._failure = str(error)
         since_s = self._imports_since_s
         if self._socket and since_s is not None and self._clock() - since_s > self._start_s:
-            self._end()
+            self.close()
             self._failure = f"{_NAME} has not imported what they use within node.start_s = {self._start_s:g} s"
 
     def import_wanted(self) -> None:
@@ -181,26 +177,22 @@ class Template:
         except ConnectionResetError:
             message = b""
         except TimeoutError:
-            self._end()
+            self.close()
             raise ChildProcessError(f"{_NAME} did not answer within {_REPLY_S:g} s") from None
         if not message:
-            raise ChildProcessError(f"{_NAME} ended with {describe_exit(self._end())}")
+            raise ChildProcessError(f"{_NAME} ended with {describe_exit(self.close())}")
         if message == READY:
             self._imports_since_s = None
         return message
 
     def renew(self) -> None:
         """Have workers that are forked from now on use what is installed now."""
-        self._end()
+        self.close()
         with contextlib.suppress(OSError):  # `fork` raises it
             self.start()
 
-    def close(self) -> None:
-        """End it. Its workers live on."""
-        self._end()
-
-    def _end(self) -> int:
-        """End it; return its exit code."""
+    def close(self) -> int:
+        """End it and return its exit code. Its workers live on."""
         code = 0
         if self._socket and self._process:
             self._socket.close()

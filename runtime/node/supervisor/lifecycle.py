@@ -25,7 +25,6 @@ from runtime.node.supervisor.supervised_worker import (
     Desired,
     Phase,
     SupervisedWorker,
-    close_input,
 )
 from runtime.node.worker import DRAIN_SIGNAL
 
@@ -62,7 +61,7 @@ class Lifecycle:
             if worker.process is None or (code := worker.process.poll()) is None:
                 continue
             kill_group(worker.process.pid)  # processes that it started and left behind
-            close_input(worker.process)
+            worker.process.close_input()
             worker.process, worker.exit_code, worker.last_exit = None, code, code
             if stacks := worker.read_stacks():
                 log.error("%s ended by a fatal signal; its stacks:", worker.name, extra={"detail": stacks})

@@ -3,7 +3,7 @@
 import importlib.metadata
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
@@ -11,7 +11,7 @@ import psutil
 from runtime.node.config import NodeConfig
 from runtime.node.control import law
 from runtime.node.placement.plan import WorkerPlan
-from runtime.node.supervisor.admin import WorkerStatus
+from runtime.node.supervisor.admin import NodeStatus, WorkerStatus
 from runtime.node.supervisor.supervised_worker import Phase, SupervisedWorker
 from runtime.node.supervisor_metrics import ControlMetrics, NodeMetrics, ProcessMetrics
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _WITH_HEARTBEAT = frozenset(phase.value for phase in (Phase.READY, Phase.STANDBY, Phase.DRAINING, Phase.KILLED))
 
 
+@cache
 def node_version() -> str:
     """Return the version of the installed distribution, "" in a checkout that is not installed."""
     try:
@@ -73,46 +74,9 @@ def worker_status(worker: SupervisedWorker, now_s: float) -> WorkerStatus:
     )
 
 
-@dataclass
-class NodeMetricsSource:
-    """Source of the metric families that do not come from the workers' tables."""
-
-    config: NodeConfig
-    workers: Sequence[WorkerPlan]
-    version: str
-
-    def families(
-        self,
-        statuses: Sequence[WorkerStatus],
-        spares: Sequence[WorkerStatus] = (),
-        draining: bool = False,
-    ) -> "Iterator[Family]":
-        """Yield all families with their current values. `spares`: the standby workers."""
-        yield from _states(statuses)
-        usages = {s.name: Usage(s.cpu_s, s.resident_bytes, s.fds) for s in (*statuses, *spares)}
-        usages["supervisor"] = usage_of(os.getpid())
-        yield ProcessMetrics.CPU_SECONDS.of({name: usage.cpu_s for name, usage in usages.items()})
-        yield ProcessMetrics.RESIDENT.of({name: usage.resident_bytes for name, usage in usages.items()})
-        yield ProcessMetrics.OPEN_FDS.of({name: usage.fds for name, usage in usages.items()})
-        yield ProcessMetrics.STANDBY_UP.of({s.name: s.phase == "standby" for s in spares})
-        yield from self._targets()
-        yield NodeMetrics.INFO.of({self.version: 1.0})
-        yield NodeMetrics.DRAINING.now(draining)
-        yield ProcessMetrics.INFO.of({(w.name, w.role, w.shown_device, w.gpu): 1.0 for w in self.workers})
-        machine = psutil.virtual_memory()
-        yield NodeMetrics.MEMORY.now(machine.total)
-        yield NodeMetrics.MEMORY_AVAILABLE.now(machine.available)
-
-    def _targets(self) -> "Iterator[Family]":
-        slo = self.config.slo
-        yield NodeMetrics.SLO_LIMIT.of({"ttft": slo.ttft_s, "tpot": slo.tpot_s, "search": slo.search_s})
-        yield NodeMetrics.SLO_OBJECTIVE.now(slo.objective)
-        yield ControlMetrics.LINK_TARGET.now(law.LINK_TARGET)
-        yield ControlMetrics.STALL_TARGET.now(law.DECODE_STALL_TARGET)
-        yield ControlMetrics.WAIT_TARGET.now(law.wait_target_s(self.config))
-
-
-def _states(statuses: Sequence[WorkerStatus]) -> "Iterator[Family]":
+def node_families(config: NodeConfig, workers: Sequence[WorkerPlan], status: NodeStatus) -> "Iterator[Family]":
+    """Yield the metric families that do not come from the workers' tables. `workers`: where they are placed."""
+    statuses = status.workers
     yield ProcessMetrics.UP.of({s.name: s.phase == "ready" for s in statuses})
     # A worker writes no heartbeats while it loads, which may take minutes: that is not a hung loop.
     ages = {s.name: s.heartbeat_age_s if s.phase in _WITH_HEARTBEAT else 0.0 for s in statuses}
@@ -120,3 +84,21 @@ def _states(statuses: Sequence[WorkerStatus]) -> "Iterator[Family]":
     yield ProcessMetrics.STATE.of({(s.name, s.phase): 1.0 for s in statuses})
     yield ProcessMetrics.FAILED_STARTS.of({s.name: s.failed_starts for s in statuses})
     yield ProcessMetrics.RESTARTS.of({s.name: s.restarts for s in statuses})
+    usages = {s.name: Usage(s.cpu_s, s.resident_bytes, s.fds) for s in (*statuses, *status.spares)}
+    usages["supervisor"] = usage_of(os.getpid())
+    yield ProcessMetrics.CPU_SECONDS.of({name: usage.cpu_s for name, usage in usages.items()})
+    yield ProcessMetrics.RESIDENT.of({name: usage.resident_bytes for name, usage in usages.items()})
+    yield ProcessMetrics.OPEN_FDS.of({name: usage.fds for name, usage in usages.items()})
+    yield ProcessMetrics.STANDBY_UP.of({s.name: s.phase == "standby" for s in status.spares})
+    slo = config.slo
+    yield NodeMetrics.SLO_LIMIT.of({"ttft": slo.ttft_s, "tpot": slo.tpot_s, "search": slo.search_s})
+    yield NodeMetrics.SLO_OBJECTIVE.now(slo.objective)
+    yield ControlMetrics.LINK_TARGET.now(law.LINK_TARGET)
+    yield ControlMetrics.STALL_TARGET.now(law.DECODE_STALL_TARGET)
+    yield ControlMetrics.WAIT_TARGET.now(law.wait_target_s(config))
+    yield NodeMetrics.INFO.of({node_version(): 1.0})
+    yield NodeMetrics.DRAINING.now(status.draining or status.stopping)
+    yield ProcessMetrics.INFO.of({(w.name, w.role, w.shown_device, w.gpu): 1.0 for w in workers})
+    machine = psutil.virtual_memory()
+    yield NodeMetrics.MEMORY.now(machine.total)
+    yield NodeMetrics.MEMORY_AVAILABLE.now(machine.available)

@@ -1,6 +1,5 @@
 """State that the supervisor keeps for each worker, and helpers that start, feed and kill its process."""
 
-import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from runtime.node.forking import LISTEN, PRIVATE, STACK
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.backoff import Backoff
-from runtime.node.supervisor.forks import Process, Template, kill_group
+from runtime.node.supervisor.forks import Forked, Template, kill_group
 from runtime.node.worker import WorkerSpec
 
 MAX_FAILED_STARTS = 3  # consecutive failed starts after which a worker is reported as unable to run
@@ -56,7 +55,7 @@ class SupervisedWorker:
     needed: bool = True
     desired: Desired = Desired.RUN
     phase: Phase = Phase.BACKOFF
-    process: Process | None = None
+    process: Forked | None = None
     epoch: int = 0
     restarts: int = 0
     started: float = 0.0
@@ -133,7 +132,7 @@ class SupervisedWorker:
             kill_group(self.process.pid)
 
 
-def spawn(template: Template, spec: WorkerSpec, placement: WorkerPlan) -> Process:
+def spawn(template: Template, spec: WorkerSpec, placement: WorkerPlan) -> Forked:
     """Fork a worker's process and send it its `WorkerSpec` on standard input. Raises `OSError`.
 
     The standard input of a standby worker stays open: its second `WorkerSpec` follows when it replaces a worker.
@@ -147,22 +146,5 @@ def spawn(template: Template, spec: WorkerSpec, placement: WorkerPlan) -> Proces
         },
         {name: fd for name in (LISTEN, PRIVATE, STACK) if (fd := getattr(spec, name)) >= 0},
     )
-    send_spec(process, spec, last=placement.spare is None)
+    process.write(msgspec.json.encode(spec) + b"\n", last=placement.spare is None)
     return process
-
-
-def send_spec(process: Process, spec: WorkerSpec, *, last: bool = True) -> None:
-    """Write a `WorkerSpec` to a process's standard input, and close it after the `last` one."""
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # the process has ended; `Lifecycle.reap` handles it
-        process.stdin.write(msgspec.json.encode(spec) + b"\n")
-        process.stdin.flush()
-    if last:
-        close_input(process)
-
-
-def close_input(process: Process) -> None:
-    """Close a process's standard input."""
-    if process.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()

@@ -5,6 +5,7 @@ Workers are its child processes and die with it; no process of a node outlives i
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -12,8 +13,11 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import get_args
 
+import msgspec
 from msgspec.structs import replace
 
 from runtime.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILED, InvalidRequest
@@ -25,15 +29,15 @@ from runtime.node.placement.machine import check_host_memory
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.node.startup import StartupTimer, process_age_s
-from runtime.node.supervisor.admin import AdminServer, NodeStatus
+from runtime.node.supervisor.admin import AdminServer, NodeStatus, ScaleReply
 from runtime.node.supervisor.backoff import Backoff
 from runtime.node.supervisor.forks import COMMAND, Template
 from runtime.node.supervisor.lifecycle import HEARTBEAT_S, Lifecycle
 from runtime.node.supervisor.listen import listen, listen_private
-from runtime.node.supervisor.node_metrics import NodeMetricsSource, node_version, worker_status
+from runtime.node.supervisor.node_metrics import node_families, worker_status
 from runtime.node.supervisor.reload import RollingReload
 from runtime.node.supervisor.rolling_restart import RollingRestart
-from runtime.node.supervisor.scaling import FIXED_ROLES, Scaler
+from runtime.node.supervisor.scaling import FIXED_ROLES, ScaleAction, Scaler
 from runtime.node.supervisor.signals import Signals
 from runtime.node.supervisor.standby import StandbyWorkers
 from runtime.node.supervisor.stopping import of_role, set_draining, stop_steps
@@ -41,8 +45,6 @@ from runtime.node.supervisor.supervised_worker import (
     Desired,
     Phase,
     SupervisedWorker,
-    close_input,
-    send_spec,
     spawn,
 )
 from runtime.node.worker import WorkerSpec
@@ -82,7 +84,6 @@ class Supervisor:
         self._lifecycle = Lifecycle(plan.config, self._spawn, clock, self._can_spawn, heartbeat_s)
         tables = {worker.name: worker.table for worker in self.workers}
         self._control_loop = ControlLoop(plan.config, tables)
-        self.node_metrics = NodeMetricsSource(plan.config, plan.workers, version=node_version())
         self._gpus = Gpus()
         self._restarts = RollingRestart(self.workers)
         self._scaler = Scaler(
@@ -196,21 +197,36 @@ class Supervisor:
         self._signals.clear()
 
     def _serve_admin(self, control: AdminServer) -> None:
+        encode = msgspec.json.encode
         control.serve(
-            status=self.status,
-            metrics=self.metrics_text,
-            stop=self._request_drain,
-            drain=self._set_draining,
-            restart=self._restart,
-            scale=self._scaler.request,
-            reload=self._reload.request,
-            reload_status=self._reload.status,
+            {
+                "status": lambda _: encode(self.status()),
+                "metrics": lambda _: self.metrics_text().encode(),
+                "stop": self._answer_stop,
+                "draining": self._set_draining,
+                "restart": lambda name: self._restart(name).encode(),
+                "reload": lambda collection: encode(self._reload.request(collection)),
+                "reloaded": lambda _: encode(self._reload.status()),
+                **{action: partial(self._scale, action) for action in get_args(ScaleAction)},
+            }
         )
 
-    def _set_draining(self, draining: bool) -> None:
-        """Set whether the node reports that it drains. The knob survives a restart of the processes."""
+    def _answer_stop(self, _: str) -> bytes:
+        self._request_drain()
+        return b"{}"
+
+    def _set_draining(self, wanted: str) -> bytes:
+        """Set whether the node reports that it drains: "on" or "off". The knob survives a restart of the processes."""
+        draining = wanted == "on"
         log.info("draining, as requested by an operator" if draining else "no longer draining")
         set_draining(self.workers, draining)
+        return b"{}"
+
+    def _scale(self, action: ScaleAction, target: str) -> bytes:
+        try:
+            return msgspec.json.encode(ScaleReply(self._scaler.request(action, target)))
+        except InvalidRequest as error:
+            return msgspec.json.encode(ScaleReply((), error.message))
 
     @property
     def _frontend(self) -> WorkerTable:
@@ -239,7 +255,7 @@ class Supervisor:
         worker.read_stacks()  # close the file of a start that failed
         if use_standby and self._standbys.assign(worker):
             assert worker.process is not None
-            send_spec(worker.process, self._spec(worker))
+            worker.process.write(msgspec.json.encode(self._spec(worker)) + b"\n", last=True)
             return
         worker.stack_fd = os.memfd_create(f"trinity-stacks-{worker.name}")
         worker.process = spawn(self._template, self._spec(worker), worker.placement)
@@ -282,11 +298,10 @@ class Supervisor:
         self._update_plan()
 
     def _update_plan(self) -> None:
-        workers = tuple(worker.placement for worker in self.workers)
+        workers = [worker.placement for worker in self.workers]
         # Drained ones of fixed roles may be added back: workers that start meanwhile need their endpoints.
-        absent = tuple(placement for placement in self._scaler.vacant if placement.role in FIXED_ROLES)
+        absent = [placement for placement in self._scaler.vacant if placement.role in FIXED_ROLES]
         self.plan = replace(self.plan, workers=(*workers, *absent))
-        self.node_metrics.workers = workers
 
     # ---- stopping
 
@@ -330,7 +345,7 @@ class Supervisor:
         for worker in self._all:
             if worker.process is not None:
                 worker.process.wait(timeout=30)
-                close_input(worker.process)
+                worker.process.close_input()
                 worker.process = None
 
     # ---- status and metrics
@@ -362,23 +377,18 @@ class Supervisor:
     def metrics_text(self) -> str:
         """Return all metrics of the node in Prometheus's text format."""
         # Imported here: Prometheus's client is not needed until someone reads metrics, and workers start sooner.
-        from runtime.node.metrics.exporter import NodeCollector, engine_families, render, vllm_families
+        from runtime.node.metrics.exporter import engine_families, render, table_families, vllm_families
 
-        status = self.status()
-        model = self.plan.config.model
+        config = self.plan.config
         tables = {worker.name: worker.table for worker in self.workers}
         engines = {engine.name: self.plan.engine_metrics(engine.name) for engine in self.plan.of_role("engine")}
-        collector = NodeCollector(
-            tables,
-            (
-                lambda: self.node_metrics.families(
-                    status.workers, status.spares, draining=status.draining or status.stopping
-                ),
-                self._control_loop.families,
-                self._gpus.families,
-                lambda: engine_families(engines),
-                lambda: () if engines else vllm_families(tables.values()),  # an engine exports its own
-            ),
-            {"node": self.plan.config.node.name, "model_name": Path(model.name).name if model else ""},
+        families = itertools.chain(
+            table_families(tables),
+            node_families(config, [worker.placement for worker in self.workers], self.status()),
+            self._control_loop.families(),
+            self._gpus.families(),
+            engine_families(engines),
+            () if engines else vllm_families(tables.values()),  # an engine exports its own
         )
-        return render(collector)
+        model_name = Path(config.model.name).name if config.model else ""
+        return render(families, {"node": config.node.name, "model_name": model_name})
