@@ -9,97 +9,62 @@ from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig, parse_config
 from runtime.node.config_file import load_config
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown section": ({"pol": {}}, "pol: unknown key; did you mean 'pool'?"),
-    "an unknown key": ({"pool": {"worker": 2}}, "pool.worker: unknown key; did you mean 'workers'?"),
-    "a key like no other": ({"http": {"zzz": 1}}, "http.zzz: unknown key; known here: host, port"),
-    "a key that was removed": (
-        {"http": {"vllm_metrics": True}},
-        "http.vllm_metrics: this key was removed: /metrics has vLLM's names, too",
-    ),
-    "a switch that another key became": (
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"pol": {}}, "pol: unknown key; did you mean 'pool'?"),
+    ({"pool": {"worker": 2}}, "pool.worker: unknown key; did you mean 'workers'?"),
+    ({"http": {"zzz": 1}}, "http.zzz: unknown key; known here: host, port"),
+    ({"http": {"vllm_metrics": True}}, "http.vllm_metrics: this key was removed: /metrics has vLLM's names, too"),
+    (
         {"answer_cache": {"enabled": False, "threshold": 0.9}},
         "answer_cache.enabled: this key was removed: remove it; the cache is on if answer_cache.threshold",
     ),
-    "an unknown key of a collection": (
+    (
         {"collections": [{"name": "a", "path": "b"}, {"name": "a", "pth": "b"}]},
         "collections[1].pth: unknown key; did you mean 'path'?",
     ),
-    "a text for a number": ({"node": {"drain_s": "5"}}, "node.drain_s = '5': expected `float`, got `str`"),
-    "a truth value for a number": ({"http": {"port": True}}, "http.port = True: expected `int`, got `bool`"),
-    "a fraction for a whole number": ({"pool": {"top_m": 2.5}}, "pool.top_m = 2.5: expected `int`, got `float`"),
-    "a value for a section": ({"pool": 3}, "pool = 3: expected `object`, got `int`"),
-    "a table for a list": ({"collections": {"name": "a"}}, "collections: expected `array`, got `object`"),
-    "a number for a list": ({"pool": {"cores": [0]}}, "pool.cores[0] = 0: expected `array`, got `int`"),
-    "a core below zero": ({"pool": {"cores": [[0], [-1]]}}, "pool.cores[1][0] = -1: expected `int` >= 0"),
-    "a port over the last": ({"http": {"port": 65_536}}, "http.port = 65536: expected `int` <= 65535"),
-    "no slots": ({"decode": {"slots": 0}}, "decode.slots = 0: expected `int` >= 1"),
-    "a share over one": ({"pool": {"reserve": 1.5}}, "pool.reserve = 1.5: expected `float` <= 1.0"),
-    "a share that is no number": ({"pool": {"reserve": float("nan")}}, "pool.reserve = nan"),
-    "an endless time": ({"node": {"start_s": float("inf")}}, "node.start_s = inf"),
-    "a start that no worker makes": ({"node": {"start_s": 0.001}}, "node.start_s = 0.001: expected `float` >= 1"),
-    "a start that no worker has": (
-        {"node": {"start_s": 0.999}},
-        "node.start_s = 0.999: expected `float` >= 1",
-    ),
-    "a list longer than any query's": ({"pool": {"top_m": 513}}, "pool.top_m = 513: expected `int` <= 512"),
-    "a name that is a path": ({"node": {"name": "../x"}}, "node.name = '../x': expected `str` matching regex"),
-    "a name that ends a line": ({"node": {"name": "x\n"}}, "node.name = 'x\\n'"),
-    "a model without a name": ({"model": {}}, "model.name: required key is missing"),
-    "an engine that there is not": (
-        {"model": {"engine": "vlm", "name": "x"}},
-        "model.engine = 'vlm': expected one of 'openai', 'trinity'",
-    ),
-    "a choice that there is not": (
-        {"handover": {"disaggregate": "x"}},
-        "handover.disaggregate = 'x': expected one of 'always', 'auto', 'never'",
-    ),
-    "a format that there is not": ({"log": {"format": "xml"}}, "log.format = 'xml': expected one of 'json', 'text'"),
-    "a time to verify that there is not": (
+    ({"node": {"drain_s": "5"}}, "node.drain_s = '5': expected `float`, got `str`"),
+    ({"http": {"port": True}}, "http.port = True: expected `int`, got `bool`"),
+    ({"pool": {"top_m": 2.5}}, "pool.top_m = 2.5: expected `int`, got `float`"),
+    ({"pool": 3}, "pool = 3: expected `object`, got `int`"),
+    ({"collections": {"name": "a"}}, "collections: expected `array`, got `object`"),
+    ({"pool": {"cores": [0]}}, "pool.cores[0] = 0: expected `array`, got `int`"),
+    ({"pool": {"cores": [[0], [-1]]}}, "pool.cores[1][0] = -1: expected `int` >= 0"),
+    ({"http": {"port": 65_536}}, "http.port = 65536: expected `int` <= 65535"),
+    ({"decode": {"slots": 0}}, "decode.slots = 0: expected `int` >= 1"),
+    ({"pool": {"reserve": 1.5}}, "pool.reserve = 1.5: expected `float` <= 1.0"),
+    ({"pool": {"reserve": float("nan")}}, "pool.reserve = nan"),
+    ({"node": {"start_s": float("inf")}}, "node.start_s = inf"),
+    ({"node": {"start_s": 0.001}}, "node.start_s = 0.001: expected `float` >= 1"),
+    ({"pool": {"top_m": 513}}, "pool.top_m = 513: expected `int` <= 512"),
+    ({"node": {"name": "../x"}}, "node.name = '../x': expected `str` matching regex"),
+    ({"node": {"name": "x\n"}}, "node.name = 'x\\n'"),
+    ({"model": {}}, "model.name: required key is missing"),
+    ({"model": {"engine": "vlm", "name": "x"}}, "model.engine = 'vlm': expected one of 'openai', 'trinity'"),
+    ({"handover": {"disaggregate": "x"}}, "handover.disaggregate = 'x': expected one of 'always', 'auto', 'never'"),
+    ({"log": {"format": "xml"}}, "log.format = 'xml': expected one of 'json', 'text'"),
+    (
         {"collections": [{"name": "a", "path": "b", "verify": "no"}]},
         "collections[0].verify = 'no': expected one of 'background', 'never', 'start'",
     ),
-    "a path that cannot be open": (
-        {"http": {"open_paths": ["/health", "/v1"]}},
-        "http.open_paths[1] = '/v1': expected one of '/health', '/metrics'",
-    ),
-    "a word for a number": (
-        {"pool": {"slots": "many"}},
-        "pool.slots = 'many': expected an integer from 1 to 4096 or 'auto'",
-    ),
-    "a number out of range where a word is taken too": (
-        {"prefill": {"chunk_tokens": 8}},
-        "prefill.chunk_tokens = 8: expected an integer from 16 to 65536 or 'auto'",
-    ),
-    "a word for a fraction": (
-        {"pool": {"reserve": "much"}},
-        "pool.reserve = 'much': expected `float`, got `str`",
-    ),
-    "a key of another engine": (
+    ({"http": {"open_paths": ["/health", "/v1"]}}, "http.open_paths[1] = '/v1': expected one of '/health', '/metrics'"),
+    ({"pool": {"slots": "many"}}, "pool.slots = 'many': expected an integer from 1 to 4096 or 'auto'"),
+    ({"prefill": {"chunk_tokens": 8}}, "prefill.chunk_tokens = 8: expected an integer from 16 to 65536 or 'auto'"),
+    ({"pool": {"reserve": "much"}}, "pool.reserve = 'much': expected `float`, got `str`"),
+    (
         {"model": {"engine": "openai", "name": "x", "url": "u", "zzz": 8}},
         "model.zzz: unknown key; known here: name, url",
     ),
-    "an engine without an address": (
-        {"model": {"engine": "openai", "name": "x"}},
-        "model.url: required key is missing",
-    ),
-    "no addresses": ({"model": {"engine": "openai", "name": "x", "url": []}}, "model.url: expected `array` of length"),
-    "a reranking server without a model": (
-        {"rerank": {"url": "http://a/v1"}},
-        "rerank: url = 'http://a/v1' requires model",
-    ),
-    "a reranker's key without a server": (
-        {"rerank": {"model": "m", "key_file": "k"}},
-        "rerank: key_file = 'k' requires",
-    ),
-    "a reranking server's key in its address": ({"rerank": {"model": "m", "url": "http://k@a/v1"}}, "rerank.url = "),
-    "a collection without a path": ({"collections": [{"name": "a"}]}, "collections[0].path: required key is missing"),
-}
+    ({"model": {"engine": "openai", "name": "x"}}, "model.url: required key is missing"),
+    ({"model": {"engine": "openai", "name": "x", "url": []}}, "model.url: expected `array` of length"),
+    ({"rerank": {"url": "http://a/v1"}}, "rerank: url = 'http://a/v1' requires model"),
+    ({"rerank": {"model": "m", "key_file": "k"}}, "rerank: key_file = 'k' requires"),
+    ({"rerank": {"model": "m", "url": "http://k@a/v1"}}, "rerank.url = "),
+    ({"collections": [{"name": "a"}]}, "collections[0].path: required key is missing"),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_invalid_values_are_refused_with_key_and_expectation(case: str) -> None:
-    raw, message = WRONG[case]
+@pytest.mark.parametrize(("raw", "message"), WRONG)
+def test_invalid_values_are_refused_with_key_and_expectation(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(raw)
     assert caught.value.message.startswith(message), caught.value.message

@@ -44,56 +44,92 @@ def refusal(folder: Path, **sections: Any) -> str:
     return caught.value.message
 
 
-def names(found: NodePlan) -> list[str]:
-    return [worker.name for worker in found.workers]
-
-
 OPENAI = {"engine": "openai", "name": "big", "url": "http://127.0.0.1:8000/v1"}
+SHORT = {"model": MODEL["model"] | {"context_tokens": 1000}}
+GONE = {"name": "x", "path": "/nowhere"}
+MIXED = {"workers": 2, "devices": ["cuda:0", "cpu"]}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": OPENAI | {"url": "127.0.0.1:8000"}}, "model.url = '127.0.0.1:8000': give the base URL including /v1"),
+    ({"model": OPENAI | {"url": "http://me:secret@host/v1"}}, "model.url contains a user or password"),
+    ({"model": OPENAI | {"url": ["http://a/v1", "http://a/v1/"]}}, "model.url lists a server twice"),
+    (
+        {"model": OPENAI | {"api_key_file": "/nowhere"}},
+        "model.api_key_file: the servers' key cannot be read from /nowhere: No such file",
+    ),
+    (
+        {"model": OPENAI | {"api_key_file": os.devnull}},
+        "model.api_key_file: the servers' key cannot be read from /dev/null: it is a device",
+    ),
+    (
+        {"model": OPENAI, "probes": {"trigger": "unsure"}},
+        'probes.trigger = "unsure": only the node\'s own engine supports it',
+    ),
+    (
+        {"model": OPENAI, "handover": {"mode": "pool"}},
+        'handover.mode = "pool": only the node\'s own engine supports it',
+    ),
+    (
+        MODEL | {"handover": {"mode": "pool"}, "kv": {"host_mib": 0}},
+        'handover.mode = "pool" needs a tier to write to: set kv.host_mib or kv.disk_mib',
+    ),
+    ({"probes": {"trigger": "margin"}}, "probes.trigger = 'margin': no such trigger; there are every, drift, unsure"),
+    ({"collections": []}, "nothing to serve"),
+    (MODEL | {"pool": {"workers": 0}}, "pool.workers = 0: this node needs at least 1"),
+    (MODEL | {"prefill": {"workers": 0}}, "prefill.workers = 0: this node needs at least 1"),
+    (MODEL | {"decode": {"workers": 0}}, "decode.workers = 0: this node needs at least 1"),
+    (
+        {"model": OPENAI, "collections": [], "http": {"workers": 2}},
+        "http.workers = 2: more than one answers searches, and this node has no collections",
+    ),
+    (
+        {"http": {"workers": 2}, "node": {"run_dir": f"/tmp/{'d' * 100}"}},
+        f"node.run_dir: the socket /tmp/{'d' * 100}/http-0.sock.old has 121 bytes, Linux allows 107",
+    ),
+    (
+        {"pool": {"workers": 3, "devices": ["cpu", "cpu"]}},
+        "pool.devices has 2 entries for pool.workers = 3: give one entry, or one per worker",
+    ),
+    ({"pool": {"cores": [[0], [0]]}}, "pool.cores has 2 entries for pool.workers = 1"),
+    ({"pool": {"devices": ["gpu:x"]}}, "pool.devices: 'gpu:x' is not a device"),
+    ({"pool": {"devices": []}}, "pool.devices is empty"),
+    ({"pool": {"cores": [[CORES[0], 4096]]}}, f"pool.cores: pool-0 needs cores [4096]; this process may use {CORES}"),
+    (
+        {"pool": {"workers": 2, "cores": [[CORES[0]]]}},
+        f"pool.cores: core {CORES[0]} is assigned to both pool-0 and pool-1",
+    ),
+    ({"collections": [GONE]}, "collections: 'x': no such directory: /nowhere"),
+    ({"collections": [GONE | {"required": False}] * 2}, "collections: the name 'x' is used twice"),
+    (
+        MODEL | {"prefill": {"devices": ["cuda:0"]}},
+        "prefill.devices and decode.devices: decode-0 is on the CPU and prefill-0 on 'cuda:0'",
+    ),
+    (
+        MODEL | {"prefill": MIXED, "decode": {"devices": ["cuda:1"]}},
+        "prefill.devices and decode.devices: prefill-1 is on the CPU and decode-0 on 'cuda:1'",
+    ),
+    (
+        SHORT | {"prefill": {"kv_blocks": 31}},
+        "prefill.kv_blocks = 31: a sequence of model.context_tokens = 1000 needs 32 blocks",
+    ),
+    (
+        SHORT | {"decode": {"kv_blocks": 31}},
+        "decode.kv_blocks = 31: a sequence of model.context_tokens = 1000 needs 32 blocks",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"url": "127.0.0.1:8000"}, "model.url = '127.0.0.1:8000': give the base URL including /v1"),
-        ({"url": "http://me:secret@host/v1"}, "model.url contains a user or password"),
-        ({"url": ["http://a/v1", "http://a/v1/"]}, "model.url lists a server twice"),
-        (
-            {"api_key_file": "/nowhere"},
-            "model.api_key_file: the servers' key cannot be read from /nowhere: No such file",
-        ),
-        (
-            {"api_key_file": os.devnull},
-            "model.api_key_file: the servers' key cannot be read from /dev/null: it is a device",
-        ),
-    ],
-)
-def test_an_unusable_server_url_is_refused(tmp_path: Path, more: dict[str, Any], says: str) -> None:
-    assert refusal(tmp_path, model=OPENAI | more).startswith(says)
+@pytest.mark.parametrize(("sections", "says"), REFUSED)
+def test_an_impossible_plan_is_refused_with_the_key_and_the_limit(
+    tmp_path: Path, sections: dict[str, Any], says: str
+) -> None:
+    assert refusal(tmp_path, **sections).startswith(says)
 
 
-def test_a_gateway_node_with_uncertainty_probes_is_refused(tmp_path: Path) -> None:
-    says = refusal(tmp_path, model=OPENAI, probes={"trigger": "unsure"})
-    assert says.startswith('probes.trigger = "unsure": only the node\'s own engine supports it')
+def test_plans_that_are_almost_refused_are_made(tmp_path: Path) -> None:
     plan(tmp_path, model=OPENAI, probes={"trigger": "drift"})
-
-
-def test_a_gateway_node_with_a_hand_over_through_its_own_tier_is_refused(tmp_path: Path) -> None:
-    says = refusal(tmp_path, model=OPENAI, handover={"mode": "pool"})
-    assert says.startswith('handover.mode = "pool": only the node\'s own engine supports it')
-
-
-def test_a_trigger_that_is_not_installed_is_refused(tmp_path: Path) -> None:
-    says = refusal(tmp_path, probes={"trigger": "margin"})
-    assert says == "probes.trigger = 'margin': no such trigger; there are every, drift, unsure"
-
-
-def test_a_node_with_nothing_to_serve_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, collections=[]).startswith("nothing to serve")
-
-
-@pytest.mark.parametrize("role", ["pool", "prefill", "decode"])
-def test_a_required_role_has_at_least_one_worker(role: str, tmp_path: Path) -> None:
-    assert refusal(tmp_path, **MODEL, **{role: {"workers": 0}}) == f"{role}.workers = 0: this node needs at least 1"
+    plan(tmp_path, **MODEL, prefill={"cores": [[CORES[0]]]}, decode={"cores": [[CORES[0]]]})
+    plan(tmp_path, prefill={"devices": ["cuda:0"]})  # it is irrelevant without a model
+    plan(tmp_path, **SHORT, prefill={"kv_blocks": 32}, decode={"kv_blocks": 32})
 
 
 def test_http_workers_are_planned_beside_the_frontend_and_share_the_cores_with_it(tmp_path: Path) -> None:
@@ -101,17 +137,6 @@ def test_http_workers_are_planned_beside_the_frontend_and_share_the_cores_with_i
     assert [worker.name for worker in planned.workers] == ["pool-0", "frontend-0", "http-0", "http-1"]
     many = plan(tmp_path, http={"workers": len(CORES) + 1})
     assert (computing_threads(many), computing_threads(plan(tmp_path))) == (1, min(len(CORES), 8))
-
-
-def test_http_workers_of_a_node_without_collections_are_refused() -> None:
-    model = {"engine": "openai", "name": "m", "url": "http://localhost:1/v1"}
-    with pytest.raises(ConfigError, match=r"http\.workers = 2: .*this node has no collections"):
-        lay_out(parse_config({"http": {"workers": 2}, "model": model}))
-
-
-def test_a_run_directory_whose_sockets_have_too_long_names_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the socket .*/http-0\.sock.* Linux allows 107"):
-        plan(tmp_path, http={"workers": 2}, node={"run_dir": f"/tmp/{'d' * 100}"})
 
 
 def test_one_entry_is_shared_and_one_entry_per_worker_is_distributed(tmp_path: Path) -> None:
@@ -122,61 +147,11 @@ def test_one_entry_is_shared_and_one_entry_per_worker_is_distributed(tmp_path: P
     assert {worker.threads for worker in dealt.workers} == {1}
 
 
-def test_a_number_of_entries_other_than_one_or_the_workers_is_refused(tmp_path: Path) -> None:
-    message = "pool.devices has 2 entries for pool.workers = 3: give one entry, or one per worker"
-    assert refusal(tmp_path, pool={"workers": 3, "devices": ["cpu", "cpu"]}) == message
-    assert refusal(tmp_path, pool={"cores": [[0], [0]]}).startswith("pool.cores has 2 entries for pool.workers = 1")
-
-
-def test_an_invalid_device_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, pool={"devices": ["gpu:x"]}).startswith("pool.devices: 'gpu:x' is not a device")
-    assert refusal(tmp_path, pool={"devices": []}).startswith("pool.devices is empty")
-
-
-def test_a_core_outside_the_cpu_affinity_is_refused(tmp_path: Path) -> None:
-    message = f"pool.cores: pool-0 needs cores [4096]; this process may use {CORES}"
-    assert refusal(tmp_path, pool={"cores": [[CORES[0], 4096]]}) == message
-
-
-def test_a_core_for_two_pools_is_refused_and_other_roles_may_share(tmp_path: Path) -> None:
-    message = refusal(tmp_path, pool={"workers": 2, "cores": [[CORES[0]]]})
-    assert message.startswith(f"pool.cores: core {CORES[0]} is assigned to both pool-0 and pool-1")
-    plan(tmp_path, **MODEL, prefill={"cores": [[CORES[0]]]}, decode={"cores": [[CORES[0]]]})
-
-
-LIMITS: dict[str, dict[str, dict[str, Any]]] = {
-    'handover.mode = "pool" needs a tier to write to: set kv.host_mib or kv.disk_mib': {
-        "handover": {"mode": "pool"},
-        "kv": {"host_mib": 0},
-    },
-}
-
-
-@pytest.mark.parametrize("message", LIMITS)
-def test_contradictory_limits_are_refused(message: str, tmp_path: Path) -> None:
-    assert refusal(tmp_path, **MODEL, **LIMITS[message]) == message
-
-
-def test_a_missing_collection_and_a_name_used_twice_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    there, gone = ({"name": "x", "path": str(tmp_path / name)} for name in ("a", "b"))
-    assert refusal(tmp_path, collections=[gone]) == f"collections: 'x': no such directory: {tmp_path / 'b'}"
-    assert refusal(tmp_path, collections=[there, there]) == "collections: the name 'x' is used twice"
-
-
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "GPU-0a1b2c3d-0011-2233-4455-66778899aabb"])
 def test_every_role_accepts_a_gpu(tmp_path: Path, device: str) -> None:
     on = {"devices": [device]}
     found = plan(tmp_path, **MODEL, pool=on, prefill=on, decode=on)
     assert [worker.device for worker in found.workers] == [device, device, device, "cpu"]
-
-
-def test_prefill_and_decode_are_both_on_gpus_or_both_on_cpus(tmp_path: Path) -> None:
-    message = refusal(tmp_path, **MODEL, prefill={"devices": ["cuda:0"]})
-    assert message.startswith("prefill.devices and decode.devices: decode-0 is on the CPU and prefill-0 on 'cuda:0'")
-    mixed = {"workers": 2, "devices": ["cuda:0", "cpu"]}
-    assert "place all of them on one kind" in refusal(tmp_path, **MODEL, prefill=mixed, decode={"devices": ["cuda:1"]})
-    assert plan(tmp_path, prefill={"devices": ["cuda:0"]}), "irrelevant without a model"
 
 
 def on_gpus(folder: Path, free_gib: float, **decode: Any) -> tuple[NodePlan, Machine]:
@@ -279,15 +254,6 @@ def test_a_truncated_index_is_refused_before_anything_starts(tmp_path: Path) -> 
     codes.write_bytes(codes.read_bytes()[:-1])
     with pytest.raises(CollectionError, match=r"codes.npy has .* bytes, not"):
         preflight.check(plan(tmp_path))
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_kv_blocks_that_cannot_hold_one_whole_context_are_refused(role: str, tmp_path: Path) -> None:
-    model = {"model": MODEL["model"] | {"context_tokens": 1000}}
-    assert plan(tmp_path, **model, **{role: {"kv_blocks": 32}})
-    assert refusal(tmp_path, **model, **{role: {"kv_blocks": 31}}) == (
-        f"{role}.kv_blocks = 31: a sequence of model.context_tokens = 1000 needs 32 blocks"
-    )
 
 
 def test_a_pool_worker_that_is_added_on_the_host_needs_no_memory_for_the_index_that_it_maps(tmp_path: Path) -> None:
