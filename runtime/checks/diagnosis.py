@@ -3,7 +3,6 @@
 Every finding names what was checked, the result, and what to do if it is not "ok".
 """
 
-import contextlib
 import importlib.metadata
 import itertools
 import os
@@ -38,6 +37,7 @@ _MEMLOCK = 1 << 30  # order of magnitude of a node's pinned host buffers
 _MORE_LOCKED = "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit: the driver may refuse to pin memory"
 _PACKAGES = ("numpy", "numba", "pyzmq", "msgspec", "torch", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-ml-py")
 _NEEDED = _PACKAGES[:4]
+_PLACEMENT = "model, index and placement"
 _PROBE_S = 60.0
 _TORCH = "import torch; one = torch.eye(8, device='cuda:0'); assert torch.equal((one @ one).cpu(), one.cpu())"
 
@@ -81,9 +81,7 @@ def diagnose(
         yield from _embedders(config)
         yield from permissions.findings(config)
         yield _port(config.http)
-        yield _files(config, machine)
-        with contextlib.suppress(TrinityError):  # `_files` has reported it
-            yield from gpu_sharing.findings(lay_out(config, machine))
+        yield from _placement(config, machine)
         for line in preflight.unverified_collections(config):
             yield Finding("ok", *line.split(": ", 1))
 
@@ -239,14 +237,18 @@ def _embedders(config: NodeConfig) -> Iterator[Finding]:
             yield Finding("ok", subject, f"{embedder.name} at {location.override or embedder.url}")
 
 
-def _files(config: NodeConfig, machine: Machine) -> Finding:
+def _placement(config: NodeConfig, machine: Machine) -> Iterator[Finding]:
+    plan = None
     try:
         plan = lay_out(config, machine)
         preflight.check(plan, machine=machine)
     except TrinityError as error:
-        return Finding("error", "model, index and placement", error.message, "fix the configuration or the named files")
-    pairs = "".join(f"; {pool.name} beside {pool.paired_with}" for pool in plan.of_role("pool") if pool.paired_with)
-    return Finding("ok", "model, index and placement", f"complete, and they fit{pairs}")
+        yield Finding("error", _PLACEMENT, error.message, "fix the configuration or the named files")
+    else:
+        pairs = "".join(f"; {pool.name} beside {pool.paired_with}" for pool in plan.of_role("pool") if pool.paired_with)
+        yield Finding("ok", _PLACEMENT, f"complete, and they fit{pairs}")
+    if plan is not None:
+        yield from gpu_sharing.findings(plan)
 
 
 def _port(http: HttpSection) -> Finding:
@@ -266,35 +268,29 @@ def _limit(value: int) -> str:
 
 def cuda_ipc(one: Gpu, other: Gpu) -> str:
     """Test whether a process on `other` can read memory that a process on `one` shares; each sees only its own GPU."""
-    command = [sys.executable, "-m", "runtime.checks.cuda_ipc_probe"]
-    with subprocess.Popen(
-        [*command, "export"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_seeing(one)
-    ) as exporter:
+    module = ("-m", "runtime.checks.cuda_ipc_probe")
+    command, pipe = [sys.executable, *module, "export"], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=_seeing(one)) as exporter:
         assert exporter.stdout is not None
         try:
-            reference = exporter.stdout.readline()
-            if not reference:
-                return _last_line(exporter.communicate(timeout=_PROBE_S)[1])
-            done = subprocess.run(
-                [*command, "open"],
-                input=reference,
-                capture_output=True,
-                timeout=_PROBE_S,
-                env=_seeing(other),
-                check=False,
-            )
-            return "" if done.returncode == 0 else _last_line(done.stderr)
-        except subprocess.TimeoutExpired:
-            return f"no answer within {_PROBE_S:.0f} s"
+            if reference := exporter.stdout.readline():
+                return _run(other, *module, "open", given=reference)
+            return _last_line(exporter.communicate()[1])
         finally:
             exporter.kill()
 
 
 def torch_works(gpu: Gpu) -> str:
     """Test a matrix product with torch in a process that sees only this GPU."""
+    return _run(gpu, "-c", _TORCH)
+
+
+def _run(gpu: Gpu, *arguments: str, given: bytes = b"") -> str:
+    """Run Python where only this GPU is seen; return the last line of its errors, "" if it succeeds."""
+    command = [sys.executable, *arguments]
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _TORCH], capture_output=True, timeout=_PROBE_S, env=_seeing(gpu), check=False
+            command, input=given, capture_output=True, timeout=_PROBE_S, env=_seeing(gpu), check=False
         )
     except subprocess.TimeoutExpired:
         return f"no answer within {_PROBE_S:.0f} s"
