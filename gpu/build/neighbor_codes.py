@@ -7,13 +7,13 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
 
 from gpu.compiled import counted
 from gpu.cpu.rotation import rotate
 from gpu.cpu.simd import LANES, at, everywhere, l2_f32, loop, prefetch, shuffled
 from gpu.index.data import GROUP, ROUNDS, NeighborCodes, block_bytes, code_dims, make_signs
 from gpu.index.rows import FloatArray, aligned_empty
+from ipc.native.emitted import emits
 
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
 _AT_ONCE = 4096  # nodes per task of a thread, a multiple of GROUP
@@ -120,75 +120,63 @@ def _encode(rotated: Any, nodes: Any, neighbors: Any, dot: Any, bits: int, block
     )
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _quantise(typing_context: Any, node: Any, neighbor: Any, dims: Any, inverse: Any, top: Any, levels: Any) -> Any:
+@emits(
+    types.UniTuple(types.float32, 3),
+    types.uint64, types.uint64, types.int64, types.float32, types.float32, types.uint64,
+)  # fmt: skip
+def _quantise(builder: Any, node: Any, neighbor: Any, dims: Any, inverse: Any, top: Any, levels: Any) -> Any:
     """Quantise r = neighbour - node, both float32 [D'] at addresses, to a code s; write its levels 0..top as bytes.
 
     Returns Σ sᵢ·rᵢ, Σ sᵢ·nodeᵢ and Σ rᵢ·nodeᵢ. inverse: 1 / step between levels.
     """
-    float32, fast = types.float32, ("contract", "reassoc", "nsz")
+    fast = ("contract", "reassoc", "nsz")
     floats, lanes_type = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_i32, LANES)
     bytes_type = ir.VectorType(ir.IntType(8), LANES)
+    scales, tops = everywhere(builder, inverse, LANES), everywhere(builder, top, LANES)
+    middle = builder.fmul(builder.fadd(tops, ir.Constant(floats, [1.0] * LANES)), ir.Constant(floats, [0.5] * LANES))
+    lowest = ir.Constant(floats, None)
 
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        node, neighbor, dims, inverse, top, levels = args
+    def body(position: Any, *sums: Any) -> list[Any]:
+        moved = builder.mul(position, ir.Constant(_i64, 4))
+        c, x = (builder.load(at(builder, builder.add(row, moved), floats), align=4) for row in (node, neighbor))
+        r = builder.fsub(x, c)
+        level = builder.fadd(builder.fmul(r, scales), middle)
+        level = builder.select(builder.fcmp_ordered("<", level, lowest), lowest, level)
+        level = builder.select(builder.fcmp_ordered("<", tops, level), tops, level)
+        whole = builder.fptosi(level, lanes_type)
+        written = at(builder, builder.add(levels, position), bytes_type)
+        builder.store(builder.trunc(whole, bytes_type), written, align=1)
+        level = builder.sitofp(whole, floats)
+        s = builder.fsub(builder.fadd(level, level), tops)
+        products = [builder.fmul(left, right, flags=fast) for left, right in ((s, r), (s, c), (r, c))]
+        return [builder.fadd(total, product, flags=fast) for total, product in zip(sums, products, strict=True)]
 
-        scales, tops = everywhere(builder, inverse, LANES), everywhere(builder, top, LANES)
-        middle = builder.fmul(
-            builder.fadd(tops, ir.Constant(floats, [1.0] * LANES)), ir.Constant(floats, [0.5] * LANES)
-        )
-        lowest = ir.Constant(floats, None)
-
-        def body(position: Any, *sums: Any) -> list[Any]:
-            moved = builder.mul(position, ir.Constant(_i64, 4))
-            c, x = (builder.load(at(builder, builder.add(row, moved), floats), align=4) for row in (node, neighbor))
-            r = builder.fsub(x, c)
-            level = builder.fadd(builder.fmul(r, scales), middle)
-            level = builder.select(builder.fcmp_ordered("<", level, lowest), lowest, level)
-            level = builder.select(builder.fcmp_ordered("<", tops, level), tops, level)
-            whole = builder.fptosi(level, lanes_type)
-            written = at(builder, builder.add(levels, position), bytes_type)
-            builder.store(builder.trunc(whole, bytes_type), written, align=1)
-            level = builder.sitofp(whole, floats)
-            s = builder.fsub(builder.fadd(level, level), tops)
-            products = [builder.fmul(left, right, flags=fast) for left, right in ((s, r), (s, c), (r, c))]
-            return [builder.fadd(total, product, flags=fast) for total, product in zip(sums, products, strict=True)]
-
-        totals = []
-        for total in loop(builder, ir.Constant(_i64, 0), dims, LANES, [lowest] * 3, body):
-            for half in (8, 4, 2, 1):
-                total = builder.fadd(*(shuffled(builder, total, total, range(i, i + half)) for i in (0, half)))
-            totals.append(builder.extract_element(total, ir.Constant(_i32, 0)))
-        return context.make_tuple(builder, sig.return_type, totals)
-
-    address = types.uint64
-    return types.UniTuple(float32, 3)(address, address, types.int64, float32, float32, address), codegen
+    totals = []
+    for total in loop(builder, ir.Constant(_i64, 0), dims, LANES, [lowest] * 3, body):
+        for half in (8, 4, 2, 1):
+            total = builder.fadd(*(shuffled(builder, total, total, range(i, i + half)) for i in (0, half)))
+        totals.append(builder.extract_element(total, ir.Constant(_i32, 0)))
+    return totals
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _gather_bits(typing_context: Any, levels: Any, dims: Any, plane: Any, places: Any) -> Any:
+@emits(types.void, types.uint64, types.int64, types.int64, types.uint64)
+def _gather_bits(builder: Any, levels: Any, dims: Any, plane: Any, places: Any) -> None:
     """Pack bit `plane` of every four of the bytes [D'] at `levels` into the low bits of a byte at `places` [D' / 4]."""
     words, few = ir.VectorType(_i32, LANES), ir.VectorType(ir.IntType(8), LANES)
 
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        levels, dims, plane, places = args
+    def same(value: int) -> Any:
+        return ir.Constant(words, [value] * LANES)
 
-        def same(value: int) -> Any:
-            return ir.Constant(words, [value] * LANES)
+    shift = everywhere(builder, builder.trunc(plane, _i32), LANES)
 
-        shift = everywhere(builder, builder.trunc(plane, _i32), LANES)
+    def body(position: Any) -> list[Any]:
+        loaded = builder.load(at(builder, builder.add(levels, position), words), align=1)
+        gathered = bits = builder.and_(builder.lshr(loaded, shift), same(0x01010101))
+        for number in (7, 14, 21):
+            gathered = builder.or_(gathered, builder.lshr(bits, same(number)))
+        gathered = builder.trunc(builder.and_(gathered, same(15)), few)
+        quarter = builder.lshr(position, ir.Constant(_i64, 2))
+        builder.store(gathered, at(builder, builder.add(places, quarter), few), align=1)
+        return []
 
-        def body(position: Any) -> list[Any]:
-            loaded = builder.load(at(builder, builder.add(levels, position), words), align=1)
-            gathered = bits = builder.and_(builder.lshr(loaded, shift), same(0x01010101))
-            for number in (7, 14, 21):
-                gathered = builder.or_(gathered, builder.lshr(bits, same(number)))
-            gathered = builder.trunc(builder.and_(gathered, same(15)), few)
-            quarter = builder.lshr(position, ir.Constant(_i64, 2))
-            builder.store(gathered, at(builder, builder.add(places, quarter), few), align=1)
-            return []
-
-        loop(builder, ir.Constant(_i64, 0), dims, 4 * LANES, [], body)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.int64, types.int64, types.uint64), codegen
+    loop(builder, ir.Constant(_i64, 0), dims, 4 * LANES, [], body)

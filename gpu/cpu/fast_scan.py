@@ -11,10 +11,10 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba.core import config, types
-from numba.extending import intrinsic
 
 from gpu.compiled import compiled
 from gpu.cpu.simd import WAYS, at, everywhere, load_f32, loop, shuffled
+from ipc.native.emitted import emits
 
 _i1, _i8, _i16, _i32, _i64, _f32 = (*(ir.IntType(bits) for bits in (1, 8, 16, 32, 64)), ir.FloatType())
 _GROUP = 32
@@ -102,8 +102,8 @@ def _folded(builder: Any, words: Any) -> Any:
 def scan_by(look_up: Callable[[Any, Any, Any], Any]) -> Any:
     """Return the intrinsic `add_sums` for a look-up function."""
 
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        codes, table, begin, end, weight, sums = args
+    @emits(types.void, types.uint64, types.uint64, types.int64, types.int64, types.float32, types.uint64)
+    def add_sums(builder: Any, codes: Any, table: Any, begin: Any, end: Any, weight: Any, sums: Any) -> None:
         weights = everywhere(builder, weight, 16)
 
         def body(line: Any, *totals: Any) -> list[Any]:
@@ -127,12 +127,6 @@ def scan_by(look_up: Callable[[Any, Any, Any], Any]) -> Any:
             product = builder.fmul(weights, builder.uitofp(both, _floats), flags=_FAST)
             total = builder.fadd(builder.load(pointer, align=4), product, flags=_FAST)
             builder.store(total, pointer, align=4)
-        return context.get_dummy_value()
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def add_sums(typing_context: Any, codes: Any, table: Any, begin: Any, end: Any, weight: Any, sums: Any) -> Any:
-        address = types.uint64
-        return types.void(address, address, types.int64, types.int64, types.float32, address), codegen
 
     return add_sums
 
@@ -141,116 +135,85 @@ add_sums = scan_by(_best_look_up())
 """Add the weighted table entries of 32 codes in lines begin..end (64 at most) to float32 [32] at `sums`."""
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _combine(typing_context: Any, sums: Any, factors: Any, base: Any, step: Any, offset: Any) -> Any:
+@emits(types.void, types.uint64, types.uint64, types.float32, types.float32, types.float32)
+def _combine(builder: Any, sums: Any, factors: Any, base: Any, step: Any, offset: Any) -> None:
     """Replace float32 [32] at `sums` by base + A + F · (offset + step · sum), with A, F float32 [32] at `factors`."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        sums, factors = args[:2]
-        base, step, offset = (everywhere(builder, value, 16) for value in args[2:])
-        for begin in (0, 64):
-            pointer = at(builder, _offset(builder, sums, begin), _floats)
-            a, f = (
-                builder.load(at(builder, _offset(builder, factors, begin + skipped), _floats), align=4)
-                for skipped in (0, 4 * _GROUP)
-            )
-            product = builder.fadd(offset, builder.fmul(step, builder.load(pointer, align=4), flags=_FAST), flags=_FAST)
-            estimate = builder.fadd(builder.fadd(base, a), builder.fmul(f, product, flags=_FAST), flags=_FAST)
-            builder.store(estimate, pointer, align=4)
-        return context.get_dummy_value()
-
-    float32 = types.float32
-    return types.void(types.uint64, types.uint64, float32, float32, float32), codegen
+    base, step, offset = (everywhere(builder, value, 16) for value in (base, step, offset))
+    for begin in (0, 64):
+        pointer = at(builder, _offset(builder, sums, begin), _floats)
+        a, f = (
+            builder.load(at(builder, _offset(builder, factors, begin + skipped), _floats), align=4)
+            for skipped in (0, 4 * _GROUP)
+        )
+        product = builder.fadd(offset, builder.fmul(step, builder.load(pointer, align=4), flags=_FAST), flags=_FAST)
+        estimate = builder.fadd(builder.fadd(base, a), builder.fmul(f, product, flags=_FAST), flags=_FAST)
+        builder.store(estimate, pointer, align=4)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def below(typing_context: Any, values: Any, limit: Any) -> Any:
+@emits(types.int64, types.uint64, types.float32)
+def below(builder: Any, values: Any, limit: Any) -> Any:
     """Return a bit mask of the float32 [32] at an address that are below `limit`."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        loaded = builder.load(at(builder, args[0], _vector(_f32, _GROUP)), align=4)
-        under = builder.fcmp_ordered("<", loaded, everywhere(builder, args[1], _GROUP))
-        return builder.zext(builder.bitcast(under, _i32), _i64)
-
-    return types.int64(types.uint64, types.float32), codegen
+    loaded = builder.load(at(builder, values, _vector(_f32, _GROUP)), align=4)
+    under = builder.fcmp_ordered("<", loaded, everywhere(builder, limit, _GROUP))
+    return builder.zext(builder.bitcast(under, _i32), _i64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def lowest_bit(typing_context: Any, bits: Any) -> Any:
+@emits(types.int64, types.int64)
+def lowest_bit(builder: Any, bits: Any) -> Any:
     """Return the index of the lowest set bit of a non-zero word."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(_i1, 1))
-
-    return types.int64(types.int64), codegen
+    return builder.cttz(bits, ir.Constant(_i1, 1))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def was_visited(typing_context: Any, address: Any, node: Any) -> Any:
+@emits(types.int64, types.uint64, types.uint32)
+def was_visited(builder: Any, address: Any, node: Any) -> Any:
     """Return whether `node` is in the 8-entry set (uint32 × 8) at `address`. `simd.visit` also inserts it."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        entries = builder.load(at(builder, args[0], _vector(_i32, WAYS)), align=4)
-        same = builder.icmp_unsigned("==", entries, everywhere(builder, args[1], WAYS))
-        seen = builder.icmp_unsigned("!=", builder.bitcast(same, ir.IntType(WAYS)), ir.Constant(ir.IntType(WAYS), 0))
-        return builder.zext(seen, _i64)
-
-    return types.int64(types.uint64, types.uint32), codegen
+    entries = builder.load(at(builder, address, _vector(_i32, WAYS)), align=4)
+    same = builder.icmp_unsigned("==", entries, everywhere(builder, node, WAYS))
+    seen = builder.icmp_unsigned("!=", builder.bitcast(same, ir.IntType(WAYS)), ir.Constant(ir.IntType(WAYS), 0))
+    return builder.zext(seen, _i64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _write_widths(typing_context: Any, query: Any, dims: Any, widths: Any) -> Any:
+@emits(types.UniTuple(types.float32, 2), types.uint64, types.int64, types.uint64)
+def _write_widths(builder: Any, query: Any, dims: Any, widths: Any) -> Any:
     """Write |q₀|+|q₁|+|q₂|+|q₃| of every four of float32 [dims] at `query` to float32 [dims / 4] at `widths`.
 
     Returns their maximum and their sum.
     """
+    absolute = _function(builder, "llvm.fabs", _floats, 1)
 
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        query, dims, widths = args
-        absolute = _function(builder, "llvm.fabs", _floats, 1)
+    def pairs(left: Any, right: Any) -> Any:
+        """Emit the sums of adjacent pairs of 32 lanes."""
+        return builder.fadd(*(shuffled(builder, left, right, range(begin, 32, 2)) for begin in (0, 1)))
 
-        def pairs(left: Any, right: Any) -> Any:
-            """Emit the sums of adjacent pairs of 32 lanes."""
-            return builder.fadd(*(shuffled(builder, left, right, range(begin, 32, 2)) for begin in (0, 1)))
+    def body(position: Any, most: Any, total: Any) -> list[Any]:
+        begin = builder.add(query, builder.mul(position, ir.Constant(_i64, 4)))
+        parts = [builder.load(at(builder, _offset(builder, begin, 64 * i), _floats), align=4) for i in range(4)]
+        parts = [builder.call(absolute, [part]) for part in parts]
+        sums = pairs(pairs(*parts[:2]), pairs(*parts[2:]))
+        builder.store(sums, at(builder, builder.add(widths, position), _floats), align=4)
+        greater = builder.call(_function(builder, "llvm.maxnum", _floats, 2), [most, sums])
+        return [greater, builder.fadd(total, sums)]
 
-        def body(position: Any, most: Any, total: Any) -> list[Any]:
-            begin = builder.add(query, builder.mul(position, ir.Constant(_i64, 4)))
-            parts = [builder.load(at(builder, _offset(builder, begin, 64 * i), _floats), align=4) for i in range(4)]
-            parts = [builder.call(absolute, [part]) for part in parts]
-            sums = pairs(pairs(*parts[:2]), pairs(*parts[2:]))
-            builder.store(sums, at(builder, builder.add(widths, position), _floats), align=4)
-            greater = builder.call(_function(builder, "llvm.maxnum", _floats, 2), [most, sums])
-            return [greater, builder.fadd(total, sums)]
-
-        most, total = loop(builder, ir.Constant(_i64, 0), dims, 64, [ir.Constant(_floats, None)] * 2, body)
-        for half in (8, 4, 2, 1):
-            parts = [[shuffled(builder, v, v, range(b, b + half)) for b in (0, half)] for v in (most, total)]
-            greater = _function(builder, "llvm.maxnum", _vector(_f32, half), 2)
-            most, total = builder.call(greater, parts[0]), builder.fadd(*parts[1])
-        values = [builder.extract_element(value, ir.Constant(_i32, 0)) for value in (most, total)]
-        return context.make_tuple(builder, sig.return_type, values)
-
-    return types.UniTuple(types.float32, 2)(types.uint64, types.int64, types.uint64), codegen
+    most, total = loop(builder, ir.Constant(_i64, 0), dims, 64, [ir.Constant(_floats, None)] * 2, body)
+    for half in (8, 4, 2, 1):
+        parts = [[shuffled(builder, v, v, range(b, b + half)) for b in (0, half)] for v in (most, total)]
+        greater = _function(builder, "llvm.maxnum", _vector(_f32, half), 2)
+        most, total = builder.call(greater, parts[0]), builder.fadd(*parts[1])
+    return [builder.extract_element(value, ir.Constant(_i32, 0)) for value in (most, total)]
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _write_entries(typing_context: Any, query: Any, width: Any, inverse: Any, table: Any) -> Any:
+@emits(types.void, types.uint64, types.float32, types.float32, types.uint64)
+def _write_entries(builder: Any, query: Any, width: Any, inverse: Any, table: Any) -> None:
     """Write sixteen bytes to `table`: (sum + width) · inverse, rounded, for the sums of the four float32 at `query`."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        query, width, inverse, table = args
-        total = everywhere(builder, width, 16)
-        for i in range(4):
-            value = builder.load(at(builder, _offset(builder, query, 4 * i), _f32), align=4)
-            signs = ir.Constant(_floats, [1.0 if entry >> i & 1 else -1.0 for entry in range(16)])
-            total = builder.fadd(total, builder.fmul(signs, everywhere(builder, value, 16), flags=_FAST), flags=_FAST)
-        scaled = builder.fmul(total, everywhere(builder, inverse, 16), flags=_FAST)
-        rounded = builder.fadd(scaled, ir.Constant(_floats, [0.5] * 16), flags=_FAST)
-        entries = builder.trunc(builder.fptosi(rounded, _vector(_i32, 16)), _vector(_i8, 16))
-        builder.store(entries, at(builder, table, entries.type), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.float32, types.float32, types.uint64), codegen
+    total = everywhere(builder, width, 16)
+    for i in range(4):
+        value = builder.load(at(builder, _offset(builder, query, 4 * i), _f32), align=4)
+        signs = ir.Constant(_floats, [1.0 if entry >> i & 1 else -1.0 for entry in range(16)])
+        total = builder.fadd(total, builder.fmul(signs, everywhere(builder, value, 16), flags=_FAST), flags=_FAST)
+    scaled = builder.fmul(total, everywhere(builder, inverse, 16), flags=_FAST)
+    rounded = builder.fadd(scaled, ir.Constant(_floats, [0.5] * 16), flags=_FAST)
+    entries = builder.trunc(builder.fptosi(rounded, _vector(_i32, 16)), _vector(_i8, 16))
+    builder.store(entries, at(builder, table, entries.type), align=1)
 
 
 @compiled
@@ -287,13 +250,8 @@ def estimate(codes: Any, table: Any, dims: int, bits: int, base: Any, step: Any,
     _combine(out, codes, base, step, offset * (weight - np.float32(1)))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _clear(typing_context: Any, address: Any) -> Any:
+@emits(types.void, types.uint64)
+def _clear(builder: Any, address: Any) -> None:
     """Set float32 [32] at an address to zero."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        whole = _vector(_f32, _GROUP)
-        builder.store(ir.Constant(whole, None), at(builder, args[0], whole), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64), codegen
+    whole = _vector(_f32, _GROUP)
+    builder.store(ir.Constant(whole, None), at(builder, address, whole), align=4)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
 
 from gpu.compiled import compiled
 from gpu.cpu.simd import LANES, at, shuffled
+from ipc.native.emitted import emits
 
 _BLOCK = 64  # D' is a multiple of it
 _vector = ir.VectorType(ir.FloatType(), LANES)
@@ -36,64 +36,44 @@ def _two_butterfly_steps(builder: Any, values: list[Any]) -> list[Any]:
     return values
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _begin_block(typing_context: Any, address: Any, factors: Any) -> Any:
+@emits(types.void, types.uint64, types.uint64)
+def _begin_block(builder: Any, address: Any, factors: Any) -> None:
     """Multiply 64 float32 in place by those at `factors`, then transform them."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        steps = [ir.Constant(ir.IntType(64), 4 * LANES * number) for number in range(4)]
-        places = [at(builder, builder.add(args[0], step), _vector) for step in steps]
-        values = []
-        for pointer, step in zip(places, steps, strict=True):
-            factor = builder.load(at(builder, builder.add(args[1], step), _vector), align=4)
-            values.append(_lanes_transformed(builder, builder.fmul(builder.load(pointer, align=4), factor)))
-        for pointer, value in zip(places, _two_butterfly_steps(builder, values), strict=True):
-            builder.store(value, pointer, align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64), codegen
+    steps = [ir.Constant(ir.IntType(64), 4 * LANES * number) for number in range(4)]
+    places = [at(builder, builder.add(address, step), _vector) for step in steps]
+    values = []
+    for pointer, step in zip(places, steps, strict=True):
+        factor = builder.load(at(builder, builder.add(factors, step), _vector), align=4)
+        values.append(_lanes_transformed(builder, builder.fmul(builder.load(pointer, align=4), factor)))
+    for pointer, value in zip(places, _two_butterfly_steps(builder, values), strict=True):
+        builder.store(value, pointer, align=4)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _two_steps(typing_context: Any, address: Any, stride: Any) -> Any:
+@emits(types.void, types.uint64, types.uint64)
+def _two_steps(builder: Any, address: Any, stride: Any) -> None:
     """Do two butterfly steps on 16 float32 at each of four addresses `stride` bytes apart."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        address, places = args[0], []
-        for _ in range(4):
-            places.append(at(builder, address, _vector))
-            address = builder.add(address, args[1])
-        values = _two_butterfly_steps(builder, [builder.load(pointer, align=4) for pointer in places])
-        for pointer, value in zip(places, values, strict=True):
-            builder.store(value, pointer, align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64), codegen
+    places = []
+    for _ in range(4):
+        places.append(at(builder, address, _vector))
+        address = builder.add(address, stride)
+    values = _two_butterfly_steps(builder, [builder.load(pointer, align=4) for pointer in places])
+    for pointer, value in zip(places, values, strict=True):
+        builder.store(value, pointer, align=4)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _butterfly(typing_context: Any, left: Any, right: Any) -> Any:
+@emits(types.void, types.uint64, types.uint64)
+def _butterfly(builder: Any, left: Any, right: Any) -> None:
     """Replace 16 float32 at each of two addresses by their sums and differences."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        a, b = (builder.load(at(builder, address, _vector), align=4) for address in args)
-        builder.store(builder.fadd(a, b), at(builder, args[0], _vector), align=4)
-        builder.store(builder.fsub(a, b), at(builder, args[1], _vector), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64), codegen
+    a, b = (builder.load(at(builder, address, _vector), align=4) for address in (left, right))
+    builder.store(builder.fadd(a, b), at(builder, left, _vector), align=4)
+    builder.store(builder.fsub(a, b), at(builder, right, _vector), align=4)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _multiply(typing_context: Any, target: Any, factors: Any) -> Any:
+@emits(types.void, types.uint64, types.uint64)
+def _multiply(builder: Any, target: Any, factors: Any) -> None:
     """Multiply 16 float32 at `target` by those at `factors`."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        a, b = (builder.load(at(builder, address, _vector), align=4) for address in args)
-        builder.store(builder.fmul(a, b), at(builder, args[0], _vector), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64), codegen
+    a, b = (builder.load(at(builder, address, _vector), align=4) for address in (target, factors))
+    builder.store(builder.fmul(a, b), at(builder, target, _vector), align=4)
 
 
 @compiled

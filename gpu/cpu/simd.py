@@ -10,7 +10,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
+
+from ipc.native.emitted import emits
 
 LANES = 16
 WAYS = 8
@@ -96,9 +97,8 @@ def _square_term(builder: Any, row: Any, query: Any, position: Any, total: Any) 
 def _sum(term: Any, result: Any, scalar: Any, tail: int = LANES) -> Any:
     """Return an intrinsic that sums `term` over `lanes` elements, `LANES` at a time, then `tail` at a time."""
 
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        row, query, lanes = args
-
+    @emits(result, types.uint64, types.uint64, types.int64)
+    def total(builder: Any, row: Any, query: Any, lanes: Any) -> Any:
         def add(a: Any, b: Any) -> Any:
             return builder.fadd(a, b, flags=_FAST)
 
@@ -140,10 +140,6 @@ def _sum(term: Any, result: Any, scalar: Any, tail: int = LANES) -> Any:
             _, (total,) = sum_up(position, tail, 1, [folded(total, tail)])
         return builder.extract_element(folded(total, 1), ir.Constant(_i32, 0))
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def total(typing_context: Any, row: Any, query: Any, lanes: Any) -> Any:
-        return result(types.uint64, types.uint64, types.int64), codegen
-
     return total
 
 
@@ -157,61 +153,43 @@ l2_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=True), types.float32
 square_f64 = _sum(_square_term, types.float64, _f64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def visit(typing_context: Any, address: Any, node: Any) -> Any:
+@emits(types.int64, types.uint64, types.uint32)
+def visit(builder: Any, address: Any, node: Any) -> Any:
     """Return whether `node` is in the 8-entry set (uint32 × 8) at `address`; if not, insert it and evict the oldest."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        entries_type = ir.VectorType(_i32, WAYS)
-        pointer = at(builder, args[0], entries_type)
-        entries = builder.load(pointer, align=4)
-        wanted = everywhere(builder, args[1], WAYS)
-        same = builder.bitcast(builder.icmp_unsigned("==", entries, wanted), ir.IntType(WAYS))
-        seen = builder.icmp_unsigned("!=", same, ir.Constant(ir.IntType(WAYS), 0))
-        entered = shuffled(builder, entries, wanted, [WAYS, *range(WAYS - 1)])
-        builder.store(builder.select(seen, entries, entered), pointer, align=4)
-        return builder.zext(seen, _i64)
-
-    return types.int64(types.uint64, types.uint32), codegen
+    entries_type = ir.VectorType(_i32, WAYS)
+    pointer = at(builder, address, entries_type)
+    entries = builder.load(pointer, align=4)
+    wanted = everywhere(builder, node, WAYS)
+    same = builder.bitcast(builder.icmp_unsigned("==", entries, wanted), ir.IntType(WAYS))
+    seen = builder.icmp_unsigned("!=", same, ir.Constant(ir.IntType(WAYS), 0))
+    entered = shuffled(builder, entries, wanted, [WAYS, *range(WAYS - 1)])
+    builder.store(builder.select(seen, entries, entered), pointer, align=4)
+    return builder.zext(seen, _i64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def move(typing_context: Any, target: Any, source: Any, size: Any) -> Any:
+@emits(types.void, types.uint64, types.uint64, types.int64)
+def move(builder: Any, target: Any, source: Any, size: Any) -> None:
     """Copy `size` bytes between addresses that may overlap."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointers = [at(builder, address, _i8) for address in args[:2]]
-        signature = ir.FunctionType(ir.VoidType(), [pointers[0].type, pointers[1].type, _i64, ir.IntType(1)])
-        function = builder.module.declare_intrinsic(
-            "llvm.memmove", [pointers[0].type, pointers[1].type, _i64], signature
-        )
-        builder.call(function, [*pointers, args[2], ir.Constant(ir.IntType(1), 0)])
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64, types.int64), codegen
+    pointers = [at(builder, address, _i8) for address in (target, source)]
+    kinds = [pointers[0].type, pointers[1].type, _i64]
+    signature = ir.FunctionType(ir.VoidType(), [*kinds, ir.IntType(1)])
+    function = builder.module.declare_intrinsic("llvm.memmove", kinds, signature)
+    builder.call(function, [*pointers, size, ir.Constant(ir.IntType(1), 0)])
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(typing_context: Any, address: Any) -> Any:
+@emits(types.void, types.uint64)
+def prefetch(builder: Any, address: Any) -> None:
     """Prefetch the cache line at `address`; any address is safe."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = at(builder, args[0], _i8)
-        signature = ir.FunctionType(ir.VoidType(), [pointer.type, _i32, _i32, _i32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], signature)
-        builder.call(function, [pointer, *(ir.Constant(_i32, value) for value in (0, 3, 1))])
-        return context.get_dummy_value()
-
-    return types.void(types.uint64), codegen
+    pointer = at(builder, address, _i8)
+    signature = ir.FunctionType(ir.VoidType(), [pointer.type, _i32, _i32, _i32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], signature)
+    builder.call(function, [pointer, *(ir.Constant(_i32, value) for value in (0, 3, 1))])
 
 
 def _load(kind: Any, result: Any) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
-    def load(typing_context: Any, address: Any) -> Any:
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return builder.load(at(builder, args[0], kind), align=1)
-
-        return result(types.uint64), codegen
+    @emits(result, types.uint64)
+    def load(builder: Any, address: Any) -> Any:
+        return builder.load(at(builder, address, kind), align=1)
 
     return load
 
@@ -222,66 +200,48 @@ load_u32 = _load(_i32, types.uint32)
 load_u64 = _load(_i64, types.uint64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def store_u64(typing_context: Any, address: Any, value: Any) -> Any:
+@emits(types.void, types.uint64, types.uint64)
+def store_u64(builder: Any, address: Any, value: Any) -> None:
     """Store a uint64 at an address, aligned or not."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.store(args[1], at(builder, args[0], _i64), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64), codegen
+    builder.store(value, at(builder, address, _i64), align=1)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def count_below(typing_context: Any, keys: Any, key: Any, count: Any) -> Any:
+@emits(types.int64, types.uint64, types.uint64, types.int64)
+def count_below(builder: Any, keys: Any, key: Any, count: Any) -> Any:
     """Return how many of the first `count` of uint64 [8] at an address are below `key`; count may exceed 8."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        words, mask = ir.VectorType(_i64, KEYS_AT_ONCE), ir.IntType(KEYS_AT_ONCE)
-        loaded = builder.load(at(builder, args[0], words), align=1)
-        key, count = (everywhere(builder, value, KEYS_AT_ONCE) for value in args[1:])
-        below = builder.icmp_unsigned("<", loaded, key)
-        there = builder.icmp_signed("<", ir.Constant(words, [*range(KEYS_AT_ONCE)]), count)
-        return builder.zext(builder.ctpop(builder.bitcast(builder.and_(below, there), mask)), _i64)
-
-    return types.int64(types.uint64, types.uint64, types.int64), codegen
+    words, mask = ir.VectorType(_i64, KEYS_AT_ONCE), ir.IntType(KEYS_AT_ONCE)
+    loaded = builder.load(at(builder, keys, words), align=1)
+    key, count = (everywhere(builder, value, KEYS_AT_ONCE) for value in (key, count))
+    below = builder.icmp_unsigned("<", loaded, key)
+    there = builder.icmp_signed("<", ir.Constant(words, [*range(KEYS_AT_ONCE)]), count)
+    return builder.zext(builder.ctpop(builder.bitcast(builder.and_(below, there), mask)), _i64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def shift_in(typing_context: Any, keys: Any, index: Any, key: Any, chunks: Any) -> Any:
+@emits(types.void, types.uint64, types.int64, types.uint64, types.int64)
+def shift_in(builder: Any, keys: Any, index: Any, key: Any, chunks: Any) -> None:
     """Insert `key` at index 0..7 of uint64 [8 * chunks] at an address; later keys shift up, the last one is dropped."""
+    words = ir.VectorType(_i64, KEYS_AT_ONCE)
+    first = builder.load(at(builder, keys, words), align=1)
+    lanes, here = ir.Constant(words, [*range(KEYS_AT_ONCE)]), everywhere(builder, index, KEYS_AT_ONCE)
+    up = shuffled(builder, first, first, [0, *range(KEYS_AT_ONCE - 1)])
+    moved = builder.select(builder.icmp_signed(">", lanes, here), up, first)
+    moved = builder.select(builder.icmp_signed("==", lanes, here), everywhere(builder, key, KEYS_AT_ONCE), moved)
+    builder.store(moved, at(builder, keys, words), align=1)
 
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        keys, index, key, chunks = args
-        words = ir.VectorType(_i64, KEYS_AT_ONCE)
-        first = builder.load(at(builder, keys, words), align=1)
-        lanes, here = ir.Constant(words, [*range(KEYS_AT_ONCE)]), everywhere(builder, index, KEYS_AT_ONCE)
-        up = shuffled(builder, first, first, [0, *range(KEYS_AT_ONCE - 1)])
-        moved = builder.select(builder.icmp_signed(">", lanes, here), up, first)
-        moved = builder.select(builder.icmp_signed("==", lanes, here), everywhere(builder, key, KEYS_AT_ONCE), moved)
-        builder.store(moved, at(builder, keys, words), align=1)
+    def body(number: Any, previous: Any) -> list[Any]:
+        address = builder.add(keys, builder.mul(number, ir.Constant(_i64, 8 * KEYS_AT_ONCE)))
+        own = builder.load(at(builder, address, words), align=1)
+        moved = shuffled(builder, previous, own, range(KEYS_AT_ONCE - 1, 2 * KEYS_AT_ONCE - 1))
+        builder.store(moved, at(builder, address, words), align=1)
+        return [own]
 
-        def body(number: Any, previous: Any) -> list[Any]:
-            address = builder.add(keys, builder.mul(number, ir.Constant(_i64, 8 * KEYS_AT_ONCE)))
-            own = builder.load(at(builder, address, words), align=1)
-            moved = shuffled(builder, previous, own, range(KEYS_AT_ONCE - 1, 2 * KEYS_AT_ONCE - 1))
-            builder.store(moved, at(builder, address, words), align=1)
-            return [own]
-
-        loop(builder, ir.Constant(_i64, 1), chunks, 1, [first], body)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.int64, types.uint64, types.int64), codegen
+    loop(builder, ir.Constant(_i64, 1), chunks, 1, [first], body)
 
 
 def _same_bits(taken: Any, kind: Any, result: Any) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
-    def bits(typing_context: Any, value: Any) -> Any:
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return builder.bitcast(args[0], kind)
-
-        return result(taken), codegen
+    @emits(result, taken)
+    def bits(builder: Any, value: Any) -> Any:
+        return builder.bitcast(value, kind)
 
     return bits
 

@@ -92,7 +92,8 @@ _SLEEPING = offset_of(RingHeader, "sleeping")
 @entry_point("int64(int64)")
 def load_acquire(address: int) -> int:
     """Load a word with acquire semantics: the writer's stores before its release store are visible afterwards."""
-    return intrinsics.load_acquire(address)
+    word: int = intrinsics.load_acquire(address)
+    return word
 
 
 @entry_point("void(int64, int64)")
@@ -242,11 +243,12 @@ def spin(table: int, rows: int, spin_ns: int) -> int:
     The core is yielded every few polls: otherwise the ZeroMQ threads of both processes starve on few cores. (Yielding
     every 10 µs was measured: with producer and consumer on one core, round trips took 4 times as long.)
     """
-    watched, start = _rows_at(table), intrinsics.monotonic_ns()
+    watched = _rows_at(table)
+    start: int = intrinsics.monotonic_ns()
     while True:
         for _ in range(_POLLS_PER_YIELD):
             if any_ready(watched, rows):
-                return intrinsics.monotonic_ns() - start
+                return int(intrinsics.monotonic_ns()) - start
         if intrinsics.monotonic_ns() - start >= spin_ns:
             return -1
         intrinsics.sched_yield()

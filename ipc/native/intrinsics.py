@@ -8,201 +8,141 @@ and on aarch64. An address must stay mapped while it is used.
 from collections.abc import Callable
 from typing import Any, cast
 
-import numba
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ipc.native.arrays import float32_at, float64_at, int64_at
+from ipc.native.emitted import emits
 
 _I64 = ir.IntType(64)
 _I32 = ir.IntType(32)
 
 
-def _intrinsic(function: Any) -> Callable[..., int]:
-    return cast(Callable[..., int], intrinsic(function))  # callers pass the arguments after the first
+def _pointer(builder: Any, address: Any, pointee: Any = _I64) -> Any:
+    return builder.inttoptr(address, pointee.as_pointer())
 
 
-def _pointer(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, _I64.as_pointer())
+def _libc(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """Emit a call of a function of libc."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-@_intrinsic
-def load_acquire(_typing: Any, _address: Any) -> Any:
+@emits(types.int64, types.int64)
+def load_acquire(builder: Any, address: Any) -> Any:
     """Load a word with acquire semantics: the writer's stores before its release store are visible afterwards."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.load_atomic(_pointer(builder, args[0]), "acquire", 8, typ=_I64)
-
-    return types.int64(types.int64), generate
+    return builder.load_atomic(_pointer(builder, address), "acquire", 8, typ=_I64)
 
 
-@_intrinsic
-def store_release(_typing: Any, _address: Any, _value: Any) -> Any:
+@emits(types.void, types.int64, types.int64)
+def store_release(builder: Any, address: Any, value: Any) -> None:
     """Store a word with release semantics: after all earlier stores of this thread."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], _pointer(builder, args[0]), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    builder.store_atomic(value, _pointer(builder, address), "release", 8)
 
 
-@_intrinsic
-def copy(_typing: Any, _target: Any, _source: Any, _count: Any) -> Any:
+@emits(types.void, types.int64, types.int64, types.int64)
+def copy(builder: Any, target: Any, source: Any, count: Any) -> None:
     """Copy `count` bytes from `source` to `target`."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        target, source = (builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in args[:2])
-        numba.core.cgutils.raw_memcpy(builder, target, source, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
+    byte = ir.IntType(8)
+    cgutils.raw_memcpy(builder, _pointer(builder, target, byte), _pointer(builder, source, byte), count, 1)
 
 
-@_intrinsic
-def exchange(_typing: Any, _address: Any, _value: Any) -> Any:
+@emits(types.int64, types.int64, types.int64)
+def exchange(builder: Any, address: Any, value: Any) -> Any:
     """Atomically swap a word, sequentially consistent. Return its previous value."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("xchg", _pointer(builder, args[0]), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
+    return builder.atomic_rmw("xchg", _pointer(builder, address), value, "seq_cst")
 
 
-@_intrinsic
-def fence(_typing: Any) -> Any:
+@emits(types.void)
+def fence(builder: Any) -> None:
     """Full memory fence."""
-
-    def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    builder.fence("seq_cst")
 
 
-@_intrinsic
-def sched_yield(_typing: Any) -> Any:
+@emits(types.int32)
+def sched_yield(builder: Any) -> Any:
     """Yield the core to another thread."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
-        function = numba.core.cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, []), "sched_yield")
-        return builder.call(function, [])
-
-    return types.int32(), generate
+    return _libc(builder, "sched_yield", _I32)
 
 
-@_intrinsic
-def monotonic_ns(_typing: Any) -> Any:
+@emits(types.int64)
+def monotonic_ns(builder: Any) -> Any:
     """Return `time.monotonic_ns()`."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
-        timespec = ir.ArrayType(_I64, 2)
-        kind = ir.FunctionType(_I32, [_I32, timespec.as_pointer()])
-        function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
-        pointer = numba.core.cgutils.alloca_once(builder, timespec)
-        builder.call(function, [ir.Constant(_I32, 1), pointer])  # 1: CLOCK_MONOTONIC
-        seconds = builder.extract_value(builder.load(pointer), 0)
-        nanoseconds = builder.extract_value(builder.load(pointer), 1)
-        return builder.add(builder.mul(seconds, ir.Constant(_I64, 1_000_000_000)), nanoseconds)
-
-    return types.int64(), generate
+    pointer = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))  # struct timespec
+    _libc(builder, "clock_gettime", _I32, ir.Constant(_I32, 1), pointer)  # 1: CLOCK_MONOTONIC
+    seconds, nanoseconds = (builder.extract_value(builder.load(pointer), i) for i in range(2))
+    return builder.add(builder.mul(seconds, ir.Constant(_I64, 1_000_000_000)), nanoseconds)
 
 
-@_intrinsic
-def write_word(_typing: Any, _descriptor: Any, _value: Any) -> Any:
+@emits(types.int64, types.int64, types.int64)
+def write_word(builder: Any, descriptor: Any, value: Any) -> Any:
     """Write one word to a descriptor, such as an eventfd, by libc's `write`. Return 8, or -1."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_I64, [_I32, _I64.as_pointer(), _I64])
-        function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "write")
-        pointer = numba.core.cgutils.alloca_once(builder, _I64)
-        builder.store(args[1], pointer)
-        return builder.call(function, [builder.trunc(args[0], _I32), pointer, ir.Constant(_I64, 8)])
-
-    return types.int64(types.int64, types.int64), generate
+    pointer = cgutils.alloca_once(builder, _I64)
+    builder.store(value, pointer)
+    return _libc(builder, "write", _I64, builder.trunc(descriptor, _I32), pointer, ir.Constant(_I64, 8))
 
 
-@_intrinsic
-def read_word(_typing: Any, _descriptor: Any) -> Any:
+@emits(types.int64, types.int64)
+def read_word(builder: Any, descriptor: Any) -> Any:
     """Read and discard one word by libc's `read`, which resets an eventfd. Return 8, or -1."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_I64, [_I32, _I64.as_pointer(), _I64])
-        function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "read")
-        pointer = numba.core.cgutils.alloca_once(builder, _I64)
-        return builder.call(function, [builder.trunc(args[0], _I32), pointer, ir.Constant(_I64, 8)])
-
-    return types.int64(types.int64), generate
+    pointer = cgutils.alloca_once(builder, _I64)
+    return _libc(builder, "read", _I64, builder.trunc(descriptor, _I32), pointer, ir.Constant(_I64, 8))
 
 
-@_intrinsic
-def wait_readable(_typing: Any, _descriptor: Any, _timeout_ms: Any) -> Any:
+@emits(types.int64, types.int64, types.int64)
+def wait_readable(builder: Any, descriptor: Any, timeout_ms: Any) -> Any:
     """Wait for a descriptor to become readable by libc's `poll`. Return 1, 0 after the timeout, -1 after a signal."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_I32, [_I64.as_pointer(), _I64, _I32])
-        function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "poll")
-        pointer = numba.core.cgutils.alloca_once(builder, _I64)
-        descriptor = builder.and_(args[0], ir.Constant(_I64, 0xFFFFFFFF))
-        builder.store(builder.or_(descriptor, ir.Constant(_I64, 1 << 32)), pointer)  # struct pollfd; 1: POLLIN
-        ready = builder.call(function, [pointer, ir.Constant(_I64, 1), builder.trunc(args[1], _I32)])
-        return builder.sext(ready, _I64)
-
-    return types.int64(types.int64, types.int64), generate
+    pointer = cgutils.alloca_once(builder, _I64)
+    descriptor = builder.and_(descriptor, ir.Constant(_I64, 0xFFFFFFFF))
+    builder.store(builder.or_(descriptor, ir.Constant(_I64, 1 << 32)), pointer)  # struct pollfd; 1: POLLIN
+    ready = _libc(builder, "poll", _I32, pointer, ir.Constant(_I64, 1), builder.trunc(timeout_ms, _I32))
+    return builder.sext(ready, _I64)
 
 
-@_intrinsic
-def call(_typing: Any, _address: Any, _arguments: Any) -> Any:
+def _call(_typing: Any, _address: Any, _arguments: Any) -> Any:
     """Call the C function at an address with a tuple of int64. Return its int64."""
     count = len(_arguments)
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_I64, [_I64] * count)
-        function = builder.inttoptr(args[0], kind.as_pointer())
+        function = _pointer(builder, args[0], ir.FunctionType(_I64, [_I64] * count))
         return builder.call(function, [builder.extract_value(args[1], i) for i in range(count)])
 
     return types.int64(types.int64, types.UniTuple(types.int64, count)), generate
 
 
+call = cast(Callable[[int, tuple[int, ...]], int], intrinsic(_call))
+
+
 # ---- 32-bit words, which a device shares, and functions that return an int
 
 
-@_intrinsic
-def load_acquire_u32(_typing: Any, _address: Any) -> Any:
+@emits(types.int64, types.int64)
+def load_acquire_u32(builder: Any, address: Any) -> Any:
     """As `load_acquire`, of a uint32."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        word = builder.load_atomic(builder.inttoptr(args[0], _I32.as_pointer()), "acquire", 4, typ=_I32)
-        return builder.zext(word, _I64)
-
-    return types.int64(types.int64), generate
+    return builder.zext(builder.load_atomic(_pointer(builder, address, _I32), "acquire", 4, typ=_I32), _I64)
 
 
-@_intrinsic
-def store_release_u32(_typing: Any, _address: Any, _value: Any) -> Any:
+@emits(types.void, types.int64, types.int64)
+def store_release_u32(builder: Any, address: Any, value: Any) -> None:
     """As `store_release`, of a uint32."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        word = builder.trunc(args[1], _I32)
-        builder.store_atomic(word, builder.inttoptr(args[0], _I32.as_pointer()), "release", 4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    builder.store_atomic(builder.trunc(value, _I32), _pointer(builder, address, _I32), "release", 4)
 
 
-@_intrinsic
-def call_int(_typing: Any, _address: Any, _arguments: Any) -> Any:
+def _call_int(_typing: Any, _address: Any, _arguments: Any) -> Any:
     """Call the C function at an address, which returns an int, with a tuple of integers of its declared widths."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         kinds = [context.get_value_type(kind) for kind in _arguments]
-        function = builder.inttoptr(args[0], ir.FunctionType(_I32, kinds).as_pointer())
+        function = _pointer(builder, args[0], ir.FunctionType(_I32, kinds))
         values = [builder.extract_value(args[1], i) for i in range(len(kinds))]
         return builder.sext(builder.call(function, values), _I64)
 
     return types.int64(types.int64, _arguments), generate
 
+
+call_int = cast(Callable[[int, tuple[Any, ...]], int], intrinsic(_call_int))
 
 words, floats, floats32 = int64_at, float64_at, float32_at
 """Views of int64, float64 and float32: `words(address, shape)`."""

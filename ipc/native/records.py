@@ -46,6 +46,8 @@ from numba.core.imputils import lower_builtin, lower_getattr_generic, lower_seta
 from numba.core.typing.templates import AbstractTemplate, AttributeTemplate, infer_getattr, infer_global, signature
 from numba.extending import intrinsic
 
+from ipc.native.emitted import emits
+
 T = TypeVar("T")
 _BYTES = ir.IntType(8).as_pointer()
 
@@ -220,21 +222,12 @@ def numba_type(kind: Any) -> Any:
 
 def record_at(kind: type[R]) -> Callable[[int], R]:
     """Return a function for compiled code: the record at an address."""
-
-    def at(_typing: Any, _address: Any) -> Any:
-        return RecordType(kind)(types.int64), lambda _context, builder, _signature, args: _pointer(builder, args[0])
-
-    return cast(Callable[[int], R], intrinsic(at))
+    return cast(Callable[[int], R], emits(RecordType(kind), types.int64)(_pointer))
 
 
 def array_at(kind: type[T]) -> Callable[[int], Array[T]]:
     """Return a function for compiled code: the array at an address."""
-    made = ArrayType(_kind_of(kind)[1])
-
-    def at(_typing: Any, _address: Any) -> Any:
-        return made(types.int64), lambda _context, builder, _signature, args: _pointer(builder, args[0])
-
-    return cast(Callable[[int], Array[T]], intrinsic(at))
+    return cast(Callable[[int], Array[T]], emits(ArrayType(_kind_of(kind)[1]), types.int64)(_pointer))
 
 
 def _address(_typing: Any, held: Any) -> Any:
