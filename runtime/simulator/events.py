@@ -1,70 +1,74 @@
-"""Virtual clock: a heap of planned events. Uses neither a real clock nor random numbers."""
+"""Virtual clock: planned events, processed in order. Uses neither a real clock nor random numbers."""
 
-from array import array
 from collections.abc import Callable
-from heapq import heappop, heappush
-from typing import Protocol
+
+from ipc.native.records import Array, address_of, array_from, new_array
+from runtime.simulator.stages import schedule as at
+from runtime.simulator.stages.decode_core import run
 
 Action = Callable[[], None]
-NEVER_NS = 1 << 62
-PLANNED, NEXT = range(2)  # words of `Events.clock`
-
-
-class EventSource(Protocol):
-    """A source of events of its own on the same clock, such as compiled code."""
-
-    def run(self, until_ns: int, planned: int) -> bool:
-        """Process its events before the planned event (`until_ns`, `planned`), or up to one that calls Python.
-
-        Sets `now_ns` to the time of that one, and `clock` to the time of its next event. Returns False if it has no
-        event before the planned one.
-        """
+_CAPACITY = 1 << 10  # initially
 
 
 class Events:
-    """Planned events by time; events of the same time run in the order in which they were planned.
+    """Planned events by time (`schedule`), of which compiled code processes those that do not concern Python.
 
-    `clock` is shared with `source`: the number of events planned so far, and the time of the source's next event.
+    `pools` and `decodes`: addresses of these workers' states, 0 without decode workers. `handlers`: what to call with
+    the subject and status of an event for which the compiled code returns, by its reason.
     """
 
     def __init__(self) -> None:
         self.now_ns = 0
         self.processed = 0
-        self.clock = array("q", (0, NEVER_NS))
-        self._heap: list[tuple[int, int, Action]] = []
+        self.pools = self.decodes = 0
+        self.handlers: dict[int, Callable[[int, int], None]] = {at.CALLED: self._call}
+        self._actions: dict[int, Action] = {}
+        self._schedule = at.Schedule(capacity=_CAPACITY, events=new_array(at.Event, _CAPACITY))
+        self._address = address_of(self._schedule)
         self._stopped = False
-        self.source: EventSource | None = None
+
+    @property
+    def schedule(self) -> Array[at.Schedule]:
+        """The schedule, for compiled code."""
+        return array_from(at.Schedule, self._address)
 
     def at(self, when_ns: int, action: Action) -> None:
         """Plan `action` for a time that is not in the past."""
-        clock = self.clock
-        planned = clock[PLANNED] = clock[PLANNED] + 1
-        heappush(self._heap, (when_ns if when_ns > self.now_ns else self.now_ns, planned, action))
+        while not (number := at.plan_call(self._address, when_ns)):
+            self.ensure_capacity()
+        self._actions[number] = action
 
     def after(self, delay_ns: int, action: Action) -> None:
         self.at(self.now_ns + delay_ns, action)
 
-    def expect(self, when_ns: int) -> None:
-        """Announce an event of the source at that time or later."""
-        self.clock[NEXT] = min(self.clock[NEXT], when_ns)
-
     def run(self) -> None:
         """Process events until none is planned or `stop` is called."""
-        heap, pop, clock, source = self._heap, heappop, self.clock, self.source
         self._stopped = False
         while not self._stopped:
-            when, planned = heap[0][:2] if heap else (NEVER_NS, 0)
-            if source is not None and clock[NEXT] <= when and clock[NEXT] < NEVER_NS and source.run(when, planned):
-                continue
-            if not heap:
+            reason, now_ns, subject, status = run(self.decodes, self.pools)
+            if reason == at.NO_EVENT:
                 return
-            self.now_ns, _, action = pop(heap)
-            self.processed += 1
-            action()
+            if reason != at.OUT_OF_CAPACITY:
+                self.now_ns = now_ns
+                self.processed += 1
+            self.handlers[reason](subject, status)
 
     def stop(self) -> None:
         """End `run` after the current event; planned events stay planned."""
         self._stopped = True
+
+    def ensure_capacity(self, most: int = 0) -> None:
+        """Provide capacity for twice `most` events, and for as many again as are planned."""
+        schedule = self._schedule
+        if schedule.capacity < max(2 * most, 2 * schedule.count + 2):
+            capacity = max(2 * most, 2 * schedule.capacity)
+            events = new_array(at.Event, capacity)
+            for i in range(schedule.count):
+                events[i] = schedule.events[i]
+            schedule.events, schedule.capacity = events, capacity
+
+    def _call(self, number: int, _: int) -> None:
+        self._actions.pop(number)()
 
 
 def ns(seconds: float) -> int:

@@ -13,6 +13,7 @@ from runtime.simulator.stages import decode_core as core
 from runtime.simulator.stages import decode_tables as at
 from runtime.simulator.stages.pool import Pools
 from runtime.simulator.stages.pool_tables import Gpu
+from runtime.simulator.stages.schedule import BETWEEN_STEPS, OUT_OF_CAPACITY
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.workload import Workload
 
@@ -23,7 +24,7 @@ _LISTS = ("members", "joining", "probing", "answered", "finished")
 
 
 class Batches:
-    """Batches of all decode workers, and the pools that they query: an `EventSource`.
+    """Batches of all decode workers, and the pools that they query.
 
     `workers`: for each its GPU, its group of pools, and the random generator of probe hits.
     """
@@ -45,7 +46,7 @@ class Batches:
         rows = count * slots
         self._drawn = np.zeros((count, _RANDOM_BATCH + 2 * slots))
         self._state = at.State(
-            clock=array_over(at.Clock, np.frombuffer(events.clock, np.int64)),
+            schedule=events.schedule,
             costs=at.Costs(
                 step_ns=times.decode_step_s * 1e9,
                 row_ns=times.decode_row_s * 1e9,
@@ -61,8 +62,6 @@ class Batches:
             free_count=rows,
             free=array_over(int, np.arange(rows, dtype=np.int64)[::-1].copy()),
             drawn_count=self._drawn.shape[1],
-            event_capacity=4 * (rows + 2 * count + 64),
-            events=new_array(at.Event, 4 * (rows + 2 * count + 64)),
             probe_interval=workload.probe_every_tokens,
             probes_enabled=workload.retrieval,
             probe_hit=workload.probe_hit,
@@ -90,7 +89,10 @@ class Batches:
                 self._state.workers[number].gpu = array_from(Gpu, address_of(gpu))
         self.handle = address_of(self._state)
         self._ensure_capacity()
-        events.source = self
+        events.decodes = self.handle
+        events.handlers[BETWEEN_STEPS] = self._between_runs
+        events.handlers[OUT_OF_CAPACITY] = lambda subject, status: self._ensure_capacity()
+        events.ensure_capacity(2 * (rows + 2 * count + 64))
 
     def add(self, between: Callable[[list[int]], None]) -> "Batch":
         """Create the batch of the next worker. `between` is called between two runs with the rows that have ended, when
@@ -99,34 +101,16 @@ class Batches:
         self._callbacks.append(between)
         return Batch(self._events, self._pools, self.handle, self._state, number, self._most_steps)
 
-    def run(self, until_ns: int, planned: int) -> bool:
-        """See `EventSource`."""
-        reason, now, subject, status = core.run(self.handle, self._pools.handle, until_ns, planned)
-        if reason == core.NO_EVENT:
-            return False
-        if reason == core.OUT_OF_CAPACITY:
-            self._ensure_capacity()
-            return True
-        self._events.now_ns = now
-        self._events.processed += 1
-        if reason == core.QUERY_ANSWERED:
-            self._pools.reply(subject, status)
-        else:
-            finished = self._state.workers[subject].finished
-            rows = [finished.rows[i] for i in range(finished.count)]
-            finished.count = 0
-            self._callbacks[subject](rows)
-        return True
+    def _between_runs(self, worker: int, _: int) -> None:
+        finished = self._state.workers[worker].finished
+        rows = [finished.rows[i] for i in range(finished.count)]
+        finished.count = 0
+        self._callbacks[worker](rows)
 
     def _ensure_capacity(self) -> None:
-        """Provide capacity for the queries, events and random numbers of one event."""
+        """Provide capacity for the events, queries and random numbers of one event."""
         state = self._state
         self._pools.ensure_capacity(state.slots)
-        if state.event_count > state.event_capacity // 2:
-            events = new_array(at.Event, 2 * state.event_capacity)
-            for i in range(state.event_count):
-                events[i] = state.events[i]
-            state.events, state.event_capacity = events, 2 * state.event_capacity
         for number, (drawn, random) in enumerate(zip(self._drawn, self._randoms, strict=True)):
             used = state.workers[number].drawn_used
             if used + state.slots > len(drawn):

@@ -1,80 +1,82 @@
 """Compiled events of the rows of simulated decode workers: steps, probes, waits for passages.
 
 Between its first and last token a row interacts only with the pools, whose events are processed here too (`pool_core`),
-so this needs no Python. `run` returns when Python is needed: for the answer to a prefill query, and between two runs of
-a worker's steps if rows have ended or KV is being handed over (`decode`).
+so this needs no Python. `run` returns for Python's own calls, for the answer to a prefill query, and between two runs
+of a worker's steps if rows have ended or KV is being handed over (`decode`).
 """
 
-from runtime.pool.tables import NEVER_NS
 from runtime.simulator.stages import decode_tables as at
 from runtime.simulator.stages import pool_core as pool
 from runtime.simulator.stages import step_batch as batch
 from runtime.simulator.stages.decode_tables import Row, State, Worker, state_at
 from runtime.simulator.stages.pool_tables import State as PoolState
-from runtime.simulator.stages.pool_tables import compiled
 from runtime.simulator.stages.pool_tables import state_at as pool_state_at
+from runtime.simulator.stages.schedule import (
+    ANSWERED,
+    BETWEEN_STEPS,
+    CALL,
+    CALLED,
+    EXTENDS_END,
+    NO_EVENT,
+    OUT_OF_CAPACITY,
+    STEPS_END,
+    TIMEOUT,
+    VECTOR,
+    compiled,
+    is_full,
+    plan,
+    pop,
+)
 
-NO_EVENT, QUERY_ANSWERED, BETWEEN, OUT_OF_CAPACITY = range(4)  # reasons why `run` returns
 TIMED_OUT = len(pool.STATUSES)
 
 
 @compiled
-def run(address: int, pools: int, until: int, until_planned: int) -> tuple[int, int, int, int]:
-    """Process the events before the event at (`until`, `until_planned`), or until Python is needed.
+def run(decodes: int, pools: int) -> tuple[int, int, int, int]:
+    """Process events until Python is needed. `decodes` 0: there are no decode workers.
 
-    Return (reason, now, query and status | worker). `clock` then contains the time of the next event.
+    Return (reason, now, subject, status): the subject is a call, a query or a worker.
     """
-    s, p = state_at(address), pool_state_at(pools)
-    clock = s.clock[0]
-    now = until
+    s, p = state_at(decodes), pool_state_at(pools)
+    schedule = p.schedule[0]
     while True:
-        when, planned, ours = until, until_planned, False
-        if s.event_count:
-            first = s.events[0]
-            if first.when_ns < when or (first.when_ns == when and first.planned < planned):
-                when, planned, ours = first.when_ns, first.planned, True
-        pools_next = pool.next_ns(p)
-        if not _has_capacity(s, p):
-            clock.next_ns = min(when, pools_next)
-            return OUT_OF_CAPACITY, now, -1, 0
-        if pools_next <= when and pools_next < NEVER_NS:
-            now, _, query, status = pool.run(pools, when)
-            if query >= 0:
-                row = p.queries[query].caller
-                if row < 0:
-                    clock.next_ns = now  # search for the next event again
-                    return QUERY_ANSWERED, now, query, status
-                _reply(s, row, status, now)
-        elif ours:
-            now = when
-            kind, subject, probe = at.pop(s)
-            if kind == at.RUN_ENDS:
-                if s.workers[subject].end_ns == now and _between_runs(s, pools, s.workers[subject], now):
-                    clock.next_ns = now
-                    return BETWEEN, now, subject, 0
-            elif s.rows[subject].probe != probe:
-                continue  # it has ended
-            elif kind == at.TIMEOUT:
-                _time_out(s, pools, subject, now)
-            else:
-                _send(s, pools, subject, batch.boundary_ns(s.workers[s.rows[subject].worker], now))
+        if not _has_capacity(decodes, p):
+            return OUT_OF_CAPACITY, schedule.now_ns, -1, 0
+        if schedule.count == 0:
+            return NO_EVENT, schedule.now_ns, -1, 0
+        kind, subject, stamp = pop(schedule)
+        now = schedule.now_ns
+        if kind == CALL:
+            return CALLED, now, subject, 0
+        if kind <= EXTENDS_END:
+            if pool.process(p, kind, subject, stamp):
+                query = p.queries[subject]
+                if query.caller < 0:
+                    return ANSWERED, now, subject, query.status
+                _reply(s, query.caller, query.status, now)
+        elif kind == STEPS_END:
+            if s.workers[subject].end_ns == now and _between_runs(s, pools, s.workers[subject], now):
+                return BETWEEN_STEPS, now, subject, 0
+        elif s.rows[subject].probe != stamp:
+            continue  # it has ended
+        elif kind == TIMEOUT:
+            _time_out(s, pools, subject, now)
         else:
-            first_ns = s.events[0].when_ns if s.event_count else NEVER_NS
-            clock.next_ns = min(first_ns, pools_next)
-            return NO_EVENT, now, -1, 0
+            _send(s, pools, subject, batch.boundary_ns(s.workers[s.rows[subject].worker], now))
 
 
 @compiled
-def _has_capacity(s: State, p: PoolState) -> bool:
+def _has_capacity(decodes: int, p: PoolState) -> bool:
     """Return whether the arrays have capacity for the events, queries and random numbers of one event."""
-    if s.event_count + 2 * (s.slots + s.worker_count) + 8 > s.event_capacity:
+    if is_full(p.schedule[0]) or p.drawn_used == p.drawn_count:
         return False
-    if p.free_count <= s.slots or p.drawn_used == p.drawn_count:
-        return False
+    if decodes == 0:
+        return True
+    s = state_at(decodes)
     used = 0
     for d in range(s.worker_count):
         used = max(used, s.workers[d].drawn_used)
-    return used + s.slots <= s.drawn_count
+    return p.free_count > s.slots and used + s.slots <= s.drawn_count
 
 
 # ---- between two runs
@@ -176,7 +178,7 @@ def _probe(s: State, worker: Worker, number: int, now: int) -> None:
     worker.probes += 1
     s.probes_started += 1
     row.probe, row.query, row.deadline_ns = s.probes_started, -1, now + s.timeout_ns
-    at.plan(s, row.deadline_ns, at.TIMEOUT, number, row.probe)
+    plan(s.schedule[0], row.deadline_ns, TIMEOUT, number, row.probe)
     at.append(worker.probing, number)
 
 
@@ -189,7 +191,7 @@ def _embed(s: State, pools: int, worker: Worker, now: int, boundary: int) -> Non
         if worker.embedded_ns <= boundary:
             _send(s, pools, number, boundary)
         else:
-            at.plan(s, worker.embedded_ns, at.VECTOR, number, s.rows[number].probe)
+            plan(s.schedule[0], worker.embedded_ns, VECTOR, number, s.rows[number].probe)
     worker.probing.count = 0
 
 
@@ -198,7 +200,6 @@ def _send(s: State, pools: int, number: int, when: int) -> None:
     row = s.rows[number]
     when += pool_state_at(pools).ring_ns
     row.query = pool.submit(pools, 1, s.workers[row.worker].group, when, row.deadline_ns, 0, s.top_m, number)
-    s.clock[0].next_ns = min(s.clock[0].next_ns, when)
 
 
 @compiled

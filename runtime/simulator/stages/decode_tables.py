@@ -1,9 +1,8 @@
 """Records of all simulated decode workers, for compiled code (`step_batch`, `decode_core`)."""
 
 from ipc.native.records import Array, Record, record, record_at
-from runtime.simulator.stages.pool_tables import Gpu, compiled
-
-RUN_ENDS, VECTOR, TIMEOUT = range(3)  # kinds of events; subject: a worker, a row, a row
+from runtime.simulator.stages.pool_tables import Gpu
+from runtime.simulator.stages.schedule import Schedule, compiled
 
 
 @record
@@ -70,25 +69,6 @@ class Worker(Record):
 
 
 @record
-class Event(Record):
-    """A planned event."""
-
-    when_ns: int
-    planned: int
-    kind: int
-    subject: int
-    probe: int
-
-
-@record
-class Clock(Record):
-    """Shared with `Events`: the number of planned events, and the time of the next one here."""
-
-    planned: int
-    next_ns: int
-
-
-@record
 class Costs(Record):
     """Times of a step in ns; of a chunk in s."""
 
@@ -104,7 +84,7 @@ class Costs(Record):
 class State(Record):
     """All workers."""
 
-    clock: Array[Clock]  # one
+    schedule: Array[Schedule]  # one
     costs: Costs
     worker_count: int
     workers: Array[Worker]
@@ -113,9 +93,6 @@ class State(Record):
     free_count: int
     free: Array[int]  # a stack of rows
     drawn_count: int  # random numbers of a worker
-    event_count: int
-    event_capacity: int
-    events: Array[Event]  # a heap
     probes_started: int
     probe_interval: int  # tokens between probes, 0 for none
     probes_enabled: bool
@@ -134,59 +111,3 @@ state_at = record_at(State)
 def append(rows: RowList, row: int) -> None:
     rows.rows[rows.count] = row
     rows.count += 1
-
-
-@compiled
-def plan(s: State, when_ns: int, kind: int, subject: int, probe: int) -> None:
-    """Push an event to the heap."""
-    clock = s.clock[0]
-    clock.planned += 1
-    clock.next_ns = min(clock.next_ns, when_ns)
-    position = s.event_count
-    s.event_count += 1
-    while position:
-        above = (position - 1) >> 1
-        if s.events[above].when_ns <= when_ns:  # planned earlier, so it stays first
-            break
-        _move(s.events[above], s.events[position])
-        position = above
-    event = s.events[position]
-    event.when_ns, event.planned, event.kind, event.subject, event.probe = when_ns, clock.planned, kind, subject, probe
-
-
-@compiled
-def pop(s: State) -> tuple[int, int, int]:
-    """Pop the next event: (kind, subject, probe)."""
-    first = s.events[0]
-    popped = first.kind, first.subject, first.probe
-    s.event_count -= 1
-    last = s.events[s.event_count]
-    position = 0
-    while True:
-        below = 2 * position + 1
-        if below >= s.event_count:
-            break
-        if below + 1 < s.event_count and _before(s.events[below + 1], s.events[below]):
-            below += 1
-        if not _before(s.events[below], last):
-            break
-        _move(s.events[below], s.events[position])
-        position = below
-    _move(last, s.events[position])
-    return popped
-
-
-@compiled
-def _before(event: Event, other: Event) -> bool:
-    return event.when_ns < other.when_ns or (event.when_ns == other.when_ns and event.planned < other.planned)
-
-
-@compiled
-def _move(event: Event, to: Event) -> None:
-    to.when_ns, to.planned, to.kind, to.subject, to.probe = (
-        event.when_ns,
-        event.planned,
-        event.kind,
-        event.subject,
-        event.probe,
-    )

@@ -13,10 +13,11 @@ from runtime.pool.compiled import compiled
 from runtime.pool.estimates import learn_cost
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import LOOP_NS, ExtendCost, fewest_slots
-from runtime.pool.tables import DECODE, NEVER_NS, PREFILL, Tables, new_tables, tables_at
-from runtime.simulator.events import NEXT, Events, ns
+from runtime.pool.tables import DECODE, PREFILL, Tables, new_tables, tables_at
+from runtime.simulator.events import Events, ns
 from runtime.simulator.stages import pool_core as core
 from runtime.simulator.stages import pool_tables as at
+from runtime.simulator.stages.schedule import ANSWERED, OUT_OF_CAPACITY
 from runtime.simulator.times.service import ServiceTimes
 
 _MOST_SLOTS = 512
@@ -85,6 +86,7 @@ class Pools:
         self._gpus = [gpu for _, gpu in pools]
         most = max(policy.slots for policy, _ in pools)
         self._state = at.State(
+            schedule=events.schedule,
             capacity=capacity,
             queries=new_array(at.Query, capacity),
             free_count=capacity,
@@ -98,10 +100,10 @@ class Pools:
             search_width=SEARCH_WIDTH,
             min_extends=-(-limits.top_m // SEARCH_WIDTH),
         )
-        self._state.arriving.numbers, self._state.answers.numbers = new_array(int, capacity), new_array(int, capacity)
         self.handle = address_of(self._state)
         for number, ((_, gpu), pool) in enumerate(zip(pools, self.pools, strict=True)):
             self._state.pools[number] = at.Pool(
+                number=number,
                 tables=array_from(Tables, address_of(pool.tables)),
                 members=pool.members,
                 gpu=array_from(at.Gpu, address_of(gpu)),
@@ -109,13 +111,15 @@ class Pools:
                 round_s=times.round_s,
                 query_s=times.query_s,
                 wake_ns=ns(times.wake_s),
-                end_ns=NEVER_NS,
                 idle=True,
             )
             pool.counters = self._state.pools[number]
         self._groups: list[Array[int]] = []
         self._draw_extends()
-        events.source = self
+        events.pools = self.handle
+        events.handlers[ANSWERED] = self._reply
+        events.handlers[OUT_OF_CAPACITY] = lambda subject, status: self.ensure_capacity(0)
+        events.ensure_capacity(capacity)
 
     def group(self, pools: Sequence[int]) -> int:
         """Create a group of the pools with these indices."""
@@ -150,7 +154,6 @@ class Pools:
             self._grow()
             return self.submit_at(at_ns, group, stage, deadline_ns, reply, extends=extends, top_m=top_m)
         self._replies[number] = reply
-        self._events.expect(at_ns)
         return number
 
     def times_of(self, number: int) -> tuple[int, int]:
@@ -163,22 +166,13 @@ class Pools:
         del self._replies[number]
         core.cancel(self.handle, number)
 
-    def run(self, until_ns: int, planned: int) -> bool:
-        """Process events up to `until_ns` or the next reply, and set the clock to the reply."""
-        now, self._events.clock[NEXT], number, status = core.run(self.handle, until_ns)
-        if number >= 0:
-            self._events.now_ns = now
-            self.reply(number, status)
-        else:
-            self.ensure_capacity(0)
-        return True
-
-    def reply(self, number: int, status: int) -> None:
+    def _reply(self, number: int, status: int) -> None:
         """Call the reply of a query."""
         self._replies.pop(number)(core.STATUSES[status])
 
     def ensure_capacity(self, queries: int) -> None:
-        """Provide capacity for more than `queries` new queries, and their random numbers."""
+        """Provide capacity for events, for more than `queries` new queries, and for their random numbers."""
+        self._events.ensure_capacity()
         if self._state.free_count <= queries > 0:
             self._grow()
         if self._state.drawn_used == self._state.drawn_count:
@@ -192,11 +186,6 @@ class Pools:
     def _grow(self) -> None:
         """Double the capacity."""
         s, count = self._state, self._state.capacity
-        for ring in (s.arriving, s.answers):
-            numbers = new_array(int, 2 * count)
-            for i in range(ring.count):
-                numbers[i] = ring.numbers[(ring.head + i) % count]
-            ring.numbers, ring.head = numbers, 0
         queries, free = new_array(at.Query, 2 * count), new_array(int, 2 * count)
         for number in range(count):
             queries[number] = s.queries[number]
@@ -206,3 +195,4 @@ class Pools:
             free[s.free_count] = number
             s.free_count += 1
         s.queries, s.free, s.capacity = queries, free, 2 * count
+        self._events.ensure_capacity(2 * count)

@@ -1,29 +1,17 @@
 """Compiled events of the simulated pools: a query arrives through the ring, joins a batch of extends, is answered.
 
-Between a query and its answer a pool does not depend on the workers, so these events run without Python; `run` returns
-for answers. A pool's batch advances all its queries together, and its members change only between *runs* of extends.
-While nothing changes, many extends are one event: a run is planned up to the next query's last extend, and an earlier
-arrival (`_interrupt`) ends it with the extend in progress.
+Between a query and its answer a pool does not depend on the workers, so these events run without Python. A pool's batch
+advances all its queries together, and its members change only between *runs* of extends. While nothing changes, many
+extends are one event: a run is planned up to the next query's last extend, and an earlier arrival (`_interrupt`) ends
+it with the extend in progress.
 
 Production's policy (`runtime.pool.policy`) selects the active queries.
 """
 
 from runtime.pool import policy, queues
 from runtime.pool.tables import NEVER_NS, PREFILL, active_count
-from runtime.simulator.stages.pool_tables import (
-    ANSWERED,
-    CANCELLED,
-    FREE,
-    IN_POOL,
-    SENT,
-    Member,
-    Pool,
-    Query,
-    State,
-    Transit,
-    compiled,
-    state_at,
-)
+from runtime.simulator.stages.pool_tables import Member, Pool, Query, State, state_at
+from runtime.simulator.stages.schedule import ANSWER, EXTENDS_END, QUERY, compiled, plan
 
 OK, OVERLOADED, LATE = range(3)
 STATUSES = ("ok", "overloaded", "deadline_exceeded")
@@ -39,14 +27,10 @@ def submit(at: int, stage: int, group: int, at_ns: int, deadline: int, extends: 
     s.free_count -= 1
     number = s.free[s.free_count]
     query = s.queries[number]
-    query.state, query.stage, query.group, query.at_ns, query.deadline_ns = SENT, stage, group, at_ns, deadline
-    query.extends, query.top_m, query.begun_ns, query.caller = extends, top_m, 0, caller
-    ring, slot = s.arriving, s.arriving.head + s.arriving.count
-    while slot > ring.head and s.queries[ring.numbers[(slot - 1) % s.capacity]].at_ns > at_ns:
-        ring.numbers[slot % s.capacity] = ring.numbers[(slot - 1) % s.capacity]
-        slot -= 1
-    ring.numbers[slot % s.capacity] = number
-    ring.count += 1
+    query.cancelled = query.waits = False
+    query.stage, query.group, query.deadline_ns = stage, group, deadline
+    query.extends, query.top_m, query.caller = extends, top_m, caller
+    plan(s.schedule[0], at_ns, QUERY, number, 0)
     return number
 
 
@@ -55,90 +39,41 @@ def cancel(at: int, number: int) -> None:
     """Cancel a query. One that has a slot continues, because it ends soon."""
     s = state_at(at)
     query = s.queries[number]
-    if query.state == IN_POOL and not query.begun_ns:
+    if query.waits:
         pool = s.pools[query.pool]
         queues.release(pool.tables[0], query.entry)
         queues.free_entry(pool.tables[0], query.entry)
         pool.queries -= 1
         _free(s, number)
     else:
-        query.state = CANCELLED
+        query.cancelled = True
 
 
 @compiled
-def run(at: int, until: int) -> tuple[int, int, int, int]:
-    """Process events up to `until` or the next answer. Return (now, time of the next event, answered query or -1,
-    status). Returns early if all drawn extends are used: the caller must draw more."""
-    s = state_at(at)
-    while True:
-        when = next_ns(s)
-        if when > until or when == NEVER_NS or s.drawn_used == s.drawn_count:
-            return s.now_ns, when, -1, OK
-        s.now_ns = when
-        if s.arriving.count and s.queries[_first(s.arriving)].at_ns == when:
-            number = _take(s, s.arriving)
-            if s.queries[number].state == CANCELLED:
-                _free(s, number)
-            else:
-                _arrive(s, number)
-        elif s.answers.count and s.queries[_first(s.answers)].at_ns == when:
-            number = _take(s, s.answers)
-            awaited = s.queries[number].state != CANCELLED
-            _free(s, number)
-            if awaited:
-                return when, next_ns(s), number, s.queries[number].status
-        else:
-            _between_runs(s, s.pools[_due(s, when)])
-
-
-@compiled
-def _first(ring: Transit) -> int:
-    return ring.numbers[ring.head]
-
-
-@compiled
-def _take(s: State, ring: Transit) -> int:
-    """Remove the first query of a ring."""
-    number = _first(ring)
-    ring.head = (ring.head + 1) % s.capacity
-    ring.count -= 1
-    return number
-
-
-@compiled
-def next_ns(s: State) -> int:
-    """Return the time of the next event."""
-    when = NEVER_NS
-    if s.arriving.count:
-        when = s.queries[_first(s.arriving)].at_ns
-    if s.answers.count:
-        when = min(when, s.queries[_first(s.answers)].at_ns)
-    for p in range(s.pool_count):
-        when = min(when, s.pools[p].end_ns)
-    return when
-
-
-@compiled
-def _due(s: State, when: int) -> int:
-    """Return the pool whose run ends at that time; of several the one whose run was planned first."""
-    due = -1
-    for p in range(s.pool_count):
-        pool = s.pools[p]
-        if pool.end_ns == when and (due < 0 or pool.planned < s.pools[due].planned):
-            due = p
-    return due
+def process(s: State, kind: int, subject: int, stamp: int) -> bool:
+    """Process an event of the pools. Return whether it is an answer that somebody awaits."""
+    if kind == EXTENDS_END:
+        if s.pools[subject].planned == stamp:  # else another plan has replaced it
+            _between_runs(s, s.pools[subject])
+        return False
+    awaited = not s.queries[subject].cancelled
+    if kind == QUERY and awaited:
+        _arrive(s, subject)
+        return False
+    _free(s, subject)
+    return awaited
 
 
 @compiled
 def _end_at(s: State, pool: Pool, when: int) -> None:
     """Set the end of the current run."""
-    s.plans += 1
-    pool.end_ns, pool.planned = when, s.plans
+    schedule = s.schedule[0]
+    pool.planned = schedule.planned + 1
+    plan(schedule, when, EXTENDS_END, pool.number, pool.planned)
 
 
 @compiled
 def _free(s: State, number: int) -> None:
-    s.queries[number].state = FREE
     s.free[s.free_count] = number
     s.free_count += 1
 
@@ -146,7 +81,7 @@ def _free(s: State, number: int) -> None:
 @compiled
 def _arrive(s: State, number: int) -> None:
     """Process a query that leaves the ring: it joins the next extend if the policy admits it."""
-    query, now = s.queries[number], s.now_ns
+    query, now = s.queries[number], s.schedule[0].now_ns
     if not query.extends:
         query.extends = s.min_extends + s.drawn[s.drawn_used]
         s.drawn_used += 1
@@ -155,7 +90,7 @@ def _arrive(s: State, number: int) -> None:
     group.next = (group.next + 1) % group.count
     pool = s.pools[query.pool]
     t = pool.tables[0]
-    query.state, query.enqueued_ns, query.entry = IN_POOL, now - s.ring_ns, queues.new_entry(t)
+    query.waits, query.enqueued_ns, query.entry = True, now - s.ring_ns, queues.new_entry(t)
     entry = t.entries[query.entry]
     entry.stage, entry.arrival_ns, entry.deadline_ns = query.stage, now, query.deadline_ns
     entry.scope = entry.patience = 0
@@ -172,12 +107,9 @@ def _arrive(s: State, number: int) -> None:
 
 @compiled
 def _answer(s: State, number: int, status: int) -> None:
-    query = s.queries[number]
-    query.ended_ns, query.status, query.at_ns = s.now_ns, status, s.now_ns + s.ring_ns
-    if query.state != CANCELLED:
-        query.state = ANSWERED
-    s.answers.numbers[(s.answers.head + s.answers.count) % s.capacity] = number
-    s.answers.count += 1
+    query, now = s.queries[number], s.schedule[0].now_ns
+    query.ended_ns, query.status, query.waits = now, status, False
+    plan(s.schedule[0], now + s.ring_ns, ANSWER, number, 0)
 
 
 # ---- a pool's batch
@@ -186,7 +118,7 @@ def _answer(s: State, number: int, status: int) -> None:
 @compiled
 def _interrupt(s: State, pool: Pool) -> None:
     """End the current run with the extend in progress, so that the policy is called."""
-    now = s.now_ns
+    now = s.schedule[0].now_ns
     if pool.idle:
         pool.idle, pool.steps = False, 0
         _end_at(s, pool, now + pool.wake_ns)
@@ -215,7 +147,7 @@ def _between_runs(s: State, pool: Pool) -> None:
         pool.served += 1
         pool.queries -= 1
         _answer(s, number, OK)
-    policy.schedule(t, s.now_ns)
+    policy.schedule(t, s.schedule[0].now_ns)
     for i in range(t.late.count):
         entry = t.late.numbers[i]
         queues.free_entry(t, entry)
@@ -237,7 +169,7 @@ def _between_runs(s: State, pool: Pool) -> None:
 def _finish_run(s: State, pool: Pool, steps: int) -> None:
     t = pool.tables[0]
     active = active_count(t)
-    pool.busy_ns += s.now_ns - pool.begin_ns
+    pool.busy_ns += s.schedule[0].now_ns - pool.begin_ns
     pool.member_steps += steps * active
     pool.taken += steps
     policy.advance(t, t.active[PREFILL].count, active, steps, steps * pool.each_ns)
@@ -266,7 +198,7 @@ def _join(pool: Pool, member: Member, steps: int) -> None:
 
 @compiled
 def _record_admission(s: State, pool: Pool, query: Query) -> None:
-    query.begun_ns = s.now_ns
+    query.begun_ns, query.waits = s.schedule[0].now_ns, False
     wait = query.begun_ns - query.enqueued_ns
     pool.admitted += 1
     pool.waited_ns += wait
@@ -280,10 +212,10 @@ def _record_admission(s: State, pool: Pool, query: Query) -> None:
 @compiled
 def _plan_run(s: State, pool: Pool) -> None:
     """Plan the next run: up to the next query's last extend, or the policy's next call while queries wait."""
-    t, now = pool.tables[0], s.now_ns
+    t, now = pool.tables[0], s.schedule[0].now_ns
     active = active_count(t)
     if active == 0:
-        pool.idle, pool.end_ns = True, NEVER_NS
+        pool.idle = True
         return
     gpu = pool.gpu[0]
     pool.shared = gpu.slowdown > 1.0 and gpu.model_busy

@@ -1,26 +1,18 @@
 """Records of the simulated pools, for compiled code (`pool_core`)."""
 
-from pathlib import Path
-
-import ipc
-import runtime.pool
-from ipc.native.compiled import compiler_for
 from ipc.native.records import Array, Record, record, record_at
 from runtime.pool.tables import Tables
-
-compiled = compiler_for(*(Path(str(package.__file__)).parent for package in (ipc, runtime.pool)), Path(__file__).parent)
-
-FREE, SENT, IN_POOL, ANSWERED, CANCELLED = range(5)  # states of a query
+from runtime.simulator.stages.schedule import Schedule
 
 
 @record
 class Query(Record):
     """A query in a pool, or on its way to or from it."""
 
-    state: int
+    cancelled: bool
+    waits: bool  # in its pool, for a slot
     stage: int
     group: int
-    at_ns: int  # when it reaches the pool, or its answer the caller
     deadline_ns: int
     extends: int  # 0 until drawn
     top_m: int
@@ -55,9 +47,10 @@ class Gpu(Record):
 
 @record
 class Pool(Record):
-    """A pool: its run of `steps` extends from `begin_ns` to `end_ns`, the first of which takes `first_ns`, the others
-    `each_ns`, and its counters."""
+    """A pool: its run of `steps` extends from `begin_ns`, the first of which takes `first_ns`, the others `each_ns`;
+    and its counters."""
 
+    number: int
     tables: Array[Tables]  # one
     members: Array[Member]  # by entry
     gpu: Array[Gpu]  # one
@@ -65,8 +58,7 @@ class Pool(Record):
     round_s: float
     query_s: float
     wake_ns: int  # from an arrival at an idle pool to its first extend
-    end_ns: int
-    planned: int  # number of the plan that set `end_ns`
+    planned: int  # number of the event that ends the run
     steps: int
     begin_ns: int
     first_ns: int
@@ -84,15 +76,6 @@ class Pool(Record):
 
 
 @record
-class Transit(Record):
-    """Queries in transit, ordered by time: a ring."""
-
-    head: int
-    count: int
-    numbers: Array[int]
-
-
-@record
 class Group(Record):
     """Pools that serve queries in turn."""
 
@@ -105,14 +88,11 @@ class Group(Record):
 class State(Record):
     """All pools."""
 
-    now_ns: int
+    schedule: Array[Schedule]  # one
     capacity: int  # of queries
     queries: Array[Query]
     free_count: int
     free: Array[int]  # a stack
-    arriving: Transit  # to a pool
-    answers: Transit  # back
-    pool_count: int
     pools: Array[Pool]
     groups: Array[Group]
     extend_s: Array[float]  # time of an extend by active slots
@@ -124,7 +104,6 @@ class State(Record):
     ring_ns: int
     search_width: int
     min_extends: int
-    plans: int
 
 
 state_at = record_at(State)

@@ -7,7 +7,7 @@ next row's last step, and `interrupt` ends it with the step in progress.
 from runtime.pool.tables import NEVER_NS
 from runtime.simulator.stages import decode_tables as at
 from runtime.simulator.stages.decode_tables import State, Worker
-from runtime.simulator.stages.pool_tables import compiled
+from runtime.simulator.stages.schedule import STEPS_END, compiled, plan
 
 
 @compiled
@@ -34,7 +34,7 @@ def interrupt(s: State, worker: Worker, now: int) -> None:
     """End the current run with the step in progress."""
     if worker.idle:
         worker.idle, worker.steps, worker.end_ns = False, 0, now
-        at.plan(s, now, at.RUN_ENDS, worker.number, 0)
+        plan(s.schedule[0], now, STEPS_END, worker.number, 0)
         return
     if worker.steps <= 1:
         return
@@ -43,7 +43,7 @@ def interrupt(s: State, worker: Worker, now: int) -> None:
     if steps < worker.steps:
         worker.steps = steps
         worker.end_ns = worker.begin_ns + worker.first_ns + (steps - 1) * worker.each_ns
-        at.plan(s, worker.end_ns, at.RUN_ENDS, worker.number, 0)
+        plan(s.schedule[0], worker.end_ns, STEPS_END, worker.number, 0)
 
 
 @compiled
@@ -86,4 +86,4 @@ def begin_run(s: State, worker: Worker, now: int, most: int, each_ns: int, extra
     steps = max(min(ends - worker.taken, most), 1)
     worker.begin_ns, worker.steps, worker.each_ns, worker.first_ns = now, steps, each_ns, each_ns + extra_ns
     worker.end_ns = now + extra_ns + steps * each_ns
-    at.plan(s, worker.end_ns, at.RUN_ENDS, worker.number, 0)
+    plan(s.schedule[0], worker.end_ns, STEPS_END, worker.number, 0)
