@@ -225,11 +225,10 @@ class LoadBalancer:
     async def check_all(self) -> None:
         """Check all servers for the first time. Raises ConfigError, with all connections closed, for a server that can
         never serve the configuration."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._first_check(backend)) for backend in self.backends]
-        if errors := [error for task in tasks if (error := task.result()) is not None]:
+        outcomes = await asyncio.gather(*map(self._check, self.backends), return_exceptions=True)
+        if error := next((outcome for outcome in outcomes if outcome is not None), None):
             await self.close()
-            raise errors[0]
+            raise error
 
     def checks_due(self) -> list[Coroutine[None, None, None]]:
         """Return the due checks, to be run concurrently: a slow server delays no other."""
@@ -297,13 +296,6 @@ class LoadBalancer:
             if isinstance(error, EngineUnreachable | TimeoutError):
                 return  # the next request there finds out
         backend.has_metrics = backend.reported is not None
-
-    async def _first_check(self, backend: Backend) -> ConfigError | None:
-        try:
-            await self._check(backend)
-        except ConfigError as error:
-            return error
-        return None
 
     async def _check(self, backend: Backend) -> None:
         try:
