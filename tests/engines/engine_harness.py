@@ -14,7 +14,7 @@ from msgspec import structs
 
 from runtime.engines.openai.capabilities import detect_capabilities
 from runtime.engines.openai.engine import OpenAiEngine
-from runtime.engines.openai.http import AioHttp, Http
+from runtime.engines.openai.http import Http
 from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.engines.openai.server import Server
 from runtime.errors import (
@@ -132,7 +132,7 @@ async def running_engine(
             continue
         path = str(sockets / f"{len(listening)}.sock")
         listening.append(await asyncio.start_unix_server(HttpFront(fake).connected, path))
-        networks.append(AioHttp(path))
+        networks.append(Http(path))
     everything: list[Stage] = [""] * len(urls)
     servers = LoadBalancer(
         [

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from runtime.engines.openai.http import Disconnected, Response
+from runtime.engines.openai.http import Disconnected, Http, Response
 
 Json = dict[str, Any]
 
@@ -80,7 +80,7 @@ class Behaviour:
 
 
 @dataclass
-class FakeServer:
+class FakeServer(Http):
     """`asked` are the bodies of all POSTs by path, `open` the streams that are being read, `computed` and `pulled` how
     many prompts it has handed over and taken over."""
 
@@ -259,11 +259,9 @@ class FakeServer:
         return chunks
 
 
-class _Stream:
-    status = 200
-
+class _Stream(Response):
     def __init__(self, server: FakeServer, chunks: list[Json]) -> None:
-        self._server, self._chunks = server, chunks
+        self._server, self._chunks, self.status = server, chunks, 200
         self._server.open += 1
         self._closed = False
 
@@ -287,7 +285,7 @@ class _Stream:
 
 
 @dataclass
-class WholeResponse:
+class WholeResponse(Response):
     status: int
     body: bytes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.engines.openai.http import AioHttp, Disconnected
+from runtime.engines.openai.http import Disconnected, Http
 from runtime.engines.openai.server import Server
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -20,7 +20,7 @@ def chunk(data: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def asked(serve: Serve) -> AsyncIterator[tuple[AioHttp, str]]:
+async def asked(serve: Serve) -> AsyncIterator[tuple[Http, str]]:
     """Yield a client and the address of a server that reads a request's head and then calls `serve`."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -31,7 +31,7 @@ async def asked(serve: Serve) -> AsyncIterator[tuple[AioHttp, str]]:
             writer.close()
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
-    http = AioHttp()
+    http = Http()
     try:
         yield http, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
     finally:
@@ -85,7 +85,7 @@ async def test_an_unreachable_server_raises_an_error() -> None:
     port = server.sockets[0].getsockname()[1]
     server.close()
     await server.wait_closed()
-    http = AioHttp()
+    http = Http()
     with pytest.raises(Disconnected, match=r"^Connection refused$"):
         await http.request("GET", f"http://127.0.0.1:{port}/v1", {}, None)
     await http.close()
@@ -119,7 +119,7 @@ async def test_a_connection_is_reused_if_the_body_ends_after_the_done_event(tmp_
         writer.close()
 
     async with await asyncio.start_unix_server(serve, tmp_path / "socket"):
-        server = Server("http://fake/v1", http=AioHttp(str(tmp_path / "socket")))
+        server = Server("http://fake/v1", http=Http(str(tmp_path / "socket")))
         for _ in range(3):
             async with server.stream("/chat/completions", {}) as chunks:
                 assert [chunk async for chunk in chunks] == [{"choices": []}]

@@ -23,7 +23,7 @@ import pytest
 
 from runtime.engines.openai.capabilities import detect_capabilities
 from runtime.engines.openai.engine import OpenAiEngine
-from runtime.engines.openai.http import AioHttp
+from runtime.engines.openai.http import Http
 from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.engines.openai.server import Server
 from runtime.engines.vllm.instance import get
@@ -125,7 +125,7 @@ class Direct:
 async def direct(node: VllmNode) -> AsyncIterator[Direct]:
     section = VllmSection(name=NAME)
     made = [
-        Server(f"http://{name}/v1", http=AioHttp(str(node.home / "run" / f"{name}.sock")), stage=stage)
+        Server(f"http://{name}/v1", http=Http(str(node.home / "run" / f"{name}.sock")), stage=stage)
         for name, stage in stages_of(node).items()
     ]
     servers = LoadBalancer(made, partial(detect_capabilities, section=section))

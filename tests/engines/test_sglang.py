@@ -48,27 +48,22 @@ class _Room:
     decode: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-@dataclass
-class _AfterPartner:
+class _AfterPartner(Response):
     """A response whose body begins when the partner has the request too."""
 
-    response: Response
-    partner: asyncio.Event
-
-    @property
-    def status(self) -> int:
-        return self.response.status
+    def __init__(self, response: Response, partner: asyncio.Event) -> None:
+        self.status, self._of, self._partner = response.status, response, partner
 
     async def iter_bytes(self) -> AsyncIterator[bytes]:
-        await self.partner.wait()
-        async for part in self.response.iter_bytes():
+        await self._partner.wait()
+        async for part in self._of.iter_bytes():
             yield part
 
     def complete(self) -> None:
-        self.response.complete()
+        self._of.complete()
 
     def close(self) -> None:
-        self.response.close()
+        self._of.close()
 
 
 class SglangServer(FakeServer):

@@ -16,7 +16,7 @@ from runtime.checks import preflight
 from runtime.checks.diagnosis import diagnose
 from runtime.checks.memory_estimate import estimate
 from runtime.checks.vllm import host_bytes
-from runtime.engines.openai.http import AioHttp
+from runtime.engines.openai.http import Http
 from runtime.engines.vllm.command import (
     check_arguments,
     command,
@@ -234,8 +234,8 @@ def test_a_draining_instance_ends_after_two_polls_without_requests(tmp_path: Pat
 def test_a_renamed_socket_accepts_no_new_connections(tmp_path: Path) -> None:
     socket = tmp_path / "x.sock"
     socket.touch()
-    http = AioHttp(str(socket))
+    http = Http(str(socket))
     assert http.accepting
     socket.rename(tmp_path / "x.sock.old")
     assert not http.accepting
-    assert AioHttp().accepting
+    assert Http().accepting

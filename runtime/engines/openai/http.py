@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping
-from typing import Protocol
 
 import aiohttp
 
@@ -18,57 +17,30 @@ class Disconnected(Exception):
     """The server did not respond, or the connection broke."""
 
 
-class Response(Protocol):
-    """A response whose head has arrived."""
-
-    @property
-    def status(self) -> int: ...
-
-    def iter_bytes(self) -> AsyncIterator[bytes]:
-        """Iterate over the body in chunks as they arrive. Raises Disconnected if the connection breaks."""
-
-    def complete(self) -> None:
-        """Declare the content complete. The end of the body may still follow; the connection is then reused."""
-
-    def close(self) -> None:
-        """Stop reading. Unless `complete`, the connection is closed, which cancels the request at the server."""
-
-
-class Http(Protocol):
-    """An HTTP client."""
-
-    async def request(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Response:
-        """Send a request; return the response once its head has arrived. Raises Disconnected."""
-
-    @property
-    def accepting(self) -> bool:
-        """False if the server is known to accept no new requests."""
-
-    async def close(self) -> None:
-        """Close all connections."""
-
-
-class AioHttp:
-    """`Http` over TCP, or over the Unix socket at the path `socket`. Connecting has a time limit, the response none."""
+class Http:
+    """A client over TCP, or a Unix socket at the path `socket`. Connecting has a time limit, the response none."""
 
     def __init__(self, socket: str = "") -> None:
         self._socket = socket
         self._client: aiohttp.ClientSession | None = None
         self._tails: set[asyncio.Task[None]] = set()
 
-    async def request(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Response:
+    async def request(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> "Response":
+        """Send a request; return the response once its head has arrived. Raises Disconnected."""
         try:
             response = await self._session().request(method, url, headers=headers, data=body, allow_redirects=False)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: an invalid URL
             raise Disconnected(_describe(error)) from error
-        return _AioResponse(response, self._tails)
+        return Response(response, self._tails)
 
     @property
     def accepting(self) -> bool:
-        """A draining server renames its socket, which open connections would not notice."""
+        """False if the server is known to accept no new requests: a draining one renames its socket, which open
+        connections would not notice."""
         return not self._socket or os.path.exists(self._socket)
 
     async def close(self) -> None:
+        """Close all connections."""
         for tail in self._tails:
             tail.cancel()
         await asyncio.gather(*self._tails, return_exceptions=True)
@@ -90,13 +62,16 @@ class AioHttp:
         return self._client
 
 
-class _AioResponse:
+class Response:
+    """A response whose head has arrived."""
+
     def __init__(self, response: aiohttp.ClientResponse, tails: set[asyncio.Task[None]]) -> None:
         self._response, self._tails = response, tails
         self._complete = False
         self.status = response.status
 
     async def iter_bytes(self) -> AsyncIterator[bytes]:
+        """Iterate over the body in chunks as they arrive. Raises Disconnected if the connection breaks."""
         content = self._response.content
         try:
             while chunk := await content.readany():
@@ -105,9 +80,11 @@ class _AioResponse:
             raise Disconnected(_describe(error)) from error
 
     def complete(self) -> None:
+        """Declare the content complete. The end of the body may still follow; the connection is then reused."""
         self._complete = True
 
     def close(self) -> None:
+        """Stop reading. Unless `complete`, the connection is closed, which cancels the request at the server."""
         if not self._complete or self._response.content.at_eof():
             self._response.close()
             return

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from runtime.engines.event_endpoints import EventEndpoints
-from runtime.engines.openai.http import AioHttp, Disconnected, Http, Response
+from runtime.engines.openai.http import Disconnected, Http, Response
 from runtime.errors import (
     ContextLengthExceeded,
     EngineFailed,
@@ -86,7 +86,7 @@ class Server:
         self.events = events
         self.url, self.stage, self.ranks, self.unpaired_fields = url, stage, ranks, dict(unpaired_fields or {})
         self._root = _without_version(url)
-        self._http = http or AioHttp()
+        self._http = http or Http()
         # No compression: it would delay a stream's chunks, and hide a body's size until it is decompressed.
         self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if key:

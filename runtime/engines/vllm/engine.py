@@ -1,7 +1,7 @@
 """The OpenAI engine over the vLLM instances that the node runs."""
 
 from runtime.engines.openai.engine import OpenAiEngine, engine_over
-from runtime.engines.openai.http import AioHttp
+from runtime.engines.openai.http import Http
 from runtime.engines.openai.server import Server
 from runtime.engines.vllm.command import event_endpoints
 from runtime.node.engine_config import VllmSection
@@ -19,7 +19,7 @@ async def vllm_engine(
     instances = [
         Server(
             f"http://{placement.name}/v1",
-            http=AioHttp(worker.plan.http_socket(placement.name)),
+            http=Http(worker.plan.http_socket(placement.name)),
             stage=placement.stage,
             ranks=section.stages[placement.stage].tensor_parallel_size,
             events=event_endpoints(worker.plan, placement),
