@@ -13,6 +13,12 @@ from runtime.simulator.times.service import H100_8B
 from runtime.simulator.traces import Arrival
 
 BLOCK = 32  # tokens
+MS = 1_000_000
+EXACT = replace(
+    H100_8B, prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0, decode_step_s=3e-3, decode_row_s=0.0,
+    decode_context_s=0.0, kv_token_bytes=0.0, link_s=0.0,
+)  # fmt: skip
+"""A token of a prompt takes 1 ms, a step of decode 3 ms, and a hand-over no time."""
 POLICIES = ("configured", "fixed:0.3", "paper")
 
 
@@ -47,6 +53,21 @@ def poisson(count: int, rate: float, *, prompt: int = 300, output: int = 100, se
 def arrival(at_s: float, tokens: int, *prefix: int, output: int = 1) -> Arrival:
     """Return a prompt whose first blocks have the hashes `prefix`."""
     return Arrival(at_s, tokens, output, prefix, BLOCK)
+
+
+def talks(count: int, rate: float, seed: int = 2) -> list[Arrival]:
+    """Return turns of conversations, each preceded by all earlier turns."""
+    random, at_s, found = Random(seed), 0.0, []
+    known: dict[int, list[int]] = {}
+    for number in range(count):
+        at_s += random.expovariate(rate)
+        turn = known.setdefault(random.randrange(8), [])
+        turn += [number * 8 + i for i in range(random.randint(1, 6))]
+        tokens = len(turn) * BLOCK - random.randrange(BLOCK)
+        found.append(arrival(at_s, tokens, *turn, output=random.randint(1, 60)))
+        if len(turn) > 40:
+            turn.clear()
+    return found
 
 
 def run(made: Setup, *arrivals: Arrival) -> Simulation:

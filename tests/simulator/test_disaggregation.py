@@ -3,7 +3,6 @@
 from random import Random
 
 import pytest
-from msgspec.structs import replace
 
 from runtime.node.config import Disaggregate, HandoverSection, HttpSection, NodeConfig
 from runtime.node.worker_config import DecodeSection, PrefillSection
@@ -14,18 +13,13 @@ from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import H100_8B
 from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Slos, Workload
-
-MS = 1_000_000
-TIMES = replace(
-    H100_8B, prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # 1 ms per token
-    decode_step_s=3e-3, decode_row_s=0.0, decode_context_s=0.0, kv_token_bytes=0.0, link_s=0.0,
-)  # fmt: skip
+from tests.simulator.nodes import EXACT, MS
 
 
 def ran(*arrivals: Arrival) -> list[SimRequest]:
     """Run requests whose prompts decode computes, 16 tokens per step."""
     config = NodeConfig(decode=DecodeSection(chunk_tokens=16), handover=HandoverSection(disaggregate="never"))
-    simulation = Simulation(Setup(config=config, times=TIMES, workload=Workload(retrieval=False)), arrivals)
+    simulation = Simulation(Setup(config=config, times=EXACT, workload=Workload(retrieval=False)), arrivals)
     simulation.run()
     return simulation.requests
 
@@ -51,7 +45,7 @@ def test_with_other_rows_each_chunk_of_a_prompt_is_part_of_a_step() -> None:
 def test_a_prompt_within_six_times_a_longer_ones_time_runs_before_its_remaining_chunks() -> None:
     config = NodeConfig(prefill=PrefillSection(chunk_tokens=16), handover=HandoverSection(disaggregate="always"))
     arrivals = [Arrival(0.0, 16, 1), Arrival(0.1, 160, 1), Arrival(0.14, 16, 1)]
-    simulation = Simulation(Setup(config=config, times=TIMES, workload=Workload(retrieval=False)), arrivals)
+    simulation = Simulation(Setup(config=config, times=EXACT, workload=Workload(retrieval=False)), arrivals)
     simulation.run()
     _, long, short = simulation.requests
     assert short.prefilled_ns == (148 + 16) * MS, "the current pass ends at 148 ms"

@@ -14,9 +14,12 @@ from runtime.node.worker_config import PoolPlacement
 from runtime.simulator.node import Simulation, simulate
 from runtime.simulator.plan import PLACEMENTS, fitting_slots, plans
 from runtime.simulator.policies import PolicyChoice
+from runtime.simulator.result import Result
+from runtime.simulator.stages.decode import SimDecode
+from runtime.simulator.stages.prefill import SimPrefill
 from runtime.simulator.times.collectives import Collectives
 from runtime.simulator.times.service import ServiceTimes
-from tests.simulator.nodes import POLICIES, config, poisson, setup
+from tests.simulator.nodes import POLICIES, config, poisson, setup, talks, without_retrieval
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -28,26 +31,36 @@ def test_a_seed_reproduces_a_run_and_another_seed_differs(policy: str) -> None:
     assert first.ttft_s != other.ttft_s
 
 
-@settings(max_examples=40)
+@settings(max_examples=70)
 @given(
     policy=st.sampled_from(POLICIES),
     placement=st.sampled_from(PLACEMENTS),
+    disaggregate=st.sampled_from(["always", "auto", "never"]),
+    shared=st.booleans(),
     count=st.integers(1, 60),
     rate=st.floats(0.5, 200),
     slot_s=st.sampled_from([1e-7, 1e-4, 3e-3]),
+    every=st.sampled_from([0, 1, 32]),
     in_flight=st.sampled_from([3, 1000]),
     timeout_s=st.sampled_from([0.3, 600.0]),
-    disaggregate=st.sampled_from(["always", "auto", "never"]),
+    kv_blocks=st.tuples(st.sampled_from([0, 64, 4000]), st.sampled_from([0, 30, 64, 150])),
 )
 def test_every_request_ends_exactly_once_and_releases_everything(
-    policy: str, placement: PoolPlacement, count: int, rate: float, slot_s: float, in_flight: int, timeout_s: float,
-    disaggregate: Disaggregate,
+    policy: str, placement: PoolPlacement, disaggregate: Disaggregate, shared: bool, count: int, rate: float,
+    slot_s: float, every: int, in_flight: int, timeout_s: float, kv_blocks: tuple[int, int],
 ) -> None:  # fmt: skip
-    made = setup(
-        policy, slot_s=slot_s, node=config(in_flight=in_flight, disaggregate=disaggregate, placement=placement)
+    """`shared`: prompts share blocks. `kv_blocks`: of prefill and of decode; 0: as many as the slots need."""
+    node = config(in_flight=in_flight, disaggregate=disaggregate, placement=placement)
+    node = replace(
+        node,
+        http=replace(node.http, request_timeout_s=timeout_s),
+        prefill=replace(node.prefill, kv_blocks=kv_blocks[0]),
+        decode=replace(node.decode, kv_blocks=kv_blocks[1]),
     )
-    http = replace(made.config.http, request_timeout_s=timeout_s)
-    simulation = Simulation(replace(made, config=replace(made.config, http=http)), poisson(count, rate))
+    made = setup(policy, slot_s=slot_s, node=node)
+    workload = replace(made.workload, probe_every_tokens=every, probe_hit=0.5)
+    arrivals = talks(count, rate) if shared else poisson(count, rate)
+    simulation = Simulation(replace(made, workload=workload), arrivals)
     ends: list[int] = []
     end = simulation.end
 
@@ -62,11 +75,28 @@ def test_every_request_ends_exactly_once_and_releases_everything(
     assert len(ends) == len(set(ends)) == len(simulation.requests)
     assert simulation.router.in_flight == 0
     simulation.events.run()
-    assert all(worker.free == worker.slots for worker in simulation.prefills.values())
-    assert all(worker.free == worker.slots for worker in simulation.decodes.values())
+    workers: list[SimPrefill | SimDecode] = [*simulation.prefills.values(), *simulation.decodes.values()]
+    for worker in workers:
+        assert worker.free == worker.slots
+        assert worker.prompts is None or worker.prompts.available == worker.prompts.blocks
+    assert all(decode.free_blocks == kv_blocks[1] for decode in simulation.decodes.values())
     for pool in simulation.pools:
         assert not pool.counters.queries
         assert not any(pool.waiting)
+
+
+def test_rows_wait_for_blocks_that_run_out_and_enough_of_them_change_nothing() -> None:
+    def served(kv_blocks: int, output: int) -> Result:
+        node = config(slots=8)
+        node = replace(node, decode=replace(node.decode, kv_blocks=kv_blocks))
+        return simulate(without_retrieval(setup(node=node)), poisson(200, 12.0, output=output))
+
+    free, counted = served(0, 100), served(100_000, 100)
+    assert (counted.ttft_s, counted.tpot_s) == (free.ttft_s, free.tpot_s)
+    ample, short = served(100_000, 400), served(60, 400)
+    assert short.outcomes == {"finished": 200}
+    assert short.ttft_s.p50 > 1.5 * ample.ttft_s.p50
+    assert short.use["decode_slots"] < ample.use["decode_slots"]
 
 
 def test_with_an_overloaded_pool_a_reserve_protects_ttft_and_the_law_serves_more_requests_in_time() -> None:
@@ -131,9 +161,15 @@ def test_service_times_round_trip_through_their_file(tmp_path: Path) -> None:
     assert ServiceTimes.load(tmp_path / "times.json") == times
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"extend_s": -1}', '{"extend_us": 3}', '{"extend_s": "x"}', "[" * 70_000])
-def test_a_file_without_service_times_is_rejected_with_its_name(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        *((text, "") for text in ("", "[]", '{"extend_s": -1}', '{"extend_us": 3}', '{"extend_s": "x"}', "[" * 70_000)),
+        ('{"source": "measured", "roofline": {}}', "unknown field `roofline`; `trinity calibrate` measures them again"),
+    ],
+)
+def test_a_file_without_service_times_is_rejected_with_its_name(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "times.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"times\.json"):
+    with pytest.raises(ConfigError, match=rf"times\.json.*{says}"):
         ServiceTimes.load(path)

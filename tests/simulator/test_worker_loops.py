@@ -8,16 +8,12 @@ from runtime.node.worker_config import DecodeSection, PrefillSection
 from runtime.simulator.node import Simulation
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.request import SimRequest
-from runtime.simulator.times.service import H100_8B, ServiceTimes
+from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Workload
+from tests.simulator.nodes import EXACT, MS
 
-MS = 1_000_000
-TIMES = replace(
-    H100_8B, prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # 1 ms per token
-    decode_step_s=3e-3, decode_row_s=0.0, decode_context_s=0.0,
-    kv_token_bytes=0.0, link_s=0.0, embed_s=1e-3, ring_s=0.0, extend_s=1e-6, extend_slot_s=0.0,
-)  # fmt: skip
+TIMES = replace(EXACT, embed_s=1e-3, ring_s=0.0, extend_s=1e-6, extend_slot_s=0.0)
 
 
 def node(times: ServiceTimes, *arrivals: Arrival, devices: tuple[str, ...] = ("cpu",), every: int = 0) -> Simulation:
