@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelError
-from runtime.serving.kv.transport import Transfer, kv_array
 from runtime.serving.messages import Sampling
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import ModelInfo
@@ -56,14 +55,6 @@ def at(model: LanguageModel, row: int, start: int, tokens: Sequence[int]) -> Chu
 
 def greedy(logits: object) -> list[int]:
     return [int(token) for token in torch.as_tensor(logits).argmax(-1)]
-
-
-def continue_greedily(model: LanguageModel, row: int, tokens: Sequence[int], first: int, count: int) -> list[int]:
-    """Return `count` tokens after `tokens`, whose KV is in `row`; `first` is the first of them."""
-    answer = [first]
-    while len(answer) < count:
-        answer += greedy(model.forward([at(model, row, len(tokens) + len(answer) - 1, answer[-1:])]))
-    return answer
 
 
 class Batcher:
@@ -124,27 +115,6 @@ def test_a_later_chunk_copies_its_own_blocks_and_not_the_whole_cache(tiny_direct
     largest = max(event.cpu_memory_usage for event in seen.events())
     side = model.kv[0, 0].nbytes  # the keys of one layer
     assert 0 < largest < side / 8
-
-
-def test_kv_copied_from_another_models_shared_memory_gives_the_tokens_of_generate(
-    tiny_directory: Path, reference: Reference
-) -> None:
-    shared = bytearray(ModelInfo.read(tiny_directory).kv_bytes(48, 16))
-    prefill = LanguageModel.load(
-        tiny_directory, block_tokens=16, blocks=48, context_tokens=256, buffer=memoryview(shared)
-    )
-    decode = LanguageModel.load(tiny_directory, block_tokens=16, blocks=80, context_tokens=300)
-    decode.kv.fill_(float("nan"))
-    seen = kv_array(memoryview(shared).toreadonly(), prefill.kv.shape)
-    for number, prompt in enumerate(ragged_prompts(12, seed=3)):
-        there, here = number % 3, number % 4
-        first = greedy(prefill.forward([at(prefill, there, 0, prompt)]))[0]
-        blocks = -(-len(prompt) // 16)
-        copy = Transfer(seen, table(prefill, there)[:blocks], decode.kv.numpy(), table(decode, here)[:blocks])
-        while not copy.step(0):
-            pass
-        answer = continue_greedily(decode, here, prompt, first, 12)
-        assert answer == reference.generate(prompt, 12)
 
 
 def test_a_batch_writes_only_the_positions_of_its_chunks(model: LanguageModel) -> None:
@@ -243,21 +213,6 @@ def test_an_invalid_batch_is_rejected_before_anything_is_written(
     with pytest.raises(error):
         model.forward(chunks)
     assert not model.kv.any()
-
-
-def test_a_copy_that_does_not_fit_is_rejected(model: LanguageModel) -> None:
-    ours = model.kv.numpy()
-    for taken, given in (([192], [0]), ([0], [192]), ([-1], [0])):
-        with pytest.raises(ValueError, match=r"blocks must be within 0\.\.191"):
-            Transfer(ours, taken, ours, given)
-    with pytest.raises(ValueError, match="cannot copy 1 blocks to 2 blocks"):
-        Transfer(ours, [0], ours, [0, 1])
-    with pytest.raises(ValueError, match="too small for a KV block of 8192 bytes"):
-        kv_array(memoryview(bytes(100)), model.kv.shape)
-    with pytest.raises(ValueError, match="cannot copy KV of shape"):
-        Transfer(np.zeros((2, 2, 6, 4, 16, 16), np.float32), [0], ours, [0])
-    with pytest.raises(ValueError, match="cannot copy KV of 2-byte numbers to 4-byte numbers"):
-        Transfer(ours.astype(np.float16), [0], ours, [0])
 
 
 def test_the_kv_tensor_uses_the_given_buffer_and_has_the_announced_size(tiny_directory: Path) -> None:

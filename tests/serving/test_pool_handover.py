@@ -13,7 +13,6 @@ from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.serving.kv.file_tier import FileTier
 from runtime.serving.model.model_info import ModelInfo
 from runtime.testing.reference import Reference
-from tests.serving.test_workers import ragged
 from tests.serving.workers import Start, Workers
 
 PROMPT = list(range(3, 203))  # 25 blocks
@@ -35,31 +34,6 @@ def pooled(start: Start, tmp_path: Path) -> Callable[..., Workers]:
 def held(directory: Path) -> int:
     """Return how many blocks are held in the tier."""
     return sum(file.stat().st_mode & 0o777 == 0o400 for file in (directory / "kv").iterdir())
-
-
-def handovers(workers: Workers) -> tuple[float, float]:
-    """Return how many prompts were handed over through the pool, and otherwise."""
-    pool, p2p = (workers.metric("prefill-0", PrefillMetrics.HANDOVERS[mode]) for mode in ("pool", "p2p"))
-    return pool, p2p
-
-
-@pytest.mark.parametrize("start", ["CPU", "GPU"], indirect=True)
-def test_answers_equal_generate_through_the_pool(
-    pooled: Callable[..., Workers], reference: Reference, tmp_path: Path
-) -> None:
-    workers = pooled(prefill={"slots": 3, "chunk_tokens": 48})
-    prompts = ragged(24, seed=1)
-    for number, prompt in enumerate(prompts):
-        workers.submit(f"r{number}", prompt, 20)
-    workers.run()
-    assert [workers.outputs[f"r{number}"].tokens for number in range(24)] == [
-        reference.generate(prompt, 20) for prompt in prompts
-    ]
-    assert handovers(workers) == (24, 0)
-    assert workers.metric("decode-0", DecodeMetrics.TIER_LOADED["host"]) > 0
-    assert workers.metric("decode-0", DecodeMetrics.HANDOVER_BYTES) > 0
-    assert held(tmp_path) == 0
-    workers.assert_nothing_held()
 
 
 def test_prefill_may_die_while_its_blocks_wait(
@@ -120,6 +94,6 @@ def test_a_prompt_for_which_the_pool_is_full_is_pulled_from_prefill(
     workers.submit("a", PROMPT, 20)
     workers.run()
     assert workers.outputs["a"].tokens == reference.generate(PROMPT, 20)
-    assert handovers(workers) == (0, 1)
+    assert workers.metric("prefill-0", PrefillMetrics.HANDOVERS["p2p"]) == 1
     workers.assert_nothing_held()
     others.close()

@@ -19,6 +19,7 @@ from runtime.serving.kv.transport import (
     KvSink,
     Transfer,
     Transport,
+    kv_array,
     transport_for,
 )
 from tests.ipc.fake_cuda import FakeCuda
@@ -145,6 +146,16 @@ def test_out_of_range_blocks_are_rejected_before_anything_is_copied(ends: Ends) 
     with pytest.raises(ValueError, match="cannot copy 1 blocks to 2 blocks"):
         ends.sink.pull(offer, [0], ends.here, [0, 1])
     assert not np.asarray(ends.here).any()
+
+
+def test_a_copy_between_other_memories_is_rejected_with_what_differs() -> None:
+    kv = np.zeros((LAYERS, 2, 6, HEADS, BLOCK, DIM), np.float32)
+    with pytest.raises(ValueError, match="too small for a KV block of 1536 bytes"):
+        kv_array(memoryview(bytes(100)), kv.shape)
+    with pytest.raises(ValueError, match="cannot copy KV of shape"):
+        Transfer(kv[:, :, :, :1], [0], kv, [0])
+    with pytest.raises(ValueError, match="cannot copy KV of 2-byte numbers to 4-byte numbers"):
+        Transfer(kv.astype(np.float16), [0], kv, [0])
 
 
 def test_a_pull_from_a_gpu_never_blocks_and_completes_with_the_device() -> None:

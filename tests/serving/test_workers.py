@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from runtime.errors import WorkerLost
+from runtime.node.config import HandoverMode
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
@@ -44,14 +45,20 @@ def answers(workers: Workers, prompts: list[list[int]], max_tokens: int) -> list
     return [workers.outputs[f"r{number}"].tokens for number in range(len(prompts))]
 
 
-@pytest.mark.parametrize(("start", "host_mib"), [("CPU", 64), ("GPU", 0)], indirect=["start"])
+@pytest.mark.parametrize(
+    ("start", "host_mib", "mode"),
+    [("CPU", 64, "p2p"), ("GPU", 0, "p2p"), ("CPU", 64, "pool"), ("GPU", 64, "pool")],
+    indirect=["start"],
+)
 def test_answers_equal_generate_when_blocks_run_out_and_rows_are_preempted(
-    start: Start, reference: Reference, host_mib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    start: Start, reference: Reference, host_mib: int, mode: HandoverMode, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(Tiers, "swap_out", Tiers.save)  # whatever this machine measures
     workers = start(
         node={"run_dir": str(tmp_path)},
         kv={"host_mib": host_mib},
+        handover={"mode": mode, "disaggregate": "always"},
         context=320,
         prefill={"slots": 3, "chunk_tokens": 48, "kv_blocks": 60},
         decode={"slots": 6, "kv_blocks": 44, "chunk_tokens": 32},
@@ -72,7 +79,11 @@ def test_answers_equal_generate_when_blocks_run_out_and_rows_are_preempted(
     assert workers.metric("decode-0", DecodeMetrics.PREEMPTIONS) > 0
     assert (workers.metric("decode-0", DecodeMetrics.SWAPPED) > 0) == (host_mib > 0)
     assert (workers.metric("decode-0", DecodeMetrics.TIER_LOADED["host"]) > 0) == (host_mib > 0)
+    assert workers.metric("prefill-0", PrefillMetrics.HANDOVERS[mode]) == len(prompts)
+    assert workers.metric("decode-0", DecodeMetrics.HANDOVER_BYTES) > 0
     workers.assert_nothing_held()
+    if host_mib:
+        assert not any(file.stat().st_mode & 0o777 == 0o400 for file in (tmp_path / "kv").iterdir()), "none is held"
 
 
 def test_a_common_prefix_is_computed_once_and_pulled_once(start: Start, reference: Reference) -> None:
