@@ -3,9 +3,11 @@
 from typing import Any
 
 from ipc import SearchSpec, Stage
+from runtime.errors import CollectionError
 from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.passages import Passage, ignore_size
+from runtime.retrieval.retrieval_steps import read_passages
 from runtime.retrieval.search.query import Query, SearchResult
 from runtime.retrieval.search.vectors import query_vector
 
@@ -29,5 +31,16 @@ def query_of(
 
 def passages_of(registry: CollectionRegistry, collection: str, result: SearchResult) -> tuple[Passage, ...]:
     """Return the passages of a search result."""
-    lookup = registry.lookup(collection, result)
-    return registry.found(collection, result, lookup, lookup.read(ignore_size))
+    steps = read_passages(registry, collection, result, ignore_size, 1, 0)
+    try:
+        read = next(steps)
+        try:
+            documents = read.run()
+        except CollectionError as error:
+            steps.throw(error)
+        else:
+            steps.send(documents)
+    except StopIteration as end:
+        passages: tuple[Passage, ...] = end.value
+        return passages
+    raise AssertionError("they are read at once")

@@ -7,12 +7,9 @@ reason why it cannot. A result's ids are resolved only in the build that the res
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-
-import msgspec
 
 from runtime.errors import (
     CollectionError,
@@ -29,72 +26,13 @@ from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collection_builds import CollectionBuilds
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.description import read_identity
-from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.served_documents import CollectionDocuments
-from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name
+from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, embedder_name
 from runtime.retrieval.embedding.loading import EmbedderLocation, LazyEmbedder, embedder_location, load_embedder
-from runtime.retrieval.neighbors import FUSION_DEPTH, Neighbors, fuse_ranks
-from runtime.retrieval.passages import OnRead, Passage, check_size, size_of
-from runtime.retrieval.search.query import AcceptBuild, SearchResult
+from runtime.retrieval.neighbors import FUSION_DEPTH
+from runtime.retrieval.search.query import AcceptBuild
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class KeywordQuery:
-    """Keyword search for one text in one build's documents, for hybrid queries.
-
-    `search` needs the text's vector, runs on a thread, and returns at most `depth` rows.
-    """
-
-    identity: str
-    depth: int
-    search: Callable[[Vectors], Neighbors]
-
-
-class DocumentLookup(msgspec.Struct, frozen=True, eq=False):
-    """The documents of a search result, to be read on any thread. build: the open one that the result is from."""
-
-    build: CollectionDocuments
-    rows: list[int]
-
-    def read(self, on_read: OnRead) -> Sequence[Document | None] | CollectionError:
-        """Return the documents, None for those deleted since; or why they cannot be read.
-
-        Raises `ResponseTooLarge`, and the errors of `on_read`.
-        """
-        try:
-            return self.build.get(self.rows, self._count(on_read))
-        except CollectionError as error:
-            return error
-
-    def known(self, on_read: OnRead, since_ns: int, now_ns: int) -> Sequence[Document | None] | CollectionError | None:
-        """As `read`, of documents that are in memory; None if `read` has to be called. Never waits.
-
-        `on_read` is called once: nothing is read. `since_ns`, `now_ns`: see `CollectionDocuments.get_known`."""
-        try:
-            known = self.build.get_known(self.rows, since_ns, now_ns)
-        except CollectionError as error:
-            return error
-        if known is None:
-            return None
-        documents, size = known
-        check_size(size, len(self.rows))
-        on_read(size)
-        return documents
-
-    def _count(self, on_read: OnRead) -> Callable[[Document], None]:
-        """Return a function that counts the size of the documents that it was called with. It raises
-        `ResponseTooLarge` at the first too many."""
-        size = 0
-
-        def count(document: Document) -> None:
-            nonlocal size
-            size += size_of(document.id, document.title, document.text, document.attributes)
-            check_size(size, len(self.rows))
-            on_read(size)
-
-        return count
 
 
 class CollectionRegistry:
@@ -267,64 +205,19 @@ class CollectionRegistry:
             return False
         return True
 
-    def keyword_query(
-        self, collection: str, text: str, k: int, filter: bytes, deadline_ns: int, identity: str = ""
-    ) -> KeywordQuery:
-        """Return a keyword search for a text in the build `identity`, or in the one that the pools serve now.
-
-        Raises `CollectionReplaced` for a build that is not open.
-        """
-        builds = self.builds_of(collection)
-        build = builds.by_identity.get(identity) if identity else builds.current
+    def build_of(self, collection: str, identity: str) -> CollectionDocuments:
+        """Return an open build. Raises `UnknownCollection`, `CollectionReplaced` if it is not open."""
+        build = self.builds_of(collection).by_identity.get(identity)
         if build is None:
-            raise CollectionReplaced(f"collection {collection!r}: the keyword index of this build is not open")
-        depth = min(FUSION_DEPTH * k, max(self._max_k, k))
-        parsed = decode_filter(filter) if filter else None
-
-        def search(vector: Vectors) -> Neighbors:
-            try:
-                return build.search_keywords(text, vector, depth, parsed, deadline_ns)
-            except CollectionError as error:
-                raise Unavailable(
-                    f"collection {collection!r}: its keyword index cannot be searched: {error.message}"
-                ) from error
-
-        return KeywordQuery(build.identity, depth, search)
-
-    def fuse(self, collection: str, result: SearchResult, keywords: Neighbors, k: int, weight: float) -> SearchResult:
-        """Fuse a search result with one of a keyword search in the same build. Raises as `found`."""
-        build = self._build_of(collection, result)
-        try:
-            by_vector, by_words = build.align((result.ids, result.distances), keywords)
-        except CollectionError as error:
-            raise Unavailable(f"collection {collection!r} is unavailable: {error.message}") from error
-        ids, distances = fuse_ranks(by_vector, by_words, k, weight)
-        return msgspec.structs.replace(result, ids=ids, distances=distances)
-
-    def _build_of(self, collection: str, result: SearchResult) -> CollectionDocuments:
-        build = self.builds_of(collection).by_identity.get(result.identity)
-        if build is None:
-            raise CollectionReplaced(f"collection {collection!r}: the build of this result is not open any more")
+            raise CollectionReplaced(f"collection {collection!r}: this build is not open any more")
         return build
 
-    def lookup(self, collection: str, result: SearchResult) -> DocumentLookup:
-        """Return the documents of a search result, not read yet. Raises `CollectionReplaced` if its build is closed."""
-        return DocumentLookup(self._build_of(collection, result), [row for row in result.ids.tolist() if row >= 0])
+    def depth(self, k: int) -> int:
+        """Return how many results of each side are fused to `k`."""
+        return min(FUSION_DEPTH * k, max(self._max_k, k))
 
-    def found(
-        self,
-        collection: str,
-        result: SearchResult,
-        lookup: DocumentLookup,
-        documents: Sequence[Document | None] | CollectionError,
-    ) -> tuple[Passage, ...]:
-        """Return the passages of a search result, whose documents these are, without those deleted since, and without
-        title and text for a collection of bare vectors. Raises `Unavailable` if they cannot be read."""
-        if isinstance(documents, CollectionError):  # only this collection fails, until its file is whole again
-            self.builds_of(collection).discard(lookup.build, documents.message)
-            raise Unavailable(f"collection {collection!r} is unavailable: {documents.message}") from documents
-        return tuple([
-            Passage(document.id, document.title, distance, document.text, document.attributes)
-            for document, distance in zip(documents, result.distances.tolist(), strict=False)
-            if document is not None
-        ])  # fmt: skip
+    def unreadable(self, collection: str, build: CollectionDocuments, error: CollectionError) -> Unavailable:
+        """Close a build whose documents cannot be read; return the error of the searches that needed them. Only this
+        collection fails, until its file is whole again."""
+        self.builds_of(collection).discard(build, error.message)
+        return Unavailable(f"collection {collection!r} is unavailable: {error.message}")

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+from ipc import SearchSpec
 from runtime.errors import (
     CollectionError,
     CollectionReplaced,
@@ -29,17 +30,20 @@ from runtime.errors import (
     InvalidFilter,
     InvalidRequest,
     TrinityError,
+    Unavailable,
 )
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import RetrievingMetrics
 from runtime.node.worker_config import SEARCH_WIDTH
-from runtime.retrieval.collection_registry import CollectionRegistry, KeywordQuery
+from runtime.retrieval.attributes.filters import decode_filter
+from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.embedding.embedder import Vectors
 from runtime.retrieval.embedding.stage import Embedded, EmbeddingStage
 from runtime.retrieval.fair_threads import FairThreads
-from runtime.retrieval.neighbors import Neighbors
-from runtime.retrieval.passages import NO_TIMES, OnRead, Passage, SearchTimes, ignore_size
+from runtime.retrieval.neighbors import Neighbors, fuse_ranks
+from runtime.retrieval.passages import NO_TIMES, OnRead, Passage, SearchTimes, check_size, ignore_size, size_of
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import Query, SearchResult
 
@@ -164,35 +168,30 @@ class RetrievalSteps:
         embedder, vector, batched_ns, embedded_ns = "", query.vector, 0, began_ns
         ranking: Future[Neighbors] | None = None
         if vector is None:
-            model, keywords = registry.embedder(collection), None
+            model, indexed = registry.embedder(collection), None
             if query.hybrid:
-                until_ns = spec.deadline_ns or NO_DEADLINE
-                keywords = registry.keyword_query(collection, query.text, k, spec.filter, until_ns, build)
-                spec, build = replace(spec, k=keywords.depth), keywords.identity
+                indexed = registry.build_of(collection, build) if build else registry.current(collection)
+                spec, build = replace(spec, k=registry.depth(k)), indexed.identity
             embedded: Embedded = yield self.embedding.submit(
                 model, [query.text], flow=flow, part=spec.stage, deadline_ns=spec.deadline_ns
             )
             embedder, vector = model.name, embedded.vectors[0]
             batched_ns, embedded_ns = embedded.begin_ns, embedded.end_ns
-            if keywords is not None:
-                ranking = self._keywords.submit(flow, partial(_rank, keywords, vector))
+            if indexed is not None:
+                ranking = self._keywords.submit(flow, partial(search_keywords, indexed, query.text, vector, spec))
         on_embedded()
         try:
             accept = registry.accept(collection, embedder, build)
             result = yield from self._search(Query(spec, vector, accept=accept, ticket=query.ticket), embedded_ns)
             if ranking is not None:
                 by_words: Neighbors = yield ranking
-                fuse = partial(registry.fuse, collection, result, by_words, k, query.hybrid)
+                fuse = partial(_fuse, registry.build_of(collection, result.identity), result, by_words, query)
                 result = yield Read(fuse)  # the log of a collection
         finally:
             if ranking is not None:
                 ranking.cancel()
         found_ns = self._clock()
-        lookup = registry.lookup(collection, result)
-        documents: Sequence[Document | None] | CollectionError | None = lookup.known(on_read, began_ns, found_ns)
-        if documents is None:
-            documents = yield Read(partial(lookup.read, on_read))
-        passages = registry.found(collection, result, lookup, documents)
+        passages = yield from read_passages(registry, collection, result, on_read, began_ns, found_ns)
         times = SearchTimes(batched_ns, found_ns)
         return RetrievalResult(query.ticket, passages, None, embedded_ns, result.identity, times=times)
 
@@ -211,10 +210,68 @@ class RetrievalSteps:
             yield PAUSE
 
 
-def _rank(keywords: KeywordQuery, vector: Vectors) -> Neighbors:
+def search_keywords(build: CollectionDocuments, text: str, vector: Vectors, spec: SearchSpec) -> Neighbors:
+    """Return what the words of a text find in a build, at most as many as the search of the pools. Raises
+    `TrinityError`."""
     try:
-        return keywords.search(vector)
+        parsed = decode_filter(spec.filter) if spec.filter else None
+        return build.search_keywords(text, vector, spec.k, parsed, spec.deadline_ns or NO_DEADLINE)
+    except CollectionError as error:
+        raise Unavailable(
+            f"collection {spec.collection!r}: its keyword index cannot be searched: {error.message}"
+        ) from error
     except TrinityError:
         raise
     except Exception as error:
         raise InternalError(f"the keyword search failed: {error!r}") from error
+
+
+def _fuse(build: CollectionDocuments, result: SearchResult, by_words: Neighbors, query: Query) -> SearchResult:
+    """Fuse a result of the pools with one of a keyword search in the same build. Raises `Unavailable`."""
+    try:
+        by_vector, by_words = build.align((result.ids, result.distances), by_words)
+    except CollectionError as error:
+        raise Unavailable(f"collection {query.spec.collection!r} is unavailable: {error.message}") from error
+    ids, distances = fuse_ranks(by_vector, by_words, query.spec.k, query.hybrid)
+    return replace(result, ids=ids, distances=distances)
+
+
+def read_passages(
+    registry: CollectionRegistry, collection: str, result: SearchResult, on_read: OnRead, since_ns: int, now_ns: int
+) -> Generator[Read, Any, tuple[Passage, ...]]:
+    """Return the steps to the passages of a search result, without those deleted since, and without title and text for
+    a collection of bare vectors. Nothing is read if all are in memory: see `CollectionDocuments.get_known`.
+
+    Raises `CollectionReplaced` if the result's build is closed, `Unavailable` if it cannot be read, `ResponseTooLarge`,
+    and the errors of `on_read`.
+    """
+    build, rows = registry.build_of(collection, result.identity), [row for row in result.ids.tolist() if row >= 0]
+    documents: Sequence[Document | None]
+    try:
+        if (known := build.get_known(rows, since_ns, now_ns)) is not None:
+            documents, size = known
+            check_size(size, len(rows))
+            on_read(size)
+        else:
+            documents = yield Read(partial(build.get, rows, _counting(on_read, len(rows))))
+    except CollectionError as error:
+        raise registry.unreadable(collection, build, error) from error
+    return tuple([
+        Passage(document.id, document.title, distance, document.text, document.attributes)
+        for document, distance in zip(documents, result.distances.tolist(), strict=False)
+        if document is not None
+    ])  # fmt: skip
+
+
+def _counting(on_read: OnRead, wanted: int) -> Callable[[Document], None]:
+    """Return a function that counts the size of the documents that it was called with. It raises `ResponseTooLarge` at
+    the first too many."""
+    size = 0
+
+    def count(document: Document) -> None:
+        nonlocal size
+        size += size_of(document.id, document.title, document.text, document.attributes)
+        check_size(size, wanted)
+        on_read(size)
+
+    return count

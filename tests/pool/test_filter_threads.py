@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ipc import SearchSpec
 from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.attributes import evaluation
 from runtime.retrieval.attributes.filters import parse_filter
@@ -16,7 +17,7 @@ from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.embedding.embedder import HashingEmbedder
-from runtime.retrieval.retrieval_steps import RetrievalResult
+from runtime.retrieval.retrieval_steps import RetrievalResult, search_keywords
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.writer_service import WriterService
@@ -84,7 +85,8 @@ def test_filters_of_searches_chats_hybrid_searches_and_deletes_are_evaluated_on_
 
     chats = Retriever(registry, SearchClient.of_plan(plan, "prefill-0"))
     with closing(writes), closing(chats):
-        until(lambda: registry.keyword_query("docs", "text", 1, b"", 1 << 62).search(np.zeros(DIM, np.float32)) or True)
+        keywords = "text", np.zeros(DIM, np.float32), SearchSpec("docs", 1)
+        until(lambda: search_keywords(registry.current("docs"), *keywords) or True)
         asyncio.run(searches_and_deletes())
         until(lambda: chats.client.live, chats.client.poll)
         ended: list[RetrievalResult] = []

@@ -3,7 +3,6 @@
 import itertools
 import shutil
 import threading
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import RetrievingMetrics
 from runtime.node.placement.layout import lay_out
 from runtime.retrieval.build_follower import BuildFollower
-from runtime.retrieval.collection_registry import CollectionRegistry, DocumentLookup
+from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.documents import Document
@@ -151,32 +150,24 @@ def test_documents_that_several_searches_could_not_read_are_closed_once_and_not_
 ) -> None:
     registry = docs.registry()
     registry.follow("docs", [docs.identity])
-    result = SearchResult(1, np.array([200]), np.array([0.5], np.float32), identity=docs.identity)
-    lookups = [registry.lookup("docs", result) for _ in range(3)]
+    build = registry.build_of("docs", docs.identity)
     docs.tear()
-    reads = [(lookup, lookup.read(lambda size: None)) for lookup in lookups]
-
-    def answer(lookup: DocumentLookup, found: Sequence[Document | None] | CollectionError) -> None:
-        with pytest.raises(Unavailable, match=r"documents.sqlite is damaged"):
-            registry.found("docs", result, lookup, found)
-
-    answer(*reads[0])
-    answer(*reads[1])
+    with pytest.raises(CollectionError, match=r"documents.sqlite is damaged") as raised:
+        build.get([200])
+    for _ in range(2):
+        assert "documents.sqlite is damaged" in registry.unreadable("docs", build, raised.value).message
     docs.put_back()
     until(lambda: docs.text(registry, 200) == "text 200", lambda: registry.follow("docs", [docs.identity]))
-    answer(*reads[2])
+    registry.unreadable("docs", build, raised.value)
     assert docs.text(registry, 200) == "text 200"
 
 
 def test_a_result_whose_build_was_closed_meanwhile_is_unavailable(docs: Docs) -> None:
-    registry = docs.registry()
-    result = SearchResult(1, np.array([7]), np.array([0.5], np.float32), identity=docs.identity)
-    lookup = registry.lookup("docs", result)
-    lookup.build.close()
-    lookup.build.close()
-    found = lookup.read(lambda size: None)
-    assert isinstance(found, CollectionError)
-    assert found.message.endswith("docs was closed")
+    build = docs.registry().build_of("docs", docs.identity)
+    build.close()
+    build.close()
+    with pytest.raises(CollectionError, match=r"docs was closed$"):
+        build.get([7])
 
 
 def test_documents_that_could_not_be_read_are_opened_again_after_five_seconds_or_when_the_pools_serve_them_anew(

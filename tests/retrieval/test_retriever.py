@@ -13,8 +13,8 @@ import zmq
 
 from runtime.errors import CollectionReplaced, DeadlineExceeded, InvalidFilter, InvalidRequest, ModelError, Overloaded
 from runtime.node.worker_config import PoolSection
+from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.embedder import COMPUTED, SENT, TextKind
-from runtime.retrieval.passages import Passage
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.query import Query, SearchResult
@@ -76,16 +76,14 @@ class Registry:
     def embedder(self, collection: str) -> Embedder:
         return self.slow if collection == "slow" else self.lengths
 
-    def lookup(self, collection: str, result: SearchResult) -> Any:
+    def build_of(self, collection: str, identity: str) -> Any:
         if self.rebuilds:
             self.rebuilds -= 1
             raise CollectionReplaced("not open any more")
         return SimpleNamespace(
-            read=lambda on_read: [str(row) for row in result.ids], known=lambda on_read, since_ns, now_ns: None
+            get=lambda rows, on_read: [Document(str(row), "", "") for row in rows],
+            get_known=lambda rows, since_ns, now_ns: None,
         )
-
-    def found(self, collection: str, result: SearchResult, lookup: Any, read: list[str]) -> tuple[Passage, ...]:
-        return tuple(Passage(row, "", 0.0, "") for row in read)
 
 
 class Client:
