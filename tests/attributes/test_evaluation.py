@@ -9,7 +9,7 @@ import pytest
 from runtime.errors import InvalidFilter
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.evaluation import Work
-from runtime.retrieval.attributes.filters import AttributeBinding, parse_filter
+from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.attributes.schema import AttributeType
 
 
@@ -98,20 +98,3 @@ def test_a_stored_dictionary_in_any_order_is_read() -> None:
     ]
     again = Columns.decode(columns.encode())
     assert again.matching(wanted).tolist() == columns.matching(wanted).tolist()
-
-
-@pytest.mark.parametrize("stored", [False, True])
-def test_the_rows_that_an_owner_holds_are_the_same_in_a_file(stored: bool) -> None:
-    tenants: list[Any] = ["blue", "acme", ["acme", "blue"], ["acme"], None]
-    documents: list[dict[str, Any]] = [{} if one is None else {"tenant": one} for one in tenants]
-    for kind, held in (
-        (AttributeType.STRING, [False, True]),
-        (AttributeType.STRINGS, [False, True, False, True, False]),
-    ):
-        given = documents[: len(held)]
-        if kind is AttributeType.STRINGS:
-            given = [{name: [one] if isinstance(one, str) else one for name, one in doc.items()} for doc in given]
-        columns = Columns.from_documents(given, {"tenant": kind})
-        columns = Columns.decode(columns.encode()) if stored else columns
-        assert columns.held_by(AttributeBinding("tenant", "acme"), np.arange(columns.size)).tolist() == held
-        assert not columns.held_by(AttributeBinding("tenant", "nobody"), np.arange(columns.size)).any()

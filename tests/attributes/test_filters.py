@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as some
 
 from runtime.errors import InvalidDocument, InvalidFilter
@@ -119,6 +119,7 @@ def _check_matching(documents: list[dict[str, Any]], wanted: dict[str, Any]) -> 
 
 
 @given(documents=_DOCUMENTS, key=some.sampled_from(["name", "year", "tags", "missing"]), value=_WORDS)
+@example(documents=[{"tags": ["a", "b"]}], key="tags", value="a")
 def test_an_owner_holds_the_same_documents_stored_as_it_may_write(
     documents: list[dict[str, Any]], key: str, value: str
 ) -> None:
