@@ -7,10 +7,8 @@ Files are checked after they were opened, so that no other file can take their p
 import contextlib
 import errno
 import os
-import sqlite3
 import stat
 from pathlib import Path
-from urllib.parse import quote
 
 MAX_SETTINGS_BYTES = 4 << 20  # of a file that people write, or that describes others
 _KINDS = {
@@ -72,22 +70,3 @@ def set_modes(directory: Path, mode: int = 0o700) -> None:
 
 def _too_large(path: Path | str, size: str, limit: int) -> OSError:
     return OSError(errno.EINVAL, f"it has {size} bytes, the limit is {limit:,}", str(path))
-
-
-def read_only_database(path: Path) -> sqlite3.Connection:
-    """Connect to an immutable SQLite file: without locks or a journal, so that no write permission is needed.
-
-    Raises `sqlite3.Error`.
-    """
-    return sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1", uri=True, check_same_thread=False)
-
-
-def database_error(path: Path, error: Exception) -> str:
-    """Return what a database's error says of its file: why it cannot be opened, or that it is damaged."""
-    if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_CANTOPEN:
-        return f"{path} is damaged: {error}"
-    try:
-        check_regular(path)
-    except OSError as reason:
-        return f"{path} cannot be opened: {reason.strerror or reason}"
-    return f"{path} cannot be opened: {error}"

@@ -1,6 +1,5 @@
-"""The document store: what comes back, what is refused, and that processes and threads may share a file."""
+"""The document store: what comes back, and what is refused."""
 
-import multiprocessing
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -24,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_documents_come_back_by_row_in_the_order_asked_for(path: Path) -> None:
-    with DocumentStore.open(path) as store:
+    with DocumentStore(path) as store:
         assert store.last_row == 99
         assert store.get([7, 3, 7]) == [DOCUMENTS[7], DOCUMENTS[3], DOCUMENTS[7]]
         assert store.get(np.array([99, 0], np.int64)) == [DOCUMENTS[99], DOCUMENTS[0]]
@@ -34,7 +33,7 @@ def test_documents_come_back_by_row_in_the_order_asked_for(path: Path) -> None:
 
 @pytest.mark.parametrize("row", [-1, 100])
 def test_a_row_that_is_not_there_is_named_with_the_limit(path: Path, row: int) -> None:
-    with DocumentStore.open(path) as store, pytest.raises(CollectionError, match=f"no row {row}: its last one is 99"):
+    with DocumentStore(path) as store, pytest.raises(CollectionError, match=f"no row {row}: its last one is 99"):
         store.get([0, row])
 
 
@@ -58,16 +57,16 @@ def test_text_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
 
 def test_missing_foreign_and_corrupt_files_are_refused_by_name(tmp_path: Path, path: Path) -> None:
     with pytest.raises(CollectionError, match="nowhere is missing"):
-        DocumentStore.open(tmp_path / "nowhere")
+        DocumentStore(tmp_path / "nowhere")
     foreign = tmp_path / "foreign"
     connection = sqlite3.connect(foreign)
     connection.execute("CREATE TABLE documents (row, id, title, text)")
     connection.close()
     with pytest.raises(CollectionError, match="foreign is not a document store"):
-        DocumentStore.open(foreign)
+        DocumentStore(foreign)
     path.write_bytes(b"SQLite format 2\x00" + path.read_bytes()[16:])
     with pytest.raises(CollectionError, match=r"documents\.sqlite is damaged"):
-        DocumentStore.open(path)
+        DocumentStore(path)
 
 
 def changed(path: Path, *statements: str) -> Path:
@@ -81,32 +80,15 @@ def test_a_table_with_another_schema_is_refused_before_it_is_read(path: Path) ->
     endless = "WITH RECURSIVE n(row) AS (SELECT 0 UNION ALL SELECT row + 1 FROM n) SELECT row, 'a', 'b', 'c' FROM n"
     changed(path, "ALTER TABLE documents RENAME TO others", f"CREATE VIEW documents AS {endless}")
     with pytest.raises(CollectionError, match="its tables have another schema"):
-        DocumentStore.open(path)
+        DocumentStore(path)
 
 
 @pytest.mark.parametrize("value", ["NULL", "7", "x'00ff'", "CAST(x'ff00ff' AS TEXT)", "zeroblob(100000000)"])
 def test_a_value_that_is_not_text_is_corruption(path: Path, value: str) -> None:
-    with DocumentStore.open(changed(path, f"UPDATE documents SET text = {value} WHERE row = 3")) as store:
+    with DocumentStore(changed(path, f"UPDATE documents SET text = {value} WHERE row = 3")) as store:
         store.get([2, 4])
         if value == "7":  # SQLite makes it the text "7"
             assert store.get([3])[0].text == "7"
             return
         with pytest.raises(CollectionError, match="is damaged"):
             store.get([3])
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_store_opened_before_a_fork_works_on_both_sides(path: Path) -> None:
-    with DocumentStore.open(path) as store:
-        store.get([0])
-        child = multiprocessing.get_context("fork").Process(target=_expect, args=(store,))
-        child.start()
-        child.join(30)
-        if child.is_alive():
-            child.kill()
-        assert child.exitcode == 0
-        assert store.get([5]) == [DOCUMENTS[5]]
-
-
-def _expect(store: DocumentStore) -> None:
-    assert store.get([5]) == [DOCUMENTS[5]]

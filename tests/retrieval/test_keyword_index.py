@@ -120,7 +120,7 @@ def test_results_do_not_depend_on_how_documents_are_divided_among_indexes(
     with TemporaryDirectory() as folder:
         path = Path(folder, "keywords.sqlite")
         KeywordFile.create(path, (("", documents[row][1]) for row in rows[2]))
-        parts.append(KeywordFile.open(path, len(rows[2])))
+        parts.append(KeywordFile(path, len(rows[2])))
     searched = [Searched(part, some, np.ones(len(some), bool)) for part, some in zip(parts, rows, strict=True)]
     whole = postings(("", text) for _, text in documents)
     assert search_indexes(searched, query, 10, LATER_NS).tolist() == search(whole, query)
@@ -146,7 +146,7 @@ def test_documents_are_ranked_by_bm25() -> None:
 def test_the_index_of_a_file_equals_that_in_memory_across_chunks(tmp_path: Path) -> None:
     texts = [("", f"word{row % 1000} all{row % 5000}") for row in range(CHUNK + 2000)]
     KeywordFile.create(tmp_path / "keywords.sqlite", texts)
-    stored, memory = KeywordFile.open(tmp_path / "keywords.sqlite", len(texts)), postings(texts)
+    stored, memory = KeywordFile(tmp_path / "keywords.sqlite", len(texts)), postings(texts)
     assert len(memory) == len(texts)
     for query in ("word7", "all4999 word999", "word0 all0"):
         assert search(stored, query, 100) == search(memory, query, 100) != []
@@ -175,25 +175,25 @@ def test_a_query_ends_at_its_deadline_and_the_next_one_works() -> None:
 def test_an_index_file_round_trips_and_an_invalid_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "keywords.sqlite"
     with pytest.raises(CollectionError, match=r"keywords\.sqlite is missing"):
-        KeywordFile.open(path, len(TEXTS))
+        KeywordFile(path, len(TEXTS))
     KeywordFile.create(path, TEXTS)
-    index = KeywordFile.open(path, len(TEXTS))
+    index = KeywordFile(path, len(TEXTS))
     assert search(index, "football") == [3]
     index.close()
     with pytest.raises(CollectionReplaced):
         search(index, "football")
     with pytest.raises(CollectionError, match="has 4 documents, not 5"):
-        KeywordFile.open(path, 5)
+        KeywordFile(path, 5)
     for content in (b"", b"no database" * 100, path.read_bytes()[:5000]):
         path.write_bytes(content)
         with pytest.raises(CollectionError, match=r"damaged|cannot be read"):
-            search(KeywordFile.open(path, len(TEXTS)), "football")
+            search(KeywordFile(path, len(TEXTS)), "football")
     path.unlink()
     foreign = sqlite3.connect(path)
     foreign.execute("CREATE TABLE words (title TEXT)")
     foreign.close()
-    with pytest.raises(CollectionError, match="have another schema"):
-        KeywordFile.open(path, len(TEXTS))
+    with pytest.raises(CollectionError, match="is not a keyword index"):
+        KeywordFile(path, len(TEXTS))
 
 
 def test_a_file_that_cannot_be_opened_is_a_collection_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,13 +205,13 @@ def test_a_file_that_cannot_be_opened_is_a_collection_error(tmp_path: Path, monk
         error.sqlite_errorcode = sqlite3.SQLITE_CANTOPEN
         raise error
 
-    monkeypatch.setattr("runtime.files.sqlite3.connect", refuse)
+    monkeypatch.setattr("runtime.retrieval.databases.sqlite3.connect", refuse)
     with pytest.raises(CollectionError, match=r"keywords\.sqlite cannot be opened: unable to open"):
-        KeywordFile.open(path, len(TEXTS))
+        KeywordFile(path, len(TEXTS))
     with monkeypatch.context() as denied:
         denied.setattr(os, "open", partial(_denied, os.open, path))
         with pytest.raises(CollectionError, match=r"keywords\.sqlite cannot be opened: Permission denied"):
-            KeywordFile.open(path, len(TEXTS))
+            KeywordFile(path, len(TEXTS))
 
 
 def _denied(open_: Callable[..., int], path: Path, wanted: Path, *options: Any, **named: Any) -> int:

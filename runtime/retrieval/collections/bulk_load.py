@@ -221,12 +221,12 @@ def _written_documents(
     """Write documents into the folders of the shards; yield all of them."""
     if len(folders) == 1:
         write_documents(folders[0], documents, schema, sources)
-        with DocumentStore.open(folders[0] / DOCUMENTS) as store:
+        with DocumentStore(folders[0] / DOCUMENTS) as store:
             yield store
         return
     whole = building / DOCUMENTS
     DocumentStore.write(whole, documents, sources=sources)
-    with DocumentStore.open(whole) as store:
+    with DocumentStore(whole) as store:
         _check_shards(len(folders), store.last_row + 1)
         for shard, folder in enumerate(folders):
             own = (document for document in store.all() if document.row % len(folders) == shard)

@@ -4,30 +4,28 @@ A row number permanently denotes one text, and is the id that an index returns. 
 the store also records the files with their checksums: see `runtime.retrieval.ingestion`.
 """
 
-import os
 import sqlite3
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
-from runtime.files import database_error, read_only_database
+from runtime.retrieval.databases import ReadOnlyDatabase
 from runtime.retrieval.passages import Attributes
 
 MAX_DOCUMENTS = 50_000_000
 _APPLICATION_ID, _BINARY_ID = 0x54524E59, 0x54524E4C  # "TRNY", "TRNL": in SQLite's own header
 _VERSION, _BINARY = 2, 0
 _DOCUMENTS = "CREATE TABLE documents (row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, title TEXT, text TEXT"
-_TABLES = {  # by version: 1 has neither attributes nor files; `_BINARY` has attributes in MessagePack, and no files
-    _BINARY: (f"{_DOCUMENTS}, attributes BLOB)",),
-    1: (f"{_DOCUMENTS})",),
-    2: (
+_FORMATS = {  # version 1 has neither attributes nor files; `_BINARY` has attributes in MessagePack, and no files
+    (_BINARY_ID, _BINARY): (f"{_DOCUMENTS}, attributes BLOB)",),
+    (_APPLICATION_ID, 1): (f"{_DOCUMENTS})",),
+    (_APPLICATION_ID, _VERSION): (
         f"{_DOCUMENTS}, attributes TEXT, file INTEGER)",
         "CREATE TABLE files (number INTEGER PRIMARY KEY, path TEXT NOT NULL UNIQUE, sha256 TEXT NOT NULL)",
         "CREATE TABLE sources (root TEXT NOT NULL, passage_tokens INTEGER NOT NULL)",
@@ -39,12 +37,10 @@ _COLUMNS = {
     2: "row, id, title, text, coalesce(attributes, ''), coalesce(path, '') "
     "FROM documents LEFT JOIN files ON file = number",
 }
-_MAX_TEXT_BYTES = 64 << 20
 _MAX_IDS = 500  # or rows, in one SQL query
 _BATCH_ROWS = 256  # that `all` reads at a time
 
 Rows = Sequence[int] | NDArray[np.int64]
-_T = TypeVar("_T")
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -70,17 +66,15 @@ class Sources(msgspec.Struct):
 class DocumentStore:
     """Documents in a SQLite file, which any number of processes may read. Thread-safe.
 
-    Methods raise `CollectionError` for damaged files.
+    Methods raise the errors of `ReadOnlyDatabase`.
     """
 
     def __init__(self, path: Path) -> None:
-        """Use `open`."""
-        self.path = path
-        self.last_row = 0
-        self._lock = threading.Lock()  # a row takes microseconds, so a connection a thread would not be faster
-        self._connection: sqlite3.Connection | None = None
-        self._owner = 0
-        self._version = _VERSION
+        """Open a file that `write` wrote. Raises `CollectionError` if it is missing, foreign or damaged."""
+        self.path, self._database = path, ReadOnlyDatabase(path, "document store", _FORMATS)
+        self._version = self._database.version
+        ((last,),) = self._database.rows("SELECT max(row) FROM documents")
+        self.last_row = -1 if last is None else int(last)
 
     @staticmethod
     def write(
@@ -99,7 +93,7 @@ class DocumentStore:
             writer.execute("PRAGMA synchronous = OFF")
             writer.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
             writer.execute(f"PRAGMA user_version = {_VERSION}")
-            for table in _TABLES[_VERSION]:
+            for table in _FORMATS[_APPLICATION_ID, _VERSION]:
                 writer.execute(table)
             writer.execute("BEGIN")
             size = _insert(writer, documents, sources, limit)
@@ -110,35 +104,6 @@ class DocumentStore:
             raise CollectionError("the source contains no documents")
         return size
 
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open a file that `write` wrote. Raises `CollectionError` if it is missing, foreign or damaged."""
-        if not path.is_file():
-            raise CollectionError(f"{path} is missing")
-        store = cls(path)
-
-        def read(connection: sqlite3.Connection) -> None:
-            (application_id,) = connection.execute("PRAGMA application_id").fetchone()
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            binary = application_id == _BINARY_ID and version == _BINARY
-            if not binary and (application_id != _APPLICATION_ID or version not in (1, _VERSION)):
-                raise CollectionError(f"{path} is not a document store of version {_VERSION} or earlier")
-            schema = "SELECT type, sql FROM main.sqlite_master WHERE name NOT LIKE 'sqlite_%'"
-            tables = connection.execute(schema).fetchall()
-            # Other tables could hold other types, and a query of a view could run forever.
-            if sorted(tables) != sorted(("table", table) for table in _TABLES[version]):
-                raise CollectionError(f"{path} is damaged: its tables have another schema")
-            store._version = version
-            (last,) = connection.execute("SELECT max(row) FROM documents").fetchone()
-            store.last_row = -1 if last is None else int(last)
-
-        try:
-            store._read(read)
-        except CollectionError:
-            store.close()
-            raise
-        return store
-
     def find(self, rows: Rows, on_read: Callable[[Document], None] = lambda document: None) -> dict[int, Document]:
         """Return the documents of those rows that are here; `on_read` is called with each before the next is read, in
         any order."""
@@ -147,13 +112,9 @@ class DocumentStore:
         for begin in range(0, len(wanted), _MAX_IDS):
             part = wanted[begin : begin + _MAX_IDS]
             sql = f"SELECT {_COLUMNS[self._version]} WHERE row IN ({', '.join('?' * len(part))})"
-
-            def read(connection: sqlite3.Connection, sql: str = sql, part: list[int] = part) -> None:
-                for columns in connection.execute(sql, part):
-                    by_row[columns[0]] = one = self._document(*columns)
-                    on_read(one)
-
-            self._read(read)
+            for columns in self._database.rows(sql, *part):
+                by_row[columns[0]] = one = self._document(*columns)
+                on_read(one)
         return by_row
 
     def get(self, rows: Rows, on_read: Callable[[Document], None] = lambda document: None) -> list[Document]:
@@ -167,7 +128,7 @@ class DocumentStore:
     def all(self) -> Iterator[Document]:
         """Yield the documents, by row."""
         first, sql = 0, f"SELECT {_COLUMNS[self._version]} WHERE row >= ? ORDER BY row LIMIT ?"
-        while part := self._query(sql, first, _BATCH_ROWS):
+        while part := list(self._database.rows(sql, first, _BATCH_ROWS)):
             yield from (self._document(*columns) for columns in part)
             first = part[-1][0] + 1
 
@@ -177,17 +138,17 @@ class DocumentStore:
         for begin in range(0, len(ids), _MAX_IDS):
             part = ids[begin : begin + _MAX_IDS]
             placeholders = ", ".join("?" * len(part))
-            rows.update(self._query(f"SELECT id, row FROM documents WHERE id IN ({placeholders})", *part))
+            rows.update(self._database.rows(f"SELECT id, row FROM documents WHERE id IN ({placeholders})", *part))
         return rows
 
     def sources(self) -> Sources | None:
         """Return the files that documents were read from; None if none were."""
         if self._version != _VERSION:
             return None
-        source = self._query("SELECT root, passage_tokens FROM sources")
+        source = list(self._database.rows("SELECT root, passage_tokens FROM sources"))
         if not source:
             return None
-        (root, passage_tokens), files = source[0], dict(self._query("SELECT path, sha256 FROM files"))
+        (root, passage_tokens), files = source[0], dict(self._database.rows("SELECT path, sha256 FROM files"))
         texts = (root, *files, *files.values())
         if not all(isinstance(text, str) for text in texts) or not isinstance(passage_tokens, int):
             raise CollectionError(f"{self.path} is damaged: its table of sources has wrong types")
@@ -198,20 +159,13 @@ class DocumentStore:
         rows: dict[str, list[int]] = defaultdict(list)
         if self._version == _VERSION:
             sql = "SELECT row, path FROM documents JOIN files ON file = number ORDER BY row"
-            for row, path in self._query(sql):
+            for row, path in self._database.rows(sql):
                 rows[str(path)].append(int(row))
         return dict(rows)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
-
-    def __del__(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
+        self._database.close()
 
     def __enter__(self) -> Self:
         return self
@@ -228,23 +182,6 @@ class DocumentStore:
             return Document(name, title, text, decode(attributes) if attributes else {}, file, row)
         except (msgspec.MsgspecError, UnicodeError, TypeError) as error:
             raise CollectionError(f"{self.path} is damaged: row {row} has no attributes: {error}") from error
-
-    def _query(self, sql: str, *values: object) -> list[Any]:
-        return self._read(lambda connection: connection.execute(sql, values).fetchall())
-
-    def _read(self, query: Callable[[sqlite3.Connection], _T]) -> _T:
-        with self._lock:
-            try:
-                return query(self._connected())
-            except (sqlite3.Error, UnicodeDecodeError) as error:
-                raise CollectionError(database_error(self.path, error)) from error
-
-    def _connected(self) -> sqlite3.Connection:
-        if self._connection is None or self._owner != os.getpid():  # a SQLite connection must not be used after a fork
-            self._connection = read_only_database(self.path)
-            self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT_BYTES)
-            self._owner = os.getpid()
-        return self._connection
 
 
 _decode_attributes = msgspec.json.Decoder(Attributes).decode

@@ -140,7 +140,7 @@ class Segment(Part):
             raise CollectionError(f"{path / INDEX} is damaged: its ids are not the rows of {info.size} documents")
         if (index.dim, index.metric) != (description.dim, description.metric):
             raise CollectionError(f"{path / INDEX} is not an index of this collection")
-        store = DocumentStore.open(path / DOCUMENTS) if DOCUMENTS in files else None
+        store = DocumentStore(path / DOCUMENTS) if DOCUMENTS in files else None
         last = index.size - 1 if ids is None else int(ids[-1])
         try:
             if store is not None and store.last_row != last:
@@ -234,7 +234,7 @@ class Segment(Part):
         """
         with self._lock:
             if self._keywords is None and KEYWORDS in self.files:
-                self._keywords = KeywordFile.open(self.path / KEYWORDS, self.size)
+                self._keywords = KeywordFile(self.path / KEYWORDS, self.size)
             return self._keywords
 
     def find(self, rows: Sequence[int], on_read: OnDocument = ignore) -> dict[int, Document]:

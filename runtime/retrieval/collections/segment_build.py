@@ -149,7 +149,7 @@ def write_documents(
     `OSError`.
     """
     DocumentStore.write(building / DOCUMENTS, documents, sources=sources)
-    with DocumentStore.open(building / DOCUMENTS) as store:
+    with DocumentStore(building / DOCUMENTS) as store:
         columns = Columns.from_documents((one.attributes for one in store.all()), schema)
         if columns.schema:
             (building / ATTRIBUTES).write_bytes(columns.encode())

@@ -97,7 +97,7 @@ def upgrade(disk: Disk, directory: Path) -> None:
                     for name in {DOCUMENTS, ATTRIBUTES, KEYWORDS} & files.keys():
                         _link(directory / name, building / name)
                 else:
-                    with DocumentStore.open(directory / DOCUMENTS) as store:
+                    with DocumentStore(directory / DOCUMENTS) as store:
                         own = (document for document in store.all() if document.row % shards == shard)
                         write_documents(building, own, schema, store.sources())
                 segments.append(seal_segment(disk, building, index.size, shard))

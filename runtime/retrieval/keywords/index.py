@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import CollectionError, CollectionReplaced, DeadlineExceeded
-from runtime.files import database_error, read_only_database
+from runtime.errors import CollectionError, DeadlineExceeded
+from runtime.retrieval.databases import ReadOnlyDatabase
 from runtime.retrieval.keywords.words import stem, words_of
 
 MAX_WORDS = 32  # in a query
@@ -126,14 +126,23 @@ class _StemNumbers(dict[str, int]):
 
 
 class KeywordFile:
-    """An index in an SQLite file, which does not change. Thread-safe. `lengths`: of each document, in words."""
+    """An index in an SQLite file, which does not change. Thread-safe. `lengths`: of each document, in words.
 
-    def __init__(self, connection: sqlite3.Connection, name: str) -> None:
-        """Use `open`."""
-        self._connection, self._name, self._lock = connection, name, threading.Lock()
-        chunks = connection.execute("SELECT lengths FROM documents ORDER BY first")
-        parts = [np.frombuffer(lengths, np.uint32) for (lengths,) in chunks]
+    Methods raise the errors of `ReadOnlyDatabase`.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        """Open a file that `create` wrote. Raises `CollectionError` if it is missing, foreign or damaged, or has
+        another number of documents than `size`."""
+        self._database = ReadOnlyDatabase(path, "keyword index", {(_APPLICATION_ID, 0): (_DOCUMENTS, _POSTINGS)})
+        try:
+            chunks = self._database.rows("SELECT lengths FROM documents ORDER BY first")
+            parts = [np.frombuffer(lengths, np.uint32) for (lengths,) in chunks]
+        except (ValueError, TypeError) as error:
+            raise CollectionError(f"{path} is damaged: {error}") from error
         self.lengths: Lengths = np.concatenate([np.empty(0, np.uint32), *parts])
+        if len(self.lengths) != size:
+            raise CollectionError(f"{path} is damaged: it has {len(self.lengths)} documents, not {size}")
 
     @staticmethod
     def create(path: Path, texts: Texts) -> None:
@@ -144,58 +153,13 @@ class KeywordFile:
         finally:
             connection.close()
 
-    @classmethod
-    def open(cls, path: Path, size: int) -> "KeywordFile":
-        """Open a file that `create` wrote. Raises `CollectionError` if it is missing, foreign or damaged, or has
-        another number of documents than `size`."""
-        if not path.is_file():
-            raise CollectionError(f"{path} is missing")
-        connection: sqlite3.Connection | None = None
-        try:
-            connection = read_only_database(path)
-            (own,) = connection.execute("PRAGMA application_id").fetchone()
-            tables = connection.execute("SELECT type, sql FROM sqlite_master ORDER BY name").fetchall()
-            if own != _APPLICATION_ID or tables != [("table", _DOCUMENTS), ("table", _POSTINGS)]:
-                raise CollectionError(f"{path} is damaged: its tables have another schema")
-            index = cls(connection, str(path))
-            if len(index.lengths) != size:
-                raise CollectionError(f"{path} is damaged: it has {len(index.lengths)} documents, not {size}")
-            return index
-        except (sqlite3.Error, ValueError, TypeError, CollectionError) as error:
-            if connection is not None:
-                connection.close()
-            if isinstance(error, CollectionError):
-                raise
-            raise CollectionError(database_error(path, error)) from error
-
     def entries(self, word: str) -> Iterator[tuple[int, bytes]]:
-        """Yield the number of the first document and the entries of a stem, of each chunk that has it.
-
-        Raises `CollectionError`, and `CollectionReplaced` if the file is closed.
-        """
-        sql = "SELECT first, entries FROM postings WHERE stem = ? ORDER BY first"
-        try:
-            with self._lock:
-                cursor = self._connection.execute(sql, (word,))
-            while (entry := self._next(cursor)) is not None:
-                yield entry
-        except sqlite3.ProgrammingError as error:
-            raise CollectionReplaced(f"{self._name} is closed") from error
-        except sqlite3.Error as error:
-            raise CollectionError(f"{self._name} cannot be read: {error}") from error
-
-    def _next(self, cursor: sqlite3.Cursor) -> tuple[int, bytes] | None:
-        with self._lock:
-            entry: tuple[int, bytes] | None = cursor.fetchone()
-            return entry
+        """Yield the number of the first document and the entries of a stem, of each chunk that has it."""
+        return self._database.rows("SELECT first, entries FROM postings WHERE stem = ? ORDER BY first", word)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        with self._lock:
-            self._connection.close()
-
-    def __del__(self) -> None:
-        self._connection.close()
+        self._database.close()
 
 
 def _write(connection: sqlite3.Connection, texts: Texts) -> None:
