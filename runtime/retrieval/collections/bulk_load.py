@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu import GpuError, GraphIndex
+from gpu import GpuError
 from gpu.build.params import BuildDevice, BuildParams, Progress, check_within, no_progress
 from gpu.index.rows import MAX_DIM
 from runtime.errors import BuildRefused, CollectionBusy, CollectionError, InvalidDocument, OutputRefused
@@ -19,7 +19,6 @@ from runtime.retrieval.collections.description import (
     DESCRIPTION,
     DOCUMENTS,
     FORMAT,
-    INDEX,
     MANIFEST,
     MAX_SHARDS,
     VERSION,
@@ -34,7 +33,7 @@ from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.log import LogWriter, log_path
 from runtime.retrieval.collections.segment import index_errors
-from runtime.retrieval.collections.segment_build import building_path, seal_segment, write_documents
+from runtime.retrieval.collections.segment_build import building_path, index_and_seal, write_documents
 from runtime.retrieval.embedding.bulk import embed_passages, list_size
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name, embedding_text
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, embedder_dim, load_embedder
@@ -134,22 +133,23 @@ def build(
             raise CollectionError(f"ids have shape {list(ids.shape)}; they need shape [{len(matrix)}]")
         segments = []
         for shard, folder in enumerate(folders):
-            with index_errors():
-                index = GraphIndex.build(
-                    matrix[shard::shards],
-                    metric=metric,
-                    degree=degree,
-                    dtype=dtype,
-                    neighbor_codes=neighbor_codes,
-                    code_bits=code_bits,
-                    ids=None if ids is None else ids[shard::shards],
-                    seed=seed,
-                    threads=threads,
-                    device=device,
-                    progress=_shard_progress(progress, shard, shards),
-                )
-                index.save(folder / INDEX)
-            segments.append(seal_segment(disk, folder, index.size, shard))
+            index, info = index_and_seal(
+                disk,
+                folder,
+                shard,
+                matrix[shard::shards],
+                _shard_progress(progress, shard, shards),
+                metric=metric,
+                degree=degree,
+                dtype=dtype,
+                neighbor_codes=neighbor_codes,
+                code_bits=code_bits,
+                ids=None if ids is None else ids[shard::shards],
+                seed=seed,
+                threads=threads,
+                device=device,
+            )
+            segments.append(info)
         next_row = 1 + (len(matrix) - 1 if ids is None else int(ids.max()))
         begin_collection(
             disk, building, segments, next_row, schema, dim=index.dim, metric=metric, dtype=dtype, degree=index.degree,

@@ -5,9 +5,11 @@ import os
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from gpu import GraphIndex
 from gpu.build.params import Progress, no_progress
@@ -83,22 +85,20 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
     about, bits = state.description, code_bits(state)
     with building_segment(disk, state.directory, job.number) as building:
         write_documents(building, documents, dict(state.schema), sources_of(merged))
-        index = GraphIndex.build(
+        _, info = index_and_seal(
+            disk,
+            building,
+            job.shard,
             vectors,
-            metric=about.metric,  # type: ignore[arg-type]
+            progress,
+            metric=about.metric,
             degree=about.degree,
-            dtype=about.dtype,  # type: ignore[arg-type]
+            dtype=about.dtype,
             neighbor_codes=bits is not None,
             code_bits=bits or 0,
             ids=np.array([document.row for document in documents], np.int64),
             threads=job.threads,
-            progress=progress,
         )
-        progress("write", 0.0)
-        index.save(building / INDEX)
-        progress("write", 0.5)
-        info = seal_segment(disk, building, len(documents), job.shard)
-        progress("write", 1.0)
     return info
 
 
@@ -154,6 +154,21 @@ def write_documents(
         if columns.schema:
             (building / ATTRIBUTES).write_bytes(columns.encode())
         KeywordFile.create(building / KEYWORDS, ((one.title, one.text) for one in store.all()))
+
+
+def index_and_seal(
+    disk: Disk, building: Path, shard: int, vectors: NDArray[Any], progress: Progress, **options: Any
+) -> tuple[GraphIndex, SegmentInfo]:
+    """Build the index of a new segment, whose documents are there, and put its files in place; `options` are those of
+    `GraphIndex.build`. Raises as `seal_segment`."""
+    with index_errors():
+        index = GraphIndex.build(vectors, progress=progress, **options)
+        progress("write", 0.0)
+        index.save(building / INDEX)
+    progress("write", 0.5)
+    info = seal_segment(disk, building, index.size, shard)
+    progress("write", 1.0)
+    return index, info
 
 
 def seal_segment(disk: Disk, building: Path, size: int, shard: int = 0) -> SegmentInfo:
