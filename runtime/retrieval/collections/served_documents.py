@@ -18,7 +18,6 @@ from runtime.retrieval.collections.files import Files
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.retired_documents import RetiredDocuments
 from runtime.retrieval.collections.search import search_keywords
-from runtime.retrieval.collections.state import State
 from runtime.retrieval.embedding.embedder import embedder_name
 from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.passages import size_of
@@ -118,7 +117,8 @@ class CollectionDocuments(CollectionReader):
             self.poll()
             documents = self.state.documents(rows, on_read)
             self._recent.add((row, one) for row, one in zip(rows, documents, strict=True) if one is not None)
-            return _shown(self.state, rows, documents)
+            newest = self.state.newest(rows)
+            return [one if newest[row] == row else None for row, one in zip(rows, documents, strict=True)]
 
     def get_known(
         self, rows: Sequence[int], since_ns: int = 1, now_ns: int = 0
@@ -177,11 +177,10 @@ class CollectionDocuments(CollectionReader):
         rows = [row for row in {*one[0].tolist(), *other[0].tolist()} if row >= 0]
         with self._lock:
             self.poll()
-            present = dict(zip(rows, self.state.present(rows), strict=True))
-        row_of = {version: row for row, version in sorted(present.items()) if version is not None}
-        versions = {row: row if version is None else row_of[version] for row, version in present.items()}
+            newest = self.state.newest(rows)
         first, second = (
-            np.array([versions.get(row, row) for row in ids.tolist()], np.int64) for ids in (one[0], other[0])
+            np.array([row if (at := newest.get(row)) is None else at for row in ids.tolist()], np.int64)
+            for ids in (one[0], other[0])
         )
         return (first, one[1]), (second, other[1])
 
@@ -192,16 +191,6 @@ class CollectionDocuments(CollectionReader):
         with self._lock:
             self.poll()
         return search_keywords(self.state, text, vector, depth, filter, deadline_ns, self._clock)
-
-
-def _shown(state: State, rows: Sequence[int], documents: Sequence[Document | None]) -> list[Document | None]:
-    """Return the documents found, None for a deleted one and for an older version of another."""
-    present = state.present(rows)
-    shown = {version: row for row, version in sorted(zip(rows, present, strict=True))}
-    return [
-        one if version is not None and shown[version] == row else None
-        for row, version, one in zip(rows, present, documents, strict=True)
-    ]
 
 
 def _made_at(directory: Path) -> int:

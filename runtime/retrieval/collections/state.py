@@ -233,14 +233,15 @@ class State:
         with self.lock:
             return self._retired.find(row)
 
-    def present(self, rows: Sequence[int]) -> list[int | None]:
-        """Return the row of the present version of each row's document; None if that is deleted, or the row unknown.
+    def newest(self, rows: Sequence[int]) -> dict[int, int | None]:
+        """Return for each row the newest of these rows that has a version of its document; None if the document is
+        deleted, or the row unknown.
 
         A document that was deleted and made again is another one, while its first row is among the growing ones.
         """
         deleted = self.deleted(rows)
         if not any(deleted):
-            return list(rows)
+            return {row: row for row in rows}
         dead = list(compress(rows, deleted))
         ids = {row: one.id for row, one in zip(dead, self.documents(dead), strict=True) if one is not None}
         living = self.rows_of([*ids.values()])
@@ -250,7 +251,9 @@ class State:
                 for row, name in ids.items()
                 if name in living and self.growing.may_replace(living[name], row)
             }
-        return [replaced_by.get(row) if is_dead else row for row, is_dead in zip(rows, deleted, strict=True)]
+        versions = {row: replaced_by.get(row) if is_dead else row for row, is_dead in zip(rows, deleted, strict=True)}
+        row_of = {version: row for row, version in sorted(versions.items())}
+        return {row: None if version is None else row_of[version] for row, version in versions.items()}
 
     def deleted(self, rows: Sequence[int]) -> list[bool]:
         """Return whether each row is deleted or unknown."""
