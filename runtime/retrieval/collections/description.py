@@ -15,7 +15,6 @@ cannot mix texts.
 Bulk loads of earlier versions have another layout, and are converted when they are opened: see `upgrade`.
 """
 
-import errno
 import hashlib
 import io
 import os
@@ -252,13 +251,9 @@ def read_tombstones(directory: Path, manifest: Manifest) -> NDArray[np.int64]:
     if manifest.tombstones is None:
         return np.empty(0, np.int64)
     path = manifest.tombstones_path(directory)
+    content = read_known(path, manifest.tombstones.sha256, manifest.tombstones.bytes)
     try:
-        content = read_regular(path, manifest.tombstones.bytes)
-        if checksum_of(content) != manifest.tombstones:
-            raise CollectionError(f"{path} is damaged: its checksum differs from the manifest's")
         rows = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-    except OSError as error:
-        raise CollectionError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise CollectionError(f"{path} is damaged: {error}") from error
     if rows.ndim != 1 or rows.dtype != np.int64:
@@ -318,13 +313,15 @@ def status_of(path: Path) -> os.stat_result | None:
             return None
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
     """Read a small file. Raises `CollectionError`."""
-    try:
-        return read_regular(path, _MAX_BYTES)
-    except FileNotFoundError as error:
-        raise CollectionError(f"{path.parent} is damaged: it has no file {path.name}") from error
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            raise CollectionError(f"{path.parent} is not a collection: {path}: {error.strerror}") from error
-        raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
+    with storage_errors(f"{path} cannot be read"):
+        return read_regular(path, max_bytes)
+
+
+def read_known(path: Path, sha256: str, max_bytes: int) -> bytes:
+    """Read a small file whose checksum the manifest has. Raises `CollectionError`."""
+    content = read_bytes(path, max_bytes)
+    if checksum_of(content).sha256 != sha256:
+        raise CollectionError(f"{path} is damaged: its checksum differs from the manifest's")
+    return content

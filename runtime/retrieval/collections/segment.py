@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from gpu import GpuError, GraphIndex
 from gpu.index.data import bitmap
 from runtime.errors import CollectionError
-from runtime.files import open_regular, read_regular
+from runtime.files import open_regular
 from runtime.retrieval.attributes.columns import Bits, Columns, FilterCache
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import Filter
@@ -37,6 +37,7 @@ from runtime.retrieval.collections.description import (
     Throttle,
     check_sizes,
     checksum_of,
+    read_known,
     unthrottled,
     verify_file,
 )
@@ -76,24 +77,16 @@ def files_of(directory: Path, info: SegmentInfo) -> dict[str, FileChecksum]:
 
     Raises `CollectionError`.
     """
-    path = segment_path(directory, info)
-    files = _read_contents(path, info).files
-    check_sizes(path, files)
-    return files
-
-
-def _read_contents(path: Path, info: SegmentInfo) -> Contents:
-    with storage_errors(f"{path / CONTENTS} cannot be read"):
-        text = read_regular(path / CONTENTS, _MAX_BYTES)
-    if checksum_of(text).sha256 != info.sha256:
-        raise CollectionError(f"{path / CONTENTS} is damaged: its checksum differs from the manifest's")
+    folder = segment_path(directory, info)
+    path = folder / CONTENTS
     try:
-        contents = msgspec.json.decode(text, type=Contents)
+        contents = msgspec.json.decode(read_known(path, info.sha256, _MAX_BYTES), type=Contents)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CollectionError(f"{path / CONTENTS} is damaged: {error}") from error
+        raise CollectionError(f"{path} is damaged: {error}") from error
     if contents.size != info.size or META not in contents.files or not set(contents.files) <= set(FILES):
-        raise CollectionError(f"{path / CONTENTS} is damaged: it has {contents.size} rows, not {info.size}")
-    return contents
+        raise CollectionError(f"{path} is damaged: it has {contents.size} rows, not {info.size}")
+    check_sizes(folder, contents.files)
+    return contents.files
 
 
 class Segment(Part):
