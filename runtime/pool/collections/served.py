@@ -21,6 +21,7 @@ import numpy.typing as npt
 from gpu import Engine, GpuError, GraphIndex
 from gpu.index.data import IndexData, bitmap
 from runtime.errors import CollectionError
+from runtime.pool.collections.log_watch import LogWatch
 from runtime.pool.collections.scopes import (
     FilterableCollection,
     Finish,
@@ -35,7 +36,6 @@ from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.description import Description, SegmentInfo
 from runtime.retrieval.collections.growing_segment import GrowingSegment
-from runtime.retrieval.collections.log_watch import LogWatch
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.reader_barrier import ReaderPosition
 from runtime.retrieval.collections.segment import Segment

@@ -3,7 +3,7 @@
 import select
 from pathlib import Path
 
-from runtime.retrieval.collections.log_watch import LogWatch
+from runtime.pool.collections.log_watch import LogWatch
 from tests.collections.small_collections import documents, new_writer
 
 
