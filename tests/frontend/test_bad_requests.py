@@ -11,7 +11,7 @@ from ipc import SearchSpec
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.retrieval_config import ProbesSection
 from runtime.retrieval.attributes.filters import filter_bytes
-from runtime.serving.http.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalOptions
+from runtime.serving.http.api_types import ChatBody, CompletionBody, RetrievalOptions
 from runtime.serving.http.parsing import parse
 from runtime.serving.http.retrieval_body import RetrievalBody
 from runtime.serving.http.unsupported_fields import NEUTRAL
@@ -42,96 +42,6 @@ def test_malformed_json_is_refused(http: httpx.Client, body: bytes) -> None:
 def test_a_body_that_is_not_an_object_is_refused(http: httpx.Client, body: str, message: str) -> None:
     answer = http.post("/v1/completions", content=body)
     assert_error(answer, 400, "invalid_request", message=f"must be a JSON object, not {message}")
-
-
-@pytest.mark.parametrize(
-    ("change", "param", "message"),
-    [
-        ({"messages": None}, "messages", "messages is missing"),
-        ({"messages": []}, "messages", "messages is empty"),
-        ({"messages": [7]}, "messages[0]", "must be an object, not a number"),
-        ({"messages": [{"content": "hi"}]}, "messages[0].role", "is missing"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "not 'tool'"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "not a number"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content",
-            "others are not supported",
-        ),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, "messages[0]", "'tool_calls'"),
-        ({"model": None}, "model", "model is missing"),
-        ({"temperature": "hot"}, "temperature", "not 'hot'"),
-        ({"temperature": 2.5}, "temperature", "less than or equal to 2, not 2.5"),
-        ({"temperature": float("nan")}, "temperature", "finite"),
-        ({"top_p": 0}, "top_p", "greater than 0, not 0"),
-        ({"max_tokens": 0}, "max_tokens", "not 0"),
-        ({"max_completion_tokens": "9"}, "max_completion_tokens", "not '9'"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "set one of them"),
-        ({"stop": 3}, "stop", "a string or an array of strings"),
-        ({"stop": ["a"] * 5}, "stop", "5 strings, the limit is 4"),
-        ({"stop": ""}, "stop", "0 characters"),
-        ({"stop": "x" * (MAX_STOP_CHARS + 1)}, "stop", "1025 characters"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed when stream is true"),
-        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "not 1"),
-        (
-            {"stream": True, "stream_options": {"include_obfuscation": True}},
-            "stream_options.include_obfuscation",
-            "must be false, not true",
-        ),
-        (
-            {"stream": True, "stream_options": {"include_usages": True}},
-            "stream_options.include_usages",
-            "'include_usage'?",
-        ),
-        ({"stream": True, "stream_options": ["include_usage"]}, "stream_options", "must be an object, not an array"),
-        ({"retrieval": True}, "retrieval", "must be an object or false, not true"),
-        ({"retrieval": ["docs"]}, "retrieval", "must be an object or false, not an array"),
-        ({"retrieval": {"collection": "docs", "rerank": 1}}, "retrieval.rerank", "an object, true or false, not 1"),
-        ({"max_tokens": True}, "max_tokens", "not true"),
-        ({"retrieval": {"collection": "docs", "kk": 1}}, "retrieval.kk", "did you mean 'k'?"),
-        ({"retrieval": {"collection": "docs", "k": 0}}, "retrieval.k", "not 0"),
-        ({"retrieval": {"collection": "docs", "k": 9}}, "retrieval.k", "k is 9, the limit is 8"),
-        ({"retrieval": {"collection": "docs", "every_tokens": -1}}, "retrieval.every_tokens", "not -1"),
-        ({"retrieval": {"collection": "docs", "probe_mode": "hope"}}, "retrieval.probe_mode", "'wait' or 'prefetch'"),
-        ({"retrieval": {"collection": "docs", "probe_tokens": 3}}, "retrieval.probe_tokens", "not 3"),
-        (
-            {"retrieval": {"collection": "docs", "probe_trigger": "hunch"}},
-            "retrieval.probe_trigger",
-            "'hunch' is not known; there are every, drift, unsure",
-        ),
-        (
-            {"retrieval": {"collection": "docs", "probe_threshold": 0.4}},
-            "retrieval.probe_threshold",
-            "requires a probe_trigger",
-        ),
-        ({"retrieval": {"collection": "docs", "probe_tokens": 769}}, "retrieval.probe_tokens", "the limit is 768"),
-        ({"ignore_eos": "no"}, "ignore_eos", "not 'no'"),
-        ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
-        ({"messages": [{"role": "user", "content": "é" * 1001}]}, "messages", "2002 bytes, the limit is 2000"),
-    ],
-)
-def test_an_invalid_chat_body_is_refused_naming_the_parameter(
-    http: httpx.Client, change: dict[str, Any], param: str, message: str
-) -> None:
-    answer = http.post("/v1/chat/completions", content=json.dumps(CHAT | change))
-    assert_error(answer, 400, "invalid_request", param, message)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"prompt": None}, "prompt is missing"),
-        ({"prompt": ""}, "prompt is empty"),
-        ({"prompt": {}}, "not an object"),
-        ({"prompt": [1, "a"]}, "token ids"),
-        ({"prompt": [-1]}, "token ids between 0 and"),
-        ({"prompt": ["a", "b"]}, "2 prompts, the limit is 1"),
-        ({"prompt": "x" * 2001}, "2001 bytes, the limit is 2000"),
-    ],
-)
-def test_an_invalid_prompt_is_refused(http: httpx.Client, change: dict[str, Any], message: str) -> None:
-    assert_error(http.post("/v1/completions", json=COMPLETION | change), 400, "invalid_request", "prompt", message)
 
 
 @pytest.mark.parametrize("field", sorted(NEUTRAL.keys() - ChatBody.model_fields))
@@ -217,26 +127,6 @@ def test_retrieval_accepts_text_or_a_vector(cluster: Cluster, http: httpx.Client
     assert http.post("/v1/retrieval", json=SEARCH).json()["id"] != found["id"]
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "message"),
-    [
-        ('{"collection": "docs"}', "query", "either query (text) or vector"),
-        ('{"collection": "docs", "query": "a", "vector": [1,2,3,4]}', "query", "either"),
-        ('{"collection": "docs", "query": ""}', "query", "query is empty"),
-        ('{"collection": "docs", "vector": [1,2,3]}', "vector", "3 numbers, collection 'docs' has dimension 4"),
-        ('{"collection": "docs", "vector": [1,2,NaN,4]}', "vector", "vector[2] is not a number (NaN)"),
-        (f'{{"collection": "docs", "vector": [1,2,1{"0" * 400},4]}}', "vector", "vector[2] is beyond float32"),
-        ('{"collection": "docs", "vector": [1,2,3,1e39]}', "vector", "vector[3] is beyond float32"),
-        ('{"collection": "docs", "vector": [1,2,3,"4"]}', "vector", "vector[3] must be a number, not a string"),
-        ('{"collection": "docs", "vector": "abc"}', "vector", "not a string"),
-        ('{"collection": "docs", "query": "a", "k": 9}', "k", "k is 9, the limit is 8"),
-        ('{"collection": "docs", "query": "a", "top": 3}', "top", "unknown field"),
-    ],
-)
-def test_an_invalid_search_is_refused(http: httpx.Client, body: str, param: str, message: str) -> None:
-    assert_error(http.post("/v1/retrieval", content=body), 400, "invalid_request", param, message)
-
-
 def test_errors_of_the_search_keep_their_status(cluster: Cluster, http: httpx.Client) -> None:
     try:
         cluster.search.error = Unavailable("no pool answers")
@@ -255,23 +145,6 @@ def test_errors_of_the_search_keep_their_status(cluster: Cluster, http: httpx.Cl
     finally:
         cluster.search.error = None
     assert http.post("/v1/retrieval", json=SEARCH).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("param", "value"),
-    [
-        ("prompt", "x" * 2_001),
-        ("messages", [{"role": "user", "content": "x" * 1_000}, {"role": "user", "content": "y" * 1_001}]),
-    ],
-)
-def test_every_tokenized_text_has_the_prompt_limit(http: httpx.Client, param: str, value: object) -> None:
-    assert_error(
-        http.post("/tokenize", json={param: value}),
-        400,
-        "invalid_request",
-        param,
-        f"{param} has 2001 bytes, the limit is 2000",
-    )
 
 
 FILTERED = [

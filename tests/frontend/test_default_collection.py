@@ -1,16 +1,14 @@
-"""The default collection: a node's only collection is implied; with several, the error lists them."""
+"""The default collection: a node's only collection is implied."""
 
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
+from tests.frontend.request_errors import CHAT, COMPLETION, assert_error
 
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say=1"}]}
-COMPLETION = {"model": "tiny", "prompt": "say=1"}
 GENERATE: list[tuple[str, dict[str, Any]]] = [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)]
 
 
@@ -38,23 +36,7 @@ def test_a_chat_uses_the_only_collection(
     assert asked.collection == "docs"
 
 
-def test_with_several_collections_the_error_lists_them() -> None:
-    search = ("/v1/retrieval", {"query": "with"}, "collection")
-    bodies = [*((path, {**body, "retrieval": {}}, "retrieval.collection") for path, body in GENERATE), search]
-    with serving("docs", "news") as cluster, cluster.http() as http:
-        for path, body, param in bodies:
-            error = refused(http.post(path, json=body), 400)
-            assert error["param"] == param
-            assert error["message"] == f"{param} is missing; loaded: docs, news"
-
-
 def test_a_node_without_collections_returns_an_error() -> None:
     with serving() as cluster, cluster.http() as http:
-        error = refused(http.post("/v1/completions", json=COMPLETION | {"retrieval": {}}), 404)
-    assert error["message"] == "this node has no collections"
-
-
-def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
-    assert answer.status_code == status, answer.text
-    error: dict[str, Any] = answer.json()["error"]
-    return error
+        answer = http.post("/v1/completions", json=COMPLETION | {"retrieval": {}})
+    assert_error(answer, 404, "unknown_collection", "retrieval.collection", "this node has no collections")

@@ -162,47 +162,6 @@ def test_stored_responses_are_read_and_deleted(client: openai.OpenAI) -> None:
         client.responses.retrieve(unstored.id)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"background": True}, "background is not supported"),
-        ({"conversation": "c"}, "conversation is not supported"),
-        ({"reasoning": {"effort": "low"}}, "reasoning is not supported"),
-        ({"text": {"format": {"type": "json_object"}}}, "text is not supported"),
-        ({"truncation": "auto"}, "truncation is not supported"),
-        ({"tools": [{"type": "web_search"}]}, "the tool 'web_search' is not supported, only file_search"),
-        ({"tools": [{"type": "function", "name": "f"}]}, "the tool 'function' is not supported"),
-        ({"tools": SEARCH * 2}, "the limit is 1"),
-        ({"tools": [SEARCH[0] | {"max_num_results": 21}]}, "max_num_results is 21, the limit is 20"),
-        ({"tools": [SEARCH[0] | {"vector_store_ids": ["docs", "bare"]}]}, "several vector stores"),
-        (
-            {"tools": [SEARCH[0] | {"probe_triger": "drift"}]},
-            "unknown field tools[0].probe_triger; did you mean 'probe_trigger'",
-        ),
-        ({"include": ["message.output_text.logprobs"]}, "only file_search_call.results"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "'input_image' is not"),
-        ({"input": [{"role": "user", "content": [{"type": "input_audio", "data": "x"}]}]}, "'input_audio' is not"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "x"}]}]},
-            "'file_data' of an inpu",
-        ),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "needs the file_id"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}] * 17}]},
-            "input has 17 files, the limit is 16",
-        ),
-        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "this node has no files"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "'function_call_output' is not supported"),
-        ({"input": []}, "input has no message"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "role is 'tool'"),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(client: openai.OpenAI, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(openai.BadRequestError) as found:
-        client.responses.create(**{"model": "tiny", "input": "say=1"} | fields)
-    assert message in str(found.value)
-
-
 def test_fields_with_no_effect_are_accepted(client: openai.OpenAI) -> None:
     made = client.responses.create(
         model="tiny", input="say=1", background=False, truncation="disabled", user="u", service_tier="auto",

@@ -151,41 +151,6 @@ def test_openais_hybrid_weights_set_the_keyword_weight(
     assert stand.calls[-1].hybrid == share
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({}, "query", "query is missing"),
-        ({"query": []}, "query", "0 strings, allowed are 1 to 16"),
-        ({"query": ["a"] * 17}, "query", "17 strings, allowed are 1 to 16"),
-        ({"query": ["a", ""]}, "query", "query is empty"),
-        ({"query": "x" * 101}, "query", "query has 101 bytes, the limit is 100"),
-        ({"query": "leave", "max_num_results": 21}, "max_num_results", "is 21, the limit is 20"),
-        ({"query": "leave", "max_num_results": 0}, "max_num_results", "greater than or equal to 1"),
-        ({"query": "leave", "filters": {"type": "eq", "key": "page"}}, "filters", "has key, type, value"),
-        ({"query": "leave", "filters": "page = 3"}, "filters", "a filter must be an object with a type"),
-        ({"query": "leave", "rewrite_query": 1}, "rewrite_query", "valid boolean"),
-        ({"query": "leave", "ranking_options": {"ranker": "x"}}, "ranking_options.ranker", "known: none, auto, "),
-        (
-            {"query": "leave", "ranking_options": {"hybrid_search": {"embedding_weight": 1}}},
-            "ranking_options.hybrid_search.text_weight",
-            "text_weight is missing",
-        ),
-        (
-            {"query": "leave", "ranking_options": {"hybrid_search": {"embedding_weight": 1, "text_weight": -1}}},
-            "ranking_options.hybrid_search.text_weight",
-            "greater than or equal to 0",
-        ),
-        ({"query": "leave", "max_results": 3}, "max_results", "unknown field 'max_results'; did you mean 'max_num_r"),
-    ],
-)
-def test_unsupported_search_options_are_refused_by_name(
-    http: httpx.Client, fields: dict[str, object], param: str, message: str
-) -> None:
-    refused = http.post("/v1/vector_stores/docs/search", json=fields)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
-    assert message in refused.json()["error"]["message"]
-
-
 def test_an_unknown_store_is_not_found(client: openai.OpenAI) -> None:
     for ask in (lambda: client.vector_stores.retrieve("none"), lambda: client.vector_stores.search("none", query="a")):
         with pytest.raises(openai.NotFoundError, match="no vector store 'none' is loaded; loaded: docs, bare"):
@@ -214,25 +179,9 @@ def test_passages_can_be_embedded_as_passages(client: openai.OpenAI, stand: Stan
     assert stand.kinds[-1] == "passage"
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "param", "message"),
-    [
-        ({"model": "other"}, 404, "model", "embedder 'other'; available: hashing-64"),
-        ({"input": [1, 2, 3]}, 400, "input", "token ids are not supported"),
-        ({"input": []}, 400, "input", "0 texts, allowed are 1 to 2048"),
-        ({"input": ["a"] * 2049}, 400, "input", "2049 texts"),
-        ({"input": ["a", ""]}, 400, "input", "an empty text"),
-        ({"dimensions": 32}, 400, "dimensions", "dimensions is 32, vectors of hashing-64 have 64"),
-        ({"encoding_format": "int8"}, 400, "encoding_format", "'float' or 'base64'"),
-        ({"truncate": True}, 400, "truncate", "unknown field"),
-    ],
-)
-def test_invalid_embedding_inputs_are_refused_by_name(
-    http: httpx.Client, fields: dict[str, object], status: int, param: str, message: str
-) -> None:
-    refused = http.post("/v1/embeddings", json={"model": "hashing-64", "input": "a"} | fields)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
-    assert message in refused.json()["error"]["message"]
+def test_another_embedder_than_a_collections_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="no collection uses the embedder 'other'; available: hashing-64"):
+        client.embeddings.create(model="other", input="a")
 
 
 def test_a_failed_embedding_is_an_error_and_frees_its_place(http: httpx.Client, stand: Stand) -> None:
