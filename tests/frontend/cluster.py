@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +18,9 @@ from starlette.types import ASGIApp
 from runtime.node.config import HttpSection
 from runtime.node.supervisor.listen import listen_private
 from runtime.retrieval.async_retriever import run_steps, wait_until
+from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.collections.served_documents import CollectionDocuments
+from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.passages import FoundPassages, OnRead, Passage
 from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.retrieval_steps import RetrievalResult, Until
@@ -67,9 +70,15 @@ class Reranked:
 
 
 class FakeSearch(NoCollections):
-    """A search that always returns the same passages, or raises `error` if a test sets it."""
+    """Collections in which each search finds `found`, or raises `error` if a test sets it. about, opened: of each."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        found: Sequence[Passage] = PASSAGES,
+        about: CollectionSummary | None = None,
+        opened: CollectionDocuments | None = None,
+    ) -> None:
+        self.found, self.about, self.opened = found, about, opened
         self.calls: list[Query] = []
         self.error: Exception | None = None
         self.hangs = False
@@ -93,7 +102,18 @@ class FakeSearch(NoCollections):
 
     def passages(self, query: Query, on_read: OnRead) -> list[Passage]:
         """Return what a query finds."""
-        return list(PASSAGES[: query.spec.k])
+        return list(self.found[: query.spec.k])
+
+    def summary(self, collection: str) -> CollectionSummary:
+        return self.about or super().summary(collection)
+
+    def documents(self, collection: str) -> CollectionDocuments:
+        return self.opened or super().documents(collection)
+
+    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind, flow: int) -> tuple[Vectors, int]:
+        if self.error is not None:
+            raise self.error
+        return embedder.embed(texts, kind), sum(map(embedder.count_tokens, texts))
 
 
 async def metrics() -> str:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from runtime.retrieval.attributes.filters import AttributeBinding
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.served_documents import CollectionDocuments
-from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
+from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.ingestion.ingest import ingest
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.access import Access
@@ -30,21 +31,7 @@ SETTINGS = Settings(
 )
 
 
-class Docs(FakeSearch):
-    """The collection `docs` in a directory."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self.opened = CollectionDocuments(directory)
-
-    def summary(self, collection: str) -> CollectionSummary:
-        return CollectionSummary(True, created_at=1_700_000_000, dim=64, metric="cosine")
-
-    def documents(self, collection: str) -> CollectionDocuments:
-        return self.opened
-
-    async def embed(self, embedder: Embedder, texts: Any, kind: TextKind, flow: int) -> tuple[Vectors, int]:
-        return embedder.embed(texts, kind), 0
+ABOUT = CollectionSummary(True, created_at=1_700_000_000, dim=64, metric="cosine")
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +48,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def writes(built: Path, tmp_path: Path) -> Iterator[WriterService]:
     shutil.copytree(built, tmp_path / "docs")
-    docs = Docs(tmp_path / "docs")
-    made = WriterService({"docs": tmp_path / "docs"}, docs.embed, lambda _: HASHING)
+    made = WriterService({"docs": tmp_path / "docs"}, FakeSearch().embed, lambda _: HASHING)
     yield made
     made.close()
-    docs.opened.close()
 
 
 @pytest.fixture
 def cluster(writes: WriterService, tmp_path: Path) -> Iterator[Cluster]:
-    docs = Docs(tmp_path / "docs")
-    with Cluster(settings=SETTINGS, search=docs, writes=writes) as made:
+    with (
+        closing(CollectionDocuments(tmp_path / "docs")) as opened,
+        Cluster(settings=SETTINGS, search=FakeSearch(about=ABOUT, opened=opened), writes=writes) as made,
+    ):
         yield made
-    docs.opened.close()
 
 
 @pytest.fixture

@@ -9,30 +9,23 @@ import pytest
 
 from runtime.errors import RerankerUnreachable
 from runtime.retrieval.attributes.filters import AttributeBinding, decode_filter, parse_filter
+from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.model_directory import read_model_directory
-from runtime.retrieval.passages import OnRead, Passage
+from runtime.retrieval.passages import Passage
 from runtime.retrieval.reranking.cross_encoder import CrossEncoder
 from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.search.query import Query, Rerank
 from runtime.serving.http.access import Access
 from runtime.serving.http.ranking import Ranker
 from runtime.serving.http.service import Settings
-from tests.frontend.cluster import Cluster
+from tests.frontend.cluster import Cluster, FakeSearch
 from tests.frontend.request_errors import assert_error
-from tests.frontend.test_vector_stores import Stand
 from tests.retrieval.tiny_model import write_tiny_cross_encoder
 
 TEXTS = ("dog rates", "rates rise", "cat", "cat sleeps")
 FOUND = [Passage(f"p{number}", "", 0.1 * number, text) for number, text in enumerate(TEXTS)]
 KEYS = ("0" * 20, "1" * 20)
 TENANT = Access({"docs": AttributeBinding("tenant", "acme")})
-
-
-class Library(Stand):
-    """A collection whose searches find the same passages."""
-
-    def passages(self, query: Query, on_read: OnRead) -> list[Passage]:
-        return FOUND[: query.spec.k]
 
 
 class Faulty(CrossEncoder):
@@ -63,8 +56,11 @@ def cluster(model: Faulty, ended: list[tuple[str, int]]) -> Iterator[Cluster]:
         "tiny", {"docs": 64, "bare": 0}, max_k=20, max_prompt_bytes=100, api_keys=KEYS, access={KEYS[1]: TENANT},
         ranker=Ranker("tiny-ranker", 30.0),
     )  # fmt: skip
-    library = Library()
-    with Cluster(settings=settings, search=library, reranking=reranking) as made:
+    with Cluster(
+        settings=settings,
+        search=FakeSearch(FOUND, CollectionSummary(True, dim=64, metric="cosine")),
+        reranking=reranking,
+    ) as made:
         yield made
     reranking.close()
 

@@ -107,15 +107,13 @@ class LongTexts(FakeSearch):
             on_read((number + 1) * len(TEXT))
         return [Passage(str(number), "", 0.0, TEXT) for number in range(query.spec.k)]
 
-    def summary(self, collection: str) -> CollectionSummary:
-        return CollectionSummary(True, metric="cosine")
-
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     settings = Settings(model="tiny", collections={"docs": 4}, max_unsent_bytes=80 * MIB)
-    long = LongTexts()
-    with Cluster(settings=settings, search=long, send_buffer=4096) as cluster:
+    with Cluster(
+        settings=settings, search=LongTexts(about=CollectionSummary(True, metric="cosine")), send_buffer=4096
+    ) as cluster:
         yield cluster
 
 

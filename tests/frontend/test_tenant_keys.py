@@ -31,11 +31,7 @@ OR_BLUE = {"type": "or", "filters": [YEAR, eq("blue")]}
 NOT_OWN = {"type": "ne", "key": "tenant", "value": "acme"}
 
 
-class Stores(FakeSearch):
-    """Summaries of the collections."""
-
-    def summary(self, collection: str) -> CollectionSummary:
-        return CollectionSummary(True, 900, 12_345, 1_700_000_000, DIM, "l2", "hashing")
+ABOUT = CollectionSummary(True, 900, 12_345, 1_700_000_000, DIM, "l2", "hashing")
 
 
 def directory_in(path: Path) -> Path:
@@ -57,7 +53,7 @@ def serving(directory: Path) -> Iterator[Cluster]:
         BLUE: Access({"notes": AttributeBinding("tenant", "blue")}),
     }
     settings = Settings("tiny", dict.fromkeys(NAMES, DIM), api_keys=(ALL, ACME, BLUE), access=access)
-    with Cluster(settings=settings, writes=writes, search=Stores()) as cluster:
+    with Cluster(settings=settings, writes=writes, search=FakeSearch(about=ABOUT)) as cluster:
         yield cluster
     writes.close()
 

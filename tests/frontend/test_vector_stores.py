@@ -57,9 +57,7 @@ class Stand(FakeSearch):
 
     async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind, flow: int) -> tuple[Vectors, int]:
         self.kinds.append(kind)
-        if self.error is not None:
-            raise self.error
-        return embedder.embed(texts, kind), sum(map(embedder.count_tokens, texts))
+        return await super().embed(embedder, texts, kind, flow)
 
     def passages(self, query: Query, on_read: OnRead) -> list[Passage]:
         return FOUND[query.text][: query.spec.k]
