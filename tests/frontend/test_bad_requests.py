@@ -14,6 +14,7 @@ from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.serving.http.api_types import ChatBody, CompletionBody, RetrievalOptions
 from runtime.serving.http.parsing import parse
 from runtime.serving.http.retrieval_body import RetrievalBody
+from runtime.serving.http.service import Settings
 from runtime.serving.http.unsupported_fields import NEUTRAL
 from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import PASSAGES
@@ -84,16 +85,15 @@ def test_an_unknown_collection_is_not_found_before_any_work_is_done(cluster: Clu
     assert len(cluster.players["prefill-0"].prefills) == before
 
 
+def test_a_search_on_a_node_without_collections_is_not_found() -> None:
+    with Cluster(settings=Settings("tiny")) as cluster, cluster.http() as http:
+        answer = http.post("/v1/completions", json=COMPLETION | {"retrieval": {}})
+    assert_error(answer, 404, "unknown_collection", "retrieval.collection", "this node has no collections")
+
+
 def test_a_prompt_beyond_the_context_is_refused_with_size_and_limit(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json=COMPLETION | {"prompt": [1] * 2040, "max_tokens": 9})
     assert_error(answer, 400, "context_length_exceeded", "max_tokens", "at least 2049 tokens, the model's")
-
-
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH"])
-def test_a_wrong_method_is_refused_with_the_allowed_one(http: httpx.Client, method: str) -> None:
-    answer = http.request(method, "/v1/chat/completions")
-    assert_error(answer, 405, "method_not_allowed", message=f"{method} /v1/chat/completions")
-    assert answer.headers["allow"] == "POST"
 
 
 @pytest.mark.parametrize(

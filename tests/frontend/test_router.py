@@ -51,14 +51,6 @@ def test_an_overlap_outweighs_as_many_waiting_requests_as_configured() -> None:
         made.finished(placement, prefilled=False)
 
 
-def test_a_decode_worker_with_a_free_slot_is_preferred() -> None:
-    made = router("p0", "d1")
-    made.add(hello("decode", "d0", slots=100))
-    made.report(report("d0", running=50, free=0))
-    made.report(report("d1", running=3, free=1))
-    assert made.place(()).decode == "d1"
-
-
 def test_the_least_utilized_decode_worker_with_free_slots_is_selected() -> None:
     made = router("p0", "d1")
     made.add(hello("decode", "d0", slots=100))
@@ -110,10 +102,6 @@ def test_remembered_prefixes_are_bounded_by_the_workers_blocks() -> None:
     assert prefill.overlap(prefix_blocks(tuple(range(BLOCK_TOKENS * 10)))) == 0.3
 
 
-def test_the_placement_contains_the_decode_workers_hand_over_endpoint() -> None:
-    assert router("p0", "d0").place(()) == Placement("p0", "d0", "ipc://@d0", DecodeLoad(0, 4))
-
-
 def test_the_placement_contains_the_decode_workers_load_before_it() -> None:
     made = router("p0", "d0")
     made.report(Report("d0", 1, 1, queued=1, running=2, free_slots=1, step_ns=7))
@@ -133,16 +121,6 @@ def test_ties_rotate_and_a_new_worker_gets_its_first_request_at_once() -> None:
     assert [taken() for _ in range(4)] == ["p0", "p1", "p0", "p1"]
     made.add(hello("prefill", "p2"))
     assert [taken() for _ in range(4)] == ["p2", "p0", "p1", "p2"]
-
-
-def test_a_draining_worker_gets_no_requests_and_a_role_with_only_draining_workers_is_missing() -> None:
-    made = router("p0", "p1", "d0")
-    made.report(report("p0", draining=True))
-    assert {made.place(()).prefill for _ in range(8)} == {"p1"}
-    made.report(report("d0", draining=True))
-    assert made.missing() == ["decode"]
-    with pytest.raises(Unavailable, match="no decode worker is ready"):
-        made.place(())
 
 
 def test_the_router_refuses_requests_over_its_limit_with_both_numbers() -> None:

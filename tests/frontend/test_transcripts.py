@@ -33,7 +33,7 @@ def _asked(text: str, **fields: Any) -> dict[str, Any]:
 _CASES: dict[str, tuple[str, str, Any]] = {
     "models": ("GET", "/v1/models", None),
     "one-model": ("GET", "/v1/models/tiny", None),
-    "unknown-model": ("GET", "/v1/models/large", None),
+    "unknown-model": ("GET", "/v1/models/big/one", None),
     "health": ("GET", "/health", None),
     "unknown-route": ("GET", "/v1/nothing", None),
     "wrong-method": ("DELETE", "/v1/models", None),
@@ -42,6 +42,10 @@ _CASES: dict[str, tuple[str, str, Any]] = {
         "POST", "/v1/chat/completions", {**_CHAT, "stream": True, "stream_options": {"include_usage": True}},
     ),
     "chat-retrieval": ("POST", "/v1/chat/completions", _asked("say=2", retrieval=_RETRIEVAL)),
+    "chat-only-collection": ("POST", "/v1/chat/completions", _asked("say=1", retrieval={"k": 1})),
+    "completion-only-collection": (
+        "POST", "/v1/completions", {"model": "tiny", "prompt": "say=1", "max_tokens": 9, "retrieval": {"k": 1}},
+    ),
     "chat-probe-streamed": (
         "POST", "/v1/chat/completions",
         _asked("say=4 probe=2", stream=True, retrieval={**_RETRIEVAL, "every_tokens": 2}),
@@ -50,6 +54,9 @@ _CASES: dict[str, tuple[str, str, Any]] = {
     "chat-stop": ("POST", "/v1/chat/completions", _asked("say=9", stop=["w3"])),
     "chat-fails": ("POST", "/v1/chat/completions", _asked("say=4 fail=2")),
     "chat-fails-streamed": ("POST", "/v1/chat/completions", _asked("say=4 fail=2", stream=True)),
+    "chat-refused-streamed": (
+        "POST", "/v1/chat/completions", _asked("refuse=context_length_exceeded", stream=True),
+    ),
     "chat-refused": ("POST", "/v1/chat/completions", _asked("refuse=context_length_exceeded")),
     "completion": ("POST", "/v1/completions", {"model": "tiny", "prompt": "say=2", "max_tokens": 9}),
     "completion-streamed": (
