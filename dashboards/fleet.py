@@ -4,10 +4,13 @@ Where llm-d's endpoint picker chooses the node and its flow control is on, the p
 these queries have no result.
 """
 
+from math import inf
+from typing import Any
+
 from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
 from dashboards.overview import UID as OVERVIEW
-from dashboards.overview_panels import HERE, here
+from dashboards.overview_panels import HERE, burn_rates, here, lines, tile
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.supervisor_metrics import NamedMetric, NodeMetrics, ProcessMetrics
 
@@ -40,9 +43,9 @@ def _running() -> str:
     return f"{stages} or {_by_node('sum', FrontendMetrics.IN_FLIGHT)}"
 
 
-def _tile(title: str, description: str, expr: str, unit: str = "short", bad_from: float | None = None) -> Panel:
-    thresholds = ((0.0, "green"), *([(bad_from, "red")] if bad_from is not None else []))
-    return Panel("stat", title, description, [Query(expr)], unit, width=3, height=4, thresholds=thresholds)
+def _tile(title: str, description: str, expr: str, unit: str = "short", bad_from: float = inf) -> Panel:
+    limits = () if bad_from == inf else ((bad_from, "red"),)
+    return tile(title, description, expr, unit, width=3, thresholds=((0.0, "green"), *limits))
 
 
 def _llm_d(function: str, name: str) -> str:
@@ -50,49 +53,43 @@ def _llm_d(function: str, name: str) -> str:
     return " or ".join(f"{function}({prefix}_flow_control_{name})" for prefix in _LLM_D)
 
 
-def _lines(
-    title: str, about: str, expr: str, unit: str, legend: str = "{{node}}", *more: Query, stacked: bool = False
-) -> Panel:
-    return Panel("timeseries", title, about, [Query(expr, legend), *more], unit, width=6, stacked=stacked)
+def _by_nodes(title: str, about: str, expr: str, unit: str, *more: Query, **look: Any) -> Panel:
+    return lines(title, about, [Query(expr, "{{node}}"), *more], unit, **look)
 
 
 def _totals() -> Row:
     return Row(
         "Fleet",
-        [
-            _tile("Nodes", "Nodes that Prometheus scrapes", f"count(count by (node) ({here(NodeMetrics.INFO)}))"),
-            _tile(
-                "Down",
-                "Targets that Prometheus cannot scrape; not filtered by Node and Model, which are unknown for them",
-                'count(up{job="trinity"} == 0) or vector(0)',
-                bad_from=1,
-            ),
-            _tile(
-                "Draining", "Nodes whose health check fails because they drain", f"sum({here(NodeMetrics.DRAINING)})"
-            ),
-            _tile(
-                "Workers not ready",
-                "Workers of all nodes' plans that do not serve",
-                f"sum(1 - {here(ProcessMetrics.UP)})",
-                bad_from=1,
-            ),
-            _tile("Waiting", "Requests that wait for a worker or for KV blocks", f"sum({_waiting()})"),
-            _tile("Requests", "Completed generations per second", q.rate(here(FrontendMetrics.REQUESTS)), "reqps"),
-            _tile(
-                "Errors",
-                "Share of generations that failed or were refused",
-                q.failure_ratio(HERE),
-                "percentunit",
-                bad_from=0.01,
-            ),
-            _tile(
-                "Fullest KV",
-                "KV in use of the fullest decode worker",
-                f"max({here(DecodeMetrics.KV_USED)})",
-                "percentunit",
-                bad_from=0.98,
-            ),
-        ],
+        _tile("Nodes", "Nodes that Prometheus scrapes", f"count(count by (node) ({here(NodeMetrics.INFO)}))"),
+        _tile(
+            "Down",
+            "Targets that Prometheus cannot scrape; not filtered by Node and Model, which are unknown for them",
+            'count(up{job="trinity"} == 0) or vector(0)',
+            bad_from=1,
+        ),
+        _tile("Draining", "Nodes whose health check fails because they drain", f"sum({here(NodeMetrics.DRAINING)})"),
+        _tile(
+            "Workers not ready",
+            "Workers of all nodes' plans that do not serve",
+            f"sum(1 - {here(ProcessMetrics.UP)})",
+            bad_from=1,
+        ),
+        _tile("Waiting", "Requests that wait for a worker or for KV blocks", f"sum({_waiting()})"),
+        _tile("Requests", "Completed generations per second", q.rate(here(FrontendMetrics.REQUESTS)), "reqps"),
+        _tile(
+            "Errors",
+            "Share of generations that failed or were refused",
+            q.failure_ratio(HERE),
+            "percentunit",
+            bad_from=0.01,
+        ),
+        _tile(
+            "Fullest KV",
+            "KV in use of the fullest decode worker",
+            f"max({here(DecodeMetrics.KV_USED)})",
+            "percentunit",
+            bad_from=0.98,
+        ),
     )
 
 
@@ -109,7 +106,7 @@ def _nodes() -> Row:
     about = "One row per node: worst value over its workers, sum of their requests. Names link to the overview"
     links = (("node", "/d/" + OVERVIEW + "?var-node=${__value.text}&${__url_time_range}"),)
     table = Panel("table", "Nodes", about, columns, width=24, height=8, column_links=links)
-    return Row("Nodes", [table])
+    return Row("Nodes", table)
 
 
 def _load() -> Row:
@@ -118,27 +115,23 @@ def _load() -> Row:
     saturation = Query(_llm_d("max", "pool_saturation"), "llm-d's saturation of the nodes")
     return Row(
         "Load",
-        [
-            _lines("Requests", "Completed generations per second", requests, "reqps", stacked=True),
-            _lines(
-                "Waiting",
-                "Requests that wait for a worker or for KV blocks, or at llm-d's endpoint picker, if there is one",
-                _waiting(),
-                "short",
-                "{{node}}",
-                queue,
-                stacked=True,
-            ),
-            _lines("Running", "Requests in prefill and decode", _running(), "short", stacked=True),
-            _lines(
-                "Fullest KV",
-                "KV in use of the node's fullest decode worker",
-                _by_node("max", DecodeMetrics.KV_USED),
-                "percentunit",
-                "{{node}}",
-                saturation,
-            ),
-        ],
+        _by_nodes("Requests", "Completed generations per second", requests, "reqps", stacked=True),
+        _by_nodes(
+            "Waiting",
+            "Requests that wait for a worker or for KV blocks, or at llm-d's endpoint picker, if there is one",
+            _waiting(),
+            "short",
+            queue,
+            stacked=True,
+        ),
+        _by_nodes("Running", "Requests in prefill and decode", _running(), "short", stacked=True),
+        _by_nodes(
+            "Fullest KV",
+            "KV in use of the node's fullest decode worker",
+            _by_node("max", DecodeMetrics.KV_USED),
+            "percentunit",
+            saturation,
+        ),
     )
 
 
@@ -151,28 +144,16 @@ def _slos() -> Row:
     between = q.quantile(0.95, DecodeMetrics.INTER_TOKEN, HERE, _NODE)
     return Row(
         "SLOs and latency",
-        [
-            _lines(
-                "Burn rate",
-                "Error budget burn rate; alerts page at 14.4 and at 6",
-                q.burn_rate(HERE),
-                "short",
-                "{{node}} {{slo}}",
-            ),
-            _lines(
-                "Errors",
-                "Share of generations that failed or were refused",
-                q.failure_ratio(HERE, _NODE),
-                "percentunit",
-            ),
-            _lines(
-                "Time to first token",
-                "Time from the request's arrival at the node to its first token, p95",
-                first,
-                "s",
-                "{{node}}",
-                Query(held, "before, in llm-d's queue"),
-            ),
-            _lines("Inter-token latency", "Time between two consecutive tokens, p95", between, "s"),
-        ],
+        burn_rates(),
+        _by_nodes(
+            "Errors", "Share of generations that failed or were refused", q.failure_ratio(HERE, _NODE), "percentunit"
+        ),
+        _by_nodes(
+            "Time to first token",
+            "Time from the request's arrival at the node to its first token, p95",
+            first,
+            "s",
+            Query(held, "before, in llm-d's queue"),
+        ),
+        _by_nodes("Inter-token latency", "Time between two consecutive tokens, p95", between, "s"),
     )

@@ -41,12 +41,11 @@ class Panel:
     column_links: Sequence[tuple[str, str]] = ()  # (a table's column, link of its cells)
 
 
-@dataclass(frozen=True)
 class Row:
     """A titled group of panels, laid out left to right with wrapping."""
 
-    title: str
-    panels: Sequence[Panel]
+    def __init__(self, title: str, *panels: Panel) -> None:
+        self.title, self.panels = title, panels
 
 
 def dashboard(uid: str, title: str, rows: Sequence[Row], variables: Sequence[Json] = ()) -> Json:

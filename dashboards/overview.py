@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
-from dashboards.overview_panels import HERE, OF_WORKER, WORKER, here, lines, nixl, percentiles, tile
+from dashboards.overview_panels import HERE, OF_WORKER, WORKER, burn_rates, here, lines, nixl, percentiles, tile
 from dashboards.overview_requests import latency, searches
 from runtime.node.metrics.worker_metrics import (
     DecodeMetrics,
@@ -38,37 +38,29 @@ def _slos() -> Row:
     attainment = Query(f"1 - ({q.violation_ratio(HERE)})", "{{node}} {{slo}}")
     return Row(
         "SLOs",
-        [
-            tile(
-                "SLO attainment",
-                "Share of requests that met the SLO $slo, over the last hour",
-                f"1 - ({q.violation_ratio(_SLO, '1h')})",
-                "percentunit",
-                thresholds=colors,
-            ),
-            tile(
-                "Burn rate, 1 h",
-                "Error budget burn rate over one hour; 1 spends the budget exactly",
-                q.burn_rate(_SLO, "1h"),
-                "short",
-                thresholds=burning,
-            ),
-            tile(
-                "Burn rate, 5 m",
-                "Error budget burn rate over five minutes: whether the burn continues",
-                q.burn_rate(_SLO, "5m"),
-                "short",
-                thresholds=burning,
-            ),
-            lines("Attainment", "Share of requests that met their SLO", [attainment], "percentunit", height=4),
-            lines(
-                "Burn rate",
-                "Error budget burn rate; alerts page at 14.4 and at 6",
-                [Query(q.burn_rate(HERE), "{{node}} {{slo}}")],
-                "short",
-                height=4,
-            ),
-        ],
+        tile(
+            "SLO attainment",
+            "Share of requests that met the SLO $slo, over the last hour",
+            f"1 - ({q.violation_ratio(_SLO, '1h')})",
+            "percentunit",
+            thresholds=colors,
+        ),
+        tile(
+            "Burn rate, 1 h",
+            "Error budget burn rate over one hour; 1 spends the budget exactly",
+            q.burn_rate(_SLO, "1h"),
+            "short",
+            thresholds=burning,
+        ),
+        tile(
+            "Burn rate, 5 m",
+            "Error budget burn rate over five minutes: whether the burn continues",
+            q.burn_rate(_SLO, "5m"),
+            "short",
+            thresholds=burning,
+        ),
+        lines("Attainment", "Share of requests that met their SLO", [attainment], "percentunit", height=4),
+        burn_rates(height=4),
     )
 
 
@@ -78,45 +70,43 @@ def _health() -> Row:
     colors = ((0, "green"), (1, "red"))
     return Row(
         "Health",
-        [
-            tile(
-                "Workers not ready",
-                "Workers of the plan that do not serve",
-                f"sum(1 - {here(ProcessMetrics.UP)})",
-                "short",
-                thresholds=colors,
-            ),
-            tile(
-                "Oldest heartbeat",
-                "Longest time since a worker's loop last ran",
-                f"max({here(ProcessMetrics.HEARTBEAT_AGE)})",
-                "s",
-                thresholds=((0, "green"), (5, "orange"), (15, "red")),
-            ),
-            tile(
-                "Restarts, 15 m",
-                "Worker restarts over the last 15 minutes",
-                f"sum(increase({here(ProcessMetrics.RESTARTS)}[15m]))",
-                "short",
-                thresholds=colors,
-            ),
-            tile("Requests", "Completed generations per second", ended, "reqps"),
-            tile(
-                "Errors",
-                "Share of generations that failed or were refused",
-                q.failure_ratio(HERE),
-                "percentunit",
-                thresholds=alarm,
-            ),
-            tile(
-                "HTTP 5xx",
-                "Share of HTTP responses with status 5xx",
-                f"{q.rate(here(FrontendMetrics.HTTP_RESPONSES, status='5xx'))}"
-                f" / {q.rate(here(FrontendMetrics.HTTP_RESPONSES))}",
-                "percentunit",
-                thresholds=alarm,
-            ),
-        ],
+        tile(
+            "Workers not ready",
+            "Workers of the plan that do not serve",
+            f"sum(1 - {here(ProcessMetrics.UP)})",
+            "short",
+            thresholds=colors,
+        ),
+        tile(
+            "Oldest heartbeat",
+            "Longest time since a worker's loop last ran",
+            f"max({here(ProcessMetrics.HEARTBEAT_AGE)})",
+            "s",
+            thresholds=((0, "green"), (5, "orange"), (15, "red")),
+        ),
+        tile(
+            "Restarts, 15 m",
+            "Worker restarts over the last 15 minutes",
+            f"sum(increase({here(ProcessMetrics.RESTARTS)}[15m]))",
+            "short",
+            thresholds=colors,
+        ),
+        tile("Requests", "Completed generations per second", ended, "reqps"),
+        tile(
+            "Errors",
+            "Share of generations that failed or were refused",
+            q.failure_ratio(HERE),
+            "percentunit",
+            thresholds=alarm,
+        ),
+        tile(
+            "HTTP 5xx",
+            "Share of HTTP responses with status 5xx",
+            f"{q.rate(here(FrontendMetrics.HTTP_RESPONSES, status='5xx'))}"
+            f" / {q.rate(here(FrontendMetrics.HTTP_RESPONSES))}",
+            "percentunit",
+            thresholds=alarm,
+        ),
     )
 
 
@@ -135,12 +125,10 @@ def _queues() -> Row:
     received = [Query(q.rate(here(PoolMetrics.QUERIES), ("stage",)), "{{stage}}")]
     return Row(
         "Queues",
-        [
-            lines("Pool queues", "Queries that wait for a slot, by queue: Q_pre and Q_dec", depth, "short"),
-            lines("Pool wait", "Time from enqueue to slot, p95", waits, "s"),
-            lines("Requests", "Requests by stage", requests, "short"),
-            lines("Pool queries", "Queries received per second", received, "reqps"),
-        ],
+        lines("Pool queues", "Queries that wait for a slot, by queue: Q_pre and Q_dec", depth, "short"),
+        lines("Pool wait", "Time from enqueue to slot, p95", waits, "s"),
+        lines("Requests", "Requests by stage", requests, "short"),
+        lines("Pool queries", "Queries received per second", received, "reqps"),
     )
 
 
@@ -174,29 +162,18 @@ def _saturation() -> Row:
     ]
     return Row(
         "Saturation",
-        [
-            lines(
-                "Pool slots",
-                "Active slots per step (mean), and the CUDA graph size that the step is padded to",
-                slots,
-                "short",
-            ),
-            lines(
-                "Pool busy",
-                "Share of time in extends, and in extends plus the rest of the loop",
-                busy,
-                "percentunit",
-            ),
-            lines("KV in use", "Share of a decode worker's KV blocks in use", blocks, "percentunit", 4),
-            lines("KV link", "Share of time in which KV is transferred", link, "percentunit", 4),
-            lines(
-                "GPU memory bandwidth",
-                "Share of time in which GPU memory is read or written",
-                bandwidth,
-                "percentunit",
-                4,
-            ),
-        ],
+        lines(
+            "Pool slots",
+            "Active slots per step (mean), and the CUDA graph size that the step is padded to",
+            slots,
+            "short",
+        ),
+        lines("Pool busy", "Share of time in extends, and in extends plus the rest of the loop", busy, "percentunit"),
+        lines("KV in use", "Share of a decode worker's KV blocks in use", blocks, "percentunit", 4),
+        lines("KV link", "Share of time in which KV is transferred", link, "percentunit", 4),
+        lines(
+            "GPU memory bandwidth", "Share of time in which GPU memory is read or written", bandwidth, "percentunit", 4
+        ),
     )
 
 
@@ -221,24 +198,17 @@ def _kv() -> Row:
 
     return Row(
         "KV cache",
-        [
-            lines(
-                "KV in tiers",
-                "Bytes of KV blocks in the host and disk tiers, and of those held for sequences that return to them",
-                tier_bytes,
-                "bytes",
-            ),
-            lines("Prefix hits", "Share of looked-up tokens found in the worker's own KV blocks", hits, "percentunit"),
-            lines(
-                "Tier transfers",
-                "KV blocks loaded instead of computed, and stored, per second",
-                by_tier(moved),
-                "short",
-            ),
-            lines(
-                "Blocks lost", "KV blocks per second: evicted, damaged, not stored", by_tier(lost) + evicted, "short"
-            ),
-        ],
+        lines(
+            "KV in tiers",
+            "Bytes of KV blocks in the host and disk tiers, and of those held for sequences that return to them",
+            tier_bytes,
+            "bytes",
+        ),
+        lines("Prefix hits", "Share of looked-up tokens found in the worker's own KV blocks", hits, "percentunit"),
+        lines(
+            "Tier transfers", "KV blocks loaded instead of computed, and stored, per second", by_tier(moved), "short"
+        ),
+        lines("Blocks lost", "KV blocks per second: evicted, damaged, not stored", by_tier(lost) + evicted, "short"),
     )
 
 
@@ -249,10 +219,7 @@ def _control_loop() -> Row:
     ]
     flush = [Query(here(ControlMetrics.FLUSH_PREFILL), "{{node}} τ_pre")]
     stall = [
-        Query(
-            f"{q.rate(here(DecodeMetrics.STALL_SECONDS))} / {q.rate(here(DecodeMetrics.ROW_SECONDS))}",
-            "stalled",
-        ),
+        Query(f"{q.rate(here(DecodeMetrics.STALL_SECONDS))} / {q.rate(here(DecodeMetrics.ROW_SECONDS))}", "stalled"),
         Query(f"max({here(ControlMetrics.STALL_TARGET)})", "target"),
     ]
     events = [
@@ -264,19 +231,17 @@ def _control_loop() -> Row:
     moves = [Query(q.rate(here(ControlMetrics.MOVES), ("role",)), "{{role}}")]
     return Row(
         "Control loop",
-        [
-            lines("Reserve r", "Share of slots reserved for prefill queries", reserve, "percentunit"),
-            lines("Flush τ_pre", "Time for which prefill queries leave the slots to decode", flush, "s"),
-            lines("Decode stalled", "Share of the rows' time spent waiting for probes", stall, "percentunit"),
-            lines("Events", "Scheduler and control events per second", events, "short"),
-            lines(
-                "Load of prefill and decode",
-                "Load relative to the capacity within the SLOs; with a planner only",
-                loads,
-                "short",
-            ),
-            lines("Role changes", "Workers that change roles per second, by previous role", moves, "short"),
-        ],
+        lines("Reserve r", "Share of slots reserved for prefill queries", reserve, "percentunit"),
+        lines("Flush τ_pre", "Time for which prefill queries leave the slots to decode", flush, "s"),
+        lines("Decode stalled", "Share of the rows' time spent waiting for probes", stall, "percentunit"),
+        lines("Events", "Scheduler and control events per second", events, "short"),
+        lines(
+            "Load of prefill and decode",
+            "Load relative to the capacity within the SLOs; with a planner only",
+            loads,
+            "short",
+        ),
+        lines("Role changes", "Workers that change roles per second, by previous role", moves, "short"),
     )
 
 
@@ -297,13 +262,11 @@ def _collections() -> Row:
     log = [Query(f"sum({here(FrontendMetrics.COLLECTION_LOG_BYTES)})", "log")]
     return Row(
         "Collections",
-        [
-            percentiles("Writes", "Time until a write to a collection is acknowledged", FrontendMetrics.WRITE_TIME),
-            lines("Documents", "Documents, growing rows, and tombstones not yet merged away", rows, "short", 8),
-            lines("Log", "Bytes of the write-ahead log that a restart replays", log, "bytes", 8),
-            lines("Segments", "Segments of the collections, and segments being built", segments, "short", 8),
-            lines("Seals and merges", "Segments built from the log, and by merges, per hour", merges, "short", 8),
-        ],
+        percentiles("Writes", "Time until a write to a collection is acknowledged", FrontendMetrics.WRITE_TIME),
+        lines("Documents", "Documents, growing rows, and tombstones not yet merged away", rows, "short", 8),
+        lines("Log", "Bytes of the write-ahead log that a restart replays", log, "bytes", 8),
+        lines("Segments", "Segments of the collections, and segments being built", segments, "short", 8),
+        lines("Seals and merges", "Segments built from the log, and by merges, per hour", merges, "short", 8),
     )
 
 
@@ -331,17 +294,15 @@ def _workers() -> Row:
     ]
     return Row(
         "Workers and GPUs",
-        [
-            Panel(
-                "table",
-                "Workers by role",
-                "State, restarts, heartbeat, memory and file descriptors of each worker",
-                workers,
-                width=12,
-                height=9,
-            ),
-            Panel("table", "GPUs", "Utilization, memory and power by GPU, from NVML", gpus, width=12, height=9),
-        ],
+        Panel(
+            "table",
+            "Workers by role",
+            "State, restarts, heartbeat, memory and file descriptors of each worker",
+            workers,
+            width=12,
+            height=9,
+        ),
+        Panel("table", "GPUs", "Utilization, memory and power by GPU, from NVML", gpus, width=12, height=9),
     )
 
 

@@ -1,4 +1,4 @@
-"""Series and panels of the overview dashboard, of the selected nodes and models."""
+"""Series and panels of both dashboards, of the selected nodes and models."""
 
 from typing import Any
 
@@ -24,10 +24,15 @@ def lines(title: str, description: str, queries: list[Query], unit: str, width: 
     return Panel("timeseries", title, description, queries, unit, width, **look)
 
 
-def tile(title: str, description: str, expr: str, unit: str, **look: Any) -> Panel:
-    return Panel("stat", title, description, [Query(expr)], unit, width=4, height=4, **look)
+def tile(title: str, description: str, expr: str, unit: str = "short", width: int = 4, **look: Any) -> Panel:
+    return Panel("stat", title, description, [Query(expr)], unit, width, height=4, **look)
 
 
 def percentiles(title: str, description: str, histogram: NamedMetric) -> Panel:
     queries = [Query(q.quantile(p, histogram, HERE), f"p{round(100 * p)}") for p in (0.5, 0.95, 0.99)]
     return lines(title, description, queries, "s", 8)
+
+
+def burn_rates(**look: Any) -> Panel:
+    queries = [Query(q.burn_rate(HERE), "{{node}} {{slo}}")]
+    return lines("Burn rate", "Error budget burn rate; alerts page at 14.4 and at 6", queries, "short", **look)

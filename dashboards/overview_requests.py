@@ -36,20 +36,14 @@ def latency() -> Row:
     ]
     return Row(
         "Latency",
-        [
-            lines(
-                "TTFT by stage (mean)", "Mean time of each stage before the first token", means, "s", 8, stacked=True
-            ),
-            percentiles(
-                "Time to first token", "Time from the request's arrival to its first token", DecodeMetrics.TTFT
-            ),
-            percentiles("Inter-token latency", "Time between two consecutive tokens", DecodeMetrics.INTER_TOKEN),
-            lines("Prompts", "Prompts computed per second, by role", computed, "reqps", 8),
-            lines("KV handed over", "Bytes of KV that decode received per second", handed_over, "Bps", 8),
-            lines("Failed hand-overs", "Failed KV hand-overs per second, by cause", failed, "reqps", 8),
-            percentiles("Reranking", "Time of reranking a search's passages", RetrievingMetrics.RERANK_TIME),
-            lines("Reranks", "Lists reranked per second by outcome, and their texts", reranks, "reqps", 16),
-        ],
+        lines("TTFT by stage (mean)", "Mean time of each stage before the first token", means, "s", 8, stacked=True),
+        percentiles("Time to first token", "Time from the request's arrival to its first token", DecodeMetrics.TTFT),
+        percentiles("Inter-token latency", "Time between two consecutive tokens", DecodeMetrics.INTER_TOKEN),
+        lines("Prompts", "Prompts computed per second, by role", computed, "reqps", 8),
+        lines("KV handed over", "Bytes of KV that decode received per second", handed_over, "Bps", 8),
+        lines("Failed hand-overs", "Failed KV hand-overs per second, by cause", failed, "reqps", 8),
+        percentiles("Reranking", "Time of reranking a search's passages", RetrievingMetrics.RERANK_TIME),
+        lines("Reranks", "Lists reranked per second by outcome, and their texts", reranks, "reqps", 16),
     )
 
 
@@ -67,10 +61,8 @@ def searches() -> Row:
     ]
     return Row(
         "Searches",
-        [
-            percentiles("Search requests", "Time from a search's arrival to its response", FrontendMetrics.SEARCH_TIME),
-            lines("Search by stage (mean)", "Mean time of each stage of a search", means, "s", 8, stacked=True),
-            lines("Texts", "Texts embedded and found in the cache per second, and those that wait", texts, "short", 4),
-            lines("Embedding", "Share of queries' texts found in the cache, and texts a batch", hits, "short", 4),
-        ],
+        percentiles("Search requests", "Time from a search's arrival to its response", FrontendMetrics.SEARCH_TIME),
+        lines("Search by stage (mean)", "Mean time of each stage of a search", means, "s", 8, stacked=True),
+        lines("Texts", "Texts embedded and found in the cache per second, and those that wait", texts, "short", 4),
+        lines("Embedding", "Share of queries' texts found in the cache, and texts a batch", hits, "short", 4),
     )
