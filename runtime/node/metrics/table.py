@@ -14,9 +14,10 @@ then         the worker's note, 1,024 bytes of UTF-8, terminated by a 0
 """
 
 import bisect
+import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Literal
 
@@ -69,15 +70,12 @@ class WorkerTable:
         self._note = memory.view[-_NOTE_BYTES:]
         self._values = memory.view[_HEADER_WORDS * 8 : -_NOTE_BYTES].cast("d")
         self._array = np.frombuffer(memory.view[:-_NOTE_BYTES], np.float64, offset=_HEADER_WORDS * 8)
-        self._offsets: dict[Metric, int] = {}
-        self._edges = _edges(role, slo)
         self._totals: dict[Counter, float] = {}
         self.metrics = METRICS[role]
-        offset = 0
-        for metric in self.metrics:
-            self._offsets[metric] = offset
-            offset += _words_of(metric, self._edges)
-        self._knobs = {name: offset + number for number, name in enumerate(KNOBS[role])}
+        self._edges = {metric: metric.edges(slo) for metric in self.metrics if isinstance(metric, Histogram)}
+        *offsets, end = itertools.accumulate(_words_of(role, slo), initial=0)
+        self._offsets = dict(zip(self.metrics, offsets, strict=True))
+        self._knobs = {name: end + number for number, name in enumerate(KNOBS[role])}
         self.role = role
 
     @classmethod
@@ -205,7 +203,8 @@ class WorkerTable:
     def read(self, metric: Metric) -> list[float]:
         """Return the value of a counter or gauge, or the bucket counts (not cumulative) and the sum of a histogram."""
         offset = self._offsets[metric]
-        return list(self._values[offset : offset + _words_of(metric, self._edges)])
+        words = len(self._edges[metric]) + 2 if isinstance(metric, Histogram) else 1
+        return list(self._values[offset : offset + words])
 
     def value(self, metric: Counter | Gauge) -> float:
         return self._values[self._offsets[metric]]
@@ -218,15 +217,10 @@ class WorkerTable:
         self._memory.close()
 
 
-def _edges(role: Role, slo: SloSection) -> dict[Histogram, tuple[float, ...]]:
-    return {metric: metric.edges(slo) for metric in METRICS[role] if isinstance(metric, Histogram)}
-
-
-def _words_of(metric: Metric, edges: Mapping[Histogram, tuple[float, ...]]) -> int:
-    return len(edges[metric]) + 2 if isinstance(metric, Histogram) else 1  # the last bucket is +Inf; then the sum
+def _words_of(role: Role, slo: SloSection) -> list[int]:
+    """Return the words of each metric: of a histogram its buckets, of which the last one has no edge, and the sum."""
+    return [len(metric.edges(slo)) + 2 if isinstance(metric, Histogram) else 1 for metric in METRICS[role]]
 
 
 def _words(role: Role, slo: SloSection) -> int:
-    edges = _edges(role, slo)
-    words = sum(_words_of(metric, edges) for metric in METRICS[role])
-    return _HEADER_WORDS + words + len(KNOBS[role]) + _NOTE_BYTES // 8
+    return _HEADER_WORDS + sum(_words_of(role, slo)) + len(KNOBS[role]) + _NOTE_BYTES // 8
