@@ -1,4 +1,4 @@
-"""The signals of a supervisor: two ways to stop its node, and those that must not end it."""
+"""The signals of a supervisor: two ways to stop its node, the end of a process, and those that must not end it."""
 
 import contextlib
 import signal
@@ -24,7 +24,8 @@ class Signals:
             signal.signal(kind, lambda number, frame: stop())
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the node outlives its terminal
             signal.signal(signal.SIGHUP, lambda number, frame: hang_up())
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by some that start nodes: exit codes would be lost
+        # It wakes the loop, which reaps the process; ignored, as by some that start nodes, exit codes would be lost.
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
         for unused in _UNUSED:
             signal.signal(unused, signal.SIG_IGN)  # by workers, too: an ignored signal stays ignored across exec
 

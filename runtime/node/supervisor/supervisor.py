@@ -183,17 +183,9 @@ class Supervisor:
     def _wait(self, control: AdminServer) -> None:
         """Sleep until an admin request, a process exit or a signal arrives, or `_POLL_S` has passed."""
         with selectors.DefaultSelector() as selector:
-            selector.register(control.fileno(), selectors.EVENT_READ)
-            selector.register(self._signals, selectors.EVENT_READ)
-            processes = [worker.process for worker in self._all if worker.process]
-            pidfds = [os.pidfd_open(process.pid) for process in processes if process.poll() is None]
-            try:
-                for fd in (*pidfds, *([number] if (number := self._template.fileno()) >= 0 else ())):
-                    selector.register(fd, selectors.EVENT_READ)
-                selector.select(0.0 if control.pending() else _POLL_S)
-            finally:
-                for fd in pidfds:
-                    os.close(fd)
+            for source in (control, self._signals, *([self._template] if self._template.fileno() >= 0 else ())):
+                selector.register(source, selectors.EVENT_READ)
+            selector.select(0.0 if control.pending() else _POLL_S)
         self._signals.clear()
 
     def _serve_admin(self, control: AdminServer) -> None:
