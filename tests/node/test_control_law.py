@@ -51,7 +51,8 @@ def fed(made: ControlLaw, *signals: Signals, interval_s: float = 0.25) -> list[t
     """Return the law's changes and their times, one update per signal."""
     changes: list[tuple[float, Change]] = []
     for i, now in enumerate(signals):
-        changes += [(i * interval_s, change) for change in made.update(i * interval_s, now)]
+        if change := made.update(i * interval_s, now):
+            changes.append((i * interval_s, change))
     return changes
 
 

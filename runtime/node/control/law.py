@@ -93,20 +93,19 @@ class ControlLaw:
         self._directions_held = 0, 0
         self._since_s = float("inf")  # since when `_directions_held` has held without a step
 
-    def update(self, now_s: float, signals: Signals) -> list[Change]:
+    def update(self, now_s: float, signals: Signals) -> Change | None:
         """Process the signals of the time until `now_s`, which never decreases; returns the change, if there is one."""
         directions = self._directions(signals)
         if directions != self._directions_held or self._since_s > now_s:
             self._directions_held, self._since_s = directions, now_s
         if now_s - self._since_s < DWELL_S:
-            return []
+            return None
         cause = self._cause(signals)
         change = self._move(*directions, cause) if any(directions) else self._relax(signals, cause)
-        if change is None:
-            return []
-        self._since_s = now_s
-        self.changes += 1
-        return [change]
+        if change is not None:
+            self._since_s = now_s
+            self.changes += 1
+        return change
 
     def pressures(self, signals: Signals) -> tuple[float, float]:
         """Return prefill's wait and decode's stall, each divided by its target."""
@@ -152,20 +151,16 @@ class ControlLaw:
         return self._set_flush(self.flush_prefill_s / 2, cause)
 
     def _set_reserve(self, value: float, cause: str) -> Change | None:
-        after = round(min(max(value, self._reserve_min), RESERVE_MAX), 9)  # else sums of steps differ by a last bit
-        if after == self.reserve:
-            return None
-        change = Change("reserve", self.reserve, after, cause)
-        self.reserve = after
-        return change
+        # rounded: else sums of steps differ by a last bit
+        return self._set("reserve", round(min(max(value, self._reserve_min), RESERVE_MAX), 9), cause)
 
     def _set_flush(self, value: float, cause: str) -> Change | None:
-        after = 0.0 if value < self._longest_wait_s / 32 else value  # after a few halvings it becomes 0
-        if after == self.flush_prefill_s:
-            return None
-        change = Change("flush_prefill_s", self.flush_prefill_s, after, cause)
-        self.flush_prefill_s = after
-        return change
+        return self._set("flush_prefill_s", 0.0 if value < self._longest_wait_s / 32 else value, cause)
+
+    def _set(self, knob: Knob, after: float, cause: str) -> Change | None:
+        before = getattr(self, knob)
+        setattr(self, knob, after)
+        return None if after == before else Change(knob, before, after, cause)
 
     def _cause(self, signals: Signals) -> str:
         prefill, decode = self.pressures(signals)

@@ -70,7 +70,7 @@ class ControlLoop:
         if now_s < self._due_s:
             return
         self._due_s = now_s + INTERVAL_S
-        for change in self.law.update(now_s, self._meter.update(now_s, self.readings())):
+        if change := self.law.update(now_s, self._meter.update(now_s, self.readings())):
             log.info("%s %.4g → %.4g: %s", change.knob, change.before, change.after, change.cause)
             for table in self._tables["pool"]:
                 table.set_knob(change.knob, change.after)
