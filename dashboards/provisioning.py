@@ -10,9 +10,8 @@ import importlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from dashboards import fleet, overview
@@ -56,17 +55,12 @@ _INSTALL = "URLLIB3_NO_OVERRIDE=1 pip install --no-binary urllib3-future 'trinit
 Credential = str | tuple[str, str] | None
 
 
-@dataclass(frozen=True)
-class Change:
-    """An item in Grafana and the action it needs, which `write` performs."""
+class Change(NamedTuple):
+    """An item in Grafana, the action that it needs, and what performs it, if it needs one."""
 
     item: str
     action: Literal["create", "update", "unchanged", "provisioned"]
-    write: Callable[[], object]
-
-    @property
-    def needed(self) -> bool:
-        return self.action in ("create", "update")
+    write: Callable[[], object] | None = None
 
 
 class Pusher:
@@ -101,7 +95,7 @@ class Pusher:
         changes = self.changes()
         with self._mapped_errors():
             for change in changes:
-                if change.needed:
+                if change.write is not None:
                     change.write()
         return changes
 
@@ -113,7 +107,7 @@ class Pusher:
         if folder is None:
             return Change(item, "create", lambda: self._api.folder.create_folder(self._folder, uid=FOLDER_UID))
         if folder["title"] == self._folder:
-            return _unchanged(item)
+            return Change(item, "unchanged")
         version = folder["version"]
         return Change(
             item, "update", lambda: self._api.folder.update_folder(FOLDER_UID, title=self._folder, version=version)
@@ -125,11 +119,15 @@ class Pusher:
         body = {"dashboard": desired, "folderUid": FOLDER_UID, "overwrite": True, "message": "trinity dashboards push"}
         existing = self._get(lambda: self._api.dashboard.get_dashboard(uid))
         if existing is not None and existing["meta"].get("provisioned"):
-            return Change(item, "provisioned", lambda: None)
+            return Change(item, "provisioned")
         if existing is None:
             return Change(item, "create", lambda: self._api.dashboard.update_dashboard(body))
         same = _hash_in(existing["dashboard"]) == _hash_in(desired) and existing["meta"].get("folderUid") == FOLDER_UID
-        return _unchanged(item) if same else Change(item, "update", lambda: self._api.dashboard.update_dashboard(body))
+        return (
+            Change(item, "unchanged")
+            if same
+            else Change(item, "update", lambda: self._api.dashboard.update_dashboard(body))
+        )
 
     def _get(self, read: Callable[[], Json]) -> Json | None:
         """Return the item; None if Grafana does not have it."""
@@ -180,7 +178,3 @@ def _tagged(board: Json) -> Json:
 
 def _hash_in(board: Json) -> str:
     return next((tag for tag in board.get("tags") or [] if tag.startswith(_TAG)), "")
-
-
-def _unchanged(item: str) -> Change:
-    return Change(item, "unchanged", lambda: None)
