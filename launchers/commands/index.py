@@ -20,6 +20,7 @@ from gpu.params import MAX_SEARCH_WIDTH, MAX_TOP_M
 from launchers.commands import writes
 from launchers.commands.embedding_device import BuildDevice, load_for_documents, load_on
 from launchers.commands.follow import follow
+from launchers.commands.writes import Directory
 from launchers.progress import BuildProgress
 from runtime.errors import BuildRefused, CollectionError, UsageError
 from runtime.node.run_dir import find_node
@@ -41,8 +42,6 @@ index_app = typer.Typer(help="Build and check collections: an index and its docu
 index_app.command()(follow)
 for command in (writes.upsert, writes.delete, writes.flush, writes.compact, writes.query):
     index_app.command()(command)
-
-Directory = Annotated[Path, typer.Argument(readable=False, help="A collection's directory.")]
 
 
 @index_app.command()

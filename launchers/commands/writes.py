@@ -33,7 +33,7 @@ from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.ingestion.build_inputs import explain_decode_error
 
-Directory = Annotated[Path, typer.Argument(readable=False, help="The collection's directory.")]
+Directory = Annotated[Path, typer.Argument(readable=False, help="A collection's directory.")]
 Filtered = Annotated[str, typer.Option("--filter", help='A filter: {"type": "eq", "key": "year", "value": 2024}.')]
 _MAX_LINE = 64 << 20
 
