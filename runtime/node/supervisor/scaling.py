@@ -60,18 +60,20 @@ class Scaler:
         are drained, or all planned workers that are missing there are added. Returns the names of the added or drained
         workers; of a flip, the name of the new one. Raises `InvalidRequest`, and then nothing has started.
         """
+        own: list[Role] = list(_OTHER_ROLE) if self._config.own_model is not None else []
+        planned = {placement.role for placement in self._planned}
+        fixed = [role for role in FIXED_ROLES if role in planned]
+        roles, on_gpu = own if action == "flip" else own + fixed, target.startswith(GPU_NAMES)
         if action == "add":
-            return (
-                self._add_on(target) if target.startswith(GPU_NAMES) else (self._add(self._role(target, *FIXED_ROLES)),)
-            )
+            return self._add_on(target) if on_gpu else (self._add(_accepted(target, roles)),)
         if action == "drain":
-            draining = self._select_draining(target, *FIXED_ROLES)
+            draining = self._select_on(target) if on_gpu else self._select(target, roles)
             for worker in draining:
                 self._drain(worker)
             return tuple(worker.name for worker in draining)
-        if target.startswith(GPU_NAMES):
+        if on_gpu:
             raise InvalidRequest(f"cannot flip {target}: give a role, whose last worker is flipped, or a worker's name")
-        (worker,) = self._select_draining(target)
+        (worker,) = self._select(target, roles)
         name = self._add_like(worker.placement, _OTHER_ROLE[worker.placement.role])
         self._flips[name] = worker.name
         return (name,)
@@ -140,33 +142,32 @@ class Scaler:
         log.info("%s leaves: it drains first", worker.name)
         worker.desired = Desired.STOP
 
-    def _select_draining(self, target: str, *more: Role) -> list[SupervisedWorker]:
-        """Return the workers to drain. Those of a GPU need not be ready, since the GPU may have failed.
-
-        Raises `InvalidRequest` if a role or shard would be left without a ready worker.
-        """
-        roles: set[Role]
-        if target.startswith(GPU_NAMES):
-            draining = [w for w in self._workers if w.placement.is_on(target) and not self._is_leaving(w)]
-            roles = {worker.placement.role for worker in draining}
-            if not draining:
-                staying = [w.placement for w in self._workers if w.placement.gpu and not self._is_leaving(w)]
-                gpus = sorted({placement.shown_device for placement in staying})
-                raise InvalidRequest(f"no worker runs on {target}; GPUs with workers: {', '.join(gpus) or 'none'}")
-        else:
-            named = self._find(target)
-            if named is None and target not in get_args(Role):
-                known = ", ".join(w.name for w in self._workers if w.placement.role in self._roles(*more))
-                raise InvalidRequest(f"no worker {target!r}; available: {known or 'none'}")
-            role = self._role(named.placement.role if named else target, *more)
-            ready = [w for w in reversed(self._workers) if w.placement.role == role and self._is_serving(w)]
-            if named is not None and named not in ready:
-                raise InvalidRequest(
-                    f"{named.name} is {'already draining' if self._is_leaving(named) else named.phase.value}"
-                )
-            draining, roles = ready[:1] if named is None else [named], {role}
-        for role in roles:
+    def _select_on(self, gpu: str) -> list[SupervisedWorker]:
+        """Return a GPU's workers, to drain them. They need not be ready, since it may have failed. Raises
+        `InvalidRequest` if a role or shard would be left without a ready worker."""
+        draining = [w for w in self._workers if w.placement.is_on(gpu) and not self._is_leaving(w)]
+        if not draining:
+            staying = [w.placement for w in self._workers if w.placement.gpu and not self._is_leaving(w)]
+            gpus = sorted({placement.shown_device for placement in staying})
+            raise InvalidRequest(f"no worker runs on {gpu}; GPUs with workers: {', '.join(gpus) or 'none'}")
+        for role in {worker.placement.role for worker in draining}:
             self._check_remaining(draining, role)
+        return draining
+
+    def _select(self, target: str, roles: Sequence[Role]) -> list[SupervisedWorker]:
+        """Return the worker of that name, or the last ready one of a role, to drain it. Raises as `_select_on`."""
+        named = self._find(target)
+        if named is None and target not in get_args(Role):
+            known = ", ".join(w.name for w in self._workers if w.placement.role in roles)
+            raise InvalidRequest(f"no worker {target!r}; available: {known or 'none'}")
+        role = _accepted(named.placement.role if named else target, roles)
+        ready = [w for w in reversed(self._workers) if w.placement.role == role and self._is_serving(w)]
+        if named is not None and named not in ready:
+            raise InvalidRequest(
+                f"{named.name} is {'already draining' if self._is_leaving(named) else named.phase.value}"
+            )
+        draining = ready[:1] if named is None else [named]
+        self._check_remaining(draining, role)
         return draining
 
     def _check_remaining(self, draining: Sequence[SupervisedWorker], role: Role) -> None:
@@ -185,21 +186,6 @@ class Scaler:
 
     # ---- lookups
 
-    def _role(self, role: str, *more: Role) -> Role:
-        """Return `role` if its workers can be scaled: prefill, decode or one of `more`. Raises `InvalidRequest`."""
-        known = self._roles(*more)
-        for scalable in known:
-            if role == scalable:
-                return scalable
-        roles = ", ".join(known) or "none without a [model]"
-        raise InvalidRequest(f"this command does not accept role {role!r}; accepted on this node: {roles}")
-
-    def _roles(self, *more: Role) -> list[Role]:
-        """Return the roles of this node that can be scaled: prefill, decode and `more`."""
-        roles: list[Role] = list(_OTHER_ROLE) if self._config.own_model is not None else []
-        planned = {placement.role for placement in self._planned}
-        return [*roles, *(role for role in more if role in planned)]
-
     def _is_serving(self, worker: SupervisedWorker) -> bool:
         return worker.phase is Phase.READY and not self._is_leaving(worker)
 
@@ -208,3 +194,12 @@ class Scaler:
 
     def _find(self, name: str) -> SupervisedWorker | None:
         return next((worker for worker in self._workers if worker.name == name), None)
+
+
+def _accepted(role: str, roles: Sequence[Role]) -> Role:
+    """Return `role` if it is one of `roles`. Raises `InvalidRequest`."""
+    for scalable in roles:
+        if role == scalable:
+            return scalable
+    known = ", ".join(roles) or "none without a [model]"
+    raise InvalidRequest(f"this command does not accept role {role!r}; accepted on this node: {known}")
