@@ -67,18 +67,14 @@ def check_without_start(plan: NodePlan) -> None:
     `unverified_collections`.
     """
     for worker in plan.workers:
-        try:
-            check_device(worker.device)
-        except DeviceUnavailable as error:
-            raise ConfigError(
-                f"{worker.role}.devices: {worker.name} cannot run on {worker.device!r}: {error}"
-            ) from error
-        try:
-            check_device(worker.embedder)
-        except DeviceUnavailable as error:
-            raise ConfigError(
-                f"embedding.devices: {worker.name} cannot embed on {worker.embedder!r}: {error}"
-            ) from error
+        for key, what, device in (
+            (f"{worker.role}.devices", "run", worker.device),
+            ("embedding.devices", "embed", worker.embedder),
+        ):
+            try:
+                check_device(device)
+            except DeviceUnavailable as error:
+                raise ConfigError(f"{key}: {worker.name} cannot {what} on {device!r}: {error}") from error
     device = next((worker.embedder for worker in plan.workers if worker.embedder != CPU), CPU)
     for collection in plan.config.collections:
         try:

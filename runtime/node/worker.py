@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from types import FrameType
 
 import msgspec
 from msgspec.structs import replace
@@ -185,16 +184,9 @@ def main(loop_of: Callable[[Role], Callable[[Worker], None]], descriptors: Mappi
 
 def _run(worker: Worker, loop_of: Callable[[Role], Callable[[Worker], None]]) -> int:
     """Run the role's loop and return the exit code."""
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        worker.stop()
-
-    def stop_when_released(signum: int, frame: FrameType | None) -> None:
-        worker.stop_when_released()
-
     faulthandler.enable(worker.stack_fd)  # also on SIGABRT, which the supervisor sends to a hung worker
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(DRAIN_SIGNAL, stop_when_released)
+    signal.signal(signal.SIGTERM, lambda number, frame: worker.stop())
+    signal.signal(DRAIN_SIGNAL, lambda number, frame: worker.stop_when_released())
     for terminal in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C, or its end: the supervisor drains the node
         signal.signal(terminal, signal.SIG_IGN)
     if worker.placement.cores:

@@ -1,5 +1,6 @@
 """The control socket answers status, metrics, changes and stop; invalid messages neither stop nor delay it."""
 
+import contextlib
 import os
 import select
 import subprocess
@@ -49,7 +50,7 @@ class Node:
         self._thread.start()
 
     def _serve(self) -> None:
-        with self._server as server:
+        with contextlib.closing(self._server) as server:
             while not self._done.is_set():
                 select.select([server], [], [], 0.01)
                 server.serve(

@@ -7,7 +7,6 @@ import os
 import select
 import time
 from collections.abc import Callable, Mapping
-from typing import Self
 
 import msgspec
 import zmq
@@ -65,10 +64,7 @@ class AdminServer:
     def __init__(self, endpoint: str) -> None:
         self._socket = bind(zmq.ROUTER, endpoint, max_message_bytes=_MAX_REQUEST_BYTES)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self._socket.close()
 
     def fileno(self) -> int:

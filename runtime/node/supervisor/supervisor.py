@@ -107,7 +107,7 @@ class Supervisor:
             with (
                 log_to_file(self.plan, "supervisor"),
                 listen(self.plan.config.http) as listener,
-                AdminServer(self.plan.endpoint("control")) as control,
+                contextlib.closing(AdminServer(self.plan.endpoint("control"))) as control,
                 contextlib.ExitStack() as stack,
             ):
                 self._info, self._listener = self._describe(listener), listener
