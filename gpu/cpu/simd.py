@@ -103,28 +103,15 @@ def _sum(term: Any, result: Any, scalar: Any, tail: int = LANES) -> Any:
             return builder.fadd(a, b, flags=_FAST)
 
         def sum_up(start: Any, step: int, unrolled: int, sums: list[Any]) -> tuple[Any, list[Any]]:
-            before = builder.block
-            head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
-            builder.branch(head)
-            builder.position_at_end(head)
-            position = builder.phi(_i64)
-            phis = [builder.phi(value.type) for value in sums]
-            position.add_incoming(start, before)
-            for phi, value in zip(phis, sums, strict=True):
-                phi.add_incoming(value, before)
-            following = builder.add(position, ir.Constant(_i64, unrolled * step))
-            builder.cbranch(builder.icmp_signed("<=", following, lanes), body, after)
-            builder.position_at_end(body)
-            for i, phi in enumerate(phis):
-                if i < unrolled:
-                    here = builder.add(position, ir.Constant(_i64, i * step))
-                    phi.add_incoming(term(builder, row, query, here, phi), body)
-                else:
-                    phi.add_incoming(phi, body)
-            position.add_incoming(following, body)
-            builder.branch(head)
-            builder.position_at_end(after)
-            return position, list(phis)
+            def body(position: Any, _following: Any, *totals: Any) -> list[Any]:
+                following = builder.add(position, ir.Constant(_i64, unrolled * step))
+                places = [builder.add(position, ir.Constant(_i64, i * step)) for i in range(unrolled)]
+                changed = [term(builder, row, query, here, total) for here, total in zip(places, totals, strict=False)]
+                return [following, *changed, *totals[unrolled:]]
+
+            last = builder.sub(lanes, ir.Constant(_i64, unrolled * step - 1))
+            position, *totals = loop(builder, start, last, unrolled * step, [start, *sums], body)
+            return position, totals
 
         def folded(total: Any, width: int) -> Any:
             while total.type.count > width:
