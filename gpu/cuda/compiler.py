@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,44 +23,8 @@ from ipc.native.private import is_private
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 UNITS = ("staged.cu", "resident.cu")
-_STRUCTS = ("Collection", "Slot", "Counters", "Result", "Progress", "Record", "Queue", "Command", "Batch")
-_CONSTANTS = (
-    "FREE",
-    "ACTIVE",
-    "PAUSED",
-    "FINISHED",
-    "F32_L2",
-    "F32_DOT",
-    "F16_L2",
-    "F16_DOT",
-    "MERGE_THREADS",
-    "DISTANCE_THREADS",
-    "DISTANCE_PLACES",
-    "TEAM",
-    "RESIDENT_THREADS",
-    "RESIDENT_VISITED_BITS",
-    "SLOT_BITS",
-    "RINGS",
-    "PREFILL_RING",
-    "DECODE_RING",
-    "IS_NEW",
-    "IS_IN_PLACE",
-    "IS_DONE",
-    "LAP_SHIFT",
-    "MAX_LAP",
-    "EVERY_DECODE",
-    "WRITE_THREADS",
-    "LINE_IN_PLACE",
-    "CHUNK_BYTES",
-    "MERGE_KEYS",
-    "SCRATCH_BYTES",
-    "TASK_BITS",
-    "TASK_MASK",
-    "MAX_SEARCH_WIDTH",
-    "QUERY_ROW",
-)
-"""Names in gpu.cuda.layout; those of structs are upper case there."""
 _C_TYPES = {"u4": "uint32", "u8": "uint64", "f8": "double"}
+_NAME = re.compile(r"\b[A-Z][A-Z\d_]+\b")
 _INCLUDE = re.compile(r'^#include "([a-z_]+\.cuh)"$', re.MULTILINE)
 _ARCH = re.compile(r"sm_(\d{2,3})[af]?\Z")
 _ERROR = re.compile(r"\b(error|fatal)\b")
@@ -98,17 +62,20 @@ def kernel_source(units: Sequence[str] = UNITS) -> str:
 
 
 def c_header() -> str:
-    """Return the records and constants as C, with static assertions of the records' sizes.
+    """Return the layout's records, and those of its constants that the kernels name, as C.
 
-    The records here are packed. A C struct of the same fields and size has no padding either, so its offsets are equal.
+    The records here are packed. A C struct of the same fields and size, which is asserted, has no padding either, so
+    its offsets are equal.
     """
+    named = {name for path in KERNELS.glob("*.cu*") for name in _NAME.findall(path.read_text())}
     lines = ["// Written by gpu/cuda/compiler.py.", "#pragma once"]
     lines += ["using uint32 = unsigned int;", "using uint64 = unsigned long long;"]
-    lines += [f"constexpr uint32 {name} = {getattr(layout, name)};" for name in _CONSTANTS]
-    for name, value in (("LARGEST_SQUARE", layout.LARGEST_SQUARE), ("LARGEST_DOUBLE", float(np.finfo(np.float64).max))):
-        lines.append(f"constexpr double {name} = {value!r};")
-    for name in _STRUCTS:
-        dtype: np.dtype[Any] = getattr(layout, name.upper())
+    lines.append(f"constexpr double LARGEST_DOUBLE = {float(np.finfo(np.float64).max)!r};")
+    declared = vars(layout).items()
+    for name, value in declared:
+        if name in named and isinstance(value, int | float):
+            lines.append(f"constexpr {'uint32' if isinstance(value, int) else 'double'} {name} = {value!r};")
+    for name, dtype in ((name.capitalize(), value) for name, value in declared if isinstance(value, np.dtype)):
         assert sum(part.itemsize for part, *_ in (dtype.fields or {}).values()) == dtype.itemsize, f"{name} is padded"
         lines.append(f"struct {name} {{")
         for field in dtype.names or ():
