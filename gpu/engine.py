@@ -3,7 +3,7 @@
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,31 @@ from gpu.errors import InvalidVector
 from gpu.index.graph_index import GraphIndex
 from gpu.params import SearchParams
 from gpu.slots import Collections, Limits, SlotState, SlotTable
+from ipc.native.records import Array, Record, record, record_at
 
 INVALID, FAILED = -1, -2
 PAUSE, RESUME, RELEASE = range(3)
 _NONE = np.zeros(0, np.int32)
+
+
+@record
+class Finished(Record):
+    """A slot that has finished, and the extends that its query took."""
+
+    slot: int
+    extends: int
+
+
+@record
+class Report(Record):
+    """What a backend's `extend` writes."""
+
+    extends: int
+    padded: int
+    finished: Annotated[Array[Finished], 0]
+
+
+report_at = record_at(Report)
 
 
 class Backend(NamedTuple):
@@ -28,11 +49,11 @@ class Backend(NamedTuple):
             Assign a slot to the float32 query at `vector` and return it; INVALID for a vector that is not finite or
             too large in norm, or an unknown collection. Precondition: a slot is free, the parameters are within limits.
         extend(handle, report)
-            Advance every running slot. Returns the number of finished slots. Writes to `report`: [0] the extends made,
-            [1] the padded slots, those covered beyond the running ones, and from [2] on pairs (finished slot, its
-            extends), in admission order. Resident engines, whose slots advance on their own, return when a slot has
-            finished or on an interrupt, and report slots in the order in which they finished; one extend is counted
-            for every [running slots] extends of single slots, so the count may be 0.
+            Advance every running slot. Returns the number of finished slots. Writes a `Report`: the extends made, the
+            padded slots, those covered beyond the running ones, and the finished slots, in admission order. Resident
+            engines, whose slots advance on their own, return when a slot has finished or on an interrupt, and report
+            slots in the order in which they finished; one extend is counted for every [running slots] extends of single
+            slots, so the count may be 0.
         read_result(handle, slot, ids, distances)
             Write a finished slot's ids (int64) and distances (float32), nearest first. Returns their number; INVALID
             if the query was admitted in place and its vector is not finite or too large in norm.

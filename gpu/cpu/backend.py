@@ -11,7 +11,7 @@ from gpu.cpu import running_batch
 from gpu.cpu.extend import filtered
 from gpu.cpu.state import visited_bits_of
 from gpu.cpu.tables import ARRAYS, batch_at
-from gpu.engine import INVALID
+from gpu.engine import INVALID, report_at
 from gpu.slots import SlotStates, SlotTable, slot_states_at
 from ipc.native.arrays import float32_at
 from ipc.native.arrays import int64_at as words_at
@@ -74,12 +74,12 @@ def extend(handle: int, report: int) -> Any:
     of_batch = words_at(_arrays_at(handle).batch, (ARRAYS, 3))
     done = running_batch.extend_active(of_batch, slots.active_count)
     slots.active_count -= done
-    out = words_at(report, 2 + 2 * done)
-    out[0], out[1] = 1, 0
+    written = report_at(report)
+    written.extends, written.padded = 1, 0
     for i in range(done):
-        slot = batch.finished[i]
+        slot, finished = batch.finished[i], written.finished[i]
         slot_changes.finish(slots, slot)
-        out[2 + 2 * i], out[3 + 2 * i] = slot, batch.slots[slot].extends
+        finished.slot, finished.extends = slot, batch.slots[slot].extends
     return done
 
 

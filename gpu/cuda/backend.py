@@ -19,11 +19,13 @@ from gpu.cuda import filtered, layout
 from gpu.cuda.driver import NOT_READY
 from gpu.cuda.filtered import scans_of
 from gpu.cuda.host import Host, host_at
-from gpu.engine import FAILED, INVALID, PAUSE, RELEASE, RESUME
+from gpu.cuda.layout import ResultHead, SlotHead, result_head_at, slot_head_at
+from gpu.engine import FAILED, INVALID, PAUSE, RELEASE, RESUME, Report, report_at
 from gpu.slots import MAX_COLLECTIONS, SlotStates, slot_states_at
-from ipc.native.arrays import float32_at, int32_at, uint8_at, uint32_at
+from ipc.native.arrays import float32_at, int32_at, uint8_at
 from ipc.native.arrays import int64_at as words_at
-from ipc.native.intrinsics import call_int, load_acquire_u32, monotonic_ns, store_release_u32
+from ipc.native.intrinsics import call_int, monotonic_ns
+from ipc.native.records import address
 
 NO_FAILURE, LAUNCH_FAILED, REPLAY_FAILED, QUERY_FAILED, NOT_REPORTED, TIMED_OUT, RECORDS_MISSING = range(7)
 """Kinds of failure: a failed driver call (three of them); a launch that ended without reporting progress; a launch that
@@ -33,40 +35,30 @@ INTERRUPT_POLL_NS = 2_000
 """Interval of interrupt polls, each of which costs twenty polls of the device's host."""
 
 _WORD = 0xFFFFFFFF
-_HEAD_WORDS = layout.SLOT.itemsize // 4
+_HEAD_BYTES, _RESULT_HEAD_BYTES = layout.SLOT.itemsize, layout.RESULT.itemsize
 _FREE, _ACTIVE, _PAUSED = layout.FREE, layout.ACTIVE, layout.PAUSED
-_TICKET_OFFSET, _EXTENDS_OFFSET, _INVALID_OFFSET, _NODES_OFFSET = 0, 4, 8, layout.RESULT.itemsize
 _WRITE_THREADS, _PREPARE_BYTES = layout.WRITE_THREADS, layout.PREPARE_BYTES
-assert layout.SLOT.names is not None
-assert layout.SLOT.names[: layout.VISITED_BITS + 1] == (
-    "status", "ticket", "collection", "k", "top_m", "search_width", "patience", "visited_bits",
-)  # fmt: skip
-assert layout.SLOT.fields is not None
-assert layout.SLOT.fields["vector"][1] == 4 * layout.VECTOR
-assert layout.RESULT.names is not None
-assert layout.RESULT.names[:3] == ("ticket", "extends", "invalid")
-assert [layout.COMMAND.fields[name][1] for name in ("slot", "status", "line")] == [0, 4, 8]  # type: ignore[index]
-
-
-@counted
-def _head(host: Host, slot: int) -> Any:
-    """Return the SLOT of a staged line, uint32: the parameters of the slot's query."""
-    return uint32_at(host.lines + slot * host.line_bytes, _HEAD_WORDS)
 
 
 @compiled
-def _result(host: Host, slot: int) -> Any:
-    return host.results + slot * host.result_bytes
+def _head(host: Host, slot: int) -> SlotHead:
+    """Return the head of a staged line: the parameters of the slot's query."""
+    return slot_head_at(host.lines + slot * host.line_bytes)
+
+
+@compiled
+def _result(host: Host, slot: int) -> ResultHead:
+    return result_head_at(host.results + slot * host.result_bytes)
 
 
 @counted
 def _nodes(host: Host, slot: int) -> Any:
-    return int32_at(_result(host, slot) + _NODES_OFFSET, host.max_k)
+    return int32_at(address(_result(host, slot)) + _RESULT_HEAD_BYTES, host.max_k)
 
 
 @counted
 def _raw(host: Host, slot: int) -> Any:
-    return float32_at(_result(host, slot) + _NODES_OFFSET + 4 * host.max_k, host.max_k)
+    return float32_at(address(_result(host, slot)) + _RESULT_HEAD_BYTES + 4 * host.max_k, host.max_k)
 
 
 @compiled
@@ -87,10 +79,10 @@ def _command(host: Host, slot: int, status: int, line: int) -> None:
     if first:
         host.pending += 1
         places[slot] = host.pending
-    command = words_at(host.commands + 16 * (places[slot] - 1), 2)
-    command[0] = slot | (status << 32)
+    command = host.commands[places[slot] - 1]
+    command.slot, command.status = slot, status
     if first or line:
-        command[1] = line
+        command.line = line
 
 
 # ---- launches
@@ -114,9 +106,8 @@ def _write_slots(host: Host) -> Any:
     )  # fmt: skip
     if code:
         return failed(host, LAUNCH_FAILED, code)
-    places, commands = host.places, words_at(host.commands, 2 * count)
     for i in range(count):
-        places[commands[2 * i] & _WORD] = 0
+        host.places[host.commands[i].slot] = 0
     host.pending = 0
     return True
 
@@ -137,7 +128,7 @@ def poll_wait(host: Host, begin: int) -> Any:
         return now - begin
     host.poll_at_ns = now + host.poll_ns
     code = call_int(host.query, (host.stream,))
-    if code == 0 and load_acquire_u32(host.progress) != host.launches:
+    if code == 0 and host.progress[0].launches != host.launches:
         failed(host, NOT_REPORTED, 0)
     elif code != 0 and code != NOT_READY:
         failed(host, QUERY_FAILED, code)
@@ -158,17 +149,17 @@ def _launch(host: Host, graph: int) -> Any:
     polls = host.interrupt != 0 and host.limit > 1
     begin, elapsed, poll_at = begin_wait(host), 0, 0
     # SYNC POINT: progress. The kernel stores it last, with release at system scope.
-    while load_acquire_u32(host.progress) != expected:
+    while host.progress[0].launches != expected:
         if polls and elapsed >= poll_at:
             poll_at = elapsed + INTERRUPT_POLL_NS
             if call_int(host.interrupt, (host.interrupt_argument,)):
-                store_release_u32(host.doorbell, 1)
+                host.doorbell[0] = 1
                 polls = False
         elapsed = poll_wait(host, begin)
         if elapsed < 0:
             return False
-    store_release_u32(host.doorbell, 0)
-    total = load_acquire_u32(host.progress + 4)
+    host.doorbell[0] = 0
+    total = host.progress[0].extends
     host.extends = (total - host.total_extends) & _WORD
     host.total_extends = total
     host.waited_ns += monotonic_ns() - begin
@@ -192,7 +183,7 @@ def accept_query(host: Host, vector: int, collection: int, k: int, top_m: int, w
     slot = slot_changes.next_free(table_of(host))
     query = float32_at(vector, encoding.dim)
     line = uint8_at(host.lines + slot * host.line_bytes, host.line_bytes)
-    if not write_query(query, encoding, line[4 * _HEAD_WORDS :]):
+    if not write_query(query, encoding, line[_HEAD_BYTES:]):
         return INVALID
     _start_query(host, slot, collection, k, top_m, width, patience)
     return slot
@@ -205,8 +196,7 @@ def accept_in_place(host: Host, vector: int, collection: int, k: int, top_m: int
         return INVALID  # without a graph the host scans the rows
     slot = slot_changes.next_free(table_of(host))
     _start_query(host, slot, collection, k, top_m, width, patience)
-    head = _head(host, slot)
-    head[layout.VECTOR], head[layout.VECTOR + 1] = vector & _WORD, vector >> 32
+    _head(host, slot).vector = vector
     return slot
 
 
@@ -248,11 +238,11 @@ def apply_filter(host: Host, slot: int, allowed: int, allowed_count: int) -> Any
     search.allowed, search.allowed_count = allowed, allowed_count
     if search.scanning:
         return False
-    collection = scans.collections[np.int64(head[layout.COLLECTION_NUMBER])]
-    length = filtered_top_m(np.int64(head[layout.TOP_M]), allowed_count, collection.size, host.max_k)
+    collection = scans.collections[head.collection]
+    length = filtered_top_m(head.top_m, allowed_count, collection.size, host.max_k)
     if length:
-        head[layout.K] = head[layout.TOP_M] = length
-        head[layout.VISITED_BITS] = layout.visited_bits(length, collection.degree)
+        head.k = head.top_m = length
+        head.visited_bits = layout.visited_bits(length, collection.degree)
     else:
         search.scanning = 1
     return length == 0
@@ -271,7 +261,7 @@ def _scan_step(host: Host, scans: Any, slot: int) -> Any:
     """Make one extend of a slot that the host scans. Returns whether it is finished."""
     search = scans.slots[slot]
     search.extends += 1
-    store_release_u32(_result(host, slot) + _EXTENDS_OFFSET, search.extends)
+    _result(host, slot).extends = search.extends
     if not scan_rows(scans, slot):
         return False
     filtered.write_scan_result(scans, slot, _nodes(host, slot), _raw(host, slot))
@@ -281,10 +271,7 @@ def _scan_step(host: Host, scans: Any, slot: int) -> Any:
 @compiled
 def _graph_search_done(host: Host, scans: Any, slot: int) -> Any:
     """Return whether a slot that the device searches is finished. Falls back to a scan if it found too few rows."""
-    result = _result(host, slot)
-    if host.slot_states[slot].on_device:
-        return False
-    if load_acquire_u32(result + _TICKET_OFFSET) != _head(host, slot)[layout.TICKET]:
+    if host.slot_states[slot].on_device or _result(host, slot).ticket != _head(host, slot).ticket:
         return False
     return found_enough(host, scans, slot)
 
@@ -292,22 +279,24 @@ def _graph_search_done(host: Host, scans: Any, slot: int) -> Any:
 @compiled
 def found_enough(host: Host, scans: Any, slot: int) -> Any:
     """Return whether a finished graph search found enough allowed rows. If not, it falls back to a scan."""
-    result, search = _result(host, slot), scans.slots[slot]
+    search = scans.slots[slot]
     if search.allowed == 0:
         return True
-    found_nodes = _nodes(host, slot)[: np.int64(_head(host, slot)[layout.K])]
+    found_nodes = _nodes(host, slot)[: _head(host, slot).k]
     walked, passing = filtered.count_allowed(search, found_nodes)
     size = scans.collections[search.collection].size
     if not found_too_few(search, passing, walked, passing, size, SIGMAS_COMPARE):
         return True
-    search.scanning, search.extends = 1, load_acquire_u32(result + _EXTENDS_OFFSET)
+    search.scanning, search.extends = 1, _result(host, slot).extends
     return False
 
 
 @compiled
-def report_finished(host: Host, report: int) -> Any:
-    """Move finished slots from the active list to the report, behind its first two host, and make an extend of each
-    slot that the host scans. Returns the number of finished slots."""
+def report_finished(host: Host, report: Report) -> Any:
+    """Move finished slots from the active list to the report, and make an extend of each slot that the host scans.
+
+    Returns the number of finished slots.
+    """
     table, active, scans = table_of(host), active_of(host), scans_of(host)
     kept = done = 0
     for i in range(table.active_count):
@@ -318,8 +307,8 @@ def report_finished(host: Host, report: int) -> Any:
             kept += 1
             continue
         slot_changes.finish(table, slot)
-        finished = words_at(report + 16 + 16 * done, 2)
-        finished[0], finished[1] = slot, load_acquire_u32(_result(host, slot) + _EXTENDS_OFFSET)
+        finished = report.finished[done]
+        finished.slot, finished.extends = slot, _result(host, slot).extends
         done += 1
     table.active_count = kept
     return done
@@ -328,14 +317,14 @@ def report_finished(host: Host, report: int) -> Any:
 @c_function("int64(int64, int64)")
 def extend(handle: int, report: int) -> Any:
     host = host_at(handle)
-    table, active, counts, scans = table_of(host), active_of(host), words_at(report, 2), scans_of(host)
-    count = table.active_count
+    active, scans, written = active_of(host), scans_of(host), report_at(report)
+    count = table_of(host).active_count
     highest, searching = -1, 0
     for i in range(count):
         if not scans.slots[active[i]].scanning:
             highest = max(highest, active[i])
             searching += 1
-    counts[0], counts[1] = 1, 0
+    written.extends, written.padded = 1, 0
     # SYNC POINT: commands are launched only together with a replay, whose end is awaited: afterwards the device has
     # read them, and the host may overwrite them.
     if searching:
@@ -346,21 +335,21 @@ def extend(handle: int, report: int) -> Any:
             number += 1
         if not _launch(host, host.graphs[number].graph):
             return FAILED
-        counts[0], counts[1] = host.extends, host.graphs[number].bucket - searching
-    return report_finished(host, report)
+        written.extends, written.padded = host.extends, host.graphs[number].bucket - searching
+    return report_finished(host, written)
 
 
 @c_function("int64(int64, int64, int64, int64)")
 def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
     host = host_at(handle)
     search = host.searches[slot]
-    if not search.scanning and load_acquire_u32(_result(host, slot) + _INVALID_OFFSET):
+    if not search.scanning and _result(host, slot).invalid:
         return INVALID
     collection, names, k = host.collections[search.collection], host.ids[search.collection], search.k
     nodes, raw = _nodes(host, slot), _raw(host, slot)
     to_ids, to_distances = words_at(ids, k), float32_at(distances, k)
     count = 0
-    for i in range(k if search.scanning else np.int64(_head(host, slot)[layout.K])):
+    for i in range(k if search.scanning else _head(host, slot).k):
         node = np.int64(nodes[i])
         if node < 0 or count == k:
             break

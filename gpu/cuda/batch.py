@@ -71,9 +71,10 @@ class BatchMemory:
         self.commands = commands.view.view(layout.COMMAND)
         self.commands_address = commands.address
 
-    def head(self, slot: int) -> npt.NDArray[np.uint32]:
+    def head(self, slot: int) -> np.void:
         """Return the SLOT of a staged line."""
-        return self.lines[slot, : layout.SLOT.itemsize].view(np.uint32)
+        head: np.void = self.lines[slot, : layout.SLOT.itemsize].view(layout.SLOT)[0]
+        return head
 
     def device_heads(self) -> npt.NDArray[np.void]:
         """Copy every SLOT from the device. Synchronises the stream."""

@@ -214,7 +214,7 @@ class CudaEngine(Engine):
         if self.resident:
             self.stop()
             return self.handle.host.slot_states[slot].reached
-        ticket = memory.head(slot)[layout.TICKET]
+        ticket = memory.head(slot)["ticket"]
         if (head := memory.results[slot])["ticket"] != ticket:
             head = memory.device_heads()[slot]
         return int(head["extends"]) if head["ticket"] == ticket else 0

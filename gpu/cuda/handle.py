@@ -15,7 +15,7 @@ from gpu.cuda.graphs import Kernels, LaunchGraphs
 from gpu.cuda.host import Graph, Host, Resident, ResidentSlot
 from gpu.index.data import IndexData
 from gpu.slots import MAX_COLLECTIONS, SlotTable
-from ipc.native.records import address_of, array_over, new_array
+from ipc.native.records import SharedU32, address_of, array_from, array_over, new_array
 
 
 class Handle:
@@ -48,13 +48,13 @@ class Handle:
             lines=memory.lines.ctypes.data,
             device_lines=memory.lines_address,
             line_bytes=line_bytes,
-            commands=memory.commands.ctypes.data,
+            commands=array_from(layout.Command, memory.commands.ctypes.data),
             places=new_array(int, slots),
             results=memory.results.ctypes.data,
             result_bytes=memory.result_bytes,
             max_k=memory.nodes.shape[1],
-            progress=memory.progress.ctypes.data,
-            doorbell=memory.doorbell.ctypes.data,
+            progress=array_from(layout.Progress, memory.progress.ctypes.data),
+            doorbell=array_from(SharedU32, memory.doorbell.ctypes.data),
             graphs=array_over(Graph, self._graphs),
             limit=graphs.limit,
             stream=stream,
@@ -66,9 +66,9 @@ class Handle:
             slot_states=new_array(ResidentSlot, slots),
             next_ticket=1,
             resident=Resident(
-                rings=memory.rings.ctypes.data,
-                goals=memory.goals.ctypes.data,
-                records=memory.records.ctypes.data,
+                rings=array_from(SharedU32, memory.rings.ctypes.data),
+                goals=array_from(SharedU32, memory.goals.ctypes.data),
+                records=array_from(layout.SlotRecord, memory.records.ctypes.data),
                 entries=len(memory.records) // layout.RECORD.itemsize,
                 queue=new_array(int, slots),
                 finished=new_array(int, resident.FINISHED_PER_SLOT * slots),
@@ -107,4 +107,4 @@ class Handle:
 
     def searches(self, number: int) -> bool:
         """Return whether a slot searches this collection."""
-        return any(self._memory.head(slot)[layout.COLLECTION_NUMBER] == number for slot in self.table.taken)
+        return any(self._memory.head(slot)["collection"] == number for slot in self.table.taken)

@@ -3,7 +3,8 @@
 from typing import Annotated
 
 from gpu.cpu.tables import Collection, Encoding, Slot
-from ipc.native.records import Array, Record, record, record_at
+from gpu.cuda.layout import Command, Progress, SlotRecord
+from ipc.native.records import Array, Record, SharedU32, record, record_at
 
 
 @record
@@ -23,9 +24,9 @@ class ResidentSlot(Record):
 class Resident(Record):
     """The state of the resident form."""
 
-    rings: int  # addresses in pinned memory (`layout`), with `entries` in each ring and among the records
-    goals: int
-    records: int
+    rings: Array[SharedU32]  # in pinned memory (`layout`), with `entries` in each ring and among the records
+    goals: Array[SharedU32]  # by slot
+    records: Array[SlotRecord]
     entries: int
     running: bool  # a launch is running
     in_flight: int  # slots owned by the device
@@ -62,14 +63,14 @@ class Host(Record):
     lines: int  # addresses of the staged slot lines for the host and for the device
     device_lines: int
     line_bytes: int
-    commands: int  # address, `layout.COMMAND` [slots]
+    commands: Array[Command]
     pending: int  # commands of the next launch
     places: Array[int]  # by slot: 1 + the index of its command, 0 without one
     results: int  # addresses in pinned memory
     result_bytes: int
     max_k: int
-    progress: int
-    doorbell: int
+    progress: Array[Progress]  # one
+    doorbell: Array[SharedU32]  # one
     graphs: Array[Graph]  # smallest bucket first
     limit: int  # extends of a launch
     stream: int

@@ -32,7 +32,7 @@ keys and its visited table.
 """
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,7 @@ from gpu.index.data import IndexData
 from gpu.index.rows import LARGEST_SQUARE as LARGEST_SQUARE
 from gpu.params import MAX_SEARCH_WIDTH as MAX_SEARCH_WIDTH
 from gpu.slots import MAX_COLLECTIONS
+from ipc.native.records import U32, U64, Array, Record, SharedU32, record, record_at
 
 # States of a slot.
 FREE, ACTIVE, PAUSED, FINISHED = range(4)
@@ -98,29 +99,28 @@ COLLECTION = np.dtype(
 )
 """A collection, 64 bytes: rows [size, chunks], graph uint32 [size, degree], seeds uint32."""
 
-SLOT = np.dtype(
-    [
-        ("status", np.uint32),  # FREE, ACTIVE, PAUSED; FINISHED is set by the device
-        ("ticket", np.uint32),  # non-zero id of the query, written to its result last
-        ("collection", np.uint32),
-        ("k", np.uint32),
-        ("top_m", np.uint32),
-        ("search_width", np.uint32),
-        ("patience", np.uint32),  # 0: none
-        ("visited_bits", np.uint32),
-        ("extends", np.uint32),  # from here on written by the device; 0 at admission
-        ("unchanged", np.uint32),
-        ("task_count", np.uint32),  # of the next extend; their parents are marked as expanded in top_m
-        ("forgot", np.uint32),  # whether the visited table has evicted a node, so duplicates are possible
-        ("vector", np.uint64),  # address in device memory from which the device prepares the query, written by the host
-        ("unused", np.uint32, 2),
-    ]
-)
-"""The head of a slot's line, 64 bytes; the prepared query (gpu.cpu.queries) follows."""
 
-STATUS, TICKET, COLLECTION_NUMBER, K, TOP_M, WIDTH, PATIENCE, VISITED_BITS = range(8)
-VECTOR = 12
-"""Indices of the words of a SLOT that the host writes; `vector` has two."""
+@record
+class SlotHead(Record):
+    """The head of a slot's line, 64 bytes; the prepared query (gpu.cpu.queries) follows."""
+
+    status: U32  # FREE, ACTIVE, PAUSED; FINISHED is set by the device
+    ticket: U32  # non-zero id of the query, written to its result last
+    collection: U32
+    k: U32
+    top_m: U32
+    search_width: U32
+    patience: U32  # 0: none
+    visited_bits: U32
+    extends: U32  # from here on written by the device; 0 at admission
+    unchanged: U32
+    task_count: U32  # of the next extend; their parents are marked as expanded in top_m
+    forgot: U32  # whether the visited table has evicted a node, so duplicates are possible
+    vector: U64  # address in device memory from which the device prepares the query, written by the host
+    unused: Annotated[Array[U32], 2]
+
+
+SLOT, slot_head_at = SlotHead.dtype, record_at(SlotHead)
 
 COUNTERS = np.dtype(
     [
@@ -132,33 +132,46 @@ COUNTERS = np.dtype(
     ]
 )
 
-RESULT = np.dtype(
-    [
-        ("ticket", np.uint32),  # SYNC POINT: stored last, with release, after the rest of the result
-        ("extends", np.uint32),  # that the query took
-        ("invalid", np.uint32),  # 1: its vector is not finite or too long, and there is no result
-        ("unused", np.uint32, 13),
-    ]
-)
-"""The head of a slot's result line, 64 bytes, written when the query has finished; nodes int32 [max_k] and raw
-distances float32 [max_k] follow.
 
-The first k are written, nearest first, padded with -1 and +inf.
-"""
+@record
+class ResultHead(Record):
+    """The head of a slot's result line, 64 bytes, written when the query has finished; nodes int32 [max_k] and raw
+    distances float32 [max_k] follow.
 
-PROGRESS = np.dtype(
-    [
-        ("launches", np.uint32),  # SYNC POINT: number of ended launches, stored last, with release
-        ("extends", np.uint32),  # total of extends
-        ("taken", np.uint32),  # at the end of a resident launch: entries taken from both rings,
-        ("recorded", np.uint32),  # and records written
-        ("unused", np.uint32, 12),
-    ]
-)
+    The first k are written, nearest first, padded with -1 and +inf.
+    """
 
-RECORD = np.dtype([("extends", np.uint32), ("slot", np.uint32)])
-"""A slot returned to the host: its query has finished or reached its goal, or the launch ends. `slot`, with IS_DONE and
-the lap, is stored last, with release, after the slot's state and result."""
+    ticket: SharedU32  # SYNC POINT: stored last, with release, after the rest of the result
+    extends: SharedU32  # that the query took
+    invalid: SharedU32  # 1: its vector is not finite or too long, and there is no result
+    unused: Annotated[Array[U32], 13]
+
+
+RESULT, result_head_at = ResultHead.dtype, record_at(ResultHead)
+
+
+@record
+class Progress(Record):
+    launches: SharedU32  # SYNC POINT: number of ended launches, stored last, with release
+    extends: SharedU32  # total of extends
+    taken: SharedU32  # at the end of a resident launch: entries taken from both rings,
+    recorded: SharedU32  # and records written
+    unused: Annotated[Array[U32], 12]
+
+
+PROGRESS = Progress.dtype
+
+
+@record
+class SlotRecord(Record):
+    """A slot returned to the host: its query has finished or reached its goal, or the launch ends. `slot`, with IS_DONE
+    and the lap, is stored last, with release, after the slot's state and result."""
+
+    extends: SharedU32
+    slot: SharedU32
+
+
+RECORD = SlotRecord.dtype
 
 QUEUE = np.dtype(
     [
@@ -171,10 +184,19 @@ QUEUE = np.dtype(
     ]
 )
 
-COMMAND = np.dtype([("slot", np.uint32), ("status", np.uint32), ("line", np.uint64)])
-"""A command of `write_slots`: copy the staged line (line_bytes at a device-visible address) unless 0, then set the
-status. With LINE_IN_PLACE added to its address only the line's head is copied, and the query is prepared from the
-vector in device memory. A launch has at most one command per slot."""
+
+@record
+class Command(Record):
+    """A command of `write_slots`: copy the staged line (line_bytes at a device-visible address) unless 0, then set the
+    status. With LINE_IN_PLACE added to its address only the line's head is copied, and the query is prepared from the
+    vector in device memory. A launch has at most one command per slot."""
+
+    slot: U32
+    status: U32
+    line: U64
+
+
+COMMAND = Command.dtype
 LINE_IN_PLACE = 1
 
 IN_PINNED_MEMORY = ("results", "progress", "doorbell", "lines", "rings", "goals", "records")
@@ -274,12 +296,12 @@ def collection_record(data: IndexData, addresses: dict[str, int]) -> npt.NDArray
 
 @compiled
 def write_head(
-    head: Any, ticket: int, collection: int, degree: int, k: int, top_m: int, width: int, patience: int
+    head: SlotHead, ticket: int, collection: int, degree: int, k: int, top_m: int, width: int, patience: int
 ) -> None:
-    """Write the SLOT, uint32 [16], of a new query. degree: of the collection. patience: 0 for none."""
-    head[:] = 0
-    head[STATUS], head[TICKET], head[COLLECTION_NUMBER], head[K], head[TOP_M] = ACTIVE, ticket, collection, k, top_m
-    head[WIDTH], head[PATIENCE], head[VISITED_BITS] = width, patience, visited_bits(top_m, degree)
+    """Write the head of a new query's line. degree: of the collection. patience: 0 for none."""
+    head.status, head.ticket, head.collection, head.k, head.top_m = ACTIVE, ticket, collection, k, top_m
+    head.search_width, head.patience, head.visited_bits = width, patience, visited_bits(top_m, degree)
+    head.extends = head.unchanged = head.task_count = head.forgot = head.vector = 0
 
 
 @compiled

@@ -52,27 +52,17 @@ from gpu.cuda.layout import (
     LAP_SHIFT,
     MAX_LAP,
     PREFILL_RING,
-    PROGRESS,
-    RECORD,
     SLOT_BITS,
 )
-from gpu.engine import FAILED, INVALID, RELEASE, RESUME
+from gpu.engine import FAILED, INVALID, RELEASE, RESUME, Report, report_at
 from gpu.slots import SlotState
-from ipc.native.arrays import int64_at as words_at
-from ipc.native.intrinsics import call_int, load_acquire_u32, monotonic_ns, store_release_u32
+from ipc.native.intrinsics import call_int, monotonic_ns
 
 FINISHED_PER_SLOT = 3  # at most: collected before an extend, resumed with a result, and collected during it
 _WORD = 0xFFFFFFFF
 _SLOT_MASK = (1 << SLOT_BITS) - 1
 _UNLIMITED = _WORD  # a goal that no query reaches
 _ACTIVE, _PAUSED = int(SlotState.ACTIVE), int(SlotState.PAUSED)
-assert RECORD.names == ("extends", "slot")
-assert PROGRESS.names[:4] == ("launches", "extends", "taken", "recorded")  # type: ignore[index]
-
-
-@compiled
-def _set_goal(resident: Resident, slot: int, goal: int) -> None:
-    store_release_u32(resident.goals + 4 * slot, goal)
 
 
 @compiled
@@ -83,7 +73,7 @@ def _push(host: Host, resident: Resident, slot: int) -> None:
     position = resident.pushed[ring]
     entry = (position // resident.entries % MAX_LAP + 1) << LAP_SHIFT | state.new | slot
     # SYNC POINT: a reader that loads the entry with acquire sees the slot's line and goal.
-    store_release_u32(resident.rings + 4 * (ring * resident.entries + position % resident.entries), entry)
+    resident.rings[ring * resident.entries + position % resident.entries] = entry
     resident.pushed[ring] = (position + 1) & _WORD
     state.new, state.on_device = 0, True
     resident.in_flight += 1
@@ -122,13 +112,13 @@ def _collect(host: Host, resident: Resident) -> None:
     """
     table = table_of(host)
     while True:
-        record = resident.records + 8 * (resident.seen % resident.entries)
+        record = resident.records[resident.seen % resident.entries]
         # SYNC POINT: the slot's result and state, written by the device before, are visible.
-        word = load_acquire_u32(record + 4)
+        word = record.slot
         if word >> LAP_SHIFT != resident.seen // resident.entries % MAX_LAP + 1:
             return
         resident.seen = (resident.seen + 1) & _WORD
-        slot, extends = word & _SLOT_MASK, load_acquire_u32(record)
+        slot, extends = word & _SLOT_MASK, record.extends
         state = host.slot_states[slot]
         resident.advanced += extends - state.reached
         state.on_device, state.reached = False, extends
@@ -147,8 +137,8 @@ def _collect(host: Host, resident: Resident) -> None:
 def _end_launch(host: Host, resident: Resident) -> Any:
     """Register the end of a launch. Returns whether every slot that it took has been recorded."""
     resident.running = False
-    untaken = (resident.pushed[0] + resident.pushed[1] - load_acquire_u32(host.progress + 8)) & _WORD
-    if load_acquire_u32(host.progress + 12) != resident.seen or untaken != resident.in_flight:
+    untaken = (resident.pushed[0] + resident.pushed[1] - host.progress[0].taken) & _WORD
+    if host.progress[0].recorded != resident.seen or untaken != resident.in_flight:
         return failed(host, backend.RECORDS_MISSING, resident.in_flight - untaken)
     return True
 
@@ -156,9 +146,7 @@ def _end_launch(host: Host, resident: Resident) -> Any:
 @compiled
 def _poll(host: Host, resident: Resident) -> Any:
     """Consume records, and launch if slots are submitted but no launch is running. Returns whether it succeeded."""
-    if (
-        resident.running and load_acquire_u32(host.progress) == host.launches
-    ):  # its last records precede the progress word
+    if resident.running and host.progress[0].launches == host.launches:  # its last records precede the progress word
         _collect(host, resident)
         if not _end_launch(host, resident):
             return False
@@ -192,7 +180,7 @@ def _submit(host: Host, resident: Resident) -> None:
         elif state.done:
             _add_finished(host, resident, slot)
         else:
-            _set_goal(resident, slot, state.reached + 1 if single else _UNLIMITED)
+            resident.goals[slot] = state.reached + 1 if single else _UNLIMITED
             if not state.on_device:
                 _push(host, resident, slot)
 
@@ -231,7 +219,7 @@ def _deactivate(host: Host, slot: int) -> None:
 
 
 @compiled
-def _report(host: Host, resident: Resident, report: int) -> Any:
+def _report(host: Host, resident: Resident, report: Report) -> Any:
     """Report the slots with results, in the order in which they have finished. Returns their number."""
     table, scans = table_of(host), scans_of(host)
     slots = resident.finished
@@ -246,15 +234,15 @@ def _report(host: Host, resident: Resident, report: int) -> Any:
             continue
         slot_changes.finish(table, slot)
         _deactivate(host, slot)
-        finished = words_at(report + 16 + 16 * done, 2)
-        finished[0], finished[1] = slot, state.reached
+        finished = report.finished[done]
+        finished.slot, finished.extends = slot, state.reached
         done += 1
     resident.finished_count = 0
     return done
 
 
 @compiled
-def _scan_and_report(host: Host, resident: Resident, report: int) -> Any:
+def _scan_and_report(host: Host, resident: Resident, report: Report) -> Any:
     """Make an extend of the slots that the host scans, and report all finished ones. Returns their number."""
     done = report_finished(host, report)
     active, scans = active_of(host), scans_of(host)
@@ -312,21 +300,21 @@ def set_filter(handle: int, slot: int, allowed: int, allowed_count: int) -> Any:
 @c_function("int64(int64, int64)")
 def extend(handle: int, report: int) -> Any:
     host = host_at(handle)
-    resident, counts = host.resident, words_at(report, 2)
+    resident, written = host.resident, report_at(report)
     _submit(host, resident)
-    counts[0], counts[1] = 1, 0
+    written.extends, written.padded = 1, 0
     if host.failure != backend.NO_FAILURE:
         return FAILED
     searching = _searching(host, resident)
     if searching:
         if not _wait(host, resident):
             return FAILED
-        counts[0] = resident.advanced // searching
-        resident.advanced -= counts[0] * searching
-    host.extends = counts[0]
+        written.extends = resident.advanced // searching
+        resident.advanced -= written.extends * searching
+    host.extends = written.extends
     if resident.scans:
-        return _scan_and_report(host, resident, report)
-    return _report(host, resident, report)
+        return _scan_and_report(host, resident, written)
+    return _report(host, resident, written)
 
 
 @c_function("int64(int64, int64, int64)")
@@ -335,7 +323,7 @@ def change_state(handle: int, slot: int, action: int) -> Any:
     resident, table = host.resident, table_of(host)
     state = host.slot_states[slot]
     if state.on_device and action != RESUME:  # the next extend sets the goal of a resumed query
-        _set_goal(resident, slot, 0)
+        resident.goals[slot] = 0
     begin = begin_wait(host)
     while action == RELEASE and state.on_device:
         if host.failure != backend.NO_FAILURE or not _poll(host, resident) or poll_wait(host, begin) < 0:
@@ -359,12 +347,12 @@ def stop(handle: int) -> Any:
         return 0
     for slot in range(host.slots):
         if host.slot_states[slot].on_device:
-            _set_goal(resident, slot, 0)
-    store_release_u32(host.doorbell, 1)
+            resident.goals[slot] = 0
+    host.doorbell[0] = 1
     begin = begin_wait(host)
-    while load_acquire_u32(host.progress) != host.launches:
+    while host.progress[0].launches != host.launches:
         if poll_wait(host, begin) < 0:
             return FAILED
-    store_release_u32(host.doorbell, 0)
+    host.doorbell[0] = 0
     _collect(host, resident)
     return 0 if _end_launch(host, resident) else FAILED

@@ -115,21 +115,6 @@ def _call(_typing: Any, _address: Any, _arguments: Any) -> Any:
 call = cast(Callable[[int, tuple[int, ...]], int], intrinsic(_call))
 
 
-# ---- 32-bit words, which a device shares, and functions that return an int
-
-
-@emits(types.int64, types.int64)
-def load_acquire_u32(builder: Any, address: Any) -> Any:
-    """As `load_acquire`, of a uint32."""
-    return builder.zext(builder.load_atomic(_pointer(builder, address, _I32), "acquire", 4, typ=_I32), _I64)
-
-
-@emits(types.void, types.int64, types.int64)
-def store_release_u32(builder: Any, address: Any, value: Any) -> None:
-    """As `store_release`, of a uint32."""
-    builder.store_atomic(builder.trunc(value, _I32), _pointer(builder, address, _I32), "release", 4)
-
-
 def _call_int(_typing: Any, _address: Any, _arguments: Any) -> Any:
     """Call the C function at an address, which returns an int, with a tuple of integers of its declared widths."""
 

@@ -12,8 +12,9 @@ array is the address of memory that somebody else owns. In Python a record is a 
 that were assigned to its fields, and `Entry.dtype` is numpy's. A field is
 
     int, float, bool         int64, float64, a byte
-    U32, U8                  such integers, which are int64 where they are read
-    Shared                   int64 that another process reads or writes: loaded with acquire, stored with release
+    U64, U32, U8             such integers, which are int64 where they are read
+    Shared, SharedU32        an integer that another process or a device reads or writes: loaded with acquire, stored
+                             with release
     another record           inside this one
     Annotated[Array[x], n]   an array of n elements inside the record
     Array[x]                 the address of an array elsewhere, 0 for none
@@ -66,9 +67,11 @@ class _Word(NamedTuple):
     shared: bool = False
 
 
+U64 = Annotated[int, _Word(types.uint64, ctypes.c_uint64)]
 U32 = Annotated[int, _Word(types.uint32, ctypes.c_uint32)]
 U8 = Annotated[int, _Word(types.uint8, ctypes.c_uint8)]
 Shared = Annotated[int, _Word(types.int64, ctypes.c_int64, shared=True)]
+SharedU32 = Annotated[int, _Word(types.uint32, ctypes.c_uint32, shared=True)]
 _WORDS = {
     int: _Word(types.int64, ctypes.c_int64),
     float: _Word(types.float64, ctypes.c_double),
@@ -130,11 +133,11 @@ def _kind_of(hint: Any) -> tuple[Any, Any, bool, bool]:
         held, extra = arguments_of(hint)
         if isinstance(extra, _Word):
             return extra.c, extra.stored, False, extra.shared
-        element, kind, *_ = _kind_of(arguments_of(held)[0])
-        return element * extra, ArrayType(kind), True, False
+        element, kind, _, shared = _kind_of(arguments_of(held)[0])
+        return element * extra, ArrayType(kind, shared), True, False
     if get_origin(hint) is Array:
-        element, kind, *_ = _kind_of(arguments_of(hint)[0])
-        return ctypes.POINTER(element), ArrayType(kind), False, False
+        element, kind, _, shared = _kind_of(arguments_of(hint)[0])
+        return ctypes.POINTER(element), ArrayType(kind, shared), False, False
     if issubclass(hint, Record):
         return hint, RecordType(hint), True, False
     return _WORDS[hint].c, _WORDS[hint].stored, False, False
@@ -206,9 +209,9 @@ class RecordType(types.Type):  # type: ignore[misc]
 class ArrayType(types.Type):  # type: ignore[misc]
     """numba's type of an `Array`."""
 
-    def __init__(self, element: Any) -> None:
-        self.element = element
-        super().__init__(name=f"array of {element}")
+    def __init__(self, element: Any, shared: bool) -> None:
+        self.element, self.shared = element, shared
+        super().__init__(name=f"array of {'shared ' if shared else ''}{element}")
 
 
 for _kind in (RecordType, ArrayType):
@@ -227,7 +230,7 @@ def record_at(kind: type[R]) -> Callable[[int], R]:
 
 def array_at(kind: type[T]) -> Callable[[int], Array[T]]:
     """Return a function for compiled code: the array at an address."""
-    return cast(Callable[[int], Array[T]], emits(ArrayType(_kind_of(kind)[1]), types.int64)(_pointer))
+    return cast(Callable[[int], Array[T]], emits(numba_type(Array[kind]), types.int64)(_pointer))  # type: ignore[valid-type]
 
 
 def _address(_typing: Any, held: Any) -> Any:
@@ -262,16 +265,19 @@ def _load(context: Any, builder: Any, kind: Any, pointer: Any, shared: bool = Fa
         return pointer
     pointer = builder.bitcast(pointer, context.get_data_type(kind).as_pointer())
     if shared:
-        return builder.load_atomic(pointer, "acquire", 8, typ=ir.IntType(64))
-    return context.cast(builder, context.unpack_value(builder, kind, pointer), kind, _seen(kind))
+        value = builder.load_atomic(pointer, "acquire", _bytes_of(kind), typ=pointer.type.pointee)
+    else:
+        value = context.unpack_value(builder, kind, pointer)
+    return context.cast(builder, value, kind, _seen(kind))
 
 
 def _store(context: Any, builder: Any, kind: Any, pointer: Any, value: Any, shared: bool = False) -> None:
     pointer = builder.bitcast(pointer, context.get_data_type(kind).as_pointer())
+    value = context.cast(builder, value, _seen(kind), kind)
     if shared:
-        builder.store_atomic(value, pointer, "release", 8)
-        return
-    context.pack_value(builder, kind, context.cast(builder, value, _seen(kind), kind), pointer)
+        builder.store_atomic(value, pointer, "release", _bytes_of(kind))
+    else:
+        context.pack_value(builder, kind, value, pointer)
 
 
 @infer_getattr
@@ -328,8 +334,8 @@ def _element(builder: Any, array: Any, index: Any, kind: Any) -> Any:
 
 @lower_builtin(getitem, ArrayType, types.Integer)  # type: ignore[untyped-decorator]
 def _get_element(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-    kind = sig.args[0].element
-    return _load(context, builder, kind, _element(builder, args[0], args[1], kind))
+    kind, shared = sig.args[0].element, sig.args[0].shared
+    return _load(context, builder, kind, _element(builder, args[0], args[1], kind), shared)
 
 
 @infer_global(bool)
@@ -346,5 +352,5 @@ def _is_there(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
 
 @lower_builtin(setitem, ArrayType, types.Integer, types.Any)  # type: ignore[untyped-decorator]
 def _set_element(context: Any, builder: Any, sig: Any, args: Any) -> None:
-    kind = sig.args[0].element
-    _store(context, builder, kind, _element(builder, args[0], args[1], kind), args[2])
+    kind, shared = sig.args[0].element, sig.args[0].shared
+    _store(context, builder, kind, _element(builder, args[0], args[1], kind), args[2], shared)

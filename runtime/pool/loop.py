@@ -267,7 +267,7 @@ def extend(loop: Loop, clients: ClientTable) -> bool:
     loop.last_end_ns, loop.padded = end, report.padded
     for i in range(done):
         finished = report.finished[i]
-        number = loop.owners[finished.number]
+        number = loop.owners[finished.slot]
         extends = scoped_search.finish_part(loop, number, finished.extends)
         if extends == scoped_search.CONTINUES:
             continue

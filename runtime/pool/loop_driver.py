@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import float32, float64, int64
 
-from gpu.engine import Backend
+from gpu.engine import Backend, Report
 from ipc import SessionServer
 from ipc.native import intrinsics
 from ipc.native.records import (
@@ -40,7 +40,7 @@ from runtime.pool.compiled import compiled
 from runtime.pool.estimates import learn_cost
 from runtime.pool.filtered_requests import FilteredRequests, WaitingRequest
 from runtime.pool.loop import drop_client, end_set_aside, enqueue, run_loop
-from runtime.pool.loop_layout import EngineFunctions, Loop, Report, Search, fill_metrics, loop_at
+from runtime.pool.loop_layout import EngineFunctions, Loop, Search, fill_metrics, loop_at
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import ExtendCost
 from runtime.pool.tables import DECODE, FREE, PREFILL, Tables, new_tables

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import numpy as np
 
-from gpu.engine import Backend
+from gpu.engine import Backend, Report
 from ipc.native.records import Array, Record, Shared, array_from, array_over, record, record_at
 from ipc.ring.exchange import ClientTable
 from runtime.node.metrics.table import WorkerTable
@@ -55,23 +55,6 @@ class EngineFunctions(Record):
         made = cls(**{name: getattr(backend, name) for name in cls.dtype.names or ()})
         made.admit_in_place = made.admit_in_place or made.admit
         return made
-
-
-@record
-class Finished(Record):
-    """A slot that has finished, or an entry that has been answered."""
-
-    number: int
-    extends: int
-
-
-@record
-class Report(Record):
-    """What the engine's `extend` writes."""
-
-    extends: int
-    padded: int
-    finished: Annotated[Array[Finished], 0]
 
 
 @record

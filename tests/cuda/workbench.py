@@ -109,11 +109,12 @@ class Workbench:
         self._tickets += 1
         self._owners[slot] = self._tickets
         line = np.zeros(self.shape.line_bytes, np.uint8)
-        fields = line[: layout.SLOT.itemsize].view(layout.SLOT)
+        made: Any = layout.SlotHead
+        fields = made.from_buffer(line)
         head_params = (params.k, params.top_m, params.search_width, params.patience or 0)
-        layout.write_head(fields.view(np.uint32), self._tickets, collection, index.graph.shape[1], *head_params)
+        layout.write_head.py_func(fields, self._tickets, collection, index.graph.shape[1], *head_params)
         for name, value in head.items():
-            fields[name] = value
+            setattr(fields, name, value)
         record = aligned_empty((1, prepared_bytes(index.rows)), np.uint8)
         prepare(query[None], QueryEncoding(index.rows), record)
         line[layout.SLOT.itemsize : layout.SLOT.itemsize + record.nbytes] = record[0]
