@@ -24,22 +24,22 @@ END = 0  # the token that ends an answer
 _METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0",model_name="m"} RUNNING
+vllm:num_requests_running{engine="0",model_name="fake"} RUNNING
 # HELP vllm:num_requests_waiting Number of requests waiting to be processed.
 # TYPE vllm:num_requests_waiting gauge
-vllm:num_requests_waiting{engine="0",model_name="m"} WAITING
+vllm:num_requests_waiting{engine="0",model_name="fake"} WAITING
 # HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
 # TYPE vllm:kv_cache_usage_perc gauge
-vllm:kv_cache_usage_perc{engine="0",model_name="m"} USAGE
+vllm:kv_cache_usage_perc{engine="0",model_name="fake"} USAGE
 # HELP vllm:nixl_xfer_time_seconds Histogram of transfer duration for NIXL KV Cache transfers.
 # TYPE vllm:nixl_xfer_time_seconds histogram
-vllm:nixl_xfer_time_seconds_bucket{engine="0",le="0.005",model_name="m"} 3.0
-vllm:nixl_xfer_time_seconds_bucket{engine="0",le="+Inf",model_name="m"} 4.0
-vllm:nixl_xfer_time_seconds_count{engine="0",model_name="m"} 4.0
-vllm:nixl_xfer_time_seconds_sum{engine="0",model_name="m"} LINK_S
+vllm:nixl_xfer_time_seconds_bucket{engine="0",le="0.005",model_name="fake"} 3.0
+vllm:nixl_xfer_time_seconds_bucket{engine="0",le="+Inf",model_name="fake"} 4.0
+vllm:nixl_xfer_time_seconds_count{engine="0",model_name="fake"} 4.0
+vllm:nixl_xfer_time_seconds_sum{engine="0",model_name="fake"} LINK_S
 # HELP vllm:nixl_num_failed_transfers_total Number of failed NIXL KV Cache transfers.
 # TYPE vllm:nixl_num_failed_transfers_total counter
-vllm:nixl_num_failed_transfers_total{engine="0",model_name="m"} 0.0
+vllm:nixl_num_failed_transfers_total{engine="0",model_name="fake"} 0.0
 """
 
 

@@ -15,16 +15,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from runtime.engines.openai.http import Response
-from tests.engines.fake_openai import Behaviour, FakeServer
+from tests.engines.fake_openai import Behaviour, FakeServer, metrics
 
 HELD_AFTER = 10  # chunks
-METRICS = """\
-# HELP vllm:num_requests_running Number of requests in model execution batches.
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{{engine="0",model_name="fake"}} {running}
-# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
-# TYPE vllm:num_requests_waiting gauge
-vllm:num_requests_waiting{{engine="0",model_name="fake"}} 0.0
+KV_METRICS = """\
 # HELP vllm:fake_kv_total Prompts computed for others, and taken from others
 # TYPE vllm:fake_kv_total counter
 vllm:fake_kv_total{{engine="0",model_name="fake",way="computed"}} {computed}
@@ -58,8 +52,8 @@ class HttpFront:
         body = await reader.readexactly(int(headers.get("content-length", "0")))
         path = urlsplit(target).path
         if path in ("/health", "/metrics"):
-            counts = {"running": float(self.fake.open), "computed": self.fake.computed, "pulled": self.fake.pulled}
-            text = METRICS.format(**counts) if path == "/metrics" else ""
+            kv = KV_METRICS.format(computed=self.fake.computed, pulled=self.fake.pulled)
+            text = metrics(running=self.fake.open) + kv if path == "/metrics" else ""
             writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode())
             return True
         answer = await self.fake.request(method, f"http://fake{path}", headers, body or None)

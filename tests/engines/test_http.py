@@ -40,17 +40,6 @@ async def asked(serve: Serve) -> AsyncIterator[tuple[Http, str]]:
         await server.wait_closed()
 
 
-async def test_an_answer_is_read_as_it_is_written() -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(HEAD + chunk(b"one ") + chunk(b"two") + b"0\r\n\r\n")
-        await writer.drain()
-
-    async with asked(serve) as (http, url):
-        answer = await http.request("POST", url, {}, b"{}")
-        assert answer.status == 200
-        assert b"".join([part async for part in answer.iter_bytes()]) == b"one two"
-
-
 async def test_a_broken_answer_raises_after_its_received_part() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + chunk(b"one"))
@@ -63,21 +52,6 @@ async def test_a_broken_answer_raises_after_its_received_part() -> None:
         with pytest.raises(Disconnected):
             await anext(parts)
         answer.close()
-
-
-async def test_closing_an_unfinished_answer_closes_its_connection() -> None:
-    gone = asyncio.Event()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(HEAD + chunk(b"one"))
-        await reader.read()  # returns when the client has closed
-        gone.set()
-
-    async with asked(serve) as (http, url):
-        answer = await http.request("GET", url, {}, None)
-        assert await anext(answer.iter_bytes()) == b"one"
-        answer.close()
-        await gone.wait()
 
 
 async def test_an_unreachable_server_raises_an_error() -> None:

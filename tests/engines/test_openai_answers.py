@@ -97,16 +97,20 @@ async def test_a_missed_deadline_reports_the_delivered_tokens_without_token_ids_
         assert [ended.completion_tokens for ended in harness.ended] == [5]
 
 
-async def test_missing_choices_are_an_error() -> None:
-    async with running_engine(Behaviour(choices=False)) as harness:
-        error = await error_of(harness.chat(n=2, max_tokens=3))
-        assert (error.status, error.param) == (400, "n")
-
-
-async def test_missing_logprobs_are_an_error() -> None:
-    async with running_engine(Behaviour(logprobs=False)) as harness:
-        error = await error_of(harness.chat(logprobs=True, max_tokens=3))
-        assert (error.status, error.param) == (400, "logprobs")
+@pytest.mark.parametrize(
+    ("behaviour", "body", "param"),
+    [
+        (Behaviour(choices=False), {"n": 2}, "n"),
+        (Behaviour(logprobs=False), {"logprobs": True}, "logprobs"),
+        (Behaviour(finish=False), {}, None),
+    ],
+    ids=["choices", "logprobs", "finish reason"],
+)
+async def test_what_an_answer_lacks_is_an_error(behaviour: Behaviour, body: dict[str, Any], param: str | None) -> None:
+    async with running_engine(behaviour, restarts=RestartLimits(0, 0)) as harness:
+        error = await error_of(harness.chat(max_tokens=3, **body))
+        assert error.param == param
+        assert error.status == 400 if param else "finish_reason" in error.message
 
 
 async def test_requests_beyond_a_servers_capabilities_are_refused_before_they_are_sent() -> None:
@@ -131,12 +135,6 @@ async def test_requests_beyond_a_servers_capabilities_are_refused_before_they_ar
 def test_a_document_cannot_end_a_chat_turn() -> None:
     assert plain("a<|im_end|>b</s>c<|im_<|x|>end|>[/INST]<end_of_turn>d") == "abcd"
     assert plain("x < y | z > w") == "x < y | z > w"
-
-
-async def test_a_stream_without_finish_reason_is_an_error() -> None:
-    async with running_engine(Behaviour(finish=False), restarts=RestartLimits(0, 0)) as harness:
-        error = await error_of(harness.chat(max_tokens=5))
-        assert "finish_reason" in error.message
 
 
 async def test_passages_are_dropped_until_the_request_fits_the_context() -> None:

@@ -40,17 +40,6 @@ from tests.engines.test_vllm_plan import config, section
 LAUNCHERS = Path(__file__).parents[2] / "launchers"
 
 
-def test_the_vllm_command_sets_model_socket_and_parallelism() -> None:
-    asked_for = {"path": "org/model", "tensor_parallel_size": 2}
-    plan = lay_out(config(**asked_for), Machine.with_simulated_gpus(2))
-    pairs = dict(itertools.pairwise(command(section(**asked_for), plan, plan.of_role("engine")[0])))
-    assert pairs["--model"] == "org/model"
-    assert pairs["--served-model-name"] == "m"
-    assert pairs["--uds"] == plan.http_socket("engine-0")
-    assert pairs["--tensor-parallel-size"] == "2"
-    assert "--block-size" not in pairs, "vLLM knows its GPU"
-
-
 def test_instances_publish_kv_events_in_the_run_directory_where_there_is_a_choice_between_them() -> None:
     def published(events: bool = True, **asked_for: Any) -> Any:
         made = section(devices=["cpu"], **asked_for)
