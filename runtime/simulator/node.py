@@ -21,7 +21,6 @@ from runtime.node.worker_config import KvWorkerSection
 from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Hello, Report, Role
 from runtime.serving.prefill.job import Disaggregation
-from runtime.simulator.events import Events, ns
 from runtime.simulator.kv.prompt_blocks import PromptBlocks, prompt_blocks
 from runtime.simulator.kv.routing import Knowledge
 from runtime.simulator.result import Result, Sample
@@ -29,6 +28,7 @@ from runtime.simulator.roles import Roles
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.decode import SimDecode
 from runtime.simulator.stages.decode_batches import MOST_STEPS, Batches
+from runtime.simulator.stages.events import Events, ns
 from runtime.simulator.stages.pool import Pools, slots_of
 from runtime.simulator.stages.pool_tables import Gpu
 from runtime.simulator.stages.prefill import SimPrefill

@@ -12,7 +12,7 @@ from runtime.node.control.planner import Planner, Work
 from runtime.node.metrics.worker_metrics import Stage
 from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Report
-from runtime.simulator.events import Events, ns
+from runtime.simulator.stages.events import Events, ns
 
 START_S = 10.0  # start time of a worker in its new role
 _INTERVAL_S = 0.25

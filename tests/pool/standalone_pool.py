@@ -10,7 +10,7 @@ from ipc import Stage
 from runtime.node.config import NodeConfig
 from runtime.pool.settings import policy_of
 from runtime.pool.tables import NEVER_NS
-from runtime.simulator.events import Events
+from runtime.simulator.stages.events import Events
 from runtime.simulator.stages.pool import Pools, slots_of
 from runtime.simulator.stages.pool_tables import Gpu
 from runtime.simulator.times.service import ServiceTimes

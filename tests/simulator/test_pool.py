@@ -7,7 +7,7 @@ import pytest
 
 from runtime.node.worker_config import PoolSection
 from runtime.pool.settings import Policy
-from runtime.simulator.events import Events
+from runtime.simulator.stages.events import Events
 from runtime.simulator.stages.pool import Pools
 from runtime.simulator.stages.pool_tables import Gpu
 from runtime.simulator.times.service import ServiceTimes

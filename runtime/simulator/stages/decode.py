@@ -17,9 +17,9 @@ from functools import partial
 from runtime.node.worker_config import DecodeSection
 from runtime.serving.decode.handover_queue import SLICE_NS
 from runtime.serving.messages import Report
-from runtime.simulator.events import Events, ns
 from runtime.simulator.kv.prompt_blocks import PromptBlocks
 from runtime.simulator.stages.decode_batches import Batches
+from runtime.simulator.stages.events import Events, ns
 from runtime.simulator.stages.pull import Link, Pull
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes

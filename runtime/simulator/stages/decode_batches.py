@@ -8,9 +8,9 @@ import numpy as np
 
 from ipc.native.records import address_of, array_from, array_over, new_array
 from runtime.node.worker_config import DecodeSection
-from runtime.simulator.events import Events, ns
 from runtime.simulator.stages import decode_core as core
 from runtime.simulator.stages import decode_tables as at
+from runtime.simulator.stages.events import Events, ns
 from runtime.simulator.stages.pool import Pools
 from runtime.simulator.stages.pool_tables import Gpu
 from runtime.simulator.stages.schedule import BETWEEN_STEPS, OUT_OF_CAPACITY

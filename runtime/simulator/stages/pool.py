@@ -14,9 +14,9 @@ from runtime.pool.estimates import learn_cost
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import LOOP_NS, ExtendCost, fewest_slots
 from runtime.pool.tables import DECODE, PREFILL, Tables, new_tables, tables_at
-from runtime.simulator.events import Events, ns
 from runtime.simulator.stages import pool_core as core
 from runtime.simulator.stages import pool_tables as at
+from runtime.simulator.stages.events import Events, ns
 from runtime.simulator.stages.schedule import ANSWERED, OUT_OF_CAPACITY
 from runtime.simulator.times.service import ServiceTimes
 

@@ -11,8 +11,8 @@ from functools import partial
 from runtime.node.worker_config import PrefillSection
 from runtime.serving.messages import Report
 from runtime.serving.prefill.job import Disaggregation, virtual_deadline_ns
-from runtime.simulator.events import Events, ns
 from runtime.simulator.kv.prompt_blocks import PromptBlocks
+from runtime.simulator.stages.events import Events, ns
 from runtime.simulator.stages.pool_tables import Gpu
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes

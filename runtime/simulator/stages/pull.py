@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from runtime.serving.decode.handover_queue import SLICE_NS
 from runtime.serving.kv.tiers import BUSY_SHARE
-from runtime.simulator.events import Events
 from runtime.simulator.stages.decode_batches import Batch
+from runtime.simulator.stages.events import Events
 from runtime.simulator.stages.request import SimRequest
 
 
