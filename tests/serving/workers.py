@@ -11,27 +11,47 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import zmq
+from msgspec.structs import replace
+
+from ipc import bind
 from runtime.errors import TrinityError, error_from_code
+from runtime.node.config import parse_config
+from runtime.node.metrics.kinds import Counter, Gauge
+from runtime.node.metrics.table import WorkerTable
+from runtime.node.placement.layout import lay_out
+from runtime.node.worker import Worker
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.search.query import Query
+from runtime.serving.decode.handover_queue import SLICE_NS, WAITING_SHARE
+from runtime.serving.decode.process import DecodeWorker
 from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request, RequestTable
 from runtime.serving.frontend.router import Placement
+from runtime.serving.kv.transport import Transport
 from runtime.serving.messages import (
     Cached,
     Cancel,
     Failed,
+    Generation,
     Hello,
     Prefill,
     Probe,
     Report,
     Retrieved,
+    Sampling,
     Taken,
     ToFrontend,
     Tokens,
+    Welcome,
+    decode_to_frontend,
+    encode,
 )
-from tests.serving.stepped_workers import EPOCH, SteppedWorkers
+from runtime.serving.prefill.process import PrefillWorker
+from runtime.testing.worker import make_worker
 
+EPOCH = 7
+_WAIT_MS = 20_000  # timeout for messages that have been sent
 _MOST_ROUNDS = 50_000
 
 
@@ -132,17 +152,121 @@ class _RecordedRequest(Request):
         self._output.add(piece)
 
 
-class Workers(SteppedWorkers):
-    """`SteppedWorkers` with recorded answers, killable decode workers and a fake pool."""
+class Workers:
+    """Prefill and decode workers in the caller's process, with the real hand-over between them.
 
-    def __init__(self, model: Path, *, weights: str = "float32", **options: Any) -> None:
+    `decodes` decode workers and one prefill worker of a model, configured by TOML sections. `transport` overrides the
+    default of their devices, `slice_ns` and `waiting_share` those of decode workers. They are stepped alternately and
+    never sleep: the caller, who acts as their frontend, determines the order of events.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        context: int = 512,
+        block: int = 8,
+        decodes: int = 1,
+        transport: Transport | None = None,
+        weights: str = "float32",
+        slice_ns: int = SLICE_NS,
+        waiting_share: float = WAITING_SHARE,
+        **sections: Any,
+    ) -> None:
         self.ended: list[str] = []  # ids in the order in which their requests ended
         self._table = RequestTable(lambda outcome, request: self.ended.append(request.id))
         self._requests: dict[str, Request] = {}  # including ended ones
         self._late: list[ToFrontend] = []  # messages of a dead worker that were not received yet
         self.outputs: dict[str, Output] = {}
         self.cached: list[Cached] = []
-        super().__init__(model, weights=weights, **options)
+        self._transport, self._slice_ns, self._waiting_share = transport, slice_ns, waiting_share
+        raw = {"model": {"name": str(model), "weights": weights, "context_tokens": context}, **sections}
+        raw.setdefault("kv", {"host_mib": 0})  # isolates tests from each other
+        raw["decode"] = {"workers": decodes, **sections.get("decode", {})}
+        self.plan = replace(lay_out(parse_config(raw)), block_tokens=block)
+        self._frontend = bind(zmq.ROUTER, self.plan.endpoint("frontend"), max_message_bytes=1 << 24)
+        self._identities: dict[str, bytes] = {}
+        self.identity = b""  # of the model
+        self.decodes: dict[str, DecodeWorker] = {}
+        self.tables: dict[str, WorkerTable] = {}
+        self.prefill = PrefillWorker(self._worker("prefill-0"), transport, idle_ms=0)
+        for number in range(decodes):
+            self.start_decode(f"decode-{number}")
+        while len(self._identities) < 1 + decodes:
+            self.round()
+
+    def _worker(self, name: str) -> Worker:
+        worker = make_worker(self.plan, name)
+        self.tables[name] = worker.table
+        return worker
+
+    def metric(self, name: str, metric: Counter | Gauge) -> float:
+        """Return a metric of a worker as of its last step."""
+        return self.tables[name].value(metric)
+
+    def start_decode(self, name: str) -> None:
+        self.decodes[name] = DecodeWorker(self._worker(name), self._transport, 0, self._slice_ns, self._waiting_share)
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        decode: str = "decode-0",
+        deadline_ns: int = 1 << 62,
+        **more: Any,
+    ) -> None:
+        """Send a request for exactly so many tokens to prefill. `more`: `sampling` as a dict, `retrieval`, and other
+        fields of the message."""
+        sampling = Sampling(max_tokens, ignore_eos=True, **more.pop("sampling", {}))
+        salt = more.pop("salt", b"")
+        retrieval, head_start_s = more.pop("retrieval", None), more.pop("head_start_s", 0.0)
+        generation = Generation(sampling, 1, deadline_ns, (), tuple(prompt), retrieval, salt, head_start_s)
+        message = Prefill(request_id, EPOCH, generation, decode, self.plan.endpoint(decode), **more)
+        self.send("prefill-0", message)
+        self.outputs[request_id] = Output()
+        self._requests[request_id] = request = _RecordedRequest(message, self.outputs[request_id])
+        self._table.open(request)
+
+    def send(self, name: str, message: Any) -> None:
+        self._frontend.send_multipart([self._identities[name], encode(message)])
+
+    def round(self) -> None:
+        """Step every worker once."""
+        self.prefill.step()
+        for worker in list(self.decodes.values()):
+            worker.step()
+        self.receive()
+
+    def receive(self) -> None:
+        """Receive messages of the workers."""
+        late, self._late = self._late, []
+        for message in late:
+            self._handle(message)
+        while self._frontend.poll(0):
+            identity, content = self._frontend.recv_multipart()
+            message = decode_to_frontend(content)
+            if isinstance(message, Hello) and message.worker not in self._identities:
+                self.identity = message.model
+                self._identities[message.worker] = identity
+                self.send(message.worker, Welcome(EPOCH))
+            self._handle(message)
+
+    def offer(self, *request_ids: str, decode: str = "decode-0") -> None:
+        """Step prefill until it has offered the KV of all these requests and `decode` can read the offers."""
+        wanted = set(request_ids)
+        while not wanted <= {job.id for job in self.prefill._offered.values()}:
+            self.prefill.step()
+        assert self.decodes[decode]._sink.socket.poll(_WAIT_MS), "an offer that was sent arrives"
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """Return, by worker, the KV blocks in use, and prefill's leases in use."""
+        leases = self.plan.config.prefill.slots - self.prefill._source.free_leases
+        taken = {"prefill-0": (self.prefill._blocks.held, leases)}
+        for name, worker in self.decodes.items():
+            taken[name] = (worker._blocks.held, 0)
+        return taken
 
     def lose(self, name: str, undelivered: int = 0) -> None:
         """Kill a decode worker. Messages of its last `undelivered` steps arrive after its death is known."""
@@ -157,13 +281,6 @@ class Workers(SteppedWorkers):
         self.prefill.retriever = prefill  # type: ignore[assignment]
         for worker in self.decodes.values():
             worker.probes.retriever = decode  # type: ignore[assignment]
-
-    def submit(self, request_id: str, prompt: Sequence[int], max_tokens: int, **more: Any) -> Prefill:
-        message = super().submit(request_id, prompt, max_tokens, **more)
-        self.outputs[request_id] = Output()
-        self._requests[request_id] = request = _RecordedRequest(message, self.outputs[request_id])
-        self._table.open(request)
-        return message
 
     def restart(self, request_id: str, decode: str) -> None:
         """Continue on another decode worker after the death of the first, from the reported tokens."""
@@ -203,14 +320,7 @@ class Workers(SteppedWorkers):
         self.settle()
         assert set(self.held().values()) == {(0, 0)}
 
-    def receive(self) -> None:
-        """Receive messages of the workers."""
-        late, self._late = self._late, []
-        for message in late:
-            self.handle(message)
-        super().receive()
-
-    def handle(self, message: ToFrontend) -> None:
+    def _handle(self, message: ToFrontend) -> None:
         if isinstance(message, Cached):
             self.cached.append(message)
         if isinstance(message, Hello | Report | Cached):
@@ -221,6 +331,12 @@ class Workers(SteppedWorkers):
         elif request is not None and not isinstance(message, Failed | Taken):
             request.first_token_ns = request.first_token_ns or 1
             self._table.deliver(message)
+
+    def close(self) -> None:
+        self.prefill.close()
+        for worker in self.decodes.values():
+            worker.close()
+        self._frontend.close()
 
 
 Start = Callable[..., Workers]
