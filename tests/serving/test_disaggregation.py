@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="the model needs the extra [llm]")
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.retrieval.passages import Passage
 from runtime.serving.messages import DecodeLoad
-from runtime.serving.prefill.job import Disaggregation, should_prefill_on_decode, virtual_deadline_ns
+from runtime.serving.prefill.job import Disaggregation, virtual_deadline_ns
 from runtime.testing.reference import Reference
 from tests.serving.workers import Start, Workers
 
@@ -39,22 +39,22 @@ MS = 1_000_000
 
 
 @pytest.mark.parametrize(
-    ("chunk_s", "beside_s", "ahead_s", "sent_s", "load", "by_decode"),
+    ("tokens", "ahead", "load", "by_decode"),
     [
-        (0.05, 0.0, 0.0, 0.0, IDLE, True),  # no row is delayed, and no hand-over is needed
-        (0.05, 0.0, 0.0, 0.01, IDLE, False),  # prefill is free earlier
-        (0.05, 0.0, 0.02, 0.01, IDLE, True),
-        (0.05, 0.0, 9.0, 0.0, FULL, False),  # prefill's pass need not wait for a row
-        (0.05, 0.0, 9.0, 0.0, DecodeLoad(), False),  # decode's times are unknown
-        (0.05, 0.02, 0.0, 0.0, ROWS, False),  # a free prefill worker avoids delaying the batch
-        (0.05, 0.02, 0.03, 0.0, ROWS, True),  # a busy one is no better
-        (0.09, 0.02, 9.0, 0.0, ROWS, False),  # the batch's step would exceed the time per token
+        (50, 0, IDLE, True),  # no row is delayed, and no hand-over is needed
+        (50, 9000, FULL, False),  # prefill's pass need not wait for a row
+        (50, 9000, DecodeLoad(), False),  # decode's times are unknown
+        (50, 0, ROWS, False),  # a free prefill worker avoids delaying the batch
+        (50, 30, ROWS, True),  # a busy one is no better
+        (90, 9000, ROWS, False),  # the batch's step would exceed the time per token
     ],
 )
 def test_decode_computes_a_prompt_if_it_finishes_no_later_and_no_step_takes_too_long(
-    chunk_s: float, beside_s: float, ahead_s: float, sent_s: float, load: DecodeLoad, by_decode: bool
+    tokens: int, ahead: int, load: DecodeLoad, by_decode: bool
 ) -> None:
-    assert should_prefill_on_decode(chunk_s, beside_s, ahead_s, sent_s, load, tpot_s=0.1) is by_decode
+    rule = Disaggregation("auto", 0.1, chunk_tokens=128)
+    rule.record_pass(100, 0.1)  # a token takes a millisecond
+    assert rule.route_to_decode(0, "decode-0", tokens, ahead, load) is by_decode
 
 
 def test_prompts_sent_to_a_decode_worker_count_until_their_expected_completion() -> None:

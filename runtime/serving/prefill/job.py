@@ -142,18 +142,6 @@ def virtual_deadline_ns(received_ns: int, tokens: int, token_s: float) -> int:
 _DECAY = 0.9  # weight of earlier passes, applied with each new pass
 
 
-def should_prefill_on_decode(
-    chunk_s: float, beside_s: float, queue_s: float, sent_s: float, load: DecodeLoad, tpot_s: float
-) -> bool:
-    """Return whether decode should compute a prompt.
-
-    `chunk_s`: time of one chunk. `beside_s`: total time of the batch steps beside which the chunks run. `queue_s`:
-    time that the prompt would wait for other prompts in prefill. `sent_s`: the same in decode.
-    """
-    step_s = load.step_ns / 1e9 if load.rows else 0.0
-    return load.rows < load.slots and sent_s + beside_s <= queue_s and step_s + chunk_s <= tpot_s
-
-
 class Disaggregation:
     """Decides for each prompt of a prefill worker whether decode computes it. `tpot_s` is the goal of a token; a decode
     step carries at most `chunk_tokens` prompt tokens."""
@@ -182,12 +170,14 @@ class Disaggregation:
         if self._mode != "auto" or not self._tokens:
             return self._mode == "never"
         token_s = self.token_s
+        step_s = load.step_ns / 1e9 if load.rows else 0.0
         passes = -(-tokens // self._chunk_tokens) - (not load.rows)  # beside others; more rows may arrive meanwhile
         beside_s = passes * load.step_ns / 1e9
         chunk_s = min(tokens, self._chunk_tokens) * token_s
         begin_ns = max(now_ns, self._busy_until_ns.get(worker, 0))
         sent_s = (begin_ns - now_ns) / 1e9
-        on_decode = should_prefill_on_decode(chunk_s, beside_s, queued * token_s, sent_s, load, self._tpot_s)
+        sooner = sent_s + beside_s <= queued * token_s
+        on_decode = load.rows < load.slots and sooner and step_s + chunk_s <= self._tpot_s
         if on_decode:
             self._busy_until_ns[worker] = begin_ns + round((tokens * token_s + beside_s) * 1e9)
         return on_decode
