@@ -68,18 +68,6 @@ def test_a_stage_whose_own_pools_are_late_spills_over_and_comes_back() -> None:
     assert replicas.choose([0, 1], MS, "prefill")[0] == 0
 
 
-def test_a_slow_pool_is_skipped_but_probed_and_used_again_when_fast() -> None:
-    replicas = Replicas(2, POLICY)
-    slow = {0: MS, 1: 100 * MS}
-    order = [send_query(replicas, [0, 1], now * 10 * MS, slow) for now in range(200)]
-    assert replicas.slow(1)
-    assert 10 <= order.count(1) <= 25  # two seconds with a probe every 100 ms
-    fast = {0: MS, 1: MS}
-    later = [send_query(replicas, [0, 1], (2000 + now * 10) * MS, fast) for now in range(200)]
-    assert not replicas.slow(1)
-    assert later[-100:].count(1) >= 45, "after less than ten probes"
-
-
 def test_a_pool_without_answers_is_slow_before_its_first_answer() -> None:
     replicas = Replicas(2, POLICY)
     replicas.sent(1, 0)
@@ -89,19 +77,6 @@ def test_a_pool_without_answers_is_slow_before_its_first_answer() -> None:
     assert replicas.choose([0, 1], 20 * MS)[0] == 0
     assert replicas.slow(1)
     assert replicas.choose([1], 20 * MS) == [1], "a slow one is better than none"
-
-
-def test_a_crowded_pool_is_skipped_until_the_others_have_as_many_queries() -> None:
-    replicas = Replicas(2, ReplicaPolicy(crowded=4))
-    for _ in range(20):
-        replicas.sent(0, 0)
-    order = []
-    for _ in range(20):
-        pool = replicas.choose([0, 1], 1)[0]
-        replicas.sent(pool, 1)
-        order.append(pool)
-    assert order[:15] == [1] * 15
-    assert 0 in order
 
 
 @settings(max_examples=30)
