@@ -128,21 +128,6 @@ def test_errors_are_raised_in_the_task_that_caused_them(run: Run, queries: Vecto
     run(body)
 
 
-def test_no_answer_is_lost_when_a_pool_dies(
-    run: Run, pools: list[InProcessPool], queries: Vectors, index: GraphIndex
-) -> None:
-    expected = index.search(queries, 4, top_m=32, search_width=2)[0].tolist()
-
-    async def body(client: AsyncSearchClient) -> None:
-        with pools[0].held():
-            batch = asyncio.ensure_future(client.search_batch(queries, 4, top_m=32, search_width=2))
-            await asyncio.sleep(0)
-            pools[0].die()
-        assert (await batch).checked().ids.tolist() == expected
-
-    run(body)
-
-
 def test_closing_the_client_fails_outstanding_searches(run: Run, pools: list[InProcessPool], queries: Vectors) -> None:
     async def body(client: AsyncSearchClient) -> None:
         with pools[0].held(), pools[1].held():
