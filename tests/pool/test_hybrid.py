@@ -1,6 +1,5 @@
 """Tests of hybrid searches through a pool: keyword and vector results of one build and one filter are fused."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,12 @@ import pytest
 from runtime.errors import DeadlineExceeded, InvalidRequest
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
-from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.attributes.filters import filter_bytes
-from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.passages import Passage, ignore_size
+from runtime.retrieval.passages import Passage
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
-from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.conftest import MakePool
@@ -119,26 +115,6 @@ def test_keyword_results_are_of_the_build_that_answers(tmp_path: Path, make_pool
         until(lambda: ask(asker, "n78", hybrid=1.0)[0].id == "g2-78")
 
 
-def test_asyncio_searches_return_the_same_results(plan: NodePlan, make_pool: MakePool) -> None:
-    serve(plan, make_pool)
-    client = SearchClient.of_plan(plan, "test")
-    search = AsyncRetriever(CollectionRegistry(plan), client)
-
-    async def found(text: str | None = "all of s7", **options: Any) -> list[str]:
-        passage_query = query_of(text, k=10, **options)
-        passages = await search.search(passage_query, on_embedded=lambda: None, on_read=ignore_size, timeout_s=60)
-        return [passage.id for passage in passages]
-
-    async def body() -> None:
-        running = asyncio.create_task(search.run())
-        assert set(await found(hybrid=1.0)) == {f"g1-{row}" for row in range(70, 80)}
-        blue = await found(hybrid=1.0, filter=tenant_filter("blue"))
-        assert set(blue[:5]) == {f"g1-{row}" for row in range(71, 80, 2)}
-        with pytest.raises(InvalidRequest, match="use query instead of vector"):
-            await found(text=None, vector=[1.0] * DIM, hybrid=0.5)
-        running.cancel()
-
-    try:
-        asyncio.run(body())
-    finally:
-        client.close()
+def test_keywords_are_not_searched_for_a_vector(asker: Retriever) -> None:
+    with pytest.raises(InvalidRequest, match="use query instead of vector"):
+        asker.submit(query_of(None, vector=[1.0] * DIM, hybrid=0.5))
