@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp
 
@@ -66,18 +66,13 @@ _REPORT_S = 2.0  # interval of the collections' metrics
 _FINAL_ERRORS_S = 1.0  # before the drain timeout, to send errors to the remaining clients
 
 
-class SupervisorLink:
-    """Requests of the frontend to its supervisor."""
+async def _metrics_text(supervisor: str) -> str:
+    return (await asyncio.to_thread(admin_request, supervisor, "metrics")).decode()
 
-    def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
 
-    async def metrics_text(self) -> str:
-        return (await asyncio.to_thread(admin_request, self._endpoint, "metrics")).decode()
-
-    async def drain(self, wanted: bool) -> None:
-        """Store the node's drain state. Raises Unavailable."""
-        await asyncio.to_thread(admin_request, self._endpoint, "draining on" if wanted else "draining off")
+async def _store_drain(supervisor: str, wanted: bool) -> None:
+    """Store the node's drain state in its supervisor. Raises Unavailable."""
+    await asyncio.to_thread(admin_request, supervisor, "draining on" if wanted else "draining off")
 
 
 EngineFactory = Callable[[Worker, RequestMetrics, Collections], Awaitable[Engine]]
@@ -94,7 +89,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     settings = parts.settings(plan, keys)
     spans = exported_spans(config.node.name, settings.model, os.environ)
     engine.traces.spans = spans
-    supervisor = SupervisorLink(plan.endpoint("control"))
+    supervisor = plan.endpoint("control")
     readiness = Readiness(min(config.http.drain_notice_s, config.node.drain_s / 2))
     numbered, suffix = id_source(worker.epoch), "" if owner else f"-{worker.name}"  # unique within the node
 
@@ -117,14 +112,14 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     if writes is not None and path is not None:
         configured = ConfiguredCollections([one.name for one in config.collections], registry.current)
         stores = Stores(config.stores, catalogue, writes, registry.embedder, configured)
-    answers = None
+    answers = client = None
     if config.stores_answers and owner:
         client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))
         answers = _open_answer_cache(worker, client)
     service = Service(
-        engine, parts.collections, supervisor.metrics_text, answers, tokens, parts.reranking, writes, stores,
-        ResponseStore(catalogue), readiness, supervisor.drain if owner else None, metrics.record_response,
-        partial(observe_search, worker.table),
+        engine, parts.collections, partial(_metrics_text, supervisor), answers, tokens, parts.reranking, writes, stores,
+        ResponseStore(catalogue), readiness, partial(_store_drain, supervisor) if owner else None,
+        metrics.record_response, partial(observe_search, worker.table),
     )  # fmt: skip
     own_app = create_app(service, settings, new_id)
     if owner:
@@ -162,32 +157,18 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         worker.ready()
         await asyncio.gather(*(server.accept() for server in servers))
 
-    loops = [engine.run(), _heartbeat(worker, engine, servers, readiness, search, answers)]
+    loops = [_heartbeat(worker, engine, servers, readiness, search, answers)]
     if writes is not None:
         loops.append(_report_collections(worker.table, writes))
-    if stores is not None:
-        loops.append(stores.run())
-    if search is not None:
-        loops.append(search.run())
-    elif answers is not None:
-        loops.append(client.run())
-    if answers is not None:
-        loops.append(answers.run())
+    running: Sequence[Any] = [engine, stores, search or client, answers]
+    loops += [part.run() for part in running if part is not None]
+    open_parts: Sequence[Any] = [*others, engine, catalogue, parts.reranking, writes, answers, spans]
     try:
         await serve_beside(serve(), loops)
     finally:
-        for other in others:
-            other.close()
-        engine.close()
-        catalogue.close()
-        if parts.reranking is not None:
-            parts.reranking.close()
-        if writes is not None:
-            writes.close()
-        if answers is not None:
-            answers.close()
-        if spans is not None:
-            spans.close()
+        for part in open_parts:
+            if part is not None:
+                part.close()
 
 
 def _record_closed(worker: Worker) -> None:
@@ -203,16 +184,10 @@ async def _wait_for_workers(worker: Worker, missing: Callable[[], list[str]]) ->
     """
     config = worker.plan.config
     until = time.monotonic() + min(config.restart_wait_s, config.node.start_s / 2)
-    still_missing = await wait_until_ready(missing, lambda: worker.stopping or time.monotonic() >= until)
+    while (still_missing := missing()) and not worker.stopping and time.monotonic() < until:
+        await asyncio.sleep(_READY_POLL_S)
     if still_missing:
         log.warning("accepting connections without a worker of each role; missing: %s", ", ".join(still_missing))
-
-
-async def wait_until_ready(missing: Callable[[], list[str]], give_up: Callable[[], bool]) -> list[str]:
-    """Wait until nothing is missing or `give_up` returns true; return what is still missing."""
-    while (still_missing := missing()) and not give_up():
-        await asyncio.sleep(_READY_POLL_S)
-    return still_missing
 
 
 def _tokenizer(model: str) -> "Tokenizer":
