@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
+Family: TypeAlias = "CounterMetricFamily | GaugeMetricFamily"
 
 
 class NamedMetric:
@@ -24,7 +24,7 @@ class SupervisorMetric(NamedMetric):
     def __init__(self, name: str, help: str, *labels: str) -> None:
         self.name, self._help, self._labels = name, help, labels
 
-    def of(self, values: Mapping[Any, float]) -> "Family":
+    def of(self, values: Mapping[Any, float]) -> Family:
         """Return a family with these values, keyed by label values; a plain string if there is one label."""
         # Imported here: workers import this module and do not need Prometheus's client.
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -35,7 +35,7 @@ class SupervisorMetric(NamedMetric):
             family.add_metric((labels,) if isinstance(labels, str) else labels, value)
         return family
 
-    def now(self, value: float) -> "Family":
+    def now(self, value: float) -> Family:
         """Return a family with one value, for a metric without labels."""
         return self.of({(): value})
 

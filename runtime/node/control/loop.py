@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from runtime.node.config import NodeConfig, Role
 from runtime.node.control.law import INTERVAL_S, ControlLaw, Readings, SignalMeter
@@ -17,10 +17,7 @@ from runtime.node.metrics.worker_metrics import (
     PrefillMetrics,
     Stage,
 )
-from runtime.node.supervisor_metrics import ControlMetrics
-
-if TYPE_CHECKING:
-    from runtime.node.supervisor_metrics import Family
+from runtime.node.supervisor_metrics import ControlMetrics, Family
 
 log = logging.getLogger("control")
 
@@ -115,7 +112,7 @@ class ControlLoop:
             },
         )
 
-    def families(self) -> "Iterator[Family]":
+    def families(self) -> Iterator[Family]:
         """Yield the loop's values and counters for Prometheus."""
         yield ControlMetrics.RESERVE.now(self.law.reserve)
         yield ControlMetrics.FLUSH_PREFILL.now(self.law.flush_prefill_s)

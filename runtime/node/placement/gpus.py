@@ -8,13 +8,10 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runtime.errors import InvalidRequest
-from runtime.node.supervisor_metrics import GpuMetrics, SupervisorMetric
-
-if TYPE_CHECKING:
-    from runtime.node.supervisor_metrics import Family
+from runtime.node.supervisor_metrics import Family, GpuMetrics, SupervisorMetric
 
 SYSTEM_PCI = Path("/sys/bus/pci/devices")
 
@@ -86,7 +83,7 @@ class Gpus:
         status = self._nvml.nvmlDeviceGetP2PStatus(handles[one], handles[other], kind)
         return bool(status == self._nvml.NVML_P2P_STATUS_OK)
 
-    def families(self) -> "Iterator[Family]":
+    def families(self) -> Iterator[Family]:
         """Yield Prometheus families; without NVML only `NVML_UP`. Metrics that a GPU does not support are omitted."""
         reason = "" if self._nvml else self.missing
         yield GpuMetrics.NVML_UP.of({reason: not reason})

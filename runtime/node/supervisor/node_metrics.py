@@ -4,7 +4,7 @@ import importlib.metadata
 import os
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
@@ -13,10 +13,7 @@ from runtime.node.control import law
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus
 from runtime.node.supervisor.supervised_worker import Phase, SupervisedWorker
-from runtime.node.supervisor_metrics import ControlMetrics, NodeMetrics, ProcessMetrics
-
-if TYPE_CHECKING:
-    from runtime.node.supervisor_metrics import Family
+from runtime.node.supervisor_metrics import ControlMetrics, Family, NodeMetrics, ProcessMetrics
 
 _WITH_HEARTBEAT = frozenset(phase.value for phase in (Phase.READY, Phase.STANDBY, Phase.DRAINING, Phase.KILLED))
 
@@ -74,7 +71,7 @@ def worker_status(worker: SupervisedWorker, now_s: float) -> WorkerStatus:
     )
 
 
-def node_families(config: NodeConfig, workers: Sequence[WorkerPlan], status: NodeStatus) -> "Iterator[Family]":
+def node_families(config: NodeConfig, workers: Sequence[WorkerPlan], status: NodeStatus) -> Iterator[Family]:
     """Yield the metric families that do not come from the workers' tables. `workers`: where they are placed."""
     statuses = status.workers
     yield ProcessMetrics.UP.of({s.name: s.phase == "ready" for s in statuses})
