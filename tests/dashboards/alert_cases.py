@@ -51,6 +51,12 @@ def _wait(fast: float, slow: float) -> Series:
     }
 
 
+def _of_worker(metric: str, fires: str, quiet: str) -> Case:
+    """Courses of a worker's metric; the alert names the worker."""
+    series = f"{metric}{{{WORKER}}}"
+    return Case({series: fires}, {series: quiet}, {"node": "n", "worker": "decode-0"})
+
+
 CASES: dict[str, Case] = {
     "TrinitySLOBurnsFast": Case(
         fires=_violations(grows(20)),
@@ -71,31 +77,13 @@ CASES: dict[str, Case] = {
         quiet={'up{job="trinity",instance="i"}': constant(1), 'up{job="other",instance="i"}': constant(0)},
         labels={"job": "trinity", "instance": "i"},
     ),
-    "TrinityWorkerDown": Case(
-        fires={f"trinity_worker_up{{{WORKER}}}": constant(0)},
-        quiet={f"trinity_worker_up{{{WORKER}}}": f"1x{MINUTES - 1} 0"},
-        labels={"node": "n", "worker": "decode-0"},
-    ),
-    "TrinityWorkerCannotRun": Case(
-        fires={f"trinity_worker_failed_starts{{{WORKER}}}": constant(3)},
-        quiet={f"trinity_worker_failed_starts{{{WORKER}}}": constant(2)},
-        labels={"node": "n", "worker": "decode-0"},
-    ),
-    "TrinityCollectionUnavailable": Case(
-        fires={f"trinity_pool_collections_unavailable{{{WORKER}}}": constant(1)},
-        quiet={f"trinity_pool_collections_unavailable{{{WORKER}}}": constant(0)},
-        labels={"node": "n", "worker": "decode-0"},
-    ),
-    "TrinityWorkerRestarts": Case(
-        fires={f"trinity_worker_restarts_total{{{WORKER}}}": grows(1)},
-        quiet={f"trinity_worker_restarts_total{{{WORKER}}}": grows(0.1)},
-        labels={"node": "n", "worker": "decode-0"},
-    ),
-    "TrinityHeartbeatOld": Case(
-        # It ended before the next scrape; and it ended long ago.
-        fires={f"trinity_worker_heartbeat_age_seconds{{{WORKER}}}": f"0x{MINUTES - 2} 16 0"},
-        quiet={f"trinity_worker_heartbeat_age_seconds{{{WORKER}}}": f"16x{MINUTES - 4} 14 0 0 0"},
-        labels={"node": "n", "worker": "decode-0"},
+    "TrinityWorkerDown": _of_worker("trinity_worker_up", constant(0), f"1x{MINUTES - 1} 0"),
+    "TrinityWorkerCannotRun": _of_worker("trinity_worker_failed_starts", constant(3), constant(2)),
+    "TrinityCollectionUnavailable": _of_worker("trinity_pool_collections_unavailable", constant(1), constant(0)),
+    "TrinityWorkerRestarts": _of_worker("trinity_worker_restarts_total", grows(1), grows(0.1)),
+    # It ended before the next scrape; and it ended long ago.
+    "TrinityHeartbeatOld": _of_worker(
+        "trinity_worker_heartbeat_age_seconds", f"0x{MINUTES - 2} 16 0", f"16x{MINUTES - 4} 14 0 0 0"
     ),
     "TrinityRequestsFail": Case(
         fires={f'trinity_requests_total{{{NODE},outcome="refused"}}': grows(2)},
@@ -143,11 +131,7 @@ CASES: dict[str, Case] = {
         fires={f"trinity_node_draining{{{NODE}}}": constant(1)},
         quiet={f"trinity_node_draining{{{NODE}}}": constant(0)},
     ),
-    "TrinityModelUncompiled": Case(
-        fires={f"trinity_model_uncompiled{{{WORKER}}}": constant(1)},
-        quiet={f"trinity_model_uncompiled{{{WORKER}}}": constant(0)},
-        labels={"node": "n", "worker": "decode-0"},
-    ),
+    "TrinityModelUncompiled": _of_worker("trinity_model_uncompiled", constant(1), constant(0)),
     "TrinityMemoryLow": Case(
         fires={f"trinity_node_memory_available_bytes{{{NODE}}}": constant(4)},
         quiet={f"trinity_node_memory_available_bytes{{{NODE}}}": constant(6)},
