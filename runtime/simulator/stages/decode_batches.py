@@ -177,5 +177,5 @@ class Batch:
     @property
     def stall_ns(self) -> int:
         """Total time of stalled rows up to now."""
-        core.add_stall_time(self._handle, self._number, self._events.now_ns)
-        return self.worker.stall_ns
+        worker = self.worker
+        return worker.stall_ns + worker.stalled * (self._events.now_ns - worker.counted_ns)

@@ -306,9 +306,3 @@ def step_ns(address: int, d: int, rows: int) -> int:
     """Return the time of a worker's next step with `rows` rows."""
     s = state_at(address)
     return _step_ns(s, s.workers[d], rows)
-
-
-@compiled
-def add_stall_time(address: int, d: int, now: int) -> None:
-    """Add the time of a worker's stalled rows up to now."""
-    _add_stall_time(state_at(address).workers[d], now)

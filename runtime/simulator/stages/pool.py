@@ -93,6 +93,7 @@ class Pools:
             free=array_over(int, np.arange(capacity, dtype=np.int64)[::-1].copy()),
             pool_count=len(pools),
             pools=new_array(at.Pool, len(pools)),
+            groups=new_array(at.Group, len(pools) + len(STAGES)),
             extend_s=array_over(float, np.array([times.extend_time_s(active) for active in range(most + 1)])),
             edge_count=len(_WAIT.buckets),
             edges=array_over(float, np.array(_WAIT.buckets)),
@@ -122,14 +123,10 @@ class Pools:
         events.ensure_capacity(capacity)
 
     def group(self, pools: Sequence[int]) -> int:
-        """Create a group of the pools with these indices."""
-        groups, number = new_array(at.Group, len(self._groups) + 1), len(self._groups)
-        for earlier in range(number):
-            groups[earlier] = self._state.groups[earlier]
+        """Create a group of the pools with these indices: there is one for each pool and each stage."""
         self._groups.append(array_over(int, np.array(pools, np.int64)))
-        groups[number] = at.Group(count=len(pools), pools=self._groups[-1])
-        self._state.groups = groups
-        return number
+        self._state.groups[len(self._groups) - 1] = at.Group(count=len(pools), pools=self._groups[-1])
+        return len(self._groups) - 1
 
     def submit(self, group: int, stage: Stage, at_ns: int, deadline_ns: int, reply: Reply) -> int:
         """Submit a query at `at_ns`; `reply` is called with its status. Return its number, for `cancel` before that."""

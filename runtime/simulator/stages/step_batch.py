@@ -36,14 +36,11 @@ def interrupt(s: State, worker: Worker, now: int) -> None:
         worker.idle, worker.steps, worker.end_ns = False, 0, now
         plan(s.schedule[0], now, STEPS_END, worker.number, 0)
         return
-    if worker.steps <= 1:
-        return
-    passed = now - worker.begin_ns - worker.first_ns
-    steps = 1 if passed <= 0 else 1 - (-passed // worker.each_ns)
-    if steps < worker.steps:
-        worker.steps = steps
-        worker.end_ns = worker.begin_ns + worker.first_ns + (steps - 1) * worker.each_ns
-        plan(s.schedule[0], worker.end_ns, STEPS_END, worker.number, 0)
+    end_ns = boundary_ns(worker, now)
+    if end_ns < worker.end_ns:
+        worker.steps = 1 + (end_ns - worker.begin_ns - worker.first_ns) // worker.each_ns
+        worker.end_ns = end_ns
+        plan(s.schedule[0], end_ns, STEPS_END, worker.number, 0)
 
 
 @compiled
