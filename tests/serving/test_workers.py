@@ -18,6 +18,7 @@ from runtime.serving.frontend.cached_blocks import PrefixKeys, WorkerBlocks
 from runtime.serving.kv.blocks import block_keys
 from runtime.serving.kv.tiers import Tiers
 from runtime.serving.messages import ListCached, Retrieval
+from runtime.serving.model.language_model import LanguageModel, SampledToken
 from runtime.serving.model.model_info import ModelInfo
 from runtime.testing.reference import Reference
 from tests.serving.workers import FakePool, Start, Workers
@@ -276,6 +277,28 @@ def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_continues(
         if decode.handovers.pulling:
             seen.add(workers.metric("decode-0", DecodeMetrics.GENERATION_TOKENS) - before)
     assert seen == {1}, "each round of the pull was a step of the batch too"
+
+
+def test_a_row_whose_logits_are_not_finite_ends_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = LanguageModel.step
+
+    def broken(model: LanguageModel, chunks: Any, *more: Any) -> Any:
+        sampled = step(model, chunks, *more)
+        return [
+            SampledToken(None, None) if chunk.start == 7 else one for chunk, one in zip(chunks, sampled, strict=True)
+        ]
+
+    monkeypatch.setattr(LanguageModel, "step", broken)
+    workers = start()
+    workers.submit("broken", [1] * 5, 10)
+    workers.submit("whole", [2] * 20, 10)
+    workers.run()
+    failed = workers.outputs["broken"].failed
+    assert failed is not None
+    assert failed.message == "the model returned no finite logit"
+    assert len(workers.outputs["broken"].tokens) == 3
+    assert len(workers.outputs["whole"].tokens) == 10
+    workers.assert_nothing_held()
 
 
 @pytest.mark.parametrize("start", ["GPU"], indirect=True)

@@ -6,11 +6,9 @@ than a slice. Each row ends exactly once: with a finish reason, with an error, o
 """
 
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
-from runtime.errors import InternalError, TrinityError
+from runtime.errors import InternalError
 from runtime.node.metrics.worker_metrics import DecodeMetrics
 from runtime.node.worker import Worker
 from runtime.serving import stages
@@ -179,7 +177,7 @@ class DecodeWorker(KvWorker):
         for (row, chunk), sampled in zip(batch, tokens, strict=True):
             self._batch.record_computed(row, chunk.start + len(chunk.tokens))
             if sampled is not None:
-                self._guard(row, partial(self._advance, sampled=sampled))
+                self._advance(row, sampled)
         now = time.monotonic_ns()
         advanced = [row for row, _ in batch if row.cached < len(row.context)]
         intervals_s = [(now - row.token_ns) / 1e9 for row in advanced if row.token_ns]
@@ -193,7 +191,9 @@ class DecodeWorker(KvWorker):
             now = row.request.stages.setdefault(stages.PREFILL_END, time.monotonic_ns())
             row.request.stages.setdefault(stages.FIRST_TOKEN, now)
         if sampled.token is None:
-            raise InternalError("the model returned no finite logit")
+            self._fail(row.id, InternalError("the model returned no finite logit"))
+            self._remove(row)
+            return
         self._accept(row, sampled.token, sampled.scores)
 
     def _accept(self, row: Row, token: int, scores: "torch.Tensor | None" = None, *, probe: bool = False) -> None:
@@ -262,14 +262,6 @@ class DecodeWorker(KvWorker):
         self._report(waiting, batch.running, free_slots, self._sink.malformed, self._plain_step_ns)
 
     # ---- ends
-
-    def _guard(self, row: Row, action: Callable[[Row], None]) -> None:
-        """Run `action` for one row; an error ends this row only."""
-        try:
-            action(row)
-        except TrinityError as error:
-            self._fail(row.id, error)
-            self._remove(row)
 
     def _cancel(self, request_id: str) -> None:
         """Remove a cancelled request, whether it is a pending hand-over or a row."""
