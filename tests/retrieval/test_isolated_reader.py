@@ -53,18 +53,17 @@ class AnnouncedLock:
 
 
 @needs_docx
-def test_a_file_over_the_time_limit_is_unreadable_and_the_next_is_read() -> None:
-    with IsolatedReader(seconds=1) as reader:
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ({"seconds": 1}, "the limit of 1 s of CPU time"),
+        ({"memory": 256 << 20}, "the limit of 268,435,456 bytes of memory"),
+    ],
+)
+def test_a_file_over_a_limit_is_unreadable_and_the_next_is_read(limit: dict[str, int], message: str) -> None:
+    with IsolatedReader(**limit) as reader:
         assert reader.read(*GOOD) == READ
-        with pytest.raises(UnreadableFile, match=r"exceeds the limit of 1 s of CPU time"):
-            reader.read("wide.docx", sample_files.docx_of(WIDE))
-        assert reader.read(*GOOD) == READ
-
-
-@needs_docx
-def test_a_file_over_the_memory_limit_is_unreadable_and_the_next_is_read() -> None:
-    with IsolatedReader(memory=256 << 20) as reader:
-        with pytest.raises(UnreadableFile, match=r"exceeds the limit of 268,435,456 bytes of memory"):
+        with pytest.raises(UnreadableFile, match=f"exceeds {message}"):
             reader.read("wide.docx", sample_files.docx_of(WIDE))
         assert reader.read(*GOOD) == READ
 
@@ -103,16 +102,11 @@ def test_a_file_for_which_no_process_can_be_started_is_no_unreadable_one_and_is_
         assert reader.read(*GOOD) == READ
 
 
-def test_a_readers_error_is_reported_and_the_reader_continues() -> None:
+def test_a_readers_error_is_reported_the_reader_continues_and_no_process_is_left() -> None:
     with IsolatedReader() as reader:
         with pytest.raises(UnreadableFile, match="not UTF-8 text at byte 0"):
             reader.read("bad.html", b"\xff")
         assert reader.read(*GOOD) == READ
-
-
-def test_no_process_is_left() -> None:
-    with IsolatedReader() as reader:
-        reader.read(*GOOD)
         assert readers()
     assert not readers()
 
