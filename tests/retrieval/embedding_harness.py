@@ -30,7 +30,8 @@ class Embedder:
     name, dim, max_tokens = "lengths", 1, 1000
     tokenizing: "Words | None" = None
 
-    def __init__(self, harness: "Harness", max_concurrency: int = 1, turn: Turn = COMPUTED) -> None:
+    def __init__(self, harness: Any, max_concurrency: int = 1, turn: Turn = COMPUTED) -> None:
+        """`harness`: whose `now` it advances."""
         self.max_concurrency, self.turn, self._harness = max_concurrency, turn, harness
         self.gate = threading.Event()
         self.batches: list[list[str]] = []

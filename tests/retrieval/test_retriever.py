@@ -1,58 +1,30 @@
 """The retriever: embeds texts in a thread, queries the pool, and ends every query exactly once."""
 
-import threading
 from collections.abc import Iterator, Sequence
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import zmq
 
 from runtime.errors import CollectionReplaced, DeadlineExceeded, InvalidFilter, InvalidRequest, ModelError, Overloaded
 from runtime.node.worker_config import PoolSection
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.embedding.embedder import COMPUTED, SENT, TextKind
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.query import Query, SearchResult
+from runtime.testing.waiting import until
 from tests.queries import query_of
-
-SOON_S = 60.0
-
-
-class Embedder:
-    """Embeds a text as its length once `gate` is open; "bad" and "broken" fail."""
-
-    name, dim, max_tokens, tokenizing = "lengths", 1, 1000, None
-
-    def __init__(self, max_concurrency: int = 1) -> None:
-        self.max_concurrency, self.turn = max_concurrency, COMPUTED if max_concurrency == 1 else SENT
-        self.gate = threading.Event()
-        self.began = threading.Event()
-        self.seen: list[str] = []
-
-    def count_tokens(self, text: str) -> int:
-        return len(text)
-
-    def embed(self, texts: Sequence[str], kind: TextKind = "query") -> npt.NDArray[np.float32]:
-        self.began.set()
-        assert self.gate.wait(SOON_S)
-        self.seen += texts
-        if texts[0] == "bad":
-            raise InvalidRequest("a bad text")
-        if texts[0] == "broken":
-            raise RuntimeError("a broken library")
-        return np.array([[len(text)] for text in texts], np.float32)
+from tests.retrieval.embedding_harness import SOON_S, Embedder
 
 
 class Registry:
-    """Collection "slow" has an embedder that waits for its server, all others `lengths`."""
+    """Collections that are embedded by `lengths`."""
 
     def __init__(self) -> None:
-        self.lengths, self.slow, self.stored = Embedder(), Embedder(max_concurrency=2), b""
+        self.now, self.lengths, self.stored = 0, Embedder(self), b""
         self.rebuilds = 0  # so many more results are of a build that is not open any more
         self.dims = {"docs": 1}
 
@@ -74,7 +46,7 @@ class Registry:
         return None
 
     def embedder(self, collection: str) -> Embedder:
-        return self.slow if collection == "slow" else self.lengths
+        return self.lengths
 
     def build_of(self, collection: str, identity: str) -> Any:
         if self.rebuilds:
@@ -89,7 +61,6 @@ class Registry:
 class Client:
     """Pool client that answers every vector with its first number at the next poll."""
 
-    remote = frozenset[str]()
     reachable = True
 
     def __init__(self) -> None:
@@ -102,9 +73,6 @@ class Client:
 
     @property
     def dispatcher(self) -> "Client":
-        return self
-
-    def transport(self, collection: str) -> "Client":
         return self
 
     def submit(self, query: Query) -> None:
@@ -148,10 +116,8 @@ class RetrieverHarness:
         registry, client = cast("Any", self.registry), cast("Any", self.client)
         self.retriever = Retriever(registry, client, lambda: self.now_ns, end_s)
 
-    def ask(
-        self, text: str, deadline_ns: int = 1000, wanted: bytes = b"", collection: str = "docs", flow: int = 0
-    ) -> int:
-        return self.retriever.submit(query_of(text, collection, 4, "decode", deadline_ns, filter=wanted, flow=flow))
+    def ask(self, text: str, deadline_ns: int = 1000, wanted: bytes = b"") -> int:
+        return self.retriever.submit(query_of(text, "docs", 4, "decode", deadline_ns, filter=wanted))
 
     def until_embedded(self) -> list[RetrievalResult]:
         """Forward the next vector; return the queries that ended."""
@@ -173,7 +139,6 @@ def harness() -> Iterator[RetrieverHarness]:
     made = RetrieverHarness()
     yield made
     made.registry.lengths.gate.set()
-    made.registry.slow.gate.set()
     made.retriever.close()
 
 
@@ -203,12 +168,12 @@ def test_a_text_not_embedded_by_its_deadline_is_not_searched(harness: RetrieverH
 
 def test_a_cancelled_queued_text_is_not_embedded(harness: RetrieverHarness) -> None:
     harness.ask("first")
-    assert harness.registry.lengths.began.wait(SOON_S)
+    until(lambda: bool(harness.registry.lengths.batches))
     harness.retriever.cancel(harness.ask("second"))
     last = harness.ask("third one")
     harness.registry.lengths.gate.set()
     assert last in {found.ticket for found in harness.until_found(2)}
-    assert harness.registry.lengths.seen == ["first", "third one"]
+    assert harness.registry.lengths.batches == [["first"], ["third one"]]
 
 
 def test_a_cancelled_search_is_cancelled_in_the_pool(harness: RetrieverHarness) -> None:
@@ -289,7 +254,7 @@ def test_a_retrieval_whose_collection_is_replaced_starts_again_at_most_four_time
     ticket = harness.retriever.submit(query_of("four", "docs", 4, "decode", 1000), build)
     (found,) = harness.until_found()
     assert (found.ticket, len(harness.client.submitted)) == (ticket, searches)
-    assert harness.registry.lengths.seen == ["four"], "its vector is kept"
+    assert harness.registry.lengths.batches == [["four"]], "its vector is kept"
     assert (found.error is None) is (rebuilds == 3)
     assert found.error is None or isinstance(found.error, CollectionReplaced)
 
