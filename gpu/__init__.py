@@ -27,26 +27,6 @@ if TYPE_CHECKING:
 # Imported on first use: engines import compiled code, which only pool workers run.
 _HOME = {"CpuEngine": "cpu.engine", "Engine": "engine", "GraphIndex": "index.graph_index", "open_engine": "backends"}
 
-__all__ = [
-    "CpuEngine",
-    "DeviceError",
-    "DeviceUnavailable",
-    "Engine",
-    "GpuError",
-    "GraphIndex",
-    "IndexFormatError",
-    "InvalidParams",
-    "InvalidSlot",
-    "InvalidVector",
-    "NoFreeSlot",
-    "OutOfDeviceMemory",
-    "SearchParams",
-    "UnknownCollection",
-    "check_device",
-    "is_device_name",
-    "open_engine",
-]
-
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
