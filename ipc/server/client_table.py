@@ -19,6 +19,7 @@ from ipc.ring.exchange import CachedFilter, ClientRow, SessionCollection
 from ipc.ring.filters import FILTER_SLOT_BYTES, FILTER_SLOTS, read_filter
 from ipc.ring.ring import RingConsumer, RingLayout, RingProducer, Watch, format_ring
 from ipc.server.session_listener import SessionListener
+from ipc.session.device_arena import Lease
 from ipc.session.messages import (
     VERSION,
     Attach,
@@ -68,7 +69,7 @@ class AttachedClient:
         self.handle, self.terms = handle, terms
         self.row = -1  # of the client table
         self.fields = ClientRow()  # of its row
-        self.lease = 0  # number of its lease of the pool's arena; 0: none
+        self.lease: Lease | None = None  # of slots of the pool's arena
         self.attached_ns = time.monotonic_ns()
         self._joined = False  # whether the client has opened the rings
         self.renewed_ns = 0  # since when another session is to replace this one; 0: not replaced

@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from typing import Self
 
 from ipc.endpoints import new_token
-from ipc.errors import InvalidArgument, IpcError, ProtocolViolation
+from ipc.errors import InvalidArgument, IpcError, ProtocolViolation, RingFull
 from ipc.native.records import copy_of
 from ipc.ring import exchange
 from ipc.ring.descriptors import STATUS_CODES, Float32s
 from ipc.ring.exchange import CurrentRequest, SessionCollection
 from ipc.ring.ring import CLOSED, DRAINING, EVICTED
-from ipc.server.arena_grants import ArenaGrants
 from ipc.server.client_table import AttachedClient, ClientTable, Searches, Terms
 from ipc.server.session_listener import ATTACH_PENDING, SessionListener
 from ipc.session.device_arena import DeviceArena
-from ipc.session.messages import VERSION, Attach, Attached, Catalogue, Refused, Served
+from ipc.session.messages import VERSION, Attach, Attached, Catalogue, Grant, Refused, Served
 
 RENEW_NS = 2_000_000_000  # time for a client to replace an idle session that is being renewed
 JOIN_NS = 10_000_000_000  # time for a client to open its rings; longer than the timeout of clients that retry
@@ -64,8 +63,9 @@ class SessionServer:
         self._searches = searches
         self._terms = self._terms_of(collections)  # of new sessions
         self._generation = 0  # of the filter read last
-        each = 0 if arena is None else min(ring_slots, max(1, arena.slots // max_clients))
-        self._arena = ArenaGrants(arena, each)
+        self._arena = arena
+        self._arena_slots = 0 if arena is None else min(ring_slots, max(1, arena.slots // max_clients))  # of a client
+        self._arena_memory = None if arena is None else arena.memory.reference  # exported once
         self._listener = SessionListener(endpoint)
         self._max_clients = max_clients
         self._clients: dict[int, AttachedClient] = {}  # by handle
@@ -217,8 +217,21 @@ class SessionServer:
             raise
         self._next_handle += 1
         self._clients[handle] = client
-        grant = self._arena.grant(client) if attach.arena else None
+        grant = self._grant(client) if attach.arena else None
         return client.attached(token, self._listener.bell_endpoint, grant)
+
+    def _grant(self, client: AttachedClient) -> Grant | None:
+        """Lease slots of the arena to a client. None without an arena, with too few free slots, or too small ones."""
+        arena, memory = self._arena, self._arena_memory
+        if arena is None or memory is None or 4 * client.terms.max_dim > arena.payload_bytes:
+            return None
+        try:
+            client.lease = lease = arena.lease(self._arena_slots)
+        except (RingFull, InvalidArgument):
+            return None
+        fields = client.fields
+        fields.arena, fields.arena_stride, fields.arena_slots = arena.address_of(lease.first), arena.stride, lease.count
+        return Grant(lease, memory)
 
     def _evict(self, client: AttachedClient) -> None:
         """End the session of a client that violated the protocol."""
@@ -230,7 +243,8 @@ class SessionServer:
         del self._clients[client.handle]
         self.client_table.remove(client)
         self._listener.unwatch(client.pidfd)
-        self._arena.release(client)
+        if self._arena is not None and client.lease is not None:
+            self._arena.end_lease(client.lease)
         client.close()
 
     def renew(self, catalogue: Catalogue) -> None:

@@ -61,15 +61,14 @@ class DeviceArena:
         """Bytes from slot to slot."""
         memory.write(0, np.array((MAGIC, VERSION, slots, self.stride, payload_bytes, epoch, _PAGE, 0), np.int64))
         memory.flush()
-        self._owner = [0] * slots  # 0: free
-        self._next_lease = 1
+        self._leased = [False] * slots
 
     def address_of(self, slot: int) -> int:
         """Return the address of a slot's payload, for the pool's device."""
         return self.memory.address + _PAGE + slot * self.stride
 
-    def lease(self, count: int) -> tuple[int, Lease]:
-        """Lease `count` consecutive slots to one client. Return the lease's number for `end_lease`, and the lease.
+    def lease(self, count: int) -> Lease:
+        """Lease `count` consecutive slots to one client.
 
         Raises InvalidArgument for a count that the arena cannot have, RingFull if no such run of slots is free.
         """
@@ -77,24 +76,22 @@ class DeviceArena:
             raise InvalidArgument(f"a lease of {count} slots, from an arena of {self.slots}")
         run = 0
         for slot in range(self.slots):
-            run = 0 if self._owner[slot] else run + 1
+            run = 0 if self._leased[slot] else run + 1
             if run == count:
-                first, number = slot - count + 1, self._next_lease
-                self._next_lease += 1
-                self._owner[first : first + count] = [number] * count
-                return number, Lease(self.epoch, first, count)
-        free = self._owner.count(0)
-        raise RingFull(f"no {count} consecutive slots are free ({free} of {self.slots} are free)")
+                first = slot - count + 1
+                self._leased[first : first + count] = [True] * count
+                return Lease(self.epoch, first, count)
+        raise RingFull(f"no {count} consecutive slots are free ({self.free_slots} of {self.slots} are free)")
 
-    def end_lease(self, lease: int) -> None:
+    def end_lease(self, lease: Lease) -> None:
         """Free the slots of a client that is gone. What it still writes there is read as a later client's vector at
         worst; whether that one is complete is said elsewhere."""
-        self._owner = [0 if owner == lease else owner for owner in self._owner]
+        self._leased[lease.first : lease.first + lease.count] = [False] * lease.count
 
     @property
     def free_slots(self) -> int:
         """Number of slots that are not leased."""
-        return self._owner.count(0)
+        return self._leased.count(False)
 
     def close(self) -> None:
         """Free the memory, which all clients must have closed before. Idempotent."""

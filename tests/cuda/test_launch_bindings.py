@@ -180,7 +180,7 @@ from ipc.memory.device import CudaReference, DeviceSpan
 from gpu.cuda.block_copy import BlockCopy
 owner = CudaMemory.create(arena_bytes(2, 64), "cuda:0")
 arena = DeviceArena(owner, 2, 64, 1)
-number, lease = arena.lease(2)
+lease = arena.lease(2)
 sent = owner.reference
 peer = CudaMemory.open(CudaReference(1, sent.device, sent.handle, sent.size), "cuda:0")
 client = LeasedSlots(peer, lease)

@@ -21,7 +21,7 @@ def ends() -> tuple[FakeCuda, CudaMemory, CudaMemory]:
 def test_the_word_follows_its_vector_on_one_stream_and_nothing_waits() -> None:
     cuda, owner, peer = ends()
     arena = DeviceArena(owner, 2, 64, 1)
-    _, lease = arena.lease(2)
+    lease = arena.lease(2)
     client = LeasedSlots(peer, lease)
     words = np.zeros(512, np.int64)
     word = peer.reach(int(words.ctypes.data), words.nbytes) + 48

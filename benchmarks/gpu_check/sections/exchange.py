@@ -44,7 +44,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
     size = arena_bytes(_SLOTS, queries.shape[1] * 4)
     memory = CudaMemory.create(size, setup.device)
     arena = DeviceArena(memory, _SLOTS, queries.shape[1] * 4, _EPOCH)
-    _, lease = arena.lease(_SLOTS)
+    lease = arena.lease(_SLOTS)
     words = SharedMemory.create("trinity-words", _PAGE)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
