@@ -2,32 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gpu import GraphIndex, InvalidParams, SearchParams
 from gpu.cpu.search import search
 from gpu.index.data import bitmap
 from gpu.index.rows import Dtype, Metric
-from tests.gpu.datasets import DTYPES, KINDS, METRICS, clustered, exact_neighbors, exact_vectors, random_index, recall
+from tests.gpu.datasets import KINDS, clustered, exact_neighbors, recall
 from tests.gpu.reference import search_reference
-from tests.gpu.test_reference import params, seeds
-
-
-@settings(max_examples=60)
-@given(seeds, st.sampled_from(METRICS), st.sampled_from(DTYPES), params, st.sampled_from([0.0, 0.02, 0.3, 0.9, 1.0]))
-def test_engine_and_reference_find_the_same_allowed_rows(
-    seed: int, metric: Metric, dtype: Dtype, wanted: SearchParams, part: float
-) -> None:
-    random = np.random.default_rng(seed)
-    data = random_index(random, int(random.integers(1, 300)), metric, dtype, 6, int(random.integers(1, 20)))
-    allowed, query = random.random(len(data.graph)) < part, exact_vectors(random, 1)
-    expected, expected_distances, _ = search_reference(data, query[0], wanted, allowed)
-    nodes, distances = search(data, query, wanted, 1, allowed=bitmap(allowed, len(allowed)))
-
-    assert nodes[0].tolist() == expected.tolist()
-    assert distances[0].tolist() == expected_distances.tolist()
-    assert allowed[nodes[nodes >= 0]].all()
 
 
 def test_engine_and_reference_agree_on_estimated_candidates() -> None:

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from gpu import CpuEngine, GraphIndex, SearchParams
+from gpu import GraphIndex, SearchParams
 from gpu.build.neighbor_codes import make_codes, rotate_all
 from gpu.compiled import compiled
 from gpu.cpu import fast_scan
@@ -16,8 +15,8 @@ from gpu.cpu.simd import KEYS_AT_ONCE
 from gpu.cpu.state import BatchState
 from gpu.errors import InvalidParams
 from gpu.index.data import GROUP, IndexData, block_bytes, make_signs
-from gpu.index.rows import Dtype, FloatArray, Metric, aligned_empty, checked_vectors, encode, padded
-from tests.gpu.datasets import KINDS, clustered, exact_neighbors, recall
+from gpu.index.rows import FloatArray, Metric, aligned_empty, checked_vectors, encode, padded
+from tests.gpu.datasets import clustered
 from tests.gpu.reference import Table, raw_distances, rotated, search_reference
 
 
@@ -147,21 +146,6 @@ def test_the_scalar_fallback_computes_the_same_sums_as_byte_look_ups(random: np.
     np.testing.assert_array_equal(found[0], np.take_along_axis(table.reshape(16, 16), places, 1).sum(axis=0))
 
 
-@pytest.mark.parametrize(("metric", "dtype"), KINDS)
-def test_recall_is_high_and_distances_are_exact(random: np.random.Generator, metric: Metric, dtype: Dtype) -> None:
-    vectors = clustered(random, 3000, 96)
-    queries = vectors[:200] + 0.05 * random.standard_normal((200, 96)).astype(np.float32)
-    index = GraphIndex.build(vectors, metric=metric, dtype=dtype, neighbor_codes=True)
-    ids, distances = index.search(queries, k=10, top_m=64, search_width=2)
-    assert recall(ids, exact_neighbors(vectors, queries, metric, 10)) > 0.95
-    assert (np.diff(distances, axis=1) >= 0).all()
-    fitted = checked_vectors(queries, metric) if metric == "cosine" else queries
-    base = checked_vectors(vectors, metric)
-    for query, found, told in zip(fitted[:20], ids, distances, strict=False):
-        exact = raw_distances(base[found], query, metric) + (1 if metric == "cosine" else 0)
-        np.testing.assert_allclose(told, exact, rtol=2e-2 if dtype == "float16" else 1e-4, atol=2e-3)
-
-
 @pytest.mark.parametrize(("metric", "bits"), [("l2", 1), ("cosine", 2), ("ip", 1), ("l2", 2)])
 def test_search_and_reference_agree_except_for_near_ties(
     random: np.random.Generator, metric: Metric, bits: int
@@ -178,56 +162,6 @@ def test_search_and_reference_agree_except_for_near_ties(
             same += len(np.intersect1d(found, expected))
             total += k
     assert same / total > 0.96
-
-
-def test_fewer_vectors_than_k_leave_results_missing_and_equal_ones_are_all_found(random: np.random.Generator) -> None:
-    few = GraphIndex.build(random.standard_normal((3, 10)), neighbor_codes=True)
-    ids, distances = few.search(np.ones((1, 10)), k=5, top_m=8)
-    assert sorted(ids[0].tolist()) == [-1, -1, 0, 1, 2]
-    assert np.isposinf(distances[0, 3:]).all()
-    equal = GraphIndex.build(np.ones((50, 7)), metric="l2", neighbor_codes=True)
-    ids, distances = equal.search(np.ones((1, 7)), k=50, top_m=64)
-    assert sorted(ids[0].tolist()) == list(range(50))
-    assert (distances == 0).all()
-
-
-@pytest.fixture
-def pair(random: np.random.Generator) -> tuple[GraphIndex, GraphIndex]:
-    """Return two indexes of the same vectors, one with codes and one without."""
-    vectors = clustered(random, 1200, 40)
-    return GraphIndex.build(vectors, neighbor_codes=True), GraphIndex.build(vectors)
-
-
-def test_slots_with_codes_and_without_share_a_batch(
-    random: np.random.Generator, pair: tuple[GraphIndex, GraphIndex]
-) -> None:
-    engine = CpuEngine({"coded": pair[0], "plain": pair[1]}, slots=8, max_top_m=64)
-    queries = random.standard_normal((8, 40)).astype(np.float32)
-    params = SearchParams(10, 48, 2)
-    names = ["coded", "plain", "plain", "coded", "coded", "plain", "coded", "plain"]
-    slots = {engine.admit(query, params, name): (query, name) for query, name in zip(queries, names, strict=True)}
-    found: dict[int, npt.NDArray[np.int64]] = {}
-    while len(found) < 8:
-        for slot in engine.extend().tolist():
-            found[slot] = engine.result(slot)[0]
-    for slot, (query, name) in slots.items():
-        index = pair[0] if name == "coded" else pair[1]
-        np.testing.assert_array_equal(found[slot], index.search(query[None], 10, 48, 2)[0][0])
-
-
-def test_a_paused_slot_with_codes_resumes_where_it_stopped(
-    random: np.random.Generator, pair: tuple[GraphIndex, GraphIndex]
-) -> None:
-    engine = CpuEngine({"docs": pair[0]}, slots=2, max_top_m=64)
-    query = random.standard_normal(40).astype(np.float32)
-    slot = engine.admit(query, SearchParams(5, 64, 1), "docs")
-    engine.extend()
-    engine.pause(slot)
-    engine.load("more", pair[1])  # the slots change places
-    engine.resume(slot)
-    while not len(engine.extend()):
-        pass
-    np.testing.assert_array_equal(engine.result(slot)[0], pair[0].search(query[None], 5, 64, 1)[0][0])
 
 
 # ---- on disk

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from gpu import GraphIndex, SearchParams
 from gpu.cpu.search import search
+from gpu.index.data import bitmap
 from gpu.index.rows import Dtype, Metric
 from tests.gpu.backends import BACKENDS, Backend
 from tests.gpu.datasets import DTYPES, METRICS, exact_vectors, random_index
@@ -20,22 +21,23 @@ params = st.builds(
     st.integers(1, 8),
     st.one_of(st.none(), st.integers(1, 6)),
 )
-exactly = settings(max_examples=60)
 
 
-@exactly
-@given(seeds, st.sampled_from(METRICS), st.sampled_from(DTYPES), params)
-def test_engine_and_reference_agree_on_random_graphs(
-    seed: int, metric: Metric, dtype: Dtype, wanted: SearchParams
+@settings(max_examples=120)
+@given(seeds, st.sampled_from(METRICS), st.sampled_from(DTYPES), params, st.sampled_from([None, 0.0, 0.02, 0.3, 1.0]))
+def test_engine_and_reference_agree_on_random_graphs_with_any_part_of_the_rows_allowed(
+    seed: int, metric: Metric, dtype: Dtype, wanted: SearchParams, part: float | None
 ) -> None:
     random = np.random.default_rng(seed)
     count = int(random.integers(1, 300))
     data = random_index(random, count, metric, dtype, int(random.integers(2, 12)), int(random.integers(1, 20)))
-    query = exact_vectors(random, 1)
-    nodes, distances = search(data, query, wanted, threads=1)
-    expected_nodes, expected_distances, _ = search_reference(data, query[0], wanted)
+    query, allowed = exact_vectors(random, 1), None if part is None else random.random(count) < part
+    bits = None if allowed is None else bitmap(allowed, count)
+    nodes, distances = search(data, query, wanted, threads=1, allowed=bits)
+    expected_nodes, expected_distances, _ = search_reference(data, query[0], wanted, allowed)
     assert nodes[0].tolist() == expected_nodes.tolist()
     assert distances[0].tolist() == expected_distances.tolist()
+    assert allowed is None or allowed[nodes[nodes >= 0]].all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)

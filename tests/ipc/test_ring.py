@@ -101,23 +101,18 @@ def test_a_slot_that_is_filled_but_not_sent_is_invisible() -> None:
     assert consumer.ready(4) == 1
 
 
-@pytest.mark.parametrize("position", [-1, 1, 5, -(1 << 63), (1 << 63) - 1])
-def test_an_impossible_reader_position_is_rejected(position: int) -> None:
-    view, layout = make(4)
-    producer = RingProducer(view, layout, EPOCH)
-    view[128:136].cast("q")[0] = position
-    with pytest.raises(ProtocolViolation, match=str(position)):
-        producer.free()
-
-
-def test_a_reader_position_that_moves_backwards_is_rejected() -> None:
+@given(sent=st.integers(0, 4), data=st.data())
+def test_a_reader_position_before_the_last_one_or_behind_what_was_sent_is_rejected(
+    sent: int, data: st.DataObject
+) -> None:
     view, layout = make(4)
     producer, consumer = RingProducer(view, layout, EPOCH), RingConsumer(view, layout, EPOCH)
-    producer.send(3)
-    consumer.release(consumer.ready(3))
-    assert producer.free() == 4
-    view[128:136].cast("q")[0] = 2
-    with pytest.raises(ProtocolViolation, match="2 is not within 3"):
+    producer.send(sent)
+    consumer.release(released := data.draw(st.integers(0, consumer.ready(4))))
+    assert producer.free() == 4 - sent + released
+    below, above = st.integers(-(1 << 63), released - 1), st.integers(sent + 1, (1 << 63) - 1)
+    view[128:136].cast("q")[0] = position = data.draw(below | above)
+    with pytest.raises(ProtocolViolation, match=f"{position} is not within {released}..{sent}"):
         producer.free()
 
 

@@ -100,20 +100,6 @@ def test_a_gpu_vector_without_a_free_slot_is_rejected_until_a_request_ends(pool:
         assert np.array_equal(server.receive()[0].vector, vectors[0])
 
 
-def test_a_slot_is_the_clients_again_once_its_request_has_ended() -> None:
-    spec, vectors = SearchSpec("docs", 1), [vector(seed) for seed in range(3)]
-    with pool_with(2, 1) as (server, _, _), attach(server, arena=True) as client:
-        for one in vectors[:2]:
-            client.submit(span(one), spec)
-        with pytest.raises(MemoryRefused, match="all 2 leased slots"):
-            client.submit(span(vectors[2]), spec)
-        _, second = server.receive()
-        server.publish(second.client, second.request_id, "cancelled")
-        client.submit(span(vectors[2]), spec)  # reads the ring for ended requests
-        assert np.array_equal(server.receive()[0].vector, vectors[2])
-        assert [result.status for result in client.poll()] == ["cancelled"]
-
-
 def test_a_vector_on_a_second_gpu_is_rejected(pool: Pool) -> None:
     server, _, _ = pool
     array = vector(1)

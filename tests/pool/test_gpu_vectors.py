@@ -104,23 +104,6 @@ def test_interleaved_host_and_gpu_vectors_get_the_indexs_answers_without_staging
     assert staged() == []
 
 
-def test_the_pool_makes_no_gpu_call_for_a_vector(
-    start: Start, gpus: dict[str, FakeCuda], staged: Staged, queries: Vectors, nearest: Nearest
-) -> None:
-    client, (pool,) = start(16)
-    with pool.held():
-        gpus["pool-0"].calls.clear()
-    query_of = {}
-    for number in range(24):
-        query = CudaArray(queries[number]) if number % 2 else queries[number]
-        query_of[client.submit(query, 4, **ATTACH_PENDING)] = number
-    for ticket, result in collect(client, len(query_of)).items():
-        assert result.checked().ids.tolist() == nearest.ids[query_of[ticket]].tolist()
-    with pool.held():
-        assert gpus["pool-0"].calls == []
-    assert staged() == []
-
-
 def test_gpu_vectors_with_filters_are_staged_wait_for_them_and_each_ends_once(
     start: Start, staged: Staged, tmp_path: Path
 ) -> None:
