@@ -6,7 +6,7 @@ import numpy.typing as npt
 from gpu.build.params import check_within
 from gpu.compiled import compiled
 from gpu.cpu.extend.keys import distance_of, insert, key_of, node_of, row_distance
-from gpu.cpu.queries import QUERY_ROW, QueryEncoding, prepare, prepared_bytes
+from gpu.cpu.queries import QUERY_ROW, prepare, prepared_bytes, query_encoding
 from gpu.cpu.simd import prefetch
 from gpu.cpu.tables import kind_of
 from gpu.errors import InvalidParams, InvalidVector
@@ -90,7 +90,7 @@ def nearest(
     ):
         raise InvalidParams(f"row numbers must be within 0..{len(codes) - 1}")
     prepared = aligned_empty((len(array), prepared_bytes(rows)), np.uint8)
-    prepare(array, QueryEncoding(rows), prepared)
+    prepare(array, query_encoding(rows), prepared)
     keys, filled = np.empty((len(array), k), np.uint64), np.zeros(len(array), np.int64)
     scan(
         kind_of(rows), codes.ctypes.data, codes.strides[0], codes.shape[1], selected, total, prepared,

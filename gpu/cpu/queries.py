@@ -22,28 +22,25 @@ from gpu.errors import InvalidVector
 from gpu.index.data import ROUNDS, NeighborCodes
 from gpu.index.rows import LARGEST_SQUARE, Rows, padded
 from ipc.native.arrays import float32_at
-from ipc.native.records import address_of
+from ipc.native.records import F32, address, address_of, array_over
 
 TABLE_STEP, TABLE_OFFSET = 0, 4
 QUERY_ROW = 64  # of the query's lanes, which rows are compared with
 
 
-class QueryEncoding:
-    """Query encoding of an index: its `record`, and the arrays that it points to."""
-
-    def __init__(self, rows: Rows, codes: NeighborCodes | None = None) -> None:
-        self.dim = rows.dim
-        self._centre = np.zeros(padded(rows.dim), np.float32)
-        self._centre[: rows.dim] = rows.centre
-        self.record = Encoding(
-            dim=rows.dim,
-            normalised=rows.metric == "cosine",
-            scale=rows.scale if rows.metric == "l2" else 1.0,
-            centre=self._centre.ctypes.data,
-        )
-        self._signs = None if codes is None else np.ascontiguousarray(codes.signs)
-        if self._signs is not None:
-            self.record.signs, self.record.rotated_lanes = self._signs.ctypes.data, self._signs.shape[1]
+def query_encoding(rows: Rows, codes: NeighborCodes | None = None) -> Encoding:
+    """Return how an index's queries are encoded."""
+    centre = np.zeros(padded(rows.dim), np.float32)
+    centre[: rows.dim] = rows.centre
+    made = Encoding(
+        dim=rows.dim,
+        normalised=rows.metric == "cosine",
+        scale=rows.scale if rows.metric == "l2" else 1.0,
+        centre=array_over(F32, centre),
+    )
+    if codes is not None:
+        made.signs, made.rotated_lanes = array_over(F32, np.ascontiguousarray(codes.signs)), codes.dims
+    return made
 
 
 def table_offset(dim: int) -> int:
@@ -68,10 +65,10 @@ def validate_queries(queries: npt.NDArray[Any], dim: int) -> npt.NDArray[np.floa
         return np.ascontiguousarray(queries, np.float32)
 
 
-def prepare(queries: npt.NDArray[Any], encoding: QueryEncoding, out: npt.NDArray[np.uint8], first: int = 0) -> None:
+def prepare(queries: npt.NDArray[Any], encoding: Encoding, out: npt.NDArray[np.uint8], first: int = 0) -> None:
     """Prepare queries [q, d] into `out`, uint8 [q, prepared_bytes]. Raises InvalidVector; rows count from `first`."""
     array = validate_queries(queries, encoding.dim)
-    bad = write_queries(array, address_of(encoding.record), out)
+    bad = write_queries(array, address_of(encoding), out)
     if bad >= 0:
         raise query_error(array[bad], first + bad)
 
@@ -117,8 +114,8 @@ def write_query(query: Any, encoding: Encoding, record: Any) -> Any:
 def squared_norm(query: npt.NDArray[np.float32]) -> Any:
     """Return the squared norm of contiguous float32 [d] in float64."""
     whole = len(query) // LANES * LANES
-    address = np.uint64(query.ctypes.data)
-    total = square_f64(address, address, whole)
+    start = np.uint64(query.ctypes.data)
+    total = square_f64(start, start, whole)
     for value in query[whole:]:
         total += np.float64(value) * np.float64(value)
     return total
@@ -131,9 +128,9 @@ def write_rotated(full: Any, encoding: Encoding, record: Any, header: Any) -> No
     rotated = float32_at(record.ctypes.data + 4 * dims, dims)
     for j in range(dims):  # copies of slices compile numba's formatting of their errors: seconds
         rotated[j] = full[j] if j < used else np.float32(0)
-    address = np.uint64(rotated.ctypes.data)
-    rotate(ROUNDS, dims, np.uint64(encoding.signs), address)
-    header[TABLE_STEP // 4], header[TABLE_OFFSET // 4] = write_table(address, dims, np.uint64(record.ctypes.data))
+    start = np.uint64(rotated.ctypes.data)
+    rotate(ROUNDS, dims, np.uint64(address(encoding.signs)), start)
+    header[TABLE_STEP // 4], header[TABLE_OFFSET // 4] = write_table(start, dims, np.uint64(record.ctypes.data))
 
 
 @compiled

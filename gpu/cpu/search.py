@@ -9,7 +9,7 @@ import numpy.typing as npt
 from gpu.compiled import compiled, counted
 from gpu.cpu.extend.results import write_result
 from gpu.cpu.extend.stages import extend
-from gpu.cpu.queries import QueryEncoding, prepare, prepared_bytes
+from gpu.cpu.queries import prepare, prepared_bytes, query_encoding
 from gpu.cpu.running_batch import INTERLEAVED, reset_slot
 from gpu.cpu.state import BatchState
 from gpu.cpu.tables import Batch, BatchHandle, batch_at, slot_at
@@ -115,7 +115,7 @@ def search(
     distances = np.empty((len(array), params.k), np.float32)
     size = max(1, min(_BLOCK, -(-len(array) // threads)))
     blocks = [slice(begin, min(begin + size, len(array))) for begin in range(0, len(array), size)]
-    encoding = QueryEncoding(data.rows, data.codes)
+    encoding = query_encoding(data.rows, data.codes)
     bits = 0 if allowed is None else allowed.ctypes.data
     count = 0 if allowed is None or not min_allowed else int(np.bitwise_count(allowed).sum())
 

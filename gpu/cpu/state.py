@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from gpu.compiled import compiled
-from gpu.cpu.queries import QueryEncoding, prepared_bytes, table_offset
+from gpu.cpu.queries import prepared_bytes, query_encoding, table_offset
 from gpu.cpu.simd import KEYS_AT_ONCE
 from gpu.cpu.tables import Batch, Collection, Encoding, Slot, handle_of, kind_of
 from gpu.index.data import GROUP, IndexData
@@ -77,8 +77,7 @@ class BatchState:
     ) -> None:
         max_top_m = padded(max_top_m, KEYS_AT_ONCE)
         loaded = [data for data in collections if data is not None]
-        encodings = [None if data is None else QueryEncoding(data.rows, data.codes) for data in collections]
-        self._keep_alive = (tuple(collections), encodings)
+        self._keep_alive = tuple(collections)
         degree = max((data.graph.shape[1] for data in loaded), default=1)
         scored = max((max_width * degree, *(len(data.seeds) for data in loaded)))
         tasks = scored + 1  # a dropped task is written before it is skipped
@@ -101,10 +100,10 @@ class BatchState:
             result_distances=np.zeros(results, np.float32),
             exact=np.zeros(results, np.uint64),
         )
-        for number, (data, encoding) in enumerate(zip(collections, encodings, strict=True)):
-            if data is not None and encoding is not None:
+        for number, data in enumerate(collections):
+            if data is not None:
                 self.batch.collections[number] = collection_record(data)
-                self.batch.encodings[number] = encoding.record
+                self.batch.encodings[number] = query_encoding(data.rows, data.codes)
         for slot in range(slots):
             self.batch.slots[slot].query = self.batch.queries.ctypes.data + slot * width
         self.handle = handle_of(self.batch)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gpu.compiled import compiled
 from gpu.index.rows import DTYPES, Rows
 from ipc.native.arrays import float32_at, int32_at, int64_at, uint8_at, uint32_at, uint64_at
-from ipc.native.records import Array, Record, address_of, array_at, record, record_at
+from ipc.native.records import F32, Array, Record, address_of, array_at, record, record_at
 
 
 @record
@@ -45,8 +45,8 @@ class Encoding(Record):
     dim: int
     normalised: bool
     scale: float
-    centre: int  # address, float32
-    signs: int  # address, float32
+    centre: Array[F32]  # zero-padded
+    signs: Array[F32]
     rotated_lanes: int  # 0 without neighbour codes
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu.cpu.queries import QueryEncoding
+from gpu.cpu.queries import query_encoding
 from gpu.cpu.state import collection_record
 from gpu.cpu.tables import Encoding
 from gpu.cuda import filtered, layout, resident
@@ -34,7 +34,7 @@ class Handle:
         self._commands_address = np.array([memory.commands_address], np.uint64)
         self._batch = np.frombuffer(bytes(batch), np.uint8).copy()
         self._arguments = np.array([self._batch.ctypes.data, self._commands_address.ctypes.data], np.int64)
-        self._alive: dict[int, tuple[IndexData, QueryEncoding]] = {}
+        self._alive: dict[int, IndexData] = {}
         entry = driver.entry_points()
         self.host = Host(
             table=address_of(self.table.record),
@@ -84,12 +84,10 @@ class Handle:
 
     def load(self, number: int, data: IndexData) -> None:
         """Register a collection; queries can be admitted to it afterwards."""
-        read = replace(data, codes=None)
-        encoding = QueryEncoding(read.rows)
-        self._alive[number] = (read, encoding)
+        self._alive[number] = read = replace(data, codes=None)
         self.host.ids[number] = 0 if data.ids is None else data.ids.ctypes.data
         self._scans.collections[number] = collection_record(read)
-        self.host.encodings[number] = encoding.record
+        self.host.encodings[number] = query_encoding(read.rows)
 
     def unload(self, number: int) -> None:
         """Unregister a collection. Precondition: no slot searches it."""

@@ -13,6 +13,7 @@ that were assigned to its fields, and `Entry.dtype` is numpy's. A field is
 
     int, float, bool         int64, float64, a byte
     U64, U32, U8             such integers, which are int64 where they are read
+    F32                      float32
     Shared, SharedU32        an integer that another process or a device reads or writes: loaded with acquire, stored
                              with release
     another record           inside this one
@@ -71,6 +72,7 @@ U64 = Annotated[int, _Word(types.uint64, ctypes.c_uint64)]
 U32 = Annotated[int, _Word(types.uint32, ctypes.c_uint32)]
 U8 = Annotated[int, _Word(types.uint8, ctypes.c_uint8)]
 Shared = Annotated[int, _Word(types.int64, ctypes.c_int64, shared=True)]
+F32 = Annotated[float, _Word(types.float32, ctypes.c_float)]
 SharedU32 = Annotated[int, _Word(types.uint32, ctypes.c_uint32, shared=True)]
 _WORDS = {
     int: _Word(types.int64, ctypes.c_int64),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cpu.queries import QUERY_ROW, QueryEncoding, prepare, prepared_bytes
+from gpu.cpu.queries import QUERY_ROW, prepare, prepared_bytes, query_encoding
 from gpu.cuda import layout
 from gpu.cuda.batch_shape import BatchShape, distance_shared_bytes
 from gpu.cuda.driver import Argument, Dim, Driver, PinnedMemory
@@ -116,7 +116,7 @@ class Workbench:
         for name, value in head.items():
             setattr(fields, name, value)
         record = aligned_empty((1, prepared_bytes(index.rows)), np.uint8)
-        prepare(query[None], QueryEncoding(index.rows), record)
+        prepare(query[None], query_encoding(index.rows), record)
         line[layout.SLOT.itemsize : layout.SLOT.itemsize + record.nbytes] = record[0]
         return line
 

@@ -19,6 +19,7 @@ from gpu.cpu.fast_scan import below, estimate, lowest_bit, was_visited
 from gpu.cpu.queries import QUERY_ROW, TABLE_OFFSET, TABLE_STEP, padded_lanes
 from gpu.cpu.simd import WAYS, dot_f32, l2_f32, load_f32, load_u32, load_u64, prefetch, visit
 from gpu.cpu.tables import Batch, BatchHandle, batch_at
+from ipc.native.records import address
 
 GROUP = 32
 _EMPTY = np.uint32(0xFFFFFFFF)
@@ -134,7 +135,7 @@ def centre_distance(batch: Batch, slot: int) -> Any:
     full = np.uint64(batch.slots[slot].query + QUERY_ROW)
     encoding = batch.encodings[collection]
     lanes = padded_lanes(encoding.dim)
-    centre = np.uint64(encoding.centre)
+    centre = np.uint64(address(encoding.centre))
     l2 = (batch.collections[collection].kind & 1) == 0
     return l2_f32(centre, full, lanes) if l2 else -dot_f32(centre, full, lanes)
 
