@@ -17,7 +17,8 @@ from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.query import Query, Rerank
 from tests.clock import Clock
 from tests.queries import query_of
-from tests.retrieval.test_retriever import SOON_S, Client, Registry
+from tests.retrieval.embedding_harness import SOON_S
+from tests.retrieval.test_retriever import Client, Registry
 
 R = TypeVar("R")
 WANTED = Rerank(1.0)
