@@ -291,7 +291,7 @@ def verify(directory: Directory) -> None:
 
 @index_app.command()
 def upgrade(directory: Directory) -> None:
-    """Convert a collection of an earlier version, as opening it does."""
+    """Convert a collection of an earlier version, as the first write to it does."""
     CollectionWriter(directory, background=False).close()
     print(f"{directory}: it has the present format")
 

@@ -1,33 +1,30 @@
-"""Collections that begin with a bulk load are written to like those that begin empty; old directories are converted."""
+"""Collections that begin with a bulk load are written to like those that begin empty; old ones are converted."""
 
 import os
 import shutil
 import tarfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import structs
+from numpy.typing import NDArray
 
-from runtime.errors import CollectionBusy, CollectionError, OutputRefused
+from runtime.errors import CollectionBusy, CollectionError, OutputRefused, Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.description import (
-    DESCRIPTION,
-    DOCUMENTS,
-    KEYWORDS,
-    encode_with_checksum,
-    read_description,
-)
-from runtime.retrieval.collections.disk import Disk, acquire_lock
+from runtime.retrieval.collections.description import ATTRIBUTES, DOCUMENTS, KEYWORDS, read_description
+from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.collections.upgrade import upgrade
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
+from runtime.retrieval.neighbors import Neighbors
+from tests.collections.flat_bulk_loads import flatten
 from tests.collections.small_collections import contents, open_writer, vector_of
 
 DIM = 16
@@ -199,80 +196,198 @@ def test_adding_files_while_another_process_writes_is_refused(tmp_path: Path) ->
         bulk_load.build([Document("a", "", "a")], directory, vectors=np.eye(1, DIM))
 
 
-@pytest.mark.parametrize("kind", ["built", "sharded", "bare", "live"])
-def test_a_directory_of_an_earlier_version_is_converted_when_it_is_opened(
-    tmp_path: Path, golden: Path, kind: str
-) -> None:
-    directory = Path(shutil.copytree(golden / kind, tmp_path / kind))
-    directory.chmod(0o750)
-    identity = read_description(directory).identity
-    indexes = {path.stat().st_ino for path in directory.rglob("*.npy")}
-    assert CollectionReader.verify(directory) == ""
-    assert {path.stat().st_ino for path in directory.rglob("*.npy")} == indexes, "indexes are linked, not copied"
-    assert {path.name for path in directory.iterdir()} <= {"MANIFEST", "collection.json", "log", "segments"} | {
+@pytest.fixture(params=["built", "sharded", "bare", "live", "three shards", "bare with gaps"])
+def old(request: pytest.FixtureRequest, tmp_path: Path, golden: Path) -> Path:
+    """A directory of an earlier version, of each kind."""
+    match request.param:
+        case "three shards":
+            return flatten(bulk(tmp_path / "old", shards=3))
+        case "bare with gaps":
+            vectors = np.array([vector_of(n, DIM) for n in range(ROWS)])
+            ids = np.arange(ROWS)[::-1] * 3 + 7
+            bulk_load.build(vectors, tmp_path / "old", metric="l2", degree=4, ids=ids, shards=3)
+            return flatten(tmp_path / "old")
+    return Path(shutil.copytree(golden / request.param, tmp_path / "old"))
+
+
+def listing(directory: Path) -> dict[Path, tuple[int, ...]]:
+    """Return what any write to a directory changes."""
+    paths = (directory, *directory.rglob("*"))
+    return {path: (s.st_ino, s.st_mode, s.st_size, s.st_mtime_ns) for path in paths if (s := path.stat())}
+
+
+def answers(directory: Path) -> list[object]:
+    """Return what a collection tells its users."""
+    queries = np.array([vector_of(n, DIM) for n in range(ROWS)])
+    with CollectionReader(directory) as reader, closing(CollectionDocuments(directory, lambda: 0.0)) as documents:
+        schema, demanded = reader.state.schema, OF_TENANT if reader.description.demanded else None
+        is_later = parse_filter({"type": "gte", "key": "year", "value": 2008})
+        later = is_later if "year" in schema and demanded is None else demanded
+        words: Neighbors = np.empty(0, np.int64), np.empty(0, np.float32)
+        if not any(segment.lacks_keywords for segment in reader.state.segments):
+            words = documents.search_keywords("text 17 or 18", queries[0], ROWS, later, 1 << 62)
+        near, near_later = (reader.search(queries, 5, filter=one) for one in (demanded, later))
+        found: list[NDArray[Any]] = [*near, *near_later, *words]
+        return [
+            *(rows.tolist() for rows in found),
+            documents.get(words[0].tolist()),
+            documents.files().page(ROWS, "", "", descending=True),
+            documents.summary,
+            (contents(reader), dict(schema)),
+            [reader.state.file_bytes(name) for name in ("index/", DOCUMENTS, KEYWORDS)],
+            reader.state.rows_of([*contents(reader)]),
+            reader.identity,
+        ]
+
+
+def test_a_directory_of_an_earlier_version_opens_as_it_is_and_a_writer_converts_it(old: Path) -> None:
+    old.chmod(0o750)
+    before, expected = listing(old), answers(old)
+    assert CollectionReader.verify(old) == ""
+    assert listing(old) == before, "reading writes nothing"
+    indexes = {path.stat().st_ino for path in old.rglob("*.npy")}
+    open_writer(old).close()
+    assert {path.stat().st_ino for path in old.rglob("*.npy")} == indexes, "indexes are linked, not copied"
+    assert {path.name for path in old.iterdir()} <= {"MANIFEST", "collection.json", "log", "segments"} | {
         "tombstones", "writer.lock"
     }  # fmt: skip
-    assert kind == "live" or {path.stat().st_mode & 0o777 for path in directory.rglob("*")} == {0o750, 0o640}
-    demanded = OF_TENANT if kind == "live" else None
-    name = str(7 + 3 * (ROWS - 1 - 5)) if kind == "bare" else "d5"
-    with CollectionReader(directory) as reader:
-        assert nearest(reader, 5, filter=demanded) == [name]
-        assert len(contents(reader)) == ROWS - (kind == "live")
-    with open_writer(directory) as writer:
+    assert answers(old) == expected
+    assert CollectionReader.verify(old) == ""
+    with open_writer(old) as writer:
+        name = next(iter(contents(writer)))
         writer.upsert([UpsertDocument("new", "n", attributes={"tenant": "t"}, vector=vector_of(100, DIM))])
         writer.delete([name])
-        expected = contents(writer)
+        written = contents(writer)
         writer.compact()
-        assert contents(writer) == expected
-    with CollectionReader(directory) as reader:
+        assert contents(writer) == written
+    with CollectionReader(old) as reader:
+        demanded = OF_TENANT if reader.description.demanded else None
         assert nearest(reader, 100, filter=demanded) == ["new"]
-        assert contents(reader) == expected
-    assert read_description(directory).identity == identity
+        assert contents(reader) == written
+    assert CollectionReader.verify(old) == ""
+
+
+@pytest.mark.parametrize("kind", ["built", "sharded", "bare"])
+def test_the_files_of_a_converted_directory_have_its_modes(tmp_path: Path, golden: Path, kind: str) -> None:
+    directory = Path(shutil.copytree(golden / kind, tmp_path / kind))
+    directory.chmod(0o750)
+    upgrade(Disk(), directory)
+    assert {path.stat().st_mode & 0o777 for path in directory.rglob("*")} == {0o750, 0o640}
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_readers_that_have_an_old_directory_open_follow_its_conversion(old: Path, written: bool) -> None:
+    def segments(reader: CollectionReader) -> set[int]:
+        return {id(segment) for segment in reader.state.segments}
+
+    shards = read_description(old).shards
+    with ExitStack() as stack:
+        readers = [
+            stack.enter_context(CollectionReader(old, background=background, shard=shard))
+            for background in (False, True)
+            for shard in (None, *range(shards))
+        ]
+        documents = stack.enter_context(CollectionDocuments(old, lambda: 0.0))
+        lazy = stack.enter_context(CollectionReader(old))
+        opened = [segments(reader) for reader in readers]
+        before = [contents(reader) for reader in readers]
+        with open_writer(old) as writer:
+            if written:
+                name = next(iter(contents(writer)))
+                writer.upsert([UpsertDocument("new", "17", attributes={"tenant": "t"}, vector=vector_of(100, DIM))])
+                writer.delete([name])
+            for reader, segments_before, contents_before in zip(readers, opened, before, strict=True):
+                assert reader.poll() or not read_description(old).size
+                assert not reader.poll()
+                assert reader.current
+                assert segments(reader) == segments_before, "the segments stay open"
+                if not written:
+                    assert contents(reader) == contents_before
+                elif len(reader.state.segments) == shards:
+                    assert contents(reader) == contents(writer)
+                reader.verify_segments()
+            for segment in lazy.state.segments:
+                assert (segment.keywords is None) == (KEYWORDS not in segment.files), "it is opened late"
+            documents.file_count()
+            assert contents(documents) == contents(writer)
+            writer.compact()
+            for reader in readers[:2]:
+                reader.poll()
+        assert contents(readers[0]) == contents(documents)
+
+
+def test_checksums_that_are_compared_while_an_old_directory_is_converted_are_those_of_its_files(
+    tmp_path: Path, golden: Path
+) -> None:
+    directory = Path(shutil.copytree(golden / "sharded", tmp_path / "docs"))
+    with CollectionReader(directory) as reader:
+        reader.verify_segments(lambda read_bytes: upgrade(Disk(), directory))
+        assert not reader.unverified
+
+
+def test_an_old_directory_in_the_place_of_another_is_noticed(tmp_path: Path, golden: Path) -> None:
+    directory = Path(shutil.copytree(golden / "built", tmp_path / "docs"))
+    with CollectionReader(directory) as reader:
+        directory.rename(tmp_path / "moved")
+        shutil.copytree(golden / "bare", directory)
+        assert not reader.poll()
+        assert reader.replaced
+        assert len(contents(reader)) == ROWS
+
+
+def test_an_old_directory_that_is_restored_after_its_conversion_is_reopened(tmp_path: Path, golden: Path) -> None:
+    directory = Path(shutil.copytree(golden / "built", tmp_path / "docs"))
+    open_writer(directory).close()
+    with CollectionReader(directory) as reader:
+        directory.rename(tmp_path / "moved")
+        shutil.copytree(golden / "built", directory)
+        with pytest.raises(CollectionError, match="an earlier state of"):
+            reader.poll()
+        assert reader.outdated
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_documents_without_a_keyword_index_get_one_when_they_are_converted(tmp_path: Path, shards: int) -> None:
+    def found(documents: CollectionDocuments) -> list[str]:
+        rows, _ = documents.search_keywords("17", vector_of(0, DIM), 5, None, 1 << 62)
+        return [one.id for one in documents.get(rows.tolist()) if one is not None]
+
+    directory = flatten(bulk(tmp_path / "old", shards), keywords=False)
+    with CollectionDocuments(directory, lambda: 0.0) as documents:
+        assert len(contents(documents)) == ROWS
+        with pytest.raises(Unavailable, match="without a keyword index: `trinity index compact` makes one"):
+            found(documents)
+        open_writer(directory).close()
+        assert found(documents) == ["d17"]
+        documents.verify_segments()
     assert CollectionReader.verify(directory) == ""
 
 
-def test_documents_without_a_keyword_index_get_one_when_they_are_converted(tmp_path: Path, golden: Path) -> None:
-    directory = Path(shutil.copytree(golden / "built", tmp_path / "built"))
-    found = read_description(directory)
-    files = {name: one for name, one in found.files.items() if name != KEYWORDS}
-    (directory / DESCRIPTION).write_bytes(encode_with_checksum(structs.replace(found, files=files)))
-    (directory / KEYWORDS).unlink()
-    documents = CollectionDocuments(directory, lambda: 0.0)
-    rows, _ = documents.search_keywords("17", vector_of(0, DIM), 5, None, 1 << 62)
-    assert [one.id for one in documents.get(rows.tolist()) if one is not None] == ["d17"]
-    documents.close()
-
-
-def test_of_several_readers_that_open_an_old_directory_one_converts_it_and_the_others_wait(
-    tmp_path: Path, golden: Path
+@pytest.mark.parametrize("use", [CollectionReader, open_writer])
+@pytest.mark.parametrize("name", [DOCUMENTS, ATTRIBUTES, KEYWORDS, "index-1/meta.json", "index-1/ids.npy"])
+@pytest.mark.parametrize("damage", ["cut", "missing", "a pipe"])
+def test_an_old_directory_without_a_whole_file_is_not_opened(
+    tmp_path: Path, golden: Path, name: str, damage: str, use: Callable[[Path], object]
 ) -> None:
-    directory = Path(shutil.copytree(golden / "built", tmp_path / "built"))
-    lock = acquire_lock(directory)  # as one that converts it holds it
-    with ThreadPoolExecutor(4) as threads:
-        opened = [threads.submit(CollectionReader, directory) for _ in range(4)]
-        upgrade(Disk(), directory)
-        os.close(lock)
-        for one in opened:
-            with one.result(60) as reader:
-                assert len(contents(reader)) == ROWS
+    path = Path(shutil.copytree(golden / "sharded", tmp_path / "docs")) / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(content[:-1])
+    elif damage == "a pipe":
+        os.mkfifo(path)
+    with pytest.raises(CollectionError, match=path.name):
+        use(tmp_path / "docs")
+    assert not (tmp_path / "docs/MANIFEST").exists()
 
 
-def test_an_old_directory_that_may_not_be_written_to_is_refused_with_what_to_do(
-    tmp_path: Path, golden: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = Path(shutil.copytree(golden / "built", tmp_path / "built"))
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(CollectionError, match="may not write to") as refusal:
-        CollectionReader(directory)
-    assert f"run `trinity index upgrade {directory}` as a user who may write to it, or on a" in refusal.value.message
-
-
-@pytest.mark.parametrize("name", [DOCUMENTS, "attributes.msgpack", "index-1/meta.json"])
+@pytest.mark.parametrize("name", [DOCUMENTS, ATTRIBUTES, KEYWORDS, "index-1/meta.json"])
 def test_a_damaged_old_directory_is_not_converted(tmp_path: Path, golden: Path, name: str) -> None:
     directory = Path(shutil.copytree(golden / "sharded", tmp_path / "docs"))
     content = bytearray((directory / name).read_bytes())
     content[len(content) // 2] ^= 1
     (directory / name).write_bytes(content)
-    with pytest.raises(CollectionError, match=f"{Path(name).name} is damaged"):
-        CollectionReader(directory)
+    for use in (open_writer, CollectionReader.verify):
+        with pytest.raises(CollectionError, match=f"{Path(name).name} is damaged"):
+            use(directory)
     assert not (directory / "MANIFEST").exists()

@@ -3,8 +3,12 @@
 import select
 from pathlib import Path
 
+import numpy as np
+
 from runtime.pool.collections.log_watch import LogWatch
-from tests.collections.small_collections import documents, new_writer
+from runtime.retrieval.collections import bulk_load
+from tests.collections.flat_bulk_loads import flatten
+from tests.collections.small_collections import DIM, documents, new_writer, open_writer
 
 
 def readable(watch: LogWatch) -> bool:
@@ -30,6 +34,18 @@ def test_a_write_is_reported_once_also_after_the_log_was_sealed(tmp_path: Path) 
             watch.poll()
         watch.close()
         watch.close()
+
+
+def test_the_log_that_a_first_write_begins_is_watched(tmp_path: Path) -> None:
+    bulk_load.build(np.eye(DIM, dtype=np.float32), tmp_path / "old", degree=4)
+    watch = LogWatch()
+    watch.add(flatten(tmp_path / "old"))
+    with open_writer(tmp_path / "old") as writer:
+        assert watch.poll(), "it has a manifest"
+        assert not watch.poll()
+        writer.upsert(documents(range(2)))
+        assert watch.poll()
+    watch.close()
 
 
 def test_nothing_is_reported_of_a_directory_without_a_log(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from runtime.retrieval.collections.description import (
     MANIFEST,
     checksum_file,
     encode_with_checksum,
-    read_manifest,
 )
 from runtime.retrieval.collections.segment import CONTENTS, Contents, segment_path
+from runtime.retrieval.collections.upgrade import read_manifest
 from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind, Vectors
 
 

@@ -19,6 +19,7 @@ class LogWatch:
     def __init__(self) -> None:
         fd = int(_libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK))
         self._fd: int | None = None if fd < 0 else fd
+        self._without_log: set[Path] = set()
 
     def fileno(self) -> int | None:
         return self._fd
@@ -27,7 +28,8 @@ class LogWatch:
         """Watch the collection in a directory: its log, or until it has one the manifest with which it begins."""
         if self._fd is not None:
             for path, events in ((directory, _IN_MOVED_TO), (directory / "log", _IN_MODIFY | _IN_CREATE)):
-                _libc.inotify_add_watch(self._fd, os.fsencode(path), ctypes.c_uint32(events | _IN_ONLYDIR))
+                if _libc.inotify_add_watch(self._fd, os.fsencode(path), ctypes.c_uint32(events | _IN_ONLYDIR)) < 0:
+                    self._without_log.add(directory)
 
     def poll(self) -> bool:
         """Return whether a log was written to since the last call."""
@@ -38,6 +40,10 @@ class LogWatch:
                 written = True
             except BlockingIOError:
                 break
+        if written:
+            directories, self._without_log = self._without_log, set()
+            for directory in directories:
+                self.add(directory)
         return written
 
     def close(self) -> None:

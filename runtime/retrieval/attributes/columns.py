@@ -201,6 +201,19 @@ class Columns:
         """The attributes that occur, and their types."""
         return {name: column.kind for name, column in self._columns.items()}
 
+    def of_rows(self, rows: NDArray[np.int64]) -> "Columns":
+        """Return the columns of some rows, which ascend."""
+        columns = Columns.empty(len(rows))
+        for name, column in self._columns.items():
+            stored = column.to_stored()
+            with_values = np.frombuffer(stored.rows, np.int64)
+            here = np.isin(with_values, rows)
+            values = np.frombuffer(stored.values, _DTYPES[stored.kind])[here]
+            places = np.searchsorted(rows, with_values[here])
+            own = _Stored(stored.kind, places.tobytes(), values.tobytes(), stored.words)
+            columns._columns[name] = Column.from_stored(own, len(rows))
+        return columns
+
     def append(self, documents: Sequence[Attributes], schema: Schema) -> None:
         """Append rows. Attributes that are not in `schema`, or have another type there, are left out: a deleted
         document's may be."""

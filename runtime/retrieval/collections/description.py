@@ -12,7 +12,7 @@ A document gets a row number when it is stored; row numbers are never reused. An
 document under a new row and deletes the old one. A row number therefore denotes one text permanently, and a result
 cannot mix texts.
 
-Bulk loads of earlier versions have another layout, and are converted when they are opened: see `upgrade`.
+Bulk loads of earlier versions have another layout until they are first written to: see `upgrade`.
 """
 
 import hashlib
@@ -237,8 +237,8 @@ def read_description(directory: Path) -> Description:
     return description
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Read and check the manifest. Raises `CollectionError`."""
+def read_manifest_file(directory: Path) -> Manifest:
+    """Read and check the manifest, which a flat bulk load has not: see `upgrade`. Raises `CollectionError`."""
     path = directory / MANIFEST
     manifest = decoded(path, read_bytes(path), Manifest)
     if len({segment.number for segment in manifest.segments}) != len(manifest.segments):
@@ -261,14 +261,19 @@ def read_tombstones(directory: Path, manifest: Manifest) -> NDArray[np.int64]:
     return np.asarray(rows)
 
 
-def check_sizes(directory: Path, files: Mapping[str, FileChecksum]) -> None:
+def check_sizes(files: Mapping[Path, FileChecksum]) -> None:
     """Check that files exist and have the right sizes. Raises `CollectionError`."""
-    for name, checksum in files.items():
-        status = status_of(directory / name)
+    for path, checksum in files.items():
+        status = status_of(path)
         if status is None or not stat.S_ISREG(status.st_mode):
-            raise CollectionError(f"{directory / name} is missing")
+            raise CollectionError(f"{path} is missing")
         if status.st_size != checksum.bytes:
-            raise CollectionError(f"{directory / name} is damaged: it has {status.st_size} bytes, not {checksum.bytes}")
+            raise CollectionError(f"{path} is damaged: it has {status.st_size} bytes, not {checksum.bytes}")
+
+
+def is_flat(directory: Path, description: Description) -> bool:
+    """Whether it is a bulk load of an earlier version that was not converted. Raises `CollectionError`."""
+    return description.size > 0 and status_of(directory / MANIFEST) is None
 
 
 def decoded(path: Path, content: bytes, struct: type[_T]) -> _T:

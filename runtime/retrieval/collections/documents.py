@@ -69,12 +69,18 @@ class DocumentStore:
     Methods raise the errors of `ReadOnlyDatabase`.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open a file that `write` wrote. Raises `CollectionError` if it is missing, foreign or damaged."""
+    def __init__(self, path: Path, part: tuple[int, int] = (0, 1)) -> None:
+        """Open a file that `write` wrote; of part (i, n), only the rows i, i + n, i + 2n, …
+
+        Raises `CollectionError` if it is missing, foreign or damaged.
+        """
         self.path, self._database = path, ReadOnlyDatabase(path, "document store", _FORMATS)
         self._version = self._database.version
-        ((last,),) = self._database.rows("SELECT max(row) FROM documents")
-        self.last_row = -1 if last is None else int(last)
+        if part != (0, 1):  # a temporary name precedes others
+            rows = f"SELECT * FROM main.documents WHERE row % {part[1]} = {part[0]}"
+            list(self._database.rows(f"CREATE TEMP VIEW documents AS {rows}"))
+        last = list(self._database.rows("SELECT row FROM documents ORDER BY row DESC LIMIT 1"))
+        self.last_row = int(last[0][0]) if last else -1
 
     @staticmethod
     def write(

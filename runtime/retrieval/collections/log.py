@@ -98,7 +98,8 @@ def log_path(directory: Path, first: int) -> Path:
 
 def log_files(directory: Path) -> list[tuple[int, Path]]:
     """Return the log files with the sequence numbers of their first records, in order."""
-    with storage_errors(f"{directory / 'log'} cannot be read"):
+    names: list[Path] = []
+    with storage_errors(f"{directory / 'log'} cannot be read"), contextlib.suppress(FileNotFoundError):
         names = [path for path in (directory / "log").iterdir() if path.suffix == ".log" and path.stem.isdigit()]
     return sorted((int(path.stem), path) for path in names)
 

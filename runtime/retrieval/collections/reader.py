@@ -20,12 +20,13 @@ from runtime.errors import CollectionError, Overloaded
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collections.description import (
+    DESCRIPTION,
     MANIFEST,
     Manifest,
     SegmentInfo,
     Throttle,
+    read_description,
     read_identity,
-    read_manifest,
     unthrottled,
 )
 from runtime.retrieval.collections.disk import storage_error
@@ -36,7 +37,7 @@ from runtime.retrieval.collections.retired_documents import RetiredDocuments
 from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.state import Loaded, State, close
-from runtime.retrieval.collections.upgrade import upgrade_if_flat
+from runtime.retrieval.collections.upgrade import NoLog, read_manifest
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.neighbors import Neighbors
 
@@ -75,7 +76,8 @@ class CollectionReader:
         shard: read only this shard. retired, prepare: see `State`.
         """
         self.directory, self.replaced, self.outdated = directory, False, ""
-        self._manifest_path = os.fspath(directory / MANIFEST)  # joining paths takes longer than a system call
+        # Strings: joining paths takes longer than a system call.
+        self._manifest_paths = os.fspath(directory / MANIFEST), os.fspath(directory / DESCRIPTION)
         self.segments_ready: Callable[[Sequence[Segment]], bool] = lambda segments: True
         self._parts: Iterator[None] | None = None  # of the records that are applied
         self._loads_in_background, self._retired, self._prepare = background, retired, prepare
@@ -90,12 +92,14 @@ class CollectionReader:
         """
         for attempt in range(_ATTEMPTS):
             self._last_stat = self._manifest_stat()
-            self.description = about = upgrade_if_flat(self.directory)
+            self.description = about = read_description(self.directory)
             opened: list[State | LogFollower] = []
             try:
                 self.manifest = manifest = read_manifest(self.directory)
                 self.state = State(self.directory, about, manifest, shard, self._retired, self._prepare)
                 opened.append(self.state)
+                for part in self.state.segments if manifest.generation < 0 else ():
+                    self.state.schema = {**self.state.schema, **part.columns.schema}
                 self.log, self._parts = self._follow(manifest), None
                 opened.append(self.log)
                 self._apply_records()
@@ -329,13 +333,18 @@ class CollectionReader:
         self.close()
 
     def _follow(self, manifest: Manifest) -> LogFollower:
+        if manifest.generation < 0:
+            return NoLog()
         return LogFollower(self.directory, self.description.identity, manifest.sequence)
 
     def _manifest_stat(self) -> tuple[int, int, int] | None:
-        try:
-            status = os.stat(self._manifest_path)
-        except (FileNotFoundError, NotADirectoryError):  # the directory was moved
-            return None
-        except OSError as error:
-            raise storage_error(error, f"{self.directory / MANIFEST} cannot be read") from error
-        return status.st_ino, status.st_mtime_ns, status.st_size
+        """Stat the manifest, or the description of a flat bulk load, which has none."""
+        for path in self._manifest_paths:
+            try:
+                status = os.stat(path)
+                return status.st_ino, status.st_mtime_ns, status.st_size
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise storage_error(error, f"{path} cannot be read") from error
+        return None  # the directory was moved

@@ -140,9 +140,13 @@ def _searched(state: State, snapshot: Snapshot, filter: Filter | None, work: Wor
         if isinstance(part, Segment) and part.lacks_keywords:
             where = state.directory
             raise Unavailable(f"{where} has a segment without a keyword index: `trinity index compact` makes one")
-        words = part.keywords if isinstance(part, Segment) else growing.postings
+        words, rows = part.keywords if isinstance(part, Segment) else growing.postings, part.rows
+        if isinstance(part, Segment) and part.stored > part.size:  # it has the rows of other shards, too
+            visible = np.zeros(part.stored, bool)
+            visible[rows] = bits
+            rows, bits = np.arange(part.stored), visible
         if words is not None:
-            searched.append(Searched(words, part.rows, bits))
+            searched.append(Searched(words, rows, bits))
     return searched
 
 

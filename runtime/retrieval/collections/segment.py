@@ -5,14 +5,17 @@ index/               an index whose ids are row numbers: see `gpu.index.storage`
 documents.sqlite     see `documents`; missing for bare vectors
 attributes.msgpack   see `Columns.encode`; missing if no document has one
 keywords.sqlite      see `keywords.index`; missing for bare vectors, and in segments that earlier versions sealed
+
+The shards of a bulk load of an earlier version share the last three, which have the rows of all: see `upgrade`.
 """
 
 import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeVar
 from weakref import finalize
 
 import msgspec
@@ -37,6 +40,7 @@ from runtime.retrieval.collections.description import (
     Throttle,
     check_sizes,
     checksum_of,
+    is_flat,
     read_known,
     unthrottled,
     verify_file,
@@ -49,6 +53,7 @@ from runtime.retrieval.keywords.index import KeywordFile
 CONTENTS, META = "segment.json", f"{INDEX}/meta.json"
 FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, META)
 _MAX_BYTES = 1 << 16
+_T = TypeVar("_T")
 
 
 class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,49 +77,78 @@ def segment_path(directory: Path, info: SegmentInfo) -> Path:
     return directory / "segments" / str(info.number)
 
 
-def files_of(directory: Path, info: SegmentInfo) -> dict[str, FileChecksum]:
+def file_path(directory: Path, info: SegmentInfo, description: Description, name: str) -> Path:
+    """Return the path of a segment's file, or of the folder `INDEX`. Raises `CollectionError`."""
+    if is_flat(directory, description):
+        return directory / _flat_name(description, info.shard, name)
+    return segment_path(directory, info) / name
+
+
+def _flat_name(description: Description, shard: int, name: str) -> str:
+    """Return the name of a segment's file in a flat bulk load."""
+    of_shard = description.shards > 1 and name.startswith(INDEX)
+    return f"{INDEX}-{shard}{name.removeprefix(INDEX)}" if of_shard else name
+
+
+def flat_files(directory: Path, description: Description, shard: int) -> dict[str, FileChecksum]:
+    """Return the checksums of a segment's files in a flat bulk load. Raises `CollectionError`."""
+    names = {name: _flat_name(description, shard, name) for name in FILES}
+    if names[META] not in description.files:
+        raise CollectionError(f"{directory} is damaged: its description does not list {names[META]}")
+    return {name: description.files[flat] for name, flat in names.items() if flat in description.files}
+
+
+def files_of(directory: Path, info: SegmentInfo, description: Description) -> dict[str, FileChecksum]:
     """Return the checksums of a segment's files, which exist and have the right sizes; one is its index's `meta.json`.
 
     Raises `CollectionError`.
     """
-    folder = segment_path(directory, info)
-    path = folder / CONTENTS
+    if is_flat(directory, description):
+        files = flat_files(directory, description, info.shard)
+    else:
+        files = _read_contents(segment_path(directory, info) / CONTENTS, info).files
+    check_sizes({file_path(directory, info, description, name): checksum for name, checksum in files.items()})
+    return files
+
+
+def _read_contents(path: Path, info: SegmentInfo) -> Contents:
     try:
         contents = msgspec.json.decode(read_known(path, info.sha256, _MAX_BYTES), type=Contents)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CollectionError(f"{path} is damaged: {error}") from error
     if contents.size != info.size or META not in contents.files or not set(contents.files) <= set(FILES):
         raise CollectionError(f"{path} is damaged: it has {contents.size} rows, not {info.size}")
-    check_sizes(folder, contents.files)
-    return contents.files
+    return contents
 
 
 class Segment(Part):
     """An open segment. Its rows ascend, except in a bulk load of vectors with ids.
 
-    `files`: the checksums of its files, by their paths within `path`; `verified_bytes`: how much of them `verify` has
-    read, None before it was called. Attributes are read when they are first used.
+    `files`: the checksums of its files, by their paths within its folder; `verified_bytes`: how much of them `verify`
+    has read, None before it was called. Attributes are read when they are first used.
     `store`: None for a segment of bare vectors: the document of row 7 is an empty one with the id "7".
+    `stored`: the rows of its documents, attributes and keyword index; more than `size` if shards share these.
     """
 
     def __init__(
         self,
         info: SegmentInfo,
-        path: Path,
+        path_of: Callable[[str], Path],
         index: GraphIndex,
         store: DocumentStore | None,
         files: dict[str, FileChecksum],
+        stored: int,
     ) -> None:
         """Use `load`."""
         super().__init__(index.size, index.size)
-        self.info, self.path, self.index, self.files = info, path, index, files
+        self.info, self._path_of, self.index, self.files, self.stored = info, path_of, index, files, stored
         self.verified_bytes: int | None = None
         self._bits: NDArray[np.uint64] | None = None  # `alive`, once it was asked for
         self.store = store
         self._columns: Columns | None = None
         self._keywords: KeywordFile | None = None
         self._lock = threading.Lock()
-        self._attributes = open_regular(path / ATTRIBUTES) if ATTRIBUTES in files else -1
+        self._attributes = open_regular(path_of(ATTRIBUTES)) if ATTRIBUTES in files else -1
         self._close_attributes = finalize(self, _close, self._attributes)
 
     @classmethod
@@ -123,23 +157,29 @@ class Segment(Part):
 
         Its graph is not checked: see `searchable`. Raises `CollectionError`.
         """
-        path, files = segment_path(directory, info), files_of(directory, info)
-        verify_file(path / META, files[META])
+        files, path_of = files_of(directory, info, description), partial(file_path, directory, info, description)
+        verify_file(path_of(META), files[META])
+        folder = path_of(INDEX)
         with index_errors():
-            index = GraphIndex.load(path / INDEX)
+            index = GraphIndex.load(folder)
             arrays = {f"{INDEX}/{name}": FileChecksum(*checksum) for name, checksum in index.files().items()}
-        ids = index.data.ids
-        if index.size != info.size or (ids is not None and int(ids.min()) < 0):
-            raise CollectionError(f"{path / INDEX} is damaged: its ids are not the rows of {info.size} documents")
+        ids, shards = index.data.ids, description.shards
+        sound = index.size == info.size and (ids is None or int(ids.min()) >= 0)
+        part, stored = (0, 1), index.size
+        if shards > 1 and DOCUMENTS in files and files[DOCUMENTS] == description.files.get(DOCUMENTS):
+            part, stored = (info.shard, shards), description.size  # the shards share it
+            sound &= ids is not None and np.array_equal(ids, np.arange(info.shard, stored, shards))
+        if not sound:
+            raise CollectionError(f"{folder} is damaged: its ids are not the rows of {info.size} documents")
         if (index.dim, index.metric) != (description.dim, description.metric):
-            raise CollectionError(f"{path / INDEX} is not an index of this collection")
-        store = DocumentStore(path / DOCUMENTS) if DOCUMENTS in files else None
+            raise CollectionError(f"{folder} is not an index of this collection")
+        store = DocumentStore(path_of(DOCUMENTS), part) if DOCUMENTS in files else None
         last = index.size - 1 if ids is None else int(ids[-1])
         try:
             if store is not None and store.last_row != last:
-                raise CollectionError(f"{path / DOCUMENTS} is damaged: its last row is {store.last_row}, not {last}")
-            with storage_errors(f"{path / ATTRIBUTES} cannot be read"):
-                return cls(info, path, index, store, {**files, **arrays})
+                raise CollectionError(f"{store.path} is damaged: its last row is {store.last_row}, not {last}")
+            with storage_errors(f"{path_of(ATTRIBUTES)} cannot be read"):
+                return cls(info, path_of, index, store, {**files, **arrays}, stored)
         except CollectionError:
             if store is not None:
                 store.close()
@@ -160,8 +200,10 @@ class Segment(Part):
         _ = self.searchable, self.columns
 
     def file_bytes(self, name: str = "") -> int:
-        """Return the size of the files whose paths begin with a name; "": of all."""
-        return sum(known.bytes for one, known in self.files.items() if one.startswith(name))
+        """Return the size of the files whose paths begin with a name, or its part of one that shards share; "": of all
+        that `verify` reads."""
+        size = sum(known.bytes for one, known in self.files.items() if one.startswith(name))
+        return size * self.size // self.stored if name in (DOCUMENTS, KEYWORDS) else size
 
     def verify(self, throttle: Throttle = unthrottled) -> None:
         """Compare the checksums of all files. Raises `CollectionError`."""
@@ -172,7 +214,17 @@ class Segment(Part):
             throttle(read_bytes)
 
         for name, known in self.files.items():
-            verify_file(self.path / name, known, counted)
+            self._read(name, partial(verify_file, known=known, throttle=counted))
+
+    def _read(self, name: str, read: Callable[[Path], _T]) -> _T:
+        """Return what `read` returns of a file, once more if the collection was converted meanwhile."""
+        path = self._path_of(name)
+        try:
+            return read(path)
+        except CollectionError:
+            if self._path_of(name) == path:
+                raise
+            return read(self._path_of(name))
 
     # ---- rows
 
@@ -227,7 +279,7 @@ class Segment(Part):
         """
         with self._lock:
             if self._keywords is None and KEYWORDS in self.files:
-                self._keywords = KeywordFile(self.path / KEYWORDS, self.size)
+                self._keywords = self._read(KEYWORDS, partial(KeywordFile, size=self.stored))
             return self._keywords
 
     def find(self, rows: Sequence[int], on_read: OnDocument = ignore) -> dict[int, Document]:
@@ -267,15 +319,15 @@ class Segment(Part):
     def _read_columns(self) -> Columns:
         if self._attributes < 0:
             return Columns.empty(self.size)
-        path, known, content = self.path / ATTRIBUTES, self.files[ATTRIBUTES], b""
+        path, known, content = self._path_of(ATTRIBUTES), self.files[ATTRIBUTES], b""
         while part := os.pread(self._attributes, known.bytes + 1 - len(content), len(content)):
             content += part
         if checksum_of(content) != known:
             raise CollectionError(f"{path} is damaged: its checksum is not the one it was built with")
         columns = Columns.decode(content)
-        if columns.size != self.size:
-            raise CollectionError(f"{path} has {columns.size} rows, not {self.size}")
-        return columns
+        if columns.size != self.stored:
+            raise CollectionError(f"{path} has {columns.size} rows, not {self.stored}")
+        return columns if self.stored == self.size else columns.of_rows(self.rows)
 
     @cached_property
     def _filters(self) -> FilterCache:

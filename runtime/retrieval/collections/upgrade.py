@@ -1,107 +1,114 @@
-"""Conversion of the bulk loads of earlier versions, which were flat, when they are opened. Nothing else reads them.
+"""Bulk loads of earlier versions, which are flat. They are read as they are, and converted when they are written to.
 
 Their files are beside `collection.json`, which has their checksums; the shards share documents and attributes:
 
 documents.sqlite, keywords.sqlite, attributes.msgpack    of all shards
 index/, or index-0/ index-1/ …                           one index a shard
 
-The files of the new segments are links to the old ones, except for what shards share, and for documents without a
-keyword index. The manifest, which is written last, replaces the old layout by the new one in one step.
+A reader makes the manifest that such a directory does not have. It names the segments to which the conversion links the
+files, so a reader that has them open goes on with them. The conversion's manifest, which is written last, replaces the
+old layout by the new one in one step.
 """
 
 import os
 import shutil
 import stat
-import time
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
-import numpy as np
+import msgspec
 
-from gpu import GraphIndex
-from runtime.errors import CollectionBusy, CollectionError
-from runtime.files import read_regular, set_modes
-from runtime.retrieval.attributes.columns import Columns
+from runtime.errors import CollectionError
+from runtime.files import set_modes
 from runtime.retrieval.collections.description import (
-    ATTRIBUTES,
     DOCUMENTS,
     INDEX,
     KEYWORDS,
     MANIFEST,
-    Description,
-    FileChecksum,
     Manifest,
+    SegmentInfo,
+    checksum_of,
     encode_with_checksum,
     make_folders,
     read_description,
+    read_manifest_file,
     status_of,
     verify_file,
 )
-from runtime.retrieval.collections.disk import Disk, storage_errors, writing
+from runtime.retrieval.collections.disk import Disk, storage_errors
 from runtime.retrieval.collections.documents import DocumentStore
-from runtime.retrieval.collections.log import HEADER, LogWriter, log_files, log_path
-from runtime.retrieval.collections.segment import index_errors
-from runtime.retrieval.collections.segment_build import (
-    building_segment,
-    obsolete_files,
-    seal_segment,
-    write_documents,
-)
-
-_RETRY_S = 0.05
+from runtime.retrieval.collections.log import HEADER, LogFollower, LogWriter, log_files, log_path
+from runtime.retrieval.collections.segment import META, Contents, Segment, file_path, flat_files, segment_path
+from runtime.retrieval.collections.segment_build import building_segment, obsolete_files, seal_segment
+from runtime.retrieval.keywords.index import KeywordFile
 
 
-def upgrade_if_flat(directory: Path) -> Description:
-    """Convert a flat bulk load, or wait until another process has; return the description.
+class NoLog(LogFollower):
+    """The log of a flat bulk load, which has none: no records, before the first one of a log."""
 
-    Raises `CollectionError`, also if this process may not write to it, and `NoRoom`.
-    """
-    while _is_flat(directory, description := read_description(directory)):
-        if not os.access(directory, os.W_OK):
-            raise CollectionError(
-                f"an earlier version made {directory}, which this process may not write to, and it must be converted: "
-                f"run `trinity index upgrade {directory}` as a user who may write to it, or on a writable copy"
-            )
-        try:
-            with writing(directory):
-                upgrade(Disk(), directory)
-        except CollectionBusy:
-            time.sleep(_RETRY_S)
-    return description
+    def __init__(self) -> None:
+        self._fd, self.first, self.end, self.sequence = -1, 0, 0, -1
+
+    def poll(self) -> list[bytes]:
+        return []
+
+    @property
+    def torn_bytes(self) -> int:
+        return 0
+
+    @property
+    def at_end(self) -> bool:
+        return True
+
+    @property
+    def is_current(self) -> bool:
+        return True
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest, or of a flat bulk load one of generation -1, without a schema. Raises `CollectionError`."""
+    if status_of(directory / MANIFEST) is not None or not (description := read_description(directory)).size:
+        return read_manifest_file(directory)
+    if any(first > 0 or path.stat().st_size > HEADER.size for first, path in log_files(directory)):
+        raise CollectionError(f"{directory} is damaged: it has a log, but no file {MANIFEST}")
+    segments, shards = [], description.shards
+    for shard in range(shards):
+        size = len(range(shard, description.size, shards))
+        text = msgspec.json.encode(Contents(size, flat_files(directory, description, shard)))
+        segments.append(SegmentInfo(shard, size, checksum_of(text).sha256, shard))
+    return Manifest(-1, segments, 0, description.size, shards, {})
 
 
 def upgrade(disk: Disk, directory: Path) -> None:
     """Convert a flat bulk load for a writer, which holds the lock; do nothing to others. Raises `CollectionError`,
     with the old layout in place, and `NoRoom`."""
-    description = read_description(directory)
-    if not _is_flat(directory, description):
+    description, flat = read_description(directory), read_manifest(directory)
+    if flat.generation >= 0:
         return
-    if _was_written(directory):
-        raise CollectionError(f"{directory} is damaged: it has a log, but no file {MANIFEST}")
-    shards, files = description.shards, _checked_files(directory, description)
-    schema = dict(description.declared)
-    if ATTRIBUTES in files:
-        schema |= Columns.decode(read_regular(directory / ATTRIBUTES, files[ATTRIBUTES].bytes)).schema
-    is_linked = DOCUMENTS not in files or (shards == 1 and KEYWORDS in files)
-    segments, next_row = [], 0
+    files = flat_files(directory, description, 0).keys() - {META}
+    lacks_keywords = DOCUMENTS in files and KEYWORDS not in files
+    schema, segments, next_row = dict(description.declared), list[SegmentInfo](), 0
+    for name in files:  # a damaged one would get another checksum
+        verify_file(directory / name, description.files[name])
     with storage_errors(f"{directory} cannot be converted"):
         make_folders(directory)
         disk.sync_directory(directory)
-        for shard, folder in enumerate(_index_folders(shards)):
-            with index_errors():
-                index = GraphIndex.load(directory / folder)
-            ids = index.data.ids
-            next_row = max(next_row, index.size if ids is None else 1 + int(np.max(ids)))
-            with building_segment(disk, directory, shard) as building:
-                shutil.copytree(directory / folder, building / INDEX, copy_function=_link)
-                if is_linked:
-                    for name in {DOCUMENTS, ATTRIBUTES, KEYWORDS} & files.keys():
-                        _link(directory / name, building / name)
-                else:
-                    with DocumentStore(directory / DOCUMENTS) as store:
-                        own = (document for document in store.all() if document.row % shards == shard)
-                        write_documents(building, own, schema, store.sources())
-                segments.append(seal_segment(disk, building, index.size, shard))
-        manifest = Manifest(0, segments, 0, next_row, shards, schema)
+        for info in flat.segments:
+            with closing(Segment.load(directory, info, description)) as segment:
+                schema |= segment.columns.schema
+                next_row = max(next_row, 1 + int(segment.rows.max()))
+            # One with another file than the flat one has another number: readers open it as any new segment.
+            number = info.number + description.shards if lacks_keywords else info.number
+            with building_segment(disk, directory, number) as building:
+                index = file_path(directory, info, description, INDEX)
+                shutil.copytree(index, building / INDEX, copy_function=_link)
+                for name in files:
+                    _link(directory / name, building / name)
+                if lacks_keywords:
+                    _add_keywords(directory, building / KEYWORDS, segments)
+                segments.append(seal_segment(disk, building, info.size, info.shard))
+        manifest = Manifest(0, segments, 0, next_row, 1 + segments[-1].number, schema)
         LogWriter(disk, log_path(directory, 0), description.identity, 0).close()
         disk.write_file(directory / MANIFEST, encode_with_checksum(manifest))
         set_modes(directory, stat.S_IMODE(directory.stat().st_mode))
@@ -109,31 +116,13 @@ def upgrade(disk: Disk, directory: Path) -> None:
         disk.remove(path)
 
 
-def _is_flat(directory: Path, description: Description) -> bool:
-    return description.size > 0 and status_of(directory / MANIFEST) is None
-
-
-def _was_written(directory: Path) -> bool:
-    """Return whether there is more of a log than an upgrade begins with: the header of its first file."""
-    logs = log_files(directory) if status_of(directory / "log") else []
-    return any(first > 0 or path.stat().st_size > HEADER.size for first, path in logs)
-
-
-def _checked_files(directory: Path, description: Description) -> dict[str, FileChecksum]:
-    """Return the files that are converted, which have the right checksums: what is derived from damaged ones would get
-    another. Raises `CollectionError`."""
-    indexes = {f"{folder}/meta.json" for folder in _index_folders(description.shards)}
-    if missing := indexes - description.files.keys():
-        raise CollectionError(f"{directory} is damaged: its description does not list {', '.join(sorted(missing))}")
-    known = indexes | {DOCUMENTS, ATTRIBUTES, KEYWORDS}
-    files = {name: one for name, one in description.files.items() if name in known}
-    for name, checksum in files.items():
-        verify_file(directory / name, checksum)
-    return files
-
-
-def _index_folders(shards: int) -> tuple[str, ...]:
-    return (INDEX,) if shards == 1 else tuple(f"{INDEX}-{shard}" for shard in range(shards))
+def _add_keywords(directory: Path, path: Path, segments: Sequence[SegmentInfo]) -> None:
+    """Write the keyword index, which the shards share as they do the documents. segments: those that have it."""
+    if segments:
+        _link(segment_path(directory, segments[0]) / KEYWORDS, path)
+        return
+    with DocumentStore(directory / DOCUMENTS) as store:
+        KeywordFile.create(path, ((one.title, one.text) for one in store.all()))
 
 
 def _link(source: str | Path, target: str | Path) -> None:

@@ -26,7 +26,6 @@ from runtime.retrieval.collections.documents import Document, Sources
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment import sources_of
 from runtime.retrieval.collections.segment_build import code_bits
-from runtime.retrieval.collections.upgrade import upgrade_if_flat
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedding_text
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.ingestion.build_inputs import read_documents
@@ -107,7 +106,6 @@ def add(
     embedder; `device` builds the graph. Raises as `ingest`, and `CollectionBusy` while another process writes to the
     collection.
     """
-    upgrade_if_flat(out)  # before this process has the lock
     with writing(out), CollectionReader(out) as old, IsolatedReader() as reader:
         if old.embedder is None or any(DOCUMENTS not in segment.files for segment in old.state.segments):
             raise BuildRefused(f"{out} was built from vectors: files cannot be added to it")
