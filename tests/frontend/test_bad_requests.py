@@ -9,7 +9,6 @@ import pytest
 
 from ipc import SearchSpec
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.node.retrieval_config import ProbesSection
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.serving.http.api_types import ChatBody, CompletionBody, RetrievalOptions
 from runtime.serving.http.parsing import parse
@@ -174,7 +173,7 @@ def test_hybrid_is_a_boolean_or_the_weight_of_keywords(kind: Any, body: dict[str
     def parsed(told: Any) -> Any:
         whole = body | ({at: body[at] | {"hybrid": told}} if at else {"hybrid": told})
         found = parse(kind, json.dumps(whole).encode())
-        return found.to_retrieval(ProbesSection()).hybrid if at else found.hybrid
+        return found.retrieval.hybrid if at else found.hybrid
 
     assert [parsed(told) for told in (True, False, 1, 0, 0.25)] == [0.5, 0.0, 1.0, 0.0, 0.25]
     wrongs: list[Any] = ["yes", 1.5, -1, [], {}]

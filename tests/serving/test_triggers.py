@@ -13,7 +13,7 @@ from runtime.engines.openai.engine import check_default_trigger
 from runtime.errors import ConfigError, InvalidRequest
 from runtime.node.retrieval_config import ProbesSection, installed_triggers
 from runtime.retrieval.passages import Passage
-from runtime.serving.http.api_types import CompletionBody
+from runtime.serving.http.api_types import RetrievalOptions
 from runtime.serving.messages import Retrieval
 from runtime.serving.triggers import Trigger, counts_tokens, entropy, trigger_of, trigger_type
 from tests.fork_server import ROOT
@@ -61,10 +61,8 @@ def test_entropy_is_that_of_the_softmax_and_handles_impossible_tokens() -> None:
 
 
 def retrieval_of(probes: ProbesSection, **own: object) -> Retrieval:
-    body = CompletionBody.model_validate({"model": "m", "prompt": "p", "retrieval": own})
-    retrieval = body.to_retrieval(probes)
-    assert retrieval is not None
-    return retrieval
+    options = RetrievalOptions.model_validate(own)
+    return Retrieval("docs", **options.with_defaults(probes, "retrieval"))
 
 
 def test_a_node_says_how_answers_probe_and_a_request_may_say_otherwise() -> None:

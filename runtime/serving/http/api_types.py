@@ -10,7 +10,7 @@ from runtime.node.retrieval_config import ProbeMode, ProbesSection
 from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
 from runtime.serving.http.parsing import StrictModel, field_error, given, json_name
 from runtime.serving.http.ranking import RerankOptions
-from runtime.serving.messages import Message, Retrieval, Sampling
+from runtime.serving.messages import Message, Sampling
 from runtime.serving.triggers import make_trigger, trigger_type
 
 MAX_STOPS = 4
@@ -164,8 +164,8 @@ class ProbeOptions(StrictModel):
     probe_trigger: str | None = None
     probe_threshold: float | None = Field(None, gt=0, le=1e6)
 
-    def with_defaults(self, probes: ProbesSection, field: str) -> tuple[int, ProbeMode, str, float]:
-        """Return tokens, mode, trigger and threshold. `field`: of the body, for errors.
+    def with_defaults(self, probes: ProbesSection, field: str) -> dict[str, Any]:
+        """Return the fields of a `Retrieval` that say when and how to probe. `field`: of the body, for errors.
 
         Raises InvalidRequest for an unknown trigger, values that it refuses, and a threshold that it does not use.
         """
@@ -180,7 +180,8 @@ class ProbeOptions(StrictModel):
         threshold = self.probe_threshold or default or 0.0
         if every_tokens:
             make_trigger(trigger, every_tokens, threshold)
-        return every_tokens, self.probe_mode or probes.mode, trigger, threshold
+        mode = self.probe_mode or probes.mode
+        return {"every_tokens": every_tokens, "probe_mode": mode, "trigger": trigger, "threshold": threshold}
 
 
 class RetrievalOptions(ProbeOptions, extra="forbid"):
@@ -264,25 +265,6 @@ class GenerateBody(Prioritized):
             seed=(random_seed if self.seed is None else self.seed) & (2**63 - 1),
             stop=tuple(self.stop),
             ignore_eos=self.ignore_eos,
-        )
-
-    def to_retrieval(self, probes: ProbesSection) -> Retrieval | None:
-        """Convert to the workers' message, with the node's defaults; None without retrieval. Raises as
-        `ProbeOptions.with_defaults`."""
-        options = self.retrieval
-        if options is None:
-            return None
-        every_tokens, mode, trigger, threshold = options.with_defaults(probes, "retrieval")
-        return Retrieval(
-            options.collection or "",
-            options.k,
-            every_tokens,
-            mode,
-            options.probe_tokens or 0,
-            filter_bytes(options.filter) if options.filter else b"",
-            options.hybrid,
-            trigger,
-            threshold,
         )
 
 

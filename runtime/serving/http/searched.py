@@ -2,39 +2,44 @@
 
 from collections.abc import Sequence
 
-from msgspec.structs import replace
 from starlette.requests import Request
 
 from ipc import SearchSpec
 from runtime.errors import InvalidRequest, UnknownCollection
 from runtime.node.stores_config import STORES
-from runtime.retrieval.attributes.filters import Filter, decode_filter, filter_bytes
-from runtime.retrieval.search.query import Query
+from runtime.retrieval.attributes.filters import Filter, filter_bytes
+from runtime.retrieval.search.query import Query, Rerank
 from runtime.retrieval.stores.records import STORE_PREFIX, Store
 from runtime.retrieval.stores.service import Stores
 from runtime.serving.http.access import Access, access_of, tenant_of
+from runtime.serving.http.api_types import RetrievalOptions
 from runtime.serving.http.parsing import check_bytes
 from runtime.serving.http.retrieval_body import PlainBody, RetrievalBody
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Retrieval
 
 
-async def authorized(
-    retrieval: Retrieval, http: Request, stores: Stores | None, settings: Settings
+async def retrieval_of(
+    options: RetrievalOptions, rerank: Rerank | None, http: Request, stores: Stores | None, settings: Settings
 ) -> tuple[Retrieval, Store | None]:
-    """Return the retrieval restricted to what the key may find, and the client's store that it searches, if it is one.
+    """Return what a chat retrieves, with the node's defaults and restricted to what the key may find, and the client's
+    store that it searches, if it is one.
 
     Raises InvalidRequest, `UnknownCollection`, `UnknownObject` and Forbidden.
     """
-    check_probe_tokens(retrieval.probe_tokens, settings, "retrieval.probe_tokens")
-    name, access = retrieval.collection, access_of(http)
+    probes = options.with_defaults(settings.probes, "retrieval")
+    check_probe_tokens(options.probe_tokens or 0, settings, "retrieval.probe_tokens")
+    name, access = options.collection or "", access_of(http)
     if stores is None or not name.startswith(STORE_PREFIX):
-        name = searched_collection(name, retrieval.k, access, settings, "retrieval.")
-    check_k(retrieval.k, settings, "retrieval.k")
-    wanted = decode_filter(retrieval.filter) if retrieval.filter else None
-    collection, wanted = await restricted([name], wanted, http, stores, settings, "retrieval.collection")
+        name = searched_collection(name, options.k, access, settings, "retrieval.")
+    check_k(options.k, settings, "retrieval.k")
+    collection, wanted = await restricted([name], options.filter, http, stores, settings, "retrieval.collection")
     store = await stores.store(name, tenant_of(http)) if stores is not None and collection == STORES else None
-    return replace(retrieval, collection=collection, filter=filter_bytes(wanted), flow=access.flow), store
+    retrieval = Retrieval(
+        collection, options.k, **probes, probe_tokens=options.probe_tokens or 0, filter=filter_bytes(wanted),
+        hybrid=options.hybrid, flow=access.flow, rerank=rerank,
+    )  # fmt: skip
+    return retrieval, store
 
 
 async def restricted(

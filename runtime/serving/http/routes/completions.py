@@ -8,13 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest
 from runtime.serving.frontend.answer_cache import CacheHit, CacheKey
-from runtime.serving.http.access import access_of
 from runtime.serving.http.api import Api
 from runtime.serving.http.api_types import COMPLETION_TOKENS, ChatBody, CompletionBody, GenerateBody
 from runtime.serving.http.middleware import client_id_of, request_id
@@ -37,8 +35,8 @@ from runtime.serving.http.responses import (
     in_flight,
     json_response,
 )
-from runtime.serving.http.searched import authorized
-from runtime.serving.messages import Generation, Message, Sampling
+from runtime.serving.http.searched import retrieval_of
+from runtime.serving.messages import Message, Sampling
 
 Body = TypeVar("Body", bound=GenerateBody)
 
@@ -79,17 +77,15 @@ class CompletionRoutes:
         rerank = self._settings.ranker.of_options(wish, "retrieval.rerank")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
-        retrieval = body.to_retrieval(self._settings.probes)
-        retrieval, store = (
-            (None, None)
-            if retrieval is None
-            else await authorized(retrieval, http, self._service.stores, self._settings)
-        )
+        retrieval = store = None
+        if body.retrieval is not None:
+            stores = self._service.stores
+            retrieval, store = await retrieval_of(body.retrieval, rerank, http, stores, self._settings)
         return {
             "id": request_id(http),
             "model": self._settings.model,
             "created": int(time.time()),
-            "retrieval": retrieval and replace(retrieval, rerank=rerank),
+            "retrieval": retrieval,
             "store": store,
             "include_usage": body.stream_options is not None and bool(body.stream_options.include_usage),
             "continuous_usage": body.stream_options is not None and bool(body.stream_options.continuous_usage_stats),
@@ -108,9 +104,8 @@ class CompletionRoutes:
         sent: dict[str, Any] | None = None,
     ) -> Response:
         engine, cache = self._service.engine, self._service.answers
-        received_ns = engine.now_ns()
-        deadline_ns = received_ns + int(self._settings.request_timeout_s * 1e9)
         sampling = body.to_sampling(default_max_tokens, self._api.seeds.getrandbits(63))
+        generation = self._api.generation(http, body, sampling, response.retrieval, messages, prompt)
         store: Callable[[], None] = lambda: None  # noqa: E731
         if (
             cache is not None
@@ -122,11 +117,6 @@ class CompletionRoutes:
             if hit is not None:
                 return _cached_response(response, hit, body.stream)
             store = lambda: cache.store(key, vector, response.to_pieces())  # noqa: E731
-        access = access_of(http)
-        generation = Generation(
-            sampling, received_ns, deadline_ns, messages, prompt, response.retrieval, access.salt,
-            access.head_start_s(body.head_start_s()), body.nvext.agent_hints.osl,
-        )  # fmt: skip
         request = engine.submit(response.id, generation, client_id=client_id_of(http), sent=sent)
         with in_flight(http, engine, request) as running:
             first = await first_tokens(response, request)  # its errors are HTTP errors: no status has been sent

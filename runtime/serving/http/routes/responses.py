@@ -29,7 +29,7 @@ from runtime.serving.http.routes.responses_body import (
 )
 from runtime.serving.http.routes.vector_stores import RankingOptions, distance_of, results_of, score_of
 from runtime.serving.http.searched import check_k, check_probe_tokens, restricted
-from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Sampling, Tokens
+from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.serving.model.text import last_question, passages_block, question_with_block
 
 
@@ -110,11 +110,10 @@ class ResponsesRoutes:
         check_k(tool.max_num_results, settings, "tools[0].max_num_results")
         check_probe_tokens(tool.probe_tokens, settings, "tools[0].probe_tokens")
         rerank = ranking.rerank(settings.ranker, "tools[0].ranking_options.ranker")
-        every_tokens, mode, trigger, threshold = tool.with_defaults(settings.probes, "tools[0]")
+        probes = tool.with_defaults(settings.probes, "tools[0]")
         retrieval = Retrieval(
-            collection, tool.max_num_results, every_tokens, mode, tool.probe_tokens, filter_bytes(wanted),
-            ranking.hybrid, trigger, threshold,
-            flow=access_of(http).flow, quote=True, rerank=rerank,
+            collection, tool.max_num_results, **probes, probe_tokens=tool.probe_tokens, filter=filter_bytes(wanted),
+            hybrid=ranking.hybrid, flow=access_of(http).flow, quote=True, rerank=rerank,
             max_distance=distance_of(ranking.score_threshold, metric) if rerank is None else 1e30,
         )  # fmt: skip
         return _Conversation(turns, retrieval, metric)
@@ -134,8 +133,6 @@ class ResponsesRoutes:
         return "".join(texts)
 
     def _submit(self, http: Request, body: ResponsesBody, conversation: _Conversation, forwarded: Json) -> InFlight:
-        engine, access = self._service.engine, access_of(http)
-        received_ns = engine.now_ns()
         messages = conversation.turns
         if body.instructions is not None:
             messages = (Message("system", body.instructions), *messages)
@@ -143,13 +140,9 @@ class ResponsesRoutes:
             body.max_output_tokens or self._settings.default_max_tokens, float(body.temperature), float(body.top_p),
             self._api.seeds.getrandbits(63),
         )  # fmt: skip
-        deadline_ns = received_ns + int(self._settings.request_timeout_s * 1e9)
-        generation = Generation(
-            sampling, received_ns, deadline_ns, messages, "", conversation.retrieval, access.salt,
-            access.head_start_s(body.head_start_s()), body.nvext.agent_hints.osl,
-        )  # fmt: skip
+        generation = self._api.generation(http, body, sampling, conversation.retrieval, messages)
         sent = _sent(body, messages) | forwarded
-        return engine.submit(request_id(http), generation, client_id=client_id_of(http), sent=sent)
+        return self._service.engine.submit(request_id(http), generation, client_id=client_id_of(http), sent=sent)
 
     def _builder(self, body: ResponsesBody, conversation: _Conversation) -> ResponseBuilder:
         base: Json = {
