@@ -1,8 +1,5 @@
-"""Entry of a worker's process, and of the template from which the supervisor forks workers.
-
-`python -m runtime.worker_process` runs the worker that its standard input describes, with the descriptor of a socket
-the template (`runtime.node.forking`).
-"""
+"""Entry of the template from which the supervisor forks workers (`runtime.node.forking`), with the descriptor of its
+socket as argument."""
 
 import contextlib
 import os
@@ -47,11 +44,5 @@ def load(roles: Sequence[Role]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        die_with_parent(os.getppid())
-        serve(socket.socket(fileno=int(sys.argv[1])), load, partial(main, loop_of))
-    else:
-        code = main(loop_of)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # all is closed; the interpreter would take a second or more to unload torch and numba
+    die_with_parent(os.getppid())
+    serve(socket.socket(fileno=int(sys.argv[1])), load, partial(main, loop_of))

@@ -62,6 +62,15 @@ class SystemParts:
         return tables
 
 
+_WORKER = """
+import sys
+from runtime.node.forking import LISTEN, STACK
+from runtime.node.worker import main
+from runtime.worker_process import loop_of
+sys.exit(main(loop_of, {LISTEN: int(sys.argv[1]), STACK: 2}))
+"""
+
+
 class System:
     """A running node of one kind: a context manager that kills its processes at the end."""
 
@@ -89,9 +98,9 @@ class System:
         try:
             for worker in self.plan.workers:
                 if self.kind == "node" or worker.role not in ("prefill", "decode"):
-                    self._start("runtime.worker_process", worker.name)
+                    self._start(("-c", _WORKER), worker.name)
                 elif worker.role == "prefill":
-                    self._start("benchmarks.serve.colocated", worker.name, f"decode-{worker.index}")
+                    self._start(("-m", "benchmarks.serve.colocated"), worker.name, f"decode-{worker.index}")
             self._await_ready()
         except BaseException:
             self.__exit__()
@@ -108,10 +117,10 @@ class System:
         self._listener.close()
         self._log.close()
 
-    def _start(self, module: str, *workers: str) -> None:
+    def _start(self, program: tuple[str, str], *workers: str) -> None:
         fd = self._listener.fileno() if workers == ("frontend-0",) else -1
         process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, *program, str(fd)],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=self._log,
@@ -121,7 +130,7 @@ class System:
         self._processes.append(process)
         assert process.stdin is not None
         for name in workers:
-            spec = WorkerSpec(self.plan, name, 1, self.tables[name].reference, os.getpid(), fd)
+            spec = WorkerSpec(self.plan, name, 1, self.tables[name].reference, os.getpid())
             process.stdin.write(msgspec.json.encode(spec) + b"\n")
         process.stdin.close()
 

@@ -24,8 +24,9 @@ from typing import Any
 
 READY = b"ready"
 MESSAGE_BYTES = 64 << 10
-STDIN, LISTEN, PRIVATE, STACK = "stdin", "listen_fd", "private_fd", "stack_fd"
-"""Names of a worker's descriptors: all but the first are fields of its `WorkerSpec`."""
+STDIN, LISTEN, PRIVATE, STACK = "stdin", "listen", "private", "stack"
+"""Names of a worker's descriptors. The last ones: the HTTP listening socket, the frontend's for HTTP workers, and the
+file for the threads' stacks on a fatal signal."""
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMBA")}
 """The template's environment, which workers inherit: what it imports starts no threads, which a fork would not have."""
 _LOOK_S = 0.0002

@@ -16,11 +16,11 @@ import sys
 from collections.abc import Callable, Mapping
 
 import msgspec
-from msgspec.structs import replace
 
 from ipc import MemoryReference
 from runtime.errors import TrinityError
 from runtime.node.config import Role
+from runtime.node.forking import LISTEN, PRIVATE, STACK
 from runtime.node.logs.log import log_to_file, log_to_stderr
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.metrics.worker_metrics import WorkerMetrics
@@ -33,11 +33,8 @@ _BEAT_S = 0.1  # interval of a standby worker's heartbeats
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """Startup message of a worker: the plan, its name in the plan, its epoch, its table, and file descriptors (or
-    -1).
+    """Startup message of a worker: the plan, its name in the plan, its epoch, and its table.
 
-    `listen_fd` is the HTTP listening socket, `private_fd` the frontend's for HTTP workers, `stack_fd` the file for its
-    threads' stacks on a fatal signal.
     `node_ready`: the node has been ready before, so other replicas may be serving. `last_exit`: exit code of the
     previous process. `waited_s`: how long the worker waited for the imports of the process that it is forked from.
     """
@@ -47,24 +44,21 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     epoch: int
     table: MemoryReference
     supervisor_pid: int
-    listen_fd: int = -1
-    private_fd: int = -1
-    stack_fd: int = -1
     node_ready: bool = False
     last_exit: int = 0
     waited_s: float = 0.0
 
 
 class Worker:
-    """Context of a role's loop: the plan, the worker's own placement, its table, and its stop flags."""
+    """Context of a role's loop: the plan, the worker's own placement, its table, and its stop flags. `descriptors`: by
+    their names in `forking`."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, descriptors: Mapping[str, int] = {}) -> None:
         self.pid = os.getpid()
         self.startup = StartupTimer(age_s=process_age_s() + spec.waited_s)
         self.stopping = False
         self.awaits_release = False
-        self._listen_fd, self._private_fd = spec.listen_fd, spec.private_fd
-        self.stack_fd = spec.stack_fd if spec.stack_fd >= 0 else 2
+        self.descriptors = descriptors
         self._logs = contextlib.ExitStack()
         self._apply(spec)
 
@@ -147,11 +141,11 @@ class Worker:
 
     def listening_socket(self) -> socket.socket:
         """Return the HTTP socket, which the supervisor has bound: it survives the death of a frontend."""
-        return socket.socket(fileno=self._listen_fd)
+        return socket.socket(fileno=self.descriptors[LISTEN])
 
     def private_socket(self) -> socket.socket:
         """Return the socket on which the frontend answers HTTP workers, which survives it, too."""
-        return socket.socket(fileno=self._private_fd)
+        return socket.socket(fileno=self.descriptors[PRIVATE])
 
 
 def die_with_parent(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:
@@ -162,16 +156,16 @@ def die_with_parent(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> No
         os._exit(1)
 
 
-def main(loop_of: Callable[[Role], Callable[[Worker], None]], descriptors: Mapping[str, int] = {}) -> int:
+def main(loop_of: Callable[[Role], Callable[[Worker], None]], descriptors: Mapping[str, int]) -> int:
     """Run the worker that the first line of the standard input describes; return the exit code.
 
-    loop_of: imports and returns the loop of a role. descriptors: those of the spec that have other numbers here.
+    loop_of: imports and returns the loop of a role. descriptors: as of `Worker`.
     """
     gc.disable()  # until `Worker.ready`: during imports it frees nothing and takes a fifth of the time
     try:
-        spec = replace(msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec), **descriptors)
+        spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
         die_with_parent(spec.supervisor_pid)
-        worker = Worker(spec)
+        worker = Worker(spec, descriptors)
     except (msgspec.MsgspecError, ValueError) as error:  # the installed version was changed under a running node
         print(f"the supervisor runs another version of Trinity, restart the node: {error}", file=sys.stderr)
         return 1
@@ -184,7 +178,7 @@ def main(loop_of: Callable[[Role], Callable[[Worker], None]], descriptors: Mappi
 
 def _run(worker: Worker, loop_of: Callable[[Role], Callable[[Worker], None]]) -> int:
     """Run the role's loop and return the exit code."""
-    faulthandler.enable(worker.stack_fd)  # also on SIGABRT, which the supervisor sends to a hung worker
+    faulthandler.enable(worker.descriptors[STACK])  # also on SIGABRT, which the supervisor sends to a hung worker
     signal.signal(signal.SIGTERM, lambda number, frame: worker.stop())
     signal.signal(DRAIN_SIGNAL, lambda number, frame: worker.stop_when_released())
     for terminal in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C, or its end: the supervisor drains the node

@@ -42,8 +42,8 @@ def run(descriptors):
     if line == "kill":
         os.kill(template, signal.SIGKILL)
     told = f"{os.getppid()} {os.getsid(0) == os.getpid()} {os.environ['THREADS']} {line}"
-    if "stack_fd" in descriptors:
-        os.write(descriptors["stack_fd"], told.encode())
+    if "stack" in descriptors:
+        os.write(descriptors["stack"], told.encode())
     return 5
 serve(socket.socket(fileno=int(sys.argv[1])), load, run)
 """
@@ -75,7 +75,7 @@ def heard(template: Template) -> None:
 def test_a_worker_is_a_child_with_its_environment_and_descriptors(template: Callable[[], Template]) -> None:
     made = template()
     with os.fdopen(os.memfd_create("told"), "rb+") as told:
-        worker = made.fork({"THREADS": "3"}, {"stack_fd": told.fileno()})
+        worker = made.fork({"THREADS": "3"}, {"stack": told.fileno()})
         with worker.stdin:
             worker.stdin.write(b"hello\n")
         assert worker.wait(WAIT_S) == worker.poll() == 5

@@ -2,13 +2,12 @@
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
 
-from runtime.node.forking import LISTEN, PRIVATE, STACK
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.backoff import Backoff
@@ -132,7 +131,7 @@ class SupervisedWorker:
             kill_group(self.process.pid)
 
 
-def spawn(template: Template, spec: WorkerSpec, placement: WorkerPlan) -> Forked:
+def spawn(template: Template, spec: WorkerSpec, placement: WorkerPlan, descriptors: Mapping[str, int]) -> Forked:
     """Fork a worker's process and send it its `WorkerSpec` on standard input. Raises `OSError`.
 
     The standard input of a standby worker stays open: its second `WorkerSpec` follows when it replaces a worker.
@@ -144,7 +143,7 @@ def spawn(template: Template, spec: WorkerSpec, placement: WorkerPlan) -> Forked
             "TOKENIZERS_PARALLELISM": "false",
             **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}),
         },
-        {name: fd for name in (LISTEN, PRIVATE, STACK) if (fd := getattr(spec, name)) >= 0},
+        descriptors,
     )
     process.write(msgspec.json.encode(spec) + b"\n", last=placement.spare is None)
     return process

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from runtime.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILED, InvalidRequest
 from runtime.node.control.loop import ControlLoop
+from runtime.node.forking import LISTEN, PRIVATE, STACK
 from runtime.node.logs.log import log_directory, log_to_file
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.gpus import Gpus
@@ -250,7 +251,12 @@ class Supervisor:
             worker.process.write(msgspec.json.encode(self._spec(worker)) + b"\n", last=True)
             return
         worker.stack_fd = os.memfd_create(f"trinity-stacks-{worker.name}")
-        worker.process = spawn(self._template, self._spec(worker), worker.placement)
+        descriptors = {STACK: worker.stack_fd}
+        if worker.placement.role in ("frontend", "http"):
+            descriptors[LISTEN] = self._listener.fileno()
+        if self._private is not None and worker.placement.role == "frontend":
+            descriptors[PRIVATE] = self._private.fileno()
+        worker.process = spawn(self._template, self._spec(worker), worker.placement, descriptors)
 
     def _spec(self, worker: SupervisedWorker) -> WorkerSpec:
         now = self._clock()
@@ -260,9 +266,6 @@ class Supervisor:
             epoch=worker.epoch,
             table=worker.table.reference,
             supervisor_pid=os.getpid(),
-            listen_fd=self._listener.fileno() if worker.placement.role in ("frontend", "http") else -1,
-            private_fd=self._private.fileno() if self._private and worker.placement.role == "frontend" else -1,
-            stack_fd=worker.stack_fd,
             node_ready=self._was_ready,
             last_exit=worker.last_exit,
             waited_s=now - self._waiting.pop(worker.name, now),
