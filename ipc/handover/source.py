@@ -4,11 +4,11 @@ import contextlib
 import os
 import select
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import zmq
 
 from ipc.endpoints import bind, check_endpoint, connect, new_token, private_endpoint, receive_all, send_now
@@ -121,19 +121,6 @@ def _format(slots: int, offset: int, payload_bytes: int, epoch: int, size: int) 
 LEASE_MS = 30_000.0
 
 
-class SourceStatistics(msgspec.Struct, frozen=True):
-    """Counters of a source: offers made, by outcome, and malformed messages."""
-
-    offered: int
-    outstanding: int
-    accepted: int
-    rejected: int
-    withdrawn: int
-    lost: int
-    expired: int
-    malformed: int
-
-
 @dataclass(slots=True)
 class _Pending:
     endpoint: str
@@ -206,7 +193,9 @@ class HandoverSource:
         self._next_id = 1
         self._announcing = arena.slots - 1  # never rewritten
         self._free = list(range(self._announcing))
-        self._counts = dict.fromkeys(SourceStatistics.__struct_fields__, 0)
+        self.counts: Counter[str] = Counter()
+        """Offers: `offered`, and by outcome `accepted`, `rejected`, `withdrawn`, `lost`, `expired`. And `malformed`
+        messages."""
 
     @property
     def free_leases(self) -> int:
@@ -258,7 +247,7 @@ class HandoverSource:
             raise PeerLost(f"the sink at {endpoint} does not read: its queue is full")
         self._next_id += 1
         self._pending[offer_id] = _Pending(endpoint, slot, self._clock() + self._lease_ns)
-        self._counts["offered"] += 1
+        self.counts["offered"] += 1
         return offer_id
 
     def _target(self, endpoint: str) -> _Target:
@@ -283,7 +272,7 @@ class HandoverSource:
         pending = self._pending.pop(offer_id, None)
         if pending is None:
             return False
-        self._counts["withdrawn"] += 1
+        self.counts["withdrawn"] += 1
         send_now(self._targets[pending.endpoint].socket, encode(Withdrawn(offer_id, self.endpoint)))
         return True
 
@@ -295,7 +284,7 @@ class HandoverSource:
                 try:
                     message = decode_at_source(frames[0])
                 except MALFORMED:
-                    self._counts["malformed"] += 1
+                    self.counts["malformed"] += 1
                     continue
                 if isinstance(message, Seen):
                     self._seen(message, outcomes)
@@ -342,7 +331,7 @@ class HandoverSource:
     def _end(self, offer_id: int, accepted: bool, reason: str, counter: str, outcomes: list[Outcome]) -> None:
         pending = self._pending.pop(offer_id, None)
         if pending is not None:
-            self._counts[counter] += 1
+            self.counts[counter] += 1
             outcomes.append(Outcome(offer_id, pending.slot, accepted, reason))
 
     def close(self) -> None:
@@ -357,7 +346,3 @@ class HandoverSource:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def statistics(self) -> SourceStatistics:
-        """Return counters; cheap."""
-        return SourceStatistics(**{**self._counts, "outstanding": len(self._pending)})

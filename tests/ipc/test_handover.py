@@ -42,7 +42,7 @@ def test_a_rejection_reaches_the_source_with_its_reason(source: HandoverSource, 
     (offer,) = receive(sink)
     sink.reject(offer, "no free slot")
     assert outcomes(source) == [Outcome(offer_id, 0, False, "no free slot")]
-    assert source.statistics().rejected == 1
+    assert source.counts["rejected"] == 1
 
 
 @pytest.mark.parametrize("kind", ["host"], indirect=True)  # CUDA maps what it opens for writing, too
@@ -142,7 +142,7 @@ def test_a_lease_is_renewed_while_the_sink_lives_and_holds_the_offer(arena: KvAr
         assert source.poll() == []
         now_ns[0] += 10**9
         assert source.poll() == [Outcome(second, 1, False, "expired")]
-        assert source.statistics().expired == 1
+        assert source.counts["expired"] == 1
 
 
 def test_an_answer_after_the_lease_expired_is_ignored(arena: KvArena, sink: HandoverSink) -> None:

@@ -160,4 +160,4 @@ def test_an_invalid_offer_is_rejected(source: HandoverSource, arena: KvArena, si
         source.offer(sink.endpoint, 0, b"x" * (MAX_PAYLOAD_BYTES + 1))
     with pytest.raises(InvalidArgument):
         source.offer("tcp://127.0.0.1:1", 0, b"")
-    assert source.statistics().offered == 0
+    assert source.counts["offered"] == 0

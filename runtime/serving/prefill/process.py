@@ -269,10 +269,10 @@ class PrefillWorker(KvWorker):
 
     def _publish(self) -> None:
         waiting, running = len(self._waiting) + len(self._retrieving), len(self._running) + len(self._offered)
-        offers = self._source.statistics()
+        offers = self._source.counts
         for outcome in get_args(OfferOutcome):
-            self._table.total(PrefillMetrics.OFFERS[outcome], getattr(offers, outcome))
-        self._report(waiting, running, self._source.free_leases, offers.malformed)
+            self._table.total(PrefillMetrics.OFFERS[outcome], offers[outcome])
+        self._report(waiting, running, self._source.free_leases, offers["malformed"])
 
     def _record(self, job: Job) -> None:
         self._table.add(PrefillMetrics.PROMPT_TOKENS, len(job.tokens))
