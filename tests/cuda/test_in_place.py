@@ -14,22 +14,13 @@ from gpu.index.data import IndexData
 from gpu.index.rows import FloatArray, checked_vectors, encode
 from tests.cuda.conftest import NewDriver
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver
+from tests.cuda.searches import DIM, INDEX, PARAMS, queries, searched
 from tests.cuda.workbench import Limits, Workbench
-from tests.gpu.datasets import KINDS, clustered
+from tests.gpu.datasets import KINDS
 from tests.gpu.reference import search_reference
 
-DIM, PARAMS = 16, SearchParams(k=10, top_m=32, search_width=1)
-INDEX = GraphIndex.build(clustered(np.random.default_rng(1), 900, DIM), metric="l2", degree=8, neighbor_codes=False)
 BARE = GraphIndex(replace(INDEX.data, graph=INDEX.data.graph[:, :0], codes=None))  # rows that are scanned
 FORMS = ["plain", "loop", "resident"]
-
-
-def queries(count: int, seed: int = 5) -> FloatArray:
-    return clustered(np.random.default_rng(seed), count, DIM)
-
-
-def searched(query: FloatArray) -> list[int]:
-    return [int(id) for id in INDEX.search(query[None], PARAMS.k, PARAMS.top_m, PARAMS.search_width)[0][0]]
 
 
 class InPlace:

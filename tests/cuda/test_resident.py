@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu import DeviceError, GraphIndex, SearchParams
+from gpu import DeviceError, SearchParams
 from gpu.compiled import c_function
 from gpu.cuda.backend import INTERRUPT_POLL_NS
 from gpu.cuda.engine import CudaEngine
@@ -17,21 +17,11 @@ from ipc.native.arrays import int64_at as words_at
 from tests.cuda.conftest import NewDriver
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
 from tests.cuda.recorder import RecordingDriver
+from tests.cuda.searches import INDEX, PARAMS, queries, searched
 from tests.cuda.test_fault_injection import LOST, ORDERS, with_injected
-from tests.gpu.datasets import clustered
 from tests.gpu.test_restricted import Compiled
 
-DIM, PARAMS = 16, SearchParams(k=10, top_m=32, search_width=1)
-INDEX = GraphIndex.build(clustered(np.random.default_rng(1), 900, DIM), metric="l2", degree=8, neighbor_codes=False)
 LONG, SHORT = SearchParams(10, 64, 1), SearchParams(10, 16, 4)
-
-
-def queries(count: int, seed: int = 5) -> FloatArray:
-    return clustered(np.random.default_rng(seed), count, DIM)
-
-
-def searched(query: FloatArray, params: SearchParams = PARAMS) -> list[int]:
-    return [int(id) for id in INDEX.search(query[None], params.k, params.top_m, params.search_width)[0][0]]
 
 
 def opened(driver: Any, slots: int = 12, **options: Any) -> CudaEngine:

@@ -198,13 +198,10 @@ def test_an_invalid_query_is_rejected_at_once(serve: MakeServed, collection: Pat
     assert client.poll() == []
 
 
-def test_a_vector_that_is_too_long_is_refused_with_its_norm_and_the_limit(
-    make_pool: MakePool, make_client: MakeClient, collection: Path
-) -> None:
-    plan = plan_of(collection)
-    make_pool(plan).start()
+def test_a_vector_that_is_too_long_is_refused_with_its_norm_and_the_limit(serve: MakeServed, collection: Path) -> None:
+    client = serve(collection).client
     with pytest.raises(InvalidRequest, match=r"its squared norm is 1.44e\+78, the limit is 4.25e\+37") as refused:
-        attached(make_client(plan)).search([3e38] * 16, 3)
+        client.search([3e38] * 16, 3)
     assert refused.value.param == "vector"
 
 

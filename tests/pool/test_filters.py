@@ -21,7 +21,7 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
 from tests.gpu.datasets import clustered
 from tests.pool.client_helpers import Vectors, attached, collect
-from tests.pool.conftest import MakeClient, MakePool
+from tests.pool.conftest import MakeClient, MakePool, MakeServed
 
 ROWS, DIM = 600, 16
 TENANTS = ("acme", "blue", "coil")
@@ -106,13 +106,8 @@ def test_every_query_of_a_batch_returns_the_nearest_rows_that_pass_its_own_filte
         assert found[ticket].checked().ids.tolist() == expected
 
 
-def test_a_batch_shares_a_filter_and_all_shards_contribute(
-    split: Path, make_pool: MakePool, make_client: MakeClient, vectors: Vectors
-) -> None:
-    plan = plan_of(split, workers=2, shards=2)
-    for number in range(2):
-        make_pool(plan, f"pool-{number}").start()
-    client = attached(make_client(plan))
+def test_a_batch_shares_a_filter_and_all_shards_contribute(split: Path, serve: MakeServed, vectors: Vectors) -> None:
+    client = serve(split, workers=2, shards=2).client
     wanted = parse_filter(CASES[0][0])
     batch = client.search_batch(vectors[:70], 5, top_m=64, filter=wanted)
     for query, ids in zip(vectors[:70], batch.checked().ids, strict=True):
@@ -152,12 +147,11 @@ def test_malformed_filters_of_a_hostile_client_are_rejected_without_side_effects
 
 
 def test_client_and_pool_reject_a_query_without_a_required_filter(
-    tmp_path: Path, make_pool: MakePool, make_client: MakeClient, vectors: Vectors
+    tmp_path: Path, serve: MakeServed, vectors: Vectors
 ) -> None:
     bulk_load.build(documents(), tmp_path / "docs", metric="l2", vectors=vectors, demanded="tenant")
-    plan = plan_of(tmp_path / "docs")
-    pool = make_pool(plan).start()
-    client = attached(make_client(plan))
+    served = serve(tmp_path / "docs")
+    pool, client = served.pool, served.client
     for wanted in (None, eq("year", 2001), {"type": "ne", "key": "tenant", "value": "acme"}):
         with pytest.raises(InvalidRequest, match="demands a filter that binds 'tenant'"):
             client.search(vectors[0], 1, filter=wanted)

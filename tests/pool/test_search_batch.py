@@ -17,13 +17,9 @@ from tests.pool.conftest import PATIENT, MakeClient, MakePool, MakeServed
 @pytest.mark.parametrize("ring_slots", [2, 3, 256])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_batch_of_any_size_is_answered_in_order(
-    collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex,
-    ring_slots: int, workers: int,
-) -> None:  # fmt: skip
-    plan = plan_of(collection, ring_slots=ring_slots, workers=workers)
-    for number in range(workers):
-        make_pool(plan, f"pool-{number}").start()
-    client = attached(make_client(plan))
+    collection: Path, serve: MakeServed, queries: Vectors, index: GraphIndex, ring_slots: int, workers: int
+) -> None:
+    client = serve(collection, ring_slots=ring_slots, workers=workers).client
     batch = client.search_batch(queries, 4, top_m=32, search_width=2).checked()
     ids, distances = index.search(queries, 4, top_m=32, search_width=2)
     assert batch.ids.tolist() == ids.tolist()

@@ -17,12 +17,10 @@ from runtime.pool.process import AUTO_GPU_SLOTS, slots_of
 from runtime.pool.sizing import FIXED_SHARE, LOOP_NS, ExtendCost, fewest_slots, measure, sizes_to
 from tests.cuda.conftest import new_driver as new_driver
 from tests.cuda.emulation import LOOK_NS
-from tests.gpu.datasets import clustered
+from tests.cuda.searches import DIM, INDEX
 from tests.pool.callbacks import Callbacks
 
 SIZES = (1, 2, 4, 8, 16, 32)
-DIM = 16
-INDEX = GraphIndex.build(clustered(np.random.default_rng(1), 900, DIM), metric="l2", degree=8, neighbor_codes=False)
 
 
 def line(fixed_ns: float, each_ns: float, most: int = 512) -> list[ExtendCost]:

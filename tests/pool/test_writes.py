@@ -10,8 +10,8 @@ from runtime.retrieval.collections.reader import CollectionReader
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.gpu.datasets import clustered
-from tests.pool.client_helpers import attached, collect
-from tests.pool.conftest import MakeClient, MakePool, MakeServed
+from tests.pool.client_helpers import collect
+from tests.pool.conftest import MakePool, MakeServed
 from tests.pool.written_collection import DIM, SEALED, WrittenCollection, tenant_filter
 
 
@@ -46,14 +46,13 @@ def test_every_search_finds_a_replaced_document_and_the_first_after_the_write_is
 
 
 def test_a_query_in_the_pool_finds_one_version_of_a_document_that_is_replaced_meanwhile(
-    harness: WrittenCollection, make_pool: MakePool, make_client: MakeClient
+    harness: WrittenCollection, serve: MakeServed
 ) -> None:
     harness.upsert(*(f"{n}" for n in range(SEALED)))
     harness.writer.flush()
     harness.delete("1")  # so that the pool has a bitmap of the segment's rows, but no growing ones
-    plan = plan_of(harness.path, slots=1)
-    pool = make_pool(plan).start()
-    client = attached(make_client(plan))
+    served = serve(harness.path, slots=1)
+    pool, client = served.pool, served.client
     query, old = harness.held["0"][0], harness.writer.state.rows_of(["0"])["0"]
     with pool.held():
         tickets = [client.submit(query, 1, top_m=64) for _ in range(40)]
@@ -138,14 +137,13 @@ def test_filters_include_rows_written_after_their_evaluation(harness: WrittenCol
 
 
 def test_queries_in_flight_finish_on_the_segments_they_started_with(
-    harness: WrittenCollection, make_pool: MakePool, make_client: MakeClient
+    harness: WrittenCollection, serve: MakeServed
 ) -> None:
     for part in range(3):
         harness.upsert(*(f"{part}-{n}" for n in range(SEALED)))
         harness.writer.flush()
-    plan = plan_of(harness.path, slots=2)
-    pool = make_pool(plan).start()
-    client = attached(make_client(plan))
+    served = serve(harness.path, slots=2)
+    pool, client = served.pool, served.client
     queries = clustered(np.random.default_rng(9), 40, DIM)
     with pool.held():
         tickets = [client.submit(query, 5, top_m=64) for query in queries]
