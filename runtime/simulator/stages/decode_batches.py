@@ -10,6 +10,7 @@ from ipc.native.records import address_of, array_from, array_over, new_array
 from runtime.node.worker_config import DecodeSection
 from runtime.simulator.stages import decode_core as core
 from runtime.simulator.stages import decode_tables as at
+from runtime.simulator.stages import step_batch as batch
 from runtime.simulator.stages.events import Events, ns
 from runtime.simulator.stages.pool import Pools
 from runtime.simulator.stages.pool_tables import Gpu
@@ -148,7 +149,7 @@ class Batch:
 
     def interrupt(self) -> None:
         """End the current run with the step in progress, so that `between` is called."""
-        core.interrupt(self._handle, self._number, self._events.now_ns)
+        batch.interrupt(self._handle, self._number)
 
     def resume(self, most: int) -> None:
         """Start the next run of at most `most` steps. Only between runs."""
@@ -156,7 +157,7 @@ class Batch:
 
     def boundary_ns(self) -> int:
         """Return the end of the step in progress; now without one."""
-        return core.boundary_ns(self._handle, self._number, self._events.now_ns)
+        return batch.boundary_ns(self._handle, self._number)
 
     def step_ns(self) -> int:
         """Return the time of the next step, without the contexts of pending rows."""

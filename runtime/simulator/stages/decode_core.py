@@ -53,16 +53,16 @@ def run(decodes: int, pools: int) -> tuple[int, int, int, int]:
                 query = p.queries[subject]
                 if query.caller < 0:
                     return ANSWERED, now, subject, query.status
-                _reply(s, query.caller, query.status, now)
+                _reply(decodes, query.caller, query.status)
         elif kind == STEPS_END:
             if s.workers[subject].end_ns == now and _between_runs(s, pools, s.workers[subject], now):
                 return BETWEEN_STEPS, now, subject, 0
         elif s.rows[subject].probe != stamp:
             continue  # it has ended
         elif kind == TIMEOUT:
-            _time_out(s, pools, subject, now)
+            _time_out(decodes, pools, subject)
         else:
-            _send(s, pools, subject, batch.boundary_ns(s.workers[s.rows[subject].worker], now))
+            _send(s, pools, subject, batch.boundary_ns(decodes, s.rows[subject].worker))
 
 
 @compiled
@@ -203,21 +203,22 @@ def _send(s: State, pools: int, number: int, when: int) -> None:
 
 
 @compiled
-def _reply(s: State, number: int, status: int, now: int) -> None:
+def _reply(decodes: int, number: int, status: int) -> None:
     """End a row's probe; the worker's loop sees it between two steps."""
+    s = state_at(decodes)
     row = s.rows[number]
-    worker = s.workers[row.worker]
     row.probe, row.status = 0, status
-    at.append(worker.answered, number)
-    batch.interrupt(s, worker, now)
+    at.append(s.workers[row.worker].answered, number)
+    batch.interrupt(decodes, row.worker)
 
 
 @compiled
-def _time_out(s: State, pools: int, number: int, now: int) -> None:
+def _time_out(decodes: int, pools: int, number: int) -> None:
     """End a row's probe at its deadline."""
-    if s.rows[number].query >= 0:
-        pool.cancel(pools, s.rows[number].query)
-    _reply(s, number, TIMED_OUT, now)
+    row = state_at(decodes).rows[number]
+    if row.query >= 0:
+        pool.cancel(pools, row.query)
+    _reply(decodes, number, TIMED_OUT)
 
 
 @compiled
@@ -286,19 +287,6 @@ def resume(address: int, pools: int, d: int, now: int, most: int) -> None:
     s = state_at(address)
     _join_pending(s, s.workers[d])
     _begin_run(s, pools, s.workers[d], now, most)
-
-
-@compiled
-def interrupt(address: int, d: int, now: int) -> None:
-    """See `step_batch.interrupt`."""
-    s = state_at(address)
-    batch.interrupt(s, s.workers[d], now)
-
-
-@compiled
-def boundary_ns(address: int, d: int, now: int) -> int:
-    """See `step_batch.boundary_ns`."""
-    return batch.boundary_ns(state_at(address).workers[d], now)
 
 
 @compiled

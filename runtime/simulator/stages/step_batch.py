@@ -6,7 +6,7 @@ next row's last step, and `interrupt` ends it with the step in progress.
 
 from runtime.pool.tables import NEVER_NS
 from runtime.simulator.stages import decode_tables as at
-from runtime.simulator.stages.decode_tables import State, Worker
+from runtime.simulator.stages.decode_tables import State, Worker, state_at
 from runtime.simulator.stages.schedule import STEPS_END, compiled, plan
 
 
@@ -20,8 +20,10 @@ def join(s: State, worker: Worker, number: int, steps: int) -> None:
 
 
 @compiled
-def boundary_ns(worker: Worker, now: int) -> int:
-    """Return the end of the step in progress; now without one."""
+def boundary_ns(decodes: int, number: int) -> int:
+    """Return the end of a worker's step in progress; now without one."""
+    s = state_at(decodes)
+    worker, now = s.workers[number], s.schedule[0].now_ns
     if worker.steps == 0:
         return now
     passed = now - worker.begin_ns - worker.first_ns
@@ -30,17 +32,17 @@ def boundary_ns(worker: Worker, now: int) -> int:
 
 
 @compiled
-def interrupt(s: State, worker: Worker, now: int) -> None:
-    """End the current run with the step in progress."""
+def interrupt(decodes: int, number: int) -> None:
+    """End a worker's current run with the step in progress."""
+    s, end_ns = state_at(decodes), boundary_ns(decodes, number)
+    worker = s.workers[number]
     if worker.idle:
-        worker.idle, worker.steps, worker.end_ns = False, 0, now
-        plan(s.schedule[0], now, STEPS_END, worker.number, 0)
-        return
-    end_ns = boundary_ns(worker, now)
-    if end_ns < worker.end_ns:
+        worker.idle, worker.steps, worker.end_ns = False, 0, end_ns
+        plan(s.schedule[0], end_ns, STEPS_END, number, 0)
+    elif end_ns < worker.end_ns:
         worker.steps = 1 + (end_ns - worker.begin_ns - worker.first_ns) // worker.each_ns
         worker.end_ns = end_ns
-        plan(s.schedule[0], end_ns, STEPS_END, worker.number, 0)
+        plan(s.schedule[0], end_ns, STEPS_END, number, 0)
 
 
 @compiled
