@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from runtime.errors import EXIT_CONFIG, Unavailable
+from runtime.errors import Unavailable
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status, stop_node
 from runtime.node.supervisor.forks import COMMAND
@@ -148,8 +148,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmNode]:
 def start(tmp_path: Path) -> Iterator[Start]:
     nodes: list[VllmNode] = []
 
-    def start(version: str = "0.32.0", **environment: str) -> VllmNode:
-        fake_python(tmp_path, version)
+    def start(**environment: str) -> VllmNode:
+        fake_python(tmp_path)
         table = "{" + ", ".join(f'{name} = "{value}"' for name, value in environment.items()) + "}"
         nodes.append(VllmNode(tmp_path, CONFIG.format(environment=table)))
         return nodes[-1]
@@ -261,10 +261,3 @@ def test_a_vllm_that_cannot_start_ends_the_node_with_its_error(start: Start) -> 
     node.process.join(timeout=WAIT_S)
     assert node.process.exitcode == 1
     assert "exit code 1: ValueError: Free memory on device cuda:0 (10 GiB) is less than desired" in node.log.read_text()
-
-
-def test_a_version_that_is_too_old_ends_the_node_with_one_line(start: Start) -> None:
-    node = start("0.19.1")
-    node.process.join(timeout=WAIT_S)
-    assert node.process.exitcode == EXIT_CONFIG
-    assert "vLLM 0.19.1 at model.python = " in node.log.read_text()
