@@ -6,22 +6,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.serving.model.text import TextStream
+from runtime.serving.model.tokenizer import Tokenizer
 
 
-class Bytes:
+class Bytes(Tokenizer):
     """A tokenizer whose tokens are bytes."""
+
+    def __init__(self) -> None:
+        """It needs no files."""
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
 
-class Words:
+class Words(Bytes):
     """A tokenizer whose decoder drops the space before a text's first token, as SentencePiece's does."""
 
-    vocabulary = (" Hello", " there", ",", " wor", "ld", "!", "\n", " é")
+    words = (" Hello", " there", ",", " wor", "ld", "!", "\n", " é")
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join(self.vocabulary[number] for number in ids).removeprefix(" ")
+        return "".join(self.words[number] for number in ids).removeprefix(" ")
 
 
 def pieces(stream: TextStream, groups: list[list[int]]) -> list[str]:
@@ -49,7 +53,7 @@ def test_no_piece_of_a_valid_text_has_a_replacement_character(text: str, sizes: 
     assert not any("\ufffd" in piece for piece in pieces(TextStream(Bytes()), [*groups, data]))
 
 
-@given(ids=st.lists(st.integers(0, len(Words.vocabulary) - 1)))
+@given(ids=st.lists(st.integers(0, len(Words.words) - 1)))
 def test_spaces_between_words_survive_a_decoder_that_drops_the_first(ids: list[int]) -> None:
     assert "".join(pieces(TextStream(Words()), [[number] for number in ids])) == Words().decode(ids)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from runtime.errors import ContextLengthExceeded
 from runtime.retrieval.passages import Passage
@@ -167,13 +167,6 @@ def _with_block(messages: Sequence[Message], block: str) -> list[Message]:
 _INCOMPLETE = "\ufffd"  # the decoding of bytes that are not a complete character
 
 
-class Decoder(Protocol):
-    """Interface of a tokenizer for `TextStream`."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-
-
 class StopStrings:
     """Searches streamed text for stop strings, and holds back text that may be the start of one."""
 
@@ -208,7 +201,7 @@ class TextStream:
     Incomplete characters and possible starts of a stop string are held back.
     """
 
-    def __init__(self, tokenizer: Decoder, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: "Tokenizer", stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stops = StopStrings(stop)
         self._ids: list[int] = []  # window: tokens since the last complete character
