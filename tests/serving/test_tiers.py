@@ -207,10 +207,10 @@ KV = np.zeros((1, 2, 8, 1, 4, 1), np.float32)
 
 
 class TimedTier(FileTier):
-    """A tier that stores only blocks' names; a write takes 5 ms, a read 4 ms."""
+    """A tier that stores only blocks' names, or has every block; a write takes 5 ms, a read 4 ms."""
 
-    def __init__(self) -> None:
-        self.name, self.used_bytes, self.held_bytes = "host", 0, 0
+    def __init__(self, *, full: bool = False) -> None:
+        self.full, self.name, self.used_bytes, self.held_bytes = full, "host", 0, 0
         self.now_ns, self.kept, self.held = 0, set[bytes](), set[bytes]()
         self.counts: dict[str, int] = {}
 
@@ -218,11 +218,11 @@ class TimedTier(FileTier):
         return self.now_ns
 
     def has(self, key: bytes) -> bool:
-        return key in self.kept
+        return self.full or key in self.kept
 
     def load(self, key: bytes, into: memoryview) -> bool:
         self.now_ns += 4_000_000
-        return key in self.kept
+        return self.has(key)
 
     def store(self, key: bytes, block: memoryview, *, hold: bool = False) -> bool:
         self.now_ns += 5_000_000
@@ -247,23 +247,12 @@ class TimedTier(FileTier):
         pass
 
 
-class FullTier(TimedTier):
-    """A tier that contains every block."""
-
-    def has(self, key: bytes) -> bool:
-        return True
-
-    def load(self, key: bytes, into: memoryview) -> bool:
-        self.now_ns += 4_000_000
-        return True
-
-
 @pytest.mark.parametrize(("compute_ms", "loaded"), [(5, [*range(40)]), (3, [0, 16, 27, 38])])
 def test_blocks_that_are_computed_faster_are_not_loaded_except_for_occasional_probes(
     compute_ms: int, loaded: list[int]
 ) -> None:
     """A load takes 4 ms; the estimate decays by a fiftieth with each prompt that is computed instead."""
-    tier, blocks = FullTier(), BlockManager(8, 4, b"a model")
+    tier, blocks = TimedTier(full=True), BlockManager(8, 4, b"a model")
     tiers = Tiers((tier,), blocks, KV, tier.clock)
     found = []
     for number in range(40):
