@@ -74,7 +74,6 @@ class Simulation:
             self._work,
             self._is_idle,
         )
-        self._block_tokens = BLOCK_TOKENS
         self._build_workers()
         workers: list[SimPrefill | SimDecode] = [*self.prefills.values(), *self.decodes.values()]
         blocks = {worker.name: worker.prompts for worker in workers if worker.prompts is not None}
@@ -125,11 +124,10 @@ class Simulation:
         for i in range(config.decode.workers):
             decode = SimDecode(
                 f"decode-{i}", self.events, setup.times, config.decode, batches,
-                self._report, partial(self._end_once, outcome=FINISHED), self._block_tokens,
-                self._prompts(config.decode),
+                self._report, partial(self._end_once, outcome=FINISHED), self._prompts(config.decode),
             )  # fmt: skip
             self.decodes[decode.name] = decode
-            self.router.add(self._hello("decode", decode.name, config.decode, decode.blocks, self._block_tokens))
+            self.router.add(self._hello("decode", decode.name, config.decode, decode.blocks, BLOCK_TOKENS))
         for i, gpu in enumerate(gpus["prefill"]):
             prompts = self._prompts(config.prefill)
             submit = partial(self._pools.submit, groups["prefill"][i], "prefill") if setup.workload.retrieval else None
@@ -171,7 +169,7 @@ class Simulation:
 
     def _prompts(self, limits: KvWorkerSection) -> PromptBlocks | None:
         """Return a worker's prompt blocks, if the trace contains shared blocks."""
-        return prompt_blocks(self._arrivals, limits.slots, limits.kv_blocks * self._block_tokens)
+        return prompt_blocks(self._arrivals, limits.slots, limits.kv_blocks * BLOCK_TOKENS)
 
     def _hello(self, role: Role, name: str, limits: KvWorkerSection, blocks: int, block_tokens: int) -> Hello:
         """`blocks`: of the worker; 0: not counted."""

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from runtime.node.engine_config import BLOCK_TOKENS
 from runtime.node.worker_config import DecodeSection
 from runtime.serving.decode.handover_queue import SLICE_NS
 from runtime.serving.messages import Report
@@ -38,8 +39,7 @@ class SimDecode:
         batches: Batches,
         report: Callable[[Report], None],
         finish: Callable[[SimRequest], None],
-        block_tokens: int,
-        prompts: PromptBlocks | None = None,
+        prompts: PromptBlocks | None,
     ) -> None:
         self.name = name
         self._events, self._times = events, times
@@ -53,7 +53,6 @@ class SimDecode:
         self._slice_ns = 0 if limits.devices[0] != "cpu" else SLICE_NS  # 0: copies run concurrently with steps
         self.slots = self.free = limits.slots
         self.blocks = self.free_blocks = limits.kv_blocks  # for rows; 0: not counted
-        self._block_tokens = block_tokens
         self.prompts = prompts
         self.batch = batches.add(self._between_runs)
         self._link = Link(events, self.batch, self._slice_ns)
@@ -116,7 +115,7 @@ class SimDecode:
 
     def _row_blocks(self, arrival: Arrival) -> int:
         """Return the blocks of a row of mean length; 0 if they are not counted."""
-        return -(-(arrival.prompt_tokens + arrival.output_tokens // 2) // self._block_tokens) if self.blocks else 0
+        return -(-(arrival.prompt_tokens + arrival.output_tokens // 2) // BLOCK_TOKENS) if self.blocks else 0
 
     def _has_room(self, arrival: Arrival) -> bool:
         """Return whether there are blocks for a row."""
