@@ -89,6 +89,10 @@ def test_rope_parameters_of_older_files_are_read() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"model_type": "mamba"}, "model_type 'mamba'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE type 'dynamic'"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
+        ({"vocab_size": 1 << 40}, "not an integer in 1..16777216"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"intermediate_size": "many"}, "intermediate_size is 'many'"),
         ({"intermediate_size": 100}, r"config.json says \[100, 64\]"),
@@ -97,7 +101,7 @@ def test_rope_parameters_of_older_files_are_read() -> None:
         ({"attention_bias": True}, "lack 8 tensors, such as model.layers.0.self_attn.k_proj.bias"),
     ],
 )
-def test_a_config_that_does_not_match_the_weights_is_rejected_with_its_field(
+def test_a_config_that_is_not_supported_or_does_not_match_the_weights_is_rejected_with_its_field(
     tmp_path: Path, tiny_directory: Path, change: dict[str, Any], said: str
 ) -> None:
     directory = llama(tmp_path / "model", tiny_directory)
