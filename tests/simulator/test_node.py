@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -45,6 +45,10 @@ def test_a_seed_reproduces_a_run_and_another_seed_differs(policy: str) -> None:
     timeout_s=st.sampled_from([0.3, 600.0]),
     kv_blocks=st.tuples(st.sampled_from([0, 64, 4000]), st.sampled_from([0, 30, 64, 150])),
 )
+@example(  # the rows whose passages filled a chunk ended, and the prompts behind them waited for another request
+    policy="configured", placement="coupled", disaggregate="never", shared=False, count=41, rate=148.5, slot_s=1e-4,
+    every=1, in_flight=1000, timeout_s=0.3, kv_blocks=(0, 64),
+)  # fmt: skip
 def test_every_request_ends_exactly_once_and_releases_everything(
     policy: str, placement: PoolPlacement, disaggregate: Disaggregate, shared: bool, count: int, rate: float,
     slot_s: float, every: int, in_flight: int, timeout_s: float, kv_blocks: tuple[int, int],

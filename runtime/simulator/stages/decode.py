@@ -126,7 +126,9 @@ class SimDecode:
     def _compute(self) -> None:
         """Add a chunk of prompts that decode computes to the next step; a prompt that it completes has its first token
         after it. Without other rows a chunk is a pass of its own."""
-        now, budget = self._events.now_ns, self._chunk_tokens - self.batch.worker.appended
+        now, budget = self._events.now_ns, self._chunk_tokens
+        if self._link.batch_runs:  # else the rows with new passages have ended
+            budget -= self.batch.worker.appended
         computed, self._computed = self._computed, []
         for request in computed:
             self._join(request)
