@@ -12,19 +12,30 @@ without KV is computed in chunks during other rows' steps.
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from runtime.node.engine_config import BLOCK_TOKENS
 from runtime.node.worker_config import DecodeSection
 from runtime.serving.decode.handover_queue import SLICE_NS
+from runtime.serving.kv.tiers import BUSY_SHARE
 from runtime.serving.messages import Report
 from runtime.simulator.kv.prompt_blocks import PromptBlocks
 from runtime.simulator.stages.decode_batches import Batches
 from runtime.simulator.stages.events import Events, ns
-from runtime.simulator.stages.pull import Link, Pull
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    """A pull: `left_ns` of copying remain, until `end_ns` once it runs uninterrupted."""
+
+    request: SimRequest
+    pulled: Callable[[], None]
+    left_ns: int
+    end_ns: int = 0
 
 
 class SimDecode:
@@ -55,7 +66,6 @@ class SimDecode:
         self.blocks = self.free_blocks = limits.kv_blocks  # for rows; 0: not counted
         self.prompts = prompts
         self.batch = batches.add(self._between_runs)
-        self._link = Link(events, self.batch, self._slice_ns)
         self._requests: dict[int, SimRequest] = {}  # by row
         self.rows = 0
         self._counted_ns = 0
@@ -78,7 +88,7 @@ class SimDecode:
         else:  # the loop sees it after the current step, and only has to start the copy
             self._admit()
             if self._pulling:
-                self._link.schedule_end(self._pulling[0], self.batch.boundary_ns())
+                self._schedule_end(self._pulling[0], self.batch.boundary_ns())
             if self._computing or self._pulling:
                 self.batch.interrupt()
         self._send_report()
@@ -86,11 +96,36 @@ class SimDecode:
     def _pull(self) -> None:
         """Admit offers and pull KV."""
         self._admit()
-        while self._pulling and self._link.copy(self._pulling[0]):
+        while self._pulling and self._copy(self._pulling[0]):
             self._finish_pull(self._pulling.popleft())
             self._admit()
-            if self._slice_ns and self._link.batch_runs:
+            if self._slice_ns and self._batch_runs:
                 return  # one between two steps
+
+    @property
+    def _batch_runs(self) -> bool:
+        """Whether there is a batch that a copy would delay."""
+        return bool(len(self.batch) or self.batch.joining)
+
+    def _copy(self, pull: Pull) -> bool:
+        """Continue a pull. Return whether it is complete."""
+        now = self._events.now_ns
+        if not pull.end_ns and self._slice_ns and self._batch_runs:
+            copied = min(pull.left_ns, SLICE_NS, self.batch.step_ns() // BUSY_SHARE)
+            pull.left_ns -= copied
+            self.batch.delay_next_step(copied / 1e9)
+            return pull.left_ns == 0
+        if not pull.end_ns:
+            self._schedule_end(pull, now)
+        return pull.end_ns <= now
+
+    def _schedule_end(self, pull: Pull, at_ns: int) -> None:
+        """Let the rest of a pull run uninterrupted from `at_ns`."""
+        pull.end_ns = at_ns + pull.left_ns
+        if pull.end_ns > self._events.now_ns:
+            self._events.at(pull.end_ns, self.batch.interrupt)
+        else:
+            self.batch.interrupt()
 
     def _admit(self) -> None:
         while self.free and self.offers:
@@ -127,7 +162,7 @@ class SimDecode:
         """Add a chunk of prompts that decode computes to the next step; a prompt that it completes has its first token
         after it. Without other rows a chunk is a pass of its own."""
         now, budget = self._events.now_ns, self._chunk_tokens
-        if self._link.batch_runs:  # else the rows with new passages have ended
+        if self._batch_runs:  # else the rows with new passages have ended
             budget -= self.batch.worker.appended
         computed, self._computed = self._computed, []
         for request in computed:
@@ -147,9 +182,9 @@ class SimDecode:
             seconds = self._times.prefill_s(request.done_tokens, tokens)
             request.done_tokens += tokens
             budget -= tokens
-            if not self._link.batch_runs:
+            if not self._batch_runs:
                 prompt.left_ns = ns(seconds) + self.batch.step_ns()
-                self._link.schedule_end(prompt, now)
+                self._schedule_end(prompt, now)
                 break
             self.batch.delay_next_step(seconds)
             if tokens == left:
