@@ -21,6 +21,7 @@ from runtime.node.worker_config import PoolSection
 from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
 from runtime.retrieval.search.batch_search import BatchSearch
 from runtime.retrieval.search.dispatcher import Dispatcher
+from runtime.retrieval.search.node_pools import NodePools
 from runtime.retrieval.search.pool_session import ReplicaPolicy
 from runtime.retrieval.search.query import (
     AcceptBuild,
@@ -62,7 +63,9 @@ class SearchClient:
     ) -> None:
         """near: indexes of the endpoints that are preferred."""
         self._collections = tuple(collections)  # the node's own; empty: as its pools report
-        self.dispatcher = Dispatcher(endpoints, name, defaults or PoolSection(), policy, find, limits, clock, near)
+        limits, top_m = limits or QueueLimits(), (defaults or PoolSection()).top_m
+        pools = NodePools(endpoints, name, top_m, policy, find, limits.retry_ns, near)
+        self.dispatcher = Dispatcher(pools, limits, clock)
         self._specs: Memo[tuple[Any, ...], SearchSpec] = Memo(lambda key: make_spec(*key[: len(key) // 2]))
         self._unclaimed: dict[int, SearchResult] = {}  # results that arrived while `search` waited for another
 

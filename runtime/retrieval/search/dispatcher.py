@@ -7,9 +7,8 @@ idempotent, so a retry is safe. If a pool is stalled, another gets the query too
 without a deadline waits as long as queries of its collection are answered, and 10 s more.
 """
 
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 
@@ -18,9 +17,7 @@ from msgspec.structs import replace
 
 from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFull
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
-from runtime.node.worker_config import PoolSection
 from runtime.retrieval.search.node_pools import NodePools
-from runtime.retrieval.search.pool_session import ReplicaPolicy
 from runtime.retrieval.search.query import (
     Query,
     QueueLimits,
@@ -38,26 +35,14 @@ _HEDGE_EVERY_NS = 50_000_000  # interval of checks for stalled pools
 
 
 class Dispatcher:
-    """One client's sessions with a node's pools and its outstanding queries. Not thread-safe; no method blocks.
+    """A client's outstanding queries to a node's `pools`. Not thread-safe; no method blocks.
 
-    `tickets` numbers the client's queries. `find` returns the endpoints of the pools, once all known ones are lost.
-    `near`: indexes of the endpoints that are preferred.
+    `tickets` numbers the client's queries.
     """
 
-    def __init__(
-        self,
-        endpoints: Iterable[str],
-        name: str,
-        settings: PoolSection,
-        policy: ReplicaPolicy | None = None,
-        find: Callable[[], Iterable[str]] | None = None,
-        limits: QueueLimits | None = None,
-        clock: Callable[[], int] = time.monotonic_ns,
-        near: Collection[int] = (),
-    ) -> None:
-        self.settings, self._limits, self.clock = settings, limits or QueueLimits(), clock
+    def __init__(self, pools: NodePools, limits: QueueLimits, clock: Callable[[], int]) -> None:
+        self.pools, self._limits, self.clock = pools, limits, clock
         self.tickets = count(1)
-        self.pools = NodePools(endpoints, name, settings, policy, find, self._limits.retry_ns, near)
         self._parked: deque[Query] = deque()  # waiting for a pool
         self._hedge_at_ns = 0  # time of the next check for stalled pools
         self._answered: dict[str, int] = {}  # collection → time of its last answer, ns

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Iterable
 
 from ipc import RingClient
 from runtime.errors import TrinityError
-from runtime.node.worker_config import PoolSection
 from runtime.retrieval.search.pool_session import PoolSession, ReplicaPolicy, Replicas
 from runtime.retrieval.search.query import PoolStatistics
 from runtime.retrieval.search.routing import RoutingTable
@@ -13,21 +12,21 @@ from runtime.retrieval.search.routing import RoutingTable
 class NodePools:
     """`sessions` by the pool's number, with `routes` to those that are up and their `replicas`' measurements.
 
-    `find` returns the endpoints of the pools, once all known ones are lost. `retry_ns`: interval of reconnects. `near`:
-    indexes of the endpoints that are preferred.
+    `top_m`: of queries that specify none. `find` returns the endpoints of the pools, once all known ones are lost.
+    `retry_ns`: interval of reconnects. `near`: indexes of the endpoints that are preferred.
     """
 
     def __init__(
         self,
         endpoints: Iterable[str],
         name: str,
-        settings: PoolSection,
+        top_m: int,
         policy: ReplicaPolicy | None,
         find: Callable[[], Iterable[str]] | None,
         retry_ns: int,
         near: Collection[int],
     ) -> None:
-        self._name, self._settings, self._policy, self._find = name, settings, policy, find
+        self._name, self._top_m, self._policy, self._find = name, top_m, policy, find
         self._retry_ns, self._near = retry_ns, near
         self._find_ns = 0  # time of the next rediscovery
         self._replace([self._session(endpoint) for endpoint in endpoints])
@@ -39,7 +38,7 @@ class NodePools:
         self.replicas = Replicas(len(sessions), self._policy, self._near)
 
     def _session(self, endpoint: str) -> PoolSession:
-        return PoolSession(endpoint, self._name, self._settings, self._retry_ns)
+        return PoolSession(endpoint, self._name, self._top_m, self._retry_ns)
 
     def update(self, number: int, live: bool) -> None:
         """Record whether a pool has a session now; what it serves may differ from the session before."""

@@ -24,7 +24,6 @@ from ipc import (
     StaleEpoch,
 )
 from runtime.errors import Overloaded
-from runtime.node.worker_config import PoolSection
 from runtime.retrieval.fair_threads import start_thread
 from runtime.retrieval.search.query import PoolState, PoolStatistics, Query
 from runtime.retrieval.search.vectors import DeviceVectors
@@ -46,12 +45,12 @@ class _Session:
 class PoolSession:
     """The sessions with the pool at `endpoint`. Queries lost with a session end in `poll` with status 'lost'.
 
-    settings: the default top_m.
+    top_m: of queries that specify none.
     """
 
-    def __init__(self, endpoint: str, name: str, settings: PoolSection, retry_every_ns: int) -> None:
+    def __init__(self, endpoint: str, name: str, top_m: int, retry_every_ns: int) -> None:
         self.endpoint = endpoint
-        self._name, self._settings, self._retry_every_ns = name, settings, retry_every_ns
+        self._name, self._top_m, self._retry_every_ns = name, top_m, retry_every_ns
         self._retry_ns = 0
         self._timeout_ms = _CONNECT_MS[0]  # doubles with every attempt: a busy machine answers late
         self._connector: threading.Thread | None = None
@@ -110,9 +109,7 @@ class PoolSession:
     def _connect(self) -> None:
         timeout_ms, self._timeout_ms = self._timeout_ms, min(2 * self._timeout_ms, _CONNECT_MS[1])
         with suppress(IpcError):  # no pool, refused, or died during the handshake
-            client = RingClient(
-                self.endpoint, self._name, timeout_ms=timeout_ms, arena=True, top_m=self._settings.top_m
-            )
+            client = RingClient(self.endpoint, self._name, timeout_ms=timeout_ms, arena=True, top_m=self._top_m)
             self._connected.append(client)
             self._timeout_ms = _CONNECT_MS[0]
 
