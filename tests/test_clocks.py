@@ -12,7 +12,8 @@ WALL_CLOCK = {
     "date": {"today"},
 }
 ALLOWED = {
-    "runtime/serving/http/app.py": "the time that an answer shows as `created`",
+    "runtime/serving/http/app.py": "when the node started, as its models show, and the clock of responses",
+    "runtime/serving/http/routes/completions.py": "the time that an answer shows as `created`",
     "runtime/engines/vllm/plugins/trinity_kv_files.py": "how old files are, whose dates are the wall clock's",
     "runtime/serving/kv/file_tier.py": "how long files are held, whose dates are the wall clock's",
     "runtime/serving/frontend/spans.py": "when a span began, for who reads it among those of others",
