@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,7 +35,9 @@ class _PendingWrite:
 
     prepare: Prepare
     exclusive: bool
-    result: Future[int] = field(default_factory=Future)
+    result: int = 0
+    error: TrinityError | None = None
+    done: bool = False
 
 
 class GroupCommit:
@@ -73,9 +74,11 @@ class GroupCommit:
         with self._pending_lock:
             self._pending.append(pending)
         with self.lock:
-            while not pending.result.done():
+            while not pending.done:
                 self._commit()
-        return pending.result.result()
+        if pending.error is not None:
+            raise pending.error
+        return pending.result
 
     def check_directory(self) -> None:
         """Raise `CollectionError` if the directory was replaced by another collection or a restored copy, or moved, or
@@ -115,30 +118,29 @@ class GroupCommit:
     def _commit(self) -> None:
         """Write pending writes as one record."""
         group = WriteGroup(self._state.growing.next_row, self._state.schema)
-        stored: list[tuple[Future[int], int]] = []
+        committed: list[_PendingWrite] = []
         with self._pending_lock:
             waiting = list(self._pending)
-        for number, pending in enumerate(waiting):
-            if number and (pending.exclusive or group.size > MAX_BATCH_BYTES):
+        for pending in waiting:
+            if committed and (pending.exclusive or group.size > MAX_BATCH_BYTES):
                 break
+            committed.append(pending)
             try:
                 if self._closed or self._failure:
                     raise CollectionError(self._failure or f"{self._state.directory} was closed")
-                stored.append((pending.result, pending.prepare(group)))
+                pending.result = pending.prepare(group)
             except TrinityError as error:
-                pending.result.set_exception(error)
+                pending.error = error
             except Exception as failure:  # an internal error must not leave its write in the queue either
-                pending.result.set_exception(InternalError(f"a write failed: {failure!r}"))
+                pending.error = InternalError(f"a write failed: {failure!r}")
             if pending.exclusive:
                 break
         failed = self._append(group.operations) if group.operations else None
-        for result, count in stored:
-            if failed is None:
-                result.set_result(count)
-            else:
-                result.set_exception(failed)
+        for pending in committed:
+            pending.error = pending.error or failed
+            pending.done = True
         with self._pending_lock:
-            self._pending = [pending for pending in self._pending if not pending.result.done()]
+            self._pending = [pending for pending in self._pending if not pending.done]
 
     def _append(self, operations: list[Operation]) -> TrinityError | None:
         """Log a record, sync it, and apply it."""
