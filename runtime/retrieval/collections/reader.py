@@ -33,7 +33,6 @@ from runtime.retrieval.collections.disk import storage_error
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.log import LogFollower, decode, log_files
 from runtime.retrieval.collections.part import ignore
-from runtime.retrieval.collections.retired_documents import RetiredDocuments
 from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.state import Loaded, State, close
@@ -65,7 +64,6 @@ class CollectionReader:
         *,
         background: bool = False,
         shard: int | None = None,
-        retired: RetiredDocuments | None = None,
         prepare: Callable[[Segment], object] = ignore,
     ) -> None:
         """Open the collection. Checks the sizes of its files, not their contents: see `verify`.
@@ -73,14 +71,14 @@ class CollectionReader:
         Raises `CollectionError` that names the missing, foreign or damaged file.
 
         background: open new segments on a thread, and install them in a later `poll`, so that `poll` never blocks.
-        shard: read only this shard. retired, prepare: see `State`.
+        shard: read only this shard. prepare: see `State`.
         """
         self.directory, self.replaced, self.outdated = directory, False, ""
         # Strings: joining paths takes longer than a system call.
         self._manifest_paths = os.fspath(directory / MANIFEST), os.fspath(directory / DESCRIPTION)
         self.segments_ready: Callable[[Sequence[Segment]], bool] = lambda segments: True
         self._parts: Iterator[None] | None = None  # of the records that are applied
-        self._loads_in_background, self._retired, self._prepare = background, retired, prepare
+        self._loads_in_background, self._prepare = background, prepare
         self._loading: tuple[list[SegmentInfo], BackgroundTask[Loaded]] | None = None
         self._loaded: Loaded = {}  # and not installed
         self._open(shard)
@@ -96,7 +94,7 @@ class CollectionReader:
             opened: list[State | LogFollower] = []
             try:
                 self.manifest = manifest = read_manifest(self.directory)
-                self.state = State(self.directory, about, manifest, shard, self._retired, self._prepare)
+                self.state = State(self.directory, about, manifest, shard, self._prepare)
                 opened.append(self.state)
                 for part in self.state.segments if manifest.generation < 0 else ():
                     self.state.schema = {**self.state.schema, **part.columns.schema}

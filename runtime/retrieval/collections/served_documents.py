@@ -73,7 +73,8 @@ class CollectionDocuments(CollectionReader):
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Open the collection; `clock` of keyword searches, which wait for new documents. Raises `CollectionError`."""
         self._created_at = _made_at(directory)
-        super().__init__(directory, retired=RetiredDocuments(), prepare=lambda segment: segment.keywords)
+        super().__init__(directory, prepare=lambda segment: segment.keywords)
+        self.state.retired = RetiredDocuments()
         self._lock, self._recent = threading.Lock(), RecentDocuments()
         self._current_ns = 0  # when the files were looked at last, and had nothing new
         self._counting, self._counted = threading.Lock(), (object(), 0)  # what was counted last, and its files

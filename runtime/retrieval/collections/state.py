@@ -34,8 +34,8 @@ class State:
     """Segments, growing rows and schema. `lock` is held during changes. `sequence`: of the next record to apply.
 
     With a `shard`, it contains only the segments of that shard, and marks the growing rows of other shards as deleted.
-    With `retired`, rows that are merged away stay readable for a while. `schema`: the attributes and their types; it
-    only grows.
+    `schema`: the attributes and their types; it only grows. `retired`: if set, the documents of rows that are merged
+    away stay readable for a while.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class State:
         description: Description,
         manifest: Manifest,
         shard: int | None = None,
-        retired: RetiredDocuments | None = None,
         prepare: Callable[[Segment], object] = ignore,
     ) -> None:
         """Open the segments of a manifest. prepare: called with each segment that is opened, for what its user needs.
 
         Raises `CollectionError`.
         """
-        self._retired, self._prepare = retired, prepare
+        self.retired: RetiredDocuments | None = None
+        self._prepare = prepare
         self.directory, self.description, self.shard = directory, description, shard
         self.lock = threading.RLock()
         self.segments: tuple[Segment, ...] = ()
@@ -136,11 +136,11 @@ class State:
             before = self.growing
             self.schema = {**self.schema, **manifest.schema}
             self.growing = before.tail(manifest.next_row, self.schema)
-            if self._retired is not None:
+            if self.retired is not None:
                 for segment in opened.values():
-                    self._retired.add(segment.document_lookup())
+                    self.retired.add(segment.document_lookup())
                 if before is not self.growing:
-                    self._retired.add(before.document_lookup())
+                    self.retired.add(before.document_lookup())
             self.segments = tuple(segments)
             self.sequence = max(self.sequence, manifest.sequence)
 
@@ -228,10 +228,10 @@ class State:
         return [by_row.get(row) for row in rows]
 
     def _retired_document(self, row: int) -> Document | None:
-        if self._retired is None:
+        if self.retired is None:
             return None
         with self.lock:
-            return self._retired.find(row)
+            return self.retired.find(row)
 
     def newest(self, rows: Sequence[int]) -> dict[int, int | None]:
         """Return for each row the newest of these rows that has a version of its document; None if the document is
