@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from runtime.node.config import HttpSection
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.requests import Relayed
 from runtime.serving.http.app import create_app
@@ -31,7 +32,9 @@ async def client(
     *behaviours: Behaviour, answers: AnswerCache | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, EngineHarness]]:
     async with running_engine(*behaviours) as harness:
-        settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096, model_aliases=("gpt-4o",))
+        settings = Settings(
+            model=MODEL, collections={"docs": 4}, context_tokens=4096, http=HttpSection(model_aliases=("gpt-4o",))
+        )
         service = Service(harness.engine, harness.library, metrics, answers)
         app = create_app(service, settings)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as made:

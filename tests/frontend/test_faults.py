@@ -12,12 +12,13 @@ import openai
 import pytest
 
 from runtime.errors import ConfigError, TrinityError
+from runtime.node.config import HttpSection
 from runtime.serving.http.responses import ChatResponse
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import WAIT, run
 
-SETTINGS = Settings("tiny", {"docs": 4}, request_timeout_s=5, search_timeout_s=WAIT, max_searches=2)
+SETTINGS = Settings("tiny", {"docs": 4}, http=HttpSection(request_timeout_s=5), search_timeout_s=WAIT, max_searches=2)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from runtime.errors import ConfigError
-from runtime.node.config import parse_config
+from runtime.node.config import HttpSection, parse_config
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 
@@ -28,7 +28,9 @@ def http() -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Cluster]:
-    settings = Settings("tiny", {"docs": 4}, api_keys=("secret",), open_paths=("/health",), cors_origins=(PAGE,))
+    settings = Settings(
+        "tiny", {"docs": 4}, api_keys=("secret",), http=HttpSection(open_paths=("/health",), cors_origins=(PAGE,))
+    )
     with Cluster(settings=settings) as cluster:
         yield cluster
 
@@ -145,6 +147,6 @@ def test_without_keys_every_name_of_loopback_is_accepted(http: httpx.Client, hos
 
 
 def test_without_keys_the_configured_host_is_accepted() -> None:
-    with Cluster(settings=Settings("tiny", host="Node.Example")) as cluster, cluster.http() as http:
+    with Cluster(settings=Settings("tiny", http=HttpSection(host="Node.Example"))) as cluster, cluster.http() as http:
         assert http.get("/health", headers={"Host": "node.example:8080"}).status_code == 200
         assert http.get("/health", headers={"Host": "other.example:8080"}).status_code == 403

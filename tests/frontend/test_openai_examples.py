@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 
+from runtime.node.config import HttpSection
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 from tests.frontend.store_node import store_node
@@ -19,7 +20,7 @@ from tests.frontend.test_stores import wait_indexed
 from tests.retrieval.sample_files import pdf
 
 MODEL, SMALL_MODEL = "gpt-4o", "gpt-4o-mini"
-SETTINGS = Settings("tiny", {"notes": 64}, model_aliases=(MODEL, SMALL_MODEL, "tiny"))
+SETTINGS = Settings("tiny", {"notes": 64}, http=HttpSection(model_aliases=(MODEL, SMALL_MODEL, "tiny")))
 FACTS = {
     "Deep research": "Deep research reads many pages of the web for one answer.",
     "Operator": "Operator clicks and types in a browser of its own.",

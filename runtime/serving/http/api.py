@@ -55,13 +55,13 @@ class Api:
         """Return the message for the workers, within the rights of the request's key."""
         now_ns, access = self.service.engine.now_ns(), access_of(http)
         return Generation(
-            sampling, now_ns, now_ns + int(self.settings.request_timeout_s * 1e9), messages, prompt, retrieval,
+            sampling, now_ns, now_ns + int(self.settings.http.request_timeout_s * 1e9), messages, prompt, retrieval,
             access.salt, access.head_start_s(body.head_start_s()), body.nvext.agent_hints.osl,
         )  # fmt: skip
 
     def check_model(self, model: str) -> None:
         """Raise `UnknownModel` for a name that the node's model does not have."""
         served = self.settings.model
-        if not served or model not in (served, *self.settings.model_aliases):
+        if not served or model not in (served, *self.settings.http.model_aliases):
             served = repr(served) if served else "none"
             raise UnknownModel(f"model {model[:128]!r} is not served; served: {served}", "model")

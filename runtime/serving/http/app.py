@@ -55,17 +55,14 @@ def create_app(
     app.router.redirect_slashes = False
     app.add_middleware(
         AuthMiddleware,
-        keys=settings.api_keys,
-        open_paths=settings.open_paths,
-        host=settings.host,
-        access=settings.access,
+        settings=settings,
         direct={"/v1/retrieval": partial(retrieve, api)},
         on_error=_trinity_error,
     )
-    if settings.cors_origins:  # outside AuthMiddleware: a browser's preflight has no key
+    if settings.http.cors_origins:  # outside AuthMiddleware: a browser's preflight has no key
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=settings.cors_origins,
+            allow_origins=settings.http.cors_origins,
             allow_methods=("GET", "POST", "PUT", "DELETE"),
             allow_headers=("*",),
             expose_headers=(REQUEST_ID_HEADER, "retry-after", "x-trinity-cache"),
@@ -148,7 +145,7 @@ class _NodeRoutes:
         self._created = int(time.time())
 
     async def models(self, http: Request) -> Response:
-        names = (self._settings.model, *self._settings.model_aliases) if self._settings.model else ()
+        names = (self._settings.model, *self._settings.http.model_aliases) if self._settings.model else ()
         return json_response({"object": "list", "data": [self._model_json(name) for name in dict.fromkeys(names)]})
 
     async def one_model(self, http: Request) -> Response:

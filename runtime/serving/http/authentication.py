@@ -4,7 +4,7 @@ import hashlib
 import hmac
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from starlette.requests import Request
@@ -16,8 +16,9 @@ from ipc.ring.descriptors import MAX_U16
 from runtime.errors import InternalError, Overloaded, TrinityError, Unauthorized
 from runtime.retrieval.fair_threads import NO_THREAD_LEFT, no_thread_left
 from runtime.serving.frontend.observability import current_tenant
-from runtime.serving.http.access import FULL_ACCESS, Access
+from runtime.serving.http.access import FULL_ACCESS
 from runtime.serving.http.middleware import HostNotAllowed, error_response
+from runtime.serving.http.service import Settings
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +26,8 @@ log = logging.getLogger(__name__)
 class AuthMiddleware:
     """ASGI middleware for authentication: all paths but `open_paths` require a key as bearer token (see `access_of`).
 
-    Without keys every path is open to requests whose Host is a loopback name or the configured `host`. This prevents
-    DNS rebinding: a page whose own name resolves to 127.0.0.1 has this server's origin, and only the Host header
-    differs.
+    Without keys every path is open to requests whose Host is a loopback name or the configured one. This prevents DNS
+    rebinding: a page whose own name resolves to 127.0.0.1 has this server's origin, and only the Host header differs.
 
     An unexpected exception is logged and answered without a traceback. (The framework's own handler re-raises it, and
     the server then closes a connection that the client may reuse.)
@@ -39,20 +39,17 @@ class AuthMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        keys: Sequence[str],
-        open_paths: Sequence[str],
-        host: str,
-        access: Mapping[str, Access],
+        settings: Settings,
         direct: Mapping[str, Callable[[Request], Awaitable[Response]]],
         on_error: Callable[[Request, Exception], Awaitable[Response]],
     ) -> None:
         self._app, self._direct, self._on_error = app, direct, on_error
-        self._host = host.lower()
+        keys, self._host = settings.api_keys, settings.http.host.lower()
         self._own_hosts: Memo[bytes, bool] = Memo(lambda host: self._is_own_host(host.decode("latin-1")), most=256)
-        self._open_paths = frozenset(open_paths)
+        self._open_paths = frozenset(settings.http.open_paths)
         flows = [1 + number % MAX_U16 for number in range(len(keys))] if len(keys) > 1 else [0]
         self._access = [
-            replace(access.get(key, FULL_ACCESS), flow=flow) for flow, key in zip(flows, keys, strict=False)
+            replace(settings.access.get(key, FULL_ACCESS), flow=flow) for flow, key in zip(flows, keys, strict=False)
         ]
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 

@@ -81,18 +81,14 @@ class SearchParts:
         config, own, served = plan.config, plan.config.own_model, plan.config.model
         return Settings(
             model=ModelInfo.read(own.name).name if own else served.name if served else "",
-            model_aliases=config.http.model_aliases,
             context_tokens=own.context_tokens if own else 0,
             collections=_Public(self.registry.dims),
-            host=config.http.host,
+            http=config.http,
             api_keys=tuple(one.key for one in keys),
             access=access_by_key(keys),
-            open_paths=config.http.open_paths,
-            cors_origins=config.http.cors_origins,
             max_k=plan.max_k,
             probes=config.probes,
             max_probe_tokens=config.prompts.passage_tokens,
             ranker=Ranker("" if self.reranking is None else self.reranking.name),
             default_max_tokens=min(256, own.context_tokens // 4) if own else 256,
-            request_timeout_s=config.http.request_timeout_s,
         )

@@ -17,6 +17,7 @@ from runtime.errors import (
     UnknownCollection,
     UnknownModel,
 )
+from runtime.node.config import HttpSection
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.collection_summary import CollectionSummary
@@ -180,20 +181,17 @@ class Service:
 class Settings:
     """Settings of the HTTP application: names, keys, limits, default timeouts.
 
-    `model` is "" on a node without generation, `model_aliases` are its other names; `collections`: name → dimension, 0
-    while it is unknown. Prompt bytes count UTF-8 text. `access` contains the keys without full access. `open_paths`
-    require no key; without keys the Host header of a request must be a loopback name or `host`. `cors_origins` are
-    allowed by CORS. A body without a token limit gets `default_max_tokens` (a chat) or OpenAI's 16 (a completion).
-    Raises ConfigError for a key that is empty or cannot be sent in a header.
+    `model` is "" on a node without generation; `collections`: name → dimension, 0 while it is unknown; `http`: as
+    configured. Prompt bytes count UTF-8 text. `access` contains the keys without full access. A body without a token
+    limit gets `default_max_tokens` (a chat) or OpenAI's 16 (a completion). Raises ConfigError for a key that is empty
+    or cannot be sent in a header.
     """
 
     model: str = ""
     collections: Mapping[str, int] = field(default_factory=dict)
-    host: str = "127.0.0.1"
+    http: HttpSection = field(default_factory=HttpSection)
     api_keys: tuple[str, ...] = ()
     access: Mapping[str, Access] = field(default_factory=dict)
-    open_paths: tuple[str, ...] = ("/health", "/ready", "/metrics")
-    cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = MAX_BODY_BYTES
     max_unsent_bytes: int = MAX_UNSENT_BYTES
     max_prompt_bytes: int = 256 << 10
@@ -203,11 +201,9 @@ class Settings:
     ranker: Ranker = field(default_factory=Ranker)
     max_searches: int = 96  # 64 refused some at 60% of the rate of vectors, when the loop had paused for 30 ms
     default_max_tokens: int = 256
-    request_timeout_s: float = 300.0
     search_timeout_s: float = 10.0
     body_timeout_s: float = BODY_TIMEOUT_S
     context_tokens: int = 0  # of the model; 0: unknown
-    model_aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for position, key in enumerate(self.api_keys):

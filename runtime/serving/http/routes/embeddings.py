@@ -48,7 +48,7 @@ async def embed(api: Api, http: Request) -> Response:
     """Embed texts, for at most `request_timeout_s`."""
     body, timeout_s, flow = (
         parse(EmbeddingsBody, await api.read(http)),
-        api.settings.request_timeout_s,
+        api.settings.http.request_timeout_s,
         access_of(http).flow,
     )
     known = api.service.collections.embedders()

@@ -69,7 +69,7 @@ class FileRoutes:
 
     def _check_origin(self, http: Request) -> None:
         """Refuse pages of other origins, which have no key: browsers send their forms unasked, unlike JSON."""
-        origin, allowed = http.headers.get("origin"), self._settings.cors_origins
+        origin, allowed = http.headers.get("origin"), self._settings.http.cors_origins
         if origin and not self._settings.api_keys and "*" not in allowed and origin not in allowed:
             raise Forbidden(f"pages of {origin[:128]!r} may not upload files: add it to http.cors_origins")
 

@@ -73,7 +73,7 @@ async def rerank(api: Api, http: Request) -> Response:
 
     flow = access_of(http).flow
     async with api.limits[RERANK_PATHS[0]].counted(flow):
-        until_ns = time.monotonic_ns() + int(api.settings.request_timeout_s * 1e9)
+        until_ns = time.monotonic_ns() + int(api.settings.http.request_timeout_s * 1e9)
         scored = await run_steps(reranking.score(body.query, body.documents, flow, until_ns), outcome)
     order = sorted(range(len(body.documents)), key=lambda index: -scored.scores[index])
     results: list[Json] = [
