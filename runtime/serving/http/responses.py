@@ -159,13 +159,7 @@ class GenerationResponse:
         body = self._object(self.object_name, choice) | {"usage": self._usage(self.last)}
         if isinstance(self.last, Relayed):
             body["choices"] = [with_message(choice) for choice in merge_choices(self.choices)]
-        if self.retrieval is not None:
-            body["retrieval"] = self._passages(self.retrieval, self.searches)
-        if self.return_token_ids:
-            body["prompt_token_ids"] = self.prompt_token_ids
-        if self.cached is not None:
-            body["cached"] = self.cached
-        return body | {"timings": self._timings(self.last)}
+        return body | self._extensions() | {"timings": self._timings(self.last)}
 
     def to_pieces(self) -> tuple[Piece, ...]:
         """Return the complete answer as pieces for the cache: the searches, and all tokens in one piece."""
@@ -189,14 +183,7 @@ class GenerationResponse:
 
     def opening(self) -> bytes:
         """Return the first event: the role, and the passages found so far."""
-        chunk = self._chunk(self._first_choice())
-        if self.retrieval is not None:
-            chunk["retrieval"] = self._passages(self.retrieval, self.searches)
-        if self.return_token_ids:
-            chunk["prompt_token_ids"] = self.prompt_token_ids
-        if self.cached is not None:
-            chunk["cached"] = self.cached
-        return event(chunk)
+        return event(self._chunk(self._first_choice()) | self._extensions())
 
     def chunk(self, piece: Piece) -> bytes:
         """Return the event of one piece, b"" for an empty one (its text may be held back)."""
@@ -207,14 +194,14 @@ class GenerationResponse:
         if isinstance(piece, Relayed):
             self.streamed_tokens = piece.completion_tokens
             chunk = self._chunk({}) | {"choices": piece.choices}
-            return event(chunk if piece.finish_reason is None else chunk | {"timings": self._timings(piece)})
-        self.streamed_tokens += len(piece.token_ids)
-        if not piece.text and piece.finish_reason is None and not self.return_token_ids:
-            return b""
-        choice = self._choice(piece.text) | {"finish_reason": piece.finish_reason}
-        if self.return_token_ids:
-            choice["token_ids"] = piece.token_ids
-        chunk = self._chunk(choice)
+        else:
+            self.streamed_tokens += len(piece.token_ids)
+            if not piece.text and piece.finish_reason is None and not self.return_token_ids:
+                return b""
+            choice = self._choice(piece.text) | {"finish_reason": piece.finish_reason}
+            if self.return_token_ids:
+                choice["token_ids"] = piece.token_ids
+            chunk = self._chunk(choice)
         if piece.finish_reason is not None:
             chunk["timings"] = self._timings(piece)
         return event(chunk)
@@ -225,6 +212,17 @@ class GenerationResponse:
             return DONE
         chunk = self._chunk({}) | {"choices": [], "usage": self._usage(self.last)}
         return event(chunk) + DONE
+
+    def _extensions(self) -> Json:
+        """Return Trinity's own fields of the response, or of its first chunk."""
+        fields: Json = {}
+        if self.retrieval is not None:
+            fields["retrieval"] = self._passages(self.retrieval, self.searches)
+        if self.return_token_ids:
+            fields["prompt_token_ids"] = self.prompt_token_ids
+        if self.cached is not None:
+            fields["cached"] = self.cached
+        return fields
 
     def _usage(self, last: Tokens) -> Json | None:
         if isinstance(last, Relayed):
