@@ -36,27 +36,32 @@ def set_of(visited: int, bits: int, node: Integer) -> np.uint64:
 
 @compiled
 def select_parents(handle: BatchHandle, active: npt.NDArray[np.int32]) -> None:
-    """Select the `search_width` nearest unexpanded nodes of each top_m as parents, and prefetch their data."""
+    """Select the `search_width` nearest unexpanded nodes of each top_m as parents, and prefetch their data.
+
+    With neighbour codes top_m may hold a node several times; an expanded one is not selected again.
+    """
     batch = batch_at(handle)
-    collections, slots, keys, parents = batch.collections, batch.slots, batch.keys, batch.parents
+    slots, keys, parents = batch.slots, batch.keys, batch.parents
     for slot in active:
-        collection = collections[slots[slot].collection]
+        search, collection = slots[slot], batch.collections[slots[slot].collection]
+        coded = collection.blocks != 0
+        once = coded and not search.distinct
         visited = batch.visited.ctypes.data + slot * batch.visited.strides[0]
-        position, count = slots[slot].cursor, 0
-        while position < slots[slot].filled and count < slots[slot].width:
+        position, count = search.cursor, 0
+        while position < search.filled and count < search.width:
             if not keys[slot, position] & np.uint64(1):
                 node = np.int64(node_of(keys[slot, position]))
                 keys[slot, position] |= np.uint64(1)
-                if slots[slot].distinct or not visit(set_of(visited, slots[slot].visited_bits, node), np.uint32(node)):
+                if not once or not visit(set_of(visited, search.visited_bits, node), np.uint32(node)):
                     parents[slot, count] = node
                     count += 1
                     count_parent(batch, slot, node)
-                    fetch(collection.rows, collection.row_bytes, node)
-                    fetch(collection.blocks, collection.block_bytes, node)
+                    if coded:
+                        fetch(collection.rows, collection.row_bytes, node)
+                        fetch(collection.blocks, collection.block_bytes, node)
                     fetch(collection.graph, collection.degree * 4, node)
             position += 1
-        slots[slot].cursor = position
-        slots[slot].parents = count
+        search.cursor, search.parents = position, count
 
 
 @compiled

@@ -15,39 +15,16 @@ import numpy.typing as npt
 
 from gpu.compiled import compiled
 from gpu.cpu.extend.code_scan import extend_code_scan
-from gpu.cpu.extend.filtered import COMPARE, WALK, count_parent, extend_scan, fall_back_to_scan, has_min_allowed
-from gpu.cpu.extend.keys import insert, key_of, node_of, row_distance
-from gpu.cpu.extend.rabitq import extend_rabitq
+from gpu.cpu.extend.filtered import COMPARE, WALK, extend_scan, fall_back_to_scan, has_min_allowed
+from gpu.cpu.extend.keys import insert, key_of, row_distance
+from gpu.cpu.extend.rabitq import extend_rabitq, select_parents, set_of
 from gpu.cpu.extend.results import keep_allowed
 from gpu.cpu.queries import QUERY_ROW
-from gpu.cpu.simd import WAYS, move, prefetch, visit
+from gpu.cpu.simd import move, prefetch, visit
 from gpu.cpu.tables import Batch, BatchHandle, Collection, Slot, batch_at
 from ipc.native.records import Array
 
-_HASH = np.uint32(2654435761)
 _EXACT, _RABITQ, _COMPARE, _CODES = range(4)
-
-
-@compiled
-def select_parents(batch: Batch, active: npt.NDArray[np.int32]) -> None:
-    """Select the `search_width` nearest unexpanded entries of each top_m as parents, and mark them as expanded."""
-    collections, slots, keys, parents = batch.collections, batch.slots, batch.keys, batch.parents
-    for slot in active:
-        collection = collections[slots[slot].collection]
-        graph, row_bytes = collection.graph, collection.degree * 4
-        position, count = slots[slot].cursor, 0
-        while position < slots[slot].filled and count < slots[slot].width:
-            if not keys[slot, position] & np.uint64(1):
-                node = np.int64(node_of(keys[slot, position]))
-                keys[slot, position] |= np.uint64(1)
-                parents[slot, count] = node
-                count += 1
-                count_parent(batch, slot, node)
-                for offset in range(0, row_bytes, 64):
-                    prefetch(np.uint64(graph + node * row_bytes + offset))
-            position += 1
-        slots[slot].cursor = position
-        slots[slot].parents = count
 
 
 @compiled
@@ -84,12 +61,11 @@ def mark_visited(batch: Batch, active: npt.NDArray[np.int32]) -> None:
         size = collection.size
         rows, row_bytes = collection.rows, collection.row_bytes
         table = visited.ctypes.data + slot * visited.strides[0]
-        shift = np.uint32(32 - slots[slot].visited_bits)
+        bits = slots[slot].visited_bits
         begin = end
         for t in range(slots[slot].task_begin, slots[slot].task_end):
             node = tasks[t]
-            first = np.int64(np.uint32(node * _HASH) >> shift) & ~np.int64(WAYS - 1)  # numba widens products to 64 bits
-            seen = visit(np.uint64(table + first * 4), node)
+            seen = visit(set_of(table, bits, node), node)
             prefetch(np.uint64(rows + np.int64(node) * row_bytes))
             tasks[end] = node
             end += 1 - (seen | (node >= size))  # a corrupt graph may point outside the rows
@@ -180,7 +156,7 @@ def method_of(collections: Array[Collection], slots: Array[Slot], slot: int) -> 
 def extend_exact(handle: BatchHandle, active: npt.NDArray[np.int32], finished: npt.NDArray[np.int32]) -> int:
     """Make one extend of slots whose candidates are all scored exactly."""
     batch = batch_at(handle)
-    select_parents(batch, active)
+    select_parents(handle, active)
     expand_neighbors(batch, active)
     mark_visited(batch, active)
     compute_distances(batch, active)
