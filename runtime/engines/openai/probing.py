@@ -77,13 +77,11 @@ class Probing:
             outcome, new = new_passages(self._trigger, passages, self._seen)
         return new, Probe(self._begin_token, self._begin_ns, self._clock(), 0, 0, outcome)
 
-    def cancel(self) -> Probe | None:
+    def cancel(self) -> None:
         """Cancel the running probe, if any, because the answer has ended."""
-        if self._search_task is None:
-            return None
-        self._search_task.cancel()
-        self._search_task = None
-        return Probe(self._begin_token, self._begin_ns, self._clock(), 0, 0, "dropped")
+        if self._search_task is not None:
+            self._search_task.cancel()
+            self._search_task = None
 
     async def _run(self, text: str) -> list[Passage]:
         try:

@@ -26,10 +26,6 @@ class PromptBlocks:
         """Number of blocks that can be allocated: free and cached ones."""
         return self.manager.available
 
-    def has(self, key: bytes) -> bool:
-        """Return whether a block is cached here."""
-        return key in self.manager.registered
-
     def cached_tokens(self, arrival: Arrival) -> int:
         """Return how many leading tokens of a prompt are cached here."""
         return self.manager.cached_tokens(self._lookup_keys(arrival)) * self.block_tokens
