@@ -6,22 +6,20 @@ import pytest
 
 from runtime.node.config import Disaggregate, HandoverSection, HttpSection, NodeConfig
 from runtime.node.worker_config import DecodeSection, PrefillSection
-from runtime.simulator.node import Simulation, simulate
+from runtime.simulator.node import simulate
 from runtime.simulator.result import Result
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import H100_8B
 from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Slos, Workload
-from tests.simulator.nodes import EXACT, MS
+from tests.simulator.nodes import EXACT, MS, run
 
 
 def ran(*arrivals: Arrival) -> list[SimRequest]:
     """Run requests whose prompts decode computes, 16 tokens per step."""
     config = NodeConfig(decode=DecodeSection(chunk_tokens=16), handover=HandoverSection(disaggregate="never"))
-    simulation = Simulation(Setup(config=config, times=EXACT, workload=Workload(retrieval=False)), arrivals)
-    simulation.run()
-    return simulation.requests
+    return run(Setup(config=config, times=EXACT, workload=Workload(retrieval=False)), *arrivals).requests
 
 
 def test_a_prompt_computed_by_decode_gets_its_first_token_from_its_last_step() -> None:
@@ -45,9 +43,8 @@ def test_with_other_rows_each_chunk_of_a_prompt_is_part_of_a_step() -> None:
 def test_a_prompt_within_six_times_a_longer_ones_time_runs_before_its_remaining_chunks() -> None:
     config = NodeConfig(prefill=PrefillSection(chunk_tokens=16), handover=HandoverSection(disaggregate="always"))
     arrivals = [Arrival(0.0, 16, 1), Arrival(0.1, 160, 1), Arrival(0.14, 16, 1)]
-    simulation = Simulation(Setup(config=config, times=EXACT, workload=Workload(retrieval=False)), arrivals)
-    simulation.run()
-    _, long, short = simulation.requests
+    made = Setup(config=config, times=EXACT, workload=Workload(retrieval=False))
+    _, long, short = run(made, *arrivals).requests
     assert short.prefilled_ns == (148 + 16) * MS, "the current pass ends at 148 ms"
     assert long.prefilled_ns == (100 + 160 + 16) * MS
 

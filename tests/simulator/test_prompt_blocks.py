@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.node.config import Disaggregate
-from runtime.simulator.node import Simulation, simulate
+from runtime.simulator.node import simulate
 from runtime.simulator.setup import Setup
 from tests.simulator.nodes import EXACT, MS, arrival, config, run, setup, talks, without_retrieval
 
@@ -39,8 +39,7 @@ def test_a_block_is_shared_once_it_is_full_and_the_last_token_of_a_prompt_is_com
 def test_the_least_recently_used_blocks_are_evicted_and_the_router_is_informed() -> None:
     made = alone(kv_blocks=6)
     visits = arrival(0.0, 96, 1, 2, 3), arrival(1.0, 96, 4, 5, 6), arrival(2.0, 90, 7, 8, 9), arrival(3.0, 96, 1, 2, 3)
-    simulation = Simulation(made, visits)
-    simulation.run()
+    simulation = run(made, *visits)
     assert [request.found_tokens for request in simulation.requests] == [0, 0, 0, 0]
     (prefill,) = (worker for worker in simulation.router.workers() if worker.hello.role == "prefill")
     assert prefill.overlap((1, 2, 3)) == 1.0, "it arrived again after that"

@@ -15,7 +15,7 @@ from runtime.simulator.setup import Setup
 from runtime.simulator.times.service import H100_8B
 from runtime.simulator.traces import Arrival, at_rate
 from runtime.simulator.workload import Workload
-from tests.simulator.nodes import config, poisson, setup, without_retrieval
+from tests.simulator.nodes import config, poisson, run, setup, without_retrieval
 
 TOKEN_S = 1e-5
 
@@ -32,9 +32,7 @@ def single_server(arrivals: list[Arrival]) -> Simulation:
         times=replace(H100_8B, prefill_pass_s=0, prefill_token_s=TOKEN_S, prefill_pair_s=0, link_s=0, kv_token_bytes=0),
         workload=Workload(retrieval=False),
     )
-    simulation = Simulation(made, arrivals)
-    simulation.run()
-    return simulation
+    return run(made, *arrivals)
 
 
 @pytest.fixture
@@ -83,8 +81,7 @@ def test_prefills_utilisation_is_the_rate_times_the_mean_service() -> None:
     made = without_retrieval(setup())
     made = replace(made, times=replace(made.times, prefill_pass_s=0.0))
     arrivals = poisson(1000, 15.0)
-    simulation = Simulation(made, arrivals)
-    simulation.run()
+    simulation = run(made, *arrivals)
     busy_s = sum(worker.busy_ns for worker in simulation.prefills.values()) / 1e9
     assert busy_s == pytest.approx(
         sum(made.times.prefill_s(0, arrival.prompt_tokens) for arrival in arrivals), rel=0.01

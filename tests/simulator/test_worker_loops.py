@@ -11,7 +11,7 @@ from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Workload
-from tests.simulator.nodes import EXACT, MS
+from tests.simulator.nodes import EXACT, MS, run
 
 TIMES = replace(EXACT, embed_s=1e-3, ring_s=0.0, extend_s=1e-6, extend_slot_s=0.0)
 
@@ -22,9 +22,7 @@ def node(times: ServiceTimes, *arrivals: Arrival, devices: tuple[str, ...] = ("c
         prefill=PrefillSection(chunk_tokens=100), decode=DecodeSection(devices=devices), handover=HandoverSection()
     )
     workload = Workload(probe_every_tokens=every, probe_hit=0.0)
-    simulation = Simulation(Setup(config=config, times=times, workload=workload), arrivals)
-    simulation.run()
-    return simulation
+    return run(Setup(config=config, times=times, workload=workload), *arrivals)
 
 
 def ran(times: ServiceTimes, *arrivals: Arrival, devices: tuple[str, ...] = ("cpu",)) -> list[SimRequest]:
