@@ -14,15 +14,18 @@ from runtime.node.placement.plan import NodePlan
 from runtime.pool.collections.shard import OpenShard, open_shard
 from runtime.pool.process import MakeArena, Timing
 from runtime.retrieval.collections import bulk_load
+from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.pool_session import ReplicaPolicy
 from runtime.retrieval.search.query import QueueLimits
 from runtime.testing.pool import InProcessPool, plan_of
+from tests.gpu.datasets import clustered
 from tests.pool.client_helpers import Vectors, attached
 from tests.pool.written_collection import Served, WrittenCollection
 
 DIM = 16
+NUMBERED = clustered(np.random.default_rng(4), 64, DIM)
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +52,15 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pool") / "split"
     vectors = np.random.default_rng(0).normal(size=(400, DIM)).astype(np.float32)
     bulk_load.build(vectors, path, metric="l2", degree=16, shards=2)
+    return path
+
+
+@pytest.fixture(scope="session")
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a collection of `NUMBERED`, of documents d0, d1 … with the attribute `number`."""
+    path = tmp_path_factory.mktemp("pool") / "numbered"
+    documents = [Document(f"d{row}", "", f"text n{row}", {"number": row}) for row in range(len(NUMBERED))]
+    bulk_load.build(documents, path, metric="l2", embedder=f"hashing-{DIM}", vectors=NUMBERED)
     return path
 
 

@@ -1,6 +1,7 @@
 """Searches of the frontend: its event loop waits for no document, and keys take turns with filters and keywords."""
 
 import asyncio
+import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -8,15 +9,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.collection_registry import CollectionRegistry
-from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.reranking.reranking import Reranking
 from runtime.retrieval.retriever import Retriever
@@ -24,21 +22,15 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import Rerank
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until as eventually
-from tests.gpu.datasets import clustered
 from tests.pool.conftest import MakePool
 from tests.pool.test_filter_waits import Evaluations, number_is
 from tests.queries import query_of
 from tests.retrieval.test_reranking import ByLength
 
-ROWS, DIM = 64, 16
-
 
 @pytest.fixture
-def plan(tmp_path: Path) -> NodePlan:
-    vectors = clustered(np.random.default_rng(4), ROWS, DIM)
-    documents = [Document(f"d{row}", "", f"text n{row}", {"number": row}) for row in range(ROWS)]
-    bulk_load.build(documents, tmp_path / "docs", metric="l2", embedder=f"hashing-{DIM}", vectors=vectors)
-    return plan_of(tmp_path / "docs")
+def plan(numbered: Path, tmp_path: Path) -> NodePlan:
+    return plan_of(shutil.copytree(numbered, tmp_path / "docs"))
 
 
 @pytest.fixture

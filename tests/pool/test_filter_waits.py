@@ -13,17 +13,12 @@ from runtime.node.placement.plan import NodePlan
 from runtime.pool import filtered_requests
 from runtime.pool.collections.scopes import FilterableCollection, Finish
 from runtime.retrieval.attributes.filters import filter_bytes
-from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
-from tests.gpu.datasets import clustered
 from tests.pool.client_helpers import Vectors, attached, collect
-from tests.pool.conftest import MakeClient, MakePool, MakeServed
+from tests.pool.conftest import NUMBERED, MakeClient, MakePool, MakeServed
 from tests.pool.written_collection import DIM, WrittenCollection, tenant_filter
-
-ROWS = 64
 
 
 def number_is(number: int) -> dict[str, Any]:
@@ -54,22 +49,14 @@ class Evaluations:
         self._released.set()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def vectors() -> Vectors:
-    return clustered(np.random.default_rng(4), ROWS, DIM)
-
-
-@pytest.fixture(scope="module")
-def docs(tmp_path_factory: pytest.TempPathFactory, vectors: Vectors) -> Path:
-    path = tmp_path_factory.mktemp("waits") / "docs"
-    documents = [Document(f"d{row}", "", f"text {row}", {"number": row}) for row in range(ROWS)]
-    bulk_load.build(documents, path, metric="l2", embedder=f"hashing-{DIM}", vectors=vectors)
-    return path
+    return NUMBERED
 
 
 @pytest.fixture
-def plan(docs: Path) -> NodePlan:
-    return plan_of(docs)
+def plan(numbered: Path) -> NodePlan:
+    return plan_of(numbered)
 
 
 @pytest.fixture
@@ -111,11 +98,10 @@ def test_queries_go_on_and_the_heart_beats_while_filters_are_resolved(
 
 
 def test_an_idle_pool_is_woken_by_a_resolved_filter(
-    docs: Path, make_pool: MakePool, make_client: MakeClient, vectors: Vectors
+    plan: NodePlan, make_pool: MakePool, make_client: MakeClient, vectors: Vectors
 ) -> None:
     from runtime.pool.process import Timing
 
-    plan = plan_of(docs)
     make_pool(plan, timing=Timing(control_ns=3600 * 10**9)).start()
     client = attached(make_client(plan))
     assert client.search(vectors[5], 1, filter=number_is(5)).ids.tolist() == [5]

@@ -15,16 +15,13 @@ from gpu import GraphIndex
 from ipc.session.device_arena import DeviceArena
 from runtime.errors import DeadlineExceeded, InvalidRequest
 from runtime.node.worker import Worker
-from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
-from tests.gpu.datasets import clustered
 from tests.ipc.arenas import clients_on, make_arena
 from tests.ipc.fake_cuda import FakeCuda
 from tests.pool.client_helpers import Vectors, attached, collect
-from tests.pool.conftest import DIM, MakeClient, MakePool
+from tests.pool.conftest import DIM, NUMBERED, MakeClient, MakePool
 from tests.pool.test_filter_waits import Evaluations, number_is
 from tests.retrieval.gpu_arrays import CudaArray, DlpackArray, fake_cuda_runtime
 
@@ -105,12 +102,10 @@ def test_interleaved_host_and_gpu_vectors_get_the_indexs_answers_without_staging
 
 
 def test_gpu_vectors_with_filters_are_staged_wait_for_them_and_each_ends_once(
-    start: Start, staged: Staged, tmp_path: Path
+    start: Start, staged: Staged, numbered: Path
 ) -> None:
-    vectors = clustered(np.random.default_rng(4), 64, DIM)
-    documents = [Document(f"d{row}", "", "text", {"number": row}) for row in range(64)]
-    bulk_load.build(documents, tmp_path / "docs", metric="l2", embedder=f"hashing-{DIM}", vectors=vectors)
-    client, (pool,) = start(16, at=tmp_path / "docs")
+    vectors = NUMBERED
+    client, (pool,) = start(16, at=numbered)
     slow = Evaluations(pool, 0)
     try:
         tickets = {client.submit(CudaArray(vectors[n]), 1, filter=number_is(n)): n for n in range(6)}
