@@ -6,6 +6,7 @@ those times. Steps run in the order of their start, so that no worker sees messa
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,13 +15,12 @@ from itertools import count
 from mmap import mmap
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
 
 from runtime.node.config import parse_config
-from runtime.node.metrics.worker_metrics import OfferOutcome
 from runtime.node.placement.layout import lay_out
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retrieval_steps import RetrievalResult
@@ -125,7 +125,7 @@ class Handover:
         self.memory = memoryview(mmap(-1, kv_bytes))  # pages that are never written use no memory
         self.offers, self.outcomes = Mail(clock), Mail(clock)
         self.receive, self.poll = self.offers.take, self.outcomes.take
-        self.free_leases, self._ids = leases, count(1)
+        self.free_leases, self.counts, self._ids = leases, Counter[str](), count(1)
 
     def lease(self) -> int | None:
         if not self.free_leases:
@@ -164,9 +164,6 @@ class Handover:
 
     def reject(self, offer: Any, reason: str) -> None:
         self.outcomes.put(SimpleNamespace(offer_id=offer.offer_id, accepted=False, reason=reason))
-
-    def statistics(self) -> Any:
-        return SimpleNamespace(**dict.fromkeys(("malformed", *get_args(OfferOutcome)), 0))
 
 
 class Retriever:
