@@ -81,7 +81,7 @@ def file_path(directory: Path, info: SegmentInfo, description: Description, name
     """Return the path of a segment's file, or of the folder `INDEX`. Raises `CollectionError`."""
     if is_flat(directory, description):
         return directory / _flat_name(description, info.shard, name)
-    return segment_path(directory, info) / name
+    return directory / f"segments/{info.number}/{name}"
 
 
 def _flat_name(description: Description, shard: int, name: str) -> str:
@@ -178,7 +178,7 @@ class Segment(Part):
         try:
             if store is not None and store.last_row != last:
                 raise CollectionError(f"{store.path} is damaged: its last row is {store.last_row}, not {last}")
-            with storage_errors(f"{path_of(ATTRIBUTES)} cannot be read"):
+            with storage_errors("the attributes of a segment cannot be read"):
                 return cls(info, path_of, index, store, {**files, **arrays}, stored)
         except CollectionError:
             if store is not None:

@@ -30,10 +30,10 @@ from runtime.retrieval.collections.description import (
     SegmentInfo,
     checksum_of,
     encode_with_checksum,
+    is_flat,
     make_folders,
     read_description,
     read_manifest_file,
-    status_of,
     verify_file,
 )
 from runtime.retrieval.collections.disk import Disk, storage_errors
@@ -68,8 +68,11 @@ class NoLog(LogFollower):
 
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest, or of a flat bulk load one of generation -1, without a schema. Raises `CollectionError`."""
-    if status_of(directory / MANIFEST) is not None or not (description := read_description(directory)).size:
+    try:
         return read_manifest_file(directory)
+    except CollectionError:
+        if not is_flat(directory, description := read_description(directory)):
+            raise
     if any(first > 0 or path.stat().st_size > HEADER.size for first, path in log_files(directory)):
         raise CollectionError(f"{directory} is damaged: it has a log, but no file {MANIFEST}")
     segments, shards = [], description.shards
