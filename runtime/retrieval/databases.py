@@ -2,6 +2,7 @@
 
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ class ReadOnlyDatabase:
         )
         if (tables := formats.get((application_id, self.version))) is None:
             raise CollectionError(f"{path} is not a {kind} of a known version, or damaged")
-        found = [sql for _, sql in self.rows("SELECT type, sql FROM main.sqlite_master WHERE name NOT LIKE 'sqlite_%'")]
+        found = [sql for (sql,) in self.rows("SELECT sql FROM main.sqlite_master WHERE name NOT LIKE 'sqlite_%'")]
         # Other tables could hold other types, and a query of a view could run forever.
-        if sorted(found) != sorted(tables):
+        if Counter(found) != Counter(tables):  # of any types: a statement may be damaged, too
             raise CollectionError(f"{path} is damaged: its tables have another schema")
 
     def rows(self, sql: str, *values: object) -> Iterator[Any]:

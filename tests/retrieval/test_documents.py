@@ -1,7 +1,7 @@
 """The document store: what comes back, and what is refused."""
 
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +81,15 @@ def test_a_table_with_another_schema_is_refused_before_it_is_read(path: Path) ->
     changed(path, "ALTER TABLE documents RENAME TO others", f"CREATE VIEW documents AS {endless}")
     with pytest.raises(CollectionError, match="its tables have another schema"):
         DocumentStore(path)
+
+
+def test_a_damaged_schema_is_no_error_of_another_kind(path: Path) -> None:
+    whole = path.read_bytes()
+    for at in range(whole.index(b"tablefiles") - 12, whole.index(b"CREATE TABLE files")):  # its record in the schema
+        for bit in range(8):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            with suppress(CollectionError):
+                DocumentStore(path).close()
 
 
 @pytest.mark.parametrize("value", ["NULL", "7", "x'00ff'", "CAST(x'ff00ff' AS TEXT)", "zeroblob(100000000)"])
