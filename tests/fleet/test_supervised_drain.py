@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from runtime.errors import Unavailable
 from runtime.node.config import Role, SloSection
 from runtime.node.metrics.exporter import render, vllm_families
 from runtime.node.metrics.table import WorkerTable
@@ -37,6 +38,9 @@ def test_a_drain_survives_a_frontend_restart(node: TinyNode) -> None:
     assert not status.stopping
     assert "vllm:num_requests_waiting" in metrics(node)
     assert 'trinity_node_draining{model_name="",node="tiny"} 1.0' in metrics(node)
+    with pytest.raises(Unavailable):  # neither on nor off: dropped, as other unknown requests
+        admin_request(node.info.control, "draining of", timeout_s=0.3)
+    assert node.ready().draining
     admin_request(node.info.control, "draining off")
     assert not node.ready().draining
 

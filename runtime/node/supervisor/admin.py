@@ -75,14 +75,15 @@ class AdminServer:
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def serve(self, handlers: Mapping[str, Callable[[str], bytes]]) -> None:
-        """Answer every waiting request by the handler of its verb, which receives the rest of the line; unknown
-        requests are dropped."""
+        """Answer every waiting request by its handler, or by that of its verb, which receives the rest of the line;
+        unknown requests are dropped."""
         while self.pending():
             frames = self._socket.recv_multipart()
             if len(frames) != 2:
                 continue
-            verb, _, rest = frames[1].decode(errors="replace").partition(" ")
-            if (handler := handlers.get(verb)) is not None:
+            request = frames[1].decode(errors="replace")
+            verb, _, rest = request.partition(" ")
+            if (handler := handlers.get(request, handlers.get(verb))) is not None:
                 self._socket.send_multipart([frames[0], handler(rest)], flags=zmq.DONTWAIT)
 
 

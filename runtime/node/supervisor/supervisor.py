@@ -196,7 +196,8 @@ class Supervisor:
                 "status": lambda _: encode(self.status()),
                 "metrics": lambda _: self.metrics_text().encode(),
                 "stop": self._answer_stop,
-                "draining": self._set_draining,
+                "draining on": lambda _: self._set_draining(True),
+                "draining off": lambda _: self._set_draining(False),
                 "restart": lambda name: self._restart(name).encode(),
                 "reload": lambda collection: encode(self._reload.request(collection)),
                 "reloaded": lambda _: encode(self._reload.status()),
@@ -208,9 +209,8 @@ class Supervisor:
         self._request_drain()
         return b"{}"
 
-    def _set_draining(self, wanted: str) -> bytes:
-        """Set whether the node reports that it drains: "on" or "off". The knob survives a restart of the processes."""
-        draining = wanted == "on"
+    def _set_draining(self, draining: bool) -> bytes:
+        """Set whether the node reports that it drains. The knob survives a restart of the processes."""
         log.info("draining, as requested by an operator" if draining else "no longer draining")
         set_draining(self.workers, draining)
         return b"{}"
