@@ -1,8 +1,8 @@
 """Preflight checks of a plan: devices, collections, embedders, directories, model, memory."""
 
-import contextlib
 import errno
 import logging
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -147,20 +147,28 @@ def _check_directory(key: str, path: str, files: str) -> None:
     """Try to create a file: permissions alone do not tell whether that is possible. Nothing is left behind."""
     if not path:
         return
-    directory, missing = Path(path), list[Path]()
+    directory = Path(path)
     try:
-        missing += (folder for folder in (directory, *directory.parents) if not folder.exists())
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
+        try:
+            _create_in(directory)
+        except FileNotFoundError:  # removed by a stopping node in between, or for good
+            _create_in(directory)
     except (OSError, ValueError) as error:
         if getattr(error, "errno", None) in _NO_ROOM and directory.is_dir() and key != "log.directory":
             return  # what is there can be served, and deleted
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{key} = {path!r}: cannot create {files} there: {reason}") from error
-    finally:
-        for folder in missing:  # innermost first
-            with contextlib.suppress(OSError, ValueError):
-                folder.rmdir()
+
+
+def _create_in(directory: Path) -> None:
+    """Create a file in a directory. A missing one is made beside its place, where nodes that start meanwhile make it:
+    none of them may lose its own."""
+    there = next(folder for folder in (directory, *directory.parents) if os.path.lexists(folder))
+    if there == directory:
+        tempfile.TemporaryFile(dir=directory).close()
+        return
+    with tempfile.TemporaryDirectory(dir=there) as beside:
+        (beside / directory.relative_to(there)).mkdir(parents=True)
 
 
 def check_files(name: str, directory: Path) -> None:

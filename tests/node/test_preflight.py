@@ -44,11 +44,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a log directory under a file": ({"log": {"directory": "file/logs"}}, "cannot create log files there: "),
     "a log directory that is a file": ({"log": {"directory": "file"}}, "cannot create log files there: "),
     "a log directory under /proc": ({"log": {"directory": "/proc/x"}}, "log.directory = '/proc/x': cannot create log"),
-    "stores in a file": ({"stores": {"path": "file"}}, "/file': cannot create files there: File exists"),
+    "stores in a file": ({"stores": {"path": "file"}}, "/file': cannot create files there: Not a directory"),
     "stores under /proc": ({"stores": {"path": "/proc/x"}}, "stores.path = '/proc/x': cannot create files there: "),
     "a disk tier in a file": (
         {"kv": {"disk_mib": 64, "disk_path": "file"}, "model": {"name": "smollm2-135m-instruct"}},
-        "/file': cannot create files there: File exists",
+        "/file': cannot create files there: Not a directory",
     ),
 }
 
@@ -89,6 +89,24 @@ def test_a_valid_node_passes_and_no_directory_is_left(tmp_path: Path) -> None:
     assert "pool-0" in dry.output
     assert "checksums" not in dry.output
     assert not (tmp_path / "new").exists()
+
+
+def test_checks_make_no_directory_that_a_node_which_starts_meanwhile_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+    mkdir = os.mkdir
+
+    def record(path: Path, *mode: int) -> None:
+        made.append(Path(path))
+        mkdir(path, *mode)
+
+    sections = {"node": {"run_dir": "nodes/run"}, "log": {"directory": "logs"}, "stores": {"path": "stores"}}
+    assert ask(tmp_path, sections, "serve", "--dry-run").exit_code == 0
+    monkeypatch.setattr(os, "mkdir", record)
+    assert ask(tmp_path, sections, "serve", "--dry-run").exit_code == 0
+    assert made
+    assert not {tmp_path / name for name in ("nodes", "nodes/run", "logs", "stores")} & set(made)
 
 
 def test_a_full_disk_does_not_keep_a_node_from_its_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
