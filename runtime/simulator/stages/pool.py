@@ -91,7 +91,6 @@ class Pools:
             queries=new_array(at.Query, capacity),
             free_count=capacity,
             free=array_over(int, np.arange(capacity, dtype=np.int64)[::-1].copy()),
-            pool_count=len(pools),
             pools=new_array(at.Pool, len(pools)),
             groups=new_array(at.Group, len(pools) + len(STAGES)),
             extend_s=array_over(float, np.array([times.extend_time_s(active) for active in range(most + 1)])),
