@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from runtime.errors import ResponseTooLarge
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.collection_registry import CollectionRegistry
@@ -113,6 +114,29 @@ def test_a_passage_that_was_read_lately_is_not_read_again(
         assert await found(search, filter=number_is(5)) == ["d5"]
         monkeypatch.setattr(CollectionDocuments, "get", get)
         assert await found(search, filter=number_is(5)) == ["d5"]
+
+    run(search, body)
+
+
+def test_the_bytes_of_passages_are_told_and_limited_whether_they_are_read_or_in_memory(
+    search: AsyncRetriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+
+    async def ask(number: int) -> None:
+        await search.search(
+            query_of("text", k=1, filter=number_is(number)), on_embedded=int, on_read=told.append, timeout_s=60
+        )
+
+    async def body() -> None:
+        await ask(5)
+        await ask(5)
+        assert told[0] == told[1] > 0
+        monkeypatch.setattr("runtime.retrieval.passages.MAX_PASSAGES_BYTES", told[0] - 1)
+        for number in (5, 6):
+            with pytest.raises(ResponseTooLarge, match=f"the limit is {told[0] - 1}"):
+                await ask(number)
+        assert len(told) == 2
 
     run(search, body)
 

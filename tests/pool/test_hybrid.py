@@ -1,5 +1,6 @@
 """Tests of hybrid searches through a pool: keyword and vector results of one build and one filter are fused."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.neighbors import FUSION_DEPTH
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retrieval_steps import RetrievalResult
 from runtime.retrieval.retriever import Retriever
@@ -85,6 +87,21 @@ def test_keywords_find_passages_that_the_vector_misses(asker: Retriever) -> None
     )
     far = max(passage.distance for passage in plain)
     assert next(passage.distance for passage in both if passage.id == "g1-77") > far, "distances are unchanged"
+
+
+def test_more_results_than_wanted_are_fused(asker: Retriever) -> None:
+    """The best of both is neither the nearest nor the one with the best words."""
+    found = set[bool]()
+    for number in range(10):
+        text, scores = f"entry s{number}", defaultdict[str, float](float)
+        ranked = [[one.id for one in ask(asker, text, FUSION_DEPTH, hybrid=side)] for side in (0.0, 1.0)]
+        for ids in ranked:
+            for rank, id in enumerate(ids, 1):
+                scores[id] += 1 / (60 + rank)
+        (best,) = ask(asker, text, k=1, hybrid=0.5)
+        assert scores[best.id] == max(scores.values())
+        found.add(best.id not in (ranked[0][0], ranked[1][0]))
+    assert True in found
 
 
 def test_a_filter_applies_to_keywords_and_vectors(asker: Retriever) -> None:
