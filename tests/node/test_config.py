@@ -1,5 +1,6 @@
 """Configuration errors name the key, the value and the expectation, before anything starts."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,38 @@ def test_relative_paths_are_relative_to_the_file_and_packaged_names_are_not_path
     packaged = load_config(path).model
     assert packaged is not None
     assert packaged.name == "smollm2-135m-instruct"
+
+
+PATHS = {
+    'node.run_dir = "x"': "node.run_dir",
+    'log.directory = "x"': "log.directory",
+    'http.api_keys_file = "x"': "http.api_keys_file",
+    'kv = {disk_mib = 64, disk_path = "x"}': "kv.disk_path",
+    'stores.path = "x"': "stores.path",
+    'rerank = {model = "m", url = "http://a/v1", key_file = "x"}': "rerank.key_file",
+    'collections = [{name = "a", path = "x"}]': "collections[0].path",
+    'collections = [{name = "a", path = "a"}, {name = "b", path = "b", embedder = "x"}]': "collections[1].embedder",
+    'collections = [{name = "a", path = "a", embedder_key_file = "x"}]': "collections[0].embedder_key_file",
+    'model = {engine = "openai", name = "m", url = "http://a/v1", api_key_file = "x"}': "model.api_key_file",
+    'model = {engine = "vllm", name = "m", path = "./x"}': "model.path",
+    'model = {engine = "vllm", name = "m", python = "./x"}': "model.python",
+}
+
+
+def found(config: Any, key: str) -> Any:
+    for part in re.findall(r"\w+", key):
+        config = config[int(part)] if part.isdigit() else getattr(config, part)
+    return config
+
+
+@pytest.mark.parametrize("text", PATHS)
+def test_every_path_is_relative_to_the_file_and_refused_by_its_key(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text(text)
+    assert found(load_config(path), PATHS[text]) == str(tmp_path / "x")
+    path.write_text(re.sub('"(./)?x"', f'"/{"x" * 256}"', text))
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: {PATHS[text]} = '/xxx")):
+        load_config(path)
 
 
 UNREADABLE = {

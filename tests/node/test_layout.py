@@ -4,6 +4,7 @@ import io
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,8 @@ def test_on_a_cpu_a_coupled_pool_shares_its_workers_cores_and_does_not_spin(tmp_
     on_cpu = {"prefill": {"cores": [[core]]}, "decode": {"workers": 2, "cores": [[core]]}}
     plan = lay_out(near(tmp_path, "coupled", **on_cpu), Machine.read())
     assert [(pool.cores, pool.spin) for pool in pools(plan)] == [((core,), False)] * 3
+    simulated = replace(Machine.with_simulated_gpus(3), cores=tuple(range(64)))
+    assert not any(pool.spin for pool in pools(lay_out(near(tmp_path, "coupled"), simulated)))
 
 
 @pytest.mark.parametrize(
