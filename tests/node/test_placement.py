@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.checks import preflight
-from runtime.checks.memory_estimate import estimate
+from runtime.checks.memory_estimate import Need, estimate
 from runtime.errors import CollectionError, ConfigError, ModelError, ResourceBusy
 from runtime.node.config import KvSection, parse_config
 from runtime.node.placement.gpus import Gpu
@@ -263,6 +263,8 @@ def test_a_pool_worker_that_is_added_on_the_host_needs_no_memory_for_the_index_t
     with CollectionReader(tmp_path / "docs") as collection:
         assert need.mapped == collection.state.file_bytes(INDEX) > 0
     assert need.free(pool) == need.host
+    shown = placement_text(found, Machine.read(), {"pool-0": Need(1 << 30, mapped=2 << 30)})
+    assert "3,072 MiB" in shown, "a dry run shows all that it takes"
 
 
 def test_an_optional_collection_may_be_missing_or_corrupt(tmp_path: Path) -> None:
@@ -311,6 +313,13 @@ def test_an_embedder_must_fit_in_the_memory_of_its_gpu(tmp_path: Path) -> None:
     assert 1 << 30 < size < int(1.1 * 2**30), "half of the file, in 16 bits, and a pass"
     said = f"frontend-0 embeds on GPU 0, in {size / 2**20:,.0f} MiB of its memory"
     assert said in placement_text(found, machine, needs)
+    on_gpu = {"devices": ["cuda:0"]}
+    sections = {**MODEL, "embedding": on_gpu, "prefill": on_gpu, "decode": on_gpu}
+    docs = [{"name": "docs", "path": str(tmp_path / "docs")}]
+    both = lay_out(parse_config({"collections": docs, **sections}), machine)
+    models = replace(both, workers=tuple(replace(worker, embedder="cpu") for worker in both.workers))
+    for name in ("prefill-0", "decode-0"):
+        assert estimate(both)[name].gpu - estimate(models)[name].gpu == size, "beside weights and KV"
     full = dataclasses.replace(machine.gpus[0], free_bytes=int(0.9 * 2**30))
     with pytest.raises(ResourceBusy, match=r"GPU 0 \(.*\) has 0.9 GiB free, but the node needs frontend-0 1.0"):
         preflight.check(found, machine=dataclasses.replace(machine, gpus=(full,)))
