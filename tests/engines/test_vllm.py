@@ -232,7 +232,9 @@ def test_a_node_runs_its_instances_and_exports_their_metrics(node: VllmNode) -> 
     for name in ("engine-0", "engine-1"):
         wanted = f'vllm:num_requests_running{{engine="0",model_name="fake",node="fake-vllm",worker="{name}"}} 0.0'
         eventually(lambda wanted=wanted: wanted in fetch(metrics).text, WAIT_S, wanted)  # type: ignore[misc]
-    assert "python_gc" not in fetch(metrics).text
+    text = fetch(metrics).text
+    assert "python_gc" not in text
+    assert text.count("# TYPE vllm:num_requests_running ") == 1, "the instances' own, not the node's as well"
     assert 'asked for ["--model", "fake", "--tensor-parallel-size", "1"' in node.log.read_text()
     assert '"--dtype", "float32"]' in (node.home / "run" / "logs" / "engine-0.log").read_text().replace('\\"', '"')
     assert node.worker("engine-0").resident_bytes > psutil.Process(node.server("engine-0")).memory_info().rss / 2
