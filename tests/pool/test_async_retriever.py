@@ -125,7 +125,7 @@ def test_the_bytes_of_passages_are_told_and_limited_whether_they_are_read_or_in_
 
     async def ask(number: int) -> None:
         await search.search(
-            query_of("text", k=1, filter=number_is(number)), on_embedded=int, on_read=told.append, timeout_s=60
+            query_of("text", k=1, filter=number_is(number)), on_embedded=lambda: None, on_read=told.append, timeout_s=60
         )
 
     async def body() -> None:
