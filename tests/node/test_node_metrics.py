@@ -60,7 +60,7 @@ def test_a_worker_that_loads_for_long_has_no_old_heartbeat(phase: str, age: floa
 @pytest.mark.parametrize(("stopping", "draining"), [(False, False), (False, True), (True, False), (True, True)])
 def test_a_node_that_stops_drains_like_one_that_an_operator_drains(stopping: bool, draining: bool) -> None:
     told = NodeStatus(NodeInfo("n", 1, "", "", (), ()), stopping, (), draining=draining)
-    found = {family.name: family for family in node_families(NodeConfig(), [], told)}
+    found: dict[str, Family] = {family.name: family for family in node_families(NodeConfig(), [], told)}
     assert value(found, "trinity_node_draining") == (stopping or draining)
 
 
