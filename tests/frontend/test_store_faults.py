@@ -306,11 +306,17 @@ def test_a_file_that_is_removed_while_it_is_read_is_not_written_afterwards(
 def test_a_cancelled_file_that_is_added_again_at_once_keeps_its_new_passages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deleting, written, delete_where, upsert = Event(), Event(), WriterService.delete_where, WriterService.upsert
+    reading, added, deleting, written = Event(), Event(), Event(), Event()
+    read, delete_where, upsert = IsolatedReader.read, WriterService.delete_where, WriterService.upsert
+
+    def read_once_added_again(reader: IsolatedReader, *file: Any) -> Any:
+        reading.set()
+        assert added.wait(WAIT)
+        return read(reader, *file)
 
     async def delete_late(*arguments: Any) -> int:
         deleting.set()
-        await asyncio.to_thread(written.wait, 0.5)
+        await asyncio.to_thread(written.wait, 1.0)  # which it must not wait for
         return await delete_where(*arguments)
 
     async def write(*arguments: Any) -> Any:
@@ -318,17 +324,18 @@ def test_a_cancelled_file_that_is_added_again_at_once_keeps_its_new_passages(
         written.set()
         return stored
 
-    search = StoreSearch(tmp_path / "collection")
-    search.paused = True
-    with store_node(tmp_path, search=search) as cluster, cluster.client() as client, ThreadPoolExecutor(1) as thread:
+    monkeypatch.setattr(IsolatedReader, "read", read_once_added_again)
+    monkeypatch.setattr(WriterService, "delete_where", delete_late)
+    monkeypatch.setattr(WriterService, "upsert", write)
+    with store_node(tmp_path) as cluster, cluster.client() as client, ThreadPoolExecutor(1) as thread:
         files, store, file = client.vector_stores.files, client.vector_stores.create().id, upload(client)
         batch = client.vector_stores.file_batches.create(store, file_ids=[file])
-        monkeypatch.setattr(WriterService, "delete_where", delete_late)
-        monkeypatch.setattr(WriterService, "upsert", write)
+        assert reading.wait(WAIT)
         cancelled = thread.submit(client.vector_stores.file_batches.cancel, batch.id, vector_store_id=store)
         assert deleting.wait(WAIT)
-        search.paused = False
-        assert files.create_and_poll(file, vector_store_id=store, poll_interval_ms=20).status == "completed"
+        files.create(store, file_id=file)
+        added.set()
+        assert files.poll(file, vector_store_id=store, poll_interval_ms=20).status == "completed"
         cancelled.result()
         with CollectionReader(tmp_path / "collection") as reader:
             assert [*reader.state.rows_of([f"{store}/{file}/0"])]

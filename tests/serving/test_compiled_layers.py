@@ -48,6 +48,7 @@ def fresh_compiler() -> Iterator[Any]:
     dynamo.reset()
 
 
+@pytest.mark.timeout(900)  # it compiles for a minute of a core that is its own, and three processes test
 def test_three_programs_serve_all_layers_and_sizes_with_transformers_tokens(
     tmp_path: Path, fresh_compiler: Any
 ) -> None:
