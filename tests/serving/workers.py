@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import zmq
 from msgspec.structs import replace
 
@@ -51,6 +52,8 @@ from runtime.serving.prefill.process import PrefillWorker
 from runtime.testing.worker import make_worker
 
 EPOCH = 7
+VOCABULARY = 259
+PASSAGES = [Passage(f"p{n}", f"Title {n}", 0.1 * n, f"What passage {n} says of it.") for n in range(12)]
 _WAIT_MS = 20_000  # timeout for messages that have been sent
 _MOST_ROUNDS = 50_000
 
@@ -341,3 +344,15 @@ class Workers:
 
 Start = Callable[..., Workers]
 """Starts workers with these options; they end with the test."""
+
+
+def ragged(count: int, seed: int, longest: int = 150) -> list[list[int]]:
+    """Return prompts of all lengths, a third of them with one of three common prefixes."""
+    random = np.random.default_rng(seed)
+    beginnings = [random.integers(0, VOCABULARY, size).tolist() for size in (40, 64, 90)]
+    prompts = []
+    for number in range(count):
+        size = int(np.exp(random.uniform(0, np.log(longest))))
+        own = random.integers(0, VOCABULARY, max(1, size)).tolist()
+        prompts.append([*beginnings[number % 9 // 3], *own] if number % 3 == 0 else own)
+    return prompts
