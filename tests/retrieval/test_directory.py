@@ -131,8 +131,10 @@ def test_what_trinity_did_not_write_is_never_removed(tmp_path: Path, name: str) 
         path.symlink_to(tmp_path)
     else:
         path.touch()
+    before = sorted((tmp_path / ".docs.building").rglob("*"))
     with pytest.raises(OutputRefused, match="is not part of a collection"):
         build(tmp_path / "docs")
+    assert sorted((tmp_path / ".docs.building").rglob("*")) == before, "no file is added either"
     assert os.path.lexists(path)
     assert os.listdir(tmp_path) == [".docs.building"]
 

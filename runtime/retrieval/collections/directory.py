@@ -73,6 +73,8 @@ def _claim(building: Path) -> int:
         except FileExistsError:
             if building.is_symlink():
                 raise
+            with contextlib.suppress(FileNotFoundError):  # the other build has just put it in place
+                _refuse_foreign(building)  # before it gets a lock file
         try:
             lock = acquire_lock(building)
         except CollectionError:
@@ -82,13 +84,20 @@ def _claim(building: Path) -> int:
         if lock_is_current(lock, building):
             break
         os.close(lock)  # as above
-    if foreign := [*_foreign_files(building), *(path for path in building.rglob("*") if path.is_symlink())]:
+    try:
+        _refuse_foreign(building)
+    except BaseException:
         os.close(lock)
-        raise OutputRefused(f"{building} will not be removed: {foreign[0]} is not part of a collection")
+        raise
     for path in building.iterdir():
         if path.name != LOCK:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return lock
+
+
+def _refuse_foreign(building: Path) -> None:
+    if foreign := [*_foreign_files(building), *(path for path in building.rglob("*") if path.is_symlink())]:
+        raise OutputRefused(f"{building} will not be removed: {foreign[0]} is not part of a collection")
 
 
 def _check_output(out: Path, replace: bool) -> None:
