@@ -81,7 +81,7 @@ class FakeSearch(NoCollections):
         self.found, self.about, self.opened = found, about, opened
         self.calls: list[Query] = []
         self.error: Exception | None = None
-        self.hangs = False
+        self.hangs, self.running = False, 0
         self.timeout_s = 0.0
         self.unavailable_collections: dict[str, str] = {}
 
@@ -94,10 +94,7 @@ class FakeSearch(NoCollections):
         on_embedded()
         self.calls.append(query)
         self.timeout_s = timeout_s
-        while self.hangs:
-            await asyncio.sleep(0.005)
-        if self.error is not None:
-            raise self.error
+        await self._outcome()
         return self.passages(query, on_read)
 
     def passages(self, query: Query, on_read: OnRead) -> list[Passage]:
@@ -111,9 +108,18 @@ class FakeSearch(NoCollections):
         return self.opened or super().documents(collection)
 
     async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind, flow: int) -> tuple[Vectors, int]:
+        await self._outcome()
+        return embedder.embed(texts, kind), sum(map(embedder.count_tokens, texts))
+
+    async def _outcome(self) -> None:
+        self.running += 1
+        try:
+            while self.hangs:
+                await asyncio.sleep(0.005)
+        finally:
+            self.running -= 1
         if self.error is not None:
             raise self.error
-        return embedder.embed(texts, kind), sum(map(embedder.count_tokens, texts))
 
 
 async def metrics() -> str:

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from runtime.errors import EmbedderFailed, UnknownCollection
+from runtime.node.config import HttpSection
 from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.served_documents import CollectionDocuments
@@ -19,6 +20,7 @@ from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import Query
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster, FakeSearch
+from tests.frontend.request_errors import assert_error
 
 FOUND = {
     "leave": [
@@ -187,3 +189,23 @@ def test_a_failed_embedding_is_an_error_and_frees_its_place(http: httpx.Client, 
     for _ in range(70):  # more than may be embedded at once
         refused = http.post("/v1/embeddings", json={"model": "hashing-64", "input": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (502, "embedder_failed")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "error"),
+    [
+        ("/v1/embeddings", {"model": "hashing-64", "input": "a"}, "embedding took longer than its limit of 0.05 s"),
+        ("/v1/retrieval", {"collection": "docs", "query": "pay"}, "the search took longer than its limit of 0.05 s"),
+    ],
+)
+def test_what_takes_longer_than_its_limit_ends_with_an_error_and_is_given_up(
+    path: str, body: dict[str, Any], error: str
+) -> None:
+    stand = Stand()
+    stand.hangs = True
+    settings = Settings(
+        collections={"docs": 64}, http=HttpSection(request_timeout_s=0.05), search_timeout_s=0.05, max_k=20
+    )
+    with Cluster(settings=settings, search=stand) as cluster, cluster.http() as http:
+        assert_error(http.post(path, json=body), 504, "deadline_exceeded", None, error)
+        assert stand.running == 0
