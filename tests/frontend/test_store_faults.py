@@ -196,6 +196,28 @@ def test_what_ends_on_a_full_disk_is_recorded_once_there_is_room(
         assert not full
 
 
+def test_passages_that_a_full_disk_keeps_are_deleted_once_there_is_room(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete_where, full = WriterService.delete_where, [True]
+
+    async def unless_full(*arguments: Any) -> int:
+        if full:
+            full.pop()
+            raise NoRoom("the disk is full")
+        return await delete_where(*arguments)
+
+    monkeypatch.setattr(WriterService, "delete_where", unless_full)
+    with cluster.client() as client:
+        file, store = upload(client), client.vector_stores.create().id
+        client.vector_stores.files.create(store, file_id=file)
+        wait_indexed(client, store)
+        assert client.vector_stores.files.delete(file, vector_store_id=store).deleted
+        assert not full
+        with CollectionReader(tmp_path / "collection") as reader:
+            assert not reader.state.rows_of([f"{store}/{file}/0"])
+
+
 def test_a_file_that_is_added_changed_and_removed_while_it_is_indexed_ends_in_the_last_state(cluster: Cluster) -> None:
     with cluster.client() as client:
         file, store = upload(client), client.vector_stores.create().id
