@@ -107,18 +107,20 @@ def test_a_second_build_of_the_same_directory_is_refused(tmp_path: Path) -> None
     assert sorted(os.listdir(tmp_path)) == ["docs", "other"]
 
 
+@pytest.mark.parametrize("when", ["before its lock is opened", "before its lock is held"])
 def test_a_build_that_puts_its_directory_in_place_when_another_begins_does_not_disturb_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     out, opened = tmp_path / "docs", os.open
     (tmp_path / ".docs.building").mkdir()
 
-    def open_late(path: Any, *options: Any, **named: Any) -> int:
+    def open_meanwhile(path: Any, *options: Any, **named: Any) -> int:
         monkeypatch.undo()
+        lock = opened(path, *options, **named) if when == "before its lock is held" else -1
         Path(path).parent.rename(tmp_path / "in place")
-        return opened(path, *options, **named)
+        return lock if lock >= 0 else opened(path, *options, **named)
 
-    monkeypatch.setattr(os, "open", open_late)
+    monkeypatch.setattr(os, "open", open_meanwhile)
     build(out)
     assert sorted(os.listdir(tmp_path)) == ["docs", "in place"]
 
