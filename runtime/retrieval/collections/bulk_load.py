@@ -68,11 +68,12 @@ def build(
     device: BuildDevice = "cpu",
     force: bool = False,
     locked: bool = False,
+    disk: Disk | None = None,
     progress: Progress = no_progress,
 ) -> None:
     """Build a collection at `out`, atomically.
 
-    source: documents, or vectors [n, d] of float32, float64, float16 or uint8.
+    source: documents, or vectors [n, d] of float32, float64, float16 or uint8; of no vectors, an empty collection.
     embedder: the embedder of the documents (None: all-minilm-l6-v2). For vectors, the embedder that made them, so
         that queries may be texts.
     demanded: an attribute that the filter of every search must bind. schema: attributes whose types are given.
@@ -83,7 +84,8 @@ def build(
     ids: int64 [n], the ids that a search returns in place of row numbers, for bare vectors only.
     shards: number of shards, each for one pool worker: row i goes to shard i mod shards and keeps its id.
     degree, dtype, neighbor_codes, code_bits, seed, device: see `GraphIndex.build`. threads: cores to use.
-    force: replace an existing collection at `out`. locked: the caller holds its writer's lock.
+    force: replace an existing collection at `out`. locked: the caller holds its writer's lock. disk: of the files that
+        begin the collection.
     progress: called with a stage's name and the fraction of it that is done, 0..1.
 
     Raises `BuildRefused` for an invalid argument, before reading (before embedding, if it depends on the number of
@@ -101,17 +103,20 @@ def build(
     if device == "cuda":
         _check_gpu_build()
     given = vectors if bare is None else bare
+    empty = bare is not None and bare.ndim == 2 and len(bare) == 0
     if given is not None:
         _check_embedder(embedder, given)
-        _check_shards(shards, len(given))
+        if not empty:
+            _check_shards(shards, len(given))
     if bare is None and given is None:
         embedder = embedder or DEFAULT_EMBEDDER
         # Loaded before the documents are read: it may be missing, and reading may take long.
         model = model or load_embedder(embedder, for_build=True)
-    declared, disk = _declared(demanded, schema), Disk()
+    declared = ({} if demanded is None else {demanded: AttributeType.STRING}) | dict(schema or {})
+    disk = disk or Disk()
     with atomic_directory(out, replace=force, locked=locked) as building:
         make_folders(building)
-        folders = [building_path(building, shard) for shard in range(shards)]
+        folders = [] if empty else [building_path(building, shard) for shard in range(shards)]
         for folder in folders:
             folder.mkdir()
         schema = dict(declared)
@@ -150,41 +155,19 @@ def build(
                 device=device,
             )
             segments.append(info)
-        next_row = 1 + (len(matrix) - 1 if ids is None else int(ids.max()))
+            degree = index.degree
+        next_row = len(matrix) if ids is None else 1 + int(ids.max(initial=-1))
         begin_collection(
-            disk, building, segments, next_row, schema, dim=index.dim, metric=metric, dtype=dtype, degree=index.degree,
+            disk, building, segments, next_row, schema, dim=matrix.shape[1], metric=metric, dtype=dtype, degree=degree,
             embedder=embedder, shards=shards, demanded=demanded, declared=declared,
         )  # fmt: skip
 
 
-def create(
-    directory: Path,
-    dim: int,
-    *,
-    metric: str = "cosine",
-    dtype: str = "float32",
-    degree: int = 32,
-    embedder: EmbedderSpec | None = None,
-    demanded: str | None = None,
-    schema: Schema | None = None,
-    shards: int = 1,
-    disk: Disk | None = None,
-) -> None:
-    """Create an empty collection. demanded: a string attribute that the filter of every search must bind.
-    shards: number of shards, each for one pool worker; documents are assigned by a hash of their ids.
-
-    Raises `BuildRefused`, `OutputRefused` if the directory exists, `CollectionError`, `NoRoom`.
-    """
-    check_arguments(BuildParams, metric, degree, dtype)
+def create(directory: Path, dim: int, **options: Any) -> None:
+    """Create an empty collection of vectors of `dim` dimensions; `options` are those of `build`, and it raises as that
+    does."""
     check_arguments(check_within, "dim", dim, 1, MAX_DIM)
-    check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
-    declared = _declared(demanded, schema)
-    with atomic_directory(directory, replace=False) as building:
-        make_folders(building)
-        begin_collection(
-            disk or Disk(), building, [], 0, declared, dim=dim, metric=metric, dtype=dtype, degree=degree,
-            embedder=embedder, shards=shards, demanded=demanded, declared=declared,
-        )  # fmt: skip
+    build(np.empty((0, dim), np.float32), directory, **options)
 
 
 def ensure(directory: Path, dim: int, **options: Any) -> None:
@@ -302,7 +285,3 @@ def _check_embedder(embedder: EmbedderSpec | None, vectors: NDArray[Any]) -> Non
             f"vectors of shape {list(vectors.shape)} are not from {embedder_name(embedder)}, "
             f"whose vectors have {embedder_dim(embedder)} dimensions"
         )
-
-
-def _declared(demanded: str | None, schema: Schema | None) -> dict[str, AttributeType]:
-    return ({} if demanded is None else {demanded: AttributeType.STRING}) | dict(schema or {})
