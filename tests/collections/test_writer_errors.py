@@ -295,7 +295,7 @@ def test_concurrent_writes_are_all_stored_and_share_records(tmp_path: Path) -> N
         threads = [threading.Thread(target=writer.upsert, args=(documents(range(n, n + 3)),)) for n in range(0, 60, 2)]
         for thread in threads:
             thread.start()
-        while writer.waiting < len(threads):
+        while len(writer.commits.pending) < len(threads):
             pass
         disk.gate.set()
         for thread in threads:

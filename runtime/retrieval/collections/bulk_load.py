@@ -31,7 +31,7 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.directory import atomic_directory
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
-from runtime.retrieval.collections.log import LogWriter, log_path
+from runtime.retrieval.collections.log import begin_log_file
 from runtime.retrieval.collections.segment import index_errors
 from runtime.retrieval.collections.segment_build import building_path, index_and_seal, write_documents
 from runtime.retrieval.embedding.bulk import embed_passages, list_size
@@ -191,7 +191,7 @@ def begin_collection(
     """Complete a collection whose folders and segments are there, with an empty log. `described`: the fields of its
     `Description`. Raises `OSError`."""
     description = Description(format=FORMAT, version=VERSION, sha256="", **described).identified(segments)
-    LogWriter(disk, log_path(directory, 0), description.identity, 0).close()
+    begin_log_file(disk, directory, description.identity, 0)
     manifest = Manifest(0, segments, 0, next_row, len(segments), dict(schema))
     disk.write_file(directory / MANIFEST, encode_with_checksum(manifest))
     disk.write_file(directory / DESCRIPTION, encode_with_checksum(description))

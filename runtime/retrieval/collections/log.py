@@ -14,7 +14,6 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -123,15 +122,6 @@ def _checksum(identity: str, sequence: int, payload: bytes | memoryview) -> int:
     return zlib.crc32(payload, zlib.crc32(bytes.fromhex(identity) + sequence.to_bytes(8, "little")))
 
 
-def complete_records(file: BinaryIO, size: int, identity: str, sequence: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the payloads of the complete records from the position of `file` on, numbered from `sequence`, and the end
-    of each. Only the first `size` bytes of the file count: a record may be appended meanwhile."""
-    end = file.tell()
-    while (payload := _payload_at(file, end, size, identity, sequence)) is not None:
-        end, sequence = end + RECORD.size + len(payload), sequence + 1
-        yield payload, end
-
-
 def _payload_at(file: BinaryIO, begin: int, end: int, identity: str, sequence: int | None) -> bytes | None:
     if end - begin < RECORD.size:
         return None
@@ -157,39 +147,43 @@ def contains_record(file: BinaryIO, begin: int, end: int, identity: str) -> bool
     return False
 
 
-class LogWriter:
-    """Appends records to one file."""
+def begin_log_file(disk: Disk, directory: Path, identity: str, first: int) -> None:
+    """Write an empty log file, or one anew. Raises `OSError`."""
+    disk.write_file(log_path(directory, first), header_of(identity, first))
 
-    def __init__(self, disk: Disk, path: Path, identity: str, first: int, *, end: int = 0) -> None:
-        """Append at `end` of an existing file, cutting the bytes behind it, or create a file (0). Raises `OSError`."""
+
+class LogWriter:
+    """Appends records to the last file of a log."""
+
+    def __init__(self, disk: Disk, directory: Path, identity: str, first: int, end: int) -> None:
+        """Append at `end` of the file that begins at record `first`, cutting the bytes behind it. Raises `OSError`."""
         self._disk, self._identity = disk, identity
-        self.path, self.first, self.end, self._torn = path, first, end, False
-        self._fd = open_regular(path, os.O_RDWR | os.O_CREAT)
+        self.path, self.first, self.end = log_path(directory, first), first, max(end, HEADER.size)
+        self._torn = False  # bytes follow the last record
+        if not end:  # its header is torn
+            begin_log_file(disk, directory, identity, first)
+        self._fd = open_regular(self.path, os.O_RDWR)
         try:
             self.cut()
-            if not end:
-                self._append(header_of(identity, first))
             disk.sync(self._fd)
-            disk.sync_directory(path.parent)
+            disk.sync_directory(self.path.parent)
         except BaseException:
             os.close(self._fd)
             raise
 
     def append(self, sequence: int, payload: bytes) -> None:
         """Write a record; `sync` makes it durable. Raises `OSError`, with the records as before."""
-        self._append(record_of(self._identity, sequence, payload))
-
-    def _append(self, content: bytes) -> None:
         if self._torn:
             self.cut()
+        record = record_of(self._identity, sequence, payload)
         try:
             self._torn = True
-            self._disk.write(self._fd, content)
+            self._disk.write(self._fd, record)
         except OSError:
             with contextlib.suppress(OSError):  # else before the next record
                 self.cut()
             raise
-        self.end, self._torn = self.end + len(content), False
+        self.end, self._torn = self.end + len(record), False
 
     def cut(self) -> None:
         """Remove what is behind the last record, of one that could not be written. Raises `OSError`."""
@@ -216,9 +210,13 @@ class LogFollower:
     """Reads a log that another process writes, from the start of one of its files on."""
 
     def __init__(self, directory: Path, identity: str, first: int) -> None:
-        """Open the file that begins at record `first`. Raises `CollectionError`."""
+        """Open the file that begins at record `first`; -1: there is no log (yet), and no record. Raises
+        `CollectionError`."""
         self._directory, self._identity = directory, identity
         self._fd, self.sequence = -1, first  # number of the next record
+        self.first, self.end = max(first, 0), 0  # first record of the file, and position of the next record
+        if first < 0:
+            return
         with storage_errors(f"the log of {directory} cannot be read at record {first}"):
             self._open(first)
 
@@ -227,13 +225,13 @@ class LogFollower:
         fd = open_regular(path, max_bytes=MAX_LOG_BYTES)
         self.close()
         self._fd, self._file, self._path = fd, os.fstat(fd), os.fspath(path)
-        self.first, self.end = first, 0  # first record of the file, and position of the next record
+        self.first, self.end = max(first, 0), 0  # first record of the file, and position of the next record
         self._torn = False  # bytes follow the last complete record: one is being written, or was torn by a crash
 
     @property
     def torn_bytes(self) -> int:
         """Bytes behind the last complete record, or of a torn header."""
-        return os.fstat(self._fd).st_size - self.end
+        return os.fstat(self._fd).st_size - self.end if self.sequence >= 0 else 0
 
     def poll(self) -> list[bytes]:
         """Return the payloads of the records since the last call; two system calls if there are none.
@@ -241,27 +239,34 @@ class LogFollower:
         Raises `CollectionError` for damage before complete records, at every call.
         """
         payloads: list[bytes] = []
-        while True:
+        while self.sequence >= 0:
             payloads += self._read()
-            if self._torn and any(first > self.first for first, _ in log_files(self._directory)):
-                payloads += self._read()  # the writer completed this file before it created the next
-                if self._torn:
-                    raise self._damaged(self.end, ", and is not the last file of the log")
-            following = log_path(self._directory, self.sequence)
-            if self.sequence == self.first or not following.exists():
-                return payloads
-            payloads += self._read()  # records that were written before the next file was created
-            if log_path(self._directory, self.sequence) == following:
-                try:
-                    self._open(self.sequence)
-                except OSError as error:  # a file that is gone was sealed: the manifest has the next position
-                    if payloads or isinstance(error, FileNotFoundError):
-                        return payloads  # the next call tries again
-                    raise storage_error(error, f"{following} cannot be read") from error
+            if not self._is_followed():
+                break
+            payloads += self._read()  # the writer completed this file before it created the next
+            if self._torn:
+                raise self._damaged(self.end, ", and is not the last file of the log")
+            try:
+                self._open(self.sequence)
+            except FileNotFoundError:  # it was sealed: the manifest has the next position
+                break
+            except OSError as error:
+                if payloads:
+                    break  # the next call tries again
+                raise storage_error(error, f"{log_path(self._directory, self.sequence)} cannot be read") from error
+        return payloads
+
+    def _is_followed(self) -> bool:
+        """Whether there is a file behind the open one, as far as was read. Raises `CollectionError`."""
+        if self._torn:
+            return any(first > self.first for first, _ in log_files(self._directory))
+        return self.sequence != self.first and log_path(self._directory, self.sequence).exists()
 
     @property
     def at_end(self) -> bool:
         """Whether the open file is the one at its path, and `poll` would read nothing: a system call."""
+        if self.sequence < 0:
+            return True
         with contextlib.suppress(OSError):
             there = os.stat(self._path)
             if there.st_size == self.end and os.path.samestat(there, self._file):
@@ -271,6 +276,8 @@ class LogFollower:
     @property
     def is_current(self) -> bool | None:
         """Whether the open file is still the file at its path, with all records read. None if the path is gone."""
+        if self.sequence < 0:
+            return True
         try:
             there = os.stat(self._path)
         except OSError:
@@ -290,11 +297,11 @@ class LogFollower:
         self._torn = size > self.end
         if not self._torn:
             return []
-        payloads, end = [], self.end
+        payloads, end = list[bytes](), self.end
         with open(self._fd, "rb", closefd=False) as file:
-            file.seek(end)
-            for payload, end in complete_records(file, size, self._identity, self.sequence):  # noqa: B007
-                payloads.append(payload)
+            while (record := _payload_at(file, end, size, self._identity, self.sequence + len(payloads))) is not None:
+                payloads.append(record)
+                end += RECORD.size + len(record)
             self._torn = end < size
             if self._torn and contains_record(file, end, size, self._identity):
                 raise self._damaged(end, ": complete records follow")

@@ -36,7 +36,7 @@ from runtime.retrieval.collections.part import ignore
 from runtime.retrieval.collections.search import search
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.state import Loaded, State, close
-from runtime.retrieval.collections.upgrade import NoLog, read_manifest
+from runtime.retrieval.collections.upgrade import read_manifest
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.neighbors import Neighbors
 
@@ -331,9 +331,8 @@ class CollectionReader:
         self.close()
 
     def _follow(self, manifest: Manifest) -> LogFollower:
-        if manifest.generation < 0:
-            return NoLog()
-        return LogFollower(self.directory, self.description.identity, manifest.sequence)
+        first = -1 if manifest.generation < 0 else manifest.sequence  # a flat bulk load has no log
+        return LogFollower(self.directory, self.description.identity, first)
 
     def _manifest_stat(self) -> tuple[int, int, int] | None:
         """Stat the manifest, or the description of a flat bulk load, which has none."""

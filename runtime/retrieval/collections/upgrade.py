@@ -38,32 +38,10 @@ from runtime.retrieval.collections.description import (
 )
 from runtime.retrieval.collections.disk import Disk, storage_errors
 from runtime.retrieval.collections.documents import DocumentStore
-from runtime.retrieval.collections.log import HEADER, LogFollower, LogWriter, log_files, log_path
+from runtime.retrieval.collections.log import HEADER, begin_log_file, log_files
 from runtime.retrieval.collections.segment import META, Contents, Segment, file_path, flat_files, segment_path
 from runtime.retrieval.collections.segment_build import building_segment, obsolete_files, seal_segment
 from runtime.retrieval.keywords.index import KeywordFile
-
-
-class NoLog(LogFollower):
-    """The log of a flat bulk load, which has none: no records, before the first one of a log."""
-
-    def __init__(self) -> None:
-        self._fd, self.first, self.end, self.sequence = -1, 0, 0, -1
-
-    def poll(self) -> list[bytes]:
-        return []
-
-    @property
-    def torn_bytes(self) -> int:
-        return 0
-
-    @property
-    def at_end(self) -> bool:
-        return True
-
-    @property
-    def is_current(self) -> bool:
-        return True
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -112,7 +90,7 @@ def upgrade(disk: Disk, directory: Path) -> None:
                     _add_keywords(directory, building / KEYWORDS, segments)
                 segments.append(seal_segment(disk, building, info.size, info.shard))
         manifest = Manifest(0, segments, 0, next_row, 1 + segments[-1].number, schema)
-        LogWriter(disk, log_path(directory, 0), description.identity, 0).close()
+        begin_log_file(disk, directory, description.identity, 0)
         disk.write_file(directory / MANIFEST, encode_with_checksum(manifest))
         set_modes(directory, stat.S_IMODE(directory.stat().st_mode))
     for path in obsolete_files(directory, manifest, ()):

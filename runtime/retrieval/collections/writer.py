@@ -183,11 +183,6 @@ class CollectionWriter:
         """See `Maintenance.compact`."""
         self.maintenance.compact(progress)
 
-    @property
-    def waiting(self) -> int:
-        """Number of writes that are not acknowledged yet."""
-        return self.commits.waiting
-
     def close(self) -> None:
         """Stop background builds and release the lock. Idempotent. Growing rows remain in the log."""
         self.maintenance.close()
