@@ -3,7 +3,7 @@
 import contextlib
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.disk import Disk, storage_errors
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.log import log_files
+from runtime.retrieval.collections.part import Part
 from runtime.retrieval.collections.segment import CONTENTS, FILES, Contents, index_errors, segment_path, sources_of
-from runtime.retrieval.collections.state import State
+from runtime.retrieval.collections.state import State, vectors_of
 from runtime.retrieval.keywords.index import KeywordFile
 
 _FLAT_FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, "words.sqlite")  # of a flat bulk load, beside its indexes
@@ -54,34 +55,26 @@ class BuildJob(msgspec.Struct, frozen=True):
 
 def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progress) -> SegmentInfo | None:
     """Build a segment; None if all of its rows are deleted. Raises `CollectionError`, `NoRoom`."""
-    documents: list[Document] = []
-    parts = []
     merged = [segment for segment in state.segments if segment.info.number in job.merged]
-    progress("rows", 0.0)
-    if job.merged:
-        for number, segment in enumerate(merged, 1):
-            segment.verify()  # a damaged one must not be sealed again under a new checksum
-            positions = np.flatnonzero(segment.snapshot_alive())
-            positions = positions[np.argsort(segment.rows[positions])]  # by row, as its documents are
-            rows = set(segment.rows[positions].tolist())
-            documents += [document for document in segment.documents() if document.row in rows]
-            parts.append(segment.vectors(positions))
-            progress("rows", number / len(merged))
-    else:
-        with state.lock:
-            growing = state.growing
-            if growing.next_row < job.next_row:
-                raise CollectionError(f"the log ends before row {job.next_row}")
-            alive = np.flatnonzero(growing.alive[: job.next_row - growing.first])
-            own = [at for at in alive if state.description.shard_of(growing.documents[at].id) == job.shard]
-            positions = np.array(own, np.int64)
-            documents = [growing.documents[position] for position in positions]
-            parts.append(growing.vectors(positions))
-        progress("rows", 1.0)
+    for number, segment in enumerate(merged):
+        progress("rows", number / len(merged))
+        segment.verify()  # a damaged one must not be sealed again under a new checksum
+    with state.lock:
+        if state.growing.next_row < job.next_row:
+            raise CollectionError(f"the log ends before row {job.next_row}")
+        parts: Sequence[Part] = merged if job.merged else (state.growing,)
+        rows = np.sort(np.concatenate([np.empty(0, np.int64), *(part.alive_rows() for part in parts)]))
+    by_row: dict[int, Document] = {}
+    for part in parts:
+        by_row |= part.find(rows.tolist())
+    documents = [by_row[row] for row in rows.tolist()]
+    if not job.merged:
+        shard_of = state.description.shard_of
+        documents = [one for one in documents if one.row < job.next_row and shard_of(one.id) == job.shard]
+        rows = np.array([one.row for one in documents], np.int64)
+    progress("rows", 1.0)
     if not documents:
         return None
-    order = np.argsort([document.row for document in documents], kind="stable")
-    documents, vectors = [documents[position] for position in order], np.concatenate(parts)[order]
     about, bits = state.description, code_bits(state)
     with building_segment(disk, state.directory, job.number) as building:
         write_documents(building, documents, dict(state.schema), sources_of(merged))
@@ -89,14 +82,14 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
             disk,
             building,
             job.shard,
-            vectors,
+            vectors_of(parts, rows, about.dim),
             progress,
             metric=about.metric,
             degree=about.degree,
             dtype=about.dtype,
             neighbor_codes=bits is not None,
             code_bits=bits or 0,
-            ids=np.array([document.row for document in documents], np.int64),
+            ids=rows,
             threads=job.threads,
         )
     return info
