@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -84,36 +85,28 @@ class CollectionWriter:
         self.directory, self.repaired = directory, ""
         self._embedder, self._threads, disk = embedder, threads, disk or Disk()
         read_description(directory)  # first: creates no lock file where there is no collection
-        self.lock_fd = acquire_lock(directory)
-        try:
+        with ExitStack() as opened:
+            self.lock_fd = acquire_lock(directory)
+            opened.callback(os.close, self.lock_fd)
             upgrade(disk, directory)
-            reader = CollectionReader(directory, prepare=Segment.check)
+            reader = opened.enter_context(CollectionReader(directory, prepare=Segment.check))
             self.state, torn = reader.state, reader.torn_bytes
-            try:
-                reader.check_log()
-                if reader.manifest.next_row >= MAX_ROWS:
-                    last = reader.manifest.next_row - 1
-                    raise CollectionError(f"{directory} has the id {last}: documents cannot be added behind it")
-                self.commits = GroupCommit(disk, self.state, self.lock_fd, reader.log.first, reader.log.end)
-                self.maintenance = Maintenance(disk, self.state, self.commits, reader.manifest, seal_rows, threads)
-            except BaseException:
-                reader.close()
-                raise
+            reader.check_log()
+            if reader.manifest.next_row >= MAX_ROWS:
+                last = reader.manifest.next_row - 1
+                raise CollectionError(f"{directory} has the id {last}: documents cannot be added behind it")
             reader.log.close()
-        except BaseException:
-            os.close(self.lock_fd)
-            raise
+            self.commits = GroupCommit(disk, self.state, self.lock_fd, reader.log.first, reader.log.end)
+            opened.callback(self.commits.close)
+            self.maintenance = Maintenance(disk, self.state, self.commits, reader.manifest, seal_rows, threads)
+            opened.callback(self.maintenance.close)
+            if background:
+                self.maintenance.start()
+            self._opened = opened.pop_all()
         if torn:
             self.repaired = f"{self.commits.path}: cut the last {torn} bytes, an incomplete record"
             _log.warning("%s", self.repaired)
         self._barrier = ReaderBarrier(directory)
-        self._closed = False
-        if background:
-            try:
-                self.maintenance.start()
-            except BaseException:
-                self.close()
-                raise
         self.maintenance.wake()
 
     def upsert(self, documents: Sequence[UpsertDocument], owner: AttributeBinding | None = None) -> int:
@@ -185,13 +178,7 @@ class CollectionWriter:
 
     def close(self) -> None:
         """Stop background builds and release the lock. Idempotent. Growing rows remain in the log."""
-        self.maintenance.close()
-        with self.commits.lock:
-            if not self._closed:
-                self._closed = True
-                self.commits.close()
-                self.state.close()
-                os.close(self.lock_fd)
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
