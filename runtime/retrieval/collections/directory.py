@@ -73,22 +73,16 @@ def _claim(building: Path) -> int:
         except FileExistsError:
             if building.is_symlink():
                 raise
-            with contextlib.suppress(FileNotFoundError):  # the other build has just put it in place
-                _refuse_foreign(building)  # before it gets a lock file
         try:
+            _refuse_foreign(building)  # before it gets a lock file
             lock = acquire_lock(building)
-        except CollectionError:
+        except (CollectionError, FileNotFoundError):
             if building.exists():
                 raise
-            continue  # the other build has just put it in place
+            continue  # another build has just put it in place
         if lock_is_current(lock, building):
             break
         os.close(lock)  # as above
-    try:
-        _refuse_foreign(building)
-    except BaseException:
-        os.close(lock)
-        raise
     for path in building.iterdir():
         if path.name != LOCK:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
