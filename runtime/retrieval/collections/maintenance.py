@@ -43,6 +43,7 @@ MERGE_FAN_IN = 4
 MAX_DELETED_SHARE = 0.25  # of a segment's rows, before it is rewritten
 RETRY_S = 10.0
 NICENESS = 10
+_KILL_S = 0.01
 MAX_SEGMENTS_PER_SHARD = 32
 """More than arise while merges keep up. At this limit sealing waits for a merge, since search engines have room
 only for this many indexes of a shard."""
@@ -242,7 +243,7 @@ class BuildThread:
     def __init__(
         self, run_if_due: Callable[[BuildSegment], bool], name: str, sleep: Callable[[float], object] | None = None
     ) -> None:
-        self._wake, self._ended, self._lock = threading.Event(), threading.Event(), threading.Lock()
+        self._wake, self._ended = threading.Event(), threading.Event()
         self._run_if_due, self._sleep = run_if_due, sleep or self._ended.wait
         self._process: subprocess.Popen[bytes] | None = None
         self._name = name
@@ -256,13 +257,12 @@ class BuildThread:
         self._wake.set()
 
     def stop(self) -> None:
-        with self._lock:
-            self._ended.set()
-            if self._process is not None:
-                self._process.kill()
+        self._ended.set()
         self._wake.set()
-        if self._thread is not None:
-            self._thread.join()
+        while self._thread is not None and self._thread.is_alive():
+            if self._process is not None:  # it may just be started
+                self._process.kill()
+            self._thread.join(_KILL_S)
 
     def _run(self) -> None:
         while not self._ended.is_set():
@@ -281,15 +281,12 @@ class BuildThread:
         arguments = (str(directory), msgspec.json.encode(job).decode(), str(os.getpid()))
         command = [sys.executable, "-m", "runtime.retrieval.collections.maintenance", *arguments]
         limited = {name: str(job.threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-        with self._lock:
-            if self._ended.is_set():
-                raise CollectionError("the writer is closed")
-            try:
-                self._process = process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, **limited}
-                )
-            except OSError as error:  # no process or memory left: the thread must go on, and try again
-                raise CollectionError(f"no process can be started to build it: {error.strerror}") from error
+        try:
+            self._process = process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, **limited}
+            )
+        except OSError as error:  # no process or memory left: the thread must go on, and try again
+            raise CollectionError(f"no process can be started to build it: {error.strerror}") from error
         output, _ = process.communicate()
         if process.returncode:
             raise CollectionError(f"the process that builds a segment exited with status {process.returncode}")
