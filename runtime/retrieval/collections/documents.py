@@ -114,13 +114,9 @@ class DocumentStore:
         """Return the documents of those rows that are here; `on_read` is called with each before the next is read, in
         any order."""
         by_row: dict[int, Document] = {}
-        wanted = [int(row) for row in rows]
-        for begin in range(0, len(wanted), _MAX_IDS):
-            part = wanted[begin : begin + _MAX_IDS]
-            sql = f"SELECT {_COLUMNS[self._version]} WHERE row IN ({', '.join('?' * len(part))})"
-            for columns in self._database.rows(sql, *part):
-                by_row[columns[0]] = one = self._document(*columns)
-                on_read(one)
+        for columns in self._rows_in(f"{_COLUMNS[self._version]} WHERE row", [int(row) for row in rows]):
+            by_row[columns[0]] = one = self._document(*columns)
+            on_read(one)
         return by_row
 
     def get(self, rows: Rows, on_read: Callable[[Document], None] = lambda document: None) -> list[Document]:
@@ -140,12 +136,13 @@ class DocumentStore:
 
     def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
         """Return the rows of those ids that exist."""
-        rows: dict[str, int] = {}
-        for begin in range(0, len(ids), _MAX_IDS):
-            part = ids[begin : begin + _MAX_IDS]
-            placeholders = ", ".join("?" * len(part))
-            rows.update(self._database.rows(f"SELECT id, row FROM documents WHERE id IN ({placeholders})", *part))
-        return rows
+        return dict(self._rows_in("id, row FROM documents WHERE id", ids))
+
+    def _rows_in(self, sql: str, values: Sequence[object]) -> Iterator[Any]:
+        """Yield the rows of a query, which ends with a column's name, where that has one of these values."""
+        for begin in range(0, len(values), _MAX_IDS):
+            part = values[begin : begin + _MAX_IDS]
+            yield from self._database.rows(f"SELECT {sql} IN ({', '.join('?' * len(part))})", *part)
 
     def sources(self) -> Sources | None:
         """Return the files that documents were read from; None if none were."""
