@@ -5,10 +5,12 @@ import select
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from runtime.errors import EXIT_CONFIG, InvalidRequest, Unavailable
 from runtime.node.supervisor.admin import admin_request, restart_node, stop_node
+from runtime.testing.waiting import eventually
 from tests.node.conftest import StartTiny
 from tests.node.tiny_node import (
     TINY_WORKER,
@@ -44,6 +46,13 @@ def test_a_killed_worker_is_restarted_with_the_next_epoch(start_tiny: StartTiny)
     assert "pool-0 ended (signal SIGKILL); it restarts in 0." in node.log.read_text()
     text = admin_request(node.info.control, "metrics").decode()
     assert 'trinity_worker_restarts_total{model_name="",node="tiny",worker="pool-0"} 1.0' in text
+
+
+def test_the_end_of_a_worker_wakes_the_supervisor(start_tiny: StartTiny) -> None:
+    node = start_tiny(poll_s=3600.0)
+    for found in node.ready().workers:
+        os.kill(found.pid, signal.SIGKILL)
+        eventually(lambda pid=found.pid: not psutil.pid_exists(pid), 60, "the supervisor to see its end")  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("life", ["serve", "real serve"])

@@ -58,6 +58,7 @@ class TinyNode:
         process: Callable[..., None] | None = None,
         more: str = "",
         heartbeat_s: float = 60.0,
+        poll_s: float = 0.1,
         **times: float,
     ) -> None:
         """`orders`: script of each worker's processes, see `tiny_worker.py`. `command`: starts a worker. `process`:
@@ -70,7 +71,7 @@ class TinyNode:
         config = home / "node.toml"
         config.write_text(CONFIG.format(**{"drain_s": 60.0, "start_s": 60.0} | times) + more)
         self.process = _FORKED.Process(
-            target=process or serve, args=(str(config), str(self.orders), str(self.log), command, heartbeat_s)
+            target=process or serve, args=(str(config), str(self.orders), str(self.log), command, heartbeat_s, poll_s)
         )
         self.process.start()
 
@@ -138,6 +139,7 @@ def serve(
     log: str,
     command: tuple[str, ...],
     heartbeat_s: float = 60.0,
+    poll_s: float = 0.1,
     gpus: int = 0,
     handlers: Mapping[signal.Signals, signal.Handlers] = {},
 ) -> None:
@@ -155,7 +157,7 @@ def serve(
     logging.basicConfig(handlers=[output], level=logging.INFO)
     settings = load_config(Path(config))
     plan = lay_out(settings, Machine.with_simulated_gpus(gpus) if gpus else None)
-    supervisor = Supervisor(plan, seed=0, command=command, heartbeat_s=heartbeat_s)
+    supervisor = Supervisor(plan, seed=0, command=command, heartbeat_s=heartbeat_s, poll_s=poll_s)
     code = supervisor.run(lambda info: logging.info("announced"))
     os._exit(code)
 

@@ -69,8 +69,11 @@ class Supervisor:
         command: Sequence[str] = COMMAND,
         device_bytes: Mapping[str, int] | None = None,
         heartbeat_s: float = HEARTBEAT_S,
+        poll_s: float = _POLL_S,
     ) -> None:
-        """device_bytes: memory that each worker of the plan needs free, where its model or index lies, by name."""
+        """device_bytes: memory that each worker of the plan needs free, where its model or index lies, by name. poll_s:
+        how long the loop sleeps while nothing happens that wakes it."""
+        self._poll_s = poll_s
         self.plan = plan
         self._device_bytes = {worker.role: (device_bytes or {}).get(worker.name, 0) for worker in plan.workers}
         self._startup = StartupTimer(age_s=process_age_s())
@@ -182,11 +185,11 @@ class Supervisor:
             self._gpus.check_free(added.gpu, needed, added.name)
 
     def _wait(self, control: AdminServer) -> None:
-        """Sleep until an admin request, a process exit or a signal arrives, or `_POLL_S` has passed."""
+        """Sleep until an admin request, a process exit or a signal arrives, or `poll_s` has passed."""
         with selectors.DefaultSelector() as selector:
             for source in (control, self._signals, *([self._template] if self._template.fileno() >= 0 else ())):
                 selector.register(source, selectors.EVENT_READ)
-            selector.select(0.0 if control.pending() else _POLL_S)
+            selector.select(0.0 if control.pending() else self._poll_s)
         self._signals.clear()
 
     def _serve_admin(self, control: AdminServer) -> None:
