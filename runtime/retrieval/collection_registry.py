@@ -21,6 +21,7 @@ from runtime.errors import (
     UnknownCollection,
 )
 from runtime.node.placement.plan import NodePlan
+from runtime.node.stores_config import STORES
 from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.background_task import BackgroundTask
 from runtime.retrieval.collection_builds import CollectionBuilds
@@ -67,6 +68,8 @@ class CollectionRegistry:
     def refresh(self) -> None:
         """Open what the directories contain now; a collection may have been rebuilt. Raises `ModelError`."""
         for name, builds in self._builds.items():
+            if name == STORES and not builds.directory.exists():
+                continue  # a pool creates it, or reports why it cannot
             try:
                 builds.current = builds.open()
             except CollectionError as error:

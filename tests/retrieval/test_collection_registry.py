@@ -15,6 +15,7 @@ from runtime.node.config import SloSection, parse_config
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import RetrievingMetrics
 from runtime.node.placement.layout import lay_out
+from runtime.node.stores_config import STORES
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections import bulk_load
@@ -22,6 +23,7 @@ from runtime.retrieval.collections.description import read_description
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.search.query import SearchResult
+from runtime.retrieval.stores.collection import ensure
 from runtime.testing.waiting import until
 from tests.queries import passages_of
 from tests.thread_limit import permit_threads
@@ -42,6 +44,25 @@ def test_reopening_the_registry_shows_rebuilt_collections(tmp_path: Path) -> Non
     identity = read_description(tmp_path / "docs").identity
     result = SearchResult(1, np.array([7]), np.array([0.5], np.float32), identity=identity)
     assert [passage.text for passage in passages_of(registry, "docs", result)] == ["new 7"]
+
+
+def test_the_stores_collection_is_opened_once_a_pool_has_created_it_and_missing_before_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = CollectionRegistry(lay_out(parse_config({"stores": {"path": str(tmp_path / "stores")}})))
+    assert (registry.unavailable, caplog.messages) == ({}, [])
+    with pytest.raises(Unavailable, match="are not open yet"):
+        registry.current(STORES)
+    ensure(tmp_path / "stores" / "collection", "hashing-64")
+    served = [read_description(tmp_path / "stores" / "collection").identity]
+
+    def opened() -> bool:
+        registry.follow(STORES, served)
+        return registry.dims[STORES] == 64
+
+    until(opened)
+    assert [embedder.name for embedder in registry.embedders().values()] == ["hashing-64"]
+    assert caplog.messages == []
 
 
 class Docs:
