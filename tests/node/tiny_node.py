@@ -67,13 +67,19 @@ class TinyNode:
         self.home = home
         self.log = home / "log"
         self.orders = home / "orders.json"
-        self.orders.write_text(json.dumps(orders or {}))
+        self.order(orders or {})
         config = home / "node.toml"
         config.write_text(CONFIG.format(**{"drain_s": 60.0, "start_s": 60.0} | times) + more)
         self.process = _FORKED.Process(
             target=process or serve, args=(str(config), str(self.orders), str(self.log), command, heartbeat_s, poll_s)
         )
         self.process.start()
+
+    def order(self, orders: dict[str, list[str]]) -> None:
+        """Set the script of the processes that start from now on."""
+        new = self.orders.with_suffix(".new")
+        new.write_text(json.dumps(orders))
+        new.replace(self.orders)
 
     def eventually(self, condition: Callable[[NodeStatus], bool], what: str) -> NodeStatus:
         """Return the first status for which `condition` holds. The timeout only ends a test that would hang."""
