@@ -74,7 +74,7 @@ def test_the_first_write_is_found_when_it_is_acknowledged_and_deleted_rows_are_n
     assert served.find(vector_of(3), 1) == ["d3"]
     with CollectionWriter(tmp_path / "docs", background=False) as writer:
         writer.upsert([document("new", 100), document("d5", 105)])
-        assert writer.wait_visible()
+        until(writer.wait_visible)
         assert served.find(vector_of(100), 1) == ["new"]
         assert served.find(vector_of(105), 1) == ["d5"]
         assert served.find(vector_of(5), 1) != ["d5"]
@@ -91,5 +91,5 @@ def test_a_filter_sees_the_bulk_load_and_what_was_written(tmp_path: Path, is_fla
     assert served.find(vector_of(0), filter=of_7) == ["d7"]
     with CollectionWriter(tmp_path / "docs", background=False) as writer:
         writer.upsert([document("new", 7), document("d7", 8)])
-        assert writer.wait_visible()
+        until(writer.wait_visible)
         assert served.find(vector_of(0), filter=of_7) == ["new"]

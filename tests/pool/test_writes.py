@@ -33,13 +33,13 @@ def test_every_search_finds_a_replaced_document_and_the_first_after_the_write_is
 ) -> None:
     served = serve(harness.path, workers=2)  # replicas, which apply a write at different times
     harness.upsert("a", "b", "c")
-    assert harness.writer.wait_visible()
+    until(harness.writer.wait_visible)
     query = harness.held["a"][0]
     for change in range(100):
         row = harness.replace("a")
         assert served.find(query, 1) == ["a"]
         if change % 2:
-            assert harness.writer.wait_visible()
+            until(harness.writer.wait_visible)
             assert [served.client.search(query, 1).ids.tolist() for _ in served.pools] == [[row]] * 2
         if change % 20 == 10:
             harness.writer.flush()
