@@ -109,7 +109,7 @@ def test_passages_are_read_while_the_files_are_listed(tmp_path: Path, monkeypatc
     def scanned(columns: Columns, name: str, size: int) -> Any:
         reader = Thread(target=lambda: found.extend(one.id for one in documents.get([0]) if one))
         reader.start()
-        reader.join(10)
+        reader.join(60)
         return strings(columns, name, size)
 
     monkeypatch.setattr(Columns, "strings", scanned)
