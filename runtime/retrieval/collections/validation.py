@@ -1,6 +1,6 @@
 """Validation of the documents that a collection's writer receives, and their vectors."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -68,31 +68,25 @@ def schema_with(schema: Schema, documents: Sequence[UpsertDocument]) -> Schema:
     return schema
 
 
-def check_owner(documents: Sequence[UpsertDocument], owner: AttributeBinding) -> None:
-    """Raise `Forbidden` if a document does not belong to the owner."""
+def as_owned(documents: Sequence[UpsertDocument], owner: AttributeBinding, schema: Schema) -> list[UpsertDocument]:
+    """Return an owner's documents with its attribute as a string, or as a list if the collection has lists.
+
+    Raises `Forbidden` if one belongs to another, and `InvalidDocument` if they have attributes that are new to the
+    collection, except its own: those that all owners share, and their types, are not for one to determine.
+    """
     for document in documents:
         if not owner.holds(document.attributes):
             raise Forbidden(f"document {document.id!r} does not have the {owner.key!r} of its writer", "attributes")
-
-
-def with_bound_attribute(
-    documents: Sequence[UpsertDocument], owner: AttributeBinding, schema: Schema
-) -> list[UpsertDocument]:
-    """Return the owner's documents with its attribute as a string, or as a list if the collection has lists."""
     lists = schema.get(owner.key) is AttributeType.STRINGS
     bound = {owner.key: [owner.value] if lists else owner.value}
-    return [replace(document, attributes={**document.attributes, **bound}) for document in documents]
-
-
-def check_new_attributes(owner: AttributeBinding, names: Set[str]) -> None:
-    """Raise `InvalidDocument` if an owner's documents have attributes that are new to the collection, except its own:
-    those that all owners share, and their types, are not for one to determine."""
-    if new := sorted(names - {owner.key}):
+    owned = [replace(document, attributes={**document.attributes, **bound}) for document in documents]
+    if new := sorted(schema_with(schema, owned).keys() - schema.keys() - {owner.key}):
         raise InvalidDocument(
             f"attribute {new[0]!r} is new, and an API key that is bound to {owner.key!r} introduces none: declare it "
             "when the collection is built, or write a document with it with a key without a restriction",
             "attributes",
         )
+    return owned
 
 
 def to_stored_value(value: object) -> "str | int | float | bool | list[str]":

@@ -25,13 +25,11 @@ from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.upgrade import upgrade
 from runtime.retrieval.collections.validation import (
     UpsertDocument,
+    as_owned,
     check_batch,
-    check_new_attributes,
-    check_owner,
     resolve_vectors,
     schema_with,
     to_stored_value,
-    with_bound_attribute,
 )
 from runtime.retrieval.embedding.embedder import Embedder
 
@@ -119,8 +117,6 @@ class CollectionWriter:
         if not documents:
             return 0
         check_batch(documents)
-        if owner is not None:
-            check_owner(documents, owner)
         vectors = resolve_vectors(documents, self.state.description, self._embedder, self._threads)
         if self.state.growing.size >= _MAX_GROWING * self.maintenance.seal_threshold:
             self.maintenance.wake()
@@ -208,10 +204,8 @@ class CollectionWriter:
         owner: AttributeBinding | None,
     ) -> int:
         if owner is not None:
-            documents = with_bound_attribute(documents, owner, group.schema)
+            documents = as_owned(documents, owner, group.schema)
         schema = schema_with(group.schema, documents)
-        if owner is not None:
-            check_new_attributes(owner, schema.keys() - group.schema.keys())
         ids = [document.id for document in documents]
         replaced = self._rows_of(group, ids)
         rows = np.array([*replaced.values()], np.int64)
