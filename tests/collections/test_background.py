@@ -11,15 +11,13 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from runtime.errors import CollectionError, Overloaded
+from runtime.errors import Overloaded
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.maintenance import (
     MAX_DELETED_SHARE,
     MAX_SEGMENTS_PER_SHARD,
     MERGE_FAN_IN,
     RETRY_S,
-    BuildSegment,
-    BuildThread,
     pick_merge,
 )
 from runtime.retrieval.collections.reader import CollectionReader
@@ -29,15 +27,6 @@ from runtime.testing.background import Background
 from runtime.testing.waiting import until
 from tests.collections.small_collections import contents, document, documents, maintain, new_writer, open_writer
 from tests.thread_limit import permit_threads
-
-
-def test_flushed_segments_are_merged(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "a", background=True) as writer:
-        for number in range(4):
-            writer.upsert(documents(range(8 * number, 8 * number + 8)))
-            writer.flush()
-        until(lambda: writer.statistics().merged == 1)
-        assert len(writer.state.segments) == 1
 
 
 @pytest.mark.parametrize("permitted", [0, 1])
@@ -125,53 +114,41 @@ def test_sealing_at_the_segment_limit_waits_for_a_merge(tmp_path: Path) -> None:
         assert len(contents(writer)) == MAX_SEGMENTS_PER_SHARD + 8
 
 
-def test_a_failed_build_is_retried_with_back_off() -> None:
-    done: list[object] = []
-
-    def due(build: BuildSegment) -> bool:
-        done.append("tried")
-        builder.wake()  # a document came
-        raise CollectionError("the disk is full")
-
-    def rest(seconds: float) -> None:
-        done.append(seconds)
-        if len(done) >= 6:
-            enough.set()
-
-    enough = threading.Event()
-    builder = BuildThread(due, "test", rest)
-    builder.wake()
-    builder.start()
-    assert enough.wait(60)
-    builder.stop()
-    assert done[:6] == ["tried", RETRY_S] * 3
-
-
-def test_a_build_for_which_no_process_can_be_started_is_retried(
+def test_a_build_for_which_no_process_can_be_started_is_retried_with_back_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job, pause, errors = BuildJob(1, 0, 0, []), threading.Event(), list[str]()
+    pauses, start = list[float](), subprocess.Popen
+    no_process = Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable"))
 
-    def due(build: BuildSegment) -> bool:
-        try:
-            build(tmp_path, job)
-        except CollectionError as error:
-            errors.append(error.message)
-            raise
-        return False
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        writer.upsert(documents(range(8, 9)))  # does not retry the build by itself
+        assert no_process.call_count == len(pauses)
+        if len(pauses) == 3:
+            monkeypatch.setattr(subprocess, "Popen", start)
 
-    builder = BuildThread(due, "test", lambda seconds: pause.wait(60))
-    with monkeypatch.context() as limited:
-        limited.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable")))
-        builder.wake()
-        builder.start()
-        until(lambda: errors)
-    pause.set()
-    until(lambda: len(errors) > 1)
-    builder.stop()
-    assert errors[0] == "no process can be started to build it: Resource temporarily unavailable"
-    assert "is not a collection" in errors[1]  # from the process
-    assert "a segment could not be built: no process can be started" in caplog.text
+    with new_writer(tmp_path / "a", seal_rows=8) as writer:
+        writer.upsert(documents(range(8)))
+        monkeypatch.setattr(subprocess, "Popen", no_process)
+        writer.maintenance.start(pause)
+        until(lambda: writer.state.segments)
+        assert len(contents(writer)) == 9
+    assert pauses == [RETRY_S] * 3
+    reason = "no process can be started to build it: Resource temporarily unavailable"
+    assert caplog.text.count(f"a segment could not be built: {reason}") == 3
+
+
+def test_the_error_of_a_process_that_builds_is_reported_and_the_build_retried(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with new_writer(tmp_path / "a", seal_rows=8) as writer:
+        writer.upsert(documents(range(8)))
+        about = tmp_path / "a" / "collection.json"
+        about.rename(tmp_path / "away")
+        writer.maintenance.start(lambda seconds: (tmp_path / "away").rename(about))
+        until(lambda: writer.state.segments)
+    assert "a segment could not be built: " in caplog.text
+    assert "is not a collection" in caplog.text
 
 
 def test_repeated_flushes_of_updates_keep_segments_few(tmp_path: Path) -> None:

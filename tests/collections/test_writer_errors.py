@@ -5,7 +5,6 @@ import fcntl
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from runtime.errors import (
     InvalidRequest,
     NoRoom,
     Overloaded,
-    TrinityError,
 )
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collections import segment_build, validation
@@ -38,7 +36,6 @@ from tests.collections.small_collections import (
     contents,
     document,
     documents,
-    maintain,
     new_writer,
     open_writer,
     vector_of,
@@ -341,17 +338,3 @@ def test_files_of_a_killed_build_are_removed(tmp_path: Path, leave: str) -> None
     with open_writer(tmp_path / "a") as writer:
         assert len(contents(writer)) == 4
     assert not path.exists() or leave.startswith("log")
-
-
-def test_a_killed_build_is_logged_and_restarted(tmp_path: Path) -> None:
-    def killed(directory: Path, job: Any) -> Any:
-        raise CollectionError("the process that built a segment ended with -9, without one")
-
-    with new_writer(tmp_path / "a", seal_rows=4) as writer:
-        writer.upsert(documents(range(9)))
-        with pytest.raises(TrinityError, match="-9"):
-            maintain(writer, killed)
-        writer.upsert(documents(range(9, 11)))
-        assert maintain(writer, writer.maintenance.build_here)
-        assert len(contents(writer)) == 11
-        assert [segment.size for segment in writer.state.segments] == [11]

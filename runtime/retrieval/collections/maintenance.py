@@ -65,24 +65,31 @@ class Maintenance:
     ) -> None:
         """Remove what earlier builds left."""
         self._disk, self._state, self._commits, self._manifest = disk, state, commits, manifest
-        self._seal_rows, self._threads, self._closed = seal_rows, threads, False
+        self._seal_rows, self._threads, self._ended = seal_rows, threads, threading.Event()
         self.seal_threshold = seal_rows * state.description.shards  # growing rows
         self._generation, self._next_segment = manifest.generation, manifest.next_segment
         self.building: set[int] = set()
         self.sealed = self.merged = 0
         self.sealing, self.merging = threading.RLock(), threading.RLock()
-        self._builders = BuildThread(self.seal_if_due, "seal"), BuildThread(self.merge_if_due, "merge")
+        self._builders: list[tuple[threading.Thread, threading.Event]] = []  # with what wakes each
+        self._processes: set[subprocess.Popen[bytes]] = set()
         self._remove_obsolete_files()
 
-    def start(self) -> None:
-        """Build segments in background processes whenever they are due."""
-        for builder in self._builders:
-            builder.start()
+    def start(self, pause: Callable[[float], object] | None = None) -> None:
+        """Build segments in background processes whenever they are due: a thread seals and a thread merges, so that
+        sealing does not wait for a long merge.
+
+        pause: waits some seconds after a failed build; `wake` does not shorten it, or each write would retry the build.
+        Raises `Overloaded` if the system permits no more threads.
+        """
+        for name, if_due in (("seal", self.seal_if_due), ("merge", self.merge_if_due)):
+            wake = threading.Event()
+            self._builders.append((start_thread(self._run, name, if_due, wake, pause or self._ended.wait), wake))
 
     def wake(self) -> None:
         """Let the threads check whether a build is due."""
-        for builder in self._builders:
-            builder.wake()
+        for _, wake in self._builders:
+            wake.set()
 
     def flush(self) -> None:
         """Seal all growing rows, and wait for it; merge first only if a shard has too many segments."""
@@ -109,7 +116,7 @@ class Maintenance:
         """Seal the growing rows into segments by `build`, if there are enough; return whether there were."""
         with self.sealing:
             enough = self._state.growing.size >= self.seal_threshold
-            if self._closed or not enough or too_many_segments(self._state.segments):
+            if self._ended.is_set() or not enough or too_many_segments(self._state.segments):
                 return False
             self._seal(build)
         self.wake()
@@ -118,7 +125,7 @@ class Maintenance:
     def merge_if_due(self, build: BuildSegment) -> bool:
         """Merge segments by `build`, if a merge is due; return whether one was."""
         with self.merging:
-            numbers = [] if self._closed else pick_merge(self._state.segments, self._seal_rows)
+            numbers = [] if self._ended.is_set() else pick_merge(self._state.segments, self._seal_rows)
             if not numbers:
                 return False
             self._merge(numbers, build)
@@ -131,10 +138,15 @@ class Maintenance:
 
     def close(self) -> None:
         """Stop the background builds, and wait for others. Idempotent."""
-        for builder in self._builders:
-            builder.stop()
+        self._ended.set()
+        self.wake()
+        for builder, _ in self._builders:
+            while builder.is_alive():
+                for process in list(self._processes):  # one may just be started
+                    process.kill()
+                builder.join(_KILL_S)
         with self.merging, self.sealing:
-            self._closed = True
+            pass
 
     def _seal(self, build: BuildSegment) -> None:
         """Build segments of the growing rows, one a shard."""
@@ -206,6 +218,43 @@ class Maintenance:
         for path in obsolete:
             self._disk.remove(path)
 
+    # ---- the background
+
+    def _run(
+        self, if_due: Callable[[BuildSegment], bool], wake: threading.Event, pause: Callable[[float], object]
+    ) -> None:
+        while not self._ended.is_set():
+            try:
+                while not self._ended.is_set() and if_due(self._build_in_process):
+                    pass
+                wake.wait()
+            except CollectionError as error:
+                if not self._ended.is_set():
+                    _log.warning("a segment could not be built: %s; retrying in %g s", error.message, RETRY_S)
+                pause(RETRY_S)
+            wake.clear()
+
+    def _build_in_process(self, directory: Path, job: BuildJob) -> SegmentInfo | None:
+        """Build a segment in a process of low priority: a `BuildSegment`."""
+        arguments = (str(directory), msgspec.json.encode(job).decode(), str(os.getpid()))
+        command = [sys.executable, "-m", "runtime.retrieval.collections.maintenance", *arguments]
+        limited = {name: str(job.threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, **limited}
+            )
+        except OSError as error:  # no process or memory left: the thread must go on, and try again
+            raise CollectionError(f"no process can be started to build it: {error.strerror}") from error
+        self._processes.add(process)
+        output, _ = process.communicate()
+        self._processes.discard(process)
+        if process.returncode:
+            raise CollectionError(f"the process that builds a segment exited with status {process.returncode}")
+        built = msgspec.json.decode(output, type=SegmentInfo | str | None)
+        if isinstance(built, str):
+            raise CollectionError(built)
+        return built
+
 
 def pick_merge(segments: Sequence[Segment], seal_rows: int) -> list[int]:
     """Return the numbers of segments of one shard to merge; empty if none is due.
@@ -230,70 +279,6 @@ def pick_merge(segments: Sequence[Segment], seal_rows: int) -> list[int]:
 def too_many_segments(segments: Sequence[Segment]) -> bool:
     """Return whether a shard has `MAX_SEGMENTS_PER_SHARD`, so that a merge must precede the next seal."""
     return max(Counter(segment.info.shard for segment in segments).values(), default=0) >= MAX_SEGMENTS_PER_SHARD
-
-
-class BuildThread:
-    """A thread that builds segments whenever they are due, one at a time, each in a process. A writer has two, so that
-    sealing does not wait for a long merge.
-
-    run_if_due: the writer's `seal_if_due` or `merge_if_due`, which may run concurrently. sleep: waits some seconds
-    after a failed build; `wake` does not shorten it, or each write would retry the build.
-    """
-
-    def __init__(
-        self, run_if_due: Callable[[BuildSegment], bool], name: str, sleep: Callable[[float], object] | None = None
-    ) -> None:
-        self._wake, self._ended = threading.Event(), threading.Event()
-        self._run_if_due, self._sleep = run_if_due, sleep or self._ended.wait
-        self._process: subprocess.Popen[bytes] | None = None
-        self._name = name
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Raises `Overloaded` if the system permits no more threads."""
-        self._thread = start_thread(self._run, self._name)
-
-    def wake(self) -> None:
-        self._wake.set()
-
-    def stop(self) -> None:
-        self._ended.set()
-        self._wake.set()
-        while self._thread is not None and self._thread.is_alive():
-            if self._process is not None:  # it may just be started
-                self._process.kill()
-            self._thread.join(_KILL_S)
-
-    def _run(self) -> None:
-        while not self._ended.is_set():
-            self._wake.wait()
-            self._wake.clear()
-            try:
-                while not self._ended.is_set() and self._run_if_due(self._build):
-                    pass
-            except CollectionError as error:
-                if not self._ended.is_set():
-                    _log.warning("a segment could not be built: %s; retrying in %g s", error.message, RETRY_S)
-                self._sleep(RETRY_S)
-                self._wake.set()
-
-    def _build(self, directory: Path, job: BuildJob) -> SegmentInfo | None:
-        arguments = (str(directory), msgspec.json.encode(job).decode(), str(os.getpid()))
-        command = [sys.executable, "-m", "runtime.retrieval.collections.maintenance", *arguments]
-        limited = {name: str(job.threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-        try:
-            self._process = process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, **limited}
-            )
-        except OSError as error:  # no process or memory left: the thread must go on, and try again
-            raise CollectionError(f"no process can be started to build it: {error.strerror}") from error
-        output, _ = process.communicate()
-        if process.returncode:
-            raise CollectionError(f"the process that builds a segment exited with status {process.returncode}")
-        built = msgspec.json.decode(output, type=SegmentInfo | str | None)
-        if isinstance(built, str):
-            raise CollectionError(built)
-        return built
 
 
 def main(directory: Path, job: BuildJob, writer_pid: int) -> None:
